@@ -102,8 +102,8 @@ def read_hf_config(path: str | os.PathLike, compare_counts: bool = True) -> Mode
 
     Args:
         path: the directory.
-        compare_counts: True to compare the numbers of layers and experts with those of the weights
-            in the directory.
+        compare_counts: True to compare the numbers of layers and experts in config.json with the
+            numbers of layers and experts that have weights in the directory.
 
     Raises:
         CheckpointError: config.json cannot be read or, with `compare_counts`, has more layers or
@@ -117,7 +117,7 @@ def read_hf_config(path: str | os.PathLike, compare_counts: bool = True) -> Mode
         reason = getattr(error, "strerror", None) or one_line(error)
         raise CheckpointError(f"{file}: not readable as JSON: {reason}") from None
     if not isinstance(content, dict):
-        raise CheckpointError(f"{file}: must contain a JSON object")
+        raise CheckpointError(f"{file}: the content must be a JSON object")
     if compare_counts:
         _check_counts(content, file)
     return config_from_hf(content, source=str(file))
@@ -203,7 +203,7 @@ def config_from_hf(content: Mapping[str, Any], source: str = "config.json") -> M
 
 
 def config_to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
-    """Return the content of config.json for a model. transformers 4 and 5 can read it.
+    """Return the content of a config.json that transformers 4 and 5 can read.
 
     Args:
         config: the model.
@@ -303,7 +303,8 @@ def _check_supported(config: ModelConfig) -> None:
     refuse_if(
         config.uniform_experts is None,
         f"model.num_experts = {list(config.experts_by_layer)} cannot be exported: all layers "
-        "of a Hugging Face OLMoE have the same number of experts; train with one number",
+        "of a Hugging Face OLMoE have the same number of experts; train with one number for all "
+        "layers",
     )
     refuse_if(
         config.architecture == "olmo" and config.norm_eps != _OLMO_EPS,
@@ -324,7 +325,7 @@ def _check_supported(config: ModelConfig) -> None:
 
 
 def _mixture(fields: _Olmoe) -> dict[str, Any]:
-    """Return the settings of `[model]` for the config.json fields that only OLMoE models have."""
+    """Convert the fields of config.json that only OLMoE models have to settings of `[model]`."""
     return {
         "num_experts": fields.num_experts,
         "num_experts_per_tok": fields.num_experts_per_tok,
@@ -389,5 +390,6 @@ def _padding(fields: _Fields, source: str) -> int:
 
 
 def _derived(value: int | None, default: int) -> int:
-    """Return `value`, or 0 if it is None or equals `default`. In `[model]`, 0 means the default."""
+    """Return `value`, or 0 if `value` is None or equals `default`. As a setting of `[model]`, 0
+    means the default."""
     return 0 if value is None or value == default else value

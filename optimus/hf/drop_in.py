@@ -36,7 +36,7 @@ MERGED = (
 """Names of transformers classes with merged experts. Each class computes the same function as
 `FastExperts`."""
 BY_MODULE = ("OlmoeSparseMoeBlock",)
-"""Supported classes of MoE blocks with one module per expert."""
+"""Names of the supported transformers classes of MoE blocks that have one module per expert."""
 _HOOKS = (
     *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
     *("_state_dict_hooks", "_state_dict_pre_hooks"),
@@ -47,10 +47,10 @@ _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
 def use_fast_moe(model: _Model) -> _Model:
-    """Make all MoE blocks of a transformers model compute with FastSparseMoE, in place.
+    """Replace the experts of all MoE blocks of a transformers model by `FastExperts`, in place.
 
-    The state dict and the outputs of the router stay the same. Call this after loading weights and
-    before creating an optimizer, because parameters may be replaced.
+    The state dict and the outputs of the router do not change. Call this function after loading
+    weights and before creating an optimizer, because parameters may be replaced.
 
     Args:
         model: the model. It is not changed if an error is raised.
@@ -111,7 +111,7 @@ class FastExperts(nn.Module):
 
         Args:
             hidden_states: [T, D], for T tokens of size D.
-            top_k_index: int64 [T, K], numbers of each token's K experts. Numbers outside 0 to E-1
+            top_k_index: int64 [T, K], indices of each token's K experts. Indices outside 0 to E-1
                 are ignored.
             top_k_weights: [T, K], routing weights.
 
@@ -129,8 +129,8 @@ class FastExperts(nn.Module):
 
 
 class FastExpertsByModule(FastExperts):
-    """Merged experts whose state dict has one entry per projection and expert, such as
-    `0.gate_proj.weight`."""
+    """`FastExperts` whose state dict has one entry per expert and projection, such as
+    `0.gate_proj.weight`, instead of the merged parameters."""
 
     def _slices(self, gate_up: Tensor, down: Tensor, prefix: str) -> dict[str, Tensor]:
         """Return a view of each projection of each expert, keyed by its name in a state dict."""
@@ -179,7 +179,7 @@ class FastExpertsByModule(FastExperts):
             )
 
     def _adopt_dtype_and_device(self, state_dict: Mapping[str, Any], prefix: str) -> None:
-        """Convert the parameters to the dtype and device of expert 0 in `state_dict`."""
+        """Convert the parameters to the dtype and device of expert 0's weight in `state_dict`."""
         like = state_dict.get(f"{prefix}0.{_PROJECTIONS[0]}.weight")
         if like is None:
             return
@@ -194,8 +194,11 @@ class FastExpertsByModule(FastExperts):
 
 
 class FastBlock(nn.Module):
-    """Replacement for an OlmoeSparseMoeBlock of transformers 4. It keeps the router of that block
-    and has merged parameters with the weights of its experts."""
+    """Replacement for an OlmoeSparseMoeBlock of transformers 4.
+
+    The new block uses the router of the old block, and a merged copy of the weights of the old
+    block's experts.
+    """
 
     def __init__(self, block: _HfModule) -> None:
         super().__init__()
@@ -263,7 +266,7 @@ def _check_hooks(block: _HfModule) -> None:
     refuse_if(
         any(getattr(owner, kind, None) for owner in removed for kind in _HOOKS),
         f"the experts of {type(block).__name__} have hooks, which would be lost; "
-        "register them after use_fast_moe",
+        "register the hooks after the call of use_fast_moe",
     )
 
 

@@ -55,8 +55,8 @@ def is_expert(name: str) -> bool:
 
 
 def hf_name(name: str) -> str:
-    """Return the name that transformers 5 gives to the Optimus parameter `name`. Like Optimus,
-    transformers 5 merges the experts of a layer."""
+    """Return the name of the Optimus parameter `name` in models of transformers 5, which also have
+    merged parameters for the experts of a layer."""
     if name in _OUTSIDE:
         return _OUTSIDE[name]
     _, layer, rest = name.split(".", 2)
@@ -70,8 +70,15 @@ def hf_name(name: str) -> str:
 
 
 def pieces(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Split `tensor`, the Optimus parameter `name`, into the tensors of a Hugging Face directory.
-    Yield the name of each tensor and a view of `tensor`."""
+    """Split an Optimus parameter into the tensors of a Hugging Face directory.
+
+    Args:
+        name: name of the parameter.
+        tensor: value of the parameter.
+
+    Yields:
+        (name in the Hugging Face directory, view of `tensor`).
+    """
     if not is_expert(name):
         yield hf_name(name), tensor
         return
@@ -93,8 +100,8 @@ def check_hf_weights(config: ModelConfig, path: str | os.PathLike) -> None:
         path: Hugging Face directory.
 
     Raises:
-        CheckpointError: a tensor is missing, not in the model, of another shape or not
-            floating-point, or a file cannot be read.
+        CheckpointError: a tensor of the model is missing; or a tensor in the files is not in the
+            model, has another shape or is not floating-point; or a file cannot be read.
     """
     files = TensorFiles(Path(path))
     try:
@@ -117,7 +124,8 @@ def hf_tensors(config: ModelConfig, names: Container[str]) -> Iterator[tuple[str
 
     Args:
         config: the model.
-        names: names of the tensors in the directory, which show whether the experts are merged.
+        names: names of the tensors in the directory. If they include the merged experts of a
+            layer, the merged tensors are yielded, otherwise three tensors per expert.
 
     Yields:
         (name of the tensor in the directory, name of the Optimus parameter, view of the parameter
@@ -175,7 +183,7 @@ def write_hf(
     file_bytes: int = FILE_BYTES,
     add_files: Callable[[Path], None] = lambda directory: None,
 ) -> None:
-    """Export a model as a Hugging Face directory, which is created completely or not at all.
+    """Export a model as a new Hugging Face directory, written under a temporary name and renamed.
 
     Args:
         directory: the directory to create; it must not exist.

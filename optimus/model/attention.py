@@ -46,8 +46,8 @@ class Attention(nn.Module):
         Args:
             x: [B, S, D].
             rope: cosines and sines from `Rotary`, each [S, C/2].
-            documents: lengths of the documents, from `document_lengths`; None if each sequence is
-                one document.
+            documents: number of tokens of each document, from `document_lengths`; None if each
+                sequence is one document.
         """
         q = self.q_norm(self.q_proj(x))
         k = self.k_norm(self.k_proj(x))
@@ -60,7 +60,11 @@ class Attention(nn.Module):
         return self.o_proj(self.attend(q, k, v, documents).flatten(-2))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, documents: list[int] | None) -> Tensor:
-        """Return causal attention [B, S, H, C] for q [B, S, H, C] and k, v [B, S, G, C]."""
+        """Return causal attention [B, S, H, C] for q [B, S, H, C] and k, v [B, S, G, C].
+
+        With `documents`, the number of tokens of each document, tokens attend only within their
+        document.
+        """
         if documents is not None:
             return _within_documents(q, k, v, documents)
         q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))  # [B, H or G, S, C]
@@ -87,7 +91,7 @@ def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _within_documents(q: Tensor, k: Tensor, v: Tensor, documents: list[int]) -> Tensor:
-    """Return causal attention within each document, with the shapes of `Attention.attend`."""
+    """Return causal attention within each document. Shapes are those of `Attention.attend`."""
     # A fused call for each document avoids an [S, S] mask and the cost of masked scores
     # (docs/benchmarks/document_mask.md).
     by_document = zip(*(heads.flatten(0, 1).split(documents) for heads in (q, k, v)), strict=True)

@@ -1,8 +1,8 @@
 """Weight gradients that are computed after backward, for zero-bubble pipeline schedules.
 
 Inside a `DeferredGradients` context, backward computes only the gradients of layer inputs.
-`DeferredGradients.compute` computes the weight gradients later. They have the same bits as the
-weight gradients that backward computes outside a context.
+`DeferredGradients.compute` computes the weight gradients later. Deferred weight gradients have the
+same bits as weight gradients that backward computes outside a context.
 """
 
 from __future__ import annotations
@@ -19,8 +19,11 @@ _active: list[DeferredGradients] = []
 
 
 class DeferredGradients:
-    """Context manager around the backward pass of one microbatch on one pipeline stage. It collects
-    the deferred weight gradients."""
+    """Context manager that collects the computations of weight gradients that backward defers.
+
+    The context contains the backward pass of one microbatch on one pipeline stage. `compute` runs
+    the collected computations.
+    """
 
     def __init__(self) -> None:
         self._work: deque[Callable[[], None]] = deque()
@@ -36,7 +39,7 @@ class DeferredGradients:
 
     @torch.no_grad()
     def compute(self) -> None:
-        """Compute and accumulate the deferred gradients, in the order of their deferral."""
+        """Compute and accumulate the deferred gradients, in the order of the calls of `defer`."""
         while self._work:
             self._work.popleft()()  # each call releases its saved tensors at its end
 
@@ -76,11 +79,11 @@ def compute_or_defer(weight: Tensor, gradient: Callable[[], Tensor]) -> Tensor |
 
 
 def defer_whole_gradients(leaves: Iterable[Tensor]) -> None:
-    """Register hooks that defer the accumulation of the gradients of `leaves`, not the computation.
+    """Register hooks on leaf tensors that defer only the accumulation of their gradients.
 
     Inside a `DeferredGradients` context, backward computes these gradients and keeps them in
-    memory, and `DeferredGradients.compute` accumulates them. Deterministic mode needs this, so that
-    all gradients are accumulated in the order of the microbatches.
+    memory, and `DeferredGradients.compute` accumulates them. Deterministic mode uses these hooks,
+    so that all gradients are accumulated in the order of the microbatches.
     """
     for leaf in leaves:
         leaf.register_hook(functools.partial(_defer_gradient, weakref.ref(leaf)))

@@ -1,4 +1,4 @@
-"""Counts of parameters and floating-point operations of a model, without building the model."""
+"""Counts of parameters and floating-point operations, from the configuration of a model."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ if TYPE_CHECKING:
 
 
 def count_parameters(config: ModelConfig) -> tuple[int, int]:
-    """Return the number of all parameters, and the number of parameters that one token uses.
+    """Return the total number of parameters, and the number of parameters that one token uses.
 
-    In a layer with experts, a token uses the parameters of `num_experts_per_tok` experts.
+    Of the experts of a layer, a token uses only `num_experts_per_tok`. It uses all parameters
+    outside experts.
     """
     import torch  # not at the top, so that a launcher can count operations without torch
 
@@ -50,8 +51,10 @@ def flops_per_token(config: ModelConfig, seq_len: int) -> float:
 
 
 def layer_multiply_adds(config: ModelConfig, seq_len: int, number: int) -> int:
-    """Return the forward multiply-adds per token in layer `number`, counted as in
-    `flops_per_token`."""
+    """Return the forward multiply-adds per token of layer `number`, counted from 0.
+
+    The count includes the same operations as `flops_per_token`.
+    """
     hidden = config.hidden_size
     q_size = config.num_attention_heads * config.head_size
     kv_size = config.num_kv_heads * config.head_size
@@ -66,7 +69,7 @@ def layer_multiply_adds(config: ModelConfig, seq_len: int, number: int) -> int:
 
 
 def head_multiply_adds(config: ModelConfig) -> int:
-    """Return the forward multiply-adds per token in the output head."""
+    """Return the forward multiply-adds per token of the output head."""
     return config.hidden_size * config.vocab_size
 
 

@@ -2,7 +2,7 @@
 
 Each parameter has its own random generator, seeded with the run's seed and the parameter's global
 name. If a parameter contains the weights of several experts, each expert has its own generator
-instead, whose seed also depends on the expert's number.
+instead, whose seed also depends on the expert's index.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _BLOCK = 1 << 20
 
 
 class ParamSlice(Protocol):
-    """One rank's slice of a parameter."""
+    """Interface of an object that describes one rank's slice of a parameter."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -35,13 +35,18 @@ class ParamSlice(Protocol):
         """Return this rank's slice of a tensor that has the shape of the whole parameter."""
 
     def of_entry(self) -> ParamSlice:
-        """Return this rank's slice of one expert's weight. The slice is the same for each expert.
-        The parameter must contain the weights of several experts, stacked in its first dim."""
+        """Return the `ParamSlice` of a single expert's weight, without the first dim.
+
+        The parameter must contain the weights of several experts, stacked in its first dim. On one
+        rank, the slice is the same for all experts.
+        """
 
 
 def initialise_(model: nn.Module, seed: int) -> None:
-    """Set all parameters of a whole Transformer to their initial values in place. `seed` is
-    `train.seed`."""
+    """Set all parameters of an undivided Transformer to their initial values, in place.
+
+    `seed` is the value of the setting `train.seed`.
+    """
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(initial_value(model, name, seed))
@@ -57,10 +62,11 @@ def initial_value(
     deviations.
 
     Args:
-        model: the Transformer that has the parameter. Only shapes are read.
+        model: the Transformer that has the parameter. Values of parameters are not read.
         name: name of the parameter.
-        seed: `train.seed`.
-        rank_slice: this rank's slice, if the parameter is divided among ranks.
+        seed: value of the setting `train.seed`.
+        rank_slice: this rank's slice of the parameter; None if the parameter is not divided among
+            ranks.
     """
     config = model.config
     assert isinstance(config, ModelConfig)
@@ -75,7 +81,7 @@ def initial_value(
         for expert, target in enumerate(value, start=module.first_expert):
             target.copy_(entry.slice_of(draw(entry.shape, config.init_std, seed, name, expert)))
         return value
-    assert isinstance(module, (nn.Linear, Embedding, Router)), f"no initial value of {name}"
+    assert isinstance(module, (nn.Linear, Embedding, Router)), f"no initial value for {name}"
     is_embedding = isinstance(module, Embedding)
     std = (config.embedding_init_std if is_embedding else 0.0) or config.init_std
     whole = draw(rank_slice.shape, std, seed, name)
@@ -100,9 +106,9 @@ class _Whole:
 def draw(
     shape: tuple[int, ...], std: float, seed: int, name: str, expert: int | None = None
 ) -> Tensor:
-    """Return the initial values of a whole parameter, or of one expert, in fp32 on the CPU.
+    """Draw the initial values of an undivided parameter, or of one expert's weight.
 
-    A rank with a slice of a parameter draws the whole parameter and keeps only its slice.
+    The result is fp32 [shape] on the CPU. A rank that needs only a slice also draws all values.
     """
     key = f"{seed}/{name}" if expert is None else f"{seed}/{name}/{expert}"
     digest = hashlib.sha256(key.encode()).digest()

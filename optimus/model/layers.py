@@ -57,7 +57,8 @@ class RMSNorm(nn.Module):
 
 
 class _RMSNorm(torch.autograd.Function):
-    """RMSNorm that saves only x, the weight and one number per row for backward."""
+    """Autograd function of RMSNorm. For backward, forward saves x, the weight and one number per
+    row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -101,14 +102,14 @@ class Embedding(nn.Module):
         self._weight_grad: Callable[[], Tensor] | None = None
 
     def write_gradients_to(self, weight_grad: Callable[[], Tensor]) -> None:
-        """Make backward on a CPU add the gradient of the table to the tensor of `weight_grad()`.
+        """Make backward on a CPU add the gradient of `weight` to the tensor of `weight_grad()`.
 
-        Backward then allocates no gradient of the whole table and leaves `.grad` unchanged.
-        Autograd still runs the post-accumulate-grad hooks of the table. Inside a
-        `DeferredGradients` context, backward uses `.grad` as usual.
+        Backward then allocates no gradient of shape [V, D] and leaves `weight.grad` unchanged.
+        Autograd still runs the post-accumulate-grad hooks of `weight`. Inside a
+        `DeferredGradients` context, backward uses `weight.grad` as usual.
 
         Args:
-            weight_grad: returns a tensor [V, D] of any dtype.
+            weight_grad: function that returns a tensor [V, D] of any dtype.
         """
         self._weight_grad = weight_grad
 
@@ -116,11 +117,12 @@ class Embedding(nn.Module):
         return self.look_up(tokens, self.padding)
 
     def look_up(self, rows: Tensor, padding: int) -> Tensor:
-        """Return rows of the table.
+        """Return rows [..., D] of `weight` [V, D].
 
         Args:
-            rows: int64 [...], row numbers.
-            padding: row that receives no gradient; a number outside the table has no effect.
+            rows: int64 [...], indices of the rows.
+            padding: index of the row that receives no gradient; an index outside [0, V) has no
+                effect.
         """
         writes = self._weight_grad is not None and self.weight.requires_grad
         if self.weight.is_cpu and (writes or self.weight.dtype in (torch.bfloat16, torch.float16)):
@@ -131,7 +133,7 @@ class Embedding(nn.Module):
 
 class _LookUp(torch.autograd.Function):
     """Embedding look-up whose backward sums the gradients of repeated tokens in fp32. On a
-    CPU, torch's look-up sums them in the dtype of the table."""
+    CPU, backward of F.embedding sums these gradients in the dtype of the weight."""
 
     @staticmethod
     def forward(
@@ -219,7 +221,7 @@ class _CrossEntropySum(torch.autograd.Function):
 
 
 def row_blocks(logits: Tensor) -> list[slice]:
-    """Return slices that divide the rows of logits [N, V] into blocks for conversion to fp32."""
+    """Return slices that divide the rows of logits [N, V] into blocks to convert to fp32."""
     elements = _BLOCK_CPU if logits.device.type == "cpu" else _BLOCK_DEVICE
     step = max(1, elements // logits.shape[1])
     return [slice(start, start + step) for start in range(0, len(logits), step)]

@@ -48,8 +48,10 @@ class FastSparseMoE(nn.Module):
     def run_experts(
         self, x: Tensor, weights: Tensor, chosen: Tensor, save_input_only: bool = False
     ) -> Tensor:
-        """Run the experts, see `Experts.forward`. Tensor parallelism overrides this method to add
-        communication."""
+        """Return the output of the experts for the arguments of `Experts.forward`.
+
+        Tensor parallelism overrides this method to add communication.
+        """
         return self.experts(x, weights, chosen, save_input_only)
 
 
@@ -73,9 +75,9 @@ class Experts(nn.Module):
     def write_gradients_to(self, weight_grads: Callable[[], kernels.WeightGrads]) -> None:
         """Make backward write the weight gradients to the tensors that `weight_grads()` returns.
 
-        Backward then leaves `.grad` unchanged but still runs the post-accumulate-grad hooks of the
-        weights. In compiled code, or if one of the two weights is frozen, this call has no effect:
-        backward accumulates into `.grad`.
+        Backward then leaves `.grad` of gate_up and down unchanged, but still runs their
+        post-accumulate-grad hooks. In compiled code, or if gate_up or down is frozen, the setting
+        has no effect: backward accumulates into `.grad`.
         """
         self._weight_grads = weight_grads
 
@@ -116,7 +118,8 @@ class Experts(nn.Module):
         """Return the destination of the weight gradients in the current backward pass.
 
         Inside a `DeferredGradients` context, the destination is a function that defers the
-        computation. Otherwise, it is the tensors that receive the gradients, or None for `.grad`.
+        computation. Otherwise, the destination is a `WeightGrads` with the tensors to write to, or
+        None if autograd accumulates the gradients into `.grad`.
         """
         # The op calls this method in backward, because the forward pass cannot know if a
         # `DeferredGradients` context will be active.
@@ -127,7 +130,8 @@ class Experts(nn.Module):
         return None if self._weight_grads is None else self._weight_grads()
 
     def _compute(self, work: kernels.WeightWork) -> None:
-        """Compute deferred weight gradients, accumulate them and run the hooks of the weights."""
+        """Compute deferred weight gradients, accumulate them, and run the post-accumulate-grad
+        hooks of the weights."""
         if self._weight_grads is not None:
             work.compute(self._weight_grads())
             for weight in (self.gate_up, self.down):

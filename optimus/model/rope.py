@@ -17,9 +17,9 @@ from optimus.config import ModelConfig, RopeScaling
 
 
 class Rotary(nn.Module):
-    """Tables of cosines and sines for a sequence length: S -> two fp32 tensors [S, C/2].
+    """Module that returns the cosines and sines for a sequence length S: two fp32 tensors [S, C/2].
 
-    The tables are not buffers, so casting the model does not round them.
+    The tensors are not buffers of the module, so casting the model does not round them.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -74,7 +74,7 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def inverse_frequencies(config: ModelConfig, seq_len: int) -> tuple[Tensor, float]:
-    """Return the frequencies of the pairs, and the factor that multiplies all cosines and sines.
+    """Return the frequency of each rotated pair, and a factor for all cosines and sines.
 
     Args:
         config: configuration of the model.
@@ -110,7 +110,7 @@ def _plain(theta: float, dim: int) -> Tensor:
 
 
 def _yarn(theta: float, dim: int, scaling: RopeScaling) -> tuple[Tensor, float]:
-    """Return frequencies and factor with YaRN scaling (arXiv 2309.00071)."""
+    """Return the values of `inverse_frequencies` for YaRN scaling (arXiv 2309.00071)."""
     # Pairs up to index `low` keep their frequencies. The frequencies of pairs from index `high` are
     # divided by the factor. In between, they are interpolated.
     low = _pair_turning(scaling.beta_fast or 32, theta, dim, scaling)
@@ -131,8 +131,8 @@ def _yarn(theta: float, dim: int, scaling: RopeScaling) -> tuple[Tensor, float]:
 
 
 def _pair_turning(turns: float, theta: float, dim: int, scaling: RopeScaling) -> float:
-    """Return the index of the pair that makes `turns` rotations in the original context length. The
-    index need not be an integer."""
+    """Return the index of the pair that rotates `turns` times in the original context length. The
+    index is usually not an integer, so no pair has exactly this index."""
     wavelength = scaling.original_max_position_embeddings / (turns * 2 * math.pi)
     return dim * math.log(wavelength) / (2 * math.log(theta))
 

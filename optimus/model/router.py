@@ -1,7 +1,8 @@
 """Router: choice of experts, routing weights and auxiliary losses.
 
-The setting `model.router` selects a function of `CHOICES`, which chooses experts from the router's
-probabilities. To add a function, also add its name to the allowed values of `model.router`.
+`CHOICES` contains the functions that choose experts from the router's probabilities. The setting
+`model.router` selects one of them. To add a function, add it to `CHOICES`, and add its name to the
+allowed values of `model.router`.
 
 Dims: T tokens, D hidden, E experts, K experts per token.
 """
@@ -39,13 +40,13 @@ class Routing(NamedTuple):
 
 
 def top_k(probs: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return the probabilities and numbers of the k most probable experts of each token, in
+    """Return the probabilities and indices of the k most probable experts of each token, in
     descending order of probability."""
     return probs.topk(k, dim=-1)
 
 
 def uniform(probs: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Choose experts in turn (forced uniform routing); return their probabilities and numbers.
+    """Choose experts in turn (forced uniform routing); return their probabilities and indices.
 
     Choice j of token t is expert (t*k + j) mod E, so that all experts get about the same number of
     tokens. The router still receives gradients, because its probabilities are the routing weights.
@@ -58,13 +59,13 @@ def uniform(probs: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 Choice = Callable[[Tensor, int], tuple[Tensor, Tensor]]
 """Function that chooses K distinct experts for each token. It maps the probabilities fp32 [T, E]
-and K to (chosen probabilities [T, K], expert numbers int64 [T, K])."""
+and K to (probabilities of the chosen experts [T, K], expert indices int64 [T, K])."""
 
 CHOICES: Mapping[str, Choice] = {"top-k": top_k, "uniform": uniform}
 
 
 class Router(nn.Module):
-    """Router: x [T, D] -> (routing weights [T, K], expert numbers int64 [T, K], Routing).
+    """Router: x [T, D] -> (routing weights [T, K], expert indices int64 [T, K], Routing).
 
     T is the number of tokens of one microbatch on one data rank. The softmax is in fp32, and the
     weights have the dtype of x.
@@ -109,9 +110,9 @@ def layer_losses(
 
     Returns:
         The load-balancing losses and z-losses, fp32 [layers], and the `Routing.counts` of each
-        layer. With `aux_loss_form = "hf"`, there is only one load-balancing loss, fp32 [1]. It is
-        the loss over all layers times the number of layers with experts, because the caller divides
-        by this number.
+        layer. With `aux_loss_form = "hf"`, there is only one load-balancing loss, fp32 [1]:
+        `hf_load_balancing_loss` times the number of layers with experts, because the caller
+        divides by this number.
     """
     if not routings:
         none = torch.zeros(0, device=device)

@@ -34,11 +34,14 @@ class LossTerms(NamedTuple):
 
 
 class Block(nn.Module):
-    """Decoder block: x [B, S, D] -> (output [B, S, D], Routing). The block adds attention(norm(x))
-    to x, then mlp(norm(x)). A dense block returns None instead of a Routing."""
+    """Decoder block: x [B, S, D] -> (output [B, S, D], Routing).
+
+    The block computes x = x + attention(norm(x)), then x + mlp(norm(x)). A block without experts
+    returns None instead of a Routing.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
-        """Build the block from the configuration of its layer (`ModelConfig.layer`)."""
+        """Build a block. `config` is the configuration of its layer, from `ModelConfig.layer`."""
         super().__init__()
         self.config = config
         self.attention_norm = make_norm(config)
@@ -54,7 +57,8 @@ class Block(nn.Module):
         return run(x, rope, documents)
 
     def compile_run(self) -> None:
-        """Wrap `run` with torch.compile(fullgraph=True). Hooks of the block are not compiled."""
+        """Make `forward` call `run` compiled with torch.compile(fullgraph=True). Hooks of the block
+        are not compiled."""
         self._compiled = torch.compile(self.run, fullgraph=True)
 
     def run(
@@ -124,7 +128,7 @@ class Transformer(nn.Module):
             x: [B, S, D].
             document_ids: integers [B, S] that divide sequences into documents; None if each
                 sequence is one document.
-            layers: numbers of the layers to run; None for all layers of this model.
+            layers: indices of the layers to run; None for all layers of this model.
 
         Returns:
             The output [B, S, D] of the last layer that ran, and the Routing of each layer with
@@ -159,7 +163,7 @@ class Transformer(nn.Module):
         weight: Tensor = self.embed.weight
         if self._tied_head is not None:
             same = self._tied_head.data_ptr() == weight.data_ptr()
-            assert same, "the embedding has moved: call separate_uses() again"
+            assert same, "embed.weight has new storage: call separate_uses() again"
             weight = self._tied_head
         return F.linear(x, weight)
 
@@ -189,7 +193,7 @@ class Transformer(nn.Module):
         return aux.sum() / layers, z.sum() / layers
 
     def compile_blocks(self) -> None:
-        """Compile each block with torch.compile. Names and parameters do not change."""
+        """Compile each block with torch.compile. Parameters and their names do not change."""
         for block in self.each_block():
             block.compile_run()
 
@@ -203,10 +207,10 @@ class Transformer(nn.Module):
         """Delete all modules except those of the given pipeline stages.
 
         Args:
-            layers: numbers of the layers of these stages.
-            has_first: keep the embedding, which the first stage uses.
-            has_last: keep the final norm and the output head. With tied embeddings, the head is the
-                embedding.
+            layers: indices of the layers of these stages.
+            has_first: True if the first stage is one of them. Keep the embedding.
+            has_last: True if the last stage is one of them. Keep the final norm and the output
+                head, or the embedding if it is also the output head (tied embeddings).
         """
         for name in list(self.blocks):
             if int(name) not in layers:
@@ -219,7 +223,7 @@ class Transformer(nn.Module):
 
     @property
     def shared_uses(self) -> dict[str, str]:
-        """Return a dict from the name of a parameter's second use to the parameter's name.
+        """Weights that are not parameters, as {name of the weight: parameter that is used for it}.
 
         With tied embeddings, the dict is {"head.weight": "embed.weight"}: the output head on the
         last pipeline stage uses the weight of the embedding, which is on the first stage.
