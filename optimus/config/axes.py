@@ -28,7 +28,7 @@ class Axis(NamedTuple):
     "the same data": All ranks process the same data and compute the same losses.
     """
     divides: tuple[str, ...] = ()
-    """Settings whose values must be multiples of the size of the axis."""
+    """Keys of the settings whose values must be multiples of the size of the axis."""
 
 
 AXES = {
@@ -48,8 +48,8 @@ AXES = {
         ),
     ),
 }
-"""All axes, from the outermost to the innermost. Ranks along tp, the innermost axis, have
-consecutive numbers."""
+"""All axes, from the outermost to the innermost. Along the innermost axis, tp, the rank numbers are
+consecutive."""
 
 
 def _axes(*kinds: str) -> Axes:

@@ -298,7 +298,7 @@ def _patterns(optim: OptimConfig) -> None:
         length = max(map(len, patterns), default=0)
         refuse_if(
             len(patterns) > MAX_PATTERNS or length > MAX_PATTERN_CHARS,
-            f"{key} has {counted(len(patterns), 'pattern')} of up to {length:,} characters; "
+            f"{key} has {counted(len(patterns), 'pattern')} of up to {length:,} characters each; "
             f"use at most {MAX_PATTERNS:,} patterns of at most {MAX_PATTERN_CHARS} characters "
             "(a * matches several names)",
         )
@@ -307,8 +307,8 @@ def _patterns(optim: OptimConfig) -> None:
 def _determinism(config: Config) -> None:
     refuse_if(
         config.train.deterministic and config.optim.grad_reduce_dtype != "fp32",
-        f"optim.grad_reduce_dtype = {config.optim.grad_reduce_dtype!r} cannot be exact, "
-        "because it rounds gradients; train.deterministic needs 'fp32'",
+        f"optim.grad_reduce_dtype = {config.optim.grad_reduce_dtype!r} rounds gradients before "
+        "their reduction; train.deterministic needs 'fp32'",
     )
     if config.optim.grad_dtype != "fp32":
         refuse_if(

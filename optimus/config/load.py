@@ -84,8 +84,8 @@ SYNONYMS: dict[str, str] = {
     "checkpoint.load": "load_path resume resume_from restore_from load_from",
     "observe.log_interval": "log_every log_freq log_steps logging_steps",
 }
-"""Names of each setting in Hugging Face, Megatron-LM, torchtitan and nanoGPT. If an unknown key is
-one of these names, the error suggests the setting."""
+"""Names of each setting in Hugging Face, Megatron-LM, torchtitan and nanoGPT, separated by spaces.
+If an unknown key is one of these names, the error message suggests the setting."""
 
 
 def load_config(path: str | os.PathLike, overrides: Sequence[str] = ()) -> Config:
@@ -107,7 +107,7 @@ def load_config(path: str | os.PathLike, overrides: Sequence[str] = ()) -> Confi
 def load_saved_config(path: str | os.PathLike) -> Config:
     """Read the config.toml of a checkpoint and return its validated configuration.
 
-    The key `base` is refused, because it could name any file of this machine.
+    The key `base` is refused, because its value could be the path of any file on this machine.
 
     Raises:
         ConfigError: The configuration is invalid or has the key `base`.
@@ -152,7 +152,7 @@ def make_config(
         unencodable = any("\ud800" <= character <= "\udfff" for character in text)
         if unencodable or "\0" in text:
             problem = "is not UTF-8 text" if unencodable else "contains a NUL character"
-            raise ConfigError(f"{key} = {text!r} {problem}; use another name")
+            raise ConfigError(f"{key} = {text!r} {problem}; use another value")
     check(config)
     return config
 
@@ -169,8 +169,8 @@ def _leaves(value: Any, location: str = "") -> Iterator[tuple[str, Any]]:
 def read_tree(path: Path) -> Tree:
     """Return the tables of a TOML file, merged with the tables of its base files.
 
-    The key `base` names one or more files, relative to the directory of the file. A file takes
-    precedence over its bases, and a later base over an earlier base.
+    The value of the key `base` is one or more base files, with paths relative to the directory of
+    the file. A file takes precedence over its base files, and a later base file over an earlier.
 
     Raises:
         ConfigError: A file is missing or not readable as TOML, a file inherits from itself, or
@@ -184,9 +184,9 @@ def _read_tree(path: Path, children: tuple[Path, ...], trees: dict[Path, Tree]) 
 
     Args:
         path: The TOML file.
-        children: Chain of files that led to `path`. Each file names the next file as a base, and
-            the last file names `path`.
-        trees: Cache of the results for files that have been read.
+        children: Files that led to `path`. Each file has the next file in its key `base`, and the
+            last file has `path`.
+        trees: Results for the files that have been read, by path.
     """
     path = path.resolve()
     if path in children:
@@ -256,7 +256,7 @@ def _parse_toml(text: str) -> Tree:
 
 
 def dump_toml(config: Config) -> str:
-    """Return TOML text from which `load_config` reads an equal configuration."""
+    """Return the configuration as TOML text. `load_config` reads an equal configuration from it."""
     lines: list[str] = []
     for name, section in config.model_dump(exclude_none=True).items():
         lines.append(f"[{name}]")
@@ -269,8 +269,8 @@ def explain(error: ValidationError, root: type[BaseModel] = Config) -> str:
     """Return the message for the first error of a validation, as `key = value: problem; remedy`.
 
     Args:
-        error: The error.
-        root: The pydantic model that was validated, for the names of keys.
+        error: The error, from pydantic.
+        root: The pydantic model whose validation failed. The message suggests names of its keys.
     """
     errors = error.errors(include_url=False)
     table = errors[0]["loc"][:-1]
@@ -327,7 +327,8 @@ def _hint(location: Sequence[str], value: Any, root: type[BaseModel]) -> str:
     Args:
         location: Path of the unknown key, such as `["optim", "lrr"]`.
         value: Value of the unknown key; a dict if the key is an unknown section.
-        root: The pydantic model that contains the section. Only the keys of `Config` have synonyms.
+        root: The pydantic model that contains the section. Keys in `SYNONYMS` are suggested only if
+            this is `Config`.
     """
     section = root
     for key in location[:-1]:
@@ -355,10 +356,11 @@ def _hint(location: Sequence[str], value: Any, root: type[BaseModel]) -> str:
 
 
 def _synonymous(wrong: str, section: str) -> list[str]:
-    """Return the settings whose name is `wrong` or, if there are none, whose synonym is `wrong`.
+    """Return the settings that an unknown key may mean, with their sections, such as `optim.lr`.
 
-    If `section` contains some of these settings, leave out the settings of other sections. Each
-    setting is returned with its section, such as `optim.lr`.
+    The result contains the settings whose name is `wrong` in any section or, if there are none, the
+    settings that have `wrong` as a synonym. If some of them are in `section`, only these are
+    returned.
     """
     wrong = wrong.lower().replace("-", "_")
     same = [
@@ -371,9 +373,9 @@ def _synonymous(wrong: str, section: str) -> list[str]:
 
 
 def _nearest(wrong: str, names: Iterable[str], cutoff: float) -> list[str]:
-    """Return a list with the one name that is most similar to `wrong`.
+    """Return a list with the name in `names` that is most similar to `wrong`.
 
-    The list is empty if the similarity of this name is less than `cutoff`, a number from 0 to 1.
+    Return an empty list if the similarity of this name is less than `cutoff`, a number from 0 to 1.
     """
     plain = {re.sub("[-_]", "", name): name for name in names}
     wrong = re.sub("[-_]", "", wrong.lower())
@@ -396,7 +398,8 @@ _KEYS = {
 
 
 def _apply_override(tree: Tree, override: str) -> list[str]:
-    """Set the value of an override `section.key=value` in `tree` and return the key path."""
+    """Set the value of an override `section.key=value` in `tree`. Return the key path, such as
+    `["optim", "lr"]`."""
     key, equals, text = override.partition("=")
     location = key.strip().split(".")
     if not equals or len(location) < 2 or not all(location):
@@ -437,10 +440,16 @@ def _parse_value(key: str, text: str) -> Any:
 
 
 def _merge(tree: Tree, over: Mapping[str, Any], path: Path, section: str = "") -> Tree:
-    """Merge `over`, tables of the file `path`, into `tree`, the tables of the files read before.
+    """Merge tables of a file into the tables of the files that were read before, and return these.
 
-    Values in `over` take precedence. `section` is the prefix of the keys in messages. Raises
-    ConfigError if a key is a section in `tree` and a value in `over`, or the reverse.
+    Args:
+        tree: Tables of the files that were read before. They are changed in place.
+        over: Tables of the file `path`, which take precedence.
+        path: The file, for messages.
+        section: Prefix of the keys in messages.
+
+    Raises:
+        ConfigError: A key is a section in `tree` and a value in `over`, or the reverse.
     """
     for key, value in over.items():
         is_section = isinstance(value, Mapping)
@@ -448,7 +457,7 @@ def _merge(tree: Tree, over: Mapping[str, Any], path: Path, section: str = "") -
             kind, before = ("section", "value") if is_section else ("value", "section")
             raise ConfigError(
                 f"{path}: {section}{key} is a {kind} here and a {before} in another file of the "
-                "configuration; give the key one of the two kinds in all files"
+                "configuration; make it a section in all files, or a value in all files"
             )
         if is_section and key in tree:
             _merge(tree[key], value, path, f"{section}{key}.")

@@ -25,7 +25,7 @@ _CORES = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*")
 
 
 def parse_walltime(text: str) -> int:
-    """Convert a time `hours:minutes:seconds` to seconds. Raises ValueError."""
+    """Convert a time `hours:minutes:seconds` to seconds. Raises ValueError for other forms."""
     match = re.fullmatch(r"(\d{1,4}):([0-5]\d):([0-5]\d)", text)
     if match is None:
         raise ValueError(f"{text!r} must be hours:minutes:seconds, such as 12:00:00")
@@ -40,14 +40,17 @@ def _check_walltime(text: str) -> str:
 
 def _check_cores(text: str) -> str:
     if not _CORES.fullmatch(text):
-        raise ValueError("must be numbers of cores, such as 4-7 or 4,5")
+        raise ValueError("must be a list of CPU core indices or ranges, such as 4-7 or 4,5")
     return text
 
 
 def _check_variables(variables: dict[str, str]) -> dict[str, str]:
     for name, value in variables.items():
         if not NAME.fullmatch(name) or "\0" in value:
-            raise ValueError(f"{name!r} = {value!r} cannot be an environment variable")
+            raise ValueError(
+                f"{name!r} = {value!r} cannot be an environment variable; use only letters, digits "
+                "and _ in the name, and no NUL in the value"
+            )
     return variables
 
 
@@ -55,16 +58,17 @@ Walltime = Annotated[str, AfterValidator(_check_walltime)]
 
 
 class Queue(Section):
-    """Limits of a queue. A queue may have several entries with different numbers of nodes."""
+    """Limits of a job in a queue of the scheduler. If the limits depend on the number of nodes, the
+    queue has several entries with the same name."""
 
     name: str
     """Name of the queue in the scheduler."""
     nodes: Annotated[tuple[Count, Count], Field(strict=False)]
     """Smallest and largest number of nodes of a job."""
     walltime: Annotated[tuple[Walltime, Walltime], Field(strict=False)]
-    """Shortest and longest time of a job, as hours:minutes:seconds."""
+    """Smallest and largest walltime of a job, as hours:minutes:seconds."""
     max_jobs: CountOrZero = 0
-    """Maximum number of jobs of a user in the queue; 0: no limit."""
+    """Maximum number of jobs that a user may have in the queue at the same time; 0: no limit."""
 
 
 class Environment(Section):
@@ -74,11 +78,11 @@ class Environment(Section):
     min_nodes: Count = 1
     """Smallest number of nodes for which the variables are set."""
     replaces: bool = False
-    """True to replace the values of variables that are set already, False to keep them."""
+    """True to also set variables that have a value already; False to keep their values."""
 
 
 class Machine(Section):
-    """A machine and its scheduler."""
+    """Settings of a machine and its scheduler, from a file in `configs/machine`."""
 
     ranks_per_node: Count = 1
     """Number of ranks on each node."""
@@ -88,21 +92,24 @@ class Machine(Section):
     """Cores of each rank of a node, for the option --cpu-bind=list of PALS's mpiexec; empty: no
     option. If a node has more ranks than this list, the option is --cpu-bind=depth."""
     agent_options: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    """Options of the mpiexec that starts an agent."""
+    """Options of mpiexec when it starts the agent of a node, the process that manages the node in a
+    supervised run."""
     mpi_ranks: bool = False
-    """Start the ranks of a supervised run with mpiexec, because oneCCL communicates over MPI."""
+    """Start the ranks of a supervised run with mpiexec, not with the agents of the nodes. Machines
+    on which oneCCL communicates over MPI need this."""
     filesystems: str = ""
-    """Value of PBS's resource `filesystems`; empty: not requested."""
+    """Value of the PBS resource `filesystems`; empty: the resource is not requested."""
     address_suffix: str = ""
-    """Text after the short name of a node in MASTER_ADDR; empty: the name is not changed."""
+    """Suffix that makes MASTER_ADDR from the short name of a node (up to the first dot); empty:
+    MASTER_ADDR is the name of the node, unchanged."""
     tolerate_node_failures: bool = True
     """Request that PBS does not end a supervised job when a node is lost."""
     heartbeat_s: Annotated[float, Field(gt=0)] = 3.0
     """Default of `resilience.heartbeat_s`."""
     queues: Annotated[tuple[Queue, ...], Field(strict=False)] = ()
-    """Queues with limits. Other queues are not checked."""
+    """Limits of queues. Jobs in other queues are not checked."""
     environment: Annotated[tuple[Environment, ...], Field(strict=False)] = ()
-    """Environment variables to set, with conditions."""
+    """Environment variables to set, with the conditions for setting them."""
 
     def address(self, host: str) -> str:
         """Return MASTER_ADDR for ranks whose first node is `host`."""
@@ -131,7 +138,7 @@ class Machine(Section):
         return f"--cpu-bind=list:{':'.join(self.cpu_bind[:ranks_per_node])}"
 
     def check_job(self, queue: str, nodes: int, walltime: str, jobs: int = 1) -> None:
-        """Refuse a job that a queue does not accept.
+        """Check that a job is within the limits of its queue.
 
         Args:
             queue: Name of the queue.
@@ -140,7 +147,7 @@ class Machine(Section):
             jobs: Number of jobs of the user that are in the queue at the same time.
 
         Raises:
-            ConfigError: The queue has entries, but none accepts the job.
+            ConfigError: `walltime` has another form, or the job exceeds the limits in `queues`.
         """
         try:
             seconds = parse_walltime(walltime)
@@ -160,7 +167,7 @@ class Machine(Section):
         refuse_if(
             not parse_walltime(shortest) <= seconds <= parse_walltime(longest),
             f"--queue {queue} takes jobs of {shortest} to {longest} on {counted(nodes, 'node')}, "
-            f"not --walltime {walltime}",
+            f"not --walltime {walltime}; change --walltime",
         )
         limit = fitting[0].max_jobs
         refuse_if(
@@ -201,8 +208,8 @@ def shell_settings(
         machine: The machine.
         nodes: Number of nodes with ranks.
         ranks_per_node: Number of ranks on each node; 0 for the default of the machine.
-        environ: Variables that are set already. Without MASTER_ADDR and PBS_NODEFILE, the result
-            has the placeholder FIRST_NODE in MASTER_ADDR.
+        environ: Variables that are set already. If neither MASTER_ADDR nor PBS_NODEFILE is set,
+            MASTER_ADDR in the result has the placeholder FIRST_NODE instead of a node's name.
     """
     ranks_per_node = ranks_per_node or machine.ranks_per_node
     variables = machine.variables(nodes, environ)

@@ -17,10 +17,10 @@ from optimus.config.sections import Config
 _INTRODUCTION = """# Settings
 
 Generated from `optimus/config/sections.py`; `optimus train --settings` prints the same text. A
-configuration is a TOML file with these sections. With `base = "other.toml"` (or a list of files) it
-inherits the settings of other files; its own settings take precedence. `section.key=value` on the
-command line replaces a setting. For optional settings, 0 means "off" or "derived from other
-settings".
+configuration is a TOML file with these sections. With `base = "other.toml"` (or a list of files)
+the file inherits the settings of other files, over which its settings take precedence.
+`section.key=value` on the command line replaces a setting. For optional settings, 0 means "off" or
+"derived from other settings".
 """
 
 

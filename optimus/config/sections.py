@@ -18,12 +18,12 @@ Rotations = Annotated[float, Field(ge=0, le=1e6)]
 MAX_PATTERNS, MAX_PATTERN_CHARS = 1000, 256
 """Maximum number of patterns in each of `optim.frozen` and `optim.groups`, and maximum number of
 characters in a pattern. The limits bound the time to match patterns with parameter names. They also
-apply to patterns that are read from a checkpoint, which may be untrusted."""
+apply to the patterns in a checkpoint, because checkpoints may be untrusted."""
 
 
 def _experts(value: Any) -> Any:
-    """Validate `model.num_experts` and convert a list to a tuple. Raises ValueError if a number is
-    not a whole number >= 0."""
+    """Validate the value of `model.num_experts` and convert a list to a tuple. Raises ValueError if
+    an element is not a whole number >= 0."""
     numbers = value if isinstance(value, (list, tuple)) else [value]
     if not all(type(number) is int and number >= 0 for number in numbers):
         raise ValueError("must be a whole number >= 0, or a list with such a number for each layer")
@@ -34,7 +34,8 @@ Experts = Annotated[int | tuple[int, ...], BeforeValidator(_experts)]
 
 
 class Section(BaseModel):
-    """Base class of sections, which are immutable. Unknown keys and wrong types are errors."""
+    """Base class of the sections of a configuration. A section is immutable, and its validation
+    refuses unknown keys and values of the wrong type."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -144,9 +145,9 @@ class ModelConfig(Section):
     """Inner width of the SwiGLU in dense layers of an `olmoe` model; 0: intermediate_size."""
     num_experts: Experts = 0
     """Number of experts per layer (E), or a list with one number for each layer. A layer with 0
-    experts is dense. 0 for `olmo`."""
+    experts is dense. Must be 0 for `olmo`."""
     num_experts_per_tok: CountOrZero = 0
-    """Number of experts to which each token is routed (K); 0 for `olmo`."""
+    """Number of experts to which each token is routed (K); must be 0 for `olmo`."""
     vocab_size: Count
     """Number of rows of the embedding and of the output head (V)."""
     tie_embeddings: bool = False
@@ -226,7 +227,7 @@ class ModelConfig(Section):
     def layer(self, number: int) -> ModelConfig:
         """Return the configuration of layer `number`, counted from 0.
 
-        Its `num_experts` and `intermediate_size` are those of this layer.
+        In the result, `num_experts` and `intermediate_size` are the numbers of this layer.
         """
         experts, width = self.experts_by_layer[number], self.intermediate_size
         if not experts:
@@ -234,7 +235,7 @@ class ModelConfig(Section):
         return self.model_copy(update={"num_experts": experts, "intermediate_size": width})
 
     def setting(self, key: str) -> object:
-        """Return the value of setting `key`. If 0 means a derived value, return the derived value.
+        """Return the value of setting `key`, or the derived value if it is 0 and 0 means "derived".
 
         For `num_experts`, return a number if all layers have the same number of experts, else a
         list with the number of each layer.
@@ -331,7 +332,8 @@ class TrainConfig(Section):
     max_steps: CountOrZero = 0
     """Number of updates (optimizer steps) of the complete run."""
     stop_at_step: CountOrZero = 0
-    """Stop after this update; 0: max_steps. It does not change the learning rate schedule."""
+    """Stop after this update; 0: max_steps. The setting does not change the learning rate
+    schedule."""
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 0
     """Seed of the initial weights and of the generated samples."""
     seq_len: CountOrZero = 0
@@ -411,15 +413,15 @@ class OptimConfig(Section):
     clip_after_warmup: bool = False
     """Clip gradients only after the warm-up, as in the Optimus paper."""
     sharding: Literal["none", "so", "epso"] = "none"
-    """Axes over which optimizer states are sharded. `none`: no sharding. `so`: over dp. `epso`:
-    states of experts over dp, states of all other parameters over dp and ep."""
+    """Axes of parallelism over which optimizer states are sharded. `none`: no sharding. `so`: dp.
+    `epso`: dp for the states of experts, dp and ep for the states of all other parameters."""
     resident: Literal["all", "parameters", "cache"] = "all"
     """Model states that each rank keeps unsharded. `all`: parameters and gradients (ZeRO-1).
     `parameters`: only parameters (ZeRO-2). `cache`: neither; parameters are gathered when they are
     needed (ZeRO-3, the rCache of Elixir). `cache` needs sharding = `so` or `epso`."""
     cache_chunks: CountOrZero = 0
-    """With resident = `cache` or with offloading, the maximum number of chunks at a time whose
-    parameters are gathered on the device; 0: no limit."""
+    """With resident = `cache` or with offloading, the maximum number of chunks whose parameters are
+    gathered on the device at the same time; 0: no limit."""
     chunk_length: Count = 1 << 24
     """Approximate number of elements in a chunk, a flat buffer of model states. Each chunk is
     reduced, updated and gathered as a unit."""
@@ -498,7 +500,7 @@ class CheckpointConfig(Section):
     """Write with O_DIRECT if the file system supports it, so that other files stay in the page
     cache."""
     timeout_s: Annotated[float, Field(gt=0)] = 1800.0
-    """Maximum duration of a save in seconds. A longer save counts as failed."""
+    """Maximum time in seconds for saving a checkpoint. A save that takes longer has failed."""
     max_failures: CountOrZero = 3
     """Number of consecutive failed saves that end the run with exit status 1; 0: no limit. A failed
     save after the last update always ends the run with this status."""
@@ -516,7 +518,7 @@ class ResilienceConfig(Section):
     """Supervised runs (`optimus launch`)."""
 
     heartbeat_s: Annotated[float, Field(gt=0)] = 3.0
-    """Seconds without a message from a node's agent after which the node counts as lost."""
+    """Number of seconds without a message from a node after which the node counts as lost."""
     on_exhausted: Literal["shrink", "requeue", "stop"] = "requeue"
     """Action if a node is lost and no buffer (spare) node is free. `shrink`: continue with fewer
     nodes and the same global batch. `requeue`: end with exit status 3, so that the next job
@@ -526,12 +528,13 @@ class ResilienceConfig(Section):
     and a report. `skip`: skip the update of this step in all attempts, as after an overflow in
     fp16."""
     max_restarts: CountOrZero = 100
-    """Maximum number of restarts in a job."""
+    """Maximum number of restarts of the ranks in a job of the scheduler."""
     supervisor_timeout_s: Annotated[float, Field(gt=0)] = 60.0
-    """Seconds without a supervisor after which the ranks save a checkpoint and end."""
-    end_margin_s: Annotated[float, Field(ge=0)] = 120.0
-    """Seconds before the end of the scheduler's job at which the ranks save a checkpoint and
+    """Number of seconds without a running supervisor after which the ranks save a checkpoint and
     end."""
+    end_margin_s: Annotated[float, Field(ge=0)] = 120.0
+    """Number of seconds before the end of the scheduler's job at which the ranks save a checkpoint
+    and end."""
 
 
 class ObserveConfig(Section):

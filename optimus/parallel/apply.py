@@ -1,11 +1,11 @@
-"""Construction of one rank's model.
+"""Construction of one rank's model from a model on the meta device.
 
-The model is on the meta device at first, where parameters have shapes but no memory. `build_model`
-has three steps:
+On the meta device, parameters have shapes but no memory. `build_model` has three steps:
 
 1. Delete the modules of other ranks' pipeline stages.
 2. Apply parallel styles. A style replaces modules by parallel versions.
-3. Put this rank's slices of the parameters on the device, still without memory.
+3. Replace the meta parameters by this rank's slices on the device, still without memory
+   (`materialise`).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from optimus.parallel.placement import Intervals, Placement, materialise, whole_
 from optimus.parallel.recompute import Recompute
 
 SLICES = {"ep": expert.slices, "tp": tensor.slices}
-"""Mapping from a mesh axis to a function that yields, for one module, this rank's slice of each
-parameter that the axis divides."""
+"""Functions `slices(module, index, size)` by mesh axis. For each parameter of the module that the
+axis divides, the function yields the slice of the rank with this index along the axis."""
 
 
 class ParallelStyle(Protocol):
@@ -46,8 +46,8 @@ class ParallelStyle(Protocol):
 def build_model(
     config: Config, layout: Layout, groups: Groups, device: torch.device
 ) -> Transformer:
-    """Return this rank's model. Its parameters are fp32 on `device`, but have no memory yet: see
-    `materialise`."""
+    """Return this rank's model. The parameters are fp32 tensors on `device`, whose memory is
+    allocated later (see `materialise`)."""
     model = _model_of_stages(config.model, layout)
     with torch.device("meta"):
         for style in _styles(config.parallel, config.recompute.modules, layout, groups):
@@ -70,8 +70,8 @@ def _styles(
         # Experts are children of the feed-forward networks that tensor parallelism replaces.
         yield expert.ExpertParallel(groups.over("ep"), parallel.ep_dispatch)
     if layout.schedule.splits_backward:
-        # Experts and RowParallelLinear already defer gradients. This replaces the other layers of
-        # class nn.Linear.
+        # Experts and RowParallelLinear already defer gradients. DeferredLinears replaces the other
+        # linear layers, whose class is nn.Linear.
         yield DeferredLinears()
 
 
@@ -112,7 +112,7 @@ def make_placements(
     Args:
         model: a model with undivided parameters. It may be on the meta device.
         mesh: the sizes of all axes.
-        coordinate: the rank's index along each axis.
+        coordinate: the index of the rank along each axis.
         sequence_parallel: the value of `parallel.sequence_parallel`.
     """
     divided: dict[str, dict[str, tuple[int, Intervals]]] = {}

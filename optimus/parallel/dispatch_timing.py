@@ -42,8 +42,8 @@ def time_dispatchers(
 
     Returns:
         A dict from dispatcher name to the dispatcher's time in seconds. Each dispatcher is timed
-        several times. The time of one run is that of the slowest rank, and the dict contains the
-        median over the runs. All ranks return the same dict.
+        several times. The time of one repetition is the time of the slowest rank, and the dict
+        contains the median over the repetitions. All ranks return the same dict.
     """
     device = next(model.parameters()).device
     # All MoE layers have the same T, D and K and will use the same dispatcher. Only the numbers of

@@ -17,6 +17,8 @@ from optimus.errors import ConfigError, counted
 def check_divisible(config: Config, mesh: Mesh) -> None:
     """Check that the size of each mesh axis divides the values of the settings in `Axis.divides`.
 
+    With sequence parallelism, the size of tp must also divide train.seq_len.
+
     Raises:
         ConfigError: the size of an axis does not divide one of these values.
         ConfigError: parallel.sequence_parallel is true, but parallel.tp is 1.

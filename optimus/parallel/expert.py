@@ -1,14 +1,14 @@
 """Expert parallelism: the experts of a layer are divided over ep ranks, which read different data.
 
 A dispatcher sends each token to the ranks that have the token's experts, runs the experts and
-returns the results to the rank whose data contains the token. For one layer and one microbatch, a
-rank receives the following number of bytes from other ranks, in forward and backward together:
+returns the results to the rank whose data contains the token. In forward and backward of one layer
+for one microbatch, a rank receives this number of bytes from other ranks:
 
     allgather  (n-1) * T * (4*D*b + 2*K*b + 8*K)
     alltoall   2*(M + R)*D*b + M*(K*b + 8*K) + R*K*b + 8*(n-1)
 
-Symbols: n ep ranks, T tokens in the data of a rank, N tokens for which a rank runs experts, D
-hidden, E experts, K experts per token, b bytes per activation element. With alltoall, a rank
+Symbols: n ep ranks, T tokens in the microbatch of a rank, N tokens for which a rank runs experts,
+D hidden, E experts, K experts per token, b bytes per activation element. With alltoall, a rank
 receives M tokens from other ranks and sends R tokens to other ranks.
 """
 
@@ -133,7 +133,8 @@ class Dispatcher(ABC):
             compute: function that runs the experts of this rank.
             x: the tokens of this rank, [T, D].
             weights: routing weights, [T, K].
-            chosen: index of the expert that each routing weight is for, int64 [T, K].
+            chosen: indices of the chosen experts, int64 [T, K]. `weights[t, k]` is for expert
+                `chosen[t, k]`.
 
         Returns:
             [T, D].
@@ -157,8 +158,8 @@ class AllGatherDispatcher(Dispatcher):
 class AllToAllDispatcher(Dispatcher):
     """Dispatcher that sends a token only to the ranks that have at least one of its experts.
 
-    The rank whose data contains the token sums the results. In `run`, the host waits for the
-    device, because it needs the number of tokens that this rank receives from each rank.
+    The rank whose data contains the token sums the results of these ranks. In `run`, the host waits
+    for the device, because the sizes of the exchanges depend on the chosen experts.
     """
 
     def run(self, compute: Compute, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:

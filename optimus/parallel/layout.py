@@ -11,22 +11,22 @@ from optimus.parallel.placement import Placement
 
 @dataclass(frozen=True)
 class Layout:
-    """Pipeline stages, schedule and parameters of one rank."""
+    """Description of one rank: its coordinate, pipeline stages, schedule and parameter slices."""
 
     mesh: Mesh
     coordinate: Coordinate
     schedule: Schedule
     layers: tuple[range, ...]
-    """The layers of each pipeline stage, for the stages of all ranks."""
+    """The indices of the layers of each pipeline stage, for the stages of all ranks."""
     placements: dict[str, Placement]
     """The placement of each parameter on this rank, by name."""
     sequence_shares: int = 1
-    """The number of shares into which sequence parallelism divides a sequence. It is 1
-    without sequence parallelism."""
+    """The number of shares into which sequence parallelism divides a sequence; 1 without sequence
+    parallelism."""
 
     @property
     def stages(self) -> range:
-        """Return the numbers of this rank's stages, in ascending order."""
+        """Return the indices of this rank's stages, in ascending order."""
         return self.schedule.stages_of(self.coordinate.pp)
 
     @property
@@ -38,8 +38,12 @@ class Layout:
         return self.stages[-1] == self.schedule.num_stages - 1
 
     def stage_of(self, name: str) -> int:
-        """Return the index of the pipeline stage that uses the weight `name`, which is a parameter
-        or a `FurtherUse` of a parameter. The stage must be on this rank."""
+        """Return the index of the stage that uses a weight. The stage must be on this rank.
+
+        Args:
+            name: name of a parameter, or of a second use of a parameter
+                (`Transformer.shared_uses`).
+        """
         if name.startswith("blocks."):
             layer = int(name.split(".")[1])
             return next(s for s in self.stages if layer in self.layers[s])

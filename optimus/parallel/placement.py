@@ -1,6 +1,6 @@
-"""Placements: descriptions of the parameter slices of one rank.
+"""Placements: descriptions of the slices of parameters that one rank has.
 
-For each dim of a parameter, a placement lists the intervals of indices that the rank has.
+For each dim of a parameter, a placement lists the intervals of indices in the rank's slice.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ elements of all ranges, in this order."""
 
 @dataclass(frozen=True)
 class Placement:
-    """The slice of one parameter on one rank."""
+    """Description of the slice of one parameter on one rank."""
 
     shape: tuple[int, ...]
     """Shape of the whole parameter."""
     kind: ParameterKind
     intervals: tuple[Intervals, ...]
-    """The intervals that this rank has, for each dim."""
+    """For each dim of the parameter, the intervals of indices in the slice."""
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -42,9 +42,10 @@ class Placement:
         return whole
 
     def of_entry(self) -> Placement:
-        """Return the placement of a single entry of the first dim.
+        """Return the placement of `parameter[i]`, which is the same for each index i on this rank.
 
-        For example, if a parameter has the weights of all experts, an entry is one expert's weight.
+        For example, if a parameter has the weights of all experts, `parameter[i]` is one expert's
+        weight.
         """
         return Placement(self.shape[1:], self.kind, self.intervals[1:])
 
@@ -67,8 +68,8 @@ def materialise(model: Transformer, placements: dict[str, Placement], device: to
     """Replace the meta parameters of a model by this rank's slices on `device`.
 
     All elements of a slice share one memory address, so the model needs almost no memory until its
-    parameters become views of chunks. The elements are NaN, so that the loss is NaN if a parameter
-    is used before it becomes a view.
+    parameters become views of chunks, the flat buffers of model states. The elements are NaN, so
+    that the loss is NaN if a parameter is used before it becomes a view.
     """
     for prefix, module in model.named_modules():
         for name, _ in list(module.named_parameters(recurse=False)):

@@ -50,7 +50,7 @@ class Recompute:
 
 
 class RecomputeBlock(Block):
-    """A block that recomputes some of its modules in backward."""
+    """Decoder block that recomputes some of its modules in backward."""
 
     def __init__(self, config: ModelConfig, modules: Collection[str]) -> None:
         super().__init__(config)
@@ -113,9 +113,9 @@ def _checkpoint(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 class _NormOutput:
-    """Output of a norm. Forward keeps the norm's input for backward, but not the output.
+    """Saved-tensor hooks that keep the input of a norm for backward instead of the norm's output.
 
-    Backward recomputes the output only once, even if it needs several views of the output.
+    Backward recomputes the output only once, even if several views of the output were saved.
     """
 
     def __init__(
@@ -169,9 +169,9 @@ def recompute_disabled(model: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class RecomputeCost:
-    """Measured cost of one microbatch in all blocks of this rank.
+    """Measured memory and time of one microbatch in all blocks of this rank.
 
-    Each field is a pair: first the value without recomputation, then the value with it.
+    Each field is a pair: (value without recomputation, value with recomputation).
     """
 
     kept_bytes: tuple[int, int]
@@ -274,7 +274,7 @@ class KeptBytes:
         return sum(self._kept.values())
 
     def _count(self, saved: Tensor) -> Tensor:
-        """Count the storage of a saved tensor. This is a pack hook: it returns the tensor."""
+        """Count the storage of a saved tensor, and return the tensor (pack hook of autograd)."""
         memory = saved.untyped_storage()
         if memory._cdata not in self._skipped:
             self._kept[memory.data_ptr()] = memory.nbytes()

@@ -68,10 +68,11 @@ class TensorParallel:
             model.register_module("rotary", DividedSequenceRotary(config, self.group.size))
 
     def enter(self, x: Tensor) -> Tensor:
-        """Return x as the input [B, S, D] of column-parallel layers.
+        """Return the input [B, S, D] of column-parallel layers.
 
-        With sequence parallelism, x is this rank's share of the sequence, and the result is the
-        whole sequence. Backward sums the gradients of all ranks.
+        Without sequence parallelism, the result is x. With sequence parallelism, x is this rank's
+        share of the sequence, and the result is the whole sequence. Backward sums the gradients of
+        all ranks.
         """
         if self.sequence_parallel:
             return gather_then_scatter_sum(x, self.group, _SEQUENCE)
@@ -80,8 +81,8 @@ class TensorParallel:
     def leave(self, x: Tensor) -> Tensor:
         """Return the sum of x over all ranks.
 
-        On each rank, x [B, S, D] is the summand that a row-parallel layer computes there. With
-        sequence parallelism, the result is only this rank's share of the sequence.
+        On each rank, x [B, S, D] is the summand that a row-parallel layer computes on this rank.
+        With sequence parallelism, the result is only this rank's share of the sequence.
         """
         if self.sequence_parallel:
             return scatter_sum_then_gather(x, self.group, _SEQUENCE)
@@ -134,10 +135,10 @@ def slices(module: nn.Module, index: int, size: int) -> Iterator[tuple[str, int,
 
 
 def sees_share_of_sequence(name: str) -> bool:
-    """Return True if a rank uses the parameter `name` only on its share of the sequence.
+    """Return True if sequence parallelism makes each tp rank apply the parameter `name` only to its
+    share of the sequence.
 
-    The function assumes that sequence parallelism is on. If it returns True, each rank computes
-    only one summand of the parameter's gradient.
+    Each rank then computes only one summand of the parameter's gradient.
     """
     module, _, leaf = name.rpartition(".")
     last = module.rpartition(".")[2]
@@ -259,7 +260,8 @@ class FinalLayerNorm(_FinalNorm, LayerNorm):
 class DividedSequenceRotary(Rotary):
     """Rotary embedding under sequence parallelism.
 
-    `forward` receives the length of one rank's share and returns tables for the whole sequence.
+    `forward` takes the length of one rank's share of the sequence, and returns the cosines and
+    sines for the whole sequence.
     """
 
     def __init__(self, config: ModelConfig, shares: int) -> None:
@@ -271,7 +273,7 @@ class DividedSequenceRotary(Rotary):
 
 
 class DividedRMSNorm(RMSNorm):
-    """RMSNorm over the heads of all ranks. Each rank has a share of the heads."""
+    """RMSNorm over the q or k of all heads, of which each rank has a share."""
 
     def __init__(self, size: int, eps: float, group: Group) -> None:
         super().__init__(size, eps)

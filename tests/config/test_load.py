@@ -265,7 +265,7 @@ BF16_GRADIENTS = {"train__dtype": "bf16", "optim__grad_dtype": "bf16"}
             {"train__dtype": "fp16", "train__deterministic": False, "optim__loss_scale": 0.5},
             r"optim.loss_scale = 0.5 is below optim.min_loss_scale = 1",
         ),
-        ({"optim__grad_reduce_dtype": "bf16"}, r"grad_reduce_dtype = 'bf16' cannot be exact"),
+        ({"optim__grad_reduce_dtype": "bf16"}, r"grad_reduce_dtype = 'bf16' rounds gradients"),
         (
             {"model__aux_loss_form": "hf", "parallel__pp": 2},
             r"aux_loss_form = 'hf' needs all layers on one pipeline stage, .* 2 stages",

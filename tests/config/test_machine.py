@@ -17,7 +17,7 @@ from optimus.errors import ConfigError
         ("ranks_per_node = 0", "ranks_per_node = 0: "),
         ("mpi_ranks = 1", "mpi_ranks = 1: it should be a valid boolean"),
         ("heartbeat_s = 0.0", "heartbeat_s = 0.0: "),
-        ("cpu_bind = ['4-7', 'x']", "cpu_bind.1 = 'x': must be numbers of cores"),
+        ("cpu_bind = ['4-7', 'x']", "cpu_bind.1 = 'x': must be a list of CPU core"),
         ("agent_options = 'none'", "agent_options = 'none': must be a list in brackets"),
         ("queues = [{ name = 'a', nodes = [1, 2] }]", "queues.0.walltime is missing; give it in"),
         ("[[queues]]\nname = 'a'\nnodes = [1]\nwalltime = ['0:05:00', '1:00:00']", "list of 2"),

@@ -1,7 +1,7 @@
 """Pipeline schedules: the ordered list of actions of each rank.
 
-With p pipeline ranks of v stages each, the stages have the numbers 0 to p*v - 1 in model order.
-Stage s is on rank s mod p.
+With p pipeline ranks of v stages each, the stages have the indices 0 to p*v - 1, in the order of
+their layers. Stage s is on rank s mod p.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ RECEIVES = (Kind.RECV_ACTIVATION, Kind.RECV_GRADIENT)
 
 
 class Action(NamedTuple):
-    """One action in a rank's list."""
+    """One action of a pipeline rank, with the stage and the microbatch that the action is for."""
 
     kind: Kind
     stage: int = 0
@@ -57,13 +57,16 @@ class Action(NamedTuple):
 class Channel(NamedTuple):
     """Connection from one pipeline rank to another, either for activations or for gradients.
 
-    Each channel has a separate communicator. Its messages complete in the order in which they were
-    posted.
+    Each channel has a separate communicator, on which messages complete in the order in which they
+    were posted.
     """
 
     sends: Kind
+    """SEND_ACTIVATION or SEND_GRADIENT."""
     source: int
+    """Pipeline rank that sends."""
     to: int
+    """Pipeline rank that receives."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,7 @@ class Schedule:
         return stage % self.num_ranks
 
     def stages_of(self, rank: int) -> range:
-        """Return the numbers of a pipeline rank's stages, in ascending order."""
+        """Return the indices of a pipeline rank's stages, in ascending order."""
         return range(rank, self.num_stages, self.num_ranks)
 
     def channel_of(self, action: Action) -> Channel:

@@ -58,7 +58,7 @@ def add_update(actions: Sequence[Action], reduce_each: bool) -> tuple[Action, ..
 
 
 def sends_of(action: Action, num_stages: int) -> list[Action]:
-    """Return the send action that follows a compute action, as a list; [] if nothing is sent.
+    """Return [send action] for the data that a compute action produces; [] if nothing is sent.
 
     The function assumes that each stage is on a different rank.
     """
@@ -77,7 +77,7 @@ def received_by(send: Action) -> Action:
 
 
 def needs_of(action: Action, num_stages: int) -> list[Action]:
-    """Return the receive action that a compute action waits for, as a list; [] without a wait.
+    """Return [receive action] for the data that a compute action needs; [] if nothing is received.
 
     The function assumes that each stage is on a different rank.
     """

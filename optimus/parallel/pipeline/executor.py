@@ -33,9 +33,9 @@ shorter sequences, torch's default library is faster."""
 LastBackward = Callable[[int, Collection[Tensor] | None], AbstractContextManager]
 """Type of `last_backward(stage, deferred)`, which returns a context manager.
 
-Inside this context, the executor runs the last action of the step that computes weight gradients of
-the stage. If this action is of kind W, `deferred` contains the weights whose gradients the action
-computes. If it is of kind B, `deferred` is None.
+In each step, the executor runs one action of the stage inside this context: the last action that
+computes weight gradients. If this action is of kind W, `deferred` contains the weights whose
+gradients the action computes. If the action is of kind B, `deferred` is None.
 """
 
 
@@ -51,7 +51,7 @@ class Executor:
 
     Args:
         schedule: the actions of all ranks for one step.
-        stages: this rank's stages, by number.
+        stages: this rank's stages, by stage index.
         channels: communicators to and from the neighbouring pipeline ranks.
         boundary_shape: function from tokens [B, S] to the shape of a stage's output.
         dtype: the dtype of activations.
@@ -113,8 +113,8 @@ class Executor:
             microbatches: the microbatches of this data-parallel rank, in order.
             reduce_grad: called with (stage, microbatch) for each REDUCE_GRAD action.
             opt_step: called for the OPT_STEP action.
-            before_backward: called before each backward action (B, I or W). The argument is the
-                number of the action's stage.
+            before_backward: called before each backward action (B, I or W) with the index of the
+                action's stage.
             last_backward: returns the context in which each stage's last action of kind B or W
                 runs. `LastBackward` describes the arguments.
 
@@ -209,12 +209,13 @@ class Executor:
         except LostPeerError as error:
             raise LostPeerError(f"{error}; this rank was running {action}") from error
         assert not (self._saved or self._arrived or self._leaving or self._deferred), (
-            "a tensor was not used"
+            "an action stored a tensor that no later action used"
         )
         return self.terms
 
     def _recorded(self, do: Callable[[Action], None]) -> Callable[[Action], None]:
-        """Return a function that runs `do(action)` and records the times of the action."""
+        """Return a function that runs `do(action)` and sends the times of the action to
+        `recorder`."""
 
         def run_and_record(action: Action) -> None:
             self._waited_ns = 0
@@ -240,7 +241,8 @@ class Executor:
             self._saved[key] = _Saved(x, output)
 
     def _input(self, action: Action) -> Tensor | None:
-        """Return the output of the previous stage, or None for the first stage."""
+        """Return the input of the action's stage: the output of the previous stage, or None for the
+        first stage."""
         if self._stages[action.stage].is_first:
             return None
         return self._take(action._replace(kind=Kind.RECV_ACTIVATION))

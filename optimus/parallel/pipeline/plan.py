@@ -17,7 +17,7 @@ from optimus.parallel.pipeline.schedules import make_schedule
 
 
 def plan_stages(config: Config, num_ranks: int) -> tuple[range, ...]:
-    """Return the layers of each pipeline stage.
+    """Return the indices of the layers of each pipeline stage.
 
     Raises:
         ConfigError: there are more stages than layers.
@@ -43,7 +43,7 @@ def assign_layers(
     Args:
         layer_costs: the cost of each layer, in any unit.
         num_stages: the number of stages.
-        last_cost: the cost of head and loss on the last stage, in the same unit.
+        last_cost: the cost of the output head and the loss on the last stage, in the same unit.
 
     Raises:
         ConfigError: there are more stages than layers.
@@ -62,8 +62,8 @@ def assign_layers(
     def cost_of(stage: int, start: int, stop: int) -> float:
         return sums[stop] - sums[start] + last_cost * (stage == num_stages - 1)
 
-    # best[n]: if the later stages begin at layer n, the lowest possible cost of the most expensive
-    # of them.
+    # best[n]: if the later stages begin at layer n, the cost of the most expensive of these stages,
+    # minimised over all assignments.
     infinite = float("inf")
     best = [infinite] * num_layers + [0.0]
     ends: list[list[int]] = []

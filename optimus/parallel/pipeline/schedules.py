@@ -1,8 +1,8 @@
 """Pipeline schedules: pure functions that return the forward and backward passes of each rank.
 
-A backward pass is one action B. A zero-bubble schedule divides it into the actions I (gradient of
-the stage's input) and W (gradients of the stage's weights). On each stage, the actions of one kind
-run in microbatch order. Deterministic mode needs this order to sum gradients.
+A backward pass is one action B or, in a zero-bubble schedule, two actions: I (gradient of the
+stage's input) and W (gradients of the stage's weights). On each stage, the actions of one kind run
+in the order of the microbatches. Deterministic mode sums gradients in this order.
 """
 
 from __future__ import annotations

@@ -53,9 +53,9 @@ def unit_costs(virtual_stages: int = 1) -> Cost:
 
 
 def simulate(schedule: Schedule, cost: Cost) -> Timeline:
-    """Return the times of a schedule's actions. Transfers overlap with computation.
+    """Simulate a schedule and return the start and end times of its actions.
 
-    The schedule must be free of deadlocks.
+    Transfers overlap with computation. If the schedule has a deadlock, the call does not return.
     """
     clock = [0.0] * schedule.num_ranks
     next_action = [0] * schedule.num_ranks

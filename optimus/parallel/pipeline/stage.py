@@ -20,9 +20,10 @@ from optimus.model.transformer import Transformer
 
 @dataclass(frozen=True)
 class Objective:
-    """Divisors and coefficients by which a stage scales its loss terms.
+    """Divisors and coefficients of the loss terms of a stage.
 
-    The scaled loss terms of all stages add up to the objective of a microbatch.
+    Each loss term is divided by its divisors and multiplied by its coefficient. The sum over all
+    stages and microbatches of the global batch is the training objective.
     """
 
     num_targets: int
@@ -55,7 +56,7 @@ class Output(NamedTuple):
     x: Tensor | None
     """Input of the next stage, [B, S, D]; None on the last stage."""
     objective: Tensor | None
-    """Scalar that this stage adds to the training objective; None if the stage computes no loss."""
+    """Scalar that the stage adds to the training objective; None if the stage has no loss terms."""
     terms: Terms
 
 
