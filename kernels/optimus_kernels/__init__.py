@@ -1,7 +1,8 @@
 """Torch ops for mixture-of-experts layers and for the optimizer.
 
-Importing this package registers the ops as `torch.ops.optimus.*`. The first op on a device loads
-its compiled kernels. By default, ops run in plain torch if no kernels are available.
+Importing this package registers the ops as `torch.ops.optimus.*`. The first call of an op on a
+device loads the compiled kernels of the device. By default, ops run in plain torch if no kernels
+are available.
 """
 
 from __future__ import annotations

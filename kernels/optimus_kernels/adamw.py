@@ -43,7 +43,7 @@ def coefficients_of(
     step: int,
     grad_scale: float,
 ) -> Coefficients:
-    """Return the coefficients of an update, in fp64."""
+    """Return the coefficients of update number `step`, counted from 1, in fp64."""
     return Coefficients(
         grad_scale=grad_scale,
         decay=1 - lr * weight_decay,
@@ -64,7 +64,8 @@ def reference(
     param_out: Tensor | None,
     coefficients: Coefficients,
 ) -> None:
-    """Reference implementation in plain torch. The kernels compute bitwise equal results."""
+    """Reference implementation of `adamw_` in plain torch. The kernels compute bitwise equal
+    results."""
     flat = [t.view(-1) for t in (master, exp_avg, exp_avg_sq, grad)]
     params = None if param_out is None else param_out.view(-1)
     for begin in range(0, master.numel(), _SLICE):
@@ -160,8 +161,8 @@ def adamw_(
 ) -> None:
     """Update master, exp_avg and exp_avg_sq in place with one step of AdamW.
 
-    The tensors must not overlap; the op does not check this. A NaN or infinity in the
-    gradient makes the same element of every output non-finite.
+    The tensors must not overlap; the op does not check this. If an element of the gradient is NaN
+    or infinite, the same element of every output is not finite.
 
     Args:
         master: fp32 [n], the master weights.
@@ -170,8 +171,10 @@ def adamw_(
         grad: fp32, bf16 or fp16 [n], the gradient.
         param_out: bf16 or fp16 [n], output for the updated parameter. None if `master` is the
             parameter itself.
-        step: number of this update, from 1.
-        grad_scale: factor for the gradient, such as a clipping factor.
+        lr, beta1, beta2, eps, weight_decay: as for torch.optim.AdamW.
+        step: number of this update, counted from 1.
+        grad_scale: factor that multiplies the gradient before the update, such as a clipping
+            factor.
 
     Raises:
         ValueError: a shape, device or number is invalid, or a tensor is not contiguous.

@@ -2,8 +2,8 @@
 
 Each device type has one compiled backend: sycl for xpu, cuda for cuda, cpu for cpu. The environment
 variable OPTIMUS_KERNELS selects a backend by name and takes precedence over `choose`. With "auto"
-(the default), plain torch replaces a compiled backend that is not available. With any other
-name, KernelError is raised if the backend is not available.
+(the default), ops run in plain torch if the compiled backend is not available. With any other
+name, KernelError is raised if the backend with this name is not available.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ CHOICES = ("auto", "sycl", "cuda", "cpu", "torch")
 DEVICE_OF = {"sycl": "xpu", "cuda": "cuda", "cpu": "cpu"}
 _BACKEND_OF = {device: backend for backend, device in DEVICE_OF.items()}
 MAX_BUILDING_WORLD = 16
-"""Number of ranks up to which a run may compile kernels. A run with more ranks only loads libraries
-from the cache."""
+"""Largest number of ranks of a run that may compile kernels. A run with more ranks only loads
+libraries from the cache."""
 
 _WORLD_SIZES = (
     *("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE"),
@@ -36,7 +36,7 @@ _BUILD_FACTS = ("torch", "machine", "arch", "compiler", "flags")
 
 @dataclass(frozen=True)
 class Backend:
-    """Library that runs the ops of a device."""
+    """Implementation of the ops for a device: a compiled library, or plain torch."""
 
     name: str
     """Name of the backend: sycl, cuda or cpu, or torch for the reference implementations."""
@@ -100,7 +100,7 @@ def active(device: torch.device | str) -> Backend:
     if backend is None:
         backend = _active[kind] = find(kind)
         if backend.why_not and os.environ.get("RANK", "0") == "0":
-            line = f"optimus kernels: plain torch on {kind}, since {backend.why_not}"
+            line = f"optimus kernels: ops use plain torch on {kind}, since {backend.why_not}"
             print(line, file=sys.stderr, flush=True)
     return backend
 
@@ -182,10 +182,11 @@ def obtain(backend: str, may_build: bool, key: str = "") -> Entry:
 
 
 def load(entry: Entry) -> ctypes.CDLL:
-    """Load a library and check its C interface.
+    """Load the library of a cache entry and check its C interface.
 
     Raises:
-        KernelError: the library cannot be loaded or has another interface than this package needs.
+        KernelError: the library cannot be loaded, or its interface is not the interface that this
+            package needs.
     """
     path = entry.library
     try:
@@ -225,7 +226,7 @@ def _load_descriptor(file: int) -> ctypes.CDLL:
 
 
 def status() -> list[dict[str, Any]]:
-    """Return one dict per backend with the state of its device and compiled library."""
+    """Return a dict for each compiled backend, with the state of its device and its library."""
     return [_status_of(backend) for backend in build.BACKENDS]
 
 
@@ -252,8 +253,12 @@ def _status_of(backend: str) -> dict[str, Any]:
 
 
 def _why_not(backend: str, entry: Entry | None) -> str:
-    """Return the reason why a backend cannot be used: "" if `entry` can be used, or a message that
-    the library is not built yet if `entry` is None.
+    """Return the reason why a backend cannot be used, or "" if it can be used.
+
+    Args:
+        backend: sycl, cuda or cpu.
+        entry: the compatible library of the backend; None if the cache has none. The reason is then
+            that the library is not built yet.
 
     Raises:
         KernelError: the library of `entry` cannot be loaded, or `entry` is None and the library

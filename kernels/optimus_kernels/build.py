@@ -41,8 +41,8 @@ CPU_ISAS = {
     "avx512": ("-march=x86-64-v4", "-mprefer-vector-width=512"),
 }
 PORTABLE_FLAGS = ("-DOPTIMUS_PORTABLE_ALONE",)
-"""Flags of a CPU build without AVX2 and AVX-512. Such a build is used on processors other than
-x86-64, and with compilers that do not support these instruction sets."""
+"""Flags of a CPU build without AVX2 and AVX-512. Processors other than x86-64, and compilers that
+do not support these instruction sets, need such a build."""
 # The files adamw_* must round every product before it is added, as torch's optimizer does.
 CPU_FILE_FLAGS = {"adamw": ("-ffp-contract=off",)}
 CUDA_ARCHS = ("80", "90")
@@ -52,7 +52,7 @@ _COMPILE_S = 1800.0
 
 @dataclass(frozen=True)
 class Target:
-    """All inputs of a build. The name of the library's cache entry contains their hash."""
+    """All inputs of a build. The name of the library's cache entry contains a hash of them."""
 
     backend: str
     sources: str
@@ -77,7 +77,7 @@ def csrc() -> Path:
 
 
 def sources(backend: str) -> list[Path]:
-    """Return the files to compile for a backend. Raises KernelError if there are none."""
+    """Return the source files to compile for a backend. Raises KernelError if no file exists."""
     files = sorted((csrc() / backend).glob(f"*{SUFFIX[backend]}"))
     if not files:
         raise KernelError(
@@ -125,22 +125,23 @@ def why_incompatible(entry: Entry) -> str:
         ("arch", arch(backend, portable_only)),
     ):
         if record.get(field) != expected:
-            return f"built for {field} {record.get(field)}, this is {expected}"
+            return f"built for {field} {record.get(field)}, not for {expected}"
     if record.get("sources") != source_hash(backend):
-        return "built from other sources"
+        return "built from other source files than those of this package"
     if record.get("flags") not in [flags(backend, clang, portable_only) for clang in (False, True)]:
-        return "built with other compiler flags"
+        return "built with other compiler flags than this package uses"
     return ""
 
 
 def prebuilt(backend: str, key: str = "") -> Entry | None:
-    """Return a compatible library from the cache, or None. Prefer entry `key`, then the newest."""
+    """Return a compatible library from the cache: entry `key` if it is compatible, else the newest.
+    Return None if no entry is compatible."""
     compatible = [entry for entry in cache.entries(backend) if not why_incompatible(entry)]
     return next((entry for entry in compatible if entry.key == key), next(iter(compatible), None))
 
 
 def build(backend: str) -> Entry:
-    """Return the library for `backend`, and compile it if the cache does not have it.
+    """Return the library for `backend`. Compile it if the cache has none with the same inputs.
 
     Raises:
         KernelError: the library cannot be compiled.
@@ -152,7 +153,7 @@ def build(backend: str) -> Entry:
 
 
 def plan(backend: str) -> tuple[Target, list[str]]:
-    """Return the target that `build` would compile, and the compiler command.
+    """Return the inputs of a build on this machine, and the compiler command.
 
     Raises:
         KernelError: there is no working compiler or no source file.
@@ -217,7 +218,7 @@ def openmp_runtime() -> str:
 
 
 def _openmp_flags(clang: bool) -> list[str]:
-    """Return the OpenMP flags that work with torch's OpenMP runtime."""
+    """Return the compiler's OpenMP flags that work with torch's OpenMP runtime."""
     # OpenMP code from clang does not run with gcc's runtime, libgomp. With -fopenmp-simd, loops are
     # vectorized but use one thread.
     runtime = openmp_runtime()
@@ -263,7 +264,7 @@ def find_compiler(backend: str) -> list[str]:
         if path:
             return [path]
     raise KernelError(
-        f"no compiler: {' or '.join(names)} is not on PATH; install it or set {variable}"
+        f"no compiler: {' or '.join(names)} is not on PATH; install a compiler or set {variable}"
     )
 
 

@@ -44,11 +44,11 @@ class KernelError(RuntimeError):
 def cache_dir() -> Path:
     """Return the cache folder.
 
-    The environment variable OPTIMUS_KERNELS_CACHE sets it. The default is `optimus-kernels` in the
-    user's cache directory.
+    The environment variable OPTIMUS_KERNELS_CACHE sets the folder. The default is `optimus-kernels`
+    in the user's cache directory, XDG_CACHE_HOME or ~/.cache.
 
     Raises:
-        KernelError: the variable is not set and the user has no home directory.
+        KernelError: none of the variables is set, and the user has no home directory.
     """
     setting = os.environ.get("OPTIMUS_KERNELS_CACHE")
     if setting:
@@ -69,7 +69,8 @@ class Entry:
     path: Path
     """Folder of the entry."""
     record: dict[str, Any]
-    """Content of info.json, such as the build's inputs and the library's name and hash."""
+    """Content of info.json: the inputs of the build, the time of the build, and the file name and
+    hash of the library."""
 
     @property
     def library(self) -> Path:
@@ -87,15 +88,15 @@ def key_of(fields: dict[str, Any]) -> str:
 
 
 def entries(backend: str) -> list[Entry]:
-    """Return the trusted and intact entries of a backend, newest first. All ranks get the same
-    order."""
+    """Return the entries of a backend that are trusted and intact, the newest first. The order is
+    the same on all ranks."""
     usable = [entry for entry in map(read_entry, _paths(backend)) if entry is not None]
     return sorted(usable, key=lambda entry: (-entry.record["built_at"], entry.key))
 
 
 def refused(backend: str) -> dict[str, str]:
-    """Return the entries of a backend that are not trusted or have an invalid info.json. The keys
-    are entry names, and the values are reasons."""
+    """Return a dict from entry name to reason, for the entries of a backend that are not trusted or
+    have an invalid info.json."""
     reasons = {}
     for path in _paths(backend):
         try:
@@ -119,7 +120,7 @@ def read_entry(path: Path) -> Entry | None:
 
 
 def open_library(entry: Entry) -> int:
-    """Check the entry again and return a new file descriptor of its library.
+    """Check again that an entry is trusted, and return a new file descriptor of its library.
 
     Raises:
         KernelError: the library is absent, or another user may have written it.
@@ -140,7 +141,15 @@ def _paths(backend: str) -> list[Path]:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[tuple[Entry, int]]:
-    """Check the entry at `path`, and yield it with an open file descriptor of its library."""
+    """Check that the entry at `path` is trusted and has a valid info.json.
+
+    Yields:
+        (entry, open file descriptor of its library).
+
+    Raises:
+        OSError: a file cannot be opened.
+        ValueError: the entry is not trusted, or its info.json is invalid.
+    """
     with contextlib.ExitStack() as stack:
         root, owners = _open_cache(path.parent)
         stack.callback(os.close, root)
@@ -155,10 +164,17 @@ def _opened(path: Path) -> Iterator[tuple[Entry, int]]:
 
 
 def _open_checked(path: Path, folder: int, owners: set[int], is_kind: Callable[[int], bool]) -> int:
-    """Open `path` and return its descriptor. `folder` is a descriptor of its parent folder.
+    """Open `path` for reading, check it, and return its descriptor.
 
-    Raises ValueError if `path` is a link or of the wrong kind, or if users outside `owners` may
-    have changed it.
+    Args:
+        path: the path to open.
+        folder: descriptor of the parent folder of `path`.
+        owners: ids of the trusted users.
+        is_kind: function of a file's mode that returns True for the expected kind of file.
+
+    Raises:
+        ValueError: `path` is a symbolic link or of the wrong kind, or users outside `owners` may
+            have changed it.
     """
     try:
         # Without O_NONBLOCK, opening a FIFO waits for a writer.
@@ -213,12 +229,13 @@ def _open_cache(root: Path) -> tuple[int, set[int]]:
 
 
 def _why_untrusted_cache(root: Path, status: os.stat_result, owners: set[int]) -> str:
-    """Return why users outside `owners` may have changed the cache folder, or "" if they cannot."""
+    """Return the reason why users outside `owners` may have changed or replaced the cache folder
+    `root`, or "" if there is no reason."""
     real, folders, links = _walk(root)
     for link in links:
         of_link = link.lstat()
         if of_link.st_uid not in (0, os.geteuid()):
-            return f"another user's link is in the path of the cache: {_describe(link, of_link)}"
+            return f"the path of the cache has another user's link {_describe(link, of_link)}"
     reason = _why_untrusted(real, status, owners, stat.S_ISDIR)
     if reason:
         return reason
@@ -231,7 +248,7 @@ def _why_untrusted_cache(root: Path, status: os.stat_result, owners: set[int]) -
         others = mode.st_mode & (stat.S_IWGRP | stat.S_IWOTH if foreign else stat.S_IWOTH)
         protected = mode.st_mode & stat.S_ISVTX and not foreign
         if (others and not protected) or (foreign and mode.st_uid not in owners):
-            return f"others may replace the cache folder: {_describe(above, mode)}"
+            return f"other users may replace the cache folder through {_describe(above, mode)}"
     return ""
 
 
@@ -270,7 +287,7 @@ def _why_untrusted(
         kind = "a folder" if is_kind is stat.S_ISDIR else "a regular file"
         return f"{path} is not {kind}"
     if status.st_uid not in owners or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        return f"others may have changed it: {_describe(path, status)}"
+        return f"other users may have changed {_describe(path, status)}"
     return ""
 
 
@@ -283,10 +300,10 @@ def _describe(path: Path, status: os.stat_result) -> str:
 
 
 def install(name: str, compile_into: Callable[[Path], Path], record: dict[str, Any]) -> Entry:
-    """Return the entry `name`. Compile it first if it does not exist.
+    """Return the entry `name`. Compile its library first if the entry does not exist.
 
-    Other processes wait while one process compiles. If the compilation fails, the waiting
-    processes raise the same error and do not compile again.
+    While one process compiles, other processes that call this function wait. If the compilation
+    fails, the waiting processes raise the same error and do not compile again.
 
     Args:
         name: name of the entry, `<backend>-<key>`.
@@ -308,9 +325,9 @@ def install(name: str, compile_into: Callable[[Path], Path], record: dict[str, A
             os.close(_open_cache(root)[0])
         except ValueError as error:
             raise KernelError(
-                f"the kernel cache is not used: {error}; if only its mode is wrong and you own "
-                "it, run `chmod go-w` on it; otherwise set OPTIMUS_KERNELS_CACHE to a folder that "
-                "only you can write"
+                f"the kernel cache is not used: {error}; if you own this folder and only its mode "
+                "is wrong, run `chmod go-w` on the folder; otherwise set OPTIMUS_KERNELS_CACHE to "
+                "a folder that only you can write"
             ) from error
         with _locked(root / f".{name}.lock"):
             entry = read_entry(root / name)

@@ -38,8 +38,8 @@ from optimus_kernels.swiglu import reference_backward as swiglu_backward_referen
 
 
 class WeightWork:
-    """Deferred computation of the weight gradients of one backward pass. The object keeps its
-    inputs in memory until it is deleted."""
+    """Deferred computation of the weight gradients of one backward pass. The object refers to the
+    tensors that the computation needs, so they stay in memory until the object is deleted."""
 
     def __init__(
         self,
@@ -58,8 +58,8 @@ class WeightWork:
 
 
 Destination = WeightGrads | Callable[[WeightWork], None] | None
-"""Destination of weight gradients: tensors that receive them, a function to call with the deferred
-computation, or None for autograd."""
+"""Destination of weight gradients. `WeightGrads`: backward writes the gradients to these tensors.
+Function: backward calls it with the deferred computation. None: autograd gets the gradients."""
 
 
 def experts(
@@ -85,11 +85,11 @@ def experts(
         down: [E, D, F].
         rows: result of `route`. To save memory on accelerators, a caller may shorten rows.token and
             rows.slot to the rows of local experts.
-        save_input_only: do not save the pre-activation, but recompute it in backward. This saves
-            memory.
+        save_input_only: True to save memory by recomputing the pre-activation in backward instead
+            of saving it.
         weight_grads: function that backward calls once to get the destination of the weight
-            gradients. If it returns None, the gradients of gate_up and down go to autograd.
-            Otherwise they go only to the returned destination, and autograd gets none.
+            gradients, see `Destination`. If the argument or the destination is None, autograd gets
+            the gradients of gate_up and down. Otherwise, autograd gets no gradients of them.
             torch.compile does not support this argument.
 
     Returns:
@@ -148,11 +148,11 @@ class _Experts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Compute the gradients. Raises NotImplementedError under create_graph."""
+        """Compute the gradients. Raises NotImplementedError if create_graph is True."""
         # The ops of backward have no gradient, so a second derivative would silently be wrong.
         if torch.is_grad_enabled():
             raise NotImplementedError(
-                "experts has no second derivative; do not use create_graph, or compute the experts "
+                "experts has no second derivative; use create_graph=False, or compute the experts "
                 "in plain torch"
             )
         *operands, h = ctx.saved_tensors
@@ -174,8 +174,8 @@ def _backward_to(
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of x and of the routing weights.
 
-    If `destination` has tensors, write the gradients of gate_up and down to them. If it is a
-    function, call it with their deferred computation.
+    If `destination` is a `WeightGrads`, write the gradients of gate_up and down to its tensors. If
+    `destination` is a function, call it with the deferred computation of these gradients.
     """
     if isinstance(destination, WeightGrads):
         return _backward_into(grad, *operands, h, *destination)
@@ -242,8 +242,8 @@ def _check_backward_into(grad: Tensor, *arguments: Any) -> None:
     if into.gate_up.shape != operands.gate_up.shape or into.down.shape != operands.down.shape:
         raise ValueError(
             f"experts: the tensors for the gradients of gate_up and down have the shapes "
-            f"{list(into.gate_up.shape)} and {list(into.down.shape)}; they must have those of the "
-            f"weights, {list(operands.gate_up.shape)} and {list(operands.down.shape)}"
+            f"{list(into.gate_up.shape)} and {list(into.down.shape)}; they must have the shapes of "
+            f"gate_up and down, {list(operands.gate_up.shape)} and {list(operands.down.shape)}"
         )
     for name, target in (("gate_up", into.gate_up), ("down", into.down)):
         check_operands(f"experts_backward_into: gradient of {name}", {name: target}, {})

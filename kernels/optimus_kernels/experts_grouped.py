@@ -1,5 +1,5 @@
-"""Forward and backward of the experts as grouped matrix products over all rows. The host does not
-wait for the device."""
+"""Forward and backward of the experts as grouped matrix products: one call for the rows of all
+experts. The host does not wait for the device."""
 
 from __future__ import annotations
 

@@ -4,9 +4,10 @@ On CPUs, this implementation is faster than experts_grouped. All experts use the
 memory, so the working set stays in the CPU's cache.
 
 oneDNN compiles a kernel for each new shape, and the compilation takes longer than a small product.
-Row counts of oneDNN products are therefore padded, so that few shapes occur. The padding rows of
-the result of an expert fall on the first output rows of the next expert. The product of the next
-expert, computed afterwards, overwrites these rows with the correct values.
+Row counts of oneDNN products are therefore rounded up (padded), so that few shapes occur. The
+product of an expert also writes its padding rows, which are the first output rows of the next
+expert. The product of the next expert, computed afterwards, overwrites these rows with the correct
+values.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ _Pass = TypeVar("_Pass", bound=Callable[..., Any])
 
 
 def extra_rows(x: Tensor) -> int:
-    """Return the number of extra rows that a buffer needs for the padding of the last expert."""
+    """Return the number of rows by which a buffer must exceed R rows, for the padding of the last
+    expert."""
     return _MAX_PADDING - 1 if by_onednn(x) else 0
 
 
@@ -54,7 +56,7 @@ def _with_fastest_library(run: _Pass) -> _Pass:
 
 
 def fresh_grads(parameters: Iterable[Tensor]) -> WeightGrads:
-    """Return uninitialized tensors for weight gradients. `parameters` are gate_up and down."""
+    """Return uninitialized tensors for the gradients of `parameters`: gate_up and down."""
     gate_up, down = (memory.empty(parameter.shape, parameter) for parameter in parameters)
     return WeightGrads(gate_up, down, add=False)
 
@@ -169,7 +171,7 @@ def _backward_views(
 
 
 class _Targets:
-    """Tensors to which the weight gradients of all experts are written or added."""
+    """Writer of the weight gradients of all experts to the tensors of a `WeightGrads`."""
 
     def __init__(self, into: WeightGrads, rows: Rows, x: Tensor) -> None:
         gate_up, down, self._add = into

@@ -11,8 +11,8 @@ from optimus_kernels.rows import Rows
 
 
 class Operands(NamedTuple):
-    """Operands of forward and backward, in the order of the ops' schemas. `rows.Rows` documents the
-    last four."""
+    """Operands of forward and backward, in the order of the ops' schemas. `rows.Rows` documents
+    `offsets`, `token`, `slot` and `row`."""
 
     x: Tensor
     """[T, D], the inputs of the experts."""
@@ -41,12 +41,21 @@ class WeightGrads(NamedTuple):
     down: Tensor
     """[E, D, F], the gradient of down."""
     add: bool
-    """True: add the gradients to the values of the tensors. False: replace the values."""
+    """True: add the gradients to the tensors. False: overwrite the tensors."""
 
 
 def check(op: str, operands: Operands, **more: Tensor | None) -> None:
-    """Raise ValueError if shapes of `operands` do not match, or TypeError if dtypes or devices do
-    not match. Of the tensors in `more`, only dtypes and devices are checked."""
+    """Check the operands of an op.
+
+    Args:
+        op: name of the op, for messages.
+        operands: the operands.
+        more: further operands by name, or None. Their shapes are not checked.
+
+    Raises:
+        ValueError: shapes do not match.
+        TypeError: dtypes or devices do not match.
+    """
     x, weights, gate_up, down, *rows = operands
     named = {"x": x, "weights": weights, "gate_up": gate_up, "down": down}
     if [value.dim() for value in named.values()] != [2, 2, 3, 3]:
@@ -90,8 +99,8 @@ def check_backward(op: str, grad: Tensor, operands: Operands, h: Tensor | None) 
 
 
 def dense(op: str, operands: Operands) -> Operands:
-    """Check the indices and return the operands. gate_up and down are returned unchanged, all other
-    operands as contiguous tensors."""
+    """Check the indices, and return the operands as contiguous tensors, except gate_up and down,
+    which are returned unchanged."""
     x, weights, gate_up, down, *rows = operands
     # Kernels receive addresses without strides, so these operands must be contiguous.
     result = Operands(
@@ -107,6 +116,6 @@ def dense(op: str, operands: Operands) -> Operands:
 def dense_backward(
     op: str, grad: Tensor, operands: Operands, h: Tensor | None
 ) -> tuple[Tensor, Operands, Tensor | None]:
-    """Return the arguments of a backward pass as kernels need them: `operands` as `dense` returns
-    them, `grad` and `h` as contiguous tensors."""
+    """Return `grad`, `operands` and `h` as contiguous tensors, except gate_up and down, which are
+    returned unchanged. Check the indices like `dense`."""
     return grad.contiguous(), dense(op, operands), None if h is None else h.contiguous()

@@ -1,10 +1,10 @@
 """Grouped matrix products: each expert's rows times that expert's weights, and the weight gradient.
 
-Expert e has rows offsets[e] to offsets[e+1] - 1. In the result, all rows after those of the
-last expert are undefined.
+Expert e has rows offsets[e] to offsets[e+1] - 1. In the result, all rows after the rows of the last
+expert are undefined.
 
-There are two implementations. "torch" is torch's grouped_mm. "loop" is one torch.mm per expert; it
-is faster on CPUs and supports every dtype.
+There are two implementations. "torch" calls torch's grouped_mm. "loop" calls torch.mm once per
+expert. "loop" is faster on CPUs and supports every dtype.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def form(like: Tensor, *widths: int) -> str:
 
     Args:
         like: tensor with the operands' device and dtype.
-        widths: number of elements per row of each operand and result. "torch" requires
-            that the size of each row in bytes is a multiple of 16.
+        widths: number of elements in a row, for each operand and for the result. "torch" requires
+            that the size of a row in bytes is a multiple of 16.
 
     Returns:
         "torch" or "loop".
@@ -102,7 +102,8 @@ def reference_weight(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
 
 @functools.cache
 def torch_form_works(device: str, dtype: torch.dtype) -> bool:
-    """Return whether torch supports both grouped products for this device type and dtype."""
+    """Return whether torch supports `grouped_mm` and `grouped_mm_weight` for this device type and
+    dtype."""
     # Running the products is the only reliable test.
     try:
         rows = torch.zeros(16, 16, device=device, dtype=dtype)
@@ -126,7 +127,7 @@ def _check(rows: Tensor, weights: Tensor, offsets: Tensor) -> None:
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """Compute the gradients of `grouped_mm` or of `grouped_mm_weight`, as grouped products."""
+    """Backward of `grouped_mm` and of `grouped_mm_weight`. The gradients are grouped products."""
     a, b, offsets = ctx.saved_tensors
     grad = grad.contiguous()  # the gradient of a sum has stride 0, which grouped_mm rejects
     if grad.dim() == 3:  # the result of grouped_mm_weight has 3 dims

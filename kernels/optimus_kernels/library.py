@@ -47,7 +47,8 @@ class Native:
     def call(self, name: str, on: Tensor, *arguments: int | None) -> None:
         """Launch the kernel optimus_<name> on the current stream of `on`'s device.
 
-        `arguments` are the addresses and numbers of SIGNATURES[name], without the last: the stream.
+        `arguments` are the values for SIGNATURES[name] without the last, the stream. Tensors are
+        passed as addresses.
 
         Raises:
             RuntimeError: the launch failed.
@@ -66,8 +67,11 @@ class Native:
 
 
 def native(tensor: Tensor, any_dtype: bool = False) -> Native | None:
-    """Return the compiled kernels for the device and dtype of `tensor`, or None if there are none.
-    With `any_dtype`, ignore the dtype."""
+    """Return the compiled kernels for the device of `tensor`.
+
+    Return None if there are no kernels for the device, or if `any_dtype` is False and the kernels
+    do not support the dtype of `tensor`.
+    """
     if not any_dtype and tensor.dtype not in DTYPES:
         return None
     active = backend.active(tensor.device)

@@ -1,7 +1,7 @@
 """Reuse of large CPU buffers, to avoid the page faults of newly allocated memory.
 
-The C library returns large freed buffers to the operating system. This module keeps its buffers,
-and reuses a buffer when no tensor refers to it.
+The C library returns large freed buffers to the operating system. This module keeps the buffers
+that it allocates, and reuses a buffer when no tensor refers to the buffer.
 
 All buffers together take up to 1.5 times the peak memory of the buffers in use. `release` frees the
 buffers that no tensor refers to. The storage of a tensor that uses a buffer cannot be resized.
@@ -21,9 +21,9 @@ from torch import Tensor
 
 SMALLEST = 1 << 20
 """Smallest size in bytes of a tensor that uses a buffer of this module. For smaller tensors,
-torch's allocator is as fast."""
+buffers are not faster than torch's allocator."""
 _GRAIN = 1 << 21
-"""Size in bytes of a huge page. Buffer sizes are rounded up to a multiple of it."""
+"""Size in bytes of a huge page. The size of each buffer is a multiple of this size."""
 _SLACK = 1.25
 """Largest allowed ratio of the size of a reused buffer to the requested size, which is rounded up
 to a multiple of _GRAIN."""
@@ -92,8 +92,8 @@ def total_bytes() -> int:
 
 
 def _find(size: int) -> _Buffer:
-    """Return the smallest free buffer with at least `size` bytes. If there is none, or if it is
-    larger than _SLACK * `size`, return a new buffer."""
+    """Return the smallest free buffer with at least `size` and at most _SLACK * `size` bytes, or a
+    new buffer if there is no such buffer. `size` is rounded up to a multiple of _GRAIN."""
     global _most_used
     size = -(-size // _GRAIN) * _GRAIN
     free = [buffer for buffer in _buffers if buffer.free()]

@@ -1,8 +1,8 @@
 """Registration of ops as `optimus::NAME`, and checks of their operands.
 
 Schemas are defined in Python, so the ops exist even if no kernels are compiled. An error message
-names the operand, its shape and its dtype. It is formatted only after a check has failed, because
-torch.compile cannot format dynamic sizes.
+names the operand, its shape and its dtype. Messages are formatted only after a check has failed,
+because torch.compile cannot format dynamic sizes.
 """
 
 from __future__ import annotations
@@ -103,7 +103,8 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def debug() -> bool:
-    """Return whether OPTIMUS_KERNELS_DEBUG=1 is set. Ops then check indices before use."""
+    """Return whether OPTIMUS_KERNELS_DEBUG=1 is set (debug mode). In debug mode, ops check all
+    indices before they use them."""
     return os.environ.get("OPTIMUS_KERNELS_DEBUG") == "1"
 
 
@@ -118,8 +119,8 @@ def check_operands(
         indices: index tensors by name.
 
     Raises:
-        TypeError: `values` have different dtypes or an unsupported dtype, `indices` are not int32,
-            or operands are on different devices.
+        TypeError: the tensors in `values` have different dtypes or an unsupported dtype, a tensor
+            in `indices` is not int32, or operands are on different devices.
     """
     present = {name: value for name, value in values.items() if value is not None}
     dtypes = {value.dtype for value in present.values()}
@@ -143,13 +144,14 @@ def check_index(op: str, name: str, index: Tensor, size: int) -> None:
     if len(wrong):
         position = int(wrong[0])
         raise ValueError(
-            f"{op}: {name} {list(index.shape)} has {len(wrong)} numbers outside -1 to {size - 1}; "
+            f"{op}: {name} {list(index.shape)} has {len(wrong)} indices outside -1 to {size - 1}; "
             f"the first is {int(index.flatten()[position])} at position {position}"
         )
 
 
 def check_offsets(op: str, offsets: Tensor, rows: int) -> None:
-    """Raise ValueError unless offsets start at 0, do not decrease, and end at `rows` or less.
+    """Raise ValueError unless `offsets` starts with 0, does not decrease, and ends with at most
+    `rows`, the number of rows.
 
     On accelerators, offsets are checked only in debug mode, because the host must wait for the
     device to read them.

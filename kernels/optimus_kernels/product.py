@@ -1,10 +1,10 @@
 """Matrix products of one expert.
 
 On CPUs with AMX, the kernel in csrc/cpu/amx_avx512.cpp computes products of bf16 operands. torch.mm
-computes all others. The kernel has less overhead than torch.mm and can add to the output.
+computes all other products. The kernel has less overhead than torch.mm and can add to the output.
 
 A product is computed completely and rounded before it is added to fp32 sums. The sums are therefore
-bitwise equal to those of autograd.
+bitwise equal to sums that autograd accumulates.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ _ARGUMENTS = (_P, _I, _P, _I, _P, _I, _L, _L, _L)
 PROFILED_AS = "optimus::product"
 """Name of the AMX kernel's products in torch's profiler."""
 _WIDEN_ELEMENTS = 1 << 16
-"""Number of elements to convert to fp32 at a time, so that they stay in the L2 cache."""
+"""Number of elements to convert to fp32 at a time, so that the converted elements stay in the L2
+cache."""
 _FP32_ERROR = 1e-5
-"""Relative error of a 256 x 256 product above which the product was not computed in fp32. For
-comparison, the error of a product in bf16 is 2e-3."""
+"""Limit of the relative error of a 256 x 256 product in fp32. A larger error shows that the product
+was computed in a narrower dtype; in bf16, the error is 2e-3."""
 
 
 def amx_kernel(like: Tensor) -> Callable[..., int] | None:
@@ -71,9 +72,9 @@ def library_of(like: Tensor) -> str:
 
 @contextlib.contextmanager
 def fastest_library(like: Tensor) -> Iterator[None]:
-    """Make torch use oneDNN for fp32 products on CPUs that are not made by Intel. MKL, torch's
-    default, is slower there.
+    """Make torch use oneDNN for fp32 products on CPUs that are not made by Intel.
 
+    On these CPUs, oneDNN is faster than MKL, torch's default.
     The setting applies to all threads until the `with` statement ends.
 
     Args:
@@ -151,7 +152,7 @@ def product(
         out: [M, N], contiguous. Its dtype may differ from that of the operands.
         add: add to `out` instead of replacing it.
         scratch: memory for at least M * N elements of a's dtype, used if `needs_scratch` returns
-            True. If `scratch` is None, new memory is allocated in this case.
+            True. None: allocate this memory if it is needed.
     """
     kernel = amx_kernel(a)
     if not (kernel is not None and _dense(a) and _dense(b) and out.is_contiguous()):
@@ -180,7 +181,8 @@ def needs_scratch(like: Tensor, out: torch.dtype, add: bool) -> bool:
     """Return whether `product` needs scratch memory.
 
     Args:
-        like: tensor with the device and dtype of the operands, which are contiguous.
+        like: tensor with the device and dtype of the operands. Each operand or its transpose must
+            be contiguous.
         out: dtype of the output.
         add: add the product to the output instead of replacing the output.
     """
@@ -219,7 +221,7 @@ def _call(kernel: Callable[..., int], a: Tensor, b: Tensor, out: Tensor, mode: i
 
 @functools.cache
 def _bind(library: ctypes.CDLL) -> Callable[..., int] | None:
-    """Return the AMX kernel of a library, or None if AMX is not supported."""
+    """Return the AMX kernel of a library, or None if the library or the CPU lacks AMX support."""
     if not hasattr(library, "optimus_cpu_has_gemm") or not library.optimus_cpu_has_gemm():
         return None
     function = library.optimus_cpu_gemm

@@ -1,11 +1,13 @@
 """Assignment of tokens to the rows of experts (`route`), and the ops `gather` and `reduce_rows`.
 
-There are T tokens, K experts per token, N = T*K slots and E local experts. Slot t*K + k is the k-th
-expert of token t. A row has D elements: the input or output of a local expert for one slot.
+There are T tokens, K experts per token, N = T*K slots and E local experts. Slot t*K + k is the pair
+of token t and its k-th expert. A row has D elements: the input or output of a local expert for one
+slot.
 `route` sorts rows by expert and then by slot, so the result is deterministic. `gather` copies the
 token of each row: out[r] = x[token[r]], or zeros if token[r] is -1. `reduce_rows` adds the rows of
 each token: out[t] = sum over k of w[t, k] * y[row[t, k]]. The terms are added in fp32, in the order
-of k and without atomics. Without weights, each of these two ops is the gradient of the other.
+of k and without atomics. Without weights, `reduce_rows` is the gradient of `gather`, and `gather`
+is the gradient of `reduce_rows`.
 """
 
 from __future__ import annotations
@@ -27,16 +29,17 @@ from optimus_kernels.ops import (
 
 
 class Rows(NamedTuple):
-    """Assignment of slots to rows, in int32. Slot t*K + k is the k-th expert of token t."""
+    """Assignment of slots to rows, in int32. Slot t*K + k is the pair of token t and its k-th
+    expert."""
 
     offsets: Tensor
     """[E+1]: expert e has rows offsets[e] to offsets[e+1] - 1. There are R = offsets[E] rows."""
     token: Tensor
-    """[N]: the token of each row. It is -1 for unused rows, which begin at row R = offsets[E]."""
+    """[N]: token[r] is the token of row r. Elements from R = offsets[E] on are -1."""
     slot: Tensor
-    """[N]: the slot of each row. It is -1 for unused rows, which begin at row R = offsets[E]."""
+    """[N]: slot[r] is the slot of row r. Elements from R = offsets[E] on are -1."""
     row: Tensor
-    """[T, K]: the row of each slot; -1 if the slot's expert is not local."""
+    """[T, K]: row[t, k] is the row of slot t*K + k; -1 if the expert of the slot is not local."""
 
 
 def route(chosen: Tensor, first_expert: int, num_experts: int, *, of: int | None = None) -> Rows:
@@ -50,7 +53,7 @@ def route(chosen: Tensor, first_expert: int, num_experts: int, *, of: int | None
             of) raises ValueError. None disables this check.
 
     Returns:
-        The row of each slot, and the token and slot of each row.
+        The rows of each expert, the token and slot of each row, and the row of each slot.
 
     Raises:
         ValueError: `chosen` is not int64 [T, K], or `num_experts` is negative.
@@ -145,8 +148,8 @@ def _check_gather(x: Tensor, token: Tensor, row: Tensor) -> None:
 def gather_into(x: Tensor, token: Tensor, start: int, out: Tensor, count: int = -1) -> Tensor:
     """Copy x[token[start : start + count]] to out[:count] and return `out`.
 
-    `count` defaults to the number of rows of `out`. Operands must be contiguous; nothing is
-    checked. Only compiled kernels accept a token of -1.
+    `count` defaults to the number of rows of `out`. The function assumes contiguous operands and
+    checks nothing. A token of -1 is allowed only with compiled kernels.
     """
     count = out.shape[0] if count < 0 else count
     kernels = library.native(x)
@@ -286,7 +289,7 @@ def reduce_rows(y: Tensor, weights: Tensor | None, row: Tensor, slot: Tensor) ->
     Args:
         y: [R, D], the rows to add.
         weights: [T, K] of y's dtype. None: all weights are 1.
-        row: int32 [T, K], the rows of each token, from `route`. -1 means no row. Other values must
+        row: int32 [T, K], the rows of each token, from `route`. -1 adds nothing. Other values must
             be in [0, R); OPTIMUS_KERNELS_DEBUG=1 checks this.
         slot: int32 [R], the slot t*K + k of each row, from `route`. Only the gradient uses it.
 

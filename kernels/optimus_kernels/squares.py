@@ -1,9 +1,9 @@
 """square_bins_: sum of squares of a flat tensor, bitwise independent of the order of its blocks.
 
 The squares in each block of 32 elements are added in fp64, in a fixed order. The block sums are
-then added exactly, as integers: the significand of each sum is added to the bin of its binary
-exponent. A bin has two integers. One is the sum of the upper halves of significands, and the other
-is the sum of the lower halves.
+then added exactly, as integers. There is a bin for each binary exponent, and the significand of a
+block sum is added to the bin of its exponent. A bin has two integers: the sum of the upper halves
+of significands, and the sum of the lower halves.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def new_bins(device: torch.device) -> Tensor:
 
 
 def total_of(bins: Tensor) -> float:
-    """Return the sum of all squares that were added to `bins`, in fp64. It is NaN if the sum of any
-    block is not finite."""
+    """Return the sum of all squares that were added to `bins`, in fp64. The result is NaN if the
+    sum of any block is not finite."""
     *halves, infinite = bins.tolist()
     if infinite:
         return math.nan
@@ -52,7 +52,8 @@ def total_of(bins: Tensor) -> float:
 
 
 def reference(bins: Tensor, flat: Tensor) -> None:
-    """Reference implementation in plain torch. The kernel computes bitwise equal bins."""
+    """Reference implementation of `square_bins_` in plain torch. The kernel computes bitwise equal
+    bins."""
     for slice_ in flat.split(_SLICE):
         sums = slice_.view(-1, BLOCK).double().square_()
         while sums.shape[1] > 1:

@@ -53,8 +53,8 @@ def _check(h: Tensor) -> None:
 
 
 def swiglu_into(h: Tensor, start: int, out: Tensor, count: int) -> Tensor:
-    """Write swiglu(h[start : start + count]) to out[:count] and return `out`. Operands must be
-    contiguous; nothing is checked."""
+    """Write swiglu(h[start : start + count]) to out[:count] and return `out`. The function assumes
+    contiguous operands and checks nothing."""
     kernels = library.native(h)
     if kernels is None:
         out[:count] = reference(h[start : start + count])
@@ -99,9 +99,9 @@ def swiglu_backward_into(
 ) -> None:
     """Write the gradients of `count` rows to `outs`, which are dh, w * a and dweights [T, K].
 
-    The inputs are h[start : start + count], da[:count] and slot[first : first + count]. Operands
-    must be contiguous; nothing is checked. The output w * a may be the same tensor as `da`.
-    dweights must be zero at the slots of these rows before the call.
+    The inputs are h[start : start + count], da[:count] and slot[first : first + count]. The
+    function assumes contiguous operands and checks nothing. The output w * a may be the same tensor
+    as `da`. Before the call, dweights must be zero at the slots of these rows.
     """
     kernels = library.native(h)
     if kernels is None:

@@ -1,8 +1,8 @@
 """Compilation of csrc/sycl for torch's xpu devices.
 
 The build uses torch's SyclExtension, or DPCPPExtension of IPEX (Intel Extension for PyTorch). When
-run as a script, this module builds the extension as a setup.py does. No library from either build
-has been run on an Intel GPU yet.
+run as a script, this module builds the extension as a setup.py does. The libraries of both builds
+have not been run on an Intel GPU yet.
 """
 
 from __future__ import annotations
@@ -36,13 +36,14 @@ IPEX = "intel_extension_for_pytorch"
 
 
 def arch_list() -> str:
-    """Return the devices to compile for: TORCH_XPU_ARCH_LIST, or "pvc" by default."""
+    """Return the GPU architectures to compile for, separated by commas: the environment variable
+    TORCH_XPU_ARCH_LIST, or "pvc" by default."""
     # Without a list of devices, every process would compile the kernels at run time.
     return os.environ.get("TORCH_XPU_ARCH_LIST") or DEFAULT_ARCHS
 
 
 def way() -> str:
-    """Return the extension to build with: "torch" for SyclExtension or "ipex" for DPCPPExtension.
+    """Return "torch" to build with torch's SyclExtension, or "ipex" to build with DPCPPExtension.
 
     Raises:
         KernelError: neither extension is available.
@@ -93,7 +94,7 @@ def command(sources: Sequence[Path], include: Path, work: Path) -> tuple[list[st
 
 
 def built_library(work: Path) -> Path:
-    """Return the library that the build wrote to `work`.
+    """Return the path of the library that the build wrote to `work`.
 
     Raises:
         KernelError: the build wrote no library or more than one.

@@ -34,10 +34,11 @@ def test_library_is_reused_until_an_input_changes(small_csrc, monkeypatch):
     (small_csrc / "include" / "more.h").write_text("// a comment\n")
     build.source_hash.cache_clear()
     second = build.build("cpu")
-    assert second.key != first.key and build.why_incompatible(first) == "built from other sources"
+    assert second.key != first.key
+    assert build.why_incompatible(first).startswith("built from other source files")
     assert build.prebuilt("cpu") == second
     monkeypatch.setattr(build, "CPU_FLAGS", [*build.CPU_FLAGS, "-DMORE"])
-    assert build.why_incompatible(second) == "built with other compiler flags"
+    assert build.why_incompatible(second).startswith("built with other compiler flags")
     assert build.build("cpu").key not in (first.key, second.key)
 
 
@@ -50,7 +51,7 @@ def test_library_for_another_target_is_refused_with_the_reason(small_csrc, field
     path = entry.path / cache.RECORD
     path.write_text(json.dumps({**entry.record, field: value}))
     (other,) = cache.entries("cpu")
-    assert build.why_incompatible(other).startswith(f"built for {field} {value}, this is ")
+    assert build.why_incompatible(other).startswith(f"built for {field} {value}, not for ")
     assert build.prebuilt("cpu") is None
     with pytest.raises(KernelError, match=f"is built for {field} {value}"):
         backend.obtain("cpu", may_build=False)

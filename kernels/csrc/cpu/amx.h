@@ -6,9 +6,9 @@
 
 namespace optimus_cpu {
 
-// C [m, n] = A [m, k] B [k, n], or C += A B with `add`. Matrices are contiguous, row-major and in
-// bf16, stored as bits. If `sums` is not null, the product is rounded to bf16 and added to `sums`,
-// and C is not written.
+// Operands of a product: C = A B, or C += A B if `add`, with A [m, k], B [k, n] and C [m, n].
+// Matrices are contiguous, row-major and in bf16, stored as bits. If `sums`, fp32 [m, n], is not
+// null, the product is rounded to bf16 and added to `sums`, and C is not written.
 struct Gemm {
   const uint16_t* a;
   bool a_transposed;  // stored as [k, m]

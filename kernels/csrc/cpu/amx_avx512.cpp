@@ -63,7 +63,7 @@ struct alignas(64) Config {
 };
 
 // Configures the eight tile registers. The destructor restores the previous configuration, because
-// other libraries expect theirs to persist between calls.
+// other libraries expect that their configuration persists between calls.
 class Tiles {
  public:
   OPTIMUS_AMX Tiles() {
@@ -142,7 +142,8 @@ OPTIMUS_AMX void write_whole(const optimus_cpu::Gemm& g, const float* sums, int6
   }
 }
 
-// Writes up to 16 elements: replaces elements of C, adds to them, or adds to `sums`.
+// Writes up to 16 elements: replaces elements of C, adds to elements of C (g.add), or adds to
+// elements of g.sums.
 OPTIMUS_AMX inline void write_part(const optimus_cpu::Gemm& g, __m512 value, int64_t at,
                                    int64_t count) {
   const __mmask16 mask = count >= 16 ? 0xffff : (1u << count) - 1;
@@ -209,7 +210,7 @@ OPTIMUS_AMX void strip(const optimus_cpu::Gemm& g, const Bits* a, const Bits* b,
 }
 
 // Prefetches the next 32 lines of B while the current tiles are copied. The hardware does not
-// prefetch them, because rows are pages apart.
+// prefetch these lines, because they are in different pages.
 OPTIMUS_AMX inline void prefetch_b(const optimus_cpu::Gemm& g, int64_t depth, int64_t column) {
   const int64_t ahead = depth + (g.b_transposed ? 2 : 1) * kTileDepth;
   if (ahead + kTileDepth > g.k || column + kPanel > g.n) return;
@@ -219,8 +220,8 @@ OPTIMUS_AMX inline void prefetch_b(const optimus_cpu::Gemm& g, int64_t depth, in
                  _MM_HINT_T0);
 }
 
-// Copies share i of A's tiles of rows begin to end - 1. A share is a row or, if A is transposed, a
-// column of tiles, so that it is contiguous in memory.
+// Copies share i of the tiles of A in rows begin to end - 1. A share is a row of tiles or, if A is
+// transposed, a column of tiles, so that A is read in memory order.
 OPTIMUS_AMX void lay_out_a(const optimus_cpu::Gemm& g, int64_t begin, int64_t end, int64_t i,
                            int64_t depths, Bits* a) {
   const int64_t rows = tiles(end - begin, kTileRows);
@@ -230,7 +231,8 @@ OPTIMUS_AMX void lay_out_a(const optimus_cpu::Gemm& g, int64_t begin, int64_t en
   }
 }
 
-// Copies share i of B's panels of columns begin to end - 1, in the same way as lay_out_a.
+// Copies share i of the panels of B in columns begin to end - 1. As in lay_out_a, a share is chosen
+// so that B is read in memory order.
 OPTIMUS_AMX void lay_out_b(const optimus_cpu::Gemm& g, int64_t begin, int64_t end, int64_t i,
                            int64_t depths, Bits* b) {
   const int64_t panels = tiles(end - begin, kPanel);

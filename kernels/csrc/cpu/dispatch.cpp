@@ -17,8 +17,8 @@ namespace {
 
 using optimus_cpu::Kernels;
 
-// Slots per piece of route: few enough to distribute pieces over threads, and many enough that the
-// cost of clearing E counts per piece does not matter.
+// Number of slots in a piece of `route`: small enough to get pieces for all threads, and large
+// enough that the time to clear E counts per piece does not matter.
 constexpr int64_t kPieceSlots = 4096;
 
 const Kernels& choose() {
@@ -71,8 +71,8 @@ OPTIMUS_API int optimus_cpu_has_gemm(void) {
 
 // Only in the CPU library: computes c [m, n] = a [m, k] b [k, n] in bf16. If `add` is 1, the
 // product is added to c. If `add` is 2, c is fp32 and the product is rounded to bf16 and added.
-// Transposed operands are stored as [k, m] and [n, k]. If the result is not 0, c is unchanged,
-// because a size is negative or this machine lacks AMX.
+// Transposed operands are stored as [k, m] and [n, k]. Returns 0, or a negative code if a size is
+// negative or this machine does not support AMX; c is then unchanged.
 OPTIMUS_API int optimus_cpu_gemm(const void* a, int a_transposed, const void* b, int b_transposed,
                                  void* c, int add, int64_t m, int64_t n, int64_t k) {
   if (negative(m, n, k)) return OPTIMUS_BAD_SIZE;
@@ -86,8 +86,8 @@ OPTIMUS_API int optimus_cpu_gemm(const void* a, int a_transposed, const void* b,
   return 0;
 }
 
-// Only in the CPU library: adds the squares of x [size], with size a multiple of 32, to bins
-// [2 * 640 + 1], as squares.py defines.
+// Only in the CPU library: adds the squares of x [size] to bins [2 * 640 + 1]. size is a multiple
+// of 32. squares.py describes the bins.
 OPTIMUS_API int optimus_cpu_square_bins(const float* x, int64_t size, int64_t* bins) {
   if (negative(size)) return OPTIMUS_BAD_SIZE;
   kernels().square_bins(x, size / 32, bins);

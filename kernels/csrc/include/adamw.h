@@ -36,7 +36,8 @@ OPTIMUS_FN float product(float a, float b) {
 OPTIMUS_FN float quotient(float a, float b) { return a / b; }
 #endif
 
-// Updates master, m and v of one element with the unscaled gradient g. NaN and infinity propagate.
+// Updates master, m and v of one element with the gradient g, before its multiplication by
+// grad_scale. NaN and infinity propagate.
 OPTIMUS_FN void adamw_element(const OptimusAdamw& with, float g, float& master, float& m, float& v) {
   // As torch's lerp, start from the nearer of m and g.
   const bool from_m = with.lerp < 0.5f;
@@ -49,7 +50,7 @@ OPTIMUS_FN void adamw_element(const OptimusAdamw& with, float g, float& master, 
 }
 
 // Updates elements begin to end - 1 with all lanes; end - begin is a multiple of Width. With
-// `Write`, `param` receives master rounded to its type; otherwise it may be null.
+// `Write`, `param` receives master, rounded to type P; otherwise `param` may be null.
 template <int Width, bool Write, class Lanes, class G, class P>
 OPTIMUS_FN void adamw_span(Lanes lanes, const OptimusAdamw& numbers, int64_t begin, int64_t end,
                            const G* grad, float* master, float* exp_avg, float* exp_avg_sq,

@@ -1,14 +1,15 @@
-// The bodies of the kernels: the computation for one row, one token or one piece of the slots. Each
-// backend has its own loop over rows, which calls these functions. They do not allocate memory,
-// synchronize or use atomics.
+// The bodies of the kernels: the computation for one row, one token or, for `route`, one piece (a
+// range of consecutive slots). Each backend has a loop over rows, tokens or pieces that calls these
+// functions. The functions do not allocate memory, synchronize or use atomics.
 //
 // T tokens, K experts per token, N = T*K slots (slot t*K + k), E local experts, R <= N rows (one
 // for each slot of a local expert, ordered by expert and then by slot), D hidden, F intermediate.
 //
-// `Lanes` are the lanes that share a row. lane() is the index of this lane and lanes() the number
-// of lanes. sum(x) returns to all lanes the sum of x over the lanes, added in an order that depends
-// only on lanes(). CPUs use `OneLane`; GPUs use a warp or a sub-group of any size. `Width` elements
-// are loaded or stored at once; if it is above 1, sizes and addresses must be multiples of it.
+// `Lanes` are the lanes (threads of a warp or sub-group) that share a row. lane() is the index of
+// this lane and lanes() the number of lanes. sum(x) returns the sum of x over the lanes to each
+// lane, added in an order that depends only on lanes(). CPUs use `OneLane`; GPUs use a warp or a
+// sub-group of any size. `Width` elements are loaded or stored at once; if `Width` is above 1,
+// sizes must be multiples of `Width` and addresses multiples of the size of `Width` elements.
 
 #pragma once
 
@@ -53,8 +54,8 @@ OPTIMUS_FN void route_count(const int64_t* chosen, int64_t begin, int64_t end, i
   }
 }
 
-// Replaces each element of counts [pieces, E] by the row of the first slot of that expert in that
-// piece, and sets offsets.
+// Replaces counts[piece, e] by the row of the first slot of expert e in the piece, and sets
+// offsets [E+1]; counts [pieces, E].
 OPTIMUS_FN void route_scan(int32_t* counts, int64_t pieces, int64_t num_experts, int32_t* offsets) {
   int32_t row = 0;
   for (int64_t e = 0; e < num_experts; ++e) {
@@ -115,9 +116,9 @@ OPTIMUS_FN void swiglu_row(Lanes lanes, const T* h, int64_t inner, T* a) {
   }
 }
 
-// With a = silu(g) * u and da the gradient of w * a: sets dh[2F] to the gradient of h if the
-// gradient of a is w * da, sets a_scaled[F] to w * a, and returns dw = <da, a>. w is the routing
-// weight.
+// Backward of w * a for one row, where a = silu(g) * u, [g, u] = h[2F] and w is the routing
+// weight. da[F] is the gradient of w * a. Sets dh[2F] to the gradient of h and a_scaled[F] to w * a, and
+// returns dw = <da, a>, the gradient of w.
 template <int Width, class Lanes, class T>
 OPTIMUS_FN float swiglu_backward_row(Lanes lanes, const T* h, const T* da, float w, int64_t inner,
                                      T* dh, T* a_scaled) {
@@ -147,8 +148,9 @@ OPTIMUS_FN float swiglu_backward_row(Lanes lanes, const T* h, const T* da, float
 
 // ---- reduction -----------------------------------------------------------------------------------
 
-// Computes elements begin to begin + count - 1 of out = sum over k, in order, of w[k] * y[rows[k]].
-// count is at most Width, and equal to Width if `Whole`. If weights is null, all weights are 1.
+// Computes elements begin to begin + count - 1 of out = sum of w[k] * y[rows[k]] over k, added in
+// the order of k. count is at most Width, and equal to Width if `Whole`. If weights is null, all
+// weights are 1.
 template <int Width, bool Whole, class T>
 OPTIMUS_FN void reduce_part(const T* y, const T* weights, const int32_t* rows, int64_t top_k,
                             int64_t hidden, int64_t begin, int64_t count, T* out) {

@@ -2,14 +2,16 @@
 // optimus_kernels/library.py calls them.
 //
 // dtype: 0 fp32, 1 bf16, 2 fp16; arithmetic and sums are fp32. Pointers refer to memory of the
-// backend's device; tensors are contiguous in row-major order. `stream` is nullptr on a CPU, a
-// cudaStream_t, or a sycl::queue*; functions of a GPU backend return before the work is done. The
-// functions return 0, a negative code defined below, or a positive code of the backend. Sizes may
-// be 0. Results do not depend on the number of threads.
+// backend's device; tensors are contiguous in row-major order. `stream` is a cudaStream_t for
+// cuda, a sycl::queue* for sycl, and nullptr for cpu. Functions of a GPU backend return before the
+// work is done. The functions return 0 on success, otherwise a negative code defined below or a
+// positive code of the backend. Sizes may be 0. Results do not depend on the number of threads.
 //
-// T tokens, K experts per token (top_k), N = T*K slots, E local experts (num_experts), R rows. The
-// argument `rows` is R, or N if R is not known on the host. Elements of row_* from R on are -1;
-// outputs of such rows are zero (swiglu: undefined), and outputs of slots without a row are zero.
+// T tokens, K experts per token (top_k), N = T*K slots (one for each token and expert of the
+// token), E local experts (num_experts), R rows (one for each slot of a local expert). The argument
+// `rows` is R, or N if R is not known on the host. Elements of row_token and row_slot from R on are
+// -1; outputs of such rows are zero (swiglu: undefined), and outputs of slots without a row are
+// zero.
 
 #pragma once
 
@@ -23,7 +25,7 @@
 
 #define OPTIMUS_ABI 2            // incremented when a signature or its semantics change
 #define OPTIMUS_BAD_DTYPE (-1)   // dtype is not 0, 1 or 2
-#define OPTIMUS_BAD_SIZE (-2)    // a size is negative, or T*K or the scratch does not fit
+#define OPTIMUS_BAD_SIZE (-2)    // a size is negative, T*K exceeds int32, or scratch is too small
 
 // Coefficients of an AdamW update, each rounded once from fp64 to fp32.
 struct OptimusAdamw {
@@ -60,17 +62,19 @@ OPTIMUS_API int optimus_gather(int dtype, const void* x, const int32_t* row_toke
 OPTIMUS_API int optimus_swiglu(int dtype, const void* h, int64_t rows, int64_t inner, void* a,
                                void* stream);
 
-// da [rows, inner] is the gradient of the weighted activation w * a, with w from weights [T, K].
-// Computes dh [rows, 2 inner], the gradient of h if the gradient of a is w * da; a_scaled
-// [rows, inner] = w * a; and dweights fp32 [T, K], whose element row_slot[r] is <da, a> of row r.
-// The caller must zero dweights if a slot may have no row. a_scaled may be the same memory as da.
+// Backward of w * a with a = swiglu(h), where the routing weight w of a row is the element
+// row_slot[row] of weights [T, K]. da [rows, inner] is the gradient of w * a. Computes
+//   dh [rows, 2 inner]      the gradient of h;
+//   a_scaled [rows, inner]  w * a; may be the same memory as da;
+//   dweights fp32 [T, K]    element row_slot[r] is the dot product <da, a> of row r. The caller
+//                           must zero dweights if a slot may have no row.
 OPTIMUS_API int optimus_swiglu_backward(int dtype, const void* h, const void* da,
                                         const void* weights, const int32_t* row_slot, int64_t rows,
                                         int64_t inner, void* dh, void* a_scaled, float* dweights,
                                         void* stream);
 
-// out [tokens, hidden] = sum over k, in order, of weights[t, k] * y[slot_row[t, k]]. If weights is
-// null, all weights are 1.
+// out [tokens, hidden]: out[t] = sum of weights[t, k] * y[slot_row[t, k]] over k, added in the
+// order of k. If weights is null, all weights are 1.
 OPTIMUS_API int optimus_reduce(int dtype, const void* y, const void* weights,
                                const int32_t* slot_row, int64_t tokens, int64_t top_k,
                                int64_t hidden, void* out, void* stream);
@@ -82,10 +86,10 @@ OPTIMUS_API int optimus_reduce_backward(int dtype, const void* dout, const void*
                                         int64_t top_k, int64_t hidden, void* dy, float* dweights,
                                         void* stream);
 
-// One in-place update of AdamW: master, exp_avg and exp_avg_sq are fp32 [size]; grad [size] has
-// grad_dtype. param [size] has param_dtype (bf16 or fp16) and receives the rounded master; it may
-// be null with param_dtype 0. `with` is in host memory and is read before the function returns.
-// adamw.h defines the rounding.
+// Updates master, exp_avg and exp_avg_sq, fp32 [size], in place with one step of AdamW. grad [size]
+// has grad_dtype. param [size] has param_dtype (bf16 or fp16) and receives the rounded master;
+// param may be null with param_dtype 0. `with` is in host memory and is read before the function
+// returns. adamw.h defines the rounding.
 OPTIMUS_API int optimus_adamw(int grad_dtype, int param_dtype, const OptimusAdamw* with,
                               int64_t size, const void* grad, float* master, float* exp_avg,
                               float* exp_avg_sq, void* param, void* stream);

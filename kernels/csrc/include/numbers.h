@@ -14,8 +14,8 @@
 #define OPTIMUS_FN inline __attribute__((always_inline))
 #endif
 
-// On a CPU one lane computes a row, and the compiler vectorizes its loop. On GPUs several lanes
-// share a row, so no vectorization is needed.
+// On a CPU, one lane computes a row, and the compiler vectorizes the loop over the row's elements.
+// On GPUs, several lanes share a row, so no vectorization is needed.
 #if defined(__CUDACC__) || defined(SYCL_LANGUAGE_VERSION) || defined(OPTIMUS_NO_SIMD)
 #define OPTIMUS_SIMD
 #define OPTIMUS_SIMD_SUM(name)
@@ -52,7 +52,8 @@ OPTIMUS_FN float to_float(BFloat16 value) {
 OPTIMUS_FN float to_float(Half value) {
   const uint32_t sign = static_cast<uint32_t>(value.bits & 0x8000u) << 16;
   const uint32_t rest = static_cast<uint32_t>(value.bits & 0x7fffu) << 13;
-  // Exponents differ by 112; the product also turns subnormal fp16 numbers into normal ones.
+  // The exponent biases of fp32 and fp16 differ by 112. Multiplication by 2^112 also converts
+  // subnormal fp16 numbers to normal fp32 numbers.
   const uint32_t finite = bit_cast<uint32_t>(bit_cast<float>(rest) * 0x1p112f);
   return bit_cast<float>(sign | (rest >= 0x0f800000u ? rest | 0x7f800000u : finite));
 }
@@ -79,7 +80,7 @@ OPTIMUS_FN Half from_float<Half>(float value) {
   const uint32_t bits = bit_cast<uint32_t>(value);
   const uint32_t sign = (bits >> 16) & 0x8000u;
   const uint32_t rest = bits & 0x7fffffffu;
-  // Normal results: shift the exponent by -112, round to even at bit 13.
+  // Normal results: subtract 112 from the exponent, round to nearest, ties to even, at bit 13.
   const uint32_t normal = (rest - 0x38000000u + 0xfffu + ((rest >> 13) & 1u)) >> 13;
   // Subnormal results: adding 0.5 puts the unit of 2^-24 at the last bit of the fraction.
   const uint32_t tiny = bit_cast<uint32_t>(bit_cast<float>(rest) + 0.5f) - 0x3f000000u;
@@ -117,8 +118,8 @@ OPTIMUS_FN float exp_float(float x) {
 
 OPTIMUS_FN float sigmoid(float x) { return 1.0f / (1.0f + exp_float(-x)); }
 
-// `Width` consecutive elements. For widths above 1 the address must be a multiple of their size:
-// they become one load or store of up to 16 bytes on a GPU.
+// `Width` consecutive elements. On a GPU, they are loaded or stored at once (up to 16 bytes). The
+// address must therefore be a multiple of the size of a pack.
 template <class T, int Width>
 struct alignas(sizeof(T) * Width) Pack {
   T values[Width];

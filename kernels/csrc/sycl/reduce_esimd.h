@@ -1,5 +1,5 @@
 // The output reduction in ESIMD, for bf16: a work-item is a hardware thread that processes kBlock
-// elements at once. It is compiled only if OPTIMUS_SYCL_ESIMD is defined (launch.h).
+// elements at once. launch.h includes this file only if OPTIMUS_SYCL_ESIMD is defined.
 //
 // DPC++ 2026.2 (the kernel_compiler extension) compiles this file. It has not been run, because
 // ESIMD needs an Intel GPU.

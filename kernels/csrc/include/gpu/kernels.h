@@ -1,15 +1,14 @@
 // The GPU kernels: functors that both CUDA and SYCL launch, with the bodies of ../bodies.h.
 //
 // `Item` is the position of the work-item that runs a functor.
-// - In its sub-group (a warp on CUDA, 16 or 32 lanes on Intel GPUs; any size up to the
-//   work-group's): lane(), lanes(), sum(x), and scan(x), the sum of x over the lanes up to this
-//   lane.
+// - In its sub-group (a warp on CUDA, 16 or 32 lanes on Intel GPUs; any size up to the size of the
+//   work-group): lane(), lanes(), sum(x), and scan(x), the sum of x over lanes 0 to lane().
 // - In the grid: team() and teams(), the index of this sub-group and the number of sub-groups;
 //   item() and items(), the index of this work-item and the number of work-items.
 // - In its work-group: team_in_group(), teams_in_group(), and barrier(), which also orders memory.
 //
-// Loops step by the size of the grid, so results are bitwise independent of the grid and depend
-// only on lanes(). No functor needs local memory or atomics.
+// Loops step by the size of the grid. Results are bitwise independent of the grid; of the launch
+// parameters, they depend only on lanes(). No functor needs local memory or atomics.
 
 #pragma once
 
@@ -86,7 +85,7 @@ struct Reduce {
   }
 };
 
-// Sets the outputs of rows without a slot (from R on) to zero.
+// For rows from R on, which have no slot, sets the outputs to zero.
 template <class T, int Width>
 struct SwigluBackward {
   const T* h;

@@ -30,8 +30,8 @@ inline int64_t groups_of_items(int64_t items) {
 }
 inline int64_t groups_of_teams(int64_t teams) { return groups_of_items(teams * kLanes); }
 
-// Returns the number of sub-groups that share a row, so that each lane processes at least two packs
-// if the row is long enough.
+// Returns the number of sub-groups that share a row of `size` elements: as many as possible if each
+// lane must process at least two packs of `width` elements, and at least 1.
 inline int64_t parts_of(int64_t size, int64_t width) {
   const int64_t parts = size / (2 * width * kLanes);
   return parts < 1 ? 1 : parts;
@@ -56,8 +56,8 @@ struct WidthTag {
   static constexpr int value = Width;
 };
 
-// Calls body(WidthTag) with the number of elements in 16 bytes if rows of `size` elements and all
-// addresses are multiples of 16 bytes, otherwise with width 1.
+// Calls body(WidthTag). The width is the number of elements in 16 bytes if the size of a row of
+// `size` elements and all addresses are multiples of 16 bytes, otherwise 1.
 template <class T, class Body>
 int with_width(int64_t size, std::initializer_list<const void*> pointers, const Body& body) {
   bool wide = size % kWide<T> == 0;

@@ -1,9 +1,9 @@
 // Routing on a GPU: a stable counting sort of the slots by expert, in pieces of kPiece slots.
 //
 // One work-item counts the slots of one expert in one piece and assigns their rows. All work-items
-// of a piece read the same slots, which the hardware broadcasts. Each work-item has its own
-// counter, so the order of slots is kept without atomics, and the result does not depend on the
-// grid.
+// of a piece read the same slots, so the hardware broadcasts each load. Each work-item has a
+// separate counter, so the order of slots is kept without atomics, and the result does not depend
+// on the grid.
 //
 // counts [E, pieces] is stored in the scratch memory of optimus_route.
 
@@ -44,8 +44,8 @@ struct RouteScan {
   int32_t* counts;
   int32_t* offsets;
 
-  // Replaces line[i] by the sum of line[0] to line[i] if `inclusive`, otherwise to line[i - 1].
-  // Returns the sum of all elements.
+  // Replaces line[i] by the sum of line[0] to line[i] if `inclusive`, otherwise by the sum of
+  // line[0] to line[i - 1]. Returns the sum of all elements.
   template <class Item>
   OPTIMUS_KERNEL static int32_t scan(const Item& item, int64_t size, bool inclusive,
                                      int32_t* line) {
