@@ -90,10 +90,10 @@ def chosen() -> tuple[str, str]:
 
 
 def active(device: torch.device | str) -> Backend:
-    """Return the backend of a device. The first call for a device type selects and loads it.
+    """Return the backend of a device. The first call for a device type loads the backend.
 
     Raises:
-        KernelError: the setting is not "auto", and the backend that it selects is not available.
+        KernelError: the selected backend is not available. With "auto", this is not an error.
     """
     kind = device.type if isinstance(device, torch.device) else device.partition(":")[0]
     backend = _active.get(kind)
@@ -112,12 +112,12 @@ def find(kind: str, may_build: bool | None = None, key: str = "") -> Backend:
 
     Args:
         kind: device type: cpu, cuda or xpu.
-        may_build: compile the library if the cache does not have it. None: compile it only if
+        may_build: True to compile the library if the cache does not have it; None to do so only if
             this run has at most MAX_BUILDING_WORLD ranks.
         key: name of the preferred cache entry.
 
     Raises:
-        KernelError: the setting is not "auto", and the backend that it selects is not available.
+        KernelError: the selected backend is not available. With "auto", this is not an error.
     """
     name, origin = chosen()
     device_backend = _BACKEND_OF.get(kind)
@@ -152,8 +152,8 @@ def obtain(backend: str, may_build: bool, key: str = "") -> Entry:
 
     Args:
         backend: sycl, cuda or cpu.
-        may_build: compile the library if the cache has none from this machine's compiler. If
-            compilation is not allowed or fails, any compatible library of the cache is returned.
+        may_build: True to compile the library if the cache has none from this machine's compiler.
+            If it is False or compilation fails, any compatible library of the cache is returned.
         key: name of the preferred cache entry among compatible libraries.
 
     Raises:

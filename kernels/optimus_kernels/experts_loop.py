@@ -95,11 +95,11 @@ def backward(
     into: WeightGrads | None,
     defer: bool = False,
 ) -> tuple[Tensor, Tensor, DeferredInputs | None]:
-    """Compute the gradients, and write the weight gradients to `into` unless it is None.
+    """Compute the gradients of the experts. Write the weight gradients to `into` if it is not None.
 
     Returns:
-        dx [T, D], dweights [T, K] (fp32 or fp64), and the inputs for `weight_grads` (None
-        unless `defer`).
+        dx [T, D], the gradient of the inputs; dweights [T, K] (fp32 or fp64), the gradient of the
+        routing weights; and the inputs for `weight_grads` (None unless `defer`).
     """
     (x, weights, gate_up, down, *_), rows = operands, operands.rows
     hidden, inner = x.shape[1], down.shape[2]

@@ -27,7 +27,7 @@ _CODES = {-1: "the dtype is not fp32, bf16 or fp16", -2: "a size is negative or 
 
 
 class Native:
-    """The functions of one compiled library, which launch kernels on one device type."""
+    """Functions of a compiled library. Each function launches kernels on one device type."""
 
     def __init__(self, library: ctypes.CDLL, device: str) -> None:
         self._device = device

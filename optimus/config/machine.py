@@ -72,7 +72,7 @@ class Queue(Section):
 
 
 class Environment(Section):
-    """Environment variables of all ranks and of mpiexec."""
+    """Environment variables to set for all ranks and for mpiexec."""
 
     variables: Annotated[dict[str, str], AfterValidator(_check_variables)]
     min_nodes: Count = 1

@@ -47,7 +47,8 @@ class DeferredGradients:
         """Store `work`, which `compute` will call.
 
         Args:
-            work: computes the gradients of `weights`, accumulates them and runs the weights' hooks.
+            work: function that computes the gradients of `weights`, accumulates them and runs the
+                hooks of `weights`.
             weights: the weights whose gradients `work` computes.
         """
         self._work.append(work)
@@ -65,11 +66,11 @@ def compute_or_defer(weight: Tensor, gradient: Callable[[], Tensor]) -> Tensor |
 
     Args:
         weight: the weight.
-        gradient: computes the gradient.
+        gradient: function that returns the gradient.
 
     Returns:
-        The value that a backward function passes to autograd: the gradient, or None if its
-        computation is deferred.
+        The value that the backward function of an operation must return for `weight`: the gradient,
+        or None if the computation is deferred.
     """
     deferred = active_deferral()
     if deferred is None:

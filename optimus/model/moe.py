@@ -59,8 +59,8 @@ class Experts(nn.Module):
     """SwiGLU experts with weights gate_up [E, 2F, D] and down [E, D, F], as in transformers 5.
 
     In gate_up, each expert's gate rows precede its up rows. Under expert parallelism, the module
-    has E consecutive experts of the layer, starting with number `first_expert`. All other experts
-    contribute nothing to the output.
+    has E consecutive experts of the layer, starting with index `first_expert`, and its output
+    contains no contributions of the other experts.
     """
 
     def __init__(self, config: ModelConfig) -> None:

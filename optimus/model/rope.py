@@ -43,13 +43,16 @@ class Rotary(nn.Module):
 
 
 def rotate(x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate each pair of x [B, S, H, C] by the angle of its position. The computation is in fp32;
-    the result has the dtype of x."""
+    """Rotate each pair of elements of the heads x [B, S, H, C] by the angle of its position.
+
+    `table` contains the cosines and sines from `Rotary`, each [S, C/2]. The computation is in fp32,
+    and the result has the dtype of x.
+    """
     return _Rotate.apply(x, *table)
 
 
 class _Rotate(torch.autograd.Function):
-    """Rotation of pairs. Backward rotates the gradient by the negative angles."""
+    """Autograd function of `rotate`. Backward rotates the gradient by the negative angles."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -57,7 +57,7 @@ def whole_model(config: ModelConfig) -> Transformer:
 
 
 def share(size: int, index: int, count: int) -> tuple[int, int]:
-    """Divide `size` elements into `count` shares and return the range of share number `index`.
+    """Divide `size` elements into `count` shares and return the range of the share `index`.
 
     The range is [start, stop). The sizes of the shares differ by at most one.
     """

@@ -239,7 +239,8 @@ class VocabularyParallelEmbedding(Embedding):
 
 
 class _FinalNorm(nn.Module):
-    """Mixin for the norm before the column-parallel output head."""
+    """Mixin for the norm before the column-parallel output head. `forward` returns the input of the
+    head (`TensorParallel.enter`)."""
 
     def __init__(self, size: int, eps: float, style: TensorParallel) -> None:
         super().__init__(size, eps)

@@ -117,8 +117,8 @@ OPTIMUS_FN void swiglu_row(Lanes lanes, const T* h, int64_t inner, T* a) {
 }
 
 // Backward of w * a for one row, where a = silu(g) * u, [g, u] = h[2F] and w is the routing
-// weight. da[F] is the gradient of w * a. Sets dh[2F] to the gradient of h and a_scaled[F] to w * a, and
-// returns dw = <da, a>, the gradient of w.
+// weight. da[F] is the gradient of w * a. Sets dh[2F] to the gradient of h and a_scaled[F] to
+// w * a, and returns dw = <da, a>, the gradient of w.
 template <int Width, class Lanes, class T>
 OPTIMUS_FN float swiglu_backward_row(Lanes lanes, const T* h, const T* da, float w, int64_t inner,
                                      T* dh, T* a_scaled) {

@@ -165,7 +165,7 @@ class Executor:
 
     @contextmanager
     def recording(self, recorder: Recorder) -> Iterator[None]:
-        """Return a context in which `recorder` receives the events instead of `self.recorder`."""
+        """Return a context in which `recorder` replaces `self.recorder` as receiver of events."""
         before, self.recorder = self.recorder, recorder
         try:
             yield
