@@ -15,10 +15,12 @@ reduction.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import NamedTuple, Protocol
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -51,22 +53,41 @@ class Tier(Enum):
     HOST = "host"
 
 
+class Copy:
+    """A copy from one tier to the other, which may be in progress."""
+
+    def __init__(self, run: Callable[[], Any]) -> None:
+        self._run: Callable[[], Any] | None = run
+
+    def wait(self) -> None:
+        """Wait until the copy is complete. May be called more than once."""
+        if self._run is not None:
+            run, self._run = self._run, None
+            run()
+
+
 class Memory:
-    """Allocates and frees flat buffers, and counts their bytes in each tier.
+    """Allocates, frees and copies flat buffers, and counts their bytes in each tier.
 
     A read of a freed buffer crashes the process. With `poison`, which tests set, a freed buffer
-    keeps its memory and is filled with NaN. A read of it then causes NaN in the results.
+    keeps its memory and is filled with NaN, and so is the target of a copy until the copy is
+    complete. A read of it then causes NaN in the results.
 
     Args:
         device: Device of the tier DEVICE. On the meta device, the host buffers are meta tensors,
             too.
         poison: True to fill freed buffers with NaN.
+        copies: Time at which copies on a CPU take place, for tests: "early", at their start;
+            "late", in `Copy.wait`; "random", at one of both.
     """
 
-    def __init__(self, device: torch.device, poison: bool = False) -> None:
+    def __init__(self, device: torch.device, poison: bool = False, copies: str = "early") -> None:
         host = device if device.type == "meta" else torch.device("cpu")
         self._devices = {Tier.DEVICE: device, Tier.HOST: host}
         self.poison = poison
+        self._copies, self._chance = copies, random.Random(0)
+        self.num_copied = 0
+        """Bytes copied from one tier to the other."""
         self._tiers: dict[int, Tier] = {}
         """Tier of each buffer that this object has made, by its storage."""
         self._freed: set[int] = set()
@@ -102,6 +123,20 @@ class Memory:
         self.num_bytes[self._tiers[storage._cdata]] += flat.nbytes
         if not self.poison:
             storage.resize_(flat.nbytes)
+
+    def copy(self, into: Tensor, values: Tensor) -> Copy:
+        """Start to copy `values` to a tensor in the other tier.
+
+        Until `wait` of the returned Copy, the memory of both must not be used otherwise.
+        """
+        self.num_copied += values.nbytes
+        copy = Copy(partial(into.copy_, values))
+        is_random = self._copies == "random"
+        if self._copies == "early" or (is_random and self._chance.random() < 0.5):
+            copy.wait()
+        elif self.poison:
+            into.fill_(torch.nan)
+        return copy
 
     def has(self, flat: Tensor) -> bool:
         """Return False if a buffer is freed, even if it keeps its memory because of `poison`."""

@@ -96,7 +96,7 @@ class ChunkEngine:
             chunk_length,
         )
         self.slots = {slot.name: slot for slot in self.layout.slots}
-        self.residency, memory = residency, Memory(self.device, residency.poison)
+        self.residency, memory = residency, Memory(self.device, residency.poison, residency.copies)
         self.memory = memory
         position = {name: number for number, name in enumerate(named)}
         by_first_use = sorted(self.layout.chunks, key=lambda c: position[c.slots[0].name])

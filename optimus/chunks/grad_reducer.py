@@ -18,12 +18,14 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from optimus.chunks.buffers import (
     ChunkState,
+    Copy,
     FurtherUse,
     GradBuffer,
     Memory,
@@ -48,6 +50,8 @@ _WIDENS_NATIVELY = hasattr(torch.Tensor, "grad_dtype")
 """True for torch 2.9 and later, where a bf16 parameter may have an fp32 `.grad`."""
 _MAX_IN_FLIGHT = 2
 """Number of buffers that may be reduced at the same time. A backend may keep a copy of each."""
+_MAX_ARRIVING = 2
+"""Number of gradients that may be copied to the host at the same time."""
 
 
 @dataclass(eq=False)
@@ -132,6 +136,16 @@ class _ReduceOnce:
                 self._pieces.append((buffer, result))
 
 
+class _Arrival(NamedTuple):
+    """Gradients of a buffer that are being copied to the host."""
+
+    buffer: GradBuffer
+    copy: Copy
+    values: Tensor
+    """Contributions of the ranks, one after the other."""
+    num_contributions: int
+
+
 class _ReducePerMicrobatch:
     """Reduces the gradients of each backward as soon as they are complete. Each of n ranks keeps
     1/n of the sum, in the home tier of the buffer. After a reduction, the buffer is set to zero or,
@@ -160,6 +174,7 @@ class _ReducePerMicrobatch:
         self._outdated: set[GradBuffer] = set()
         """Buffers on the host whose piece still has the sum of the last step. The update may still
         read it."""
+        self._arriving: deque[_Arrival] = deque()
 
     def add(self, buffer: GradBuffer) -> None:
         self._buffers.append(buffer)
@@ -186,6 +201,7 @@ class _ReducePerMicrobatch:
             yield StateTensor("tied" if chunk is None else kept, piece, chunk)
 
     def start(self) -> None:
+        self._complete_arrivals(0)  # of a step that was abandoned
         self.release()
         for buffer in self._buffers:
             if buffer.home is Tier.DEVICE:
@@ -195,6 +211,8 @@ class _ReducePerMicrobatch:
 
     def allocate(self, buffer: GradBuffer) -> None:
         """Allocate a freed buffer and set it to zero, before a backward adds to it."""
+        while any(arrival.buffer is buffer for arrival in self._arriving):
+            self._complete_arrivals(len(self._arriving) - 1)
         if not self.memory.has(buffer.grads):
             self.memory.allocate(buffer.grads)
             buffer.grads.zero_()
@@ -205,24 +223,38 @@ class _ReducePerMicrobatch:
         if buffer not in self._pieces or not self.memory.has(buffer.grads):
             return
         piece, group = self._pieces[buffer], buffer.groups.reduce_group
-        contributions: Sequence[Tensor]
+        num_contributions = group.size if self._is_ordered else 1
         if group.size == 1:
-            contributions = [buffer.grads.to(piece.device)]
+            received = buffer.grads
         elif self._is_ordered:
             received = torch.empty_like(buffer.grads)
             # On Intel GPUs, all-to-all has killed processes under expert parallelism (autotune.py).
             # This use is not known to be safe there; check on the first run.
             all_to_all(received, buffer.grads, group)
-            contributions = received.to(piece.device).chunk(group.size)
         else:
             sent = buffer.grads.to(self._dtype)
             received = sent.new_empty(len(piece))
             reduce_scatter_sum(received, sent, group)
-            contributions = [received.to(piece.device)]
-        self._prepare(buffer)
-        for contribution in contributions:
-            piece.add_(contribution)
-        self._clear(buffer)
+        if buffer.home is Tier.DEVICE:
+            for contribution in received.chunk(num_contributions):
+                piece.add_(contribution)
+            self._clear(buffer)
+            return
+        values = torch.empty(len(received), dtype=received.dtype, device=piece.device)
+        copy = self.memory.copy(values, received)
+        self._arriving.append(_Arrival(buffer, copy, values, num_contributions))
+        self._complete_arrivals(_MAX_ARRIVING)
+
+    def _complete_arrivals(self, remaining: int) -> None:
+        """Add gradients that arrive on the host to their pieces, the oldest first, until only
+        `remaining` are being copied."""
+        while len(self._arriving) > remaining:
+            buffer, copy, values, num_contributions = self._arriving.popleft()
+            copy.wait()
+            self._prepare(buffer)
+            for contribution in values.chunk(num_contributions):
+                self._pieces[buffer].add_(contribution)
+            self._clear(buffer)
 
     def _prepare(self, buffer: GradBuffer) -> None:
         """Set a piece that has the sum of the last step to zero, after the update has read it."""
@@ -233,6 +265,7 @@ class _ReducePerMicrobatch:
             self._pieces[buffer].zero_()
 
     def finish(self) -> None:
+        self._complete_arrivals(0)
         for buffer in self._buffers:
             self._prepare(buffer)
             groups, device = buffer.groups, buffer.grads.device

@@ -87,6 +87,10 @@ class UpdateQueue:
         assert number not in self._pending, f"chunk {number} is in the queue already"
         self._pending[number] = self._thread.submit(self._optimizer.update, state, lr, grad_scale)
 
+    def is_done(self, number: int) -> bool:
+        """Return True unless the update of chunk `number` is in progress or in the queue."""
+        return number not in self._pending or self._pending[number].done()
+
     def wait(self, number: int) -> None:
         """Wait for the update of chunk `number`, if it is in the queue. Raises the error of the
         update."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from optimus.chunks.buffers import Memory, ParamChunk, Tier
+from optimus.chunks.buffers import Copy, Memory, ParamChunk, Tier
 from optimus.chunks.optimizer import UpdateQueue
 from optimus.chunks.residency import ResidencyPlan, Use, farthest, plan_residency
 from optimus.distributed.collectives import Transfer, all_gather
@@ -16,8 +16,9 @@ class ParamStore:
     There are two cases. A chunk whose parameters stay whole is gathered once after each update.
     After a call of `overlap`, this gather may continue until the first use. A transient chunk is
     gathered before a use that needs it, unless it is in the cache, and freed later. If its home is
-    the host, its shard is first copied to the device. The cache has a fixed number of chunks (the
-    rCache of the Elixir papers).
+    the host, its shard is first copied to the device; this copy begins early, but the gather begins
+    with the use, so that all ranks gather in the same order. The cache has a fixed number of chunks
+    (the rCache of the Elixir papers).
 
     With transient chunks, a training step normally uses the model's segments in the order of
     `plan`. From the first use in another order to the end of the step, and outside of a step, the
@@ -37,6 +38,8 @@ class ParamStore:
         self._chunks = {state.chunk.number: state for state in chunk_states}
         self._memory, self._updates = memory, updates
         self._in_flight: dict[int, Transfer] = {}
+        self._uploads: dict[int, Copy | None] = {}
+        """Copies of shards to the device, by chunk; None while the chunk is being updated."""
         self._overlaps = False
         self._needs: Sequence[frozenset[int]] = ()
         """Chunks of each segment."""
@@ -83,6 +86,7 @@ class ParamStore:
             if self._overlaps:
                 self._wait_for(self._needs[segment])
             return
+        self._start_uploads()
         if self._next == len(self.plan.steps):
             self.num_unplanned += 1
             self.gather(self._needs[segment], segment)
@@ -133,7 +137,7 @@ class ParamStore:
 
     def wait(self) -> None:
         """Wait until all gathers have completed."""
-        self._wait_for(list(self._in_flight))
+        self._wait_for([*self._in_flight, *self._uploads])
 
     def invalidate(self) -> None:
         """Free all chunks in the cache, because they are out of date or not needed any more."""
@@ -145,25 +149,40 @@ class ParamStore:
         return len(self._in_flight)
 
     def _wait_for(self, numbers: Collection[int]) -> None:
-        for number in numbers:
+        for number in sorted(numbers):
+            if number in self._uploads:
+                self._updates.wait(number)
+                self._start_uploads()
+                chunk, copy = self._chunks[number], self._uploads.pop(number)
+                assert copy is not None, "an upload starts after the update"
+                copy.wait()
+                all_gather(chunk.params, chunk.params[chunk.shard_range], chunk.groups.shard_group)
             if (transfer := self._in_flight.pop(number, None)) is not None:
                 transfer.wait()
+
+    def _start_uploads(self) -> None:
+        """Start the uploads that have waited for an update which is now complete."""
+        for number, copy in self._uploads.items():
+            if copy is None and self._updates.is_done(number):
+                self._updates.wait(number)  # raises the error of an update
+                chunk = self._chunks[number]
+                into = chunk.params[chunk.shard_range]
+                self._uploads[number] = self._memory.copy(into, chunk.shard)
 
     def _begin_gather(self, numbers: Collection[int]) -> None:
         for number in numbers:
             state = self._chunks[number]
             self._memory.allocate(state.params)
-            self._start_gather(state)
+            if state.home is Tier.DEVICE:
+                self._start_gather(state)
+            else:
+                self._uploads[number] = None
             self._cached.add(number)
+        self._start_uploads()
 
     def _start_gather(self, state: ParamChunk) -> None:
-        """Start to gather the parameters of a chunk, as soon as its shard is updated."""
-        self._updates.wait(state.chunk.number)
-        shard = state.shard
-        if state.home is not Tier.DEVICE:
-            shard = state.params[state.shard_range]
-            shard.copy_(state.shard)
-        transfer = all_gather(state.params, shard, state.groups.shard_group, async_op=True)
+        """Start to gather the parameters of a chunk."""
+        transfer = all_gather(state.params, state.shard, state.groups.shard_group, async_op=True)
         self._in_flight[state.chunk.number] = transfer
 
     def _evict(self, numbers: Collection[int]) -> None:

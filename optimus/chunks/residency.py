@@ -48,6 +48,8 @@ class Residency:
     """Size of the cache, in chunks; 0 for a cache of all chunks."""
     poison: bool = False
     """True to fill freed buffers with NaN, for tests."""
+    copies: str = "early"
+    """Time of the copies between host and device on a CPU, as for `Memory`."""
 
     def __post_init__(self) -> None:
         is_transient = self.divides_parameters or self.host_share > 0

@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 
+from optimus.chunks.buffers import Copy
 from optimus.chunks.optimizer import UpdateQueue
 from tests.chunks.test_residency import fewest_gathers, forward_uses
 from tests.kit.layouts.tower import (
@@ -50,7 +51,7 @@ def test_sharded_states_train_to_the_bits_of_whole_states(
         {"parameters": False},
         {"parameters": False, "poison": True},
         {"host_share": 0.5},
-        {"parameters": False, "host_share": 1.0, "poison": True},
+        {"parameters": False, "host_share": 1.0, "poison": True, "copies": "late"},
     )
     whole, *sharded = train_on_two(ranks, *(case._replace(**change) for change in changes))
     for outcomes in sharded:
@@ -65,7 +66,9 @@ def test_sharded_states_train_to_the_bits_of_whole_states(
 def test_a_single_rank_offloads_to_the_same_bits(ranks, dtype, slots, microbatches, region):
     """Train without other ranks, with whole states and with some or all states on the host."""
     case = Case(6, slots, microbatches, region, dtype=dtype, steps=3)
-    shares = ({"host_share": 0.34}, {"host_share": 1.0}, {"host_share": 1.0, "poison": True})
+    shares = [{"host_share": 0.34}, {"host_share": 1.0}]
+    times = ("early", "late", "random")
+    shares += [{"host_share": 0.7, "poison": True, "copies": time} for time in times]
     changes = (WHOLE, *({"parameters": False, **share} for share in shares))
     cases = [case._replace(**change) for change in changes]
     whole, *offloaded = ranks(1, train_towers, cases, start_world=False)[0]
@@ -96,8 +99,9 @@ def test_updates_of_the_host_in_the_background_change_no_bit(order):
     """Each update of a chunk takes 10 ms in addition. The host updates during the next forward."""
     case = Case(5, 2, 2, steps=3, poison=True, parameters=False)
     whole = train_in_order(case._replace(gradients=False), order)
-    for share in (0.4, 1.0):
-        offloaded = train_in_order(case._replace(host_share=share, delay_s=0.01), order)
+    for share, copies in ((0.4, "early"), (1.0, "late"), (1.0, "random")):
+        changes = {"host_share": share, "copies": copies, "delay_s": 0.01}
+        offloaded = train_in_order(case._replace(**changes), order)
         assert offloaded[:2] == whole[:2]
 
 
@@ -117,6 +121,21 @@ def test_a_missing_wait_for_an_update_changes_bits(monkeypatch, user):
 
     monkeypatch.setattr(UpdateQueue, "wait", wait_unless_user)
     assert train_in_order(case, order)[:2] != expected[:2]
+
+
+@pytest.mark.parametrize("user", ["optimus.chunks.param_store", "optimus.chunks.grad_reducer"])
+def test_a_missing_wait_for_a_copy_changes_bits(monkeypatch, user):
+    """Copies take place when they are waited for. Until then, their targets are NaN."""
+    case = Case(5, 2, 2, parameters=False, host_share=1.0, poison=True, copies="late")
+    expected = train_in_order(case, "forward")
+    wait = Copy.wait
+
+    def wait_unless_user(copy: Copy) -> None:
+        if sys._getframe(1).f_globals["__name__"] != user:
+            wait(copy)
+
+    monkeypatch.setattr(Copy, "wait", wait_unless_user)
+    assert train_in_order(case, "forward")[:2] != expected[:2]
 
 
 CASES = [

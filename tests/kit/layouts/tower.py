@@ -93,6 +93,8 @@ class Case(NamedTuple):
     poison: bool = False
     host_share: float = 0.0
     """Share of the layers whose home is the host."""
+    copies: str = "early"
+    """Time of the copies between host and device."""
     delay_s: float = 0.0
     """Time that each update of a chunk takes in addition."""
 
@@ -175,7 +177,12 @@ def make_engine(
         reduce_dtype=torch.float32 if case.deterministic else case.dtype,
         everyone=world,
         residency=Residency(
-            case.gradients, case.parameters, case.host_share, case.slots, case.poison
+            case.gradients,
+            case.parameters,
+            case.host_share,
+            case.slots,
+            case.poison,
+            case.copies,
         ),
     )
     passes = [Pass(0, False), Pass(0, True)] * case.microbatches
