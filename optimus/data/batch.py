@@ -8,15 +8,16 @@ from optimus.config import TrainConfig
 from optimus.errors import ConfigError, counted
 
 MAX_MICROBATCHES = 1 << 16
-"""Largest number of microbatches per rank in an update. It limits the length of the pipeline
-schedule, which lists every microbatch."""
+"""Largest number of microbatches per rank in an update. This limits the length of the
+pipeline schedule, which lists every microbatch."""
 
 
 @dataclass(frozen=True)
 class BatchPlan:
     """Batch sizes of an update (optimizer step).
 
-    Each data rank runs `microbatches_per_rank` microbatches of `microbatch_size` sequences.
+    `num_data_ranks` ranks read different data. In an update, each of them runs
+    `microbatches_per_rank` microbatches of `microbatch_size` sequences.
     """
 
     microbatch_size: int

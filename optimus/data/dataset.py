@@ -1,4 +1,7 @@
-"""Data sets of instances (token sequences). Instance numbers do not restart at a new epoch."""
+"""Data sets of instances, which are token sequences of equal length.
+
+Instances are numbered from 0. The numbers continue from one epoch to the next.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +26,9 @@ from data_prep.dataset import (
 from optimus.errors import DamageError, DataError, counted
 
 _BLOCK = 256
-"""Number of instances in a block, a range of consecutive positions in a permuted epoch.
-`_permute_block` computes the row of each instance in the stored order. The rows of recent blocks
-are cached, because several microbatches use them."""
+"""Number of instances in a block. A block contains consecutive positions of an epoch that is read
+in a permuted order. `_permute_block` computes where the instances of a block are stored. The
+results for recent blocks are cached, because several microbatches use them."""
 _CACHED_BLOCKS = 4
 
 
@@ -63,14 +66,14 @@ class InstanceSource(Protocol):
 
 
 class FiniteSource(InstanceSource, Protocol):
-    """A source with a known number of instances, for evaluation."""
+    """Source with a known number of different instances, for evaluation."""
 
     num_instances: int
     """Number of instances before any instance repeats."""
 
 
 class TokenDataset:
-    """Reader of a complete data set. Threads may share a reader.
+    """Reader of a data set that `optimus-data` has completed. Several threads may use one reader.
 
     Epoch 0 reads the instances in stored order. Later epochs read them in pseudorandom orders,
     which docs/formats/dataset.md specifies.
@@ -112,10 +115,10 @@ class TokenDataset:
         self._reader.check_sizes()
 
     def held_out(self) -> HeldOutRule | None:
-        """Return the rule by which `optimus-data` held out documents for evaluation.
+        """Return the rule by which `optimus-data` selected the documents that only evaluation uses.
 
-        Return None if `optimus-data blend` made the data set and its sources are missing or have
-        changed.
+        Return None if `optimus-data blend` made the data set, and the rule is unknown because the
+        sources of the blend are missing or have changed.
         """
         return dataset_held_out_rule(self.path, self._manifest)
 
@@ -124,7 +127,9 @@ class TokenDataset:
         return str(tokenizer_file(self.path))
 
     def read(self, start: int, stop: int, out: np.ndarray | None = None) -> np.ndarray:
-        """Return instances [start, stop). Instance numbers do not restart at a new epoch.
+        """Return the token ids of instances [start, stop).
+
+        Epoch 1 begins with instance `num_instances`, and so on.
 
         Args:
             start: Number of the first instance.
@@ -156,11 +161,13 @@ class TokenDataset:
         return [(path, number) for number in range(start, stop)]
 
     def documents(self, number: int) -> list[str]:
-        """Return the documents in an instance, in order, as FILE:LINE, or FILE for a document that
-        is a whole file.
+        """Return the sources of the documents in instance `number`, in order.
+
+        A source is FILE:LINE, or FILE for a document that is a whole file.
 
         Raises:
-            DataError: The data set does not name its documents, or is damaged.
+            ConfigError: There is no such instance.
+            DataError: The data set has no record of the sources, or is damaged.
         """
         return documents_of(self.path, number)
 
@@ -184,15 +191,15 @@ class TokenDataset:
         stored = position if epoch == 0 else int(self._permuted(epoch, position, position + 1)[0])
         shard, row = divmod(stored, self._manifest.instances_per_shard)
         raise DamageError(
-            f"{self.path / self._manifest.shards[shard].name}: row {row} has id "
-            f"{tokens[wrong].max()}, outside the vocabulary of {self.vocab_size}; run optimus-data "
-            f"verify {self.path}"
+            f"{self.path / self._manifest.shards[shard].name}: row {row} has token id "
+            f"{tokens[wrong].max()}, outside the vocabulary of {self.vocab_size} ids; run "
+            f"optimus-data verify {self.path}"
         )
 
     def scatter(self, out: np.ndarray, indices: np.ndarray, start: int) -> None:
         """Read consecutive instances into rows of a batch: out[indices[i]] = instance start + i.
 
-        Ids are not checked.
+        Token ids are not compared with the vocabulary.
 
         Args:
             out: The batch, int64 [number of rows, context].
@@ -208,8 +215,10 @@ class TokenDataset:
             self._reader.pick_into(out, rows, indices[offset : offset + count])
 
     def _by_epoch(self, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
-        """Split [start, stop) by epochs. Yield (offset from `start`, epoch, first position,
-        length)."""
+        """Divide the instances [start, stop) into ranges within one epoch.
+
+        Yield (offset of the range from `start`, epoch, first position in the epoch, length).
+        """
         assert 0 <= start <= stop, (start, stop)
         number = start
         while number < stop:
@@ -219,8 +228,10 @@ class TokenDataset:
             number += count
 
     def _permuted(self, epoch: int, first: int, stop: int) -> np.ndarray:
-        """Return the rows in the stored order, int64 [stop - first], of the instances at positions
-        [first, stop) of an epoch > 0."""
+        """Return where the instances at positions [first, stop) of an epoch > 0 are stored.
+
+        The result has the number of each instance in the stored order, int64 [stop - first].
+        """
         blocks = range(first // _BLOCK, -(-stop // _BLOCK))
         rows = np.concatenate([self._permuted_block(epoch, block) for block in blocks])
         return rows[first - blocks[0] * _BLOCK : stop - blocks[0] * _BLOCK]

@@ -27,10 +27,13 @@ training thread once per group instead of once per update."""
 def microbatch_starts(
     step: int, instances_per_step: int, microbatch_size: int, data_rank: int, num_data_ranks: int
 ) -> list[int]:
-    """Return the number of the first instance of each microbatch of a data rank in an update.
+    """Return the first instance of each microbatch that a data rank reads in an update.
 
     Update `step`, counted from 1, reads `instances_per_step` consecutive instances. Its
     microbatches are assigned to the data ranks in turn.
+
+    Returns:
+        Numbers of the instances. All updates together read the instances 0, 1, 2 and so on.
     """
     first = (step - 1) * instances_per_step
     numbers = range(data_rank, instances_per_step // microbatch_size, num_data_ranks)
@@ -43,7 +46,7 @@ class Microbatch(NamedTuple):
     tokens: torch.Tensor
     """Token ids, int64 [microbatch_size, tokens per instance]."""
     document_ids: torch.Tensor | None = None
-    """Document number of each token, int32, with the shape of `tokens`. With None, attention
+    """Document number of each token, int32, with the shape of `tokens`. If this is None, attention
     crosses the boundaries of documents."""
 
 
@@ -103,7 +106,7 @@ class Loader(files.Closing):
         self._next_step = 0
 
     def microbatches(self, step: int) -> list[Microbatch]:
-        """Return, in order, this rank's microbatches of update `step`. The first update is 1.
+        """Return this rank's microbatches of update `step`, in order. Updates are counted from 1.
 
         Raises:
             DataError: An instance of the update cannot be read.

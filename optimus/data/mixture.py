@@ -16,20 +16,21 @@ from optimus.errors import DataError
 class MixedDataset:
     """Endless stream of instances from several data sets, in exact proportion to their weights.
 
-    Each source has its own epochs.
+    When all instances of a data set have been read, only this data set starts a new epoch.
     """
 
     def __init__(self, sources: Sequence[TokenDataset], weights: Sequence[int]):
         """Mix data sets.
 
         Args:
-            sources: Data sets. All have training data, or all have held-out data.
+            sources: Data sets, either all with training data or all with held-out data.
             weights: Integer weights of the sources. Each cycle of sum(weights) instances has
                 weights[i] instances of source i.
 
         Raises:
-            DataError: Two sources have different tokenizers, different contexts or the same
-                instances. Or held-out documents of one source may be training documents of another.
+            DataError: Two sources have different tokenizers, different numbers of tokens per
+                instance or the same instances; or only some sources have held-out data; or held-out
+                documents of one source may be training documents of another.
         """
         assert len(sources) == len(weights) > 0
         first = sources[0]
@@ -48,7 +49,7 @@ class MixedDataset:
             if equal is not source:
                 raise DataError(
                     f"data.mix: {equal.path} and {source.path} have the same instances; keep one "
-                    "of them and set its weight to the sum of both"
+                    "of them and set its weight to the sum of both weights"
                 )
         self.context, self.eos_id = first.context, first.eos_id
         self.vocab_size = max(source.vocab_size for source in sources)
@@ -81,7 +82,8 @@ class MixedDataset:
 
 
 def _check_held_out(sources: Sequence[TokenDataset]) -> None:
-    """Raise DataError if a held-out document of one source could be training data of another."""
+    """Raise DataError if only some sources have held-out data, or if a held-out document of one
+    source could be a training document of another."""
     first = sources[0]
     for source in sources[1:]:
         if source.split != first.split:

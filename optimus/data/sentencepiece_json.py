@@ -75,13 +75,14 @@ def _as_json(path: Path, reference: SentencePieceTokenizer) -> str:
             return tokenizer.to_str()
     text = next(p for p, a, b in zip(probes, expected, actual, strict=True) if a != b)
     raise DataError(
-        f"{path}: a tokenizer.json cannot reproduce the ids of the text {text!r:.60}; use another "
-        "tokenizer"
+        f"{path}: a tokenizer.json cannot reproduce the model's ids of the text {text!r:.60}; use "
+        "another tokenizer"
     )
 
 
 def has_pieces(data: bytes) -> bool:
-    """Return whether `data` has the structure of a sentencepiece model with pieces."""
+    """Return whether `data` has the structure of a sentencepiece model with at least one piece
+    (token)."""
     try:
         pieces, _, _ = _read(data)
     except ValueError:
@@ -141,8 +142,10 @@ def _convert(
 
 
 def _merges(pieces: Sequence[tuple[str, float, int]]) -> list[tuple[str, str]]:
-    """Return the BPE merges: all pairs of normal pieces whose concatenation is a normal piece. They
-    are in descending order of the score of the concatenation."""
+    """Return the BPE merges in descending order of the score of the merged piece.
+
+    A merge is a pair of normal pieces whose concatenation is a normal piece.
+    """
     numbers = {piece: number for number, (piece, _, kind) in enumerate(pieces) if kind == _NORMAL}
     merges = []
     for piece, number in numbers.items():

@@ -109,8 +109,8 @@ def add_transformers_files(
         max_length: Value of `model_max_length` in tokenizer_config.json, in tokens.
 
     Returns:
-        The id of the padding token: `pad`, else that of a special token with "pad" in its name,
-        else `eos`.
+        The id of the padding token: `pad` if the tokenizer has this id, else the id of a special
+        token with "pad" in its name, else `eos`.
 
     Raises:
         DataError: The file is not a tokenizer, or a tokenizer.json cannot reproduce the ids of the

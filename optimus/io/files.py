@@ -66,7 +66,7 @@ def fsync_dir(path: str | os.PathLike) -> None:
             raise
         device = os.fstat(fd).st_dev
         if device not in _warned_devices:
-            reason = "its file system has no fsync of directories; a power cut may lose new files"
+            reason = "its file system cannot fsync directories; a power cut may lose new files"
             logger.warning("%s: %s", os.fspath(path), reason)
         _warned_devices.add(device)
     finally:
@@ -249,8 +249,8 @@ def read_regular(
 
     Args:
         path: The file.
-        limit_bytes: Largest allowed size of the file. The default is the size in its metadata, but
-            at least 4 MiB.
+        limit_bytes: Largest allowed size of the file. The default is the size that the file system
+            reports for the file, but at least 4 MiB.
         root: A directory that contains `path`. If given, a symbolic link below `root` is an error.
 
     Raises:

@@ -141,8 +141,11 @@ def as_bytes(tensor: Tensor) -> memoryview:
 
 
 class PlannedTensor(NamedTuple):
-    """A tensor to write. It consists of consecutive elements of the flattened `parameter`,
-    from element `start`."""
+    """A tensor that will be written to a file.
+
+    Its values are consecutive elements, from element `start`, of the flattened parameter with the
+    name `parameter`.
+    """
 
     name: str
     parameter: str
@@ -249,8 +252,8 @@ class Checksum(NamedTuple):
     weighted_sum: int = 0
 
     def plus(self, data: memoryview, offset: int) -> Checksum:
-        """Return the sum of this checksum and the checksum of `data`, bytes that start at byte
-        `offset` of the file. `offset` and the length of `data` must be even."""
+        """Return the sum of this checksum and the checksum of `data`, which is stored in the file
+        from byte `offset`. `offset` and the length of `data` must be even."""
         return Checksum(
             self.nbytes + len(data), self.weighted_sum + _weighted_sum(data, offset // 2)
         )
@@ -323,8 +326,7 @@ class TensorWriter(files.Closing):
         self.write_bytes(parameter, start, as_bytes(values))
 
     def write_bytes(self, parameter: str, start: int, data: memoryview) -> None:
-        """Write elements of a parameter as `write` does. `data` contains the bytes of the elements
-        in the plan's dtype."""
+        """Write elements of a parameter, as `write` does, from their bytes in the plan's dtype."""
         slices, itemsize = self._plan.slices[parameter], self._plan.dtypes[parameter].itemsize
         if parameter not in self._starts:
             self._starts[parameter] = [param_slice.start for param_slice in slices]

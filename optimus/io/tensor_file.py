@@ -33,7 +33,10 @@ both back to 0."""
 
 
 class TensorEntry(NamedTuple):
-    """Entry of a tensor in a header. The tensor's data are bytes [start, stop) of the file."""
+    """Entry of a tensor in the header of a safetensors file.
+
+    The tensor's data are bytes [start, stop) of the file.
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -64,7 +67,7 @@ class TensorFile:
             raise
 
     def read(self, start: int, out: memoryview) -> None:
-        """Fill `out` with bytes of the file, from byte `start`. Raises CheckpointError if they
+        """Fill `out` with bytes of the file, from byte `start`. Raises CheckpointError if the bytes
         cannot be read or the file is too short."""
         traffic["bytes"] += len(out)
         files.read_at(self._file.fileno(), start, out, self.path)
@@ -137,11 +140,14 @@ def _parse_entry(name: str, fields: dict[str, Any], data_start: int) -> TensorEn
 
 
 def weight_map(directory: Path) -> dict[str, str]:
-    """Read the index file of a directory and return a dict from tensor names to file names.
+    """Read model.safetensors.index.json and return a dict from tensor names to file names.
+
+    Args:
+        directory: Directory of the index file and of the safetensors files.
 
     Raises:
-        FileNotFoundError: The directory has no index.
-        CheckpointError: The index cannot be read, or its entry for a tensor is not a file name.
+        FileNotFoundError: The directory has no index file.
+        CheckpointError: The index file cannot be read, or an entry is not a file name.
     """
     index = directory / INDEX
     try:

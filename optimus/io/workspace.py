@@ -1,11 +1,11 @@
-"""Workspaces: only the newest start of a run can change the run directory.
+"""Workspaces: directories by which only the newest start of a run can change the run directory.
 
-A process of an earlier start may still exist when a run is started again: it was suspended, or its
-node was cut off, and it continues later. No lock is safe against such a process, because a lock of
-a dead node may be released late or never. Therefore a start changes the run directory only by
-renames from or to its workspace, the directory `checkpoints/.work-NAME`. The next start moves this
-directory into its own workspace and removes it there. Then all renames of the earlier start fail,
-and it cannot create files in the removed directory either.
+A process of an earlier start may still exist when a run is started again: the process was
+suspended, or its node was disconnected, and it continues later. A lock does not exclude such a
+process, because a lock of a dead node may be released late or never. Therefore a start changes the
+run directory only by renames from or to its workspace, the directory `checkpoints/.work-NAME`. The
+next start moves this workspace into its own workspace and removes it there. Then all renames of the
+earlier start fail, and it cannot create files in the removed workspace either.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ _NOT_EMPTY = (errno.ENOTEMPTY, errno.EEXIST)
 
 
 class Workspace:
-    """The workspace of one start of a run. All ranks of this start use the same directory."""
+    """The directory from which one start of a run renames files to their final paths.
+
+    All ranks of this start use the same directory.
+    """
 
     def __init__(self, path: Path) -> None:
         """Use the workspace `path`, which another process of the same start has opened."""
@@ -82,7 +85,8 @@ class Workspace:
         workspace._remove_old()
         if not workspace.is_open():
             raise OptimusError(
-                f"{folder}: another start of this run has taken over; this start ends"
+                f"{folder}: another start of this run has removed the workspace of this start; "
+                "this start ends"
             )
         files.fsync_dir(folder)
         return workspace
@@ -97,7 +101,8 @@ class Workspace:
                 self._empty(path)
             if time.monotonic() > end:
                 raise OptimusError(
-                    f"{old[0]}: a process of an earlier start still creates files; end that process"
+                    f"{old[0]}: a process of an earlier start still creates files in this folder; "
+                    "end that process"
                 )
 
     def _empty(self, path: Path) -> None:
@@ -229,7 +234,8 @@ def lock_run_dir(path: Path, owner: bytes = b"", replace: bool = False) -> Binar
 
     Args:
         path: `train.run_dir`.
-        owner: Kind of the process, for `read_lock_owner`.
+        owner: Bytes that describe the locking process. They are written to the lock file, and
+            `read_lock_owner` returns them.
         replace: True to replace the lock file, because the process that has locked it is suspended
             or on a lost node.
 
@@ -277,8 +283,8 @@ def lock_run_dir(path: Path, owner: bytes = b"", replace: bool = False) -> Binar
 
 
 def read_lock_owner(path: Path) -> bytes:
-    """Return the `owner` of the process that has locked the run directory `path`, or had locked it
-    last; b"" if it cannot be read."""
+    """Return the `owner` with which the run directory `path` was locked last; b"" if the lock file
+    cannot be read."""
     with contextlib.suppress(OSError):
         return files.read_regular(path / LOCK, 1 << 10)
     return b""

@@ -33,16 +33,16 @@ from optimus_kernels import WeightGrads
 
 
 def uncompiled(is_compiled: bool) -> AbstractContextManager:
-    """Return a context in which compiled blocks run eagerly. It has no effect on eager blocks.
+    """Return a context manager that makes compiled transformer blocks run eagerly.
 
-    Evaluation and sampling use it, because torch would recompile the blocks for each new input
-    shape.
+    If `is_compiled` is False, the context manager has no effect. Evaluation and sampling use it,
+    because torch would recompile the blocks for each new input shape.
     """
     return torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
 
 
 class RankModel:
-    """One rank's model, its layout and its executor.
+    """The model of one rank, with its layout and the executor of the pipeline schedule.
 
     Args:
         config: The run's configuration.
@@ -89,13 +89,13 @@ class RankModel:
         )
 
     def make_states(self, initial: bool = True, poison: bool = False) -> ChunkEngine:
-        """Create the model's states, which contain the memory of the parameters.
+        """Create the model states of this rank: parameters, gradients and optimizer states.
 
-        A collective of all ranks.
+        The parameters of `model` become views of these states. A collective of all ranks.
 
         Args:
             initial: True to set the parameters to the initial values of `train.seed`. False to
-                leave them NaN; a load must then set all of them.
+                leave them NaN until a checkpoint or weights are loaded.
             poison: True to fill freed chunks with NaN, for tests.
         """
         config, schedule = self._config, self.layout.schedule
@@ -124,11 +124,12 @@ class RankModel:
         return engine
 
     def keep_microbatches_apart(self) -> None:
-        """Accumulate all gradients of a microbatch in its action W, including those of norms.
+        """Accumulate all weight gradients, including those of norms, in the actions W.
 
-        Deterministic mode needs this if the schedule divides backward into the actions I and W.
-        Otherwise, the action I of the next microbatch could add to a gradient before the gradient
-        is reduced.
+        Some pipeline schedules divide the backward of a microbatch into two actions: I computes the
+        gradients of activations, and W those of weights. With such a schedule, deterministic mode
+        needs this method. Otherwise, the action I of the next microbatch could add to a gradient
+        before the gradient is reduced. With other schedules, the method has no effect.
         """
         if self.layout.schedule.splits_backward:
             # By default, the action I accumulates the gradients of norms.
@@ -136,9 +137,9 @@ class RankModel:
             defer_whole_gradients(leaf for leaf in leaves if leaf.requires_grad)
 
     def write_gradients_to_chunks(self, states: ChunkEngine) -> None:
-        """Make experts and embeddings add their weight gradients directly to the chunks.
+        """Make experts and embeddings add their weight gradients to the memory of `states`.
 
-        This saves a pass over the gradients and cannot be undone. Afterwards, `torch.autograd.grad`
+        This saves a pass over the gradients. It cannot be undone: afterwards, `torch.autograd.grad`
         returns no gradient for these weights.
         """
         for name, module in self.model.named_modules():
@@ -189,6 +190,7 @@ class RankModel:
 
 
 def _chunk_gradients(states: ChunkEngine, name: str) -> WeightGrads:
-    """Return the chunk memory to which the experts module `name` adds its weight gradients."""
+    """Return the memory of `states` to which the experts module `name` adds its weight
+    gradients."""
     gate_up, down = (states.gradient(f"{name}.{weight}") for weight in ("gate_up", "down"))
     return WeightGrads(gate_up, down, add=True)

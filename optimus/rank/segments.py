@@ -13,7 +13,8 @@ from optimus.parallel.layout import Layout
 def segments_of(model: Transformer, layout: Layout) -> list[ModelSegment]:
     """Return the segments of a rank's model in order of first use.
 
-    The segments are the embedding, each block, and the final norm with the head.
+    A segment is a group of parameters that are needed at the same time. The segments are those of
+    the following that the rank has: the embedding, each block, and the final norm with the head.
     """
     segments, names = [], [name for name, _ in model.named_parameters()]
     if layout.has_first:

@@ -58,7 +58,7 @@ def make_states(
         groups: Process groups of the rank.
         model: Model of the rank, from `build_model`.
         initial: True to initialize the parameters randomly from `train.seed`. False to leave them
-            NaN; a load must then set all of them.
+            NaN until a checkpoint or weights are loaded.
         poison: True to fill freed chunks with NaN, for tests.
     """
     slices, seed = layout.placements, train.seed
@@ -92,7 +92,7 @@ def make_states(
 def states_of_rank(
     model: ModelConfig, layout: Layout, groups: Groups, states: ChunkEngine
 ) -> RankStates:
-    """Return this rank's states in the form that checkpoints save and load."""
+    """Return this rank's states in the form that the functions of `optimus.checkpoint` need."""
     return RankStates(
         groups,
         states.shards(),
@@ -106,8 +106,8 @@ def states_of_rank(
 def groups_of_param(
     name: str, optim: OptimConfig, layout: Layout, groups: Groups
 ) -> ParamProcessGroups | None:
-    """Return the process groups that reduce and shard a parameter, or None if this rank does not
-    have it."""
+    """Return the process groups that reduce and shard the parameter `name`. Return None if this
+    rank does not have the parameter."""
     if name not in layout.placements:
         return None
     kind = layout.placements[name].kind
@@ -133,7 +133,7 @@ def groups_of_param(
 
 
 def check_names(optim: OptimConfig, model: ModelConfig) -> None:
-    """Check that the patterns of `optim.groups` and `optim.frozen` match parameters.
+    """Check that the patterns of `optim.groups` and `optim.frozen` match parameters of the model.
 
     Raises:
         ConfigError: A pattern has no effect, or no parameter is left to train.
@@ -143,7 +143,9 @@ def check_names(optim: OptimConfig, model: ModelConfig) -> None:
 
 
 def check_slots(config: Config, mesh: Mesh) -> None:
-    """Check that each rank's parameter cache is large enough for the chunks of each segment.
+    """Check that each rank can cache the chunks of the embedding, of any block and of the head.
+
+    A chunk is a flat buffer of parameters. All chunks of a block are needed at the same time.
 
     Raises:
         ConfigError: optim.cache_chunks is too small.
@@ -161,9 +163,10 @@ def check_slots(config: Config, mesh: Mesh) -> None:
 
 
 class PlannedRank(NamedTuple):
-    """A rank without memory: its model states on the meta device, layout and process groups."""
+    """Model states, layout and process groups of a rank, created without allocating memory."""
 
     engine: ChunkEngine
+    """Model states on the meta device."""
     layout: Layout
     groups: Groups
     fewest_slots: int
@@ -171,7 +174,7 @@ class PlannedRank(NamedTuple):
 
 
 def plan_rank(config: Config, mesh: Mesh, coordinate: Coordinate) -> PlannedRank:
-    """Create the states of the rank at `coordinate` on the meta device."""
+    """Return the model states, on the meta device, and the layout of the rank at `coordinate`."""
     # The number of microbatches does not affect the states.
     layout = make_layout(config, mesh, coordinate, num_microbatches=mesh.pp)
     groups = plan_groups(mesh, mesh.rank_at(coordinate))
@@ -197,7 +200,7 @@ def plan_ranks(config: Config, mesh: Mesh) -> Iterator[tuple[Coordinate, dict[st
         The coordinate of the rank, and a dict of sizes in bytes. Its keys are those of
         `ChunkEngine.state_bytes`, "cache" and "staging". "cache" is the memory of gathered
         parameters with optim.resident = "cache" or with offloading. "staging" is the host memory
-        for checkpoint.async_save. "total" is the memory of the device, with "cache".
+        for checkpoint.async_save. "total" is the device memory, including "cache".
 
     Raises:
         ConfigError: An axis does not divide a model dimension, a pattern matches no parameter, or

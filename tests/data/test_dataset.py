@@ -153,6 +153,5 @@ def test_id_outside_the_vocabulary_is_refused_with_shard_and_row(
     source.read(wrong - 3, wrong)
     with pytest.raises(DamageError) as caught:
         source.read(wrong - 3, wrong + 2)
-    assert f"{shard}: row 2 has id {VOCAB + 9}, outside the vocabulary of {VOCAB}; " in str(
-        caught.value
-    )
+    expected = f"{shard}: row 2 has token id {VOCAB + 9}, outside the vocabulary of {VOCAB} ids; "
+    assert expected in str(caught.value)
