@@ -27,7 +27,8 @@ from optimus.errors import NonFiniteError, OptimusError
 _PAUSES_S = (0.001, 0.2)
 """First and longest pause of `drain` between two polls, in seconds."""
 _GRACE_S = 30.0
-"""Seconds within which a thread must stop after a failure. A slower thread counts as hanging."""
+"""Seconds within which a thread must stop after a failure. After that, the thread is treated as
+hanging."""
 
 
 class State(Enum):
@@ -45,9 +46,9 @@ class State(Enum):
 
 
 class Status(IntEnum):
-    """The status of a rank's thread in the current state.
+    """The status of a rank's background thread in the current state of a save.
 
-    The greatest status of all ranks selects the next state.
+    The greatest status of all ranks selects the next state of the save.
     """
 
     DONE = 0
@@ -72,7 +73,8 @@ TRANSITIONS = {
     (State.CLEANING, Status.DONE): State.ENDED,
     (State.CLEANING, Status.BUSY): State.CLEANING,
 }
-"""The next state for each state and greatest status. Other pairs cannot occur."""
+"""The next state for each pair of the current state and the greatest status of all ranks. Other
+pairs cannot occur."""
 
 
 class Failure(NamedTuple):
@@ -96,15 +98,16 @@ class Outcome(NamedTuple):
 class AsyncSave:
     """A save in the background, from its start to its commit or its failure.
 
-    On every rank a thread calls `write(stop)`. When all have returned, a thread of the first rank
-    calls `commit(stop, reports)` with the returned bytes in the order of ranks, and then
+    On every rank a thread calls `write(stop)`. When all calls have returned, a thread of the first
+    rank calls `commit(stop, reports)` with the returned bytes in the order of ranks, and then
     `after_commit()`. If `write` or `commit` raises OptimusError on one rank, the save fails on all
-    ranks. Any other exception is raised by `poll` on the rank where it occurred. After a failure,
-    `stop` is set. When the threads have ended, a thread of the first rank calls `clean()`.
+    ranks. Any other exception is raised by `poll` on the rank where it occurred. A failure
+    sets `stop`, which requests the threads to end. When the threads have ended, a thread of the
+    first rank calls `clean()`.
 
-    `commit` must call `stop.claim()` before it renames the directory. A checkpoint with its final
-    name is therefore not reported as failed. If the rename exceeds the time limit by _GRACE_S,
-    `poll` reports a failure first, and the commit when the rename ends.
+    `commit` must call `stop.claim()` before it renames the directory, so that a checkpoint with its
+    final name is not reported as failed. There is one exception: if the rename exceeds the time
+    limit by _GRACE_S, `poll` reports a failure, and reports the commit when the rename has ended.
     """
 
     def __init__(
@@ -127,7 +130,8 @@ class AsyncSave:
             step: Number of completed updates.
             group: All ranks.
             device: Device of collectives.
-            limit_s: Maximum seconds to write, and maximum seconds to commit.
+            limit_s: Time limit in seconds of the writes. The commit has a separate limit of the
+                same length.
             write: Writes the file of this rank.
             commit: Commits the checkpoint. Called on the first rank.
             clean: Removes the directory of a failed save. Called on the first rank.
@@ -181,7 +185,7 @@ class AsyncSave:
         A collective of all ranks.
 
         Returns:
-            The outcome that `poll` returned.
+            The last outcome that `poll` returned, or None if it returned none.
         """
         outcome, pause = None, _PAUSES_S[0]
         while not self.is_over:

@@ -14,11 +14,11 @@ logger = logging.getLogger(__name__)
 
 
 def add_to(commands: argparse._SubParsersAction) -> None:
-    """Add the subcommands to the parser of `optimus`."""
+    """Add the command `checkpoint` and its subcommands to the parser of `optimus`."""
     text = "List, check, show and export the checkpoints of a run."
     parser = commands.add_parser("checkpoint", help=text, description=text)
     actions = parser.add_subparsers(metavar="ACTION", required=True)
-    _add(actions, "list", _list, "List the checkpoints with their states.")
+    _add(actions, "list", _list, "List the checkpoints, and whether each is valid.")
     verify = _add(
         actions,
         "verify",
@@ -26,9 +26,18 @@ def add_to(commands: argparse._SubParsersAction) -> None:
         "Compare files with checksums, and weights with configurations.",
     )
     verify.add_argument(
-        "--threads", type=int, default=0, metavar="N", help="threads (0: 2 per core, at most 16)"
+        "--threads",
+        type=int,
+        default=0,
+        metavar="N",
+        help="number of threads (0: 2 per core, at most 16)",
     )
-    _add(actions, "show", _show, "Show one checkpoint (of a run: the newest full one) in detail.")
+    _add(
+        actions,
+        "show",
+        _show,
+        "Show a checkpoint, or the newest valid full checkpoint of a run, in detail.",
+    )
     export = _add(actions, "export", _export, "Write the weights as a Hugging Face directory.")
     export.add_argument("out", help="directory to create; it must not exist")
     export.add_argument(
@@ -60,7 +69,7 @@ def _verify(args: argparse.Namespace, arguments: list[str]) -> int:
 
     if args.threads < 0:
         raise ConfigError(
-            f"--threads {args.threads} must not be negative; 0: 2 per core, at most 16"
+            f"--threads {args.threads} is negative; use 1 or more, or 0 for 2 per core (at most 16)"
         )
     result = verify(args.path, args.threads)
     print(json.dumps(result) if args.json else _format_verify(result))
@@ -121,8 +130,8 @@ def _format_list(result: Mapping[str, Any]) -> str:
     ]
     if result["full_by_model"]:
         lines.append(
-            f"a model-only checkpoint takes 1/{result['full_by_model']:.2f} of a full one (1/8 in "
-            "the paper, which counts gradients too)"
+            f"a model-only checkpoint has 1/{result['full_by_model']:.2f} of the bytes of a full "
+            "checkpoint (1/8 in the Optimus paper, which counts gradients too)"
         )
     if any(about["kind"] == "full" for about in result["checkpoints"]):
         start = result["next_start"] or "nothing: no full checkpoint is valid"
@@ -166,9 +175,9 @@ def _format_show(about: Mapping[str, Any]) -> str:
             facts.append(
                 (
                     "balance",
-                    f"checkpoint.scatter = {about['scatter']}: maximum / mean of the bytes in a "
-                    f"stage: of ranks {writers['rank_max_by_mean']:.3f}, "
-                    f"of nodes {writers['node_max_by_mean']:.3f}",
+                    f"checkpoint.scatter = {about['scatter']}; greatest maximum / mean of the "
+                    f"bytes in a pipeline stage: {writers['rank_max_by_mean']:.3f} over ranks, "
+                    f"{writers['node_max_by_mean']:.3f} over nodes",
                 )
             )
     width = max(len(name) for name, _ in facts)

@@ -1,4 +1,4 @@
-"""Loading of full checkpoints: ranks with the same states read one share each, and exchange them.
+"""Loading of full checkpoints: each of the ranks with the same states reads a share of them.
 
 If n ranks have the same shard, each of them reads an n-th of it. Then they exchange the shares in
 place, by the collective that `checkpoint.distribute` selects, along one mesh axis after the other.
@@ -67,7 +67,7 @@ class ReadRequest(NamedTuple):
 
 
 class Readers(files.Closing):
-    """The shard files of a checkpoint. The `limit` most recently used files stay open.
+    """Reader of the shard files of a checkpoint. The `limit` most recently used files stay open.
 
     If only a part of the last block that was read from a file was needed, the block stays in
     memory, so that the next request need not read it again.
@@ -82,7 +82,7 @@ class Readers(files.Closing):
         """Fill the memory of all requests. Each file is opened once, and each block read once.
 
         Raises:
-            CheckpointError: Names the damaged file, or the parameter that is missing.
+            CheckpointError: A file is damaged or a parameter is missing. The message names it.
         """
         try:
             ranges = plan_reads(self._index, requests)
@@ -132,9 +132,10 @@ def plan_reads(index: Index, requests: Sequence[ReadRequest]) -> numpy.ndarray:
 
 
 def load_full(states: RankStates, manifest: Manifest, method: Distribute) -> str:
-    """Fill the states from a full checkpoint of any layout. A collective of all ranks.
+    """Fill the states from a full checkpoint, whose layout may differ from that of this run.
 
-    The first rank reads the index for all ranks. Every block that is read is checked.
+    The first rank reads the index for all ranks. Every block that is read is compared with its
+    hash. A collective of all ranks.
 
     Args:
         states: The states of this rank. If the load fails, their values are undefined.
@@ -178,8 +179,9 @@ def _read(states: RankStates, manifest: Manifest, data: bytes) -> None:
     check_shapes(manifest.path, index.shapes, states.shapes)
     if index.states != states.names:
         raise CheckpointError(
-            f"{manifest.path}: states {', '.join(index.states)}, but the optimizer of this run has "
-            f"{', '.join(states.names)}; resume with the optimizer of the checkpoint"
+            f"{manifest.path}: the checkpoint has the states {', '.join(index.states)}, but the "
+            f"optimizer of this run has {', '.join(states.names)}; resume with the optimizer of "
+            "the checkpoint"
         )
     slices = states.with_states(
         slices_to_read(states.chunk_shards, states.boxes, groups.mesh, groups.coordinate)
@@ -198,8 +200,8 @@ def _read(states: RankStates, manifest: Manifest, data: bytes) -> None:
         for (state, state_slice), host in zip(batch, hosts, strict=True):
             if nonfinite := find_nonfinite(host.numpy(), state_slice):
                 raise CheckpointError(
-                    f"{manifest.path}: {state} of {nonfinite}; the save wrote this value, since "
-                    "the hash matches"
+                    f"{manifest.path}: {state} of {nonfinite}; the save has written this value, "
+                    "since the file matches its hash"
                 )
         for target, host in zip(targets, hosts, strict=True):
             if host is not target:
@@ -209,7 +211,8 @@ def _read(states: RankStates, manifest: Manifest, data: bytes) -> None:
 def _batches(
     slices: Sequence[tuple[str, StateSlice]],
 ) -> Iterator[Sequence[tuple[str, StateSlice]]]:
-    """Yield consecutive slices that fit into HOST_BYTES together, or a single larger one."""
+    """Divide the slices, in order, into batches of at most HOST_BYTES. A larger slice is a separate
+    batch."""
     batch: list[tuple[str, StateSlice]] = []
     filled = 0
     for state, state_slice in slices:
@@ -230,7 +233,8 @@ def broadcast_to_replicas(
 
     Args:
         shard: The shard.
-        flats: The states of the shard. In each of them, this rank has filled only its share.
+        flats: A 1-D tensor for each state of the shard, in which this rank has filled only its
+            share.
         groups: Process groups of this rank.
         method: `checkpoint.distribute`.
     """

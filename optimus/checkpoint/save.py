@@ -1,4 +1,4 @@
-"""Saves of full checkpoints: every rank writes its shard file, and the first rank commits them.
+"""Saves of full checkpoints: every rank writes a shard file, and the first rank commits the files.
 
 `Saver` is the base class of `FullSaver` and of `ModelSaver` (optimus/checkpoint/weights.py), which
 saves model-only checkpoints.
@@ -58,7 +58,7 @@ from optimus.io.safetensors import FilePlan, as_bytes, create_files
 from optimus.io.workspace import Workspace
 
 BEGIN_S = 60.0
-"""Maximum time to check the free space and to create a directory."""
+"""Maximum time in seconds to check the free disk space and to create a checkpoint's directory."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,10 @@ class RankStates:
 
 
 def states_to_write(states: RankStates, scatter: Scatter) -> list[tuple[str, StateSlice]]:
-    """Return a (state, slice) pair for everything that this rank writes to a full checkpoint."""
+    """Return the (state, slice) pairs that this rank writes to a full checkpoint.
+
+    A pair selects some elements of the master weights or of a moment.
+    """
     groups, stage_groups = states.groups, states.stage_groups
     turns = {name: Share(group.rank, group.size) for name, group in stage_groups.items()}
     return states.with_states(
@@ -151,7 +154,7 @@ class Staging:
             offset += aligned(length * dtype.itemsize) // dtype.itemsize
 
     def fill(self, states: RankStates) -> None:
-        """Copy the current states."""
+        """Copy the slices from `states`, and wait until the copies are complete."""
         for (state, state_slice), copy in self._copies.items():
             # A conversion allocates memory on the device, so convert a few elements at a time.
             source = states.view(state, state_slice)
@@ -219,7 +222,10 @@ class Generation(NamedTuple):
 
 
 class Saver(ABC):
-    """Saves checkpoints of one kind, one at a time. The states have the same sizes in all saves."""
+    """Base class of objects that save checkpoints of one kind, full or model-only, one at a time.
+
+    The states must have the same sizes in all saves.
+    """
 
     bytes: int
     """Total size of the files that the ranks write."""
@@ -246,10 +252,11 @@ class Saver(ABC):
             states: The states of this rank.
             slices: The states and slices that this rank writes.
             dtype: Type of the staged copies.
-            output: Name in messages of what this rank writes, such as its file name.
+            output: Name, for messages, of the file or the data that this rank writes.
             staged: True to copy the states to host memory first. The memory is allocated here.
             limit_s: As for AsyncSave.
-            begin_s: Maximum time that the ranks wait in `begin` for the first rank.
+            begin_s: Maximum seconds that the ranks wait in `begin` until the first rank has created
+                the directory.
         """
         self._slices, self._limit_s, self._begin_s = slices, limit_s, min(limit_s, begin_s)
         self._staging = Staging(slices, states.device, dtype) if staged else None
@@ -361,9 +368,11 @@ class Saver(ABC):
         return states, created
 
     def unwritten(self) -> int:
-        """Return the bytes that the latest save may still write: its size minus the disk blocks of
-        its temporary directory, or the whole size if that directory no longer exists. Called on the
-        first rank."""
+        """Return the number of bytes that the latest save may still write.
+
+        The number is the size of the checkpoint minus the disk blocks of its temporary directory,
+        or the whole size if that directory no longer exists. Called on the first rank.
+        """
         allocated = 0
         if self._directory is not None:
             with contextlib.suppress(FileNotFoundError), os.scandir(self._directory) as entries:

@@ -1,6 +1,6 @@
 """Slices of model states: which rank writes or reads which elements, and where two slices overlap.
 
-The vocabulary of this package. Lengths and offsets are in elements.
+Terms of this package (lengths and offsets are in elements):
 
 - A box is the set of a parameter's elements that a rank has. It consists of index ranges for each
   dim.
@@ -37,7 +37,7 @@ Scatter = Literal["balanced", "paper"]
 """Values of `checkpoint.scatter`."""
 Intervals = tuple[tuple[int, int], ...]
 Box = tuple[Intervals, ...]
-"""Index ranges [start, stop) for every dim of a whole parameter."""
+"""Elements of a parameter, as index ranges [start, stop) for each dim of the whole parameter."""
 
 STRIPE = 1 << 20
 """Number of elements in a stripe: 4 MiB of fp32. If several pipeline stages have the same
@@ -61,7 +61,10 @@ class ParamSlice(NamedTuple):
 
 @dataclass(frozen=True)
 class StateSlice:
-    """Elements [start, stop) of a shard. `shard` is its index in the list of the rank's shards."""
+    """Elements [start, stop) of a shard, a rank's slice of a flat buffer of parameters.
+
+    `shard` is the index of the shard in the list of the rank's shards.
+    """
 
     shard: int
     start: int
@@ -72,7 +75,7 @@ class StateSlice:
 
 
 class ChunkShard(NamedTuple):
-    """The shard of a chunk that a rank has."""
+    """A rank's shard of a chunk. The chunk is a flat buffer of parameters."""
 
     chunk: Chunk
     first: int
@@ -95,7 +98,7 @@ WHOLE = Share(0, 1)
 
 
 def whole_box(shape: Sequence[int]) -> Box:
-    """Return the box of all elements of a parameter."""
+    """Return the index ranges of all elements of a parameter with this shape."""
     return tuple(((0, size),) for size in shape)
 
 
@@ -104,7 +107,7 @@ def find_nonfinite(flat: ndarray, state_slice: StateSlice) -> str:
 
     Args:
         flat: The values of `state_slice`, fp32. Padding may have any value.
-        state_slice: The slice that names the parameters.
+        state_slice: Names of the parameters, and their positions in `flat`.
     """
     with numpy.errstate(all="ignore"):
         if numpy.isfinite(flat.sum()):  # one pass decides the common case
@@ -118,13 +121,16 @@ def find_nonfinite(flat: ndarray, state_slice: StateSlice) -> str:
 
 
 def share_of(mesh: Mesh, coordinate: Coordinate, axes: Collection[str]) -> Share:
-    """Return the share of the rank at `coordinate` among the ranks along `axes`."""
+    """Return the share that the rank at `coordinate` has if the ranks along `axes` divide a shard
+    evenly."""
     return Share(mesh.number_of(coordinate, axes), mesh.size_of(axes))
 
 
 def share_bounds(shard: ChunkShard, share: Share) -> tuple[int, int]:
-    """Return start and stop of a share of a shard. If there are several shares, the padding at the
-    end of the shard is in none of them."""
+    """Return the start and stop of a share, in elements of the shard.
+
+    If the shard is divided into several shares, the padding at its end is in none of them.
+    """
     if share.count == 1:
         return 0, shard.chunk.shard_length
     # A shard starts with an aligned element of a parameter, or contains only padding.
@@ -155,8 +161,8 @@ def slices_to_write(
             and the pipeline stages that have a parameter write stripes of it in turn. With `paper`,
             the rank with data-parallel index m mod dp writes the whole model-parallel shard m, and
             only the first stage that has a parameter writes it.
-        turns: For each parameter that several pipeline stages have, the index of this rank's stage
-            among these stages, and their number.
+        turns: For each parameter that several pipeline stages have, a Share with the index of this
+            rank's stage among these stages and the number of these stages.
     """
     slices: list[StateSlice] = []
     shares = {axes: share_of(mesh, coordinate, axes) for axes in {s.copy_axes for s in shards}}
@@ -261,11 +267,11 @@ class StoredParam:
         """Return where the elements of `param` are stored.
 
         Returns:
-            int64 [n, 4]: row, offset in the slice of that row, offset in `param`, length; in
-            elements.
+            int64 [n, 4]: number of the row in `rows`, offset in the slice of that row, offset in
+            `param`, length; in elements.
 
         Raises:
-            CheckpointError: The rows do not cover `param`.
+            CheckpointError: The rows do not contain all elements of `param`.
         """
         cuts = [numpy.empty((0, 4), dtype=numpy.int64)]
         for box, rows in zip(self.boxes, self._rows_of_boxes, strict=True):
@@ -290,7 +296,7 @@ class StoredParam:
             length; in bytes.
 
         Raises:
-            CheckpointError: A row does not contain the state.
+            CheckpointError: The state is not stored for one of the rows.
         """
         start = self.rows[ranges[:, 0], 4 + state]
         if (start < 0).any():
@@ -364,15 +370,16 @@ def _overlap(first: Intervals, second: Intervals) -> ndarray:
 
 
 def _cut(ranges: ndarray, bounds: ndarray, first_row: int) -> ndarray:
-    """Cut ranges of a box at the bounds of the rows (stored slices) of this box.
+    """Divide ranges of elements so that each range is in a single row (stored slice).
 
     Args:
-        ranges: int64 [n, 3], as `intersect` returns them.
-        bounds: int64 [rows, 2]: start and stop of each row, disjoint and ascending.
-        first_row: Number of the first of these rows.
+        ranges: int64 [n, 3]: ranges of a box, as `intersect` returns them.
+        bounds: int64 [rows, 2]: start and stop of each row of this box, disjoint and ascending.
+        first_row: Number of the row at index 0 of `bounds`.
 
     Returns:
-        int64 [m, 4]: row, offset in the slice of that row, offset in the requested slice, length.
+        int64 [m, 4]: number of the row, offset in the slice of that row, offset in the requested
+        slice, length.
     """
     if not len(bounds):
         return numpy.empty((0, 4), dtype=numpy.int64)
