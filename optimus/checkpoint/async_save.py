@@ -7,8 +7,8 @@ state.
 Threads call no collectives, because all ranks must call the collectives of a process group in the
 same order, and threads cannot ensure that. A separate group for the threads would need more
 connections between all ranks (gloo) or could not use host memory (nccl). Therefore the commit
-starts only at the next `poll` after the last byte is durable, and the ranks learn of its success
-only at the next `poll` after it has ended.
+starts only at the next `poll` after the last byte is durable, and its success is known to
+the ranks only at the next `poll` after the commit has ended.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class State(Enum):
     """The state of a save, the same on all ranks."""
 
     WRITING = auto()
-    """Every rank writes its file."""
+    """Every rank writes its states."""
     COMMITTING = auto()
     """The first rank writes the index and the manifest, and renames the directory."""
     STOPPING = auto()
@@ -53,7 +53,8 @@ class Status(IntEnum):
 
     DONE = 0
     COMMITTED = 1
-    """The directory has its final name, although the thread has exceeded its time limit."""
+    """The checkpoint's directory has its final name, although the thread has exceeded its time
+    limit."""
     BUSY = 2
     FAILED = 3
 
@@ -78,7 +79,7 @@ pairs cannot occur."""
 
 
 class Failure(NamedTuple):
-    """The reason of a failed save."""
+    """The reason why a save has failed."""
 
     message: str
     nonfinite: bool = False
@@ -123,7 +124,7 @@ class AsyncSave:
         clean: Callable[[], None],
         after_commit: Callable[[], None] = lambda: None,
     ) -> None:
-        """Start the thread that writes the file of this rank.
+        """Start the thread that writes the states of this rank.
 
         Args:
             name: Name of the checkpoint in messages.
@@ -132,7 +133,7 @@ class AsyncSave:
             device: Device of collectives.
             limit_s: Time limit in seconds of the writes. The commit has a separate limit of the
                 same length.
-            write: Writes the file of this rank.
+            write: Writes the states of this rank.
             commit: Commits the checkpoint. Called on the first rank.
             clean: Removes the directory of a failed save. Called on the first rank.
             after_commit: Called on the first rank after `commit`.
@@ -180,7 +181,7 @@ class AsyncSave:
         return outcome
 
     def drain(self) -> Outcome | None:
-        """Poll until the save ends, or until threads hang for too long after a failure.
+        """Poll until the save ends or, after a failure, until a thread has not stopped in time.
 
         A collective of all ranks.
 

@@ -1,6 +1,6 @@
 """Conversion between Hugging Face directories and checkpoints.
 
-The values do not change, unless the caller requests another dtype.
+The values of the weights do not change, unless the caller requests another dtype.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def from_hf(source: str | os.PathLike, out: str | os.PathLike) -> None:
         out: Directory of the checkpoint. It must not exist.
 
     Raises:
-        CheckpointError: The directory is incomplete or damaged.
+        CheckpointError: The Hugging Face directory is incomplete or damaged, or `out` exists.
     """
     source = Path(source)
     if not is_hf_directory(source):
@@ -126,14 +126,14 @@ def _write_hf(path: Path, out: Path, dtype: str | None) -> None:
 
 
 def _copy_sidecars(source: Path, target: Path) -> None:
-    """Copy the sidecar files without changes.
+    """Copy the files of the tokenizer, chat templates and generation configuration unchanged.
 
     A link in a downloaded directory may refer to any file of this user, and the copies may be
     published. Therefore links to files outside `source` are refused.
 
     Raises:
         CheckpointError: A file is a link to a file outside `source`, is too large, or does not have
-            the type that its name implies.
+            the format that its name implies.
     """
     _resolve_inside(source / TEMPLATES, source)
     copied_bytes = 0
@@ -167,7 +167,7 @@ def _resolve_inside(path: Path, source: Path) -> tuple[Path, Path]:
 
     `source` is an allowed directory. If `source` is a snapshot in the cache of the Hugging Face
     hub, the folder of its repository in the cache is also allowed. Raises CheckpointError if the
-    file is in any other directory.
+    resolved path is in any other directory.
     """
     # For a loop of links, path.resolve() would raise RuntimeError. With realpath, the later read
     # fails with an OSError.
@@ -184,7 +184,8 @@ def _resolve_inside(path: Path, source: Path) -> tuple[Path, Path]:
 
 
 def _read_sidecar(path: Path, source: Path) -> bytes:
-    """Return the content of a file to copy. Raises CheckpointError."""
+    """Check that a file of a tokenizer or of another configuration may be copied, and return its
+    content. Raises CheckpointError."""
     real, below = _resolve_inside(path, source)
     try:
         content = read_regular(real, _SIDECAR_BYTES, below)
@@ -201,7 +202,7 @@ def _read_sidecar(path: Path, source: Path) -> bytes:
     except (ValueError, RecursionError):
         parsed = None
     if not isinstance(parsed, dict) or (path.name == "tokenizer.json" and "model" not in parsed):
-        raise CheckpointError(f"{path}: is not {kind}; replace it or remove it")
+        raise CheckpointError(f"{path}: the file is not {kind}; replace it or remove it")
     return content
 
 
@@ -209,14 +210,14 @@ def eos_token_ids(path: Path, config: ModelConfig) -> tuple[int, ...]:
     """Return the ids of the tokens that end a text of a model; () if they are unknown.
 
     The first id is that of the token that ended the documents in training, read from the manifest.
-    Manifests of earlier versions lack this id. It is then read from the data set, if the data set
-    still exists and has the same tokenizer. For a converted Hugging Face directory, it is unknown.
-    The ids of `model.eos_token_ids` follow. Without any of these ids, the tokenizer files provide
-    an id.
+    If a manifest of an earlier version lacks this id, it is read from the data set, provided that
+    the data set still exists and has the same tokenizer. For a converted Hugging Face directory,
+    this id is unknown. After the first id, the result contains the ids of `model.eos_token_ids`. If
+    there is no id from the training data or `model.eos_token_ids`, the tokenizer files provide one.
 
     Args:
         path: A checkpoint or a Hugging Face directory.
-        config: The model in this directory.
+        config: Configuration of the model in this directory.
     """
     of_data = None
     file = tokenizer_path(path)
@@ -233,7 +234,7 @@ def with_data_eos(config: ModelConfig, of_data: int | None) -> tuple[int, ...]:
     """Return `of_data` and `model.eos_token_ids`, except duplicates and ids outside the vocabulary.
 
     Args:
-        config: The model.
+        config: Configuration of the model.
         of_data: Id of the token that ends the documents of the data; None if unknown.
     """
     ids = [*([] if of_data is None else [of_data]), *config.eos_token_ids]
@@ -271,7 +272,7 @@ def _eos_of_tokenizer(file: Path) -> int | None:
 
 def complete_hf(directory: Path, config: ModelConfig) -> list[str]:
     """Add the tokenizer and generation configurations that a Hugging Face directory lacks. In the
-    existing configurations, replace tokens outside the vocabulary by null or the end token.
+    existing ones, replace special tokens outside the vocabulary, as `_keep_within_vocabulary` does.
 
     Args:
         directory: A directory with config.json and a tokenizer.
@@ -305,7 +306,7 @@ def complete_hf(directory: Path, config: ModelConfig) -> list[str]:
                 max_length=config.max_position_embeddings,
             )
         except DataError as error:
-            lines.append(f"no {TOKENIZER_CONFIG}: {error}")
+            lines.append(f"{TOKENIZER_CONFIG} is not written: {error}")
     path = directory / GENERATION_CONFIG
     if path.is_file():
         return lines + _keep_within_vocabulary(path, config)
@@ -351,7 +352,8 @@ def _keep_within_vocabulary(path: Path, config: ModelConfig) -> list[str]:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file; {} if there is none. Raises DataError."""
+    """Return the JSON object in a file; {} if the file is missing or has another JSON value. Raises
+    DataError."""
     try:
         content = json.loads(read_regular(path, _SIDECAR_BYTES)) if path.is_file() else {}
     except (OSError, ValueError, RecursionError) as error:

@@ -33,12 +33,13 @@ from optimus.errors import CheckpointError, one_line
 from optimus.io import files, tensor_file
 
 FORMAT = 2
-"""Format 1 had whole tensors and no hash of the manifest. Of its checkpoints, this version reads
-only the model-only ones."""
+"""Version of the checkpoint format. Format 1 had whole tensors and no hash of the manifest. This
+version of Optimus reads model-only checkpoints of format 1, but no full ones."""
 MANIFEST = "manifest.json"
 _CONFIGS = ("config.toml", "config.json")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
-"""A checkpoint that lists one of these files was saved with a tokenizer."""
+"""Files of a tokenizer. A checkpoint whose manifest lists one of them was saved with a
+tokenizer."""
 TEMPLATES = "additional_chat_templates"
 """A folder of chat templates, of at most _MAX_TEMPLATES entries in _MAX_LEVELS levels."""
 _MAX_TEMPLATES, _MAX_LEVELS = 1_000, 8
@@ -48,7 +49,8 @@ _TOKENIZER_FILES = (
 )
 GENERATION_CONFIG = "generation_config.json"
 SIDECARS = (*_TOKENIZER_FILES, GENERATION_CONFIG)
-"""Files of Hugging Face directories, and a folder, that a checkpoint may also contain."""
+"""Files and a folder of Hugging Face directories that a checkpoint may also contain: those of the
+tokenizer and of chat templates, and the generation configuration."""
 _READ_BY_NAME = (tensor_file.INDEX, *_CONFIGS)
 """Files that readers open by name, in addition to SIDECARS. Readers find files of weights by their
 suffix."""
@@ -67,7 +69,8 @@ _READ_SETTINGS = {
     **dict.fromkeys(("train.dtype", "checkpoint.scatter", "data.identity"), str),
     FROZEN: list,
 }
-"""Types of the settings whose values the code uses. Values of other settings are only compared."""
+"""Types of the settings in a manifest whose values the code uses. The values of other settings are
+only compared with those of a run."""
 _SETTING = re.compile(r"[a-z_]+(\.[a-z0-9_]+)+")
 _MOST_RANKS, _MOST_BATCH_TOKENS = 1 << 22, 1 << 40
 _MANIFEST_BYTES = 4 << 20
@@ -82,7 +85,7 @@ def _plain_name(name: str) -> str:
     """Return `name` unchanged. Raises ValueError unless it is a relative path inside the directory
     of the checkpoint."""
     if "\0" in name or "\\" in name or not {"", ".", ".."}.isdisjoint(name.split("/")):
-        raise ValueError("must be a path within the checkpoint, without .., \\ and NUL")
+        raise ValueError("the name must be a path within the checkpoint, without .., \\ and NUL")
     os.fsencode(name)
     return name
 
@@ -125,11 +128,10 @@ class _Fields(BaseModel):
 class Manifest:
     """The content of manifest.json.
 
-    `step` and `tokens` are the numbers of updates and tokens of the run. `updates` is the number of
-    updates since the optimizer states were zero. A restart from weights alone sets these states to
-    zero.
-    `origin` is the `checkpoint.load` with which the run was started. `settings` maps "section.key"
-    to its value.
+    `step` and `tokens` are the numbers of updates and tokens of the run until this checkpoint.
+    `updates` is the number of updates since the optimizer states were zero. A restart from weights
+    alone sets these states to zero. `origin` is the value of `checkpoint.load` with which the run
+    was started. `settings` maps "section.key" to the value of the setting.
     """
 
     kind: str
@@ -163,7 +165,7 @@ class Manifest:
             weights: False to check only the sizes of safetensors files.
 
         Raises:
-            CheckpointError: Names the first file that differs.
+            CheckpointError: A file differs. The message names the first one.
         """
         self._check_unlisted()
         for entry in self.files:
@@ -219,7 +221,8 @@ class Manifest:
             threads: As for `in_threads`.
 
         Returns:
-            A line for each file that differs. For a shard file, it names the first wrong block.
+            A line for each file that differs. For a shard file, the line names the first wrong
+            block.
         """
         checks: list[Callable[[], object]] = [
             *(partial(self._verify_file, entry) for entry in self.files),
@@ -251,7 +254,11 @@ class Manifest:
         return [*problems, *first_of.values()]
 
     def _verify_file(self, entry: FileEntry) -> None:
-        """Compare a file with its hash, and read its header if it has weights."""
+        """Check the hash of a file, and the header of a safetensors file.
+
+        An index of safetensors files may only name files that the manifest lists. Raises
+        CheckpointError.
+        """
         path = self.path / entry.name
         _read_checked(path, entry)
         if entry.name.endswith(".safetensors"):
@@ -260,13 +267,15 @@ class Manifest:
             listed = {entry.name for entry in self.files}
             for name in sorted(set(tensor_file.weight_map(self.path).values())):
                 if name not in listed:
-                    raise CheckpointError(f"{path}: names {name}, which the manifest does not list")
+                    raise CheckpointError(
+                        f"{path}: the index names {name}, which the manifest does not list"
+                    )
 
     def index(self, data: bytes | None = None) -> Index:
         """Return the index of a full checkpoint.
 
         Args:
-            data: Content of the index file, if another rank has read it.
+            data: Content of the index file, from another rank; None to read the file.
 
         Raises:
             CheckpointError: There is no valid index.
@@ -292,7 +301,7 @@ class Manifest:
 
 
 def _problem(check: Callable[[], object]) -> str:
-    """Return the message of the CheckpointError that a check raises, or ""."""
+    """Call `check`. Return the message of the CheckpointError that it raises, or ""."""
     try:
         check()
     except CheckpointError as error:
@@ -301,7 +310,8 @@ def _problem(check: Callable[[], object]) -> str:
 
 
 def _read_checked(path: Path, entry: FileEntry, wanted: bool = False) -> bytes:
-    """Compare a file with its size and hash. Return its content if `wanted`, else b""."""
+    """Compare a file with the size and hash in `entry`. Return the content of the file if `wanted`,
+    else b"". Raises CheckpointError."""
     _check_size(path, entry)
     try:
         content = files.read_regular(path, entry.size) if wanted else b""
@@ -318,7 +328,9 @@ def _check_size(path: Path, entry: FileEntry) -> None:
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from None
     if size != entry.size:
-        raise CheckpointError(f"{path}: {size} bytes, but its manifest says {entry.size}")
+        raise CheckpointError(
+            f"{path}: the file has {size} bytes, but the manifest says {entry.size}"
+        )
 
 
 def is_checkpoint(path: str | os.PathLike) -> bool:
@@ -327,7 +339,7 @@ def is_checkpoint(path: str | os.PathLike) -> bool:
 
 
 def sidecars(directory: Path) -> list[str]:
-    """Return the paths, relative to `directory`, of the SIDECARS that exist in it.
+    """Return the paths of the files in SIDECARS that exist in a directory, relative to it.
 
     The result contains the files of the folder TEMPLATES and of its subfolders instead of the
     folder. Links to other folders are not followed.
@@ -403,8 +415,8 @@ def _check_dependent(fields: _Fields) -> None:
     # A restart from weights alone sets `updates` to 0 and keeps `step`.
     if max(first or 0, updates) > step or tokens > step * _MOST_BATCH_TOKENS:
         raise ValueError(
-            f"step = {step}, tokens = {tokens}, updates = {updates} and the first step {first} do "
-            "not fit together"
+            f"step = {step}, tokens = {tokens}, updates = {updates} and the first step {first} "
+            "contradict each other"
         )
     frozen = fields.settings.get(FROZEN) or ()
     if len(frozen) > MAX_PATTERNS or not all(

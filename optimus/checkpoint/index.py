@@ -40,16 +40,17 @@ KNOWN_STATES: tuple[tuple[str, ...], ...] = (ADAMW_STATES,)
 """Names of the states of an element, one tuple for each supported optimizer: the master weight,
 then the moments. The columns of the index have the same order."""
 _MOST = 1 << 56
-"""Limit of a number of elements or bytes. Eight times the limit still fits into int64."""
+"""Limit of counts of elements and of bytes. Eight times the limit still fits into int64."""
 _MOST_BLOCK_BYTES = 64 << 20
-"""Maximum bytes of a block, for which a reader allocates memory. Saves write blocks of 4 MiB."""
+"""Maximum size of a block, which bounds the memory that a reader allocates. Saves write blocks of
+4 MiB."""
 _INTEGERS = re.compile("[-0-9,]+")
 _MOST_DIMS, _MOST_CELLS, _MOST_NAME_CHARS = 8, 1 << 24, 500
 _UNREADABLE = (ValueError, KeyError, TypeError, IndexError, RecursionError, OverflowError)
 
 
 class ShardReport(NamedTuple):
-    """A shard file and its content, as its writer reports them to the first rank."""
+    """A shard file and its content, as the rank that wrote the file reports them to rank 0."""
 
     shard: ShardFile
     boxes: list[tuple[str, Box]]
@@ -62,7 +63,10 @@ class ShardReport(NamedTuple):
 
 @dataclass(frozen=True)
 class Index:
-    """The index of a full checkpoint. `stored` parses the line of a parameter."""
+    """The index of a full checkpoint.
+
+    The lines of the parameters are stored as text. `stored` parses the line of one parameter.
+    """
 
     generation: str
     step: int
@@ -76,7 +80,7 @@ class Index:
     """Lines of the index, by name of the parameter."""
 
     def stored(self, name: str) -> StoredParam:
-        """Return the location of a parameter.
+        """Return where the elements of parameter `name` are stored.
 
         Raises:
             CheckpointError: The checkpoint does not have the parameter, or its line is invalid.
@@ -140,6 +144,8 @@ class Index:
     def check_rows(self, frozen: Sequence[str] = ()) -> None:
         """Check three conditions for the rows of all parameters together.
 
+        A row locates a slice of a parameter, with its states, in a shard file.
+
         - The rows of a parameter contain all elements and all states. Only parameters that match a
           pattern of `frozen` may lack moments.
         - Each byte of the shard files, except headers and padding, belongs to exactly one row.
@@ -149,7 +155,7 @@ class Index:
             frozen: `optim.frozen` of the run.
 
         Raises:
-            CheckpointError: A row is invalid.
+            CheckpointError: A row is invalid, or one of the conditions is not met.
         """
         matchers = [re.compile(fnmatch.translate(pattern)).match for pattern in frozen]
         rows_of_params = [numpy.empty((0, 4 + len(self.states)), dtype=numpy.int64)]
@@ -193,8 +199,8 @@ class Index:
             )
 
     def open(self, directory: Path, number: int) -> ShardReader:
-        """Open shard file `number` of `shards`. Raises CheckpointError if the file differs in its
-        size or header."""
+        """Open the shard file `shards[number]`. Raises CheckpointError if the file is missing, or
+        if its size or header differs from the index."""
         shard = self.shards[number]
         identity = Identity(self.generation, self.step, shard.writer)
         return ShardReader(directory, identity, shard, self.block_bytes)
@@ -207,7 +213,7 @@ def encode(
     reports: Sequence[ShardReport],
     shapes: Mapping[str, Sequence[int]],
 ) -> bytes:
-    """Return the content of an index.
+    """Return the content of the index file of a checkpoint.
 
     Args:
         generation: Random name of the save.
@@ -254,13 +260,15 @@ def decode(data: bytes) -> Index:
         head, *lines = data.decode().splitlines()
         raw = json.loads(head)
         if raw["states"] not in map(list, KNOWN_STATES) or raw["dtype"] != DTYPE:
-            raise CheckpointError(f"cannot read states {raw['states']} of type {raw['dtype']}")
+            raise CheckpointError(
+                f"this version cannot read the states {raw['states']} of dtype {raw['dtype']}"
+            )
         by_name = {line.split('"', 4)[3]: line for line in lines}
         shards = tuple(ShardFile(*fields) for fields in raw["shards"])
         shapes = {name: tuple(shape) for name, shape in raw["shapes"].items()}
         _check_head(raw, shards, shapes)
         if by_name.keys() != shapes.keys() or len(lines) != len(shapes):
-            raise ValueError('must have exactly one line for each parameter in "shapes"')
+            raise ValueError('the file must have exactly one line for each parameter in "shapes"')
         sizes = raw["step"], raw["block_bytes"]
         return Index(raw["generation"], *sizes, tuple(raw["states"]), shards, shapes, by_name)
     except (*_UNREADABLE, AttributeError) as error:

@@ -37,8 +37,8 @@ def find(path: str | os.PathLike) -> list[Path]:
         path: A checkpoint or a run directory.
 
     Returns:
-        For a run, its checkpoints by step, then those in quarantine, then unfinished saves. For a
-        checkpoint, only `path`.
+        For a run, its checkpoints by step, then those in the folder QUARANTINE, then the temporary
+        directories of unfinished saves. For a checkpoint, only `path`.
 
     Raises:
         CheckpointError: There is no checkpoint.
@@ -66,7 +66,7 @@ def find(path: str | os.PathLike) -> list[Path]:
 
 
 def describe(path: Path) -> dict[str, Any]:
-    """Return a description of a checkpoint. Large files are checked by size and header only.
+    """Return a description of a checkpoint. Of large files, only size and header are checked.
 
     `state` is "valid", "damaged" or "unsealed" (an unfinished save or removal). `problem` describes
     the damage or the unfinished action, and is "" for a valid checkpoint. Unknown values are None.
@@ -128,7 +128,8 @@ def _world(ranks: Mapping[str, int]) -> int:
 
 
 def _layout(manifest: Manifest) -> str | None:
-    """Return a text such as "pp2 dp4 ep1 tp1 epso 1f1b bf16"; None for converted models."""
+    """Return a text such as "pp2 dp4 ep1 tp1 epso 1f1b bf16": sizes of the mesh, sharding, pipeline
+    schedule and dtype. Return None for a converted model, which no run has saved."""
     settings = manifest.settings
     if "optim.sharding" not in settings:
         return None
@@ -141,8 +142,8 @@ def _layout(manifest: Manifest) -> str | None:
 
 
 def _directory_bytes(path: Path) -> int:
-    """Return the size of all files below a directory. Not recursive, since a downloaded directory
-    may contain thousands of nested directories."""
+    """Return the total size of all files in a directory and its subdirectories, in bytes."""
+    # A loop instead of recursion: a downloaded directory may have thousands of nested directories.
     total, directories = 0, [str(path)]
     while directories:
         with os.scandir(directories.pop()) as entries:
@@ -176,9 +177,10 @@ def list_checkpoints(path: str | os.PathLike) -> dict[str, Any]:
     """Describe all checkpoints of a run.
 
     Returns:
-        `path`; `checkpoints`, as `describe` returns them; `next_start`, the name of the checkpoint
-        from which `checkpoint.load = "auto"` continues; and `full_by_model`, the ratio of the sizes
-        of the newest full and the newest model-only checkpoint.
+        `path`; `checkpoints`, a list of descriptions as `describe` returns them; `next_start`, the
+        name of the checkpoint from which `checkpoint.load = "auto"` continues; and `full_by_model`,
+        the size of the newest valid full checkpoint divided by that of the newest valid model-only
+        one. The last two are None if there is no such checkpoint.
 
     Raises:
         CheckpointError: There is no checkpoint.
@@ -205,7 +207,7 @@ def verify(path: str | os.PathLike, threads: int = 0) -> dict[str, Any]:
     configurations. Imports torch.
 
     Args:
-        path: A checkpoint, or a run directory for all its checkpoints outside quarantine.
+        path: A checkpoint, or a run directory for all of the run's checkpoints outside QUARANTINE.
         threads: As for `in_threads`.
 
     Returns:
@@ -226,7 +228,9 @@ def verify(path: str | os.PathLike, threads: int = 0) -> dict[str, Any]:
     results = [(checkpoint, _verify_path(checkpoint, threads)) for checkpoint in paths]
     checked = [result for checkpoint, result in results if checkpoint.is_dir()]  # not removed
     if not checked:
-        raise CheckpointError(f"{path}: removed while it was read; give the command again")
+        raise CheckpointError(
+            f"{path}: every checkpoint was removed while it was read; give the command again"
+        )
     damaged = [result["name"] for result in checked if result["problems"]]
     return {"path": str(path), "valid": not damaged, "damaged": damaged, "checkpoints": checked}
 
@@ -262,7 +266,8 @@ def show(path: str | os.PathLike) -> dict[str, Any]:
         is None.
 
     Raises:
-        CheckpointError: There is no valid checkpoint.
+        CheckpointError: There is no checkpoint, the run has no valid full checkpoint, or the
+            manifest cannot be read.
     """
     directory = Path(path)
     if not is_checkpoint(directory):
@@ -289,12 +294,16 @@ def show(path: str | os.PathLike) -> dict[str, Any]:
 def balance(sizes: Mapping[int, int], ranks: Mapping[str, int]) -> dict[str, Any]:
     """Return how evenly the bytes of the shard files are distributed over ranks and over nodes.
 
-    The measure is the ratio of maximum to mean. Each pipeline stage has a separate ratio, since the
-    stages have different parameters. The result contains the greatest ratio of all stages.
+    The measure is the ratio of maximum to mean. The ratio is computed for each pipeline stage,
+    since the stages have different parameters.
 
     Args:
         sizes: Bytes of the shard files, by rank.
         ranks: `Manifest.ranks`.
+
+    Returns:
+        `rank_max_by_mean` and `node_max_by_mean`, the greatest ratios of all stages; and
+        `largest_bytes` and `smallest_bytes`, the largest and smallest number of bytes of a rank.
     """
     world = _world(ranks)
     stage = world // ranks["pp"]

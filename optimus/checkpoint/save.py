@@ -186,7 +186,7 @@ def write_shard(
 
     Args:
         directory: Directory of the checkpoint.
-        identity: The save, step and writer.
+        identity: The save, the step and the rank that writes the file.
         names: Names of all states of the checkpoint, in the order of its index.
         slices: The (state, slice) pairs to write.
         bytes_of: Function (state, slice) that returns the bytes to write.
@@ -228,7 +228,7 @@ class Saver(ABC):
     """
 
     bytes: int
-    """Total size of the files that the ranks write."""
+    """Total bytes of the files that all ranks write in a save."""
     _report: Any
     """Type of the value that `_write` returns."""
     _plan: FilePlan | None = None
@@ -253,7 +253,8 @@ class Saver(ABC):
             slices: The states and slices that this rank writes.
             dtype: Type of the staged copies.
             output: Name, for messages, of the file or the data that this rank writes.
-            staged: True to copy the states to host memory first. The memory is allocated here.
+            staged: True to copy the states to host memory before they are written. The constructor
+                allocates this memory.
             limit_s: As for AsyncSave.
             begin_s: Maximum seconds that the ranks wait in `begin` until the first rank has created
                 the directory.
@@ -278,7 +279,7 @@ class Saver(ABC):
     ) -> AsyncSave:
         """Start a save. A collective of all ranks. The previous save of this Saver must have ended.
 
-        The first rank creates a directory, and every rank writes its file there. Then the first
+        The first rank creates a directory, and every rank writes its slices there. Then the first
         rank writes the other files, checks all files and commits. If the states are staged,
         training may change them after `begin` has returned, otherwise only after the save has
         ended.
@@ -417,7 +418,7 @@ class Saver(ABC):
 
 
 class FullSaver(Saver):
-    """Saves full checkpoints: one shard file for each rank that has slices to write."""
+    """Saver of full checkpoints, with one shard file for each rank that has slices to write."""
 
     _report = ShardReport
 

@@ -1,10 +1,10 @@
 """Shard files of full checkpoints, and the threads that read and write them.
 
-Each rank writes one shard file: raw bytes with a header of fixed size. The header names the save,
-the step and the writer, so that a file of another checkpoint is detected. The states follow,
-little-endian, each at a multiple of 64 bytes. The index of the checkpoint has the hashes of all
-blocks of the file, including the header. A reader compares each block that it reads with its hash.
-Needs no torch.
+Each rank writes one shard file: raw bytes with a header of fixed size. The header contains the name
+of the save, the step and the rank, so that a reader detects a file of another checkpoint. After the
+header, the file contains the states, little-endian, each at a multiple of 64 bytes. The index of
+the checkpoint has the hashes of all blocks of the file, including the header. A reader compares
+each block that it reads with its hash. Needs no torch.
 """
 
 from __future__ import annotations
@@ -37,22 +37,24 @@ BLOCK_BYTES = 4 << 20
 HEADER_BYTES = 4096
 ALIGNED_BYTES = 64
 DIRECT_BYTES = 4096
-"""Sizes of direct writes, which bypass the page cache, are multiples of this."""
+"""Sizes of direct writes, which bypass the page cache, are multiples of this number of bytes."""
 HASH_CHARS = 16
 _MAGIC = "optimus shard"
 _MIN_POOL_CALLS = 4
-"""With fewer calls than this, a pool of threads costs more than it saves."""
+"""Minimum number of calls for which `in_threads` starts threads. For fewer calls, to start threads
+takes more time than they save."""
 _BUFFERS = 2
-"""Number of buffers of a writer: one is filled while the other is written. A third is not faster
-(docs/benchmarks)."""
+"""Number of buffers of a writer: one is filled while the other is written. A third buffer does
+not make saves faster (docs/benchmarks)."""
 _HUGE_PAGE = 2 << 20
 
 traffic = {"opens": 0, "bytes": 0}
-"""Shard files opened and bytes read by this process, for tests and benchmarks."""
+"""Number of shard files that this process has opened, and number of bytes that it has read from
+them, for tests and benchmarks."""
 
 
 class Task:
-    """A function that runs in its own daemon thread."""
+    """A call of a function in a new daemon thread."""
 
     def __init__(self, function: Callable[[], Any]) -> None:
         self._value: Any = None
@@ -113,7 +115,7 @@ def in_threads(
     """Call a function with each argument in a pool of threads.
 
     Args:
-        function: A function that mostly reads, writes or hashes, which release the GIL.
+        function: A function that mostly reads, writes or hashes. These operations release the GIL.
         arguments: One for each call.
         threads: Number of threads. 0 means two per available core, at most 16, since half of the
             threads wait for the disk.
@@ -131,12 +133,13 @@ def in_threads(
 
 
 class Identity(NamedTuple):
-    """The save, step and writer to which a shard file belongs."""
+    """The save, step and rank to which a shard file belongs."""
 
     generation: str
     """Random name of the save."""
     step: int
     writer: int
+    """Rank that wrote the file."""
 
 
 class ShardFile(NamedTuple):
@@ -157,12 +160,12 @@ class ShardFile(NamedTuple):
 
 
 def shard_name(writer: int) -> str:
-    """Return the name of a writer's shard file."""
+    """Return the name of the shard file that rank `writer` writes."""
     return f"shard-{writer:05d}.bin"
 
 
 def header(identity: Identity, size: int) -> bytes:
-    """Return the header, HEADER_BYTES long, of a file of `size` bytes."""
+    """Return the header, HEADER_BYTES long, of a shard file of `size` bytes."""
     text = json.dumps({"format": _MAGIC, **identity._asdict(), "size": size})
     return text.encode().ljust(HEADER_BYTES - 1) + b"\n"
 
@@ -187,7 +190,7 @@ class _BlockQueue:
         self._task = Task(lambda: self._run(write))
 
     def take(self) -> memoryview:
-        """Return an empty buffer as soon as there is one."""
+        """Wait until a buffer is empty, and return this buffer."""
         block = self._empty.get()
         if block is None:
             self.finish()
@@ -204,7 +207,7 @@ class _BlockQueue:
         self._task.value()
 
     def close(self) -> None:
-        """Wait until everything is written or a write has failed, and end the thread."""
+        """Wait until all submitted buffers are written or a write has failed. End the thread."""
         self._filled.put(None)
         self._task.wait()
 
@@ -250,7 +253,7 @@ class ShardWriter(files.Closing):
 
         Args:
             directory: Directory of the checkpoint.
-            identity: The save, step and writer.
+            identity: The save, the step and the rank that writes the file.
             size: Bytes of the whole file.
             stop: If it is set, the next write of a block raises OptimusError.
             direct: True to bypass the page cache where that is possible.
@@ -341,7 +344,7 @@ class ShardWriter(files.Closing):
                 self._use_cache()  # the file system has other rules for direct writes
 
     def _use_cache(self) -> None:
-        """Write through the page cache from here on."""
+        """Let all later writes use the page cache."""
         if self._direct:
             flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
             fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
@@ -358,7 +361,7 @@ class ShardReader(files.Closing):
 
         Args:
             directory: Directory of the checkpoint.
-            identity: The expected save, step and writer.
+            identity: The expected save, step and rank that wrote the file.
             shard: Size and hashes from the index.
             block_bytes: Size in bytes of the blocks that were hashed.
 
@@ -376,13 +379,15 @@ class ShardReader(files.Closing):
         try:
             size = os.fstat(self._fd).st_size
             if size != shard.size:
-                raise CheckpointError(f"{self.path}: {size} bytes, but the index says {shard.size}")
+                raise CheckpointError(
+                    f"{self.path}: the file has {size} bytes, but the index says {shard.size}"
+                )
             content = bytearray(HEADER_BYTES)
             self._read(memoryview(content), 0)
             if content != header(identity, size):
                 raise CheckpointError(
-                    f"{self.path}: belongs to another checkpoint or writer, or its header is "
-                    "damaged"
+                    f"{self.path}: the file belongs to another checkpoint or rank, or its header "
+                    "is damaged"
                 )
         except BaseException:
             self.close()
@@ -424,10 +429,10 @@ class ShardReader(files.Closing):
                 targets[target][offset : offset + length] = data[first : first + length]
 
     def verify(self, blocks: range) -> None:
-        """Compare blocks with their hashes.
+        """Read the blocks with the numbers `blocks`, and compare them with their hashes.
 
         Raises:
-            CheckpointError: A block does not match.
+            CheckpointError: A block cannot be read or does not match its hash.
         """
         buffer = memoryview(bytearray(min(self._block_bytes, self._shard.size)))
         for block in blocks:
@@ -446,7 +451,7 @@ class ShardReader(files.Closing):
 
 
 def _by_block(ranges: numpy.ndarray, block_bytes: int) -> Iterator[tuple[int, list[list[int]]]]:
-    """Cut ranges at block boundaries. Yield the number of each block and the ranges in it."""
+    """Divide ranges at block boundaries. Yield the number of each block and the ranges in it."""
     first = ranges[:, 0] // block_bytes
     count = (ranges[:, 0] + ranges[:, 3] - 1) // block_bytes - first + 1
     source = numpy.repeat(numpy.arange(len(ranges)), count)

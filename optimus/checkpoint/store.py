@@ -3,9 +3,10 @@
 `checkpoints/step-00001000/` is a full checkpoint. `checkpoints/model-00001000/` is a model-only
 checkpoint, which is also a Hugging Face directory. Names that start with a dot are temporary.
 
-To commit a checkpoint, a run renames it out of its workspace, and to remove a checkpoint, it first
-renames it into its workspace. Therefore no process of an earlier start of the run can change
-checkpoints (optimus/io/workspace.py).
+To commit a checkpoint, a start of a run renames the checkpoint's directory out of a workspace,
+which only this start uses. To remove a checkpoint, it first renames the directory into the
+workspace. Therefore no process of an earlier start of the run can change checkpoints
+(optimus/io/workspace.py).
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ QUARANTINE = "set-aside"
 """Folder in `checkpoints/`. When a run starts, it moves the checkpoints from which it does not
 continue, such as those of later steps, to this folder. No command removes them."""
 _REMOVED = "removed-"
-"""Prefix of the temporary names of directories that are being removed. No save writes to them."""
+"""Prefix of the temporary names of directories that are being removed. No save writes to these
+directories."""
 _ASIDE = "aside-"
 """Prefix of the temporary names of checkpoints that are being moved to QUARANTINE."""
 NOTHING: Mapping[Path, str] = MappingProxyType({})
@@ -76,7 +78,8 @@ def open_workspace(
 
 
 def adopt_workspace(run_dir: str | os.PathLike, workspace: Workspace) -> Workspace:
-    """Complete the moves to QUARANTINE that earlier starts left in `workspace`, and return it."""
+    """Complete the moves of checkpoints to QUARANTINE that earlier starts of the run have not
+    completed. Return `workspace`, which contains these checkpoints."""
     for path in workspace.path.glob(f".{_ASIDE}*"):  # an earlier start has not completed the move
         name = path.name.removeprefix(f".{_ASIDE}").split(".")[0]
         _move_to_quarantine(path, checkpoints_dir(run_dir), name)
@@ -95,6 +98,9 @@ def write_checkpoint(
         path: Directory of the checkpoint. It must not exist.
         write_files: Writes the files to a directory.
         facts: As for `commit`.
+
+    Returns:
+        The manifest of the checkpoint.
     """
     temporary = create(path)
     try:
@@ -115,16 +121,16 @@ def create(
 
     Args:
         path: Directory of the committed checkpoint.
-        needed_bytes: Size of the checkpoint.
-        reserved_bytes: Bytes that the full checkpoint of the same step, which is being saved, still
-            needs.
+        needed_bytes: Size of the checkpoint in bytes.
+        reserved_bytes: Number of bytes that a full checkpoint of the same step, whose save has not
+            ended, still needs.
         workspace: The workspace of the run; None outside a run.
 
     Returns:
         The temporary directory, in `workspace` or else next to `path`.
 
     Raises:
-        OptimusError: The disk has less free space than the sum of both sizes.
+        OptimusError: The disk has less free space than `needed_bytes + reserved_bytes`.
         OSError: The directory cannot be created.
     """
     final = Path(path)
@@ -136,11 +142,11 @@ def create(
         size = sum(file.stat().st_size for file in aside.rglob("*") if file.is_file())
         hint = f", for example in {aside.name}/ ({size / 1e9:.3f} GB)" if size else ""
         reserved = reserved_bytes / 1e9
-        due = f" and the full checkpoint of its step {reserved:.3f} GB" if reserved else ""
+        due = f" and the full checkpoint of the same step {reserved:.3f} GB" if reserved else ""
         raise OptimusError(
             f"{final.name} not written: {final.parent} has {free / 1e9:.3f} GB free, but the "
             f"checkpoint needs {needed_bytes / 1e9:.3f} GB{due}; older checkpoints are removed "
-            f"only after a save; make room{hint}"
+            f"only after a save; free disk space{hint}"
         )
     temporary = workspace.temporary(final) if workspace else files.temporary_name(final)
     temporary.mkdir()
@@ -195,7 +201,7 @@ def commit(
     manifest = read_manifest(temporary)
     manifest.check_shards()
     if final.exists():
-        raise CheckpointError(f"{final} exists already; remove it or choose another place")
+        raise CheckpointError(f"{final} exists already; remove it or choose another path")
     if stop is not None and not stop.claim():
         raise OptimusError(f"{final.name}: the save was stopped")
     try:
@@ -215,7 +221,7 @@ def newest_valid(
 ) -> Manifest | None:
     """Return the manifest of the newest valid full checkpoint; None if there is none.
 
-    A failed read is logged and tried once more.
+    A checkpoint that cannot be read, or is damaged, is read a second time. Each failure is logged.
 
     Args:
         run_dir: The run directory.
@@ -228,7 +234,10 @@ def newest_valid(
         if path in excluded:
             continue
         # A read error may be temporary, and the run would repeat updates from an older checkpoint.
-        for action in ("reading again after an error:", "passing over a damaged checkpoint:"):
+        for action in (
+            "reading a checkpoint again after an error:",
+            "passing over a damaged checkpoint:",
+        ):
             try:
                 return _check(path, thorough)
             except CheckpointError as error:
@@ -251,7 +260,8 @@ def resolve(
         Hugging Face directory.
 
     Raises:
-        CheckpointError: The checkpoint is damaged or excluded, or there is none.
+        CheckpointError: The checkpoint is damaged or excluded, the run has no valid full
+            checkpoint, or `path` does not exist.
     """
     path = Path(path)
     if is_checkpoint(path):
@@ -295,10 +305,11 @@ class Start:
 def decide_start(
     run_dir: str | os.PathLike, load: str, excluded: Mapping[Path, str] = NOTHING
 ) -> Start:
-    """Return the start that `checkpoint.load` selects.
+    """Return the state from which the run starts, as `checkpoint.load` selects it.
 
-    If the newest valid full checkpoint of the run directory has `load` as its `origin`, the run
-    continues from it. Therefore the same command continues a run after a failure. The states of a
+    If the newest valid full checkpoint of the run directory has `load` as its `origin`, or if
+    `load` is "auto", the run continues from this checkpoint. Therefore the same command continues a
+    run after a failure. The states of a
     full checkpoint are not checked until they are loaded.
 
     Args:
@@ -308,7 +319,8 @@ def decide_start(
 
     Raises:
         CheckpointError: `load` does not name a valid checkpoint, or the run has saved full
-            checkpoints and none is valid. The user decides whether to start again.
+            checkpoints, but none is valid. In the second case, only the user can decide to start
+            the run from the beginning.
     """
     if load == "none":
         return Start("none")
@@ -340,14 +352,15 @@ def decide_start(
         return _start_at(load, manifest, manifest.step)
     if _is_in_run(path, run_dir):
         raise CheckpointError(
-            f"checkpoint.load = {load!r} is a model of this run itself; go back to it with "
-            f"checkpoint.load=model@{manifest.step}, or start a new run in another train.run_dir"
+            f"checkpoint.load = {load!r} is a model-only checkpoint of this run; continue from it "
+            f"with checkpoint.load=model@{manifest.step}, or start a new run in another "
+            "train.run_dir"
         )
     return Start(load, path=path)
 
 
 def _start_at(origin: str, manifest: Manifest, first_step: int | None) -> Start:
-    """Return the start at the step of a checkpoint, from its full states."""
+    """Return a Start from the full states in the checkpoint of `manifest`."""
     step, tokens, path = manifest.step, manifest.tokens, manifest.path
     return Start(origin, step, tokens, path, manifest, manifest.settings, first_step)
 
@@ -409,7 +422,8 @@ def prepare_directory(run_dir: str | os.PathLike, start: Start, workspace: Works
         workspace: The workspace of the run.
 
     Raises:
-        CheckpointError: A checkpoint cannot be moved. The next start would load it as the newest.
+        CheckpointError: A checkpoint cannot be moved. If the run continued, its next start would
+            load this checkpoint as the newest.
     """
     directory = checkpoints_dir(run_dir)
     # Earlier versions created the directories of saves in `checkpoints/`.
@@ -417,7 +431,7 @@ def prepare_directory(run_dir: str | os.PathLike, start: Start, workspace: Works
     if left := remove_all([*unfinished, *workspace.path.iterdir()], workspace):
         for path, reason in left.items():
             logger.warning("cannot remove %s: %s", path, reason)
-        logger.warning("%s; remove these directories by hand", space_left(run_dir))
+        logger.warning("%s; remove the directories above by hand", space_left(run_dir))
     is_own = start.path is not None and _is_in_run(start.path, run_dir)
     kept = _of_kind(run_dir, "model") if start.full is None else find_all(run_dir)
     kept = [path for path in kept if is_own and _step_of(path) <= start.step]
@@ -428,8 +442,11 @@ def prepare_directory(run_dir: str | os.PathLike, start: Start, workspace: Works
 
 
 def set_newest_aside(run_dir: str | os.PathLike, workspace: Workspace) -> None:
-    """Move the newest of two or more full checkpoints to QUARANTINE, so that the run continues from
-    the one before it. Raises CheckpointError if it cannot be moved."""
+    """Move the newest full checkpoint to QUARANTINE, so that the run continues from the one before.
+
+    Checkpoints of the same or later steps are moved as well. If the run has fewer than two full
+    checkpoints, nothing is moved. Raises CheckpointError if a checkpoint cannot be moved.
+    """
     steps = _of_kind(run_dir, "step")
     if len(steps) > 1:
         for path in find_all(run_dir):
@@ -466,9 +483,9 @@ def remove_old(
 ) -> dict[Path, str]:
     """Remove the checkpoints that retention does not keep, and the remains of failed removals.
 
-    Retention keeps the newest KEPT_FULL full checkpoints, the newest `keep_models` models (0: all
-    models), and the models of steps that are multiples of `keep_every` (0: no further models). A
-    failed removal does not prevent the others.
+    Retention keeps the newest KEPT_FULL full checkpoints, the newest `keep_models` model-only
+    checkpoints (0: all), and the model-only checkpoints of steps that are multiples of `keep_every`
+    (0: no further ones). If a removal fails, the other removals continue.
 
     Returns:
         The reason for each path that cannot be removed.
@@ -483,8 +500,10 @@ def remove_old(
 
 
 def _older_than_newest(paths: list[Path], count: int) -> list[Path]:
-    """Return the paths to remove so that the newest `count` checkpoints with a readable manifest
-    remain. `paths` are in the order of steps."""
+    """Return the paths that are older than the newest `count` checkpoints with a readable manifest.
+
+    `paths` are in the order of steps.
+    """
     for number in reversed(range(len(paths))):
         with contextlib.suppress(CheckpointError):
             read_manifest(paths[number])

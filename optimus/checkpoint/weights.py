@@ -66,7 +66,7 @@ _BLOCK_BYTES = 4 << 20
 
 
 def model_config_of(path: Path, compare_counts: bool = True) -> ModelConfig:
-    """Return the `[model]` section of the weights in a directory.
+    """Return the configuration (section `[model]`) of the model whose weights are in a directory.
 
     Args:
         path: A checkpoint or a Hugging Face directory.
@@ -86,11 +86,11 @@ def check_weights(config: ModelConfig, path: Path) -> None:
     """Check that the weights in a directory fit a model. Reads only the headers of the files.
 
     Args:
-        config: The model.
+        config: Configuration of the model.
         path: A checkpoint or a Hugging Face directory.
 
     Raises:
-        CheckpointError: Names the first setting or tensor that differs.
+        CheckpointError: A setting or a tensor differs. The message names the first one.
     """
     # `compare_counts` would read the headers a second time: `check_hf_weights` reads them below.
     if difference := config.first_difference(model_config_of(path, compare_counts=False)):
@@ -131,7 +131,8 @@ def check_content(manifest: Manifest) -> None:
     tensors have the names and shapes of the model and supported types. Reads no weights.
 
     Raises:
-        CheckpointError, ConfigError: Names the file, and the first setting or tensor.
+        CheckpointError, ConfigError: The checkpoint cannot be loaded. The message names the file,
+            and the first setting or tensor that is wrong.
     """
     path, listed = manifest.path, {entry.name for entry in manifest.files}
     model = read_hf_config(path) if "config.json" in listed else model_config_of(path)
@@ -160,7 +161,7 @@ class Weights(files.Closing, ABC):
     The iteration yields (slice, values) for the elements of `slices`, in the order in which the
     files contain them. The values are a 1-D tensor on the host in the stored dtype, valid until the
     next iteration. The iteration also compares checksums, and raises CheckpointError if a checksum
-    differs. The last comparison follows the last slice.
+    differs. Iterate to the end: the last checksum is compared after the last slice was returned.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -290,15 +291,15 @@ class ShardWeights(Weights):
 
 
 def load_weights(model: Transformer, path: Path) -> None:
-    """Fill the parameters of a model from a directory, with conversion of types. Raises
-    CheckpointError."""
+    """Load the weights in the directory `path` into the parameters of a model, and convert them to
+    the dtypes of the parameters. Raises CheckpointError."""
     with open_weights(model.config, path) as weights:
         fill(model, weights)
 
 
 def fill(model: Transformer, weights: Weights) -> None:
-    """Copy weights to the parameters of a model, with conversion of types. Raises
-    CheckpointError."""
+    """Copy weights to the parameters of a model, and convert them to the dtypes of the parameters.
+    Raises CheckpointError."""
     parameters = dict(model.named_parameters())
     for name, start, values in weights.ranges():
         parameters[name].data.view(-1)[start : start + len(values)].copy_(values)
@@ -308,7 +309,7 @@ def open_weights(config: ModelConfig, path: Path) -> Weights:
     """Check the weights in a directory and open them.
 
     Args:
-        config: The model.
+        config: Configuration of the model.
         path: A checkpoint or a Hugging Face directory.
 
     Raises:
@@ -335,7 +336,7 @@ def masters_to_write(states: RankStates, scatter: Scatter) -> list[tuple[str, St
 
 
 class ModelSaver(Saver):
-    """Saves model-only checkpoints, as Hugging Face directories."""
+    """Saver of model-only checkpoints, which are Hugging Face directories."""
 
     _report = dict[str, Checksum]
     _plan: FilePlan
@@ -347,7 +348,7 @@ class ModelSaver(Saver):
 
         Args:
             states: The states of this rank.
-            config: The model.
+            config: Configuration of the model.
             scatter: `checkpoint.scatter`.
             limits: `staged`, `limit_s` and `begin_s` of Saver.
 
@@ -410,14 +411,16 @@ def _check_file(
 ) -> FileEntry:
     """Check a file on the disk, and return its entry for the manifest.
 
-    Raises OptimusError if the file differs from the given header and size, or from the checksums of
-    what the ranks wrote to it.
+    Raises OptimusError if the file has another header or size, or if its content does not match
+    `checksums`, which the ranks computed from the bytes that they wrote.
     """
     digest, content = xxhash.xxh3_64(header), Checksum()
     with open(path, "rb") as file:
         files.sync_to_disk(file.fileno())  # the writes of all ranks of this node
         if (actual := os.fstat(file.fileno()).st_size) != size:
-            raise OptimusError(f"{path.name}: {actual} bytes, but the save planned {size}")
+            raise OptimusError(
+                f"{path.name}: the file has {actual} bytes, but the save planned {size}"
+            )
         has_header = file.read(len(header)) == header
         while block := file.read(_BLOCK_BYTES):
             if stop.is_set():

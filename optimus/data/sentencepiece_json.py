@@ -183,7 +183,7 @@ def _fields_of(message: object, types: Mapping[int, type]) -> dict[int, Any]:
     """Parse a protobuf message that is nested in a field of another message.
 
     Args:
-        message: Value of that field.
+        message: Value of the outer field, the bytes of the nested message.
         types: Dict from the number of each field to read to the type of its value.
 
     Returns:

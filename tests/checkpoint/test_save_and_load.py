@@ -87,7 +87,7 @@ def test_a_damaged_shard_file_is_not_committed(tmp_path, harm):
             shutil.copyfile(store.full_path(tmp_path, 2) / shard.name, shard)
 
     messages = {
-        "cut": r"shard-00000.bin: \d+ bytes, but the index says \d+",
+        "cut": r"shard-00000.bin: the file has \d+ bytes, but the index says \d+",
         "another": "belongs to another checkpoint",
     }
     with pytest.raises(OptimusError, match=messages[harm]):

@@ -231,7 +231,7 @@ def test_a_file_of_another_save_or_writer_is_refused(tmp_path, other):
     (tmp_path / ours.name).unlink()
     theirs, _ = write(tmp_path, [b"x" * 1000], OURS._replace(**other))
     (tmp_path / theirs.name).rename(tmp_path / ours.name)
-    with pytest.raises(CheckpointError, match="belongs to another checkpoint or writer"):
+    with pytest.raises(CheckpointError, match="belongs to another checkpoint or rank"):
         ShardReader(tmp_path, OURS, ours)
 
 

@@ -81,7 +81,7 @@ def test_a_temporary_read_error_does_not_skip_the_newest_checkpoint(tmp_path, ca
 
     monkeypatch.setattr(files, "xxh3_file", read)
     assert store.decide_start(tmp_path, "auto").step == 10
-    assert "reading again after an error: " in capsys.readouterr().err
+    assert "reading a checkpoint again after an error: " in capsys.readouterr().err
     failures += [errno.EIO] * 2
     assert store.decide_start(tmp_path, "auto").step == 5
 
@@ -158,7 +158,7 @@ def test_an_unfinished_save_that_cannot_be_removed_is_named_and_the_run_starts(t
         assert names(tmp_path) == [unfinished[0].name, "step-00000005"]
     message = capsys.readouterr().err.splitlines()
     assert f"cannot remove {unfinished[0]}: shard-00000.bin: Operation not permitted" in message[0]
-    assert "GB free; remove these directories by hand" in message[1] and len(message) == 2
+    assert "GB free; remove the directories above by hand" in message[1] and len(message) == 2
 
 
 def test_a_checkpoint_that_cannot_be_moved_to_quarantine_ends_the_start(tmp_path):

@@ -93,7 +93,7 @@ def test_full_disk_loses_no_result_and_is_used_again(ranks, tiny_data, tmp_path,
     for step in (10, 15):
         for kind in ("step", "model"):
             words = f"warning: step {step} is not saved: {kind}-000000{step} not written: "
-            assert any(words in line and "make room" in line for line in lines), lines
+            assert any(words in line and "free disk space" in line for line in lines), lines
     assert any("metrics.jsonl: No space left on device; new lines wait" in line for line in lines)
     names = sorted(path.name for path in (run / "checkpoints").iterdir())
     assert names == ["model-00000020", "step-00000005", "step-00000020"]
@@ -219,7 +219,7 @@ def test_save_that_cannot_begin_keeps_no_copies(ranks, tiny_data, tmp_path):
     (ended,) = ranks(1, run_without_space, tree, start_world=False)
     assert len(ended.warnings()) == 2 and ended.status == 1, ended
     assert "checkpoint needs " in ended.message
-    assert "older checkpoints are removed only after a save; make room" in ended.message
+    assert "older checkpoints are removed only after a save; free disk space" in ended.message
 
 
 def test_space_of_a_written_full_checkpoint_is_not_counted_again(ranks, tiny_data, tmp_path):
@@ -240,7 +240,7 @@ def test_full_checkpoint_precedes_model_without_space_for_both(
     lines = ended[0].warnings()
     assert "step 10 is not saved: model-00000010 not written: " in lines[0], ended
     if async_save:  # without async_save, the full checkpoint is already written
-        assert " and the full checkpoint of its step " in lines[0], lines
+        assert " and the full checkpoint of the same step " in lines[0], lines
     assert ended[0].status == 1 and "step 20 is not saved: model-00000020" in ended[0].message
     workspace, *names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert workspace.startswith(".work-")  # as after every error
