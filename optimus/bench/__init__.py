@@ -1,1 +1,1 @@
-"""Benchmarks of an update: comparison with plain torch, times on several ranks, and a profile."""
+"""The benchmarks of `optimus bench`: the time of an update, and restarts of supervised runs."""

@@ -16,18 +16,19 @@ _MOVED = {
     "moe": "python scripts/bench/moe.py",
     "optimizer": "python scripts/bench/optimizer.py or, for --ranks, scripts/bench/sharding.py",
 }
-"""Names of benchmarks in earlier versions, and the commands in a checkout that replace them."""
+"""Maps each removed benchmark NAME of `optimus bench NAME` to the script that replaces it."""
 
 
 _OF_STEP = ("steps", "nproc", "profile")
 _OF_SUPERVISION = (
     "only", "rounds", "nodes", "ranks_per_node", "updates", "alarm_s", "load", "seed", "dir",
 )  # fmt: skip
-"""Options that apply to a single benchmark, as names of attributes of the parsed arguments."""
+"""Options that only `bench step` or only `bench supervision` accepts, as names of attributes of the
+parsed arguments."""
 
 
 def add_to(commands: argparse._SubParsersAction) -> None:
-    """Add the command to the parser of `optimus`."""
+    """Add the command `bench` to `commands`, the subcommands of `optimus`."""
     text = "Measure an update of a training run, or how fast a supervised run restarts."
     parser = commands.add_parser("bench", help=text, description=text)
     parser.set_defaults(run=_bench)
@@ -74,8 +75,9 @@ def _add_supervision_options(group: argparse._ArgumentGroup) -> None:
         action="append",
         metavar="FIGURE",
         help="measure only this figure: faults (detection, the right node, time to the first "
-        "update), cold (the same if a warm process is lost), files (that an attempt opens and "
-        "creates), nan-check (its share of an update) or false-alarms; may be repeated",
+        "update), cold (time to the first update if the warm process of the node is lost), files "
+        "(those that a restart opens and creates), nan-check (share of an update's time) or "
+        "false-alarms; may be repeated",
     )
     for name, text in (
         ("rounds", "faults of each kind (3)"),
@@ -83,11 +85,11 @@ def _add_supervision_options(group: argparse._ArgumentGroup) -> None:
         ("ranks-per-node", "ranks on each node (2)"),
         ("updates", "updates for the NaN check (40)"),
         ("alarm-s", "seconds for which false alarms are counted (60)"),
-        ("load", "busy processes during this time (8)"),
+        ("load", "busy processes while false alarms are counted (8)"),
         ("seed", "seed of the times, nodes and ranks of faults (0)"),
     ):
         group.add_argument(f"--{name}", type=int, metavar="N", help=text)
-    text = "folder for the run directories, which are removed at the end (that of temporary files)"
+    text = "folder for temporary run directories (default: the folder of temporary files)"
     group.add_argument("--dir", metavar="DIR", help=text)
 
 
@@ -118,7 +120,8 @@ def _bench_supervision(args: argparse.Namespace) -> int:
 
     if is_launched():
         raise ConfigError(
-            "bench supervision starts its ranks itself; start one process, without a launcher"
+            "bench supervision starts its ranks itself, but a launcher started this process; "
+            "run the command without a launcher"
         )
     names = [name for name in supervision.Options._fields if name != "figures"]
     values = {name: getattr(args, name) for name in names if getattr(args, name) is not None}

@@ -30,15 +30,16 @@ from optimus.resilience.supervision.ledger import History, read_history
 _CONTEXT, _VOCABULARY = 32, 320
 _DOCUMENTS = 120
 _LIMIT_S = 180.0
-"""Time limit in seconds of each wait, for example for the first update."""
+"""Time limit in seconds of each wait for an event, such as the first update."""
 _END_S = 10.0
-"""Time in seconds to wait until killed processes have ended."""
+"""Longest time in seconds to wait for the end of killed processes."""
 _LOOK_S = 0.02
 _TAIL_CHARS = 2000
 
 
 def make_data(folder: Path) -> Path:
-    """Make a data set of a few hundred instances, and return its path. Raises OptimusError."""
+    """Make a data set of a few hundred instances in `folder`, and return its path. Raises
+    OptimusError if a command of `optimus-data` fails."""
     chance = random.Random(7)
     words = [
         "".join(chance.choices("abcdefghijklmnop", k=chance.randint(2, 7))) for _ in range(150)
@@ -53,19 +54,20 @@ def make_data(folder: Path) -> Path:
         command = [sys.executable, "-P", "-m", "data_prep.cli", *arguments]
         done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S)
         if done.returncode:
-            raise OptimusError(f"the data of the benchmark cannot be made: {done.stderr[-500:]}")
+            raise OptimusError(f"cannot make the benchmark's data set: {done.stderr[-500:]}")
     return folder / "data"
 
 
 def tiny_config(data: Path, run_dir: Path, ranks: int, save_interval: int, evals: int) -> Config:
-    """Return the configuration of a run of `ranks` ranks that does not end by itself.
+    """Return the configuration of a run that trains a tiny model for 1,000,000 steps. The run is
+    killed before its last step.
 
     Args:
-        data: The data set.
+        data: Path of the data set.
         run_dir: The run directory.
         ranks: Number of ranks.
         save_interval: Number of steps between two checkpoints.
-        evals: Number of steps between two evaluations; 0 without evaluations.
+        evals: Number of steps between two evaluations. If it is 0, there are no evaluations.
     """
     return make_config(
         {
@@ -102,7 +104,8 @@ def tiny_config(data: Path, run_dir: Path, ranks: int, save_interval: int, evals
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Numbers of nodes and ranks of a launch."""
+    """Number of nodes with ranks, of buffer nodes, and of ranks per node in a launch. Buffer nodes
+    replace nodes that fail."""
 
     nodes: int
     buffer_nodes: int
@@ -114,9 +117,9 @@ class Shape:
 
 
 class Launch:
-    """A running `optimus launch` with emulated nodes.
+    """A running command `optimus launch`, whose nodes are emulated on this machine.
 
-    A context manager, which kills all processes of the launch at its end.
+    As a context manager, it kills all processes of the launch when its context ends.
     """
 
     def __init__(self, config: Config, shape: Shape, plan: Plan) -> None:
@@ -124,8 +127,8 @@ class Launch:
 
         Args:
             config: Configuration of the run.
-            shape: Numbers of nodes and ranks.
-            plan: Measurements and faults in the processes of the launch.
+            shape: Number of nodes, buffer nodes and ranks per node.
+            plan: Measurements and faults that optimus.bench.probe adds to the processes.
         """
         self.shape, self.plan, self._run_dir = shape, plan, Path(plan.run_dir)
         folder = Path(plan.folder)
@@ -155,7 +158,8 @@ class Launch:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Kill all processes of the launch, and wait until they have ended."""
+        """Kill all processes of the launch, and wait until they have ended. Raises OptimusError if
+        a process still runs after _END_S seconds."""
         self.remember()
         end = time.monotonic() + _END_S
         while (alive := self.alive()) and time.monotonic() < end:
@@ -164,11 +168,14 @@ class Launch:
             time.sleep(_LOOK_S)
         self._process.wait()
         if alive:
-            raise OptimusError(f"processes of the benchmark remain: {', '.join(map(str, alive))}")
+            raise OptimusError(
+                "processes of the benchmark still run after SIGKILL; end them: "
+                f"{', '.join(map(str, alive))}"
+            )
 
     def remember(self) -> None:
-        """Record all present processes of the launch. This must happen before a process ends,
-        because its children cannot be found afterwards."""
+        """Record all processes of the launch that run now. Call this before a process ends, because
+        the children of an ended process cannot be found."""
         for process in list(self._seen.values()):
             with contextlib.suppress(psutil.NoSuchProcess):
                 self._seen.update({p.pid: p for p in process.children(recursive=True)})
@@ -183,7 +190,8 @@ class Launch:
         return alive
 
     def agent(self, node: str) -> psutil.Process:
-        """Return the agent of a node. Raises OptimusError if it does not run."""
+        """Return the agent of a node, the process that starts and observes the node's ranks. Raises
+        OptimusError if the agent does not run."""
         self.remember()
         for process in self.alive():
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -210,11 +218,15 @@ class Launch:
         return sorted(ranks, key=lambda rank: rank.pid)
 
     def history(self) -> History:
-        """Return the content of the run's ledger."""
+        """Return the state of the run, read from its ledger, the supervisor's log of events."""
         return read_history(self._run_dir)
 
     def wait_until(self, condition: Callable[[], Any], event: str) -> Any:
         """Wait until `condition` returns a true value, and return this value.
+
+        Args:
+            condition: Function that is called until its value is true.
+            event: Description of the condition, such as "a checkpoint", for error messages.
 
         Raises:
             OptimusError: The launch has ended, or the time limit is reached.
@@ -223,25 +235,28 @@ class Launch:
         while not (value := condition()):
             self.check_running(event)
             if time.monotonic() > end:
-                raise OptimusError(f"no {event} within {_LIMIT_S:.0f} s{self._tail()}")
+                raise OptimusError(
+                    f"timeout after {_LIMIT_S:.0f} s while waiting for {event}{self._tail()}"
+                )
             time.sleep(_LOOK_S)
         return value
 
     def check_running(self, event: str) -> None:
-        """Raise OptimusError if the launch has ended before an event that it must reach."""
+        """Raise OptimusError if the launch has ended. The message names `event`, for which the
+        caller waits."""
         if self._process.poll() is not None:
             raise OptimusError(f"the launch has ended before {event}{self._tail()}")
 
     def wait_for_checkpoint(self) -> History:
-        """Wait until the present attempt has committed a checkpoint, and return the content of the
-        ledger."""
+        """Wait until the ranks of the running attempt have committed a checkpoint, and return the
+        state of the run, as `history` does."""
 
         def committed() -> History | None:
             history = self.history()
             running = history.running
             return history if running and running.attempt in history.checkpoints else None
 
-        history: History = self.wait_until(committed, "checkpoint")
+        history: History = self.wait_until(committed, "a checkpoint")
         return history
 
     def _tail(self) -> str:
@@ -257,7 +272,7 @@ def kill(processes: Iterable[psutil.Process], number: int = signal.SIGKILL) -> N
 
 def _environment(plan: Plan, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variables of a launch on this machine."""
-    # From the variables of a scheduler's job, the launch would take the job's name and end.
+    # From the variables of a scheduler's job, the launch would read the job's name and end time.
     kept = {k: v for k, v in environ.items() if not k.startswith(("SLURM_", "PBS_"))}
     paths = [plan.folder, *filter(None, [environ.get("PYTHONPATH")])]
     return {

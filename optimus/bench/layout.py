@@ -1,10 +1,11 @@
 """`optimus bench step --nproc N`: time, traffic and pipeline bubble of an update on several ranks.
 
-Times are those of the slowest rank. Traffic is the payload of the rank with the most bytes. The
-pipeline bubble is measured from the times of the pipeline actions, such as the forward of a
-microbatch. The pipeline schedule is also simulated twice: with the measured mean time of each
-action, and with stages of equal time whose backward takes twice as long as forward. For 1F1B with p
-pipeline ranks, m microbatches and v stages per rank, the second simulation gives (p-1)/(m*v).
+Times are those of the slowest rank. Traffic is the payload of collectives, on the rank with the
+most bytes. The pipeline bubble is computed from the measured times of the pipeline actions, such as
+the forward of a microbatch. The schedule is also simulated twice: with the measured mean time of
+each action, and with stages of equal time whose backward takes twice as long as forward. For 1F1B
+with p pipeline ranks, m microbatches and v stages per rank, the second simulation gives
+(p-1)/(m*v).
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def bench_layout(config: Config, steps: int, launch: LaunchEnv) -> dict[str, Any
     Args:
         config: Configuration of the run.
         steps: Number of timed updates.
-        launch: This rank.
+        launch: Rank of this process, world size and rendezvous address.
 
     Returns:
         On rank 0, a dict with the conditions and the results, for `format_layout`. None on all
@@ -68,7 +69,7 @@ def bench_layout(config: Config, steps: int, launch: LaunchEnv) -> dict[str, Any
 
 
 def _measure(config: Config, steps: int, world: World) -> dict[str, Any]:
-    """Time the updates, and return on every rank what `bench_layout` returns on rank 0."""
+    """Time the updates. Return, on every rank, the dict that `bench_layout` returns on rank 0."""
     mesh, plan = divide(config, world.size)
     threads = platform.set_threads(
         config.train.threads, config.train.deterministic, world.launch.local_world_size
@@ -125,7 +126,7 @@ def _measure(config: Config, steps: int, world: World) -> dict[str, Any]:
 
 
 def _measured_bubble(events: list[ActionEvent], groups: Groups) -> float:
-    """Return the ratio of idle time to compute time in a step.
+    """Return the ratio of pipeline idle time to compute time in a step. All ranks must call this.
 
     The compute time is the mean over pipeline ranks. The idle time is the duration of the step
     minus the compute time. The duration is that of the slowest pipeline rank, from its first action
@@ -145,9 +146,17 @@ def _measured_bubble(events: list[ActionEvent], groups: Groups) -> float:
 def _bubbles(
     schedule: Schedule, measured: list[float], means: dict[tuple[Kind, int], float]
 ) -> dict[str, float]:
-    """Return bubble ratios (idle time / compute time): the measured ratio, the ratios of the two
-    simulations, and the ratio of the formula for 1F1B. Also return the measured bubble fraction
-    (idle time / total time)."""
+    """Return bubble ratios (idle time / compute time) and the measured bubble fraction.
+
+    Args:
+        schedule: The pipeline schedule.
+        measured: Measured bubble ratio of each step.
+        means: Mean seconds of the actions of each kind and stage.
+
+    Returns:
+        The median of the measured ratios, the same as a fraction (idle time / total time), the
+        ratios of two simulations (with `means`, and with stages of equal time), and (p-1)/(m*v).
+    """
 
     def cost(action: Action) -> float:
         return means.get((action.kind, action.stage), 0.0) if action.kind in COMPUTE else 0.0

@@ -105,8 +105,8 @@ def clear_gradients(block: nn.Module, x: Tensor) -> None:
 
 
 def saved_bytes(block: nn.Module, x: Tensor) -> int:
-    """Return the bytes that autograd saves for backward in `block(x)`, including `x`, but without
-    parameters."""
+    """Return the size in bytes of all tensors that autograd saves in `block(x)` for the backward
+    pass. `x` is included if autograd saves it; the parameters are excluded."""
     weights = {p.untyped_storage().data_ptr() for p in block.parameters()}
     saved: dict[int, Tensor] = {}
 

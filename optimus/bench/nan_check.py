@@ -21,15 +21,20 @@ _T95 = 2.1
 
 
 def measure_nan_check(config: Config | None, updates: int, bar: float) -> dict[str, Any]:
-    """Return the share of an update's time that the check takes, with its 95 % confidence interval.
+    """Measure the share of an update's time that the NaN check takes, with its 95 % confidence
+    interval.
 
-    The check is timed inside the update to whose time it is compared, so that other load affects
+    The check and the update that contains the check are timed together, so that other load affects
     both times. On a CPU, times are processor seconds of all threads.
 
     Args:
         config: Configuration whose update is measured in this process; None for a small model.
         updates: Number of timed updates.
         bar: Maximum permitted share.
+
+    Returns:
+        The dict of `share_figure`, with the tokens per update, the number of threads and the
+        device.
     """
     config = config or _small_config()
     world = start_world(SINGLE, device=config.train.device)
@@ -61,10 +66,10 @@ def measure_nan_check(config: Config | None, updates: int, bar: float) -> dict[s
 
 
 def share_figure(shares: list[float], bar: float) -> dict[str, Any]:
-    """Return the figure for the shares that were measured in several updates.
+    """Return statistics of the shares that were measured in several updates.
 
-    `is_met` is None if the 95 % confidence interval of the mean contains the bar or is wider than
-    the bar.
+    The value is the mean share. `is_met` is True if the mean is at most `bar`. It is None if the
+    95 % confidence interval of the mean contains `bar` or is wider than `bar`.
     """
     mean = statistics.fmean(shares)
     half = _T95 * statistics.stdev(shares) / len(shares) ** 0.5
@@ -86,7 +91,7 @@ def share_figure(shares: list[float], bar: float) -> dict[str, Any]:
 
 
 class _Stopwatch:
-    """Adds up the times of all calls of some functions."""
+    """Sums the times of all calls of the functions that `wrap` returns."""
 
     def __init__(self, clock: Callable[[], float], wait: Callable[[], None]) -> None:
         self._clock, self._wait = clock, wait

@@ -34,35 +34,36 @@ _LOOP = "optimus.train.loop"
 _STATUS = 9
 """Exit status of a rank with the fault "exit", which emulates an exit by a library."""
 _FEWEST = 2
-"""Minimum number of measured times of which a median is taken."""
+"""Minimum number of saves (or evaluations) before the first slow one, whose time is a multiple of
+their median time."""
 _EVERY = 3
 """Every third save and every third evaluation is slow."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Measurements and faults in the processes of a launch."""
+    """Settings of the measurements and faults in the processes of a launch."""
 
     folder: str
     """Folder for reports, outside of the run directory."""
     run_dir: str
     audits: bool = False
-    """True to report the files that processes create and open. This makes opening a file slower."""
+    """True to report the files that processes create and open. Opening a file then takes longer."""
     slowdown: float = 1.0
-    """Time of a slow save or evaluation, as a multiple of the median time of those that are not
-    slow."""
+    """Time of a slow save or evaluation, as a multiple of the median time of other calls. With 1,
+    no call is slow."""
     save_interval: int = 0
     eval_interval: int = 0
 
     @property
     def fault_file(self) -> Path:
-        """File with the next fault in a rank, as JSON: attempt, rank and kind ("nan", "error",
-        "exit")."""
+        """JSON file that requests the next fault of a rank. Its keys are `attempt`, `rank` and
+        `kind`, which is "nan", "error" or "exit"."""
         return Path(self.folder, "fault.json")
 
     def report(self, kind: str, **values: Any) -> None:
-        """Append a report to the file of reports. Several processes may call this at the same
-        time."""
+        """Append a JSON line to the file of reports: `kind`, `values`, the Unix time, and the ID,
+        attempt and rank of this process. Several processes may call this at the same time."""
         values |= {"kind": kind, "time": time.time(), "pid": os.getpid()}
         values["attempt"] = int(os.environ.get("OPTIMUS_ATTEMPT", 0))
         values["rank"] = int(os.environ.get("RANK", 0))
@@ -83,7 +84,8 @@ class Plan:
 
 
 def start() -> None:
-    """Start the measurements and faults in this process, if it belongs to the benchmark."""
+    """Start the measurements and faults in this process if its environment variable PLAN is
+    set."""
     if PLAN not in os.environ:
         return
     plan = Plan(**json.loads(os.environ[PLAN]))
@@ -96,7 +98,7 @@ def start() -> None:
 
 
 class _LoopFinder(importlib.abc.MetaPathFinder):
-    """Finds `optimus.train.loop`, and changes it after it is loaded."""
+    """Import finder that replaces functions of `optimus.train.loop` after the module is loaded."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -165,7 +167,8 @@ def _take_fault(plan: Plan) -> str:
 
 
 def _nan_hook(plan: Plan) -> Callable[..., tuple[Any, ...]]:
-    """Return a forward hook of a block that makes its output NaN, and reports the first time."""
+    """Return a forward hook that makes the output of a block NaN. Its first call also reports the
+    fault."""
     is_reported = False
 
     def hook(module: Any, inputs: Any, output: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -181,7 +184,7 @@ def _nan_hook(plan: Plan) -> Callable[..., tuple[Any, ...]]:
 class _Slowdown:
     """Makes some saves and evaluations take a multiple of their median time.
 
-    Each of them is slow on a single rank.
+    Each slow save or evaluation is slow on only one rank.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -189,8 +192,8 @@ class _Slowdown:
         self._seconds: dict[str, list[float]] = defaultdict(list)
 
     def wrap(self, kind: str, call: Callable[..., Any], interval: int) -> Callable[..., Any]:
-        """Return a function that calls `call`, and then sleeps at some multiples of `interval`. The
-        first two arguments of `call` are an object and the step."""
+        """Return a function that calls `call` and, at some steps that are multiples of `interval`,
+        then sleeps. `call` is a method whose first argument is the step."""
 
         def timed(self_: Any, step: int, *args: Any, **kwargs: Any) -> Any:
             start = time.monotonic()
@@ -223,7 +226,8 @@ class _Audit:
         self._is_rank = True
 
     def hook(self, event: str, args: tuple[Any, ...]) -> None:
-        """Receive an event of the interpreter (PEP 578)."""
+        """Audit hook of the interpreter (PEP 578). Report imports and opened files of a rank, and
+        files that any process creates in the run directory."""
         if event == "import" and self._is_rank:
             self._plan.report("import", module=args[0])
         elif event == "open" and not isinstance(args[0], int):

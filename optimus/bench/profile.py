@@ -5,10 +5,11 @@ one more update under torch's profiler. In forward, an event belongs to the comp
 ran the event. In backward, an event belongs to the component whose forward made the event's node of
 the autograd graph.
 
-The bound of a component is the time of its matrix products at the peak FLOP/s. For a component
-without matrix products, the bound is the time to read and write its data at the memory bandwidth,
-which is measured with a triad, a = b + 2c. Peak and bandwidth are measured in the same process as
-the updates. The measurement needs a CPU and one process.
+Each component is compared with its bound, an estimate of its shortest possible time. The bound is
+the time of the component's matrix products at the peak FLOP/s. For a component without matrix
+products, the bound is the time to read and write its data at the memory bandwidth, which is
+measured with a triad, a = b + 2c. Peak and bandwidth are measured in the same process as the
+updates. The measurement needs a CPU and one process.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ _VIEWS = re.compile(
     "unsqueeze|view|reshape|flatten|unflatten|linear|matmul|as_strided|_unsafe_view|_reshape_alias|"
     "empty|empty_like|empty_strided|new_empty)"
 )
-"""Names of ops that only call other ops, return views, or allocate memory."""
+"""Pattern of the names of ops that only call other ops, return views, or allocate memory."""
 
 
 def profile_step(config: Config, steps: int) -> dict[str, Any]:
@@ -85,8 +86,8 @@ def profile_step(config: Config, steps: int) -> dict[str, Any]:
     Returns:
         A dict with the conditions of the measurement, `phases` and `parts`. `phases` has the median
         seconds of each phase. `parts` has an entry for each component: its seconds in forward, in
-        backward (with recomputation) and in the rest of an update, and its bound in seconds, which
-        is None for some components.
+        backward (with recomputation) and in the rest of an update, and its bound (an estimate of
+        the shortest possible time) in seconds. The bound is None for some components.
 
     Raises:
         ConfigError: The device is not a CPU.

@@ -38,7 +38,8 @@ _WARMUP = 2
 
 
 class TrainingRank(NamedTuple):
-    """A new model and its states on one rank."""
+    """A new model on one rank, its optimizer states, and the configuration and process groups of
+    the run."""
 
     config: Config
     world: World
@@ -48,8 +49,8 @@ class TrainingRank(NamedTuple):
     states: ChunkEngine
 
     def updater(self) -> Updater:
-        """Return an Updater. After this call, the backward of experts and embeddings adds gradients
-        directly to the gradient chunks of `states`."""
+        """Return an Updater, which runs training updates. After this call, the backward of experts
+        and embeddings adds gradients directly to the gradient chunks of `states`."""
         return Updater(
             self.config, self.groups, self.local, self.states, self.plan, self.world.device
         )
@@ -66,7 +67,7 @@ class TrainingRank(NamedTuple):
 
 
 def make_rank(config: Config, world: World, recorder: Recorder = NO_RECORDER) -> TrainingRank:
-    """Make the model of this rank and its states. A collective of all ranks.
+    """Make the model of this rank and its optimizer states. A collective of all ranks.
 
     Args:
         config: Configuration of the run.

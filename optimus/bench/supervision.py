@@ -1,9 +1,10 @@
-"""`optimus bench supervision`: times and figures of supervised runs, each with its bar.
+"""`optimus bench supervision`: times of detection and restart, and other figures of supervised
+runs.
 
-A bar is the limit that a figure must meet. This module launches runs of a tiny model on emulated
-nodes, and lets them fail at random times. It knows the times of the failures. It reads the times of
-detection and restart from the ledger, and the times of the start of ranks from reports of the
-ranks. It imports no torch until the NaN check is measured.
+Each figure has a bar, the limit that it must meet. This module launches runs of a tiny model on
+emulated nodes, and causes failures at random times. It reads the times of detection and restart
+from the ledger, in which the supervisor records events, and the times of the ranks' start-up phases
+from reports of the ranks. It imports no torch until the NaN check is measured.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ from optimus.resilience.supervision.ledger import (
 )
 
 FIGURES = ("faults", "cold", "files", "nan-check", "false-alarms")
-"""Names for `--only`."""
+"""Names of the figures, for the option `--only`."""
 EXITS = ("kill", "segv", "exit", "error", "nan")
-"""Faults of one rank: SIGKILL, SIGSEGV, exit by a library, an OSError, a NaN."""
+"""Faults of one rank: SIGKILL, SIGSEGV, exit by a library, an OSError, a NaN in the model."""
 SILENCES = ("power", "freeze", "cut")
 """Faults of a node: all of its processes are killed, all are suspended, or only its agent is
 suspended, so that the ranks continue."""
@@ -51,16 +52,17 @@ _SIGNALS = {"kill": signal.SIGKILL, "segv": signal.SIGSEGV}
 _SAVE_INTERVAL = 20
 _ALARM_INTERVAL = 10
 _DETECTION_S, _RIGHT, _WARM_S, _COLD_S, _NAN_SHARE = 1.0, 0.99, 4.0, 6.0, 0.01
-"""Bars: seconds to detect a failed rank; minimum share of faults for which the right node is
-excluded; seconds from detection to the first update, warm and cold; share of the NaN check."""
+"""Bars: maximum seconds to detect a failed rank; minimum share of faults after which the right node
+is excluded; maximum seconds from detection to the first update, with and without a warm process;
+maximum share of an update's time for the NaN check."""
 _SILENCE_S = 1.0
 """The bar for the detection of a silent node is `resilience.heartbeat_s` plus this time."""
 _SMALL, _LARGE = 2, 8
-"""Numbers of nodes of the two launches whose numbers of files are compared."""
+"""Node counts of the two launches in which created files are counted and compared."""
 
 
 class Options(NamedTuple):
-    """Choice of figures, and the sizes of their measurements."""
+    """Figures to measure, and settings of the measurements."""
 
     figures: tuple[str, ...] = FIGURES
     nodes: int = 4
@@ -78,12 +80,12 @@ class Options(NamedTuple):
 
 @dataclass(frozen=True)
 class FaultResult:
-    """A fault, and the supervisor's reaction to it."""
+    """A fault that the benchmark caused, and the times of its detection and of the restart."""
 
     kind: str
     detection_s: float
     is_right: bool
-    """True if exactly the node of the fault was excluded."""
+    """True if the node of the fault was excluded, and no other node."""
     seconds: dict[str, float]
     """Seconds of each phase from detection to the first update, in the order of the phases."""
     imports_s: float
@@ -92,8 +94,8 @@ class FaultResult:
 
 
 def check(options: Options, folder: Path | None, has_config: bool) -> None:
-    """Raise ConfigError if the measurement is not possible. `folder` is as in `bench_supervision`;
-    `has_config` is True if the user has given a configuration."""
+    """Raise ConfigError if an option is invalid or the directory `folder`, in which the benchmark
+    runs, does not exist. `has_config` is True if the user has given a configuration."""
     for name in options.figures:
         if name not in FIGURES:
             text = f"--only {name} is not a figure; use one of {', '.join(FIGURES)}"
@@ -121,7 +123,7 @@ def bench_supervision(
     """Measure figures of supervised runs.
 
     Args:
-        options: What to measure.
+        options: Figures to measure, and settings of the measurements.
         config: Configuration of the update in which the NaN check is timed; None for a small model.
         folder: Folder for the run directories, which are removed at the end; None for the folder of
             temporary files.
@@ -164,10 +166,10 @@ def bench_supervision(
 
 
 def figure(name: str, values: Sequence[float], bar: float, unit: str = "s") -> dict[str, Any]:
-    """Return a figure that compares the 95th percentile of `values` with `bar`.
+    """Return a figure: the statistics of `values` (see `summarise`), and a comparison with `bar`.
 
-    The figure also has the spread of the values. The 95th percentile is the smallest of the values
-    that at least 95 % of the values do not exceed.
+    `is_met` is True if the 95th percentile is at most `bar`, and None without values. The 95th
+    percentile is the smallest of the values that at least 95 % of the values do not exceed.
     """
     spread = summarise(values)
     is_met = spread["p95"] <= bar if values else None
@@ -231,7 +233,8 @@ def _measure_faults(options: Options, work: Path, data: Path, result: dict[str, 
 
 
 def summarise_phases(restarts: Sequence[dict[str, float]]) -> dict[str, dict[str, Any]]:
-    """Return the spread of each phase of restarts."""
+    """Return the statistics (see `summarise`) of the seconds of each phase, by name. Each dict of
+    `restarts` has the seconds of the phases of one restart."""
     names = dict.fromkeys(name for seconds in restarts for name in seconds)
     return {name: summarise([s[name] for s in restarts if name in s]) for name in names}
 
@@ -245,7 +248,8 @@ def _launch(
     evals: int = 0,
     **plan: Any,
 ) -> Iterator[Launch]:
-    """Return a context manager of a launch that has committed its first checkpoint."""
+    """Return a context manager that starts a launch, and yields it when its first checkpoint is
+    committed."""
     config = tiny_config(data, folder / "run", shape.ranks, interval, evals)
     probe = Plan(str(folder / "bench"), str(folder / "run"), **plan)
     with Launch(config, shape, probe) as launch:
@@ -256,7 +260,7 @@ def _launch(
 def _measure_fault(
     launch: Launch, kind: str, chance: random.Random, cold: bool = False
 ) -> FaultResult:
-    """Let a node of the running attempt fail, and wait for the first update of the next attempt.
+    """Cause a fault in the running attempt, and wait for the first update of the next attempt.
 
     Args:
         launch: The launch.
@@ -305,8 +309,8 @@ def _measure_fault(
 
 
 def _inject(launch: Launch, kind: str, node: str, local_rank: int) -> float | None:
-    """Let a node fail, and return the Unix time of the fault. Return None if the rank itself
-    reports this time."""
+    """Cause a fault on a node, and return the Unix time of the fault. Return None if the failing
+    rank reports this time."""
     if kind in ("nan", "error", "exit"):
         running = launch.history().running
         assert running is not None
@@ -342,10 +346,11 @@ def marks_after(history: History, attempt: int) -> list[NodeMarked]:
 
 
 def restart_phases(history: History, attempt: int, report: dict[str, Any]) -> dict[str, float]:
-    """Return the phases from the end of `attempt` to the end of the next attempt's first update.
+    """Return the seconds of each phase from the end of `attempt` to the end of the next attempt's
+    first update.
 
     Args:
-        history: The ledger.
+        history: State of the run, with the events of its ledger.
         attempt: Number of the failed attempt.
         report: The report "first update" of the next attempt's first rank.
     """
@@ -412,7 +417,8 @@ class Files(NamedTuple):
 
 
 def measure_files(folder: Path, data: Path, nodes: int) -> Files:
-    """Let a node of a launch of `nodes` nodes fail, and return the files of the next attempt.
+    """Kill a rank of a launch of `nodes` nodes. Return the files that the next attempt opens and
+    creates.
 
     Args:
         folder: Folder for the run directory and the files of the benchmark.
@@ -435,8 +441,8 @@ def measure_files(folder: Path, data: Path, nodes: int) -> Files:
 def is_module(path: str) -> bool:
     """Return True if a path has the suffix of a Python module or an extension module.
 
-    The library of the compiled kernels (liboptimus*) is no module. A rank opens it even if the
-    process from which it was forked has loaded it, to check that it is still the same file.
+    The result is False for the library of compiled kernels (liboptimus*). Each rank opens this
+    library to check that the file has not changed since the rank's parent process loaded it.
     """
     return path.endswith((".py", ".pyc", ".so")) and not Path(path).name.startswith("liboptimus")
 
@@ -452,8 +458,8 @@ def _count(
 
 
 def _measure_false_alarms(options: Options, work: Path, data: Path, result: dict[str, Any]) -> None:
-    """Observe a run on a busy machine, in which some saves and evaluations take ten times their
-    median time."""
+    """Observe a run without faults on a busy machine, and count the failures that the supervisor
+    reports. Some saves and evaluations of the run take ten times their median time."""
     shape = Shape(options.nodes, 1, options.ranks_per_node)
     slow = {"slowdown": 10.0, "save_interval": _ALARM_INTERVAL, "eval_interval": _ALARM_INTERVAL}
     with (
@@ -533,7 +539,7 @@ def format_supervision(result: dict[str, Any]) -> str:
     if result.get("wrong_node"):
         lines += [
             "",
-            f"another node, or none, was excluded after: {', '.join(result['wrong_node'])}",
+            f"the wrong node or no node was excluded after: {', '.join(result['wrong_node'])}",
         ]
     if result.get("opened_modules"):
         lines += ["", f"a warm relaunch opened or imported: {', '.join(result['opened_modules'])}"]
