@@ -8,14 +8,14 @@ one file system. Before a load, the files are removed from the page cache.
 
 `ours` is Optimus; `cached` is Optimus with `checkpoint.direct_io = false`.
 
-`raw` writes the same bytes by pwrite and fsync, and reads them with a checksum.
+`raw` writes the same bytes with write and fsync, and reads them and verifies their checksums.
 
 `dcp` is torch.distributed.checkpoint; `torch` is torch.save on each rank. Both receive a few large
 tensors instead of many small ones, because they have an overhead for each tensor.
 
 There are two more comparisons. `verify` compares `optimus checkpoint verify` in one process with
-reading and hashing the files of `raw`. `stall` compares the time for which an asynchronous save
-stops training with the time to copy the states in memory.
+reading and hashing the files of `raw`. `stall` compares the time for which the start of an
+asynchronous save pauses training with the time to copy the states in memory.
 """
 
 from __future__ import annotations
@@ -117,7 +117,18 @@ class SaveStall:
 
 
 def measure_checkpoint(world: World, folder: Path, hidden: int, rounds: int) -> dict[str, Any]:
-    """Measure all methods on the ranks of `world`. A collective of all ranks."""
+    """Measure how long each method takes to save and load states, and make the comparisons `verify`
+    and `stall`. A collective of all ranks.
+
+    Args:
+        world: All ranks.
+        folder: Empty folder that all ranks share.
+        hidden: Hidden size of the model whose states are saved.
+        rounds: Number of timed rounds.
+
+    Returns:
+        The results, for `format_result`. Peaks of memory are in bytes.
+    """
     states = _make_states(world, hidden)
     methods = _make_methods(states, world)
     folders = {name: SaveFolder(folder / name, world) for name in methods}
@@ -223,7 +234,7 @@ def _blocks(flats: Sequence[Tensor]) -> Iterator[memoryview]:
 
 
 def _dcp(flats: Sequence[Tensor], world: World) -> Method:
-    """Return the functions of torch.distributed.checkpoint. On several ranks, each flat tensor is
+    """Return a Method that uses torch.distributed.checkpoint. On several ranks, each flat tensor is
     the local shard of a DTensor."""
     from torch.distributed import checkpoint
 
@@ -249,7 +260,7 @@ def _dcp(flats: Sequence[Tensor], world: World) -> Method:
 
 
 def _torch_save(flats: Sequence[Tensor], world: World) -> Method:
-    """Return functions that call torch.save and torch.load. `save` also calls fsync."""
+    """Return a Method that uses torch.save and torch.load. After torch.save, it calls fsync."""
 
     def save(folder: Path) -> None:
         with open(folder / f"{world.everyone.rank}.pt", "xb") as file:
@@ -276,9 +287,12 @@ def _compare(
     rounds: int,
     world: World,
 ) -> dict[str, Any]:
-    """Return `s`, the seconds of each contestant in each round, and `ours_by`. For each contestant
-    except `ours`, which is Optimus, `ours_by` has the least, median and greatest ratio of the
-    contestant's time to the time of `ours` in the same round."""
+    """Time functions (the contestants) in turn. One of them, `ours`, belongs to Optimus.
+
+    Returns:
+        `s`: Seconds of each contestant in each round. `ours_by`: For each other contestant, the
+        least, median and greatest ratio of its time to the time of `ours` in the same round.
+    """
     seconds = common.race(contestants, rounds, world, before=before)
     ours_by = {name: paired(s, seconds["ours"]) for name, s in seconds.items() if name != "ours"}
     return {"s": seconds, "ours_by": ours_by}
@@ -316,8 +330,8 @@ def _stall(states: RankStates, path: Path, rounds: int, world: World) -> dict[st
 
 
 def _peak_bytes(method: Method, folder: SaveFolder, world: World) -> dict[str, int]:
-    """Return the increase of resident memory during a save and a load, on the rank with the
-    greatest increase."""
+    """Return the greatest increase of resident memory, in bytes, that a save and a load cause on
+    any rank. The keys are "save" and "load"."""
     meter = common.MemoryMeter()
     folder.renew()
     barrier(world.everyone)
@@ -374,9 +388,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = make_parser().parse_args(argv)
     counts = args.ranks or (1, 2)
     if args.hidden < 64 or args.hidden % 64 or min(counts) < 1 or args.rounds < 1:
-        raise ConfigError("--ranks and --rounds must be at least 1, and --hidden a multiple of 64")
+        raise ConfigError(
+            "--ranks and --rounds must be at least 1, and --hidden must be a multiple of 64"
+        )
     if not os.path.isdir(args.dir):
-        raise ConfigError(f"--dir {args.dir}: no such directory")
+        raise ConfigError(f"--dir {args.dir}: no such directory; create it")
     result = {
         "versions": common.versions(),
         "directory": os.path.abspath(args.dir),

@@ -84,7 +84,7 @@ def run_ranks(
         The result of rank 0.
 
     Raises:
-        OptimusError: A rank failed. Its message is on standard error.
+        OptimusError: A rank failed. The rank has printed its error message on standard error.
     """
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     with tempfile.TemporaryDirectory(prefix="optimus-bench-", dir=directory) as folder:
@@ -92,7 +92,8 @@ def run_ranks(
             processes.spawn(_start_rank, (count, folder, measure, arguments), nprocs=count)
         except processes.ProcessExitedException as error:
             raise OptimusError(
-                f"the benchmark on {counted(count, 'rank')} failed; read the messages of the ranks"
+                f"the benchmark on {counted(count, 'rank')} failed; see the errors of the ranks "
+                "above"
             ) from error
         return json.loads((Path(folder) / "result.json").read_text())
 
@@ -122,7 +123,7 @@ def measure_on_rank(
     result to `folder`/result.json.
 
     Raises:
-        RunEnded: A rank raised an OptimusError. Every rank raises it.
+        RunEnded: A rank raised an OptimusError. Every rank raises RunEnded.
     """
     world = start_world(launch, device="cpu")
     try:
@@ -153,8 +154,7 @@ def race(
         rounds: Number of timed rounds. One untimed round precedes them.
         world: All ranks.
         clock: Clock in seconds.
-        before: For each name, a function to call before the timed function; its time is not
-            counted.
+        before: For each name, an untimed function that is called before the timed function.
 
     Returns:
         For each name, the seconds of the slowest rank in each round.
@@ -186,7 +186,7 @@ class MemoryMeter:
             self._libc.mallopt(threshold, 1 << 16)
 
     def start(self) -> int:
-        """Free unused memory, restart the recording of the peak, and return resident memory."""
+        """Free unused memory, and reset the recorded peak. Return the resident memory in bytes."""
         gc.collect()
         self._libc.malloc_trim(0)
         self.reset_peak()
@@ -196,7 +196,7 @@ class MemoryMeter:
         Path("/proc/self/clear_refs").write_text("5")
 
     def peak(self) -> int:
-        """Return the peak of resident memory since `start` or `reset_peak`."""
+        """Return the peak of resident memory, in bytes, since `start` or `reset_peak`."""
         return self._read("VmHWM")
 
     def _read(self, key: str) -> int:
@@ -209,7 +209,7 @@ class MemoryMeter:
 
 @contextlib.contextmanager
 def on_threads(count: int) -> Iterator[None]:
-    """Return a context in which torch computes with `count` threads."""
+    """Return a context manager, in whose context torch computes with `count` threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -243,12 +243,12 @@ def versions() -> dict[str, str]:
 def mula_config(hidden: int, ranks: int, ep: int = 1, **optim: Any) -> Config:
     """Return the configuration of a small model with the proportions of Mula-7B-A1B.
 
-    Its experts have 13.5 times as many parameters as the rest of the model. With a hidden size of
-    256 it has 27 million parameters.
+    The experts have 13.5 times as many parameters as the rest of the model. With a hidden size of
+    256, the model has 27 million parameters.
 
     Args:
         hidden: Hidden size.
-        ranks: Number of ranks. Each has a microbatch of one sequence.
+        ranks: Number of ranks. Each rank has a microbatch of one sequence.
         ep: Size of expert parallelism.
         optim: Further settings of the section `optim`.
     """

@@ -1,14 +1,14 @@
-"""Measure tokens per CPU-second of our Loader and of Megatron-LM's GPTDataset on the same tokens.
+"""Compare the tokens per CPU-second that Optimus' Loader and Megatron-LM's GPTDataset read.
 
 GPTDataset needs a separate virtual environment:
 
     python -m venv peer && peer/bin/pip install torch==2.13.0 && peer/bin/pip install megatron-core
     python scripts/bench/data_loader.py --peer peer/bin/python
 
-Each run is a new process, and its CPU time includes all threads. Our Loader reads complete batches.
-GPTDataset reads single samples, without collation, workers or masks. The Loader is also measured
-with a permuted order, with document masks, and with a mixture of three data sets. The script also
-measures the time to open a data set of 10,000 shards.
+Both read the same tokens. Each run is a new process, and its CPU time includes all threads. Our
+Loader reads complete batches. GPTDataset reads single samples, without collation, workers or masks.
+The Loader is also measured with a permuted order, with document masks, and with a mixture of three
+data sets. The script also measures the time to open a data set of 10,000 shards.
 """
 
 from __future__ import annotations
@@ -77,8 +77,16 @@ def make_data(folder: Path, tokens: int, context: int) -> None:
 
 
 def read_ours(folder: Path, variant: str) -> dict[str, Any]:
-    """Time the Loader on the data set. Return the number of tokens, the CPU-seconds to read them,
-    and the CPU-seconds to open the data set."""
+    """Time our Loader on the data sets that `make_data` made in `folder`.
+
+    Args:
+        folder: The folder of `make_data`.
+        variant: One of VARIANTS.
+
+    Returns:
+        `tokens`: Number of tokens read. `cpu_s`: CPU-seconds to read the tokens. `open_s`:
+        CPU-seconds to open the first data set.
+    """
     import torch
 
     from optimus.data.dataset import TokenDataset
@@ -141,7 +149,8 @@ def open_many(folder: Path) -> float:
 
 
 def child(command: list[str]) -> dict[str, Any]:
-    """Run a command; return the JSON object in the last line of its standard output."""
+    """Run a command, and return the JSON object in the last line of its standard output. If the
+    command fails, exit with its errors."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
     if done.returncode:

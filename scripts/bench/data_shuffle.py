@@ -5,8 +5,8 @@
     python scripts/bench/data_shuffle.py memory [--instances 10000000] [--memory 256MB]
     python scripts/bench/data_shuffle.py scaling --input GLOB --tokenizer FILE [--rounds 3]
 
-`ratio` divides the time of shuffling and sharding, for each of the strategies `gather` and
-`bucket`, by the time of a plain copy. `memory` measures the peak resident memory of shuffling and
+`ratio` divides the time of shuffling and sharding by the time to copy the same bytes, for each of
+the strategies `gather` and `bucket`. `memory` measures the peak resident memory of shuffling and
 sharding under the limit `--memory`. `scaling` compares two times: one worker tokenizes one corpus,
 and two workers tokenize two copies of it. Each command prints one JSON object.
 """
@@ -66,7 +66,8 @@ def make_token_arrays(out: Path, tokens: int) -> None:
 
 
 def copy(source: Path, target: Path, block_bytes: int, file_bytes: int) -> None:
-    """Copy the token arrays in order, in blocks of `block_bytes`, to files of `file_bytes`."""
+    """Copy the token arrays in `source`, in their order, to files of `file_bytes` in `target`. Read
+    and write blocks of `block_bytes`."""
     target.mkdir()
     names = sorted(source.glob("unit-?????.npy"))
     buffer = memoryview(bytearray(block_bytes))
@@ -137,7 +138,8 @@ def ratio(args: argparse.Namespace) -> dict:
 
 
 def memory(args: argparse.Namespace) -> dict:
-    """Return the peak memory of shuffling and sharding many short rows, for each strategy."""
+    """Return the peak memory in which each strategy shuffles and shards many short rows. Also check
+    that the shards of both strategies are identical."""
     with tempfile.TemporaryDirectory(dir=args.dir, prefix="data-shuffle-") as base:
         source = Path(base, "source")
         make_token_arrays(source, args.instances * args.context)

@@ -13,8 +13,8 @@ megatron-core. Each peer needs a separate virtual environment:
     pip install torch==2.13.0 megatron-core transformers sentencepiece six triton
 
 All programs use the same tokenizer and one worker. CPU seconds include the start-up and all
-processes of a program. The program `bare` is a minimal loop that encodes the corpus. The ids of
-each program are compared with the ids of `bare`.
+processes of a program. The program `bare` is a minimal loop that encodes the corpus. The token ids
+of each program are compared with those of `bare`.
 
 The corpus should not contain the text of special tokens, because the peers encode such text as the
 special tokens. If dolma is a peer, the script rewrites the corpus to a form that dolma accepts, and
@@ -178,7 +178,8 @@ def rewritten(corpus: Path, work: Path) -> Path:
 
 
 def version_of(python: str, names: tuple[str, ...]) -> str:
-    """Return the versions of the packages `names` that the interpreter `python` imports."""
+    """Return the names and versions of the packages `names` that the interpreter `python` imports,
+    as text."""
     code = "import sys, importlib.metadata as m\nfor n in sys.argv[1:]:\n print(n, m.version(n))"
     done = subprocess.run([python, "-c", code, *names], capture_output=True, text=True)
     return ", ".join(done.stdout.split("\n")[:-1])

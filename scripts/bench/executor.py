@@ -5,9 +5,10 @@
 
 The script prints three measurements, each as median and quartiles:
 
-`interpretation` is the CPU time of the executor's loop over actions that do nothing.
+`interpretation` is the CPU time of the executor's loop, with actions that do nothing.
 
-`bookkeeping` is the CPU time that the executor adds to forward and backward passes.
+`bookkeeping` is the CPU time that the executor adds to forward and backward passes. It is the
+difference from the same passes without an executor.
 
 `posting` is the wall-clock time to post a send or a receive of --bytes bytes over gloo. It does not
 include waiting for a message.
@@ -96,8 +97,8 @@ def measure(function: Callable[[], Any], repeat: int) -> list[float]:
 
 
 def post(rank: int, init_method: str, microbatches: int, repeat: int, length: int) -> None:
-    """Run stage `rank` of a pipeline of two stages, each of which is a separate process. The
-    process of stage 0 prints the times to post a message."""
+    """Run stage `rank` of a pipeline of two stages, each of which is a separate process. In the
+    process of stage 0, print the times to post a send and a receive."""
     torch.set_num_threads(1)
     world = start_world(LaunchEnv(rank, 2, rank, 2, init_method), device="cpu")
     channels = join_groups(Mesh(pp=2), world).channels

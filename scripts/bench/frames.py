@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""Count the files that operations use, and the stack frames from backward to a reduce-scatter.
+"""Count the source files that operations enter, and the frames from backward to a reduce-scatter.
 
     python scripts/bench/frames.py [--files] [--json]
 
-A file of Optimus counts if a thread of the first rank calls one of its functions. Three operations
-run on two local ranks with a small model: an update with ep = 2, a save of a full checkpoint, and
-a load of this checkpoint. The fourth is `optimus-data tokenize` with one document, in one process.
-The stack frames are the functions of Optimus between torch's backward and a reduce-scatter.
+An operation enters a source file of Optimus if a thread of the first rank calls a function of the
+file. Three operations run on two local ranks with a small model: an update with ep = 2, a save of a
+full checkpoint, and a load of this checkpoint. The fourth operation is `optimus-data tokenize` with
+one document, in one process. The frames are the functions of Optimus that are on the stack between
+torch's backward and a reduce-scatter.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ _TEXT = "A document of a few words, which the tokenizer divides into tokens.\n"
 
 @contextlib.contextmanager
 def entered_files() -> Iterator[set[str]]:
-    """Return a context that yields a set. Each file of Optimus whose functions are called in the
-    context is added to the set."""
+    """Return a context manager that yields a set. The path of each source file of Optimus whose
+    functions are called in the context is added to the set."""
     files: set[str] = set()
 
     def enter(frame: FrameType, event: str, argument: Any) -> None:
@@ -62,8 +63,9 @@ def entered_files() -> Iterator[set[str]]:
 
 @contextlib.contextmanager
 def reduce_scatter_frames() -> Iterator[list[list[str]]]:
-    """Return a context that yields a list. Each reduce-scatter in a backward appends the functions
-    of Optimus on the stack between torch's autograd and torch's reduce-scatter, outermost first."""
+    """Return a context manager that yields a list. For each reduce-scatter in a backward, the list
+    gets an entry: the names of Optimus' functions on the stack between torch's autograd and torch's
+    reduce-scatter, outermost first."""
     stacks: list[list[str]] = []
     name = "reduce_scatter_single"
     if not hasattr(distributed, name):
@@ -92,8 +94,8 @@ def measure_ranks(world: World, folder: Path) -> dict[str, Any]:
     """Run the three operations that need several ranks. A collective of all ranks.
 
     Returns:
-        `files`: The files that each operation uses. `reduce-scatter`: The functions of Optimus on
-        the longest stack from backward to a reduce-scatter.
+        `files`: For each operation, the source files whose functions it calls. `reduce-scatter`:
+        The functions of Optimus on the longest stack from backward to a reduce-scatter.
     """
     rank = make_rank(common.mula_config(64, world.size, ep=2, sharding="epso"), world)
     updater, microbatches = rank.updater(), rank.microbatches()
@@ -127,7 +129,8 @@ def measure_ranks(world: World, folder: Path) -> dict[str, Any]:
 
 
 def measure_tokenize(folder: Path) -> list[str]:
-    """Tokenize a document, and return the source files of the Python functions that this calls."""
+    """Tokenize a document with `optimus-data tokenize`. Return the source files of Optimus whose
+    functions are called."""
     text, tokenizer = folder / "text.txt", folder / "tokenizer.json"
     text.write_text(_TEXT)
     source = ["--input", str(text)]
@@ -147,11 +150,11 @@ def _run_data(command: list[str]) -> None:
 
 
 def format_result(result: dict[str, Any], lists_files: bool) -> str:
-    """Format a result as Markdown.
+    """Return a result as Markdown.
 
-    It has, for each operation, the number of source files whose functions the operation calls, and
-    the names of the functions on the stack between backward and a reduce-scatter. With
-    `lists_files`, it also has the names of the files.
+    The text contains, for each operation, the number of source files whose functions the operation
+    calls, and the names of the functions on the stack between backward and a reduce-scatter. With
+    `lists_files`, the text also contains the names of the source files.
     """
     functions = result["reduce-scatter"]
     lines = ["| operation | files entered |", "|---|---|"]
@@ -166,7 +169,7 @@ def format_result(result: dict[str, Any], lists_files: bool) -> str:
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--files", action="store_true", help="list the files, too")
+    parser.add_argument("--files", action="store_true", help="also list the source files")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     return parser
 

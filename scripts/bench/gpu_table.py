@@ -1,5 +1,5 @@
-"""Write a Markdown page with the results of `scripts/bench/gpu_all.sh`, the versions and the
-date."""
+"""Write a Markdown page with the results of `scripts/bench/gpu_all.sh`, their date, and the
+versions of the compared packages."""
 
 from __future__ import annotations
 

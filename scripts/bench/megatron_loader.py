@@ -2,8 +2,9 @@
 
     PYTHON scripts/bench/megatron_loader.py STEM CONTEXT CACHE
 
-data_loader.py runs this script in a virtual environment with megatron-core. The script prints one
-JSON object.
+STEM is the path of the data set without .bin and .idx, CONTEXT is the number of tokens in a sample,
+and CACHE is a folder for index files. data_loader.py runs this script in a virtual environment with
+megatron-core. The script prints one JSON object.
 """
 
 from __future__ import annotations

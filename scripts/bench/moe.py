@@ -3,9 +3,10 @@
 
     python scripts/bench/moe.py [--case SHAPE-DTYPE] [--peers A,B] [--threads N] [--json]
 
-First, the result of each block is compared with a loop over the experts. If our block differs, the
-script ends. A peer that differs or fails is reported. Then all blocks are timed in turn, with the
-same weights and input. A pass is forward and backward. The peers are in moe_peers.py.
+First, the output and gradients of each block are compared with those of a loop over the experts. If
+our block differs, the script ends with an error. For the blocks of other libraries (the peers in
+moe_peers.py), the error or the failure is reported. Then all blocks are timed in turn, with the
+same weights and input. A pass is forward and backward.
 """
 
 from __future__ import annotations
@@ -96,7 +97,8 @@ class Case:
 
     @property
     def bytes_needed(self) -> int:
-        """Bytes of the weights, of two sets of their gradients, and of a batch."""
+        """Memory that a case needs, in bytes: the weights, two sets of gradients of the weights,
+        and the activations of a batch."""
         size = 4 if self.dtype == "fp32" else 2
         weights = 3 * self.experts * self.hidden * self.inner
         slots = self.tokens * self.top_k * (4 * self.hidden + 6 * self.inner)
@@ -118,7 +120,7 @@ def make_case(name: str, tokens: int, on_cpu: bool) -> Case:
 
 
 def make_block(case: Case) -> FastSparseMoE:
-    """Return our block with the sizes of a case, on the meta device."""
+    """Return the MoE block of Optimus with the sizes of a case, on the meta device."""
     model = {
         "architecture": "olmoe",
         "num_layers": 1,
@@ -134,7 +136,7 @@ def make_block(case: Case) -> FastSparseMoE:
 
 
 class OurBlock(nn.Module):
-    """Our block with its router and the router's statistics."""
+    """MoE block of Optimus, including the router and the router's statistics."""
 
     def __init__(self, case: Case, weights: dict[str, Tensor]) -> None:
         super().__init__()
@@ -174,23 +176,23 @@ def bench_moe(
     tokens: int = 0,
     device: str = "auto",
 ) -> dict[str, Any]:
-    """Measure each case with each number of threads.
+    """Measure each case on a CPU with each number of threads, or once on another device.
 
     Args:
         cases: Names SHAPE-DTYPE; empty for the default cases of the device.
         peers: Names of PEERS; empty for all.
-        threads: Numbers of threads, for a CPU.
+        threads: Thread counts for a CPU.
         rounds: Number of timed rounds.
         tokens: Tokens in a batch; 0 for the default of the case.
         device: Name of the device, or `auto`.
 
     Returns:
-        The conditions and the figures of each case, ready for JSON. Seconds are [best, median] per
+        The conditions and the results of each case, ready for JSON. Seconds are [best, median] per
         pass.
 
     Raises:
-        ConfigError: A case or a peer is unknown, or a number is too small.
-        OptimusError: Our block differs from the loop over the experts.
+        ConfigError: A case or a peer is unknown, or an argument is too small.
+        OptimusError: The result of our block differs from that of the loop over the experts.
     """
     chosen_device = platform.pick_device(0, device)
     on_cpu = chosen_device.type == "cpu"
@@ -305,7 +307,8 @@ def _check(
         )
     if not errors["ours"] <= _LIMITS[case.dtype]:
         raise OptimusError(
-            f"{case.name}: our block differs by {errors['ours']:.1e} from the loop over the experts"
+            f"{case.name}: the relative error of our block is {errors['ours']:.1e} compared with "
+            f"the loop over the experts; the limit is {_LIMITS[case.dtype]:.0e}"
         )
     return errors, first
 
@@ -336,10 +339,9 @@ def _race(
     """Time all blocks and a large matrix product in turn.
 
     Returns:
-        The times of the blocks by name, and a list with the FLOPs of the matrix product and its
-        times. Times are a list with an entry for each round. An entry of the matrix product is a
-        pair (wall-clock seconds, CPU seconds). An entry of a block contains two pairs: for forward,
-        and for forward and backward.
+        `times`: For each block, a list with an entry for each round. An entry contains two pairs
+        (wall-clock seconds, CPU seconds): for forward, and for forward and backward.
+        `peak`: The FLOPs of the matrix product, and a list with such a pair for each round.
     """
     # Each timed pass has a new batch and follows an untimed pass with another batch. oneDNN
     # compiles products for each shape, and in training each step has other numbers of rows. With
@@ -371,8 +373,8 @@ def _summary(
     peak: Sequence,
     device: torch.device,
 ) -> dict[str, Any]:
-    """Return the results of each block. They are in CPU time on a CPU with one thread, otherwise in
-    wall-clock time."""
+    """Return the speeds of the blocks and the peak FLOP/s. They are computed from CPU time on a CPU
+    with one thread, otherwise from wall-clock time."""
     clock = int(device.type == "cpu" and torch.get_num_threads() == 1)
     flops, peaks = peak
     peak_flops = flops / min(seconds[clock] for seconds in peaks)

@@ -20,16 +20,16 @@ from optimus_kernels.grouped_mm import torch_form_works, torch_grouped_mm
 
 
 def gradient_of(leaf: Tensor) -> Tensor:
-    """Return the gradient of a leaf after a backward pass."""
+    """Return the gradient of a leaf tensor after a backward pass."""
     assert leaf.grad is not None
     return leaf.grad
 
 
 class Peer(nn.Module):
-    """Experts of a peer with the weights gate_up [E, 2F, D] and down [E, D, F].
+    """Experts of another library (a peer) with the weights gate_up [E, 2F, D] and down [E, D, F].
 
-    The weights are shared with our block, unless the peer needs another layout. `gradients` returns
-    the gradients of gate_up and down in our layout.
+    The parameters share memory with these weights, unless the library needs another layout.
+    `gradients` returns the gradients in the layout of gate_up and down.
     """
 
     def __init__(self, gate_up: Tensor, down: Tensor, top_k: int) -> None:
@@ -45,7 +45,7 @@ class Peer(nn.Module):
 
 
 class Loop(Peer):
-    """Loop over the experts, each with separate weights, as in transformers 4."""
+    """Loop over the experts, each of which has separate weights, as in transformers 4."""
 
     def build(self, gate_up: Tensor, down: Tensor) -> None:
         inner = down.shape[2]
@@ -109,7 +109,7 @@ class HuggingFace(Peer):
     def build(self, gate_up: Tensor, down: Tensor) -> None:
         olmoe = _library("transformers.models.olmoe.modeling_olmoe")
         if not hasattr(olmoe, "OlmoeExperts"):
-            raise common.Absent("it needs transformers 5 or later")
+            raise common.Absent("OlmoeExperts needs transformers 5 or later")
         experts, hidden, inner = down.shape
         config = _library("transformers").OlmoeConfig(
             hidden_size=hidden, intermediate_size=inner, num_experts=experts
@@ -132,11 +132,11 @@ class HuggingFaceEager(HuggingFace):
 
 
 class Liger(Peer):
-    """Liger's fused Triton kernels (liger-kernel 0.8)."""
+    """Experts as fused Triton kernels of Liger (liger-kernel 0.8)."""
 
     def build(self, gate_up: Tensor, down: Tensor) -> None:
         if not gate_up.is_cuda:
-            raise common.Absent("its Triton kernels need a GPU")
+            raise common.Absent("the Triton kernels of liger-kernel need a GPU")
         self.function = _library("liger_kernel.ops").LigerFusedMoEFunction
         super().build(gate_up, down)
 
@@ -145,12 +145,12 @@ class Liger(Peer):
 
 
 class ScatterMoE(Peer):
-    """GLUMLP of scattermoe. It needs a copy of gate_up in which the rows of the up projection
-    precede the rows of the gate projection."""
+    """The module GLUMLP of scattermoe. It uses a copy of gate_up in which the rows of the up
+    projection precede the rows of the gate projection."""
 
     def build(self, gate_up: Tensor, down: Tensor) -> None:
         if not gate_up.is_cuda:
-            raise common.Absent("its Triton kernels need a GPU")
+            raise common.Absent("the Triton kernels of scattermoe need a GPU")
         experts, hidden, inner = down.shape
         with torch.device("meta"):
             self.mlp = _library("scattermoe.mlp").GLUMLP(hidden, inner, experts, self.top_k)

@@ -38,7 +38,8 @@ _CLOCKS = ("wall", "cpu")
 
 
 class PeerExperts(nn.Module):
-    """Experts of a peer. `forward` accepts the same arguments as `forward` of our experts."""
+    """Experts of another library, with the interface of our experts: `forward` has the same
+    arguments."""
 
     def __init__(self, peer: nn.Module) -> None:
         super().__init__()
@@ -51,8 +52,8 @@ class PeerExperts(nn.Module):
 
 
 class Contest:
-    """Model that can run with our experts or, with the same weights, with those of a peer
-    library."""
+    """Model whose experts can be replaced: it runs with our experts or, with the same weights, with
+    the experts of a peer library."""
 
     def __init__(
         self, config: ModelConfig, names: list[str], device: torch.device, dtype: torch.dtype
@@ -87,12 +88,13 @@ class Contest:
         return terms.ce_sum / terms.num_targets + self.config.aux_loss_coef * terms.aux
 
     def block(self, x: Tensor) -> Tensor:
-        """Return the output of the first MoE block alone."""
+        """Run only the first MoE block, and return its output."""
         return self._layers[0](x)[0]
 
 
 def measure(contest: Contest, batch: tuple[int, int], rounds: int) -> dict[str, dict[str, list]]:
-    """Time a pass of the whole model and a pass of a single block, for each library in each round.
+    """Time a pass of the whole model and a pass of a single MoE block, with the experts of each
+    library in each round.
 
     Returns:
         `times[name][span]`, where `span` is "pass" or "block": a list that contains a pair
@@ -133,9 +135,9 @@ def measure(contest: Contest, batch: tuple[int, int], rounds: int) -> dict[str, 
 def summary(
     contest: Contest, times: dict[str, dict[str, list]], clock: int, seq_len: int
 ) -> dict[str, Any]:
-    """Return the median times of each library, and the speed-up of a pass with our experts over a
-    pass with the library's experts. `speed_up` is measured; `predicted` is computed from the median
-    times."""
+    """Return, for each library, the median times, and the speed-up of a pass with our experts over
+    a pass with the library's experts. `speed_up` is measured; `predicted` is computed from the
+    median times of a pass and of a single block."""
     config = contest.config
     slots = config.num_experts_per_tok * 3 * config.hidden_size * config.intermediate_size
     share = config.num_layers * 6.0 * slots / flops_per_token(config, seq_len)

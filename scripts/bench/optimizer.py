@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Compare the AdamW step, including its casts, with other libraries and with memory bandwidth.
+"""Compare our AdamW step, including its casts, with other libraries and with memory bandwidth.
 
     python scripts/bench/optimizer.py [--size N] [--threads N] [--rounds N] [--peers A,B] [--json]
 
@@ -11,9 +11,9 @@ compared with AdamW in fp64.
 cpu_adam. Both need two separate casts, of the gradients to fp32 and of the parameters to bf16.
 
 `bound` is the limit by memory bandwidth: it reads and writes the same number of bytes as a step,
-with a simple in-place op of torch. Two such ops are timed, and the faster one counts.
+with a simple in-place op of torch. Two such ops are timed, and the time of the faster one is used.
 
-The script also measures the exact norm of gradients.
+The script also measures the time to compute the exact norm of gradients.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ parameter)."""
 _STORED = 16
 """Bytes stored per parameter: states, gradient and parameter."""
 SIZES = (1 << 16, 1 << 26)
-"""Numbers of parameters. They need 1 MiB, which fits in the cache of a core, and 1 GiB, which fits
-in no cache."""
+"""Default sizes of a chunk, in parameters. The small chunk needs 1 MiB and fits in the cache of a
+core. The large chunk needs 1 GiB and fits in no cache."""
 _PARAMETERS_PER_SAMPLE = 1 << 22
 """Least number of parameters that are updated in a timed sample. For small sizes, a sample repeats
 the update, because one update is short compared with the resolution of the clock."""
@@ -69,7 +69,8 @@ PEERS = ("ours", "torch", "deepspeed", "bound")
 
 @dataclass
 class Chunk:
-    """Flat states of n parameters. `grad32` is for peers that need the gradient in fp32."""
+    """Flat tensors [n] for the update of n parameters: fp32 master weights and moments, bf16
+    gradient and parameters, and `grad32`, memory in which peers cast the gradient to fp32."""
 
     master: Tensor
     exp_avg: Tensor
@@ -93,7 +94,8 @@ def ours(chunk: Chunk) -> Callable[[], Any]:
 
 
 def torch_adamw(chunk: Chunk) -> Callable[[], Any]:
-    """Return an update with the kernel of torch.optim.AdamW(fused=True) and both casts."""
+    """Return a function that updates `chunk` with the kernel of torch.optim.AdamW(fused=True) and
+    the casts of gradients and parameters."""
     step = torch.tensor(
         10.0, device=chunk.master.device
     )  # AdamW counts the step before it calls the kernel
@@ -110,9 +112,10 @@ def torch_adamw(chunk: Chunk) -> Callable[[], Any]:
 
 
 def deepspeed_adam(chunk: Chunk) -> Callable[[], Any]:
-    """Return an update with DeepSpeed's cpu_adam and both casts. Raises Absent if it cannot run."""
+    """Return a function that updates `chunk` with DeepSpeed's cpu_adam and the casts of gradients
+    and parameters. Raises Absent if cpu_adam cannot run on this machine."""
     if chunk.master.device.type != "cpu":
-        raise common.Absent("it runs only on the CPU")
+        raise common.Absent("DeepSpeed's cpu_adam runs only on the CPU")
     try:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
@@ -147,21 +150,21 @@ def bound(chunk: Chunk) -> list[Callable[[], Any]]:
 def bench_optimizer(
     sizes: Sequence[int], threads: Sequence[int], rounds: int, peers: Sequence[str], device: str
 ) -> dict[str, Any]:
-    """Measure each size with each number of threads.
+    """Measure each size on a CPU with each number of threads, or once on another device.
 
     Args:
-        sizes: Numbers of parameters.
-        threads: Numbers of threads, for a CPU.
+        sizes: Sizes of the chunk, in parameters.
+        threads: Thread counts for a CPU.
         rounds: Number of timed rounds.
         peers: Names of PEERS; empty for all.
         device: Name of the device, such as `cpu`.
 
     Returns:
-        The conditions and the figures of each case, ready for JSON.
+        The conditions and the results of each case, ready for JSON.
 
     Raises:
-        ConfigError: A peer is unknown, or a number is too small.
-        OptimusError: A contestant does not compute AdamW.
+        ConfigError: A peer is unknown, or an argument is too small.
+        OptimusError: The result of a contestant differs from AdamW in fp64.
     """
     unknown = [name for name in peers if name not in PEERS]
     if unknown:
@@ -226,7 +229,7 @@ def _measure_case(
 
 
 def bench_norm(size: int, rounds: int, clock: int, device: torch.device) -> dict[str, Any]:
-    """Measure the exact sum of squares of `size` fp32 gradients.
+    """Measure the time to compute the exact sum of squares of `size` fp32 gradients.
 
     Args:
         size: Number of gradients.
@@ -251,7 +254,8 @@ def bench_norm(size: int, rounds: int, clock: int, device: torch.device) -> dict
 
 
 def _check(name: str, make: Callable[[Chunk], Callable[[], Any]], device: torch.device) -> None:
-    """Compare a contestant with torch's AdamW in fp64. Raises OptimusError if it differs."""
+    """Compare the result of a contestant with torch's AdamW in fp64. Raises OptimusError if they
+    differ."""
     chunk, exact = Chunk.make(4096, device), Chunk.make(4096, device)
     make(chunk)()
     parameter = torch.nn.Parameter(exact.master.double())
@@ -267,8 +271,9 @@ def _check(name: str, make: Callable[[Chunk], Callable[[], Any]], device: torch.
     error = float((chunk.master - parameter.detach()).abs().max() / moved)
     if not error < 1e-2 or not torch.equal(chunk.param, chunk.master.bfloat16()):
         raise OptimusError(
-            f"{name} does not compute AdamW: its error against fp64 is {error:.1e} of the largest "
-            "change of a parameter, or its bf16 parameters differ from the rounded master"
+            f"{name} does not compute AdamW: its fp32 master weights differ from AdamW in fp64 by "
+            f"{error:.1e} of the largest change of a parameter (limit 1e-2), or its bf16 "
+            "parameters differ from the rounded master weights"
         )
 
 
@@ -280,7 +285,7 @@ def _race(
     device: torch.device,
 ) -> dict[str, list[float]]:
     """Return the seconds of one step for each contestant and round. If a contestant has several
-    functions, the fastest counts."""
+    functions, the time of the fastest function is used."""
 
     def repeated(run: Callable[[], Any]) -> None:
         for _ in range(repeat):

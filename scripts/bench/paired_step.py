@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Compare the time of an update in this checkout with another checkout, such as an older commit.
+"""Compare the time of an update in this checkout and in another one, such as an older commit.
 
     git worktree add /tmp/before COMMIT && python scripts/bench/paired_step.py /tmp/before
 

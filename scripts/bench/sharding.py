@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Compare optim.sharding "epso" with "so" and Optimus with FSDP2, and measure the peak of memory.
+"""Compare optim.sharding "epso" with "so", compare Optimus with FSDP2, and measure peak memory.
 
     python scripts/bench/sharding.py [--ranks N] [--hidden N] [--rounds N] [--json]
 
 The local ranks train a model in which experts and other parameters have the proportions of
-Mula-7B-A1B. The contestants take turns, and each time is that of the slowest rank.
+Mula-7B-A1B. The compared programs run in turn, and each time is that of the slowest rank.
 """
 
 from __future__ import annotations
@@ -113,8 +113,8 @@ def measure_peak(config: Config, small: Config, world: World) -> dict[str, Any]:
 
 
 def _train(config: Config, world: World, meter: common.MemoryMeter) -> tuple[int, dict[str, int]]:
-    """Run three updates. Return the peak of resident memory in the last one, and the terms of the
-    formula for the peak."""
+    """Run three updates. Return the peak of resident memory in the last update, and the terms whose
+    sum predicts this peak, both in bytes."""
     ours = make_rank(config, world)
     states, microbatches, updater = ours.states, ours.microbatches(), ours.updater()
     for step in range(1, 1 + _WARMUP):
@@ -213,8 +213,8 @@ def compare_fsdp(config: Config, world: World, rounds: int) -> dict[str, Any]:
     difference = max(abs(a / b - 1) for a, b in zip(*losses, strict=True))
     if not difference < 1e-3:
         raise OptimusError(
-            f"the losses of Optimus and FSDP2 differ by {difference:.1e} after "
-            f"{counted(rounds, 'update')}"
+            f"the relative difference of the losses of Optimus and FSDP2 is {difference:.1e} in "
+            f"{counted(rounds, 'update')}; it must be below 1e-3"
         )
     return {
         "ours_s": seconds["ours"], "fsdp2_s": seconds["fsdp2"],
@@ -259,7 +259,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = make_parser().parse_args(argv)
     counts = args.ranks or (4, 8)
     if args.hidden < 64 or args.hidden % 64 or any(count < 2 or count % 2 for count in counts):
-        raise ConfigError("--ranks must be even numbers, and --hidden a multiple of 64")
+        raise ConfigError("--ranks must be even numbers, and --hidden must be a multiple of 64")
     if args.rounds < 1:
         raise ConfigError(f"--rounds {args.rounds} must be at least 1")
     result = {
