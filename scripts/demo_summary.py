@@ -1,4 +1,5 @@
-"""Print the demo's losses and the paths of its results: `python scripts/demo_summary.py DEMO`."""
+"""Print the losses of the demo in the directory DEMO, and the paths of its results. The command is
+`python scripts/demo_summary.py DEMO`."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ def main(demo: Path) -> None:
     held_out = read_json_lines(demo / "run" / "eval.jsonl")[-1]
     unigram = baselines["unigram_entropy"]
     newest = newest_valid(demo / "run")
-    assert newest is not None, "the demo's run left no checkpoint"
+    assert newest is not None, f"no valid checkpoint in {demo / 'run'}; run make demo again"
     print(
         f"""
 held-out loss of the model           {held_out["loss"]:.3f} nats per token (step {held_out["step"]})

@@ -1,7 +1,7 @@
 # Functions of the job scripts in slurm/ and pbs/, which source this file with `set -euo pipefail`. Each
-# script sets variables with the names of its options, `command` (the command after --), `submit` (the
-# command that submits the job) and `launch` (the command that runs in the job). The scripts of `optimus train`
-# set `options` to the names of their options.
+# script sets a variable for each of its options, `submit` (the command that submits the job) and `launch` (the
+# command that runs in the job). `read_options` sets `command` (the command after --). The scripts of
+# `optimus train` set `options` to the names of their options.
 
 unset CDPATH # with it, cd prints the directory and may change to another one
 me=$(basename "$0")
@@ -14,8 +14,9 @@ refuse() {
     exit 2
 }
 
-# Arguments: "NAME ..." WHAT ARGUMENT... Parses the options --NAME, --dry-run and --inside, and the command
-# after --, which messages call WHAT. An option that is listed as NAME! has no value and is added to `flags`.
+# Arguments: "NAME ..." WHAT ARGUMENT... Parses the arguments: the options --NAME, --dry-run and --inside, and
+# the command after --. Messages use the word WHAT for this command. An option that is listed as NAME! takes no
+# value and is added to `flags`.
 read_options() {
     local names=" $1 " what=$2 name
     shift 2
@@ -39,12 +40,13 @@ read_options() {
     command=("${@:2}")
 }
 
-# Arguments: OPTIONS VALUE... Refuses a value that is not a whole number; an empty value is an unset option.
+# Arguments: OPTIONS VALUE... Refuses a value that is not a whole number above 0. An empty value, that of an
+# option that is not set, is accepted.
 need_whole_numbers() {
     local number
     for number in "${@:2}"; do
         [[ -z $number || $number =~ ^[1-9][0-9]*$ ]] ||
-            refuse "$1 are whole numbers above 0"
+            refuse "$1: '$number' is not a whole number above 0"
     done
 }
 
@@ -64,7 +66,8 @@ read_exported() {
     for name in ${names[@]+"${names[@]}"}; do
         [[ $name =~ ^[A-Za-z_][A-Za-z0-9_]*$ ]] ||
             refuse "--export takes variable names separated by commas, not '$name'"
-        [[ -v $name ]] || refuse "--export $name: it is not set"
+        [[ -v $name ]] ||
+            refuse "--export $name: the variable $name is not set; set it, or remove it from --export"
         export "${name?}" # a shell variable that is not exported would not reach the job
     done
     while read -r name; do
@@ -92,13 +95,14 @@ need_program() {
     type -P "$program" >/dev/null || refuse "$program is no program; run scripts/setup.sh, or set OPTIMUS"
 }
 
-# Arguments: OPTION VALUE REPLACEMENT. Checks the options of a supervised run. OPTION has no effect on it.
+# Arguments: OPTION VALUE REPLACEMENT. Checks the options of a supervised run. Refuses OPTION if VALUE is not
+# empty, because the option has no effect on a supervised run; the message proposes REPLACEMENT.
 check_supervision() {
     [[ -z $buffer_nodes || $buffer_nodes =~ ^(0|[1-9][0-9]*)$ ]] ||
         refuse "--buffer-nodes $buffer_nodes is not a whole number; use 0 for a supervised run without buffer nodes"
     need_whole_numbers --chain "$chain"
     [[ -z $chain || -n $buffer_nodes ]] ||
-        refuse "--chain $chain continues supervised runs only; add --buffer-nodes K (0: without buffer nodes)"
+        refuse "--chain $chain needs a supervised run; add --buffer-nodes K (0: without buffer nodes)"
     [[ -z $buffer_nodes || -z $2 ]] || refuse "$1 has no effect with --buffer-nodes; remove it, or use $3"
 }
 
@@ -112,8 +116,9 @@ collect_options() {
     done
 }
 
-# Arguments: LAUNCHER JOB OPTION... Sets `launch` to a supervised run in the job JOB. Its supervisor submits the
-# next job of a chain with this script, because the job can end at any time without a further command.
+# Arguments: LAUNCHER JOB OPTION... Sets `launch` to the command of a supervised run in the job JOB, and `check`
+# to its dry run. The supervisor of the run submits the next job of a chain with this script, because the job can
+# end at any time without running a further command.
 set_supervised_launch() {
     local left=$((${chain:-0} - 1)) given
     launch=("$program" launch "${command[@]}" --launcher "$1" --nodes "$nodes" --buffer-nodes "$buffer_nodes"
@@ -129,7 +134,7 @@ set_supervised_launch() {
 }
 
 # Checks the run with the dry run of `optimus train` or `optimus launch`, before its job waits in a queue, and
-# prints its summary. The run of a further job has been checked.
+# prints the summary of the dry run. With --after, the run has already been checked for an earlier job.
 check_run() {
     [[ -z $after ]] || return 0
     need_program
@@ -152,7 +157,8 @@ show() {
     echo
 }
 
-# Runs its arguments as a command if this script runs inside the job, else returns.
+# Inside the job, runs its arguments, a command that exits; a dry run prints `launch` instead. Outside of the
+# job, returns.
 in_job() {
     [[ -n $inside ]] || return 0
     [[ -z $dry ]] || { show "${launch[@]}"; exit; }
@@ -185,8 +191,8 @@ run_ranks() {
     exit $((status > 128 ? 5 : status)) # status 5, a lost rank, if a signal ended a rank
 }
 
-# Runs `launch`, the supervisor of the job, and exits with its status. If a signal such as SIGKILL ends it, the
-# ranks train on, and another supervisor takes over.
+# Runs `launch`, the supervisor of the job, and exits with the supervisor's status. If a signal such as SIGKILL
+# ends the supervisor, the ranks continue to train, and this function starts another supervisor.
 run_supervisor() {
     local status signalled='' starts=0
     trap 'signalled=1' TERM # the supervisor also receives it; the ranks save and end
@@ -201,8 +207,8 @@ run_supervisor() {
 }
 
 # Arguments: VARIABLE PROGRAM [OPTION...]. Submits a job that sets VARIABLE to PROGRAM and runs this script with
-# --inside, the options (default: those in `options`) and the same command. A dry run prints the job and the
-# command that it launches.
+# --inside, the options (default: those in `options`) and the same command after --. A dry run prints the job and
+# the command that the job launches.
 submit_job() {
     local job given=("${@:3}")
     [[ $# -gt 2 ]] || collect_options

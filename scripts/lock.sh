@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Writes constraints-hashes.txt: the packages of constraints.txt with the sha256 of the file that pip
-# takes here, Linux on x86-64 with CPython 3.11. scripts/setup.sh installs them with these hashes on
-# that platform, and by version alone elsewhere. Torch is left out, because its file depends on the
-# chosen build; so are the packages of the extra `sycl`. Run it after a change of constraints.txt.
+# Writes constraints-hashes.txt: the packages of constraints.txt, each with the sha256 of the file that pip
+# installs on Linux x86-64 with CPython 3.11. scripts/setup.sh checks these hashes on that platform; on other
+# platforms, it pins only the versions. Torch is left out, because its file depends on the chosen build. The
+# packages of the extra `sycl` are left out, too. Run this script after a change of constraints.txt.
 set -euo pipefail
 unset CDPATH
 cd "$(dirname "$0")/.."

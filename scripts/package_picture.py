@@ -3,9 +3,9 @@
 
     python scripts/package_picture.py
 
-The graph is the transitive reduction of ALLOWED, the table of tests/test_imports.py: it has no
-arrow for an import that is implied by a path of other arrows. The modules that all packages may
-import are one node. The entry points are one node, too.
+The graph is the transitive reduction of ALLOWED, the table of tests/test_imports.py: the graph has
+no arrow for an import that is implied by a path of other arrows. One node combines the modules that
+all packages may import, and another node combines the entry points.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
-# Makes the virtual environment that `make` works in, or finds it up to date and ends at once.
+# Makes the virtual environment that the targets of `make` use. If it is up to date, changes nothing.
 # Called by the Makefile; README ("Choosing torch") describes the variables.
 #
 #   VENV         directory of the environment
-#   PYTHON       interpreter to build it with; empty: the first that runs and is new enough
-#   TORCH        pinned (the version in constraints.txt) or installed (whatever is there already)
-#   TORCH_INDEX  package index that holds the wanted build of torch; empty: pip's own. Torch and the
-#                packages it needs come from there alone, everything else from pip's own index.
+#   PYTHON       interpreter of the environment; empty: the first Python 3.11 or later on PATH
+#   TORCH        pinned (install the version in constraints.txt) or installed (use the torch that the
+#                interpreter already has)
+#   TORCH_INDEX  package index with the wanted build of torch; empty: pip's default index. Torch and its
+#                dependencies come only from TORCH_INDEX, all other packages from pip's default index.
 set -euo pipefail
-unset CDPATH # with it, cd prints, and goes elsewhere
+unset CDPATH # with it, cd prints the directory and may change to another one
 cd "$(dirname "$0")/.."
 
 VENV=${VENV:-$PWD/.venv} PYTHON=${PYTHON:-} TORCH=${TORCH:-} TORCH_INDEX=${TORCH_INDEX:-}
@@ -37,10 +38,11 @@ find_python() {
         fi
     done
     die "no Python 3.11 or later among: ${PYTHON:-python3.13 python3.12 python3.11 python3};" \
-        "install one, or name it: make PYTHON=/path/to/python3 ..."
+        "install Python 3.11 or later, or select an interpreter: make PYTHON=/path/to/python3 ..."
 }
 
-# What the environment was made from. Another content, place or torch makes it stale.
+# Prints the torch, the checkout and the files from which the environment is made. If this text differs from
+# that in `stamp`, the environment is out of date.
 fingerprint() {
     echo "torch $TORCH ${TORCH_INDEX:-default-index}"
     echo "checkout $PWD"
@@ -55,7 +57,7 @@ read_choice() {
     if [ "${TORCH:-$recorded_torch}" != "$recorded_torch" ] ||
         [ "${TORCH_INDEX:-$recorded_index}" != "$recorded_index" ]; then
         die "$VENV was made with TORCH=$recorded_torch from ${recorded_index:-the default index};" \
-            "remove it ('make distclean') or give the other build its own place: make VENV=.venv-other ..."
+            "remove it ('make distclean'), or make another environment: make VENV=.venv-other ..."
     fi
     TORCH=$recorded_torch TORCH_INDEX=$recorded_index
 }
@@ -73,8 +75,8 @@ make_venv() {
         die "'$python -m venv' failed; on Debian and Ubuntu install the package python3-venv"
 }
 
-# The hashes are those of one platform; elsewhere versions alone are pinned. Another torch may bring
-# other versions of the packages that it shares with us.
+# Returns true if constraints-hashes.txt applies: on its platform, and with the pinned torch. On other platforms,
+# only versions are pinned. Another torch may need other versions of the packages on which both depend.
 has_hashes() {
     [ "$TORCH" = pinned ] && [ "$("$VENV/bin/python" -c '
 import platform as p
@@ -84,23 +86,23 @@ print(p.system(), p.machine(), p.python_implementation(), *p.python_version_tupl
 
 install_torch() {
     if [ "$TORCH" = installed ]; then
-        say "[2/3] torch as installed"
+        say "[2/3] using the torch that is already installed"
         local found
         found=$("$VENV/bin/python" -c 'import torch; print(torch.__version__)' 2>&1) ||
             die "TORCH=installed, but $VENV/bin/python cannot import torch (${found##*$'\n'});" \
-                "load the module that brings it, or install it there first"
+                "load the module that provides torch, or install torch for this interpreter first"
         say "      torch ${found##*$'\n'}"
         "$VENV/bin/python" -m pip install "setuptools>=77"
         return
     fi
-    say "[2/3] torch and what it needs (200 MB to several GB, by build; a few minutes)"
-    if has_hashes; then # before torch, so that its step finds them and installs none unchecked
+    say "[2/3] torch and its dependencies (200 MB to several GB, depending on the build; a few minutes)"
+    if has_hashes; then # before torch, so that torch's dependencies are installed with checked hashes
         "$VENV/bin/python" -m pip install --require-hashes --no-deps -r constraints-hashes.txt
     else
         "$VENV/bin/python" -m pip install -c constraints.txt setuptools
     fi
-    # One index for this step: with two, either could serve any of the names. That index may lack the
-    # other pins, which the next step installs.
+    # One index for this step: with two, pip could take any package from either. TORCH_INDEX may lack the other
+    # pinned packages, which the next step installs.
     if [ -n "$TORCH_INDEX" ]; then
         "$VENV/bin/python" -m pip install --index-url "$TORCH_INDEX" "$(grep '^torch==' constraints.txt)"
     else
@@ -108,12 +110,12 @@ install_torch() {
     fi
 }
 
-# No build isolation: the pinned setuptools is in place, and nothing unpinned is fetched to build with.
+# Without build isolation, the installed, pinned setuptools builds Optimus, and pip fetches no unpinned one.
 install_rest() {
     say "[3/3] the other dependencies and Optimus itself, editable"
     local pins=(-c constraints.txt)
     [ "$TORCH" = pinned ] || pins=()
-    if has_hashes; then # nothing is left to fetch; pip check fails where a hash is missing
+    if has_hashes; then # all packages are installed; pip check fails if constraints-hashes.txt lacks one
         "$VENV/bin/python" -m pip install --no-deps --no-build-isolation -e ".[test]"
         "$VENV/bin/python" -m pip check
         return
@@ -123,7 +125,7 @@ install_rest() {
 
 case $TORCH in
     "" | pinned | installed) ;;
-    *) die "TORCH=$TORCH is neither 'pinned' nor 'installed'" ;;
+    *) die "TORCH=$TORCH is not valid; use TORCH=pinned or TORCH=installed" ;;
 esac
 read_choice
 TORCH=${TORCH:-pinned}
@@ -133,7 +135,7 @@ up_to_date() {
 }
 up_to_date && exit 0
 
-# Two makes at once: the second waits for the first, then finds nothing to do.
+# If two `make` run at the same time, the second waits for the first, and then changes nothing.
 mkdir -p "$(dirname "$VENV")"
 if command -v flock >/dev/null; then
     exec 9>"$VENV.lock"

@@ -4,7 +4,7 @@
 # environment. Needs some 8 GB of disk and, the first time, a few minutes to install packages.
 #
 #   VENV     directory of the environment (.venv-compat)
-#   PYTHON   interpreter to build it with
+#   PYTHON   interpreter of the environment (python3.11)
 #   TESTS    paths of tests, as for `make test`
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -21,13 +21,13 @@ wanted() {
 if [ "$(wanted)" != "$(cat "$stamp" 2>/dev/null)" ]; then
     free=$(df -Pk "$(dirname "$VENV")" | awk 'NR == 2 { print int($4 / 1048576) }')
     if [ ! -d "$VENV" ] && [ "$free" -lt 9 ]; then
-        echo "test-compat: $VENV needs 9 GB, and $free GB are free there; name another place:" \
+        echo "test-compat: $VENV needs 9 GB, but only $free GB are free; use another directory:" \
             "make test-compat VENV=/path" >&2
         exit 1
     fi
     rm -f "$stamp"
     "${PYTHON:-python3.11}" -m venv "$VENV"
-    # The pins of the suite, except torch and its dependencies: other versions of these are tested.
+    # The pinned versions, except those of torch and its dependencies, of which this script tests others.
     grep -v -E '^(torch|sympy|networkx|fsspec|mpmath|Jinja2|MarkupSafe)==' constraints.txt \
         >"$VENV/constraints.txt"
     "$VENV/bin/python" -m pip install -c "$VENV/constraints.txt" "setuptools>=77"

@@ -26,7 +26,7 @@ def test_case_of_the_command_line_is_run():
     result = python(str(DRILL), "--case", case)
     assert result.returncode == 0, result.stderr
     result = python(str(DRILL), "--case", '{"end": "last", "first.pp": 8}')
-    assert result.returncode == 2 and "Optimus rejects a run of this case" in result.stderr
+    assert result.returncode == 2 and "this case is not legal" in result.stderr
 
 
 def test_failing_case_is_reduced_to_the_simplest():

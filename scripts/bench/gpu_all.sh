@@ -1,29 +1,30 @@
 #!/usr/bin/env bash
-# Run everything that needs a GPU, on one card, in under ten minutes: build the CUDA kernels, run their
-# tests, run all GPU benchmarks, and write a table of them with versions and date.
+# Run everything that needs a GPU, on one GPU, in less than ten minutes: build the CUDA kernels, run their
+# tests, run all GPU benchmarks, and write a page with their results, the versions and the date.
 #
 #   scripts/bench/gpu_all.sh [--out FOLDER] [--budget SECONDS] [--dry-run] [--rehearse]
 #
-# The output of each part is written to FOLDER (default: build/gpu_all), where it replaces the output of
-# an earlier run; other files are kept. The table is also written to docs/benchmarks/DEVICE.md.
-# A part that fails or has no time left is named in the table, and the exit status is 1.
-# --dry-run prints the commands. --rehearse runs small versions of all parts on the CPU, with the table
-# only in FOLDER. PYTHON is the interpreter (default: .venv/bin/python if it exists, else python3).
+# The output of each step (build, tests or benchmark) is written to FOLDER (default: build/gpu_all), where it
+# replaces the output of an earlier run; other files are kept. The page is also written to
+# docs/benchmarks/DEVICE.md. It lists each step that fails or for which no time is left; the exit status is
+# then 1. --budget is the time for all steps (570 s). --dry-run prints the commands. --rehearse runs small
+# versions of all steps on the CPU, and writes the page only to FOLDER. The variable PYTHON is the interpreter
+# (default: .venv/bin/python if it exists, else python3).
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 out=build/gpu_all budget=570 dry_run=0 device=cuda
 while (($#)); do
   case $1 in
-    --out) out=${2:?--out wants a folder}; shift 2 ;;
-    --budget) budget=${2:?--budget wants seconds}; shift 2 ;;
+    --out) out=${2:?--out needs a folder}; shift 2 ;;
+    --budget) budget=${2:?--budget needs a number of seconds}; shift 2 ;;
     --dry-run) dry_run=1; shift ;;
     --rehearse) device=cpu; shift ;;
-    *) echo "gpu_all.sh: unknown argument $1; --out, --budget, --dry-run, --rehearse" >&2; exit 2 ;;
+    *) echo "gpu_all.sh: unknown argument $1; use --out, --budget, --dry-run or --rehearse" >&2; exit 2 ;;
   esac
 done
 if ! [[ $budget =~ ^[1-9][0-9]*$ ]]; then
-  echo "gpu_all.sh: --budget $budget must be a number of seconds" >&2
+  echo "gpu_all.sh: --budget $budget must be a whole number of seconds above 0" >&2
   exit 2
 fi
 [[ $out == /* ]] || out=$PWD/$out
@@ -44,7 +45,7 @@ if ((!dry_run)); then
   fi
   if [[ $device == cuda ]] &&
     ! "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
-    echo "gpu_all.sh: torch of $PYTHON finds no CUDA device; use --rehearse to run on the CPU" >&2
+    echo "gpu_all.sh: the torch of $PYTHON finds no CUDA device; use --rehearse to run on the CPU" >&2
     exit 2
   fi
 fi

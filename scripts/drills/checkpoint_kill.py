@@ -6,11 +6,11 @@
     python scripts/drills/checkpoint_kill.py errors
     python scripts/drills/checkpoint_kill.py power
 
-`random`: SIGKILL of rank 0, rank 1 or both at random moments. The drill resumes the run after each
-kill until the run ends. `points`: a kill before and after each file call of a save, and in the
+`random`: SIGKILL of rank 0, of rank 1 or of both at random moments. The drill resumes the run after
+each kill until the run ends. `points`: a kill before and after each file call of a save, and in the
 middle of each write. `errors`: each file call of a save fails (ENOSPC, EIO) or writes too few
-bytes; the run must continue. `power`: the file calls of a run are recorded, and a power cut after
-each call is simulated; the states that the disk can then have are examined.
+bytes; the run must continue. `power`: the file calls of a run are recorded, a power cut after each
+call is simulated, and the possible states of the disk after the power cut are examined.
 
 Results are appended to a file in --work; the same command continues after the last result. Exit
 status 0: there was always a valid checkpoint, no states of another step were loaded, and each run
@@ -53,8 +53,8 @@ LONG = {
 
 
 def sum_up(records: Sequence[dict[str, Any]], unit: str) -> int:
-    """Print the number of records and the broken records, and return the exit status. `unit` is the
-    name of the records in the output."""
+    """Print the number of records, the number of broken records (failed checks), and the first 20
+    broken records. Return the exit status. `unit` is the name of the records, such as "cases"."""
     broken = [record for record in records if record.get("broken")]
     seconds = sum(record["s"] for record in records)
     print(f"{len(records)} {unit}, {seconds:.0f} s; broken: {len(broken)}")
@@ -116,7 +116,7 @@ def kill_at_random(
     args: argparse.Namespace,
     settings: dict[str, Any],
 ) -> int:
-    """Start and resume a run until the number of kills is reached. Return the exit status."""
+    """Start, kill and resume runs until the number of kills is reached. Return the exit status."""
     unbroken, run = (work.resolve() / name for name in ("unbroken", "run"))
     tree = broken_runs.make_tree(data, run, **LONG, **settings)
     whole_s = _unbroken(pool, broken_runs.make_tree(data, unbroken, **LONG, **settings), work)
@@ -132,9 +132,9 @@ def kill_at_random(
         if killed % 20 == 0 and record["killed"]:
             print(f"{killed} kills, at step {record['step']}", flush=True)
     kills = Counter(str(record["killed"]) for record in results.records)
-    print(f"number of starts by killed ranks: {dict(kills)}; []: the run ended and was compared")
+    print(f"number of starts by list of killed ranks: {dict(kills)}; [] is a run that ended")
     steps = Counter(record["step"] % 2 for record in results.records)
-    assert not steps[1], "a full checkpoint of an odd step, at which no save is due"
+    assert not steps[1], "a full checkpoint of an odd step, although saves are due at even steps"
     return sum_up(results.records, "starts")
 
 
@@ -158,7 +158,8 @@ def _start_and_kill(
     whole_s: float,
     rng: random.Random,
 ) -> dict[str, Any]:
-    """Start or resume the run, kill ranks, and verify the checkpoints. Return a record."""
+    """Start or resume the run, kill ranks at a random moment, and verify the checkpoints. If the
+    run ends before the kill, compare it with the unbroken run. Return a record for Results."""
     start, before = time.monotonic(), broken_runs.newest_step(run)
     victims, after_s = rng.choice(((0,), (1,), (0, 1))), rng.random() * whole_s / 2
     kills = dict.fromkeys(victims, after_s)
@@ -167,7 +168,7 @@ def _start_and_kill(
     broken = ""
     try:
         step = broken_runs.newest_step(run)
-        assert step >= before, f"step {step} after a start from step {before}"
+        assert step >= before, f"the newest checkpoint is of step {step}, but was of step {before}"
         if not outcomes:
             assert_same_run(run, unbroken)
             shutil.rmtree(run)
@@ -185,7 +186,7 @@ def break_calls(
     args: argparse.Namespace,
     settings: dict[str, Any],
 ) -> int:
-    """Break all calls of a save, one at a time, by kills or errors. Return the exit status."""
+    """Break each file call of a save in turn, by a kill or an error. Return the exit status."""
     save = broken_runs.record_save(pool, data, scratch, **settings)
     points = args.what == "points"
     cases = save.kills() if points else save.errors()
@@ -220,7 +221,8 @@ def _name(case: Breakage) -> str:
 def cut_power(
     pool: RankPool, data: Path, scratch: Path, args: argparse.Namespace, settings: dict[str, Any]
 ) -> int:
-    """Record a whole run and cut the power after each of its calls. Return the exit status."""
+    """Record a run and simulate a power cut after each of its file calls. Return the exit
+    status."""
     root = scratch / "disk-of-the-run"
     root.mkdir()
     start = time.monotonic()

@@ -5,9 +5,9 @@
 
 The drill first prepares a corpus without kills. Then it prepares the same corpus again and again,
 and kills the command, one worker, or all processes by SIGKILL at random moments. When a run ends
-without a kill, its output is compared with the first output, and the next run starts an empty
-output. Exit status 0: all outputs were byte-identical, no file with a final name had other content
-at any time, and the number of kills was reached.
+without a kill, its output is compared with the first output, and the next run writes to a new
+directory. Exit status 0: the number of kills was reached, all outputs were byte-identical, and at
+no time did a file with a final name have other content.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ class Drill:
 
 
 def write_corpus(folder: Path, files: int, words: int, rng: random.Random) -> None:
-    """Write files with JSON lines, some of them compressed, and files with plain text."""
+    """Write `files` files to `folder`, each with 10 random texts: plain text, JSON lines and
+    compressed JSON lines in turn."""
     folder.mkdir()
     stock = WORDS.split()
     for number in range(files):
@@ -79,7 +80,7 @@ def write_corpus(folder: Path, files: int, words: int, rng: random.Random) -> No
 
 
 def tree(folder: Path) -> dict[str, bytes]:
-    """Return the content of all files except hidden ones, by relative name."""
+    """Return the content of all files in `folder`, except hidden files, by relative path."""
     return {
         str(path.relative_to(folder)): path.read_bytes()
         for path in folder.rglob("*")
@@ -164,7 +165,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         while kills.total() < args.kills:
             target = start_and_kill(drill, out, args.longest * whole_s, rng)
             if wrong := differences(out, expected, whole=not target):
-                print(f"WRONG after {kills.total()} kills: {wrong[:5]}")
+                print(f"WRONG: missing or different files after {kills.total()} kills: {wrong[:5]}")
                 return 1
             if target:
                 kills[target] += 1

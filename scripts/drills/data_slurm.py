@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Prepare a corpus under a real Slurm with two nodes, with all options of the job script.
+"""Prepare a corpus with jobs on two nodes of a real Slurm, and interrupt some of the jobs.
 
     scripts/drills/slurm.sh --nodes 2 -- python scripts/drills/data_slurm.py [--cases nodes,array]
 
-Each case makes a data set with jobs. All bytes must be equal to those of the data set that one
-process makes without Slurm, and `optimus-data verify` must accept the data set of the jobs.
+Each case prepares the same data set with jobs. All bytes must be equal to those of the data set
+that one process prepares without Slurm, and `optimus-data verify` must accept the data set.
 
 nodes    scripts/slurm/data.sh --nodes 2
 tasks    srun with two tasks on each of two nodes
@@ -43,7 +43,8 @@ JOB_SCRIPT = jobs.ROOT / "scripts" / "slurm" / "data.sh"
 
 @dataclass
 class Drill:
-    """A corpus, and the data set that one process makes from it."""
+    """A corpus, the program that prepares it, and the files of the data set that one process
+    prepares from the corpus."""
 
     base: Path
     program: Path
@@ -55,12 +56,12 @@ class Drill:
         return [*words, "--unit-size", "50KB", "--shard-size", "40KB", "--eval-fraction", "0.1"]
 
     def submit(self, out: Path, *how: str) -> str:
-        """Submit a job with the options `how` of the job script. Return its number."""
+        """Submit a job with the options `how` of the job script. Return the ID of the job."""
         return jobs.submitted(str(JOB_SCRIPT), *how, "--time", "10", "--", *self.arguments(out))
 
     def half_way(self, out: Path, job: str) -> bool:
-        """Wait until a third of the text is tokenized. Return False if the job has already
-        ended."""
+        """Wait until a third of the text is tokenized or the job has ended. Return True if the job
+        still runs and has not completed the data set."""
         units = sum(name.startswith("tokens/unit-") for name in self.expected) // 2
 
         def some() -> bool:
@@ -71,9 +72,9 @@ class Drill:
         return jobs.running(job) and not (out / "manifest.json").exists()
 
     def disturb(self, out: Path, how: Callable[[str], None], tries: int = 5) -> str:
-        """Submit a job of two nodes, and call `how` with the job number when a third of the text is
+        """Submit a job of two nodes, and call `how` with the job's ID when a third of the text is
         tokenized. If a job ends earlier, submit another job, but at most `tries` jobs in total.
-        Return the number of the disturbed job."""
+        Return the ID of the job with which `how` was called."""
         for _ in range(tries):
             job = self.submit(out, "--nodes", "2")
             if self.half_way(out, job):
@@ -82,7 +83,7 @@ class Drill:
                     return job
             jobs.ended(job)
             shutil.rmtree(out)
-        raise AssertionError(f"{tries} jobs ended before they were half-way")
+        raise AssertionError(f"{tries} jobs ended before they could be disturbed; use more --files")
 
     def check(self, out: Path) -> str:
         """Assert that all files have the expected bytes and that `optimus-data verify` accepts
@@ -99,7 +100,8 @@ def states(job: str) -> list[str]:
 
 
 def assert_all_ranks_worked(printed: str, world: int) -> None:
-    """Assert that all ranks tokenized, since one rank alone would write the same bytes."""
+    """Assert that each rank printed a line about its tokenization. The output alone does not show
+    this, because a single rank would write the same bytes."""
     ranks = set(re.findall(rf"^\[rank (\d+) of {world}\] tokenize", printed, re.MULTILINE))
     assert ranks == {str(rank) for rank in range(world)}, f"ranks {ranks} of {world}: {printed}"
 
@@ -160,7 +162,7 @@ def complete(drill: Drill, out: Path, job: str, nodes: str) -> None:
     """Cancel a job that has lost a rank, and complete its output with the same command."""
     jobs.output_of("scancel", job)
     jobs.ended(job)
-    assert not (out / "manifest.json").exists(), "completed without the lost rank"
+    assert not (out / "manifest.json").exists(), f"{out} is complete although a rank was lost"
     job = drill.submit(out, "--nodes", nodes)
     jobs.ended(job)
     assert states(job) == ["COMPLETED"], states(job)
@@ -173,7 +175,7 @@ def rank(drill: Drill, out: Path) -> str:
 
 
 def node(drill: Drill, out: Path) -> str:
-    assert os.geteuid() == 0, "run as root: only then a node has a namespace of its processes"
+    assert os.geteuid() == 0, "run the case `node` as root, so that a node has a namespace"
     slurmd = int((Path(os.environ["SLURM_DRILL"]) / "n2.pid").read_text())
     namespace, killed = os.readlink(f"/proc/{slurmd}/ns/uts"), []
 
@@ -196,7 +198,7 @@ CASES = {case.__name__: case for case in (nodes, tasks, array, cancel, requeue, 
 
 
 def prepare(base: Path, args: argparse.Namespace) -> Drill:
-    """Make the text and the tokenizer, and the expected data set with one process."""
+    """Write the corpus, train the tokenizer, and prepare the expected data set with one process."""
     program = install(base / "optimus-data", "data_prep.cli")
     os.environ["OPTIMUS_DATA"] = str(program)
     write_corpus(base / "text", args.files, 2000, random.Random(0))

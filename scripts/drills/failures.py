@@ -6,12 +6,12 @@ r"""Let ranks, agents, nodes and supervisors of `optimus launch` fail, and check
     scripts/drills/slurm.sh --networks --nodes 5 -- \
         python scripts/drills/failures.py --launcher srun [--case NAME | --sequences N]
 
-Nodes are emulated on this machine: an agent and its ranks are a node. With --launcher srun they are
-nodes of a real Slurm, each with its own network, and a launch is a job. Each run trains a tiny
-model on 2 nodes of 2 ranks. It gets one fault of `tests/kit/faults/failures.py::CASES` (with srun:
-`tests/kit/faults/slurm.py::CASES`) at a random step. With --sequences, it gets several random
-faults, each after the run has recovered from the previous fault. After the run, the drill checks
-that
+Nodes are emulated on this machine: each emulated node is an agent and its ranks. With --launcher
+srun, nodes are those of a real Slurm, each with a separate network, and a launch is a job. Each run
+trains a tiny model on 2 nodes of 2 ranks. The drill causes one fault of
+`tests/kit/faults/failures.py::CASES` (with srun: `tests/kit/faults/slurm.py::CASES`) at a random
+step of the run. With --sequences, it causes several random faults, each after the run has recovered
+from the previous fault. After the run, the drill checks that
 
 - the losses and norms of all steps equal those of an unbroken run, and each step appears once;
 - the right nodes were excluded or suspected, and the right buffer nodes replaced them;
@@ -21,7 +21,7 @@ that
 
 With --results, for example tests/results/failures_local.jsonl, a later command continues after the
 last run of FILE, and the printed number of faults is that of all runs in FILE. Exit status 0: all
-runs are right.
+runs of this command have passed the checks.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from tests.kit.runs.tiny import make_tiny_data  # noqa: E402
 
 
 def main() -> int:
-    """Run the drill."""
+    """Run the drill, and return its exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--case", action="append", help="case; may be repeated (all)")
     parser.add_argument("--launcher", choices=("local", "srun"), default="local")
@@ -61,12 +61,15 @@ def main() -> int:
     cases, allocation, launch_type = failures.CASES, None, Launch
     if args.launcher == "srun":
         if "SLURM_DRILL" not in os.environ:
-            parser.error("start it by scripts/drills/slurm.sh --networks --nodes 5 -- COMMAND")
+            parser.error(
+                "--launcher srun: start the drill by "
+                "scripts/drills/slurm.sh --networks --nodes 5 -- COMMAND"
+            )
         cases, allocation = slurm.CASES, Allocation(slurm.NAMES, launcher="srun")
         launch_type = slurm.SlurmLaunch
     names = args.case or cases
     if unknown := {*names} - {*cases}:
-        parser.error(f"no case {', '.join(sorted(unknown))}; use {', '.join(cases)}")
+        parser.error(f"--case: unknown {', '.join(sorted(unknown))}; use {', '.join(cases)}")
     results = Results(args.results)
     done = {(record["case"], record["seed"]) for record in results.records}
     work = args.work or Path(tempfile.mkdtemp(prefix="failures-"))

@@ -3,11 +3,12 @@
 
     python scripts/drills/fuzz.py [--minutes M] [--seed S] [--out fuzz.jsonl] [--case JSON]
 
-tests/kit/faults/fuzz.py draws the cases at random. Results are appended to --out; the same command
-continues after the last result. A case that fails is reduced to a simpler case that also fails, and
-the command that runs only the simpler case is printed. The summary contains the number of cases,
-how often each setting had each value, and the failures. Exit status 0: all results agree with the
-runs on one process.
+A case is a model, a batch, two layouts, and the end of the run under the first layout, which the
+run under the second layout continues. tests/kit/faults/fuzz.py draws the cases at random. Results
+are appended to --out; the same command continues after the last result. A case that fails is
+reduced to a simpler case that also fails, and the command that runs only the simpler case is
+printed. The summary contains the number of cases, how often each setting had each value, and the
+failures. Exit status 0: all results agree with the runs on one process.
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ def _arguments() -> argparse.Namespace:
 
 
 def _case(text: str) -> Case:
-    """Return the case that the JSON object `text` describes. Its keys are axes, such as "dtype".
-    Axes that it omits have their first choice, which is the simplest."""
+    """Return the case that the JSON object `text` describes. The keys of the object are axes, such
+    as "dtype". An axis that is not a key has its first choice, which is the simplest."""
     chosen = json.loads(text)
     case = {axis: choices[0] for axis, choices in axes().items()}
     if unknown := set(chosen) - set(case):
@@ -67,8 +68,8 @@ def _case(text: str) -> Case:
     case |= {axis: tuple(c) if isinstance(c, list) else c for axis, c in chosen.items()}
     if not is_legal(case):
         raise argparse.ArgumentTypeError(
-            "Optimus rejects a run of this case, or it cannot be compared with one process; "
-            "change the case"
+            "this case is not legal: Optimus rejects one of its runs, or its results cannot be "
+            "compared with those of one process; change the case"
         )
     return case
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Installs Slurm for scripts/drills/slurm.sh and the tests that use it (Debian, Ubuntu). Its services
-# are neither configured nor started. Without root it uses sudo.
+# Installs Slurm on Debian or Ubuntu, for scripts/drills/slurm.sh and the tests that call it. The script does not
+# configure the services of Slurm. Without root, the script uses sudo.
 set -euo pipefail
 
 packages=(slurmctld slurmd slurm-client munge iproute2 util-linux procps)

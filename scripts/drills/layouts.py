@@ -99,7 +99,7 @@ def _sum_up(records: list[dict[str, Any]]) -> int:
     if near:
         print(f"  largest error of a gradient {max(r['gradient_error'] for r in near):.1e}")
         print(f"  largest error of a loss     {max(r['loss_error'] for r in near):.1e}")
-        print(f"  of an auxiliary loss        {max(r['aux_error'] for r in near):.1e}")
+        print(f"  largest error of an auxiliary loss {max(r['aux_error'] for r in near):.1e}")
     rerouted, ties = (sum(r[key] for r in ran) for key in ("rerouted", "near_ties"))
     max_gap = max((r["max_gap"] for r in ran), default=0.0)
     print(f"  near-ties {ties}; rerouted tokens {rerouted}, largest gap {max_gap:.1e}")

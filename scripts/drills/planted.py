@@ -36,16 +36,16 @@ TABLE = ROOT / "tests" / "planted" / "faults.toml"
 _LIMIT_S = 600
 """Time limit of a run of pytest."""
 _NO_FINDING = re.compile(r"(\w+\.)*(ImportError|ModuleNotFoundError|NameError|SyntaxError)\b")
-"""Messages of test failures that do not count as catching the fault, since they show that the
-changed code is invalid."""
+"""Pattern of the messages of test failures that do not count as catching the fault, since they show
+that the changed code is invalid."""
 _OUTCOMES = {"failure": "failed", "error": "error", "skipped": "skipped"}
 """Outcome of a test case by the name of the XML element in its JUnit entry."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault that replaces `old`, which occurs once in `file`, by `new`. One of `tests` must
-    fail."""
+    """A fault to plant: in `file`, `old`, which occurs once, is replaced by `new`. At least one of
+    `tests` must then fail."""
 
     name: str
     package: str
@@ -130,7 +130,7 @@ def _drill(faults: Sequence[Fault], copies: Sequence[Path]) -> int:
     for run in wrong:
         print(run.output)
     if wrong:
-        print("a test fails without a fault; fix it first")
+        print("a test fails without a planted fault; fix the test or the code first")
         return 1
     cases = [case for run in runs for case in run.cases]
     skipped = {}  # the reason for each test whose cases were all skipped
@@ -175,7 +175,16 @@ def _in_copies(
 
 
 def _judge(fault: Fault, copy: Path, skipped: dict[str, str]) -> tuple[str, str]:
-    """Return the verdict on a fault, and a detail to print after it."""
+    """Plant a fault in a copy, run its tests, and restore the file.
+
+    Args:
+        fault: The fault.
+        copy: The copy of the checkout.
+        skipped: For each test that is skipped on this machine, the reason.
+
+    Returns:
+        The verdict ("caught", "MISSED", "NO VERDICT" or "not decidable here"), and its reason.
+    """
     tests = [node for node in fault.tests if node not in skipped]
     if not tests:
         return "not decidable here", skipped[fault.tests[0]]
@@ -199,15 +208,16 @@ def _judge(fault: Fault, copy: Path, skipped: dict[str, str]) -> tuple[str, str]
 
 
 def run_tests(nodes: Sequence[str], copy: Path, *options: str, cache: Path | None = None) -> Run:
-    """Run tests of a copy.
+    """Run tests in a copy of the checkout.
 
-    Python writes no bytecode files, because it would not notice an edit within the same second.
+    Python writes no bytecode files, because with them, it would not notice a change of a source
+    file within the same second.
 
     Args:
-        nodes: The tests.
+        nodes: Names of the tests, as pytest's node IDs.
         copy: The copy of the checkout.
         options: Options of pytest.
-        cache: Cache of compiled kernels; None: the cache of the user.
+        cache: Directory for compiled kernels; None for the user's cache.
     """
     report = copy / "planted-report.xml"
     report.unlink(missing_ok=True)

@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
-"""Save under one layout, load under another, and compare bits: layouts of 1, 2, 4 and 8 ranks.
+"""Save checkpoints under one layout, load them under another, and compare the bits of the states.
 
     python scripts/drills/reshard.py (--all | --row LAYOUT | --sample N) [--first N] [--out FILE]
 
-A layout is a mesh and values of optim.sharding, optim.chunk_length, parallel.schedule and
-checkpoint.scatter. Ranks are simulated one after the other, but they write and read real shard
-files. All elements of the master weights and of both moments are compared. `--all`: all pairs of
-layouts; `--row`: all pairs with this layout; `--sample`: N random pairs, which are added to the
-pairs of the other options. Results are appended to --out; the same command continues after the last
-result. Exit status 0: all loaded bits equal the saved bits; 2: no pair was selected.
+A layout is a mesh of 1, 2, 4 or 8 ranks, and values of optim.sharding, optim.chunk_length,
+parallel.schedule and checkpoint.scatter. Ranks are simulated one after the other, but they write
+and read real shard files. All elements of the master weights and of both moments are compared.
+`--all`: all pairs of layouts; `--row`: all pairs with this layout; `--sample`: N random pairs,
+which are added to the pairs of the other options. Results are appended to --out; the same command
+continues after the last result. Exit status 0: all loaded bits equal the saved bits; 2: no pair was
+selected.
 """
 
 from __future__ import annotations
@@ -54,15 +55,16 @@ def select(layouts: list[Layout], args: argparse.Namespace) -> list[Pair]:
 
 
 class Saver:
-    """Saves checkpoints. If `save` is called with the layout of the previous call, it returns the
-    existing checkpoint."""
+    """Saver of checkpoints. If `save` is called with the same layout as in the previous call, it
+    returns the checkpoint of that call."""
 
     def __init__(self, scratch: Path) -> None:
         self._scratch = scratch
         self._layout: Layout | None = None
 
     def save(self, layout: Layout) -> tuple[Path, Index, WholeStates]:
-        """Return directory, index and states of a checkpoint under the layout."""
+        """Save a checkpoint under the layout. Return its directory, its index and the saved
+        states."""
         if layout != self._layout:
             holdings = layout.holdings()
             self._states = whole_states(all_shapes(holdings), seed=1)

@@ -8,10 +8,10 @@ from typing import Any
 
 
 class Results:
-    """Records of a drill, one JSON object a line.
+    """Records of a drill, in a file with one JSON object per line.
 
     Args:
-        path: The file, which may have records of earlier runs; "-": no file.
+        path: The file, which may contain records of earlier runs. With "-", there is no file.
     """
 
     def __init__(self, path: str | Path) -> None:

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Compare the bits that this checkout trains and prepares with those of another commit.
+"""Prepare data and train with this checkout and with another commit, and compare the results.
 
     python scripts/drills/same_bits.py [--against COMMIT] [--only TEXT] [--work DIR]
 
-Both versions run on this machine, since bits depend on the processor. Each prepares a data set from
-the documentation of COMMIT, trains eight layouts for 8 steps, with a stop and a resume after step
-5, and generates text from the result. The drill compares the files of the data sets, the lines of
-metrics.jsonl and eval.jsonl without times, all parameters and optimizer states of the last
-checkpoint, and the generated text. A refactoring must not change any of them. Exit status 0: all
-are equal.
+Both versions run on this machine, since the bits of results depend on the processor. Each version
+prepares a data set from the documentation of COMMIT, trains eight layouts for 8 steps, with a stop
+and a resume after step 5, and generates text from the last checkpoint. The drill compares the files
+of the data sets, the lines of metrics.jsonl and eval.jsonl without times, all parameters and
+optimizer states of the last checkpoint, and the generated text. A refactoring must not change any
+of these results. Exit status 0: all are equal bit for bit.
 """
 
 from __future__ import annotations
@@ -101,7 +101,8 @@ LAYOUTS = (
 
 
 class Version:
-    """A copy of a commit, or this working tree, and the directory of its results."""
+    """A version of Optimus (a copy of a commit, or this working tree) and the directory for its
+    results."""
 
     def __init__(self, name: str, root: Path, work: Path) -> None:
         self.name, self.root, self.work = name, root, work / name
@@ -180,8 +181,8 @@ def _report(name: str, different: list[str]) -> int:
 
 
 def _different_files(old: Path, new: Path) -> list[str]:
-    """Return the names of token files that differ. Manifests are not compared, since they contain
-    times and paths."""
+    """Return the names of the token files and tokenizers that differ between two data sets.
+    Manifests are not compared, since they contain times and paths."""
     files = [
         {
             path.relative_to(root).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
@@ -196,8 +197,8 @@ def _different_files(old: Path, new: Path) -> list[str]:
 
 
 def _different_runs(old: Path, new: Path) -> list[str]:
-    """Return the names of the files that differ, and of the states that differ in the last
-    checkpoint."""
+    """Return the names of the metrics files that differ between two runs, and of the parameters and
+    optimizer states that differ between their last checkpoints."""
     different = ["metrics.jsonl"] if metrics_of(old) != metrics_of(new) else []
     evaluations = [read_json_lines(run / "eval.jsonl") for run in (old, new)]
     if evaluations[0] != evaluations[1]:

@@ -1,23 +1,23 @@
 #!/usr/bin/env bash
-# Runs a command under a real Slurm on this machine only, which is removed afterwards.
+# Starts a real Slurm that uses only this machine, runs a command under it, and removes this Slurm.
 #
 #   scripts/drills/slurm.sh --nodes 2 --cpus 2 -- bash -c 'sbatch --wait job.sh; cat slurm-*.out'
 #
 # --nodes N    number of virtual nodes n1 to nN, each with a slurmd (2)
 # --cpus C     number of processors of each node, independent of the machine (2)
-# --networks   give each node a network, an address and processes of its own; needs root
+# --networks   give each node a separate network, address and process namespace; needs root
 # --keep DIR   keep state, logs and slurm.conf in DIR
-# It needs slurmctld, slurmd, munged and the clients (scripts/drills/install_slurm.sh installs them),
-# but not their services: it uses separate keys, ports and state. As root, each node has a host name
-# that resolves. Exit status: that of the command; 69 if Slurm is missing or does not start.
-# For the command, SLURM_CONF selects this Slurm, and SLURM_DRILL is the directory of the state,
-# with nI.pid and nI.log of each slurmd, and slurmctld.log.
+# The script needs slurmctld, slurmd, munged and the clients (scripts/drills/install_slurm.sh installs
+# them), but no running services: it uses separate keys, ports and state. If it runs as root, each node
+# has a host name that resolves. Exit status: that of the command; 69 if Slurm is missing or does not
+# start. In the environment of the command, SLURM_CONF selects this Slurm, and SLURM_DRILL is the
+# directory with the state, nI.pid and nI.log of the slurmd of each node nI, and slurmctld.log.
 #
-# With --networks, node nI has the address 10.77.0.I, and the command 10.77.0.254. The other end of
-# its link is the interface nI of the command's network: `ip link set nI down` cuts the node off.
-# nI.pid is then the first process of the node: SIGKILL ends all processes of the node, as a loss of
-# power does. The node starts again as soon as there is no file nI.off, and its slurmd, if it ended,
-# as soon as there is no file nI.no-slurmd.
+# With --networks, node nI has the address 10.77.0.I, and the command has 10.77.0.254. The command's
+# network has an interface nI for the link to each node: `ip link set nI down` disconnects the node.
+# nI.pid is then the ID of the first process of the node: SIGKILL to this process ends all processes of
+# the node, as a loss of power does. An ended node starts again unless the file nI.off exists. An ended
+# slurmd starts again unless the file nI.no-slurmd exists.
 set -euo pipefail
 
 die() {
@@ -38,7 +38,7 @@ done
 [[ ${1:-} == -- && $# -gt 1 ]] || die "no command; give it after --"
 shift
 [[ $nodes =~ ^[1-9][0-9]*$ && $cpus =~ ^[1-9][0-9]*$ ]] ||
-    die "--nodes and --cpus are whole numbers above 0"
+    die "--nodes $nodes and --cpus $cpus must be whole numbers above 0"
 for program in slurmctld slurmd munged sbatch ${networks:+ip}; do
     command -v "$program" >/dev/null ||
         die "no $program on PATH (Debian has the daemons in /usr/sbin); run scripts/drills/install_slurm.sh" 69
@@ -96,7 +96,7 @@ trap stop EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
 
-free_ports() { # print free ports; if another process takes one, the daemon ends with an error
+free_ports() { # COUNT: print free ports; if another process takes a port first, the daemon fails
     python3 - "$1" <<'PY'
 import socket, sys
 sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(int(sys.argv[1]))]
@@ -214,7 +214,7 @@ begin() {
         sleep 0.1
     done
     tail -n 20 "$base"/*.log >&2
-    die "$ready of $nodes nodes came up in 30 s" 69
+    die "only $ready of $nodes nodes are ready after 30 s; see the logs above" 69
 }
 
 if [[ -n $inside ]]; then

@@ -1,4 +1,4 @@
-"""Jobs of a real Slurm, and the command line of drills that run under Slurm."""
+"""Functions that control jobs of a real Slurm, and the command line of drills that use them."""
 
 from __future__ import annotations
 
@@ -16,24 +16,25 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 
 LIMIT_S = 180.0
-"""Time limit of each wait."""
+"""Time limit of each wait, in seconds."""
 
 
 def wait_until(condition: Callable[[], object], name: str) -> None:
-    """Wait until the condition is true; fail after LIMIT_S."""
+    """Wait until the condition is true. Raises AssertionError after LIMIT_S. `name` describes the
+    condition in the message."""
     end = time.monotonic() + LIMIT_S
     while not condition():
-        assert time.monotonic() < end, f"{name}: not within {LIMIT_S:.0f} s"
+        assert time.monotonic() < end, f"timeout after {LIMIT_S:.0f} s while waiting for {name}"
         time.sleep(0.02)
 
 
 def output_of(*command: str) -> str:
-    """Return the standard output of a command."""
+    """Run a command, and return its standard output. Raises CalledProcessError if it fails."""
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
 def submitted(*command: str) -> str:
-    """Run a job script. Return the number of the job that it submits."""
+    """Run a command that submits a job. Return the ID of the job."""
     return str(re.findall(r"Submitted batch job (\d+)", output_of(*command))[0])
 
 
@@ -68,7 +69,7 @@ def _processes(name: str, value: str) -> list[int]:
 def kill_rank(job: str, rank: int) -> None:
     """Kill all processes of a rank of the job."""
     pids = set(_processes("SLURM_PROCID", str(rank))) & set(_processes("SLURM_JOB_ID", job))
-    assert pids, f"no process of rank {rank}"
+    assert pids, f"job {job} has no process of rank {rank}"
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
 
@@ -98,9 +99,12 @@ def run_cases(
     )
     args = parser.parse_args()
     if unknown := set(args.cases.split(",")) - cases.keys():
-        parser.error(f"no case {', '.join(sorted(unknown))}; use {', '.join(cases)}")
+        parser.error(f"--cases: unknown {', '.join(sorted(unknown))}; use {', '.join(cases)}")
     if "SLURM_DRILL" not in os.environ:
-        parser.error("start the drill with scripts/drills/slurm.sh --nodes 2 -- COMMAND")
+        parser.error(
+            "SLURM_DRILL is not set; start the drill with "
+            "scripts/drills/slurm.sh --nodes 2 -- COMMAND"
+        )
     failed = 0
     with tempfile.TemporaryDirectory(prefix="slurm-drill-") as base:
         os.chdir(base)  # Slurm writes the output of jobs to the working directory

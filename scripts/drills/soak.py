@@ -50,7 +50,7 @@ TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
 class Sample(NamedTuple):
-    """State of a process at a moment."""
+    """Resources that a process uses at a moment."""
 
     resident_bytes: int
     open_files: int
@@ -68,11 +68,11 @@ class Progress(NamedTuple):
     at_s: float
     steps: int
     cpu_s: float
-    """Processor time of all processes."""
+    """Processor time of all processes of the run, in seconds."""
 
 
 class Process(NamedTuple):
-    """A process. Because the system reuses IDs, the start time is part of the identity."""
+    """Identity of a process: its ID and its start time, because the system reuses IDs."""
 
     pid: int
     start: int
@@ -80,7 +80,7 @@ class Process(NamedTuple):
 
 
 class Trend(NamedTuple):
-    """A line fitted to samples of a run over time."""
+    """Line fitted to the values of a quantity over the windows of a run."""
 
     mean: float
     rise: float
@@ -93,7 +93,8 @@ class Trend(NamedTuple):
         return self.rise - self.error > 0 and self.rise > GROWTH * self.mean
 
     def describe(self, scale: float, unit: str) -> str:
-        """Return mean and rise as text, divided by `scale`, with the unit."""
+        """Return the mean and the rise as text. Both are divided by `scale`, which converts them to
+        `unit`."""
         rise, error = self.rise / scale, self.error / scale
         return f"{self.mean / scale:.4g} {unit}, rise {rise:+.3g} +- {error:.2g}"
 
@@ -118,7 +119,7 @@ def main() -> int:
     print(f"{' '.join(command[3:])}\nended with {run.returncode}", flush=True)
     wrong = [] if run.returncode == 3 else [f"exit status {run.returncode} instead of 3"]
     running = _processes()
-    wrong += [f"process {process.pid} remains" for process in samples if process in running]
+    wrong += [f"process {process.pid} still runs" for process in samples if process in running]
     wrong += [f"{path} remains" for path in scratch.rglob("*")]
     wrong += [f"/dev/shm/{name} remains" for name in set(os.listdir("/dev/shm")) - shared]
     wrong += [f"{path} remains" for path in run_dir.rglob("*") if files.is_temporary(path)]
@@ -163,8 +164,8 @@ def _watch(
 ) -> tuple[dict[Process, History], list[Progress]]:
     """Sample all processes of the run until it ends. Return the samples and the progress.
 
-    A process belongs to the run if it is the command or a child of a process of the run. Its
-    session does not show this, because ranks have new sessions.
+    A process belongs to the run if it is the command or a child of a process of the run. Sessions
+    do not show which processes belong to the run, because ranks have new sessions.
     """
     samples: dict[Process, History] = {}
     progress = [Progress(0.0, 0, 0.0)]
@@ -203,7 +204,8 @@ def _stat(pid: int) -> list[str]:
 
 
 def _sample(pid: int, data: Path) -> Sample | None:
-    """Return the state of a process; None if it has ended."""
+    """Return the resources that a process uses. Return None if the process has ended. `data` is the
+    data set, whose open files are not counted."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
         status = {name: value.split() for name, _, value in (line.partition(":") for line in lines)}
@@ -222,8 +224,8 @@ def _sample(pid: int, data: Path) -> Sample | None:
 
 
 def _trend(times: Sequence[float], values: Sequence[float]) -> Trend:
-    """Fit a line to the medians of the values in WINDOWS windows of time. The windows begin after
-    the first fifth of the time."""
+    """Divide the time into WINDOWS windows, without its first fifth, and fit a line to the medians
+    of the values in the windows. `times[i]` is the time of `values[i]`."""
     start = min(times) + (max(times) - min(times)) / 5
     width = (max(times) - start) / WINDOWS
     windows: list[list[float]] = [[] for _ in range(WINDOWS)]
@@ -238,8 +240,8 @@ def _trend(times: Sequence[float], values: Sequence[float]) -> Trend:
 
 
 def _memory(samples: dict[Process, History]) -> list[str]:
-    """Print the trends of each process that ran during the whole run. Return a message for each
-    value that grows."""
+    """Print the trends of the memory, open files and threads of each process that was sampled
+    during at least 90 % of the run. Return a message for each quantity that grows."""
     longest = max(len(history) for history in samples.values())
     wrong = []
     for number, history in enumerate(samples.values()):

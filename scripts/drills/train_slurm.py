@@ -53,7 +53,7 @@ class Drill:
         return [str(JOB_SCRIPT), *options, "--", *arguments]
 
     def submit(self, out: Path, *settings: str) -> str:
-        """Submit a job of 2 x 2 ranks. Return its number."""
+        """Submit a job of 2 x 2 ranks. Return the ID of the job."""
         return jobs.submitted(*self.command(out, *settings))
 
 
@@ -63,14 +63,14 @@ def status(job: str) -> int:
 
 
 def assert_refused(job: str, code: int, message: str, max_lines: int = 1) -> str:
-    """Wait for the end of the job, and check its exit status and error lines. Return a
-    description."""
+    """Wait for the end of the job. Assert that its exit status is `code` and that it printed 1 to
+    `max_lines` error lines, with `message` in the first. Return a description."""
     jobs.ended(job)
     printed = Path(f"slurm-{job}.out").read_text()
     lines = [line for line in printed.splitlines() if re.match(r"optimus:.* error: ", line)]
     assert status(job) == code, f"exit status {status(job)}: {printed}"
     assert 1 <= len(lines) <= max_lines and message in lines[0], (
-        f"not 1 to {max_lines} lines with {message!r}: {printed}"
+        f"expected 1 to {max_lines} error lines, the first with {message!r}: {printed}"
     )
     assert "Traceback" not in printed, printed
     return f"exit status {code}: {lines[0]}"

@@ -4,9 +4,9 @@
 #   scripts/pbs/train.sh --nodes 256 --account PROJECT --queue prod --walltime 6:00:00 -- \
 #       configs/run/mula-7b-a1b.toml data.path=/flare/P/mix train.run_dir=/flare/P/a parallel.ep=12
 #
-# --nodes N        nodes (1)
-# --ranks R        ranks on each, one for each of its devices (12 on Aurora)
-# --machine NAME   environment, binding and queues: a name in configs/machine, or a TOML file (aurora)
+# --nodes N        nodes with ranks (1)
+# --ranks R        ranks on each node, one for each of its devices (12 on Aurora)
+# --machine NAME   machine (environment, binding, queues): a name in configs/machine, or a TOML file (aurora)
 # --cpu-bind LIST  the option of mpiexec (the cores next to each tile of Aurora; more ranks: depth)
 # --buffer-nodes K request K more nodes; `optimus launch` replaces nodes that fail by them (0: it only restarts)
 # --chain M        with --buffer-nodes: continue in up to M further jobs, until the run is done or stops
@@ -18,8 +18,8 @@
 # The run is checked first as `optimus train --dry-run` does; a mistake ends with exit status 2.
 # The arguments after -- are those of `optimus train` (with --buffer-nodes, of `optimus launch`). Submit the same
 # command again after a kill or the end of the walltime: it continues from the last checkpoint. With
-# --buffer-nodes the run saves one before the end; without it, train.deadline_s does.
-# The variables of the machine apply only to unset variables. Run `module load frameworks` first.
+# --buffer-nodes, the run saves a checkpoint before the walltime ends; without it, set train.deadline_s for this.
+# A variable of the machine's file applies only if it is not set yet. Run `module load frameworks` first.
 set -euo pipefail
 
 source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/../jobs.sh" # also if called through a link

@@ -21,7 +21,7 @@ if [[ -n $array ]]; then # rank and world from SLURM_ARRAY_TASK_ID and _COUNT
     launch=("$program" "${command[@]}")
     how=(--array "$array")
     submit+=(--nodes=1 "--array=0-$((array - 1))")
-else # a lost rank must not end the other ranks, which finish their share
+else # a lost rank must not end the other ranks, which complete their shares of the data
     launch=(srun "--nodes=$nodes" --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=0
         --export=ALL "$program" "${command[@]}")
     how=(--nodes "$nodes")

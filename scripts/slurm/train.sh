@@ -4,10 +4,10 @@
 #   scripts/slurm/train.sh --nodes 4 --ranks 8 --gpus 8 --account PROJECT --time 4:00:00 -- \
 #       configs/run/mula-7b-a1b.toml data.path=/data/mix train.run_dir=/runs/a parallel.ep=8
 #
-# --nodes N        nodes (1)
-# --ranks R        ranks on each, one for each of its devices (1)
-# --gpus G         devices to request on each node; every rank sees all and uses one of them
-# --cpus C         cores that each rank is bound to; without it ranks are not bound
+# --nodes N        nodes with ranks (1)
+# --ranks R        ranks on each node, one for each of its devices (1)
+# --gpus G         devices to request on each node; every rank sees all of them and uses one
+# --cpus C         number of cores to which each rank is bound; without --cpus, ranks are not bound
 # --buffer-nodes K request K more nodes; `optimus launch` replaces nodes that fail by them (0: it only restarts)
 # --chain M        with --buffer-nodes: continue in up to M further jobs, until the run is done or stops
 # --after JOB      begin after the job JOB, and end at once if the run is done (for the jobs of a chain)
@@ -18,7 +18,7 @@
 # The run is checked first as `optimus train --dry-run` does; a mistake ends with exit status 2.
 # The arguments after -- are those of `optimus train` (with --buffer-nodes, of `optimus launch`). Submit the same
 # command again after a kill or the end of the time limit: it continues from the last checkpoint. With
-# --buffer-nodes the run saves one before the limit; without it, train.deadline_s does.
+# --buffer-nodes, the run saves a checkpoint before the limit; without it, set train.deadline_s for this.
 set -euo pipefail
 
 source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/../jobs.sh" # also if called through a link
@@ -34,7 +34,7 @@ if [[ -n $buffer_nodes ]]; then
     set_supervised_launch srun "${SLURM_JOB_ID:-JOB_ID}"
     in_job run_supervisor
 else
-    # Unlike in data jobs, a rank needs all other ranks: an error of one rank ends all.
+    # Unlike in data jobs, each rank needs all other ranks, so an error of one rank ends all ranks.
     launch=(srun "--nodes=$nodes" "--ntasks=$((nodes * ranks))" "--ntasks-per-node=$ranks"
         --kill-on-bad-exit=1 --export=ALL) # the environment of the job, with all that sbatch passed
     if [[ -n $cpus ]]; then

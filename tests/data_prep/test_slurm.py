@@ -104,7 +104,7 @@ def test_machine_without_slurm_exits_with_69(tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--nodes", "0", "--", "true"], "--nodes and --cpus are whole numbers above 0"),
+        (["--nodes", "0", "--", "true"], "--nodes 0 and --cpus 2 must be whole numbers above 0"),
         (["--speed", "9", "--", "true"], "unknown option --speed; the command comes after --"),
         (["--nodes", "2"], "no command; give it after --"),
     ],
