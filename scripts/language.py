@@ -44,7 +44,7 @@ WORDS = {
     r"whoever|whosoever": "the subject that acts",
     r"gives? out": '"distribute" or "print"',
 }
-"""Regular expressions of disallowed idioms, and the suggested replacement for each."""
+"""Maps the regular expression of each disallowed idiom to a suggested replacement."""
 
 NAMES = {
     **dict.fromkeys(
@@ -56,7 +56,7 @@ NAMES = {
     ),
     **dict.fromkeys(("item", "thing", "elem", "obj", "info"), "say what it is"),
 }
-"""Disallowed names, which do not describe their values. Each has advice for a better name."""
+"""Maps each disallowed name, which does not describe its value, to advice for a better name."""
 
 _QUESTION = re.compile(r"^(?:What|Where|Which|Whether|Who|Whose|Whoever|How|When|Why)\b")
 """Disallowed first words of a docstring."""

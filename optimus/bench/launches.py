@@ -1,4 +1,4 @@
-"""Supervised runs of a tiny model on emulated nodes, for `optimus bench supervision`.
+"""Runs of a tiny model with `optimus launch` on emulated nodes, for `optimus bench supervision`.
 
 This module imports no torch.
 """

@@ -173,7 +173,7 @@ def _bubbles(
 
 
 def format_layout(result: dict[str, Any]) -> str:
-    """Return the result of `bench_layout` in a few lines."""
+    """Return the result of `bench_layout` as a few lines of text."""
     mesh = " ".join(f"{axis}={size}" for axis, size in result["mesh"].items() if size > 1)
     low, high = result["step_s_quartiles"]
     lines = [

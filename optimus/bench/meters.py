@@ -33,7 +33,7 @@ def clocked(
     Args:
         run: Function to time. With `grad`, it returns a tensor.
         device: Device on which the function runs.
-        grad: Gradient of the result.
+        grad: Gradient with respect to the result, for the backward pass; None for no backward pass.
 
     Returns:
         Two pairs (wall-clock seconds, CPU seconds): for `run`, and for `run` with backward.

@@ -32,7 +32,8 @@ SITE = "import optimus.bench.probe\noptimus.bench.probe.start()\n"
 start."""
 _LOOP = "optimus.train.loop"
 _STATUS = 9
-"""Exit status of a rank with the fault "exit", which emulates an exit by a library."""
+"""Exit status of a rank with the fault "exit". This fault emulates a library that ends the
+process."""
 _FEWEST = 2
 """Minimum number of saves (or evaluations) before the first slow one, whose time is a multiple of
 their median time."""
@@ -153,8 +154,8 @@ def _change(loop: Any, plan: Plan) -> None:
 
 
 def _take_fault(plan: Plan) -> str:
-    """Return the kind of the fault that is due in this rank, and delete the fault file. Return ""
-    if no fault is due."""
+    """If the fault file requests a fault of this rank, delete the file and return the kind of the
+    fault; else return ""."""
     try:
         fault = json.loads(plan.fault_file.read_text())
     except FileNotFoundError:
@@ -222,7 +223,7 @@ class _Audit:
         self._is_rank = False
 
     def begin(self) -> None:
-        """Record that this process is a rank, because it was forked."""
+        """Record that this process is a rank. A forked process calls this at its start."""
         self._is_rank = True
 
     def hook(self, event: str, args: tuple[Any, ...]) -> None:

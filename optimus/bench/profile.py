@@ -62,8 +62,8 @@ _OPS = {
     "optimus::adamw_": "AdamW",
     "torch::autograd::AccumulateGrad": "gradients added",
 }
-"""Component of an op whose name contains the key, and of all ops that this op calls. These entries
-override _MODULES."""
+"""Maps a text in the name of an op to the component of this op and of all ops that it calls. These
+entries override _MODULES."""
 _PHASES = {"F": "forward", "REDUCE_GRAD": "checks and reduction", "OPT_STEP": "norm and update"}
 _DISPATCH, _NORM = "Python and dispatch", "norm of gradients"
 _PREFIX = "component: "

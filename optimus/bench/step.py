@@ -180,7 +180,7 @@ def bench_step(config: Config, steps: int) -> dict[str, Any]:
 
 
 def format_result(result: dict[str, Any]) -> str:
-    """Return the result of `bench_step` in four lines."""
+    """Return the result of `bench_step` as four lines of text."""
     lines = [
         f"{result['device']}, torch {result['torch']}, {counted(result['threads'], 'thread')}, "
         f"{result['dtype']}, {result['tokens_per_update']} tokens an update, "

@@ -112,7 +112,10 @@ def check(options: Options, folder: Path | None, has_config: bool) -> None:
         text = f"--{name.replace('_', '-')} {value} must be at least {least}"
         refuse_if(value < least, text)
     if has_config and "nan-check" not in options.figures:
-        raise ConfigError("the configuration has an effect only on nan-check; add --only nan-check")
+        raise ConfigError(
+            "a configuration has an effect only on the NaN check; add --only nan-check, or remove "
+            "the configuration"
+        )
     if folder is not None and not folder.is_dir():
         raise ConfigError(f"--dir {folder}: no such directory; create it")
 
@@ -335,7 +338,8 @@ def _ended(launch: Launch, attempt: int) -> History | None:
 
 
 def marks_after(history: History, attempt: int) -> list[NodeMarked]:
-    """Return the NodeMarked events between the end of an attempt and the start of the next one."""
+    """Return the events that exclude or suspect a node, between the end of an attempt and the start
+    of the next attempt."""
     events = history.events
     marks: list[NodeMarked] = []
     for event in events[events.index(history.ends[attempt]) + 1 :]:
@@ -387,7 +391,8 @@ def _measure_cold(options: Options, work: Path, data: Path, result: dict[str, An
 
 
 def _measure_files(work: Path, data: Path, result: dict[str, Any]) -> None:
-    """Count the module files that a warm restart opens, and the files that an attempt creates."""
+    """Count the module files that ranks forked from warm processes open, and the files that an
+    attempt creates."""
     small, large = (measure_files(work / f"files-{n}", data, n) for n in (_SMALL, _LARGE))
     opened = small.modules + large.modules
     result["figures"] += [

@@ -56,8 +56,8 @@ _GPU_TOKENS = 16384
 _SLOW_S = 15.0
 """A block whose pass takes longer than this number of seconds is timed in one round only."""
 _TOO_SLOW_ON_A_CPU = "hf-eager"
-"""This peer needs 35 s for a pass at the size of Mula-7B. On a CPU it is left out for large shapes,
-unless --peers contains it."""
+"""Peer that needs 35 s on a CPU for a pass at the size of Mula-7B. On a CPU, this peer is left out
+for large shapes, unless --peers contains it."""
 _COLUMNS = (
     "block",
     "forward ms",

@@ -71,7 +71,8 @@ class Loop(Peer):
 
 
 class ThreeGrouped(Peer):
-    """Sorted rows and three grouped matrix products, for gate, up and down, as in torchtitan."""
+    """Experts that sort the tokens by expert and compute gate, up and down with three grouped
+    matrix products, as in torchtitan."""
 
     def build(self, gate_up: Tensor, down: Tensor) -> None:
         if not torch_form_works(down.device.type, down.dtype):

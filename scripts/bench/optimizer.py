@@ -63,7 +63,8 @@ _CLASS_HYPERPARAMETERS: dict[str, Any] = {
     "eps": 1e-8,
     "weight_decay": 0.1,
 }
-"""_HYPERPARAMETERS, as arguments of the optimizer classes of torch and DeepSpeed."""
+"""The same values as _HYPERPARAMETERS, with the names of the arguments of the optimizer classes of
+torch and DeepSpeed."""
 PEERS = ("ours", "torch", "deepspeed", "bound")
 
 

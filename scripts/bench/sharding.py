@@ -41,8 +41,8 @@ _WARMUP = 2
 class FsdpLoop(PlainLoop):
     """Training loop in which FSDP2 shards each block and the rest of the model.
 
-    Parameters stay gathered between forward and backward. This is the faster of FSDP2's two modes,
-    and the one that is closer to Optimus.
+    Parameters stay gathered between forward and backward (`reshard_after_forward=False`). Of the
+    two modes of FSDP2, this is the faster one, and it is closer to Optimus.
     """
 
     def __init__(self, config: Config, plan: BatchPlan, world: World) -> None:
@@ -72,7 +72,8 @@ class FsdpLoop(PlainLoop):
 
 
 def measure_ranks(world: World, folder: Path, hidden: int, rounds: int) -> dict[str, Any]:
-    """Run all measurements on the ranks of `world`. A collective of all ranks."""
+    """Measure peak memory, and compare the shardings and FSDP2, on the ranks of `world`. A
+    collective of all ranks."""
     size = world.size
     peak = measure_peak(
         common.mula_config(hidden, size, sharding="epso"),

@@ -139,7 +139,8 @@ def kill_at_random(
 
 
 def _unbroken(pool: RankPool, tree: dict[str, Any], work: Path) -> float:
-    """Return the duration of the unbroken run in seconds. If it does not exist, run it first."""
+    """Return the duration of the unbroken run in seconds. Run it first if `work` does not contain
+    its duration."""
     duration = work / "unbroken.json"
     if not duration.exists():
         for _ in range(2):  # the first also starts the pool

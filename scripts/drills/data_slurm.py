@@ -103,7 +103,9 @@ def assert_all_ranks_worked(printed: str, world: int) -> None:
     """Assert that each rank printed a line about its tokenization. The output alone does not show
     this, because a single rank would write the same bytes."""
     ranks = set(re.findall(rf"^\[rank (\d+) of {world}\] tokenize", printed, re.MULTILINE))
-    assert ranks == {str(rank) for rank in range(world)}, f"ranks {ranks} of {world}: {printed}"
+    assert ranks == {str(rank) for rank in range(world)}, (
+        f"of {world} ranks, only {ranks} printed a line about tokenization: {printed}"
+    )
 
 
 def nodes(drill: Drill, out: Path) -> str:
@@ -189,7 +191,9 @@ def node(drill: Drill, out: Path) -> str:
                 continue
 
     job = drill.disturb(out, how, tries=1)
-    assert len(killed) >= 3, f"{killed} on n2 instead of slurmd, slurmstepd and a rank"
+    assert len(killed) >= 3, (
+        f"killed only the processes {killed} on n2; expected slurmd, slurmstepd and a rank"
+    )
     complete(drill, out, job, "1")
     return f"{len(killed)} processes of n2 killed, completed by the same command"
 

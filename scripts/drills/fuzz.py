@@ -64,7 +64,10 @@ def _case(text: str) -> Case:
     chosen = json.loads(text)
     case = {axis: choices[0] for axis, choices in axes().items()}
     if unknown := set(chosen) - set(case):
-        raise argparse.ArgumentTypeError(f"unknown axes of a case: {', '.join(sorted(unknown))}")
+        raise argparse.ArgumentTypeError(
+            f"unknown axes of a case: {', '.join(sorted(unknown))}; use those of "
+            "tests/kit/faults/fuzz.py"
+        )
     case |= {axis: tuple(c) if isinstance(c, list) else c for axis, c in chosen.items()}
     if not is_legal(case):
         raise argparse.ArgumentTypeError(

@@ -34,12 +34,12 @@ R = TypeVar("R")
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = ROOT / "tests" / "planted" / "faults.toml"
 _LIMIT_S = 600
-"""Time limit of a run of pytest."""
+"""Time limit of a run of pytest, in seconds."""
 _NO_FINDING = re.compile(r"(\w+\.)*(ImportError|ModuleNotFoundError|NameError|SyntaxError)\b")
 """Pattern of the messages of test failures that do not count as catching the fault, since they show
 that the changed code is invalid."""
 _OUTCOMES = {"failure": "failed", "error": "error", "skipped": "skipped"}
-"""Outcome of a test case by the name of the XML element in its JUnit entry."""
+"""Maps the name of an XML element in the JUnit entry of a test case to the outcome of the case."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def main() -> int:
     args = parser.parse_args()
     faults = [fault for fault in read_faults() if args.only in f"{fault.name} {fault.file}"]
     if not faults:
-        print(f"--only {args.only!r} selects no fault", file=sys.stderr)
+        print(f"--only {args.only!r} selects no fault; see {TABLE}", file=sys.stderr)
         return 2
     folder = Path(tempfile.mkdtemp(prefix="optimus-planted-"))
     try:

@@ -31,7 +31,7 @@ from optimus.observe.metrics import read_json_lines  # noqa: E402
 from tests.kit.runs.results import metrics_of, weights_of  # noqa: E402
 
 START = "85d2d92"
-"""Default of --against."""
+"""Default commit of --against."""
 STEPS, STOP = 8, 5
 
 CONFIG = """

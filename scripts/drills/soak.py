@@ -63,7 +63,7 @@ History = dict[float, Sample]
 
 
 class Progress(NamedTuple):
-    """Progress of the run at a moment."""
+    """Number of steps and processor time of the run until a moment."""
 
     at_s: float
     steps: int
@@ -116,7 +116,7 @@ def main() -> int:
             env=os.environ | {"TMPDIR": str(scratch)},
         )
         samples, steps = _watch(run, run_dir / "metrics.jsonl", data)
-    print(f"{' '.join(command[3:])}\nended with {run.returncode}", flush=True)
+    print(f"{' '.join(command[3:])}\nended with status {run.returncode}", flush=True)
     wrong = [] if run.returncode == 3 else [f"exit status {run.returncode} instead of 3"]
     running = _processes()
     wrong += [f"process {process.pid} still runs" for process in samples if process in running]

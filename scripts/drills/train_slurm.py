@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Train a tiny model with the job script under a real Slurm with two nodes, and cause errors.
+"""Train a tiny model with the job script on two nodes of a real Slurm, and cause errors.
 
     scripts/drills/slurm.sh --nodes 2 -- python scripts/drills/train_slurm.py [--cases nodes,rank]
 

@@ -72,7 +72,7 @@ def test_module_files_have_the_suffix_of_a_module(path, expected):
         ("supervision --updates 19", "--updates 19 must be at least 20"),
         ("supervision --dir /nowhere", "--dir /nowhere: no such directory"),
         ("supervision --steps 3", "--steps has no effect on bench supervision"),
-        ("supervision run.toml --only files", "only on nan-check"),
+        ("supervision run.toml --only files", "add --only nan-check"),
         ("step", "bench step needs a configuration"),
         ("step run.toml --rounds 2", "--rounds has no effect on bench step"),
     ],
