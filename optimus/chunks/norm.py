@@ -57,9 +57,11 @@ def exact_norm(flats: Sequence[Tensor], device: torch.device, group: Group) -> f
     The result has the same bits for all ways to cut the tensors at multiples of 32 elements and to
     distribute them over ranks.
     """
-    bins = {device: new_bins(device)}
+    total = new_bins(device)
+    on_host = total if device.type == "cpu" else new_bins(torch.device("cpu"))
     for flat in flats:
-        square_bins_(bins.setdefault(flat.device, new_bins(flat.device)), flat)
-    total = sum((of_tier.to(device) for of_tier in bins.values()), new_bins(device))
+        square_bins_(on_host if flat.is_cpu else total, flat)
+    if on_host is not total:
+        total += on_host.to(device)
     all_reduce_sum(total, group)
     return math.sqrt(total_of(total))

@@ -105,12 +105,14 @@ def test_updates_of_the_host_in_the_background_change_no_bit(order):
         assert offloaded[:2] == whole[:2]
 
 
-@pytest.mark.parametrize("user", ["optimus.chunks.param_store", "optimus.chunks.grad_reducer"])
-def test_a_missing_wait_for_an_update_changes_bits(monkeypatch, user):
-    """Without the wait of the parameters, a forward uses old parameters. Without the wait of the
-    gradients, an update reads gradients of the next step. A layer that computes waits for its
-    parameters, so only a layer that does not compute in the next step needs the second wait."""
-    order = "forward" if user.endswith("store") else "alternate"
+@pytest.mark.parametrize(
+    ("user", "order"),
+    [("optimus.chunks.param_store", "forward"), ("optimus.chunks.grad_reducer", "alternate")],
+)
+def test_a_missing_wait_for_an_update_is_noticed(monkeypatch, user, order):
+    """Without the wait of the parameters, an assertion fails. Without the wait of the gradients, an
+    update reads gradients of the next step. A layer that computes waits for its parameters, so only
+    a layer that does not compute in the next step needs the second wait."""
     case = Case(5, 2, steps=3, parameters=False, host_share=1.0, delay_s=0.01)
     expected = train_in_order(case, order)
     wait = UpdateQueue.wait
@@ -120,7 +122,11 @@ def test_a_missing_wait_for_an_update_changes_bits(monkeypatch, user):
             wait(queue, number)
 
     monkeypatch.setattr(UpdateQueue, "wait", wait_unless_user)
-    assert train_in_order(case, order)[:2] != expected[:2]
+    if order == "forward":
+        with pytest.raises(AssertionError, match="an upload starts after the update"):
+            train_in_order(case, order)
+    else:
+        assert train_in_order(case, order)[:2] != expected[:2]
 
 
 @pytest.mark.parametrize("user", ["optimus.chunks.param_store", "optimus.chunks.grad_reducer"])
