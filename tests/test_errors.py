@@ -23,7 +23,7 @@ ALWAYS_SEVERAL = {
     "{stages} pipeline stages",  # above 1
     "{short(value['documents'])} documents",  # an estimate, such as 1.2k
     "{short(value['instances'])} instances",
-    "{piece_rows} rows",  # not an integer
+    "{piece_rows} adjacent rows",  # not an integer
     "{ending} files",  # a name, not a number
     "{_MAX_FILES} files",
     "{_HISTORY} updates",  # constants: 20, and 10 below

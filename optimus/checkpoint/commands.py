@@ -176,8 +176,8 @@ def _format_show(about: Mapping[str, Any]) -> str:
                 (
                     "balance",
                     f"checkpoint.scatter = {about['scatter']}; greatest maximum / mean of the "
-                    f"bytes in a pipeline stage: {writers['rank_max_by_mean']:.3f} over ranks, "
-                    f"{writers['node_max_by_mean']:.3f} over nodes",
+                    f"bytes in a pipeline stage: over ranks {writers['rank_max_by_mean']:.3f}, "
+                    f"over nodes {writers['node_max_by_mean']:.3f}",
                 )
             )
     width = max(len(name) for name, _ in facts)

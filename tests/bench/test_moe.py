@@ -51,7 +51,7 @@ def test_wrong_block_of_ours_is_refused(monkeypatch):
     weights, x, grad = moe.make_tensors(TINY, torch.device("cpu"))
     ours = moe.OurBlock(TINY, weights)
     monkeypatch.setattr(ours.block.router, "normalise", True)
-    with pytest.raises(OptimusError, match="tiny-fp32: our block differs"):
+    with pytest.raises(OptimusError, match="tiny-fp32: the relative error of our block is"):
         moe._check(TINY, weights, {"ours": ours}, x, grad, {})
 
 

@@ -340,7 +340,7 @@ def test_debug_mode_refuses_rows_that_do_not_exist(name, index, out_of_range, mo
     inputs[index] = inputs[index].clone()
     inputs[index].view(-1)[5] = out_of_range
     with pytest.raises(
-        ValueError, match=rf"{name}: .* has 1 numbers .* first is {out_of_range} at position 5"
+        ValueError, match=rf"{name}: .* has 1 indices .* first is {out_of_range} at position 5"
     ):
         getattr(ops, name)(*inputs)
 

@@ -98,7 +98,7 @@ def test_job_ranks_of_an_array_of_steps_are_unique():
 @pytest.mark.parametrize(
     ("environ", "message"),
     [
-        ({"PMI_RANK": "1"}, "none of PMI_SIZE, WORLD_SIZE; .*--world"),
+        ({"PMI_RANK": "1"}, "none of the variables PMI_SIZE, WORLD_SIZE; .*--world"),
         ({"PMI_RANK": "5", "PMI_SIZE": "5"}, "PMI_RANK=5 is not a rank: .*, PMI_SIZE=5;"),
         ({"PMI_RANK": "x", "PMI_SIZE": "5"}, "PMI_RANK='x'"),
         ({"WORLD_SIZE": "4"}, "but RANK is not"),
@@ -204,12 +204,12 @@ def test_the_first_machine_of_pbs(tmp_path):
 @pytest.mark.parametrize(
     ("environ", "message"),
     [
-        ({"PMI_RANK": "1", "PMI_SIZE": "2"}, "none of MPI_LOCALRANKID"),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2"}, "none of the variables MPI_LOCALRANKID"),
         (MPICH | {"MPI_LOCALRANKID": "2"}, "local rank 2 is not among the 2"),
         (MPICH | {"WORLD_SIZE": "3"}, "WORLD_SIZE=3, but the launcher has set PMI_SIZE=2"),
         (MPICH | {"PMI_SIZE": "4"}, "needs MASTER_ADDR"),
         (MPICH | {"MASTER_PORT": "0"}, "MASTER_PORT=0 is not a port"),
-        ({"PALS_RANKID": "1"}, "none of PMI_SIZE, WORLD_SIZE; export WORLD_SIZE$"),
+        ({"PALS_RANKID": "1"}, "none of the variables PMI_SIZE, WORLD_SIZE; export WORLD_SIZE$"),
     ],
 )
 def test_an_incomplete_launcher_is_refused(environ, message):

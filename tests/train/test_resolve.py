@@ -61,7 +61,7 @@ def resolved(data, run_dir, world_size=1, **overrides):
             ConfigError,
             r"seq_len is missing",
         ),
-        ({"train__seq_len": 64}, 1, DataError, r"train.seq_len = 64, .* context 32; set"),
+        ({"train__seq_len": 64}, 1, DataError, r"train.seq_len = 64, .* --context 32; set"),
         ({"model__vocab_size": 100}, 1, DataError, r"vocab_size = 100 is smaller .* at least 320"),
         ({}, 3, ConfigError, r"global_batch_tokens = 256 .*\(3 data ranks"),
         ({"parallel__dp": 2}, 1, ConfigError, r"parallel.dp = 2 needs a world of 2"),
