@@ -1,14 +1,14 @@
-"""A save in the background: threads write, and the main threads of the ranks agree on its state.
+"""Saves of checkpoints in background threads, and the state machine that all ranks share.
 
-The state machine is `State` with the table TRANSITIONS. All ranks are in the same state. In `poll`,
-between two updates, they agree on the greatest `Status` of their threads, which selects the next
-state.
+The states are those of the enum `State`, and the table TRANSITIONS has the transitions. All ranks
+are in the same state. In `poll`, between two updates of the model, the ranks compute the greatest
+`Status` of their threads, which selects the next state.
 
 Threads call no collectives, because all ranks must call the collectives of a process group in the
 same order, and threads cannot ensure that. A separate group for the threads would need more
 connections between all ranks (gloo) or could not use host memory (nccl). Therefore the commit
-starts only at the next `poll` after the last byte is durable, and its success is known to
-the ranks only at the next `poll` after the commit has ended.
+starts only at the next `poll` after the last byte is durable, and the ranks learn that the commit
+has succeeded only at the next `poll` after the commit has ended.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from optimus.distributed.collectives import Group, all_gather_objects, gather_by
 from optimus.errors import NonFiniteError, OptimusError
 
 _PAUSES_S = (0.001, 0.2)
-"""First and longest pause of `drain` between two polls, in seconds."""
+"""First pause and longest pause of `drain` between two calls of `poll`, in seconds."""
 _GRACE_S = 30.0
-"""Seconds within which a thread must stop after a failure. After that, the thread is treated as
-hanging."""
+"""Seconds within which the thread of a rank must stop after the save has failed. A thread that
+takes longer is assumed to hang."""
 
 
 class State(Enum):
     """The state of a save, the same on all ranks."""
 
     WRITING = auto()
-    """Every rank writes its states."""
+    """Every rank writes its slices of the model states."""
     COMMITTING = auto()
     """The first rank writes the index and the manifest, and renames the directory."""
     STOPPING = auto()
-    """The save has failed, and its threads are requested to stop."""
+    """The save has failed, and the ranks wait until their threads have stopped."""
     CLEANING = auto()
     """The first rank removes the directory of the failed save."""
     ENDED = auto()
@@ -53,8 +53,8 @@ class Status(IntEnum):
 
     DONE = 0
     COMMITTED = 1
-    """The checkpoint's directory has its final name, although the thread has exceeded its time
-    limit."""
+    """The thread has renamed the checkpoint's directory to its final name, but has exceeded its
+    time limit before or after the rename."""
     BUSY = 2
     FAILED = 3
 
@@ -74,8 +74,8 @@ TRANSITIONS = {
     (State.CLEANING, Status.DONE): State.ENDED,
     (State.CLEANING, Status.BUSY): State.CLEANING,
 }
-"""The next state for each pair of the current state and the greatest status of all ranks. Other
-pairs cannot occur."""
+"""Dict from (current state, greatest status of all ranks) to the next state. Other pairs than the
+keys cannot occur."""
 
 
 class Failure(NamedTuple):
@@ -99,16 +99,17 @@ class Outcome(NamedTuple):
 class AsyncSave:
     """A save in the background, from its start to its commit or its failure.
 
-    On every rank a thread calls `write(stop)`. When all calls have returned, a thread of the first
-    rank calls `commit(stop, reports)` with the returned bytes in the order of ranks, and then
-    `after_commit()`. If `write` or `commit` raises OptimusError on one rank, the save fails on all
-    ranks. Any other exception is raised by `poll` on the rank where it occurred. A failure
-    sets `stop`, which requests the threads to end. When the threads have ended, a thread of the
-    first rank calls `clean()`.
+    On every rank a thread calls `write(stop)`. When `write` has returned on all ranks, a thread of
+    the first rank calls `commit(stop, reports)`, and then `after_commit()`. `reports` are the bytes
+    that the calls of `write` returned, in the order of ranks. If `write` or `commit` raises
+    OptimusError on one rank, the save fails on all ranks. `poll` raises any other exception of a
+    thread on the rank of this thread. A failure sets `stop`, which requests the threads to end.
+    When the threads have ended, a thread of the first rank calls `clean()`.
 
     `commit` must call `stop.claim()` before it renames the directory, so that a checkpoint with its
     final name is not reported as failed. There is one exception: if the rename exceeds the time
-    limit by _GRACE_S, `poll` reports a failure, and reports the commit when the rename has ended.
+    limit by _GRACE_S, `poll` first reports a failure. When the rename has ended, a later `poll`
+    reports that the checkpoint was committed.
     """
 
     def __init__(
@@ -128,9 +129,9 @@ class AsyncSave:
 
         Args:
             name: Name of the checkpoint in messages.
-            step: Number of completed updates.
-            group: All ranks.
-            device: Device of collectives.
+            step: Number of updates that the run has completed.
+            group: The group of all ranks.
+            device: Device of the tensors in the collectives of `poll`.
             limit_s: Time limit in seconds of the writes. The commit has a separate limit of the
                 same length.
             write: Writes the states of this rank.
@@ -152,7 +153,7 @@ class AsyncSave:
         return self._state is State.ENDED
 
     def poll(self) -> Outcome | None:
-        """Return the outcome if the save was committed or failed since the last call, else None.
+        """Advance the save. Return the outcome if this call finds a commit or a failure, else None.
 
         A collective of all ranks.
         """
@@ -181,12 +182,12 @@ class AsyncSave:
         return outcome
 
     def drain(self) -> Outcome | None:
-        """Poll until the save ends or, after a failure, until a thread has not stopped in time.
+        """Call `poll` until the save has ended, or has failed and a thread does not stop in time.
 
         A collective of all ranks.
 
         Returns:
-            The last outcome that `poll` returned, or None if it returned none.
+            The last outcome that `poll` returned, or None if every `poll` returned None.
         """
         outcome, pause = None, _PAUSES_S[0]
         while not self.is_over:
@@ -200,11 +201,11 @@ class AsyncSave:
         return outcome
 
     def give_up(self) -> None:
-        """Request this rank's thread to stop. Not a collective: other ranks may be lost."""
+        """Request this rank's thread to stop. This call does not wait, and needs no other rank."""
         self._stop.set()
 
     def _transition(self) -> Status:
-        """Assign the next state from the greatest status of all ranks, and return that status."""
+        """Compute the greatest status of all ranks, set the next state, and return the status."""
         assert not self.is_over
         self._status = Status(greatest(self._local_status(), self._group, self._device))
         self._state = TRANSITIONS[self._state, self._status]
@@ -249,8 +250,8 @@ class AsyncSave:
         self._after_commit()
 
     def _fail(self) -> Outcome:
-        """Set `stop`, and return an outcome with the failure of the first rank that failed. A
-        failure because of non-finite values takes precedence."""
+        """Set `stop`. Return an outcome with the failure of the lowest rank that has failed, but
+        prefer a failure because of non-finite values to other failures."""
         failures = [
             (rank, failure)
             for rank, failure in enumerate(

@@ -1,4 +1,4 @@
-"""`optimus checkpoint list | verify | show | export`. list and show need no torch."""
+"""The commands `optimus checkpoint list | verify | show | export`. list and show need no torch."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _list(args: argparse.Namespace, arguments: list[str]) -> int:
 
 
 def _verify(args: argparse.Namespace, arguments: list[str]) -> int:
-    """Run `verify`. The exit status is 1 if there is damage."""
+    """Run `optimus checkpoint verify`. The exit status is 1 if a checkpoint is damaged."""
     from optimus.checkpoint.inspect import verify
 
     if args.threads < 0:
@@ -77,7 +77,7 @@ def _verify(args: argparse.Namespace, arguments: list[str]) -> int:
 
 
 def _show(args: argparse.Namespace, arguments: list[str]) -> int:
-    """Run `show`. The exit status is 1 if the checkpoint is damaged."""
+    """Run `optimus checkpoint show`. The exit status is 1 if the checkpoint is damaged."""
     from optimus.checkpoint.inspect import show
 
     result = show(args.path)
@@ -86,8 +86,8 @@ def _show(args: argparse.Namespace, arguments: list[str]) -> int:
 
 
 def _export(args: argparse.Namespace, arguments: list[str]) -> int:
-    """Run `export`, which does the same as `optimus convert to-hf`. The exit status is 1 if the
-    checkpoint is damaged."""
+    """Run `optimus checkpoint export`, which does the same as `optimus convert to-hf`. The exit
+    status is 1 if the checkpoint is damaged."""
     from optimus.checkpoint.convert import to_hf
     from optimus.checkpoint.inspect import find
     from optimus.launch.signals import raising_keyboard_interrupt

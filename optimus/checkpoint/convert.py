@@ -42,13 +42,14 @@ from optimus.platform import dtype_of
 logger = logging.getLogger(__name__)
 
 _TEXTS = (".txt", ".jinja")
-"""Suffixes of sidecar files whose content is not checked."""
+"""Suffixes of tokenizer files and chat templates whose content is copied without a check."""
 _SIDECAR_BYTES, _SIDECARS_BYTES = 256 << 20, 1 << 30
-"""Maximum bytes of one sidecar file, and of all sidecar files that a conversion copies."""
+"""Maximum bytes of one file that a conversion copies (a file of a tokenizer, a chat template or a
+generation configuration), and maximum bytes of all these files together."""
 
 
 def from_hf(source: str | os.PathLike, out: str | os.PathLike) -> None:
-    """Convert a Hugging Face directory to a model-only checkpoint. The dtypes do not change.
+    """Convert a Hugging Face directory to a model-only checkpoint with weights of the same dtypes.
 
     Args:
         source: The Hugging Face directory.
@@ -79,16 +80,17 @@ def from_hf(source: str | os.PathLike, out: str | os.PathLike) -> None:
 def to_hf(source: str | os.PathLike, out: str | os.PathLike, dtype: str | None = None) -> Path:
     """Convert a checkpoint to a complete Hugging Face directory.
 
-    Every byte is read once and compared with its checksum. If the newest full checkpoint of a run
-    is damaged, the next older one is converted.
+    The function reads every byte of the checkpoint once, and compares the checksums. If `source` is
+    a run directory and the newest full checkpoint of the run is damaged, the function converts the
+    next older one.
 
     Args:
         source: A checkpoint or a run directory.
         out: Directory to create. It must not exist.
-        dtype: Type of the weights, such as "bf16". None keeps the stored types.
+        dtype: Dtype of the converted weights, such as "bf16". None keeps the stored dtypes.
 
     Returns:
-        The checkpoint that was converted.
+        The path of the checkpoint that was converted.
 
     Raises:
         CheckpointError: The checkpoint is damaged.
@@ -126,7 +128,7 @@ def _write_hf(path: Path, out: Path, dtype: str | None) -> None:
 
 
 def _copy_sidecars(source: Path, target: Path) -> None:
-    """Copy the files of the tokenizer, chat templates and generation configuration unchanged.
+    """Copy the tokenizer, chat templates and generation configuration from `source` to `target`.
 
     A link in a downloaded directory may refer to any file of this user, and the copies may be
     published. Therefore links to files outside `source` are refused.
@@ -152,8 +154,8 @@ def _copy_sidecars(source: Path, target: Path) -> None:
 
 
 def _check_links(source: Path) -> None:
-    """Raise CheckpointError if a configuration or a file of weights is a link to a file outside
-    `source`."""
+    """Raise CheckpointError if a configuration or a weight file in the directory `source` is a
+    symbolic link to a file outside this directory."""
     for name in ("config.json", CONFIG, MODEL, INDEX):
         _resolve_inside(source / name, source)
     if (source / MODEL).is_file() or not (source / INDEX).is_file():
@@ -163,11 +165,12 @@ def _check_links(source: Path) -> None:
 
 
 def _resolve_inside(path: Path, source: Path) -> tuple[Path, Path]:
-    """Return `path` with all links resolved, and the allowed directory that contains it.
+    """Return `path` with all links resolved, and the allowed directory that contains this path.
 
     `source` is an allowed directory. If `source` is a snapshot in the cache of the Hugging Face
-    hub, the folder of its repository in the cache is also allowed. Raises CheckpointError if the
-    resolved path is in any other directory.
+    hub, the folder blobs/ of the same repository in the cache is also allowed. Then the second
+    result is the folder of the repository. Raises CheckpointError if the resolved path is in any
+    other directory.
     """
     # For a loop of links, path.resolve() would raise RuntimeError. With realpath, the later read
     # fails with an OSError.
@@ -184,8 +187,8 @@ def _resolve_inside(path: Path, source: Path) -> tuple[Path, Path]:
 
 
 def _read_sidecar(path: Path, source: Path) -> bytes:
-    """Check that a file of a tokenizer or of another configuration may be copied, and return its
-    content. Raises CheckpointError."""
+    """Return the content of a tokenizer file, a chat template or a generation configuration in the
+    directory `source`. Raises CheckpointError if the file must not be copied."""
     real, below = _resolve_inside(path, source)
     try:
         content = read_regular(real, _SIDECAR_BYTES, below)
@@ -207,13 +210,13 @@ def _read_sidecar(path: Path, source: Path) -> bytes:
 
 
 def eos_token_ids(path: Path, config: ModelConfig) -> tuple[int, ...]:
-    """Return the ids of the tokens that end a text of a model; () if they are unknown.
+    """Return the ids of the tokens at which a model ends a text; () if they are unknown.
 
     The first id is that of the token that ended the documents in training, read from the manifest.
-    If a manifest of an earlier version lacks this id, it is read from the data set, provided that
-    the data set still exists and has the same tokenizer. For a converted Hugging Face directory,
-    this id is unknown. After the first id, the result contains the ids of `model.eos_token_ids`. If
-    there is no id from the training data or `model.eos_token_ids`, the tokenizer files provide one.
+    If the manifest of an earlier version lacks the id, the id is read from the data set, provided
+    that the data set still exists and has the same tokenizer. A checkpoint that was converted from
+    a Hugging Face directory has no such id. The ids of `model.eos_token_ids` follow. If neither the
+    training data nor `model.eos_token_ids` provides an id, the tokenizer files provide one.
 
     Args:
         path: A checkpoint or a Hugging Face directory.
@@ -231,22 +234,22 @@ def eos_token_ids(path: Path, config: ModelConfig) -> tuple[int, ...]:
 
 
 def with_data_eos(config: ModelConfig, of_data: int | None) -> tuple[int, ...]:
-    """Return `of_data` and `model.eos_token_ids`, except duplicates and ids outside the vocabulary.
+    """Return `of_data` and `model.eos_token_ids` without duplicates and ids beyond the vocabulary.
 
     Args:
         config: Configuration of the model.
-        of_data: Id of the token that ends the documents of the data; None if unknown.
+        of_data: Id of the token that ends each document of the training data; None if unknown.
     """
     ids = [*([] if of_data is None else [of_data]), *config.eos_token_ids]
     return tuple(dict.fromkeys(token for token in ids if 0 <= token < config.vocab_size))
 
 
 def _eos_of_data_sets(path: Path, tokenizer: Path) -> int | None:
-    """Return the id of the end token of the data set that a checkpoint was trained on.
+    """Return the id of the token that ends the documents of a checkpoint's training data.
 
-    The id comes from the first data set in the checkpoint's configuration that has the checkpoint's
-    tokenizer. The result is None if there is no such data set, or if a data set before it cannot be
-    read.
+    The function reads the data sets in the order of the checkpoint's configuration, and returns
+    the id from the first one whose tokenizer is the file `tokenizer`. The result is None if no data
+    set has this tokenizer, or if a data set cannot be read.
     """
     try:
         data = load_saved_config(path / CONFIG).data
@@ -260,8 +263,9 @@ def _eos_of_data_sets(path: Path, tokenizer: Path) -> int | None:
 
 
 def _eos_of_tokenizer(file: Path) -> int | None:
-    """Return the id of the end token that tokenizer_config.json names. If the file names no end
-    token, return the result of `eos_from_names`. Return None for an unknown or missing token."""
+    """Return the id of the `eos_token` in the tokenizer_config.json next to the tokenizer `file`.
+    If there is no such entry, return the result of `eos_from_names`. Return None if the tokenizer
+    does not have the token or a file cannot be read."""
     try:
         named = _read_object(file.with_name(TOKENIZER_CONFIG)).get("eos_token")
         named = named.get("content") if isinstance(named, dict) else named
@@ -271,8 +275,8 @@ def _eos_of_tokenizer(file: Path) -> int | None:
 
 
 def complete_hf(directory: Path, config: ModelConfig) -> list[str]:
-    """Add the tokenizer and generation configurations that a Hugging Face directory lacks. In the
-    existing ones, replace special tokens outside the vocabulary, as `_keep_within_vocabulary` does.
+    """Add tokenizer_config.json and generation_config.json to a Hugging Face directory. If one of
+    these files exists, only replace the special tokens in it that are outside the vocabulary.
 
     Args:
         directory: A directory with config.json and a tokenizer.
@@ -317,10 +321,10 @@ def complete_hf(directory: Path, config: ModelConfig) -> list[str]:
 
 
 def _keep_within_vocabulary(path: Path, config: ModelConfig) -> list[str]:
-    """Replace special tokens outside the model's vocabulary in `path`, which is the configuration
-    of a tokenizer or of generation. The padding token becomes the end token, other tokens null.
+    """Replace the special tokens in the file `path` that are outside the model's vocabulary.
 
-    Returns a warning for each replaced token.
+    `path` is tokenizer_config.json or generation_config.json. The end token replaces the padding
+    token, and null replaces the begin and the end token. Returns a warning for each replaced token.
     """
     fields, file = _read_object(path), tokenizer_path(path.parent)
     tokenizer = TextTokenizer(file) if file.is_file() else None
@@ -352,8 +356,8 @@ def _keep_within_vocabulary(path: Path, config: ModelConfig) -> list[str]:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file; {} if the file is missing or has another JSON value. Raises
-    DataError."""
+    """Return the JSON object in a file; {} if the file does not exist or contains a JSON value that
+    is not an object. Raises DataError."""
     try:
         content = json.loads(read_regular(path, _SIDECAR_BYTES)) if path.is_file() else {}
     except (OSError, ValueError, RecursionError) as error:

@@ -1,8 +1,8 @@
-"""The manifest of a checkpoint. Needs no torch.
+"""The file manifest.json of a checkpoint, and checks of the checkpoint's files. Needs no torch.
 
 A checkpoint is a directory whose `manifest.json` lists its other files with sizes and hashes. A
-save writes it last, into a temporary directory, and then renames the directory. A checkpoint is
-valid if its manifest is readable and all files have the listed sizes and hashes.
+save writes all files to a temporary directory, the manifest last, and then renames the directory. A
+checkpoint is valid if its manifest is readable and all files have the listed sizes and hashes.
 
 `kind` is "full" or "model". A full checkpoint has the master weights and the moments in shard files
 (optimus/checkpoint/shard_file.py) and an index (optimus/checkpoint/index.py). A model-only
@@ -33,12 +33,12 @@ from optimus.errors import CheckpointError, one_line
 from optimus.io import files, tensor_file
 
 FORMAT = 2
-"""Version of the checkpoint format. Format 1 had whole tensors and no hash of the manifest. This
-version of Optimus reads model-only checkpoints of format 1, but no full ones."""
+"""Version of the checkpoint format. Checkpoints of format 1 had whole tensors and no hash of the
+manifest. This version of Optimus reads model-only, but not full checkpoints of format 1."""
 MANIFEST = "manifest.json"
 _CONFIGS = ("config.toml", "config.json")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
-"""Files of a tokenizer. A checkpoint whose manifest lists one of them was saved with a
+"""Names of tokenizer files. A checkpoint whose manifest lists one of these files was saved with a
 tokenizer."""
 TEMPLATES = "additional_chat_templates"
 """A folder of chat templates, of at most _MAX_TEMPLATES entries in _MAX_LEVELS levels."""
@@ -49,16 +49,17 @@ _TOKENIZER_FILES = (
 )
 GENERATION_CONFIG = "generation_config.json"
 SIDECARS = (*_TOKENIZER_FILES, GENERATION_CONFIG)
-"""Files and a folder of Hugging Face directories that a checkpoint may also contain: those of the
-tokenizer and of chat templates, and the generation configuration."""
+"""Names of the optional files of a checkpoint, as in Hugging Face directories: tokenizer, chat
+templates (with the folder TEMPLATES) and generation configuration."""
 _READ_BY_NAME = (tensor_file.INDEX, *_CONFIGS)
-"""Files that readers open by name, in addition to SIDECARS. Readers find files of weights by their
-suffix."""
+"""Names of files that readers of a checkpoint open by name, in addition to SIDECARS. Readers find
+weight files by their suffix."""
 FROZEN = "optim.frozen"
 DATA_EOS = "data.eos_token_id"
-"""The key of `settings` for the id of the token that ends each document of the run's data."""
+"""Key in `Manifest.settings`. The value is the id of the token that ends each document of the run's
+training data."""
 _BLOCKS_A_TASK = 16
-"""Number of blocks (4 MiB each) that a thread verifies each time it opens a shard file."""
+"""Number of blocks, of 4 MiB each, that a thread verifies each time it opens a shard file."""
 _READ_SETTINGS = {
     **dict.fromkeys((f"parallel.{axis}" for axis in AXES), int),
     **dict.fromkeys(("train.batch_tokens", "train.seq_len", "train.max_steps"), int),
@@ -69,21 +70,21 @@ _READ_SETTINGS = {
     **dict.fromkeys(("train.dtype", "checkpoint.scatter", "data.identity"), str),
     FROZEN: list,
 }
-"""Types of the settings in a manifest whose values the code uses. The values of other settings are
-only compared with those of a run."""
+"""Types of those settings in a manifest that code reads. All other settings in a manifest are only
+compared with the settings of a run."""
 _SETTING = re.compile(r"[a-z_]+(\.[a-z0-9_]+)+")
 _MOST_RANKS, _MOST_BATCH_TOKENS = 1 << 22, 1 << 40
 _MANIFEST_BYTES = 4 << 20
 """Maximum size of a manifest. Saves write a few kilobytes."""
 _SIDECAR_BYTES, _INDEX_BYTES = 256 << 20, 1 << 30
-"""Maximum bytes of a sidecar or configuration file, and maximum bytes of the index. The latter is
-40 times the size of an index with 400,000 slices."""
+"""Maximum bytes of a tokenizer or configuration file, and maximum bytes of index.jsonl. An index
+with 400,000 slices has a 40th of this maximum."""
 _FORMAT_1 = re.compile(rb'\s*\{\s*"format": *1\b')
 
 
 def _plain_name(name: str) -> str:
-    """Return `name` unchanged. Raises ValueError unless it is a relative path inside the directory
-    of the checkpoint."""
+    """Return `name` unchanged if it is a relative path inside the checkpoint's directory. Otherwise
+    raise ValueError."""
     if "\0" in name or "\\" in name or not {"", ".", ".."}.isdisjoint(name.split("/")):
         raise ValueError("the name must be a path within the checkpoint, without .., \\ and NUL")
     os.fsencode(name)
@@ -99,7 +100,7 @@ _Hash = Annotated[str, Field(pattern="^[0-9a-f]{16}$")]
 
 @dataclass(frozen=True)
 class FileEntry:
-    """A file that a manifest lists."""
+    """An entry of a manifest for one file of the checkpoint: path, size in bytes and hash."""
 
     name: _Name
     size: _Int
@@ -107,9 +108,10 @@ class FileEntry:
 
 
 class _Fields(BaseModel):
-    """The types and ranges of the fields of manifest.json.
+    """Pydantic model of manifest.json that checks the types and ranges of the fields.
 
-    The hash of the manifest detects damage, but not an invalid value that a program has written.
+    The checks are necessary because the hash of the manifest detects damage of the file, but not an
+    invalid value that a program has written.
     """
 
     kind: Literal["full", "model"]
@@ -128,10 +130,11 @@ class _Fields(BaseModel):
 class Manifest:
     """The content of manifest.json.
 
-    `step` and `tokens` are the numbers of updates and tokens of the run until this checkpoint.
-    `updates` is the number of updates since the optimizer states were zero. A restart from weights
-    alone sets these states to zero. `origin` is the value of `checkpoint.load` with which the run
-    was started. `settings` maps "section.key" to the value of the setting.
+    `step` and `tokens` are the numbers of updates and of tokens that the run had processed when the
+    checkpoint was saved. `updates` is the number of updates since the optimizer states were zero. A
+    restart from weights alone sets the optimizer states to zero. `origin` is the value of
+    `checkpoint.load` with which the run was started. `settings` maps "section.key" to the value of
+    the setting.
     """
 
     kind: str
@@ -143,10 +146,10 @@ class Manifest:
     files: tuple[FileEntry, ...]
     path: Path
     loss_scale: Mapping[str, float] | None = None
-    """State of dynamic loss scaling (fp16); None without it."""
+    """State of dynamic loss scaling (fp16); None if the run did not scale the loss."""
     ranks: Mapping[str, int] | None = None
-    """Sizes of the axes of the mesh that wrote the checkpoint, and `per_node`, the number of ranks
-    on a node."""
+    """Sizes of the mesh axes of the run that saved the checkpoint, and under the key `per_node` the
+    number of ranks on a node."""
     first_step: int | None = None
     """The step at which the run was started; None if unknown."""
 
@@ -156,16 +159,18 @@ class Manifest:
         return any(entry.name == INDEX for entry in self.files)
 
     def check(self, hashed_bytes: float = math.inf, weights: bool = True) -> None:
-        """Check the sizes and hashes of the files, but only the sizes and headers of shard files.
+        """Check the sizes and hashes of the checkpoint's files, but no hashes of shard files.
 
-        The readers of shard files check the hashes of the blocks that they read.
+        Of a shard file, only the size and the header are checked. Readers of shard files check the
+        hashes of the blocks that they read.
 
         Args:
-            hashed_bytes: If a file is larger than this, only its size is checked.
+            hashed_bytes: Only the size is checked of a file with more bytes than this.
             weights: False to check only the sizes of safetensors files.
 
         Raises:
-            CheckpointError: A file differs. The message names the first one.
+            CheckpointError: A file does not match the manifest or the index. The message names the
+                first such file.
         """
         self._check_unlisted()
         for entry in self.files:
@@ -176,8 +181,9 @@ class Manifest:
         self.check_shards()
 
     def _check_unlisted(self) -> None:
-        """Raise CheckpointError for weights, configurations and sidecar files that the manifest
-        does not list. A tokenizer may be added to a checkpoint that was saved without one."""
+        """Raise CheckpointError if the directory has a weight, configuration or tokenizer file that
+        the manifest does not list. A tokenizer may be added to a checkpoint that was saved without
+        one."""
         listed = {entry.name for entry in self.files}
         may_be_added = () if listed.intersection(_TOKENIZERS) else _TOKENIZER_FILES
         try:
@@ -209,20 +215,20 @@ class Manifest:
             raise CheckpointError(f"{self.path}: {error}") from None
 
     def verify(self, threads: int = 0) -> None:
-        """Compare every byte with the manifest's hashes. Raises CheckpointError for the first file
-        that differs."""
+        """Compare every byte of the checkpoint with the hashes in the manifest and the index.
+        Raises CheckpointError for the first file that does not match."""
         if problems := self.problems(threads):
             raise CheckpointError(problems[0])
 
     def problems(self, threads: int = 0) -> list[str]:
-        """Compare every byte with the manifest's hashes.
+        """Compare every byte of the checkpoint with the hashes in the manifest and the index.
 
         Args:
-            threads: As for `in_threads`.
+            threads: Number of threads, as for `in_threads`.
 
         Returns:
-            A line for each file that differs. For a shard file, the line names the first wrong
-            block.
+            One line for each file that does not match. The line of a shard file names the first
+            block that does not match.
         """
         checks: list[Callable[[], object]] = [
             *(partial(self._verify_file, entry) for entry in self.files),
@@ -254,10 +260,10 @@ class Manifest:
         return [*problems, *first_of.values()]
 
     def _verify_file(self, entry: FileEntry) -> None:
-        """Check the hash of a file, and the header of a safetensors file.
+        """Check the hash of the file in `entry`. Raises CheckpointError.
 
-        An index of safetensors files may only name files that the manifest lists. Raises
-        CheckpointError.
+        Also check the header of a safetensors file, and check that model.safetensors.index.json
+        names only files that the manifest lists.
         """
         path = self.path / entry.name
         _read_checked(path, entry)
@@ -275,10 +281,10 @@ class Manifest:
         """Return the index of a full checkpoint.
 
         Args:
-            data: Content of the index file, from another rank; None to read the file.
+            data: Content of index.jsonl, if another rank has read this file; None to read the file.
 
         Raises:
-            CheckpointError: There is no valid index.
+            CheckpointError: The checkpoint has no valid index.
         """
         if data is None:
             data = self.index_bytes()
@@ -301,7 +307,7 @@ class Manifest:
 
 
 def _problem(check: Callable[[], object]) -> str:
-    """Call `check`. Return the message of the CheckpointError that it raises, or ""."""
+    """Call `check()`. Return the message if this call raises CheckpointError, else ""."""
     try:
         check()
     except CheckpointError as error:
@@ -334,15 +340,15 @@ def _check_size(path: Path, entry: FileEntry) -> None:
 
 
 def is_checkpoint(path: str | os.PathLike) -> bool:
-    """Return whether a directory has a manifest, valid or not."""
+    """Return whether a directory contains a manifest.json. The file may be invalid."""
     return (Path(path) / MANIFEST).is_file()
 
 
 def sidecars(directory: Path) -> list[str]:
-    """Return the paths of the files in SIDECARS that exist in a directory, relative to it.
+    """Return the names in SIDECARS that exist in `directory`, as paths relative to `directory`.
 
-    The result contains the files of the folder TEMPLATES and of its subfolders instead of the
-    folder. Links to other folders are not followed.
+    Instead of the folder TEMPLATES, the result contains the files in this folder and in its
+    subfolders. Links to other folders are not followed.
 
     Raises:
         CheckpointError: The folder TEMPLATES is too large or too deep, or cannot be read.
@@ -399,7 +405,8 @@ def read_manifest(path: str | os.PathLike) -> Manifest:
 
 
 def _check_dependent(fields: _Fields) -> None:
-    """Check conditions that involve several fields or entries. Raises ValueError."""
+    """Check the conditions on a manifest that involve several fields or entries of a field. Raises
+    ValueError."""
     names = {entry.name for entry in fields.files}
     if len(names) != len(fields.files):
         raise ValueError('the key "files" lists a name twice')

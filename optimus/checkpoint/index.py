@@ -1,8 +1,9 @@
-"""The index of a full checkpoint, `index.jsonl`: hashes of blocks and locations of parameters.
+"""The file `index.jsonl` of a full checkpoint: hashes of the shard files' blocks, and for each
+parameter the positions of its elements in the shard files. Needs no torch.
 
 The first line lists the shard files (optimus/checkpoint/shard_file.py), the hashes of their blocks
-and the shapes. Each other line is for one parameter, so that a rank parses only the lines that it
-needs. Needs no torch.
+and the shapes of the parameters. Each other line describes one parameter, so that a rank parses
+only the lines of the parameters that it loads.
 """
 
 from __future__ import annotations
@@ -37,10 +38,11 @@ DTYPE = "float32"
 ITEMSIZE = 4
 ADAMW_STATES = ("master", "exp_avg", "exp_avg_sq")
 KNOWN_STATES: tuple[tuple[str, ...], ...] = (ADAMW_STATES,)
-"""Names of the states of an element, one tuple for each supported optimizer: the master weight,
-then the moments. The columns of the index have the same order."""
+"""Names of the states that are saved of each parameter: one tuple for each supported optimizer, the
+master weight first, then the moments. The columns of the index have the order of the tuple."""
 _MOST = 1 << 56
-"""Limit of counts of elements and of bytes. Eight times the limit still fits into int64."""
+"""Exclusive upper limit of each number of elements or bytes in an index. Eight times this limit
+still fits into int64."""
 _MOST_BLOCK_BYTES = 64 << 20
 """Maximum size of a block, which bounds the memory that a reader allocates. Saves write blocks of
 4 MiB."""
@@ -50,7 +52,7 @@ _UNREADABLE = (ValueError, KeyError, TypeError, IndexError, RecursionError, Over
 
 
 class ShardReport(NamedTuple):
-    """A shard file and its content, as the rank that wrote the file reports them to rank 0."""
+    """Description of a shard file, which the writing rank sends to rank 0 for the index."""
 
     shard: ShardFile
     boxes: list[tuple[str, Box]]
@@ -63,9 +65,9 @@ class ShardReport(NamedTuple):
 
 @dataclass(frozen=True)
 class Index:
-    """The index of a full checkpoint.
+    """The content of the index of a full checkpoint.
 
-    The lines of the parameters are stored as text. `stored` parses the line of one parameter.
+    The lines for the parameters remain text. The method `stored` parses the line of one parameter.
     """
 
     generation: str
@@ -77,7 +79,7 @@ class Index:
     shapes: Mapping[str, tuple[int, ...]]
     """Shapes of the whole parameters, by name."""
     lines: Mapping[str, str]
-    """Lines of the index, by name of the parameter."""
+    """The unparsed line of each parameter, by name of the parameter."""
 
     def stored(self, name: str) -> StoredParam:
         """Return where the elements of parameter `name` are stored.
@@ -109,8 +111,8 @@ class Index:
         return StoredParam(name, boxes, rows)
 
     def _check_rows(self, rows: numpy.ndarray, box_sizes: numpy.ndarray) -> None:
-        """Check the index rows of a parameter. Raises ValueError for values that `encode` never
-        writes."""
+        """Raise ValueError if the index rows of a parameter contain a value that `encode` never
+        writes. `box_sizes` are the numbers of elements of the parameter's boxes."""
         shard, box, start, stop = rows[:, :4].T
         for kind, number, count in (("shard file", shard, len(self.shards)),
                                     ("box", box, len(box_sizes))):  # fmt: skip
@@ -142,14 +144,15 @@ class Index:
         return numpy.array([shard.size for shard in self.shards], dtype=numpy.int64)
 
     def check_rows(self, frozen: Sequence[str] = ()) -> None:
-        """Check three conditions for the rows of all parameters together.
+        """Check three conditions for the index rows of all parameters together.
 
-        A row locates a slice of a parameter, with its states, in a shard file.
+        A row contains the positions of the states of one parameter slice in a shard file.
 
-        - The rows of a parameter contain all elements and all states. Only parameters that match a
+        - The rows of a parameter cover all its elements and states. Only parameters that match a
           pattern of `frozen` may lack moments.
         - Each byte of the shard files, except headers and padding, belongs to exactly one row.
-        - The distances in bytes between states are the same in neighboring rows of a shard file.
+        - The distances in bytes between the states of a row are the same for neighboring rows of a
+          shard file.
 
         Args:
             frozen: `optim.frozen` of the run.
@@ -199,8 +202,8 @@ class Index:
             )
 
     def open(self, directory: Path, number: int) -> ShardReader:
-        """Open the shard file `shards[number]`. Raises CheckpointError if the file is missing, or
-        if its size or header differs from the index."""
+        """Open the shard file `shards[number]` in `directory`. Raises CheckpointError if the file
+        does not exist, or if its size or header does not match the index."""
         shard = self.shards[number]
         identity = Identity(self.generation, self.step, shard.writer)
         return ShardReader(directory, identity, shard, self.block_bytes)
@@ -278,7 +281,8 @@ def decode(data: bytes) -> Index:
 def _check_head(
     raw: Mapping[str, Any], shards: Sequence[ShardFile], shapes: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Check the types and ranges of an index's first line. Raises ValueError and TypeError."""
+    """Check the types and ranges of the values in the first line of an index. Raises ValueError and
+    TypeError."""
     block_bytes, generation = raw["block_bytes"], raw["generation"]
     if not _is_count(block_bytes, 1, _MOST_BLOCK_BYTES) or not _is_count(raw["step"]):
         raise ValueError(f"invalid block_bytes = {block_bytes!r:.40} or step = {raw['step']!r:.40}")
@@ -298,10 +302,11 @@ def _check_head(
 
 
 def _parse_rows(text: str, columns: int) -> numpy.ndarray:
-    """Return the rows at the end of a line, int64 [n, columns]. Raises ValueError.
+    """Parse `text`, the JSON list of rows at the end of an index line. Return int64 [n, columns].
+    Raises ValueError.
 
-    The json module is slower, because it creates an object for every number. To parse and check a
-    whole index takes 0.8 times as long with this function as with json.
+    The json module would be slower, because it creates an object for every number. With this
+    function, to parse and check a whole index takes 0.8 times as long as with the json module.
     """
     text = text.replace(" ", "")
     numbers = text[2:-3].replace("],[", ",")
@@ -324,7 +329,7 @@ def _is_count(value: object, least: int = 0, most: int = _MOST - 1) -> bool:
 @functools.lru_cache(256)
 def _box_sizes(boxes: tuple[Box, ...], shape: tuple[int, ...]) -> numpy.ndarray:
     """Return the number of elements of each box, int64 [boxes]. Raises ValueError unless each
-    element of a parameter of this shape is in exactly one box."""
+    element of a parameter with the given `shape` is in exactly one box."""
     for box in boxes:
         if len(box) != len(shape):
             raise ValueError(f"a box has {len(box)} dims, but the parameter has {len(shape)}")
@@ -342,8 +347,8 @@ def _box_sizes(boxes: tuple[Box, ...], shape: tuple[int, ...]) -> numpy.ndarray:
 
 
 def _overlap(boxes: Sequence[Box], shape: Sequence[int]) -> bool:
-    """Return whether two boxes have an element in common. Raises ValueError if the boxes have more
-    boundaries than any layout produces."""
+    """Return whether any two of the boxes have an element in common. Raises ValueError if the boxes
+    have more boundaries than any layout of a run produces."""
     cuts = [
         sorted({0, size, *(end for box in boxes for interval in box[dim] for end in interval)})
         for dim, size in enumerate(shape)

@@ -1,4 +1,5 @@
-"""Descriptions of checkpoints as JSON values. Only `verify` needs torch."""
+"""Functions that describe checkpoints as JSON values, for the commands `optimus checkpoint`. Only
+`verify` needs torch."""
 
 from __future__ import annotations
 
@@ -31,17 +32,18 @@ _UNKNOWN = (
 
 
 def find(path: str | os.PathLike) -> list[Path]:
-    """Return the directory of a checkpoint, or all checkpoint directories of a run.
+    """Return the directories of all checkpoints at `path`.
 
     Args:
         path: A checkpoint or a run directory.
 
     Returns:
-        For a run, its checkpoints by step, then those in the folder QUARANTINE, then the temporary
-        directories of unfinished saves. For a checkpoint, only `path`.
+        For a run directory, the checkpoints in the order of steps, then the checkpoints in the
+        folder QUARANTINE, then the temporary directories of unfinished saves and removals. For a
+        checkpoint, only `path`.
 
     Raises:
-        CheckpointError: There is no checkpoint.
+        CheckpointError: There is no checkpoint at `path`.
     """
     path = Path(path)
     if is_checkpoint(path):
@@ -66,12 +68,13 @@ def find(path: str | os.PathLike) -> list[Path]:
 
 
 def describe(path: Path) -> dict[str, Any]:
-    """Return a description of a checkpoint. Of large files, only size and header are checked.
+    """Check a checkpoint and return a dict that describes it.
 
-    `state` is "valid", "damaged" or "unsealed" (an unfinished save or removal). `problem` describes
-    the damage or the unfinished action, and is "" for a valid checkpoint. Unknown values are None.
-    `bytes` is the size of the directory, and `bytes_per_param` is `bytes` divided by the number of
-    parameters.
+    The hashes of small files are checked, but only the sizes and headers of large files. In the
+    dict, `state` is "valid", "damaged" or "unsealed" (an unfinished save or removal). `problem`
+    describes the damage or the unfinished action, and is "" for a valid checkpoint. `bytes` is the
+    size of the directory, and `bytes_per_param` is `bytes` divided by the number of parameters.
+    Unknown values are None.
     """
     about: dict[str, Any] = {
         "name": path.name,
@@ -123,13 +126,15 @@ def _facts(manifest: Manifest) -> dict[str, Any]:
 
 
 def _world(ranks: Mapping[str, int]) -> int:
-    """Return the number of ranks from `Manifest.ranks`, which may lack an axis."""
+    """Return the number of ranks of a mesh, the product of the axis sizes in `Manifest.ranks`. An
+    axis without an entry has the size 1."""
     return math.prod(ranks.get(axis, 1) for axis in AXES)
 
 
 def _layout(manifest: Manifest) -> str | None:
-    """Return a text such as "pp2 dp4 ep1 tp1 epso 1f1b bf16": sizes of the mesh, sharding, pipeline
-    schedule and dtype. Return None for a converted model, which no run has saved."""
+    """Return a text such as "pp2 dp4 ep1 tp1 epso 1f1b bf16": sizes of the mesh axes, sharding,
+    pipeline schedule and dtype of the run. Return None for a checkpoint that was converted from a
+    Hugging Face directory."""
     settings = manifest.settings
     if "optim.sharding" not in settings:
         return None
@@ -156,7 +161,8 @@ def _directory_bytes(path: Path) -> int:
 
 
 def _count_elements(path: Path) -> int:
-    """Return the number of elements of all tensors in a safetensors file, from its header."""
+    """Return the total number of elements of the tensors that the header of a safetensors file
+    lists."""
     try:
         with files.open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size  # the header of a damaged file may claim more
@@ -177,10 +183,11 @@ def list_checkpoints(path: str | os.PathLike) -> dict[str, Any]:
     """Describe all checkpoints of a run.
 
     Returns:
-        `path`; `checkpoints`, a list of descriptions as `describe` returns them; `next_start`, the
-        name of the checkpoint from which `checkpoint.load = "auto"` continues; and `full_by_model`,
-        the size of the newest valid full checkpoint divided by that of the newest valid model-only
-        one. The last two are None if there is no such checkpoint.
+        A dict with the keys `path`; `checkpoints`, a list of the results of `describe`;
+        `next_start`, the name of the checkpoint from which a run with `checkpoint.load = "auto"`
+        would continue; and `full_by_model`, the size of the newest valid full checkpoint divided by
+        the size of the newest valid model-only checkpoint. The last two values are None if the run
+        does not have the checkpoints.
 
     Raises:
         CheckpointError: There is no checkpoint.
@@ -203,17 +210,17 @@ def list_checkpoints(path: str | os.PathLike) -> dict[str, Any]:
 
 
 def verify(path: str | os.PathLike, threads: int = 0) -> dict[str, Any]:
-    """Compare every byte of checkpoints with the checksums, and the weights with the
-    configurations. Imports torch.
+    """Compare every byte of checkpoints with the checksums in their manifests, and the names and
+    shapes of their weights with their model configurations. Imports torch.
 
     Args:
         path: A checkpoint, or a run directory for all of the run's checkpoints outside QUARANTINE.
-        threads: As for `in_threads`.
+        threads: Number of threads, as for `in_threads`.
 
     Returns:
-        `path`; `valid`, True if no file is damaged; `damaged`, the names of damaged checkpoints;
-        and `checkpoints`, each with `name`, `kind`, `bytes`, the duration `s` in seconds, and
-        `problems`, a line for each damaged file.
+        A dict with the keys `path`; `valid`, True if no file is damaged; `damaged`, the names of
+        damaged checkpoints; and `checkpoints`, a list of dicts with `name`, `kind`, `bytes`, the
+        duration `s` of the check in seconds, and `problems`, a line for each damaged file.
 
     Raises:
         CheckpointError: There is no checkpoint.
@@ -260,10 +267,10 @@ def show(path: str | os.PathLike) -> dict[str, Any]:
         path: A checkpoint, or a run directory for its newest valid full checkpoint.
 
     Returns:
-        The keys of `describe`, and `files` (bytes by name), `settings`, `loss_scale`, `mesh` and
-        `writers`. For a valid checkpoint with shard files, `tensors` and `scatter` are added, and
-        `writers` contains the number of shard files and the keys of `balance`; otherwise, `writers`
-        is None.
+        A dict with the keys of `describe`, and `files` (bytes by file name), `settings`,
+        `loss_scale`, `mesh` and `writers`. For a valid checkpoint with shard files, the dict also
+        has `tensors` and `scatter`, and `writers` is a dict with the number of shard files and the
+        result of `balance`. For other checkpoints, `writers` is None.
 
     Raises:
         CheckpointError: There is no checkpoint, the run has no valid full checkpoint, or the
@@ -294,16 +301,17 @@ def show(path: str | os.PathLike) -> dict[str, Any]:
 def balance(sizes: Mapping[int, int], ranks: Mapping[str, int]) -> dict[str, Any]:
     """Return how evenly the bytes of the shard files are distributed over ranks and over nodes.
 
-    The measure is the ratio of maximum to mean. The ratio is computed for each pipeline stage,
-    since the stages have different parameters.
+    The measure is the maximum divided by the mean. This ratio is computed separately for each
+    pipeline stage, since the stages have different parameters.
 
     Args:
-        sizes: Bytes of the shard files, by rank.
+        sizes: Bytes of the shard file of each rank. The keys are ranks.
         ranks: `Manifest.ranks`.
 
     Returns:
-        `rank_max_by_mean` and `node_max_by_mean`, the greatest ratios of all stages; and
-        `largest_bytes` and `smallest_bytes`, the largest and smallest number of bytes of a rank.
+        A dict with the keys `rank_max_by_mean` and `node_max_by_mean`, the greatest ratio of any
+        stage over ranks and over nodes; and `largest_bytes` and `smallest_bytes`, the largest and
+        the smallest number of bytes of a rank.
     """
     world = _world(ranks)
     stage = world // ranks["pp"]

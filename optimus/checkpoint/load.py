@@ -1,12 +1,13 @@
-"""Loading of full checkpoints: each of the ranks with the same states reads a share of them.
+"""Loading of full checkpoints: ranks with the same states read and then exchange different shares.
 
-If n ranks have the same shard, each of them reads an n-th of it. Then they exchange the shares in
-place, by the collective that `checkpoint.distribute` selects, along one mesh axis after the other.
-With `broadcast`, each of the ranks along an axis in turn sends all shares that it has so far. With
-`all_reduce`, each rank first sets the other shares of its shard to zero, and an all-reduce along
-each axis adds the shards as integers, which changes no bits. If several pipeline stages have the
-same parameter, the first of these stages sends it to the others in stripes, which needs additional
-memory for one stripe.
+If n ranks have the same shard, each of these ranks reads an n-th of the shard (its share). Then the
+ranks exchange their shares in place, along one mesh axis after the other, by the collective that
+`checkpoint.distribute` selects. With `broadcast`, the ranks along an axis take turns, and each rank
+sends all shares that it has read or received. With `all_reduce`, each rank first sets the rest of
+its shard to zero, and an all-reduce along each axis adds the shards as integers, which changes no
+bits.
+If several pipeline stages have the same parameter, the first of these stages sends the parameter's
+states to the others in stripes. This needs additional memory for one stripe.
 """
 
 from __future__ import annotations
@@ -52,37 +53,40 @@ from optimus.io import files
 from optimus.io.safetensors import as_bytes, check_shapes
 
 HOST_BYTES = 1 << 30
-"""Maximum size of the host memory through which states on an accelerator are loaded."""
+"""Maximum bytes of host memory for the states that are read from files and then copied to an
+accelerator."""
 Distribute = Literal["broadcast", "all_reduce"]
-"""Values of `checkpoint.distribute`."""
+"""Possible values of the setting `checkpoint.distribute`."""
 
 
 class ReadRequest(NamedTuple):
-    """A request to read one state of some slices of parameters into `memory`."""
+    """A request to read one state, such as the master weights, of parameter slices to `memory`."""
 
     state: str
     params: Sequence[tuple[ParamSlice, int]]
-    """The slices, each with its offset in `memory` in elements."""
+    """(slice, offset) pairs. The offset is the position of the slice in `memory`, in elements."""
     memory: memoryview
 
 
 class Readers(files.Closing):
     """Reader of the shard files of a checkpoint. The `limit` most recently used files stay open.
 
-    If only a part of the last block that was read from a file was needed, the block stays in
-    memory, so that the next request need not read it again.
+    For each open file, the last block that was read from the file stays in memory if only a part of
+    the block was needed. The next request can then use the rest of the block.
     """
 
     def __init__(self, directory: Path, index: Index, limit: int) -> None:
         self._directory, self._index, self._limit = directory, index, limit
         self._open: dict[int, ShardReader] = {}
-        """Open shard files by number, the least recently used first."""
+        """Readers of the open shard files, keyed by number of the file. The first entry is the
+        least recently used one."""
 
     def read(self, requests: Sequence[ReadRequest]) -> None:
-        """Fill the memory of all requests. Each file is opened once, and each block read once.
+        """Fill `memory` of all requests. Open each shard file and read each block at most once.
 
         Raises:
-            CheckpointError: A file is damaged or a parameter is missing. The message names it.
+            CheckpointError: A file is damaged or a parameter is missing. The message names the file
+                or the parameter.
         """
         try:
             ranges = plan_reads(self._index, requests)
@@ -106,14 +110,15 @@ class Readers(files.Closing):
 
 
 def plan_reads(index: Index, requests: Sequence[ReadRequest]) -> numpy.ndarray:
-    """Return the byte ranges that must be read for `requests`.
+    """Return the byte ranges of shard files that must be read for `requests`.
 
     Returns:
-        int64 [n, 5]: number of the shard file, offset in it, number of the request, offset in its
-        memory, length; in bytes, sorted by file and offset.
+        int64 [n, 5], sorted by file and offset in the file. Columns: number of the shard file,
+        offset in the file, number of the request, offset in the memory of the request, length.
+        Offsets and lengths are in bytes.
 
     Raises:
-        CheckpointError: The checkpoint lacks requested elements.
+        CheckpointError: The checkpoint does not contain all requested elements.
     """
     names = {param.name for request in requests for param, _ in request.params}
     stored = {name: index.stored(name) for name in names}
@@ -132,18 +137,20 @@ def plan_reads(index: Index, requests: Sequence[ReadRequest]) -> numpy.ndarray:
 
 
 def load_full(states: RankStates, manifest: Manifest, method: Distribute) -> str:
-    """Fill the states from a full checkpoint, whose layout may differ from that of this run.
+    """Load the states of all ranks from a full checkpoint. A collective of all ranks.
 
-    The first rank reads the index for all ranks. Every block that is read is compared with its
-    hash. A collective of all ranks.
+    The run that saved the checkpoint may have had another number of ranks or another mesh. The
+    first rank reads the index for all ranks. Every block that is read is compared with its hash.
 
     Args:
-        states: The states of this rank. If the load fails, their values are undefined.
-        manifest: The checkpoint.
+        states: The states of this rank, which are overwritten. If the load fails, their values are
+            undefined.
+        manifest: Manifest of the checkpoint.
         method: `checkpoint.distribute`.
 
     Returns:
-        "" if all ranks succeeded, otherwise the reason of the failure. The same on all ranks.
+        "" if all ranks have loaded their states, otherwise a message with the reason. All ranks
+        return the same text.
     """
     everyone, problem, data = states.groups.everyone, "", b""
     if everyone.rank == 0:
@@ -170,10 +177,10 @@ def load_full(states: RankStates, manifest: Manifest, method: Distribute) -> str
 
 
 def _read(states: RankStates, manifest: Manifest, data: bytes) -> None:
-    """Read this rank's share of the states. Raises CheckpointError.
+    """Read this rank's shares of its shards from the files of a checkpoint. Raises CheckpointError.
 
-    States in host memory are filled in place. States on an accelerator are first read to host
-    memory, in batches of HOST_BYTES.
+    `data` is the content of the checkpoint's index. States in host memory are filled in place.
+    States on an accelerator are first read to host memory, in batches of HOST_BYTES.
     """
     index, groups = manifest.index(data), states.groups
     check_shapes(manifest.path, index.shapes, states.shapes)
@@ -211,8 +218,8 @@ def _read(states: RankStates, manifest: Manifest, data: bytes) -> None:
 def _batches(
     slices: Sequence[tuple[str, StateSlice]],
 ) -> Iterator[Sequence[tuple[str, StateSlice]]]:
-    """Divide the slices, in order, into batches of at most HOST_BYTES. A larger slice is a separate
-    batch."""
+    """Divide the list of (state, slice) pairs into batches of at most HOST_BYTES, in order. A slice
+    with more bytes is a separate batch."""
     batch: list[tuple[str, StateSlice]] = []
     filled = 0
     for state, state_slice in slices:
@@ -232,9 +239,9 @@ def broadcast_to_replicas(
     these ranks.
 
     Args:
-        shard: The shard.
-        flats: A 1-D tensor for each state of the shard, in which this rank has filled only its
-            share.
+        shard: The shard. Each of the ranks has read a different share of it.
+        flats: A 1-D tensor with the elements of the shard for each state. Before the call, only
+            this rank's share is filled; after the call, all elements are filled.
         groups: Process groups of this rank.
         method: `checkpoint.distribute`.
     """
@@ -266,11 +273,11 @@ def broadcast_to_replicas(
 def send_to_later_stages(
     name: str, shards: Sequence[StateShard], stage_group: Group, method: Distribute
 ) -> None:
-    """Copy a parameter's states from the first pipeline stage that has it to the other such stages.
+    """Copy the states of a parameter that several pipeline stages have from the first of these
+    stages to the others. A collective of `stage_group` and of the shard groups.
 
-    The chunk layouts of the stages may differ. Therefore each rank of the later stages receives all
-    elements, one stripe at a time, and keeps those in its shard. A collective of `stage_group` and
-    of the shard groups.
+    The shards of the stages may contain different elements. Therefore each rank of the later stages
+    receives all elements of the parameter, one stripe at a time, and keeps those in its shard.
 
     Args:
         name: Name of the parameter.
@@ -303,8 +310,9 @@ def broadcast_from_first(tensor: Tensor, group: Group, method: Distribute) -> No
     """Copy a tensor of integers from the first rank to all ranks. A collective of `group`.
 
     Args:
-        tensor: The integers. With `all_reduce`, the tensors of all other ranks must be zero.
-        group: The ranks.
+        tensor: The integers. With `all_reduce`, the tensors of all ranks except the first must
+            contain only zeros.
+        group: Group of the ranks.
         method: `checkpoint.distribute`.
     """
     if method == "broadcast":
@@ -314,6 +322,6 @@ def broadcast_from_first(tensor: Tensor, group: Group, method: Distribute) -> No
 
 
 def _as_integers(tensor: Tensor) -> Tensor:
-    """Return a view of `tensor` as integers, because adding integer zeros changes no bits. Two-byte
-    elements are viewed as bytes, since gloo cannot add two-byte integers."""
+    """Return a view of `tensor` as integers, so that an all-reduce with zeros changes no bits.
+    Elements of two bytes are viewed as uint8, since gloo cannot add integers of two bytes."""
     return tensor.view(torch.int32 if tensor.element_size() == 4 else torch.uint8)

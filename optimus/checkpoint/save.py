@@ -1,7 +1,7 @@
-"""Saves of full checkpoints: every rank writes a shard file, and the first rank commits the files.
+"""Saves of full checkpoints: every rank writes a shard file, then the first rank commits all files.
 
-`Saver` is the base class of `FullSaver` and of `ModelSaver` (optimus/checkpoint/weights.py), which
-saves model-only checkpoints.
+`Saver` is the base class of `FullSaver` and of `ModelSaver` (optimus/checkpoint/weights.py).
+`ModelSaver` saves model-only checkpoints.
 """
 
 from __future__ import annotations
@@ -58,24 +58,25 @@ from optimus.io.safetensors import FilePlan, as_bytes, create_files
 from optimus.io.workspace import Workspace
 
 BEGIN_S = 60.0
-"""Maximum time in seconds to check the free disk space and to create a checkpoint's directory."""
+"""Maximum time, in seconds, in which a save checks the free disk space and creates a directory."""
 
 
 @dataclass(frozen=True)
 class RankStates:
-    """A rank's shards of the model states, and which elements of each parameter this rank has."""
+    """A rank's shards of the master weights and moments, and the ranges of elements in them."""
 
     groups: Groups
     shards: Sequence[StateShard]
     names: tuple[str, ...]
-    """Names of the states of trained parameters, in the order of a shard file."""
+    """Names of the states of a trained parameter, such as "master", in the order in which a shard
+    file contains the states."""
     boxes: Mapping[str, Box]
-    """Boxes of the parameters of this rank, by name. A box is the set of a parameter's elements
-    that a rank has, as index ranges for each dim."""
+    """Box of each parameter of this rank, by name of the parameter. A box is the set of the
+    parameter's elements that a rank has, as index ranges for each dim."""
     shapes: Mapping[str, Sequence[int]]
     """Shapes of all whole parameters of the model, by name."""
     stage_groups: Mapping[str, Group] = field(default_factory=dict)
-    """For each parameter that several pipeline stages have, the ranks of these stages."""
+    """For each parameter that several pipeline stages have, the group of ranks of these stages."""
 
     @property
     def chunk_shards(self) -> list[ChunkShard]:
@@ -89,8 +90,8 @@ class RankStates:
         return self.shards[0].states["master"].device
 
     def with_states(self, slices: Sequence[StateSlice]) -> list[tuple[str, StateSlice]]:
-        """Return a (state, slice) pair for each slice and each of its states, in the order of
-        `names`. Slices of frozen parameters have no moments."""
+        """Return (state, slice) pairs of all `slices`, ordered by state as in `names`. There is a
+        pair for each state that the slice has. Slices of frozen parameters have no moments."""
         return [
             (state, state_slice)
             for state in self.names
@@ -99,7 +100,8 @@ class RankStates:
         ]
 
     def view(self, state: str, state_slice: StateSlice) -> Tensor:
-        """Return the elements of a state that `state_slice` selects, as a view of the shard."""
+        """Return the elements of the state `state` that `state_slice` selects, as a view of this
+        rank's shard."""
         shard = self.shards[state_slice.shard]
         return shard.states[state][state_slice.start : state_slice.stop]
 
@@ -127,8 +129,8 @@ def staging_bytes(
 
 
 class Staging:
-    """Host memory to which each save copies the states that a rank writes, so that training can
-    continue."""
+    """Host memory to which a save copies the states that a rank writes, so that training can
+    continue during the write. All saves use the same memory."""
 
     def __init__(
         self,
@@ -139,9 +141,9 @@ class Staging:
         """Allocate the memory.
 
         Args:
-            slices: The states and slices to copy.
+            slices: The (state, slice) pairs to copy in each save.
             device: Device of the states. The memory is pinned unless this device is the CPU.
-            dtype: Type of the copies.
+            dtype: Dtype of the copies.
         """
         size = staging_bytes(slices, dtype) // dtype.itemsize
         self._flat = torch.empty(size, dtype=dtype, pin_memory=device.type != "cpu")
@@ -154,7 +156,7 @@ class Staging:
             offset += aligned(length * dtype.itemsize) // dtype.itemsize
 
     def fill(self, states: RankStates) -> None:
-        """Copy the slices from `states`, and wait until the copies are complete."""
+        """Copy the slices from `states` to this memory, and wait until the copies are complete."""
         for (state, state_slice), copy in self._copies.items():
             # A conversion allocates memory on the device, so convert a few elements at a time.
             source = states.view(state, state_slice)
@@ -164,7 +166,7 @@ class Staging:
         platform.synchronize(states.device)
 
     def copy_of(self, state: str, state_slice: StateSlice) -> Tensor:
-        """Return the elements that `fill` copied for a (state, slice) pair."""
+        """Return the copy that `fill` made of the elements of a (state, slice) pair."""
         return self._copies[state, state_slice]
 
 
@@ -194,7 +196,7 @@ def write_shard(
         direct: As for ShardWriter.
 
     Returns:
-        The description of the file for the index.
+        The description of the shard file for the index of the checkpoint.
 
     Raises:
         OSError: The file cannot be written.
@@ -215,7 +217,7 @@ def write_shard(
 
 
 class Generation(NamedTuple):
-    """A save in progress: its random name, and the temporary directory that it fills."""
+    """Random name of a save in progress, and the temporary directory to which the save writes."""
 
     name: str
     directory: Path
@@ -224,16 +226,16 @@ class Generation(NamedTuple):
 class Saver(ABC):
     """Base class of objects that save checkpoints of one kind, full or model-only, one at a time.
 
-    The states must have the same sizes in all saves.
+    The states that are passed to different saves must have the same sizes.
     """
 
     bytes: int
-    """Total bytes of the files that all ranks write in a save."""
+    """Total size, in bytes, of the files that all ranks write in a save."""
     _report: Any
-    """Type of the value that `_write` returns."""
+    """Type of the report that `_write` returns."""
     _plan: FilePlan | None = None
-    """Files that the first rank creates before any rank writes; None if each rank creates its own
-    file."""
+    """Files that the first rank creates before any rank writes; None if each rank creates the file
+    that it writes."""
 
     def __init__(
         self,
@@ -246,13 +248,13 @@ class Saver(ABC):
         limit_s: float = 1800.0,
         begin_s: float = BEGIN_S,
     ) -> None:
-        """Plan the saves of this rank.
+        """Determine what this rank writes in each save, and allocate memory for it if `staged`.
 
         Args:
             states: The states of this rank.
-            slices: The states and slices that this rank writes.
-            dtype: Type of the staged copies.
-            output: Name, for messages, of the file or the data that this rank writes.
+            slices: The (state, slice) pairs that this rank writes.
+            dtype: Dtype of the copies in host memory.
+            output: Name, for error messages, of the file or the data that this rank writes.
             staged: True to copy the states to host memory before they are written. The constructor
                 allocates this memory.
             limit_s: As for AsyncSave.
@@ -279,21 +281,22 @@ class Saver(ABC):
     ) -> AsyncSave:
         """Start a save. A collective of all ranks. The previous save of this Saver must have ended.
 
-        The first rank creates a directory, and every rank writes its slices there. Then the first
-        rank writes the other files, checks all files and commits. If the states are staged,
-        training may change them after `begin` has returned, otherwise only after the save has
-        ended.
+        The first rank creates a directory, to which every rank writes its slices. Then the first
+        rank writes the other files, checks all files and commits. With `staged` (see the
+        constructor), training may change the states as soon as `begin` has returned, otherwise only
+        after the save has ended.
 
         Args:
             states: The states of this rank.
             final: Directory of the committed checkpoint.
-            write_sidecars: Writes further files to a directory. Called on the first rank.
+            write_sidecars: Writes further files, such as the tokenizer, to the directory that is
+                its argument. Called on the first rank.
             after_commit: Called on the first rank after the commit.
             clean: Removes the directory of a failed save. Called on the first rank.
             workspace: The workspace of the run, on the first rank; None outside a run.
             reserve: Returns the number of bytes that another unfinished save may still write. The
                 disk must have space for both saves.
-            step: Number of completed updates.
+            step: Number of updates that the run has completed.
             facts: Other fields of the manifest.
 
         Raises:
@@ -340,10 +343,10 @@ class Saver(ABC):
         workspace: Workspace | None,
         reserve: Callable[[], int],
     ) -> tuple[RankStates, Generation]:
-        """Copy the states if they are staged, while the first rank creates the directory.
+        """Create the temporary directory of a save (first rank), and copy the states if `staged`.
 
-        Returns the states, without `shards` if they were copied, and the new generation. If the
-        directory cannot be created, all ranks raise OptimusError.
+        Returns the states, without `shards` if the states were copied, and the Generation of the
+        save. If the directory cannot be created, all ranks raise OptimusError.
         """
         everyone, device = states.groups.everyone, states.device
         creating = None
@@ -371,8 +374,9 @@ class Saver(ABC):
     def unwritten(self) -> int:
         """Return the number of bytes that the latest save may still write.
 
-        The number is the size of the checkpoint minus the disk blocks of its temporary directory,
-        or the whole size if that directory no longer exists. Called on the first rank.
+        The number is the size of the checkpoint minus the size of the disk blocks that the files in
+        its temporary directory occupy. If this directory no longer exists, the number is the whole
+        size. Called on the first rank.
         """
         allocated = 0
         if self._directory is not None:
@@ -383,8 +387,8 @@ class Saver(ABC):
     def _create(
         self, final: Path, workspace: Workspace | None, reserve: Callable[[], int]
     ) -> Generation | str:
-        """Create the directory of a new generation. Return the generation, or the reason why the
-        directory cannot be created."""
+        """Create the temporary directory of a save. Return the Generation of the save, or a message
+        that says why the directory cannot be created."""
         try:
             self._directory = directory = store.create(final, self.bytes, reserve(), workspace)
             try:
@@ -403,29 +407,31 @@ class Saver(ABC):
 
     @abstractmethod
     def _write(self, states: RankStates, generation: Generation, step: int, stop: Stop) -> Any:
-        """Write this rank's slices and return a report for the first rank. Raises OSError and
-        OptimusError."""
+        """Write the slices of this rank. Return a report, which is sent to the first rank. Raises
+        OSError and OptimusError."""
 
     @abstractmethod
     def _describe(
         self, states: RankStates, generation: Generation, step: int, stop: Stop, reports: list[Any]
     ) -> dict[str, Any]:
-        """Write the files that describe the weights, and return arguments for `store.commit`.
+        """Write the files that describe the written slices, and return keyword arguments for
+        `store.commit`. Raises OSError and OptimusError.
 
-        Called on the first rank. `reports` are the results of `_write` in the order of ranks, None
-        for a rank without slices. Raises OSError and OptimusError.
+        Called on the first rank. `reports` are the results of `_write` in the order of ranks. The
+        report of a rank without slices is None.
         """
 
 
 class FullSaver(Saver):
-    """Saver of full checkpoints, with one shard file for each rank that has slices to write."""
+    """Saver of full checkpoints. Each rank that has slices to write writes one shard file."""
 
     _report = ShardReport
 
     def __init__(
         self, states: RankStates, scatter: Scatter, *, direct: bool = True, **limits: Any
     ) -> None:
-        """Plan the shard files. A collective of all ranks.
+        """Determine the slices of this rank and the size of the checkpoint. A collective of all
+        ranks.
 
         Args:
             states: The states of this rank.

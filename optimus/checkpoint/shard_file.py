@@ -1,10 +1,10 @@
-"""Shard files of full checkpoints, and the threads that read and write them.
+"""Reading and writing of shard files, the files of a full checkpoint with the states, by threads.
 
-Each rank writes one shard file: raw bytes with a header of fixed size. The header contains the name
-of the save, the step and the rank, so that a reader detects a file of another checkpoint. After the
-header, the file contains the states, little-endian, each at a multiple of 64 bytes. The index of
-the checkpoint has the hashes of all blocks of the file, including the header. A reader compares
-each block that it reads with its hash. Needs no torch.
+Each rank writes one shard file. It begins with a header of fixed size, which contains the name of
+the save, the step and the rank, so that a reader detects a file of another checkpoint. The values
+of the states follow, little-endian. Each slice of a state begins at a multiple of 64 bytes. The
+index of the checkpoint contains the hashes of all blocks of the file, including the header. A
+reader compares each block that it reads with the hash of the block. Needs no torch.
 """
 
 from __future__ import annotations
@@ -37,20 +37,21 @@ BLOCK_BYTES = 4 << 20
 HEADER_BYTES = 4096
 ALIGNED_BYTES = 64
 DIRECT_BYTES = 4096
-"""Sizes of direct writes, which bypass the page cache, are multiples of this number of bytes."""
+"""The size of a direct write, which bypasses the page cache, must be a multiple of this number of
+bytes."""
 HASH_CHARS = 16
 _MAGIC = "optimus shard"
 _MIN_POOL_CALLS = 4
-"""Minimum number of calls for which `in_threads` starts threads. For fewer calls, to start threads
-takes more time than they save."""
+"""Minimum number of calls for which `in_threads` starts threads. For fewer calls, the start of the
+threads takes more time than the threads save."""
 _BUFFERS = 2
-"""Number of buffers of a writer: one is filled while the other is written. A third buffer does
-not make saves faster (docs/benchmarks)."""
+"""Number of buffers of a ShardWriter. One buffer is filled while the other is written. A third
+buffer does not make saves faster (docs/benchmarks)."""
 _HUGE_PAGE = 2 << 20
 
 traffic = {"opens": 0, "bytes": 0}
-"""Number of shard files that this process has opened, and number of bytes that it has read from
-them, for tests and benchmarks."""
+"""Number of shard files that this process has opened, and number of bytes that this process has
+read from shard files. Used by tests and benchmarks."""
 
 
 class Task:
@@ -79,7 +80,8 @@ class Task:
         return not self._thread.is_alive()
 
     def value(self) -> Any:
-        """Return what the function returned, or raise its exception."""
+        """Return the result of the function, or raise the exception that the function has raised.
+        The function must have ended."""
         assert self.has_ended
         if self._error is not None:
             raise self._error
@@ -87,14 +89,14 @@ class Task:
 
 
 class Stop:
-    """A request to stop threads. Unlike `threading.Event`, it has a method `claim`, after which no
-    stop can be requested."""
+    """Flag by which one thread requests others to stop. Unlike `threading.Event`, the class has a
+    method `claim`, after which the flag cannot be set."""
 
     def __init__(self) -> None:
         self._lock, self._set, self._claimed = threading.Lock(), False, False
 
     def set(self) -> bool:
-        """Request the stop. Return False if `claim` came first."""
+        """Request the stop. Return False, without effect, if `claim` was called before."""
         with self._lock:
             self._set = not self._claimed
             return self._set
@@ -103,7 +105,8 @@ class Stop:
         return self._set
 
     def claim(self) -> bool:
-        """Refuse all later calls of `set`. Return False if `set` came first."""
+        """Make all later calls of `set` fail. Return False, without effect, if `set` was called
+        before."""
         with self._lock:
             self._claimed = not self._set
             return self._claimed
@@ -116,7 +119,7 @@ def in_threads(
 
     Args:
         function: A function that mostly reads, writes or hashes. These operations release the GIL.
-        arguments: One for each call.
+        arguments: The arguments. The function is called once with each of them.
         threads: Number of threads. 0 means two per available core, at most 16, since half of the
             threads wait for the disk.
 
@@ -133,7 +136,7 @@ def in_threads(
 
 
 class Identity(NamedTuple):
-    """The save, step and rank to which a shard file belongs."""
+    """The save and the step to which a shard file belongs, and the rank that wrote the file."""
 
     generation: str
     """Random name of the save."""
@@ -143,7 +146,7 @@ class Identity(NamedTuple):
 
 
 class ShardFile(NamedTuple):
-    """A complete shard file, as the index of its checkpoint lists it."""
+    """Entry for a complete shard file in the index of its checkpoint."""
 
     writer: int
     size: int
@@ -178,8 +181,8 @@ def aligned(size: int) -> int:
 class _BlockQueue:
     """A thread that writes buffers in the order of `submit` while the caller fills the next buffer.
 
-    An error of a write is raised by a later call, at the latest by `finish`. After an error,
-    nothing more is written. `close` ends the thread, also after an error.
+    If a write fails, a later call of `take` or `finish` raises the error, and no further buffer is
+    written. `close` ends the thread, also after an error.
     """
 
     def __init__(self, block_bytes: int, write: Callable[[memoryview], None]) -> None:
@@ -190,7 +193,7 @@ class _BlockQueue:
         self._task = Task(lambda: self._run(write))
 
     def take(self) -> memoryview:
-        """Wait until a buffer is empty, and return this buffer."""
+        """Wait until a buffer is empty. Return the buffer, which the caller fills."""
         block = self._empty.get()
         if block is None:
             self.finish()
@@ -202,7 +205,7 @@ class _BlockQueue:
         self._filled.put(block)
 
     def finish(self) -> None:
-        """Wait until all submitted buffers are written, and raise an error of the writes."""
+        """Wait until all submitted buffers are written. Raises the error of a write that failed."""
         self.close()
         self._task.value()
 
@@ -221,9 +224,9 @@ class _BlockQueue:
 
 
 def _allocate(size: int) -> memoryview:
-    """Return page-aligned memory, in huge pages if the system has them. With small pages, the
-    system splits a direct write into requests of a few hundred pages each. With huge pages, it
-    writes 4 MiB at once, which is twice as fast."""
+    """Allocate page-aligned memory, in huge pages if the system has them. With small pages, the
+    system splits a direct write into requests of a few hundred pages each. With huge pages, the
+    system writes 4 MiB at once, which is twice as fast."""
     whole = mmap.mmap(-1, size + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # a kernel without huge pages
@@ -233,12 +236,12 @@ def _allocate(size: int) -> memoryview:
 
 
 class ShardWriter(files.Closing):
-    """Writes a shard file with two buffers: the caller fills and hashes one while a thread writes
-    the other.
+    """Writer of a shard file with two buffers: the caller fills and hashes one buffer while a
+    thread writes the other to the disk.
 
-    If the file system supports it, writes bypass the page cache. With the page cache, a write would
-    take more memory and one more copy of the data, and a check after the save would read the page
-    cache instead of the disk.
+    Writes bypass the page cache if the file system supports this. With the page cache, a write
+    would need more memory and one more copy of the data, and a check after the save would read the
+    page cache instead of the disk.
     """
 
     def __init__(
@@ -254,17 +257,17 @@ class ShardWriter(files.Closing):
         Args:
             directory: Directory of the checkpoint.
             identity: The save, the step and the rank that writes the file.
-            size: Bytes of the whole file.
-            stop: If it is set, the next write of a block raises OptimusError.
-            direct: True to bypass the page cache where that is possible.
+            size: Size of the whole file in bytes.
+            stop: If this Stop is set, the next write of a block raises OptimusError.
+            direct: True to bypass the page cache if the file system supports this.
 
         Raises:
-            OSError: The file cannot be written. `write` and `finish` raise it as well.
+            OSError: The file cannot be written. `write` and `finish` raise the same error.
         """
         self._identity, self._size, self._stop = identity, size, stop
         self._hashes: list[str] = []
         self._written = 0
-        """Bytes passed to `_put`, including those of a block that is not full."""
+        """Number of bytes passed to `_put`, including the bytes of a block that is not full yet."""
         self._block = memoryview(b"")
         self._fd, self._direct = -1, direct and hasattr(os, "O_DIRECT")
         self._blocks = _BlockQueue(BLOCK_BYTES, self._write_block)
@@ -276,10 +279,10 @@ class ShardWriter(files.Closing):
             raise
 
     def write(self, data: memoryview) -> int:
-        """Append bytes and padding up to a multiple of 64.
+        """Append `data`, and padding up to a multiple of 64 bytes.
 
         Returns:
-            The offset of the bytes in the file.
+            The offset of `data` in the file, in bytes.
         """
         offset = self._written
         self._put(data)
@@ -288,7 +291,7 @@ class ShardWriter(files.Closing):
         return offset
 
     def finish(self) -> ShardFile:
-        """Make the file durable and return its description."""
+        """Write the last block, make the file durable, and return the index entry of the file."""
         assert self._written == self._size, (self._written, self._size)
         if rest := self._written % len(self._block):
             self._submit(self._block[:rest])
@@ -344,7 +347,7 @@ class ShardWriter(files.Closing):
                 self._use_cache()  # the file system has other rules for direct writes
 
     def _use_cache(self) -> None:
-        """Let all later writes use the page cache."""
+        """Switch from direct writes to writes through the page cache, for the rest of the file."""
         if self._direct:
             flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
             fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
@@ -352,7 +355,8 @@ class ShardWriter(files.Closing):
 
 
 class ShardReader(files.Closing):
-    """Reads ranges of a shard file into memory and checks every block that it reads."""
+    """Reader that copies byte ranges of a shard file to memory, and checks every block that it
+    reads."""
 
     def __init__(
         self, directory: Path, identity: Identity, shard: ShardFile, block_bytes: int = BLOCK_BYTES
@@ -361,9 +365,9 @@ class ShardReader(files.Closing):
 
         Args:
             directory: Directory of the checkpoint.
-            identity: The expected save, step and rank that wrote the file.
-            shard: Size and hashes from the index.
-            block_bytes: Size in bytes of the blocks that were hashed.
+            identity: Expected save and step of the file, and the rank that wrote it.
+            shard: Size of the file and hashes of its blocks, from the index.
+            block_bytes: Bytes of the file in each hashed block.
 
         Raises:
             CheckpointError: The file is missing, has another size or belongs to another save.
@@ -402,9 +406,9 @@ class ShardReader(files.Closing):
         If only a part of the last block is copied, the block is kept in memory for the next call.
 
         Args:
-            ranges: int64 [n, 4]: offset in this file, index in `targets`, offset in the target,
-                length; in bytes, ascending by offset in the file.
-            targets: Memory to fill.
+            ranges: int64 [n, 4], ascending by offset in the file. Columns: offset in the file,
+                index in `targets`, offset in the target, length. Offsets and lengths are in bytes.
+            targets: The memory to which the ranges are copied.
 
         Raises:
             CheckpointError: A block does not match its hash.
@@ -429,7 +433,7 @@ class ShardReader(files.Closing):
                 targets[target][offset : offset + length] = data[first : first + length]
 
     def verify(self, blocks: range) -> None:
-        """Read the blocks with the numbers `blocks`, and compare them with their hashes.
+        """Read the blocks with the indices in `blocks`, and compare each block with its hash.
 
         Raises:
             CheckpointError: A block cannot be read or does not match its hash.
@@ -451,7 +455,8 @@ class ShardReader(files.Closing):
 
 
 def _by_block(ranges: numpy.ndarray, block_bytes: int) -> Iterator[tuple[int, list[list[int]]]]:
-    """Divide ranges at block boundaries. Yield the number of each block and the ranges in it."""
+    """Divide `ranges` at block boundaries. For each block with a range, yield the index of the
+    block and the list of ranges in the block."""
     first = ranges[:, 0] // block_bytes
     count = (ranges[:, 0] + ranges[:, 3] - 1) // block_bytes - first + 1
     source = numpy.repeat(numpy.arange(len(ranges)), count)

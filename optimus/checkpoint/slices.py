@@ -2,17 +2,17 @@
 
 Terms of this package (lengths and offsets are in elements):
 
-- A box is the set of a parameter's elements that a rank has. It consists of index ranges for each
-  dim.
+- A box is the set of a parameter's elements that a rank has, given as index ranges for each dim.
 - A `ParamSlice` is a range of a flattened box. It does not depend on ranks or layouts.
-- A `ChunkShard` is a rank's shard of a chunk, a flat buffer of several parameters
+- A `ChunkShard` is a rank's shard of a chunk. A chunk is a flat buffer of several parameters
   (optimus/chunks/layout.py). Several ranks may have the same shard.
 - A `StateSlice` is a contiguous range of a shard. The range may contain slices of several
-  parameters, and is the same for the master weights and the moments.
-- A `Share` is the 1/n of a shard that a rank reads or writes, if n ranks have the same shard.
+  parameters. It has the same bounds for the master weights and the moments.
+- A `Share` is one of n equal divisions of a shard that n ranks have. Each of the ranks reads or
+  writes one share.
 - A `StoredParam` lists the slices of a parameter in the files of a checkpoint.
 
-All functions are pure: they compute from coordinates of ranks and from index ranges alone.
+All functions of this module compute their results only from coordinates of ranks and index ranges.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ from optimus.distributed.mesh import Coordinate, Mesh
 from optimus.errors import CheckpointError
 
 Scatter = Literal["balanced", "paper"]
-"""Values of `checkpoint.scatter`."""
+"""Possible values of the setting `checkpoint.scatter`."""
 Intervals = tuple[tuple[int, int], ...]
 Box = tuple[Intervals, ...]
 """Elements of a parameter, as index ranges [start, stop) for each dim of the whole parameter."""
 
 STRIPE = 1 << 20
-"""Number of elements in a stripe: 4 MiB of fp32. If several pipeline stages have the same
-parameter, they write its stripes in turn."""
+"""Number of elements in a stripe of a parameter: 4 MiB of fp32. If several pipeline stages have the
+same parameter, the stages take turns in writing its stripes."""
 BATCH_ELEMENTS = 1 << 22
 """Maximum number of elements that are converted or copied at once: 16 MiB of fp32."""
 
 
 class ParamSlice(NamedTuple):
-    """Some of the elements of parameter `name` that a rank has.
+    """A contiguous range of the elements of parameter `name` that a rank has.
 
-    `box` contains the index ranges of the rank's elements in each dim of the whole parameter. The
-    slice is [start, stop) of these elements, in row-major order.
+    `box` contains the index ranges of all the rank's elements in each dim of the whole parameter.
+    The slice has the elements [start, stop) of the box, counted in row-major order.
     """
 
     name: str
@@ -61,7 +61,7 @@ class ParamSlice(NamedTuple):
 
 @dataclass(frozen=True)
 class StateSlice:
-    """Elements [start, stop) of a shard, a rank's slice of a flat buffer of parameters.
+    """Elements [start, stop) of a shard. A shard is a rank's range of a flat buffer of parameters.
 
     `shard` is the index of the shard in the list of the rank's shards.
     """
@@ -71,7 +71,7 @@ class StateSlice:
     stop: int
     params: tuple[tuple[ParamSlice, int], ...]
     """The parameter slices in this StateSlice, each with the offset of its first element from
-    `start`. The elements between them are padding."""
+    `start`. Elements that are in none of the parameter slices are padding."""
 
 
 class ChunkShard(NamedTuple):
@@ -103,11 +103,12 @@ def whole_box(shape: Sequence[int]) -> Box:
 
 
 def find_nonfinite(flat: ndarray, state_slice: StateSlice) -> str:
-    """Return a description of the first non-finite element of a parameter; "" if there is none.
+    """Return a text with the name, value and index of the first non-finite parameter element; "" if
+    all are finite.
 
     Args:
-        flat: The values of `state_slice`, fp32. Padding may have any value.
-        state_slice: Names of the parameters, and their positions in `flat`.
+        flat: The values of the elements of `state_slice`, fp32. Padding may have any value.
+        state_slice: Parameter slices with their positions in `flat`.
     """
     with numpy.errstate(all="ignore"):
         if numpy.isfinite(flat.sum()):  # one pass decides the common case
@@ -121,15 +122,15 @@ def find_nonfinite(flat: ndarray, state_slice: StateSlice) -> str:
 
 
 def share_of(mesh: Mesh, coordinate: Coordinate, axes: Collection[str]) -> Share:
-    """Return the share that the rank at `coordinate` has if the ranks along `axes` divide a shard
-    evenly."""
+    """Return the share of the rank at `coordinate`, if all ranks along the mesh `axes` have the
+    same shard and divide it evenly."""
     return Share(mesh.number_of(coordinate, axes), mesh.size_of(axes))
 
 
 def share_bounds(shard: ChunkShard, share: Share) -> tuple[int, int]:
-    """Return the start and stop of a share, in elements of the shard.
+    """Return the bounds (start, stop) of a share, in elements from the start of the shard.
 
-    If the shard is divided into several shares, the padding at its end is in none of them.
+    If a shard has several shares, the padding at the end of the shard is in none of the shares.
     """
     if share.count == 1:
         return 0, shard.chunk.shard_length
@@ -161,8 +162,8 @@ def slices_to_write(
             and the pipeline stages that have a parameter write stripes of it in turn. With `paper`,
             the rank with data-parallel index m mod dp writes the whole model-parallel shard m, and
             only the first stage that has a parameter writes it.
-        turns: For each parameter that several pipeline stages have, a Share with the index of this
-            rank's stage among these stages and the number of these stages.
+        turns: For each parameter that several pipeline stages have: Share(index of the rank's
+            stage among these stages, number of these stages).
     """
     slices: list[StateSlice] = []
     shares = {axes: share_of(mesh, coordinate, axes) for axes in {s.copy_axes for s in shards}}
@@ -183,10 +184,10 @@ def slices_to_write(
 def slices_to_read(
     shards: Sequence[ChunkShard], boxes: Mapping[str, Box], mesh: Mesh, coordinate: Coordinate
 ) -> list[StateSlice]:
-    """Return the slices that a rank reads: an equal share of each shard.
+    """Return the slices that a rank reads from the files of a checkpoint: one share of each shard.
 
-    The rank receives the other shares from the ranks that have the same shard. If a shard has
-    `is_later_copy`, the rank reads nothing of it, and receives all elements from the first stage
+    The rank receives the other shares from the ranks that have the same shard. Of a shard with
+    `is_later_copy`, the rank reads nothing: it receives all elements from the first pipeline stage
     that has the parameters. The arguments are those of `slices_to_write`.
     """
     slices: list[StateSlice] = []
@@ -198,8 +199,8 @@ def slices_to_read(
 
 
 def writer_in_paper(mesh: Mesh, coordinate: Coordinate) -> int:
-    """Return the data-parallel index of the rank that writes the model-parallel shard of
-    `coordinate` with `checkpoint.scatter = "paper"`: m mod dp for shard m."""
+    """Return the data-parallel index of the rank that, with `checkpoint.scatter = "paper"`, writes
+    the model-parallel shard of the rank at `coordinate`: m mod dp for shard m."""
     return mesh.number_of(coordinate, MODEL) % mesh.dp
 
 
@@ -211,8 +212,8 @@ def _slice_shard(
     stop: int,
     turns: Mapping[str, Share],
 ) -> Iterator[StateSlice]:
-    """Yield the slices that contain elements [start, stop) of a shard. Stripes that other pipeline
-    stages write are omitted, and each omitted stripe ends a slice."""
+    """Yield slices that together contain elements [start, stop) of a shard, except stripes that
+    other pipeline stages write. A new slice begins after each omitted stripe."""
     params: list[tuple[ParamSlice, int]] = []
     first = end = start
     for slot in shard.chunk.slots_in(shard.first + start, shard.first + stop):
@@ -231,8 +232,8 @@ def _slice_shard(
 
 
 def _stripes(low: int, high: int, turn: Share) -> Iterator[tuple[int, int]]:
-    """Yield the ranges of elements that [low, high) has in common with stripes `turn.index`,
-    `turn.index + turn.count`, and so on."""
+    """Yield the ranges that the range [low, high) of elements has in common with the stripes
+    `turn.index`, `turn.index + turn.count`, and so on."""
     if turn.count == 1:
         if low < high:
             yield low, high
@@ -249,7 +250,7 @@ def _stripes(low: int, high: int, turn: Share) -> Iterator[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class StoredParam:
-    """The slices of a parameter that the shard files of a checkpoint contain."""
+    """Table of the slices of a parameter in the shard files of a checkpoint."""
 
     name: str
     boxes: tuple[Box, ...]
@@ -264,11 +265,11 @@ class StoredParam:
         return [slice(*pair) for pair in itertools.pairwise(limits)]
 
     def element_ranges(self, param: ParamSlice) -> ndarray:
-        """Return where the elements of `param` are stored.
+        """Return the ranges of stored slices that together contain the elements of `param`.
 
         Returns:
-            int64 [n, 4]: number of the row in `rows`, offset in the slice of that row, offset in
-            `param`, length; in elements.
+            int64 [n, 4]. Columns: index of a row in `rows`, offset in the slice of this row, offset
+            in `param`, length. Offsets and lengths are in elements.
 
         Raises:
             CheckpointError: The rows do not contain all elements of `param`.
@@ -292,8 +293,8 @@ class StoredParam:
             itemsize: Bytes of an element.
 
         Returns:
-            int64 [n, 4]: number of the shard file, offset in it, offset in the requested slice,
-            length; in bytes.
+            int64 [n, 4]. Columns: number of the shard file, offset in the file, offset in the
+            requested slice, length. Offsets and lengths are in bytes.
 
         Raises:
             CheckpointError: The state is not stored for one of the rows.
@@ -310,7 +311,7 @@ def intersect(box: Box, param: ParamSlice) -> ndarray:
     """Return the contiguous ranges of elements that `box` and `param` have in common.
 
     Returns:
-        int64 [n, 3]: offset in the flattened box, offset in `param`, length; ascending.
+        int64 [n, 3], ascending. Columns: offset in the flattened box, offset in `param`, length.
     """
     if box == param.box:
         return numpy.array([[param.start, 0, param.stop - param.start]], dtype=numpy.int64)
@@ -353,9 +354,10 @@ def intersect(box: Box, param: ParamSlice) -> ndarray:
 
 
 def _overlap(first: Intervals, second: Intervals) -> ndarray:
-    """Return the index ranges of one dim that `first` and `second` have in common, ascending.
+    """Return the intersections of the index ranges `first` and `second` of one dim, ascending.
 
-    The result is int64 [n, 3]: offset in `first`, offset in `second`, length.
+    The result is int64 [n, 3]. Columns: offset in `first`, offset in `second`, length. An offset is
+    the number of indices of the preceding ranges.
     """
     ranges, first_offset = [], 0
     for start, stop in first:
@@ -370,16 +372,16 @@ def _overlap(first: Intervals, second: Intervals) -> ndarray:
 
 
 def _cut(ranges: ndarray, bounds: ndarray, first_row: int) -> ndarray:
-    """Divide ranges of elements so that each range is in a single row (stored slice).
+    """Divide ranges of elements so that each range is inside one row. A row is a stored slice.
 
     Args:
         ranges: int64 [n, 3]: ranges of a box, as `intersect` returns them.
         bounds: int64 [rows, 2]: start and stop of each row of this box, disjoint and ascending.
-        first_row: Number of the row at index 0 of `bounds`.
+        first_row: Index, among the rows of all boxes, of the first row in `bounds`.
 
     Returns:
-        int64 [m, 4]: number of the row, offset in the slice of that row, offset in the requested
-        slice, length.
+        int64 [m, 4]. Columns: index of the row, offset in the slice of this row, offset in the
+        requested slice, length.
     """
     if not len(bounds):
         return numpy.empty((0, 4), dtype=numpy.int64)

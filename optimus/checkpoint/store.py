@@ -1,12 +1,13 @@
-"""The checkpoints of a run: creation and commit, the start of a run, and retention. Needs no torch.
+"""Checkpoints in the directory of a run: commit, choice of the checkpoint to start from, removal.
 
 `checkpoints/step-00001000/` is a full checkpoint. `checkpoints/model-00001000/` is a model-only
-checkpoint, which is also a Hugging Face directory. Names that start with a dot are temporary.
+checkpoint, which is also a Hugging Face directory. Names that start with a dot are temporary. This
+module needs no torch.
 
-To commit a checkpoint, a start of a run renames the checkpoint's directory out of a workspace,
-which only this start uses. To remove a checkpoint, it first renames the directory into the
-workspace. Therefore no process of an earlier start of the run can change checkpoints
-(optimus/io/workspace.py).
+Each start of a run has a separate directory, its workspace. A checkpoint is written to the
+workspace, and committed by a rename out of the workspace. To remove a checkpoint, its directory is
+first renamed into the workspace. Therefore no process of an earlier start of the run can change
+checkpoints (optimus/io/workspace.py).
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ from optimus.io.workspace import Workspace
 logger = logging.getLogger(__name__)
 
 KEPT_FULL = 2
-"""Number of full checkpoints that retention keeps."""
+"""Number of newest full checkpoints that `remove_old` keeps."""
 QUARANTINE = "set-aside"
 """Folder in `checkpoints/`. When a run starts, it moves the checkpoints from which it does not
-continue, such as those of later steps, to this folder. No command removes them."""
+continue, such as those of later steps, to this folder. No command removes checkpoints from it."""
 _REMOVED = "removed-"
 """Prefix of the temporary names of directories that are being removed. No save writes to these
 directories."""
@@ -56,30 +57,30 @@ def is_removed(path: Path) -> bool:
 
 
 def checkpoints_dir(run_dir: str | os.PathLike) -> Path:
-    """Return the directory of a run's checkpoints."""
+    """Return the folder in a run directory that contains the checkpoints."""
     return Path(run_dir) / "checkpoints"
 
 
 def full_path(run_dir: str | os.PathLike, step: int) -> Path:
-    """Return the directory of the full checkpoint of a step."""
+    """Return the path of the full checkpoint of step `step`."""
     return checkpoints_dir(run_dir) / f"step-{step:08d}"
 
 
 def model_path(run_dir: str | os.PathLike, step: int) -> Path:
-    """Return the directory of the model-only checkpoint of a step."""
+    """Return the path of the model-only checkpoint of step `step`."""
     return checkpoints_dir(run_dir) / f"model-{step:08d}"
 
 
 def open_workspace(
     run_dir: str | os.PathLike, name: str = "", within: Workspace | None = None
 ) -> Workspace:
-    """Open the workspace of a new start of the run, as described for `Workspace.open`."""
+    """Open the workspace of a new start of the run. The arguments are those of `Workspace.open`."""
     return adopt_workspace(run_dir, Workspace.open(checkpoints_dir(run_dir), name, within))
 
 
 def adopt_workspace(run_dir: str | os.PathLike, workspace: Workspace) -> Workspace:
-    """Complete the moves of checkpoints to QUARANTINE that earlier starts of the run have not
-    completed. Return `workspace`, which contains these checkpoints."""
+    """Move to QUARANTINE the checkpoints that an earlier start of the run has moved only to its
+    workspace, whose content is now in `workspace`. Return `workspace`."""
     for path in workspace.path.glob(f".{_ASIDE}*"):  # an earlier start has not completed the move
         name = path.name.removeprefix(f".{_ASIDE}").split(".")[0]
         _move_to_quarantine(path, checkpoints_dir(run_dir), name)
@@ -96,7 +97,7 @@ def write_checkpoint(
 
     Args:
         path: Directory of the checkpoint. It must not exist.
-        write_files: Writes the files to a directory.
+        write_files: Writes the checkpoint's files to the directory that is its argument.
         facts: As for `commit`.
 
     Returns:
@@ -122,12 +123,12 @@ def create(
     Args:
         path: Directory of the committed checkpoint.
         needed_bytes: Size of the checkpoint in bytes.
-        reserved_bytes: Number of bytes that a full checkpoint of the same step, whose save has not
-            ended, still needs.
+        reserved_bytes: Number of bytes that a full checkpoint of the same step still needs, because
+            its save has not ended.
         workspace: The workspace of the run; None outside a run.
 
     Returns:
-        The temporary directory, in `workspace` or else next to `path`.
+        The temporary directory. It is in `workspace`, or next to `path` if `workspace` is None.
 
     Raises:
         OptimusError: The disk has less free space than `needed_bytes + reserved_bytes`.
@@ -167,9 +168,11 @@ def commit(
     Args:
         temporary: The directory that `create` returned.
         path: Directory of the committed checkpoint.
-        shards: Names of shard files. They are durable already, and the index describes them.
-        entries: Entries of the manifest for other files that are durable already.
-        stop: Request to stop the save. Requests are refused as soon as the rename begins.
+        shards: Names of the shard files. They are durable before this call, and only the index
+            lists them.
+        entries: Entries of the manifest for other files that are durable before this call.
+        stop: If this Stop is set before the rename, the function does not commit. From the rename
+            on, it can no longer be set.
         facts: Fields of `Manifest` except `files` and `path`.
 
     Returns:
@@ -221,14 +224,15 @@ def newest_valid(
 ) -> Manifest | None:
     """Return the manifest of the newest valid full checkpoint; None if there is none.
 
-    A checkpoint that cannot be read, or is damaged, is read a second time. Each failure is logged.
+    A checkpoint that cannot be read or is damaged is read a second time before it is skipped. Each
+    failure is logged.
 
     Args:
         run_dir: The run directory.
-        thorough: True to compare every byte. False if the caller checks the states when it reads
-            them. If the states are damaged, the caller adds the checkpoint to `excluded` and calls
-            this function again.
-        excluded: Checkpoints to skip, with reasons.
+        thorough: True to compare every byte with the checksums. False to leave the check of the
+            states to the caller. If the caller finds damaged states, it adds the checkpoint to
+            `excluded` and calls this function again.
+        excluded: Paths of checkpoints to skip, each with a reason.
     """
     for path in reversed(_of_kind(run_dir, "step")):
         if path in excluded:
@@ -286,18 +290,20 @@ def _check(path: Path, thorough: bool) -> Manifest:
 
 @dataclass(frozen=True)
 class Start:
-    """The state from which a run starts: the weights or the full states at `path`, after `step`
-    updates. Without a path, the run starts with initial weights."""
+    """The state from which a run starts: the weights, or the weights and optimizer states, of the
+    checkpoint at `path`, after `step` updates. If `path` is None, the run starts with newly
+    initialized weights."""
 
     origin: str
-    """The `checkpoint.load` with which the run was started."""
+    """The value of `checkpoint.load` with which the run was started."""
     step: int = 0
     tokens: int = 0
     path: Path | None = None
     full: Manifest | None = None
     """Manifest of the full checkpoint; None if the run starts from weights alone."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of the run that did the first `step` updates."""
+    """Settings, by "section.key", of the run that saved the checkpoint at `path`; {} for a start at
+    step 0."""
     first_step: int | None = 0
     """The step at which this run was started from `origin`; None if unknown."""
 
@@ -307,20 +313,19 @@ def decide_start(
 ) -> Start:
     """Return the state from which the run starts, as `checkpoint.load` selects it.
 
-    If the newest valid full checkpoint of the run directory has `load` as its `origin`, or if
-    `load` is "auto", the run continues from this checkpoint. Therefore the same command continues a
-    run after a failure. The states of a
-    full checkpoint are not checked until they are loaded.
+    The run continues from the newest valid full checkpoint in its run directory if `load` is "auto"
+    or equal to the `origin` of this checkpoint. Therefore the same command continues a run after a
+    failure. The states of a full checkpoint are not checked until they are loaded.
 
     Args:
         run_dir: The run directory.
         load: `checkpoint.load`.
-        excluded: Checkpoints that proved to be damaged, with reasons.
+        excluded: Paths of checkpoints that were found to be damaged, each with a reason.
 
     Raises:
         CheckpointError: `load` does not name a valid checkpoint, or the run has saved full
-            checkpoints, but none is valid. In the second case, only the user can decide to start
-            the run from the beginning.
+            checkpoints, but none is valid. In the second case, the user must decide whether to
+            start the run from the beginning.
     """
     if load == "none":
         return Start("none")
@@ -360,7 +365,7 @@ def decide_start(
 
 
 def _start_at(origin: str, manifest: Manifest, first_step: int | None) -> Start:
-    """Return a Start from the full states in the checkpoint of `manifest`."""
+    """Return the Start of a run that continues from the full checkpoint with this manifest."""
     step, tokens, path = manifest.step, manifest.tokens, manifest.path
     return Start(origin, step, tokens, path, manifest, manifest.settings, first_step)
 
@@ -368,8 +373,8 @@ def _start_at(origin: str, manifest: Manifest, first_step: int | None) -> Start:
 def _may_come_from(load: str, path: Path) -> bool:
     """Return whether a run with `checkpoint.load = load` may have saved the checkpoint at `path`.
 
-    Paths are compared after links are resolved. The result is True if `load` is "auto" or if the
-    manifest is damaged.
+    The function compares `load` with the `origin` in the manifest, both with links resolved. The
+    result is also True if `load` is "auto" or if the manifest is damaged.
     """
     try:
         origin = read_manifest(path).origin
@@ -380,7 +385,7 @@ def _may_come_from(load: str, path: Path) -> bool:
 
 def _refuse_if_saved(run_dir: str | os.PathLike, load: str, first_step: int) -> None:
     """Raise CheckpointError if the run has saved a full checkpoint since its start at `first_step`.
-    The caller has found no valid one."""
+    Called only if the run has no valid full checkpoint."""
     directory, models = checkpoints_dir(run_dir), _of_kind(run_dir, "model")
     candidates = [*_of_kind(run_dir, "step"), *directory.glob(f"{QUARANTINE}/step-[0-9]*")]
     for model in models:
@@ -410,11 +415,11 @@ def _refuse_if_saved(run_dir: str | os.PathLike, load: str, first_step: int) -> 
 
 
 def prepare_directory(run_dir: str | os.PathLike, start: Start, workspace: Workspace) -> None:
-    """Remove the directories of unfinished saves, and move to QUARANTINE the checkpoints that do
-    not precede the start of the run.
+    """Remove the directories of unfinished saves. Move all checkpoints to QUARANTINE except those
+    up to the step at which the run continues.
 
-    Call this after the start has been loaded, so that a failed start changes nothing. A warning
-    names each unfinished directory that cannot be removed.
+    Call this after the checkpoint has been loaded, so that a failed load changes nothing. A warning
+    names each directory of an unfinished save that cannot be removed.
 
     Args:
         run_dir: The run directory.
@@ -422,8 +427,8 @@ def prepare_directory(run_dir: str | os.PathLike, start: Start, workspace: Works
         workspace: The workspace of the run.
 
     Raises:
-        CheckpointError: A checkpoint cannot be moved. If the run continued, its next start would
-            load this checkpoint as the newest.
+        CheckpointError: A checkpoint cannot be moved. If the run continued nevertheless, its next
+            start would load this checkpoint as the newest one.
     """
     directory = checkpoints_dir(run_dir)
     # Earlier versions created the directories of saves in `checkpoints/`.
@@ -442,10 +447,11 @@ def prepare_directory(run_dir: str | os.PathLike, start: Start, workspace: Works
 
 
 def set_newest_aside(run_dir: str | os.PathLike, workspace: Workspace) -> None:
-    """Move the newest full checkpoint to QUARANTINE, so that the run continues from the one before.
+    """Move the newest full checkpoint to QUARANTINE, so that the run continues from the next older
+    one.
 
-    Checkpoints of the same or later steps are moved as well. If the run has fewer than two full
-    checkpoints, nothing is moved. Raises CheckpointError if a checkpoint cannot be moved.
+    Model-only checkpoints of the same or later steps are moved as well. If the run has fewer than
+    two full checkpoints, nothing is moved. Raises CheckpointError if a checkpoint cannot be moved.
     """
     steps = _of_kind(run_dir, "step")
     if len(steps) > 1:
@@ -468,10 +474,8 @@ def _set_aside(path: Path, workspace: Workspace) -> None:
 
 
 def _move_to_quarantine(temporary: Path, directory: Path, name: str) -> None:
-    """Move the checkpoint `name` from `temporary`, its path in a workspace, to QUARANTINE.
-
-    `directory` is the directory `checkpoints/`.
-    """
+    """Move the checkpoint with the name `name` from the path `temporary` in a workspace to
+    QUARANTINE. `directory` is the folder `checkpoints/`."""
     aside = directory / QUARANTINE
     files.make_dirs(aside)
     unique = files.temporary_name(aside / name).with_suffix("")
@@ -481,14 +485,14 @@ def _move_to_quarantine(temporary: Path, directory: Path, name: str) -> None:
 def remove_old(
     run_dir: str | os.PathLike, workspace: Workspace, keep_models: int, keep_every: int = 0
 ) -> dict[Path, str]:
-    """Remove the checkpoints that retention does not keep, and the remains of failed removals.
+    """Remove old checkpoints of a run, and directories that earlier removals could not remove.
 
-    Retention keeps the newest KEPT_FULL full checkpoints, the newest `keep_models` model-only
+    The function keeps the newest KEPT_FULL full checkpoints, the newest `keep_models` model-only
     checkpoints (0: all), and the model-only checkpoints of steps that are multiples of `keep_every`
-    (0: no further ones). If a removal fails, the other removals continue.
+    (0: no further ones). If one directory cannot be removed, the others are removed nevertheless.
 
     Returns:
-        The reason for each path that cannot be removed.
+        For each path that cannot be removed, the reason.
     """
     models = _older_than_newest(_of_kind(run_dir, "model"), keep_models) if keep_models else []
     models = [path for path in models if not keep_every or _step_of(path) % keep_every]
@@ -502,7 +506,7 @@ def remove_old(
 def _older_than_newest(paths: list[Path], count: int) -> list[Path]:
     """Return the paths that are older than the newest `count` checkpoints with a readable manifest.
 
-    `paths` are in the order of steps.
+    `paths` are the paths of checkpoints in the order of steps.
     """
     for number in reversed(range(len(paths))):
         with contextlib.suppress(CheckpointError):
@@ -517,7 +521,7 @@ def remove_all(paths: Iterable[Path], workspace: Workspace) -> dict[Path, str]:
     """Remove checkpoints of a run, and temporary directories in its workspace.
 
     Returns:
-        For each directory that is not completely removed, the reason.
+        For each directory that cannot be removed completely, the reason.
     """
     left = {}
     for path in paths:
@@ -537,7 +541,7 @@ def remove_all(paths: Iterable[Path], workspace: Workspace) -> dict[Path, str]:
 
 
 def _delete(path: Path) -> None:
-    """Remove a directory, a file or a link. The target of a link stays."""
+    """Remove a directory with its content, a file, or a link without its target."""
     if path.is_symlink() or not path.is_dir():
         path.unlink()
         return
@@ -550,24 +554,25 @@ def _delete(path: Path) -> None:
 
 
 def space_left(run_dir: str | os.PathLike) -> str:
-    """Return a text with the free space of the disk that has the run's checkpoints."""
+    """Return a sentence for messages that states the free disk space for the run's checkpoints."""
     directory = checkpoints_dir(run_dir)
     return f"{directory} has {shutil.disk_usage(directory).free / 1e9:.3f} GB free"
 
 
 def _is_in_run(path: Path, run_dir: str | os.PathLike) -> bool:
-    """Return whether `path` is a checkpoint of the run, after links are resolved."""
+    """Return whether `path`, or the target if `path` is a link, is a checkpoint of the run."""
     return any(path.samefile(checkpoint) for checkpoint in find_all(run_dir))
 
 
 def find_all(run_dir: str | os.PathLike) -> list[Path]:
-    """Return the run's checkpoints of both kinds, valid or not, by step."""
+    """Return the paths of all full and model-only checkpoints of the run, in the order of steps.
+    The checkpoints may be invalid."""
     return sorted([*_of_kind(run_dir, "model"), *_of_kind(run_dir, "step")], key=_step_of)
 
 
 def _of_kind(run_dir: str | os.PathLike, kind: str) -> list[Path]:
-    """Return the checkpoints of one kind, "step" or "model", in the order of steps. Directories
-    with other names, such as copies, are ignored."""
+    """Return the paths of the run's full checkpoints (`kind` "step") or model-only checkpoints
+    ("model"), in the order of steps. Directories with other names, such as copies, are ignored."""
     directory = checkpoints_dir(run_dir)
     if not directory.is_dir():
         return []

@@ -1,11 +1,11 @@
-"""Weights of models: readers for checkpoints and Hugging Face directories, and model-only saves.
+"""Readers of the weights in checkpoints and Hugging Face directories, and model-only saves.
 
 Weights are read in the order in which the files contain them, a few elements at a time. A
-model-only save has no shard files. Instead, all ranks write their master weights in bf16 into the
-same safetensors files. The positions follow from the model, so that no rank needs the whole model,
-and ranks send each other no weights. The first rank creates the files before any rank writes. After
-all ranks have written, it reads the files once, to compute their hashes and to compare their
-content with the reports of the ranks.
+model-only save writes no shard files. Instead, all ranks convert their master weights to bf16 and
+write them to the same safetensors files. Each rank computes the positions in the files from the
+model's shapes, so that no rank needs all weights, and ranks send each other no weights. The first
+rank creates the files before any rank writes. After all ranks have written, the first rank reads
+the files once, to compute their hashes and to compare their content with the ranks' checksums.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ from optimus.model.transformer import Transformer
 
 CONFIG = "config.toml"
 DTYPE = torch.bfloat16
-"""Type of the weights in model-only checkpoints."""
+"""Dtype of the weights in the model-only checkpoints that runs save."""
 _OPEN_FILES = 32
-"""Maximum number of open shard files. Each may keep a block of 4 MiB in memory."""
+"""Maximum number of open shard files. For each open file, a block of 4 MiB may be in memory."""
 _BLOCK_BYTES = 4 << 20
 
 
@@ -83,14 +83,16 @@ def model_config_of(path: Path, compare_counts: bool = True) -> ModelConfig:
 
 
 def check_weights(config: ModelConfig, path: Path) -> None:
-    """Check that the weights in a directory fit a model. Reads only the headers of the files.
+    """Check that a directory has the configuration of a model, and weights with the model's tensor
+    names and shapes. Reads only the headers of the weight files.
 
     Args:
         config: Configuration of the model.
         path: A checkpoint or a Hugging Face directory.
 
     Raises:
-        CheckpointError: A setting or a tensor differs. The message names the first one.
+        CheckpointError: A setting or a tensor does not match the model. The message names the first
+            such setting or tensor.
     """
     # `compare_counts` would read the headers a second time: `check_hf_weights` reads them below.
     if difference := config.first_difference(model_config_of(path, compare_counts=False)):
@@ -127,8 +129,10 @@ def check_weights(config: ModelConfig, path: Path) -> None:
 
 
 def check_content(manifest: Manifest) -> None:
-    """Check that a checkpoint can be loaded: its configurations are readable and agree, and its
-    tensors have the names and shapes of the model and supported types. Reads no weights.
+    """Check that a checkpoint can be loaded. Reads no weights.
+
+    The configuration files must be readable and describe the same model. The tensors must have the
+    names and shapes of this model, and supported dtypes.
 
     Raises:
         CheckpointError, ConfigError: The checkpoint cannot be loaded. The message names the file,
@@ -158,17 +162,18 @@ def check_content(manifest: Manifest) -> None:
 class Weights(files.Closing, ABC):
     """Base class of readers that return weights a few elements at a time. Also a context manager.
 
-    The iteration yields (slice, values) for the elements of `slices`, in the order in which the
-    files contain them. The values are a 1-D tensor on the host in the stored dtype, valid until the
-    next iteration. The iteration also compares checksums, and raises CheckpointError if a checksum
-    differs. Iterate to the end: the last checksum is compared after the last slice was returned.
+    The iterator yields a pair (slice, values) for each slice in `slices`, in the order in which the
+    files contain the slices. The values are a 1-D tensor on the host in the stored dtype. They are
+    valid until the next pair is requested. The iterator also compares checksums, and raises
+    CheckpointError if a checksum differs. Iterate to the end: the iterator compares the last
+    checksum after the last pair.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
     """Shapes of the parameters, by name."""
     slices: Sequence[ParamSlice]
-    """Ranges of the parameters, each of at most BATCH_ELEMENTS elements. Together they contain
-    every element of every parameter exactly once."""
+    """Slices of at most BATCH_ELEMENTS elements. Together they contain every element of every
+    parameter exactly once."""
 
     @abstractmethod
     def __iter__(self) -> Iterator[tuple[ParamSlice, Tensor]]: ...
@@ -179,13 +184,15 @@ class Weights(files.Closing, ABC):
         stored in several dtypes."""
 
     def ranges(self) -> Iterator[tuple[str, int, Tensor]]:
-        """Yield (name, index of the first element, values) for slices of flattened parameters."""
+        """Yield (name of the parameter, index of the first element in the flattened parameter,
+        values) for each of `slices`."""
         for param, values in self:
             yield param.name, param.start, values
 
 
 class FileWeights(Weights):
-    """Weights in safetensors files, whose tensors have names of Hugging Face or of Optimus."""
+    """Reader of weights in safetensors files. The names of the tensors are those of transformers or
+    those of Optimus."""
 
     def __init__(self, config: ModelConfig, path: Path) -> None:
         """Open the files of a directory that `check_weights` has accepted."""
@@ -240,7 +247,8 @@ class FileWeights(Weights):
 
 
 class _HashedFile:
-    """A file that is read and hashed from start to end, including bytes between the tensors."""
+    """Reader that hashes a file while it reads tensors in ascending order. The hash also includes
+    the bytes between the tensors, so that `finish` can compare it with the checksum of the file."""
 
     def __init__(self, file: TensorFile, expected: str) -> None:
         self._file, self._expected = file, expected
@@ -265,7 +273,7 @@ class _HashedFile:
 
 
 class ShardWeights(Weights):
-    """The master weights of a full checkpoint, one whole parameter after the other."""
+    """Reader of the master weights in a full checkpoint, one parameter after the other."""
 
     def __init__(self, manifest: Manifest) -> None:
         self._path, self._index = manifest.path, manifest.index()
@@ -291,22 +299,22 @@ class ShardWeights(Weights):
 
 
 def load_weights(model: Transformer, path: Path) -> None:
-    """Load the weights in the directory `path` into the parameters of a model, and convert them to
-    the dtypes of the parameters. Raises CheckpointError."""
+    """Load the weights in the directory `path` into the parameters of a model, converted to the
+    dtypes of the parameters. Raises CheckpointError."""
     with open_weights(model.config, path) as weights:
         fill(model, weights)
 
 
 def fill(model: Transformer, weights: Weights) -> None:
-    """Copy weights to the parameters of a model, and convert them to the dtypes of the parameters.
-    Raises CheckpointError."""
+    """Copy all weights that the reader `weights` returns to the parameters of a model, converted to
+    the dtypes of the parameters. Raises CheckpointError."""
     parameters = dict(model.named_parameters())
     for name, start, values in weights.ranges():
         parameters[name].data.view(-1)[start : start + len(values)].copy_(values)
 
 
 def open_weights(config: ModelConfig, path: Path) -> Weights:
-    """Check the weights in a directory and open them.
+    """Check the weights in a directory, and return a reader of them.
 
     Args:
         config: Configuration of the model.
@@ -321,7 +329,8 @@ def open_weights(config: ModelConfig, path: Path) -> Weights:
 
 
 def _read_sharded(path: Path) -> Manifest | None:
-    """Return the manifest of a checkpoint with shard files, None for any other directory."""
+    """Return the manifest of the checkpoint at `path` if the checkpoint has shard files. Return
+    None for any other directory."""
     manifest = read_manifest(path) if is_checkpoint(path) else None
     return manifest if manifest is not None and manifest.is_sharded else None
 
@@ -344,7 +353,7 @@ class ModelSaver(Saver):
     def __init__(
         self, states: RankStates, config: ModelConfig, scatter: Scatter, **limits: Any
     ) -> None:
-        """Plan the files.
+        """Determine the files of the checkpoint and what this rank writes to them.
 
         Args:
             states: The states of this rank.
@@ -398,8 +407,8 @@ class ModelSaver(Saver):
 
 
 def _params_of(state_slice: StateSlice) -> Iterator[tuple[ParamSlice, int]]:
-    """Yield the parameter slices in `state_slice`, cut to at most BATCH_ELEMENTS elements each,
-    with their offsets in `state_slice`."""
+    """Yield a pair (slice, offset in `state_slice`) for each parameter slice in `state_slice`. A
+    slice with more than BATCH_ELEMENTS elements is divided."""
     for param, offset in state_slice.params:
         for start in range(param.start, param.stop, BATCH_ELEMENTS):
             batch = param._replace(start=start, stop=min(start + BATCH_ELEMENTS, param.stop))
@@ -409,10 +418,10 @@ def _params_of(state_slice: StateSlice) -> Iterator[tuple[ParamSlice, int]]:
 def _check_file(
     path: Path, header: bytes, size: int, checksums: Sequence[Checksum], stop: Stop
 ) -> FileEntry:
-    """Check a file on the disk, and return its entry for the manifest.
+    """Check a safetensors file that all ranks have written. Return its entry for the manifest.
 
-    Raises OptimusError if the file has another header or size, or if its content does not match
-    `checksums`, which the ranks computed from the bytes that they wrote.
+    Raises OptimusError if the file does not have the given `header` and `size`, or if its content
+    does not match `checksums`, which the ranks have computed from the bytes that they have written.
     """
     digest, content = xxhash.xxh3_64(header), Checksum()
     with open(path, "rb") as file:

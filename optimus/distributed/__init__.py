@@ -1,1 +1,1 @@
-"""Ranks, process groups, collectives, and the agreement of ranks on how a run ends."""
+"""Process groups, collectives, the mesh of ranks, and the agreement of ranks on why a run ends."""

@@ -1,12 +1,13 @@
-"""Agreement of all ranks on the Outcome that ends a run, through torch's store (TCPStore).
+"""Agreement of all ranks, through torch's store (TCPStore), on the reason why a run ends.
 
-Each failed rank publishes its Outcome in the store and waits briefly for the other ranks. Then one
-rank writes one of the published Outcomes to the store as the decision. All ranks adopt the
-decision. Only the rank of the chosen Outcome prints it.
+An `Outcome` describes why a rank ends. Each failed rank publishes its Outcome in the store and
+waits briefly for the other ranks. Then one rank writes one of the published Outcomes to the store
+as the decision. All ranks end with the decided Outcome, and only the rank that published this
+Outcome prints it.
 
-If there are several Outcomes, the decision prefers a cause, such as a data error, to the loss of a
-peer, and then an Outcome of rank 0 to those of other ranks. This module imports no torch: callers
-pass the store.
+If there are several Outcomes, a cause, such as a data error, is preferred to the loss of a peer,
+and among several causes or losses, the Outcome of rank 0 is preferred to those of other ranks. This
+module imports no torch: callers pass the store.
 """
 
 from __future__ import annotations
@@ -40,24 +41,25 @@ _CAUSES = ("optimus/cause-of-rank-0", "optimus/cause", "optimus/loss-of-rank-0",
 that is set. An Outcome is either a cause, such as a data error, or the loss of a peer."""
 _PRINTED, _LEFT, _ALL_LEFT = "optimus/printed", "optimus/left", "optimus/all-left"
 _OTHERS_S = 1.9
-"""Longest time, in seconds, that a rank waits for the other ranks to publish their Outcomes. Also
-the longest time that it waits for another rank to print the error."""
+"""Longest time, in seconds, that a rank waits for the other ranks to publish their Outcomes, and
+longest time that a rank waits for another rank to print the error."""
 _STORE_S = 2.0
-"""Time limit, in seconds, of the store operations of one Agreement method. The time for which the
-method waits for other ranks is added to this limit."""
+"""Time limit, in seconds, of the store operations in one call of an Agreement method, without the
+time for which the method waits for other ranks."""
 _LEAVE_S = 5.0
 """Longest time, in seconds, that rank 0 waits until all ranks have called `RunEnded.leave`."""
 
 
 class RunEnded(OptimusError):
-    """Error that ends a rank with the agreed Outcome. It replaces the rank's original error.
+    """Error that ends a rank after the ranks have agreed on an Outcome. It replaces the rank's
+    original error.
 
     Attributes:
         outcome: The Outcome that ends the run. All ranks have the same Outcome, unless they could
             not agree.
         prints: True if this rank prints the Outcome.
-        is_shared: True if all ranks have agreed and no rank has lost a peer. Then the process group
-            can be destroyed.
+        is_shared: True if all ranks have agreed and no rank has lost a peer. In this case, the
+            process group can be destroyed.
     """
 
     def __init__(
@@ -77,8 +79,8 @@ class RunEnded(OptimusError):
 
     @property
     def line(self) -> str:
-        """Message for the user, as a single line. It names the rank that published the Outcome,
-        unless that is rank 0."""
+        """Message for the user, as a single line. The line names the rank that published the
+        Outcome if this rank is not rank 0."""
         where, outcome = "", self.outcome
         if outcome.rank:
             several = self._agreement is not None and not self._agreement.launch.is_single_machine
@@ -87,11 +89,12 @@ class RunEnded(OptimusError):
         return f"optimus:{where}{kind} {one_line(outcome.message)}"
 
     def leave(self) -> None:
-        """End the agreement for this rank. After this call, this rank may exit.
+        """Wait until this rank may exit. Call this method on all ranks.
 
         A rank whose `prints` is True must print `line` before this call. On the other ranks, the
         call waits until `line` is printed, because a launcher ends all ranks when the first rank
-        exits. On rank 0, the call also waits a limited time until all ranks have called this.
+        exits. On rank 0, the call also waits until all ranks have called `leave`. Both waits have a
+        time limit.
         """
         if self._agreement is not None:
             self._agreement.leave(self.prints)
@@ -104,8 +107,8 @@ class RunEnded(OptimusError):
 def end_alone(error: OptimusError, phase: Phase = "launch") -> RunEnded:
     """Return the RunEnded of a rank that has no store and so cannot agree with other ranks.
 
-    If all ranks of the machine raise the same LaunchError, this rank prints it only if
-    `prints_for_machine` returns True. This rank always prints any other error.
+    The rank prints `error`, with one exception: it prints a LaunchError that all ranks of the
+    machine raise only if `prints_for_machine` returns True.
     """
     if isinstance(error, RunEnded):
         return error
@@ -131,8 +134,8 @@ def end_without_store(outcome: Outcome, launch: LaunchEnv) -> RunEnded:
 
 
 def _mark_printed(launch: LaunchEnv) -> bool:
-    """Record in a file that a rank of this machine prints the message about the lost store. Return
-    False if another rank of this run has already recorded this."""
+    """Create a file which records that a rank of this machine prints the message about the lost
+    store. Return False if another rank of this run has already created the file."""
     # The mark is a file, because it must outlive the process. A file older than this process is
     # from an earlier run at the same address.
     user = os.geteuid()
@@ -170,15 +173,16 @@ class Agreement:
         self._round = ""
 
     def start(self, failure: Outcome | None, absence: Outcome, limit_s: float) -> None:
-        """Wait until all ranks have called this. Raise RunEnded if a rank cannot start.
+        """Wait until all ranks have called `start`. Raise RunEnded if any rank cannot start.
 
         Args:
-            failure: Outcome of this rank if it cannot start; None if it can.
-            absence: Outcome to publish if another rank has not called this within `limit_s`.
-            limit_s: Seconds to wait for the other ranks.
+            failure: Outcome of this rank if this rank cannot start; None if it can start.
+            absence: Outcome to publish if another rank has not called `start` within `limit_s`.
+            limit_s: Longest time, in seconds, to wait for the other ranks.
 
         Raises:
-            RunEnded: A rank cannot start or is absent. All ranks that are present raise it.
+            RunEnded: A rank cannot start or has not called `start` in time. All ranks that have
+                called `start` raise RunEnded.
         """
 
         def ask() -> RunEnded | None:
@@ -197,7 +201,8 @@ class Agreement:
             raise ended
 
     def end(self, outcome: Outcome) -> RunEnded:
-        """Publish this rank's `outcome`; return the RunEnded on which all ranks agree."""
+        """Publish `outcome`, the Outcome of this rank. Wait for the decision of all ranks, and
+        return a RunEnded with the decided Outcome."""
 
         def ask() -> RunEnded:
             # The loss of a peer is published even after the decision. It does not change the
@@ -210,14 +215,14 @@ class Agreement:
         return self._within(_OTHERS_S, ask, lambda: end_without_store(outcome, self.launch))
 
     def publish(self, outcome: Outcome) -> None:
-        """Write an Outcome to the store, without waiting until the ranks agree on one.
+        """Write the Outcome of this rank to the store, without waiting for a decision of all ranks.
 
         If other ranks fail because this rank ends, they find the cause in the store.
         """
         self._within(0.0, lambda: self._publish(outcome), lambda: None)
 
     def leave(self, has_printed: bool) -> None:
-        """End the agreement for this rank, as `RunEnded.leave` describes. `has_printed` is True if
+        """Wait until this rank may exit, as `RunEnded.leave` describes. `has_printed` is True if
         this rank has printed the message that says why the run ended."""
 
         def ask() -> None:
@@ -239,8 +244,9 @@ class Agreement:
         self._store.compare_set(of_any, "", outcome.to_json())
 
     def _wait_for_all(self, round_: str, limit_s: float) -> bool:
-        """Wait until all ranks have called this with the same `round_`, "start" or "end". Return
-        True if they have done so within `limit_s` seconds and before a rank writes the decision."""
+        """Wait, at most `limit_s` seconds, until all ranks have called this method with the same
+        `round_`, "start" or "end". Return True if all ranks have called the method in time and
+        before a rank has written the decision."""
         self._round, all_here = round_, f"optimus/all-at-{round_}"
         if self._store.add(f"optimus/{round_}", 1) == self.launch.world_size:
             self._store.compare_set(all_here, "", "all")  # unless a rank has decided
@@ -248,8 +254,9 @@ class Agreement:
         return self._has(all_here) and self._store.get(all_here) == b"all"
 
     def _decided(self, all_are_here: bool = False) -> RunEnded:
-        """Return a RunEnded with the decided Outcome. If the store contains no decision, first
-        write the decision. `all_are_here` is True if all ranks have called `end`."""
+        """Return a RunEnded with the decided Outcome. If the store does not contain a decision yet,
+        first decide and write the decision. `all_are_here` is True if all ranks have called
+        `end`."""
         key = next(filter(self._has, _CAUSES), None)
         if key is None:  # the file of a FileStore was removed
             raise RuntimeError("the store has lost its keys: it contains no Outcome of any rank")
@@ -270,8 +277,9 @@ class Agreement:
     def _within(
         self, wait_s: float, ask: Callable[[], Answer], otherwise: Callable[[], Answer]
     ) -> Answer:
-        """Call `ask`, which uses the store, and return its result. Return `otherwise()` instead if
-        the store is lost or if `ask` takes longer than `wait_s` + _STORE_S seconds."""
+        """Call the function `ask`, which uses the store, and return its result. Return
+        `otherwise()` if the store is lost or `ask` takes longer than `wait_s` + _STORE_S
+        seconds."""
         answers: list[Answer] = []
 
         def run() -> None:

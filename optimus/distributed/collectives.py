@@ -28,10 +28,10 @@ from optimus.observe.events import NO_RECORDER, Recorder
 
 Value = TypeVar("Value")
 _MOST_BYTES = 1 << 31
-"""Largest size, in bytes, of an object or byte string that ranks exchange."""
+"""Maximum size, in bytes, of an encoded object or a byte string that a rank sends."""
 _SUM_UNIT = 2.0**-28
-"""Fixed-point unit of `exact_sums`: the int64 number n represents the value n * _SUM_UNIT. Sums
-below 3e10 in magnitude fit into int64."""
+"""Unit of the fixed-point numbers in `exact_sums`: the int64 number n represents the value
+n * _SUM_UNIT. Sums below 3e10 in magnitude fit into int64."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,9 @@ class Group:
     Attributes:
         size: Number of ranks.
         rank: Index of this rank within the group.
-        handle: Weak reference to torch's process group; None without a process group.
-        axes: Names of the axes along which the ranks differ. Error messages and recorders use them.
-        recorder: Receives an event for each collective of this group.
+        handle: Weak reference to torch's process group; None if the group has no process group.
+        axes: Names of the mesh axes along which the ranks differ, for error messages and recorders.
+        recorder: Its method `collective` is called for each collective of this group.
     """
 
     size: int
@@ -54,13 +54,14 @@ class Group:
     recorder: Recorder = field(default=NO_RECORDER, compare=False, repr=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return the data from which copy and pickle make a Group, without the recorder."""
+        """Return the data from which copy and pickle create a copy of this Group. The copy has no
+        recorder."""
         # The recorder may have open files, which cannot be copied.
         return Group, (self.size, self.rank, self.handle, self.axes)
 
     @property
     def process_group(self) -> distributed.ProcessGroup:
-        """torch's process group, which exists until `end_world`."""
+        """torch's process group. After `end_world`, it no longer exists."""
         assert self.handle is not None, f"no process group over {self.axes}"
         process_group = self.handle()
         assert process_group is not None, f"the process group over {self.axes} has ended"
@@ -75,7 +76,7 @@ def group_of(
     axes: str = "all ranks",
     recorder: Recorder = NO_RECORDER,
 ) -> Group:
-    """Return the Group for one of torch's process groups."""
+    """Return a Group with the ranks of the given torch process group."""
     size, rank = process_group.size(), process_group.rank()
     return Group(size, rank, weakref.ref(process_group), axes, recorder)
 
@@ -85,8 +86,8 @@ _observers: list[Callable[[torch.Tensor], None]] = []
 
 @contextlib.contextmanager
 def observing_contributions(observe: Callable[[torch.Tensor], None]) -> Iterator[None]:
-    """Return a context in which each collective calls `observe` with this rank's input tensor
-    before it starts. Broadcasts and point-to-point messages do not call `observe`."""
+    """Return a context in which `observe` is called with this rank's input tensor before each
+    collective starts, except before broadcasts and point-to-point messages."""
     _observers.append(observe)
     try:
         yield
@@ -97,8 +98,9 @@ def observing_contributions(observe: Callable[[torch.Tensor], None]) -> Iterator
 def _record(
     operation: str, group: Group, payload: torch.Tensor, contribution: torch.Tensor | None = None
 ) -> None:
-    """Report an operation to the group's recorder. Unless the operation is a send or a broadcast,
-    also call the observers with this rank's input."""
+    """Report an operation and the size of its `payload` to the group's recorder. Unless the
+    operation is a send or a broadcast, call the functions of `observing_contributions` with
+    `contribution` (default: `payload`), the input tensor of this rank."""
     group.recorder.collective(group.axes, operation, payload.nbytes)
     if operation in ("send", "broadcast"):
         return
@@ -113,12 +115,13 @@ _PEER_IS_GONE = re.compile(
     r"|heartbeat|no route to host|rank \d+ (is gone|failed|exited)",
     re.IGNORECASE,
 )
-"""Pattern of messages with which gloo, NCCL, oneCCL and the store report a lost peer."""
+"""Regular expression that matches the messages with which gloo, NCCL, oneCCL and torch's store
+report that another rank is lost."""
 
 
 def _why_lost(error: RuntimeError) -> str:
-    """Return a phrase that says why another rank is lost; "" if `error` does not show a lost
-    rank."""
+    """Return a clause that says why another rank is lost; "" if `error` does not show that a rank
+    is lost."""
     if isinstance(error, torch.OutOfMemoryError):
         return ""
     text = str(error)
@@ -156,7 +159,8 @@ def _collective(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Transfer:
-    """A message or a collective in progress. It keeps the tensors of the operation alive.
+    """Handle of a point-to-point message or a collective in progress. The handle keeps the tensors
+    of the operation alive.
 
     Args:
         tensor: The result, or the tensor that is sent.
@@ -177,7 +181,8 @@ class Transfer:
         return self._work is None or self._work.is_completed()
 
     def wait(self) -> torch.Tensor:
-        """Wait for the operation; return the tensor, which can now be read and overwritten.
+        """Wait until the operation is complete. Return `tensor`, which can then be read and
+        overwritten.
 
         Raises:
             LostPeerError: Another rank has ended or does not answer.
@@ -217,7 +222,8 @@ def _all_reduce(tensor: torch.Tensor, operator: Any, group: Group, async_op: boo
 def greatest(value: int | torch.Tensor, group: Group, device: torch.device) -> int:
     """Return the maximum of `value` over the ranks of the group.
 
-    `value` is an int, or an int64 tensor [1] on `device`. The collective uses this device.
+    `value` is an int, or an int64 tensor [1] on `device`. The tensors of the collective are on
+    `device`.
     """
     flag = value if isinstance(value, torch.Tensor) else torch.tensor([value], device=device)
     all_reduce_max(flag, group)
@@ -227,8 +233,8 @@ def greatest(value: int | torch.Tensor, group: Group, device: torch.device) -> i
 def exact_sums(terms: list[torch.Tensor], group: Group) -> list[float]:
     """Return the sum of each tensor's values over all ranks of the group.
 
-    The result has the same bits for any order of the additions. Each value is rounded to a multiple
-    of 2^-28 before it is added.
+    The results have the same bits for any order of the additions: each value is rounded to a
+    multiple of 2^-28 before the exact addition.
 
     Args:
         terms: 1-D tensors of finite values. All ranks have the same number of tensors; their
@@ -342,8 +348,8 @@ def ranks_of(group: Group) -> list[int]:
 
 @_collective
 def broadcast_bytes(data: bytes, group: Group) -> bytes:
-    """Return the `data` of the group's first rank on every rank. The other ranks' `data` is
-    ignored."""
+    """Send `data` from the group's first rank to the others, and return it on every rank. The
+    argument `data` of the other ranks is ignored."""
     if group.size == 1:
         return data
     process_group = group.process_group
@@ -359,10 +365,11 @@ def broadcast_bytes(data: bytes, group: Group) -> bytes:
 
 @_collective
 def gather_bytes(data: bytes, group: Group) -> list[bytes]:
-    """Return every rank's `data` in rank order on the group's first rank, and [] on other ranks.
+    """Send every rank's `data` to the group's first rank. Return the list of all `data`, in rank
+    order, on the first rank, and [] on the other ranks.
 
-    The `data` of all ranks is padded to the greatest length before it is sent. If only one rank's
-    `data` is long, most of the traffic is padding.
+    Each rank sends as many bytes as the longest `data` of all ranks has. If only one rank's `data`
+    is long, most of the traffic is padding.
     """
     if group.size == 1:
         return [data]
@@ -378,13 +385,13 @@ def gather_bytes(data: bytes, group: Group) -> list[bytes]:
 
 @_collective
 def broadcast_object(value: Value, group: Group, kind: Any) -> Value:
-    """Return the `value` of the group's first rank on every rank.
+    """Send `value` from the group's first rank to the others, and return it on every rank.
 
     Args:
         value: None, bool, int, float, str or Path, or a list, tuple, mapping with str keys,
             NamedTuple or dataclass of these. Only the value of the first rank is used.
         group: The ranks that take part.
-        kind: Type of the value.
+        kind: Type that the received value must have.
 
     Raises:
         ConfigError: The received value does not have the type `kind`.
@@ -397,7 +404,8 @@ def broadcast_object(value: Value, group: Group, kind: Any) -> Value:
 
 @_collective
 def all_gather_objects(value: Value, group: Group, kind: Any) -> list[Value]:
-    """Return every rank's `value` in rank order. Values and `kind` are as in `broadcast_object`."""
+    """Return a list of the `value` of every rank, in rank order, on every rank. `value` and `kind`
+    are as for `broadcast_object`."""
     if group.size == 1:
         return [value]
     data = encode_object(value)
@@ -410,7 +418,7 @@ def all_gather_objects(value: Value, group: Group, kind: Any) -> list[Value]:
 
 
 def encode_object(value: object) -> bytes:
-    """Encode a value as JSON. Floats that are not finite are written as the words NaN, Infinity and
+    """Encode a value as JSON. Non-finite floats are encoded as the words NaN, Infinity and
     -Infinity."""
     # JSON instead of pickle, so that no rank executes code that it receives.
     text = json.dumps(value, default=_plain, ensure_ascii=False, separators=(",", ":"))
@@ -430,7 +438,7 @@ _type_adapter = functools.cache(TypeAdapter)
 
 
 def _plain(value: object) -> object:
-    """Convert a Path, mapping or dataclass to a value that JSON can encode."""
+    """Convert a Path, mapping or dataclass to a str or dict, which JSON can encode."""
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, Mapping):
@@ -457,7 +465,8 @@ def _device_of(process_group: distributed.ProcessGroup) -> torch.device:
 
 
 def _all_sizes(data: bytes, group: Group) -> list[int]:
-    """Return the number of bytes in each rank's `data`."""
+    """Return the length in bytes of the `data` of each rank, in rank order. A collective of
+    `group`."""
     size = torch.tensor([len(data)], device=_device_of(group.process_group))
     sizes = size.new_empty(group.size)
     _gather_into(sizes, size, group)
@@ -489,7 +498,7 @@ def _unpadded(rows: Iterable[torch.Tensor], sizes: Sequence[int]) -> list[bytes]
 
 @_collective
 def barrier(group: Group) -> None:
-    """Wait until every rank of the group has called this."""
+    """Wait until every rank of the group has called `barrier`."""
     if group.size > 1:
         distributed.barrier(group=group.process_group)
 
@@ -507,6 +516,6 @@ def send(tensor: torch.Tensor, group: Group, to: int) -> Transfer:
 
 @_collective
 def receive(tensor: torch.Tensor, group: Group, source: int) -> Transfer:
-    """Start to receive into `tensor` from the group's rank `source`."""
+    """Start to receive `tensor` from the group's rank `source`. The message overwrites `tensor`."""
     peer = distributed.get_global_rank(group.process_group, source)
     return Transfer(tensor, distributed.irecv(tensor, peer, group.process_group), group, "receive")

@@ -1,4 +1,5 @@
-"""Process groups of this rank along the axes of the mesh, and its channels along pp."""
+"""Process groups of a rank along the axes of the mesh, and groups of two ranks (channels) for the
+messages between neighbouring pipeline ranks."""
 
 from __future__ import annotations
 
@@ -17,21 +18,21 @@ from optimus.distributed.world import World, silent_libraries
 from optimus.observe.events import NO_RECORDER, Recorder
 
 Handles = dict[tuple[bool, tuple[int, ...]], weakref.ref | None]
-"""Weak references to torch's process groups. A key is a pair (carries_states, ranks).
-`carries_states` is True if gradients and parameters are sent over the group; `ranks` are the global
-ranks of the group."""
+"""Dict of weak references to torch's process groups. A key is a pair (carries_states, ranks):
+`carries_states` is True if gradients and parameters are sent over the group, and `ranks` are the
+global ranks of the group."""
 
 
 @dataclass(frozen=True)
 class Channels:
-    """Channels of a pipeline rank to and from its neighbours: groups of two ranks for messages.
+    """Channels of a pipeline rank: groups of two ranks for the messages to and from a neighbour.
 
-    If a neighbour does not exist, its channels are `ALONE`, a Group that does not communicate.
+    If a neighbour does not exist, its channels are `ALONE`, a Group that does not communicate. With
+    several stages per rank, the first and the last rank are neighbours, too.
 
-    With several stages per rank, the first and the last rank are neighbours, too. Each channel has
-    one direction and a separate communicator. NCCL and XCCL complete the messages of a communicator
-    in the order in which they are posted. If channels shared a communicator, ranks could therefore
-    deadlock.
+    Each channel is for one direction and has a separate communicator. NCCL and XCCL complete the
+    messages of a communicator in the order in which the messages are posted. Therefore ranks could
+    deadlock if several channels had the same communicator.
 
     Attributes:
         rank: This rank's index along pp.
@@ -50,7 +51,7 @@ class Channels:
 
 @dataclass(frozen=True)
 class Groups:
-    """Coordinate and groups of this rank. Each group is ordered by global rank.
+    """Mesh coordinate and process groups of this rank. Each group is ordered by global rank.
 
     Attributes:
         mesh: Sizes of the axes.
@@ -68,13 +69,13 @@ class Groups:
 
     @property
     def recorder(self) -> Recorder:
-        """Recorder of this rank's collectives, messages and pipeline actions."""
+        """Recorder that receives this rank's collectives, messages and pipeline actions."""
         return self.everyone.recorder
 
     def over(self, *axes: str) -> Group:
-        """Return this rank's group along `axes`, which are in the order of `AXES`. `over(*ENDS)`
-        returns the group of the first and the last pipeline stage, and `over()` the group of this
-        rank alone."""
+        """Return this rank's group along `axes`, which must be in the order of `AXES`.
+        `over(*ENDS)` returns the group of the first and the last pipeline stage, and `over()` the
+        group of this rank alone."""
         return self.along[axes] if axes else ALONE
 
     @property
@@ -92,13 +93,13 @@ class Groups:
 def join_groups(
     mesh: Mesh, world: World, virtual_stages: int = 1, recorder: Recorder = NO_RECORDER
 ) -> Groups:
-    """Make the groups of this rank and its channels along pp. All ranks must call this.
+    """Create the process groups of this rank and its channels along pp. A collective of all ranks.
 
     Args:
         mesh: Sizes of the axes.
         world: World of this rank.
         virtual_stages: Number of pipeline stages per rank.
-        recorder: Receives an event for each collective and message of the groups.
+        recorder: Its methods are called for each collective and message of the groups.
     """
     members = mesh.groups_of(world.rank)
     channels = _open_channels(members["pp",], virtual_stages > 1, world, recorder)
@@ -118,7 +119,8 @@ def join_groups(
 
 
 def plan_groups(mesh: Mesh, rank: int) -> Groups:
-    """Return the Groups of `rank`, with sizes and ranks but without process groups."""
+    """Return the Groups that the global rank `rank` would have on `mesh`, without torch process
+    groups. No communication."""
     return _gather(mesh, rank, Group(mesh.world_size, rank), {}, Channels())
 
 
@@ -145,15 +147,15 @@ def _carries_states(axes: Axes) -> bool:
 
 
 def _label(axes: Axes, mesh: Mesh) -> str:
-    """Return the label of a group in messages and recorders. It consists of the group's axes with
-    more than one rank."""
+    """Return the name of the group along `axes` for messages and recorders, such as `dp x ep`. The
+    name contains the axes that have more than one rank."""
     if axes == ENDS:
         return "the end stages"
     return " x ".join(axis for axis in axes if getattr(mesh, axis) > 1)
 
 
 def _make(ranks: tuple[int, ...], world: World, axes: str) -> weakref.ref:
-    """Make the process group of `ranks`. Only these ranks call this."""
+    """Create the torch process group of the global ranks `ranks`. A collective of these ranks."""
     limit = timedelta(seconds=world.timeout_s)
     group = Group(len(ranks), ranks.index(world.rank), axes=axes)
     with raising_lost_peers("join_groups", group), silent_libraries():
@@ -164,14 +166,15 @@ def _make(ranks: tuple[int, ...], world: World, axes: str) -> weakref.ref:
 def _open_channels(
     line: Sequence[int], is_ring: bool, world: World, recorder: Recorder
 ) -> Channels:
-    """Open this rank's channels to its neighbours along pp. All ranks of `line` must call this.
+    """Create this rank's channels to its neighbours along pp. A collective of the ranks in `line`.
 
     Args:
-        line: Global ranks along pp. Before this call, all of them must have made the same number of
-            process groups.
-        is_ring: True if each rank has several stages.
+        line: Global ranks along pp. Before this call, all these ranks must have created the same
+            number of process groups.
+        is_ring: True if each rank has several stages, so that the first and the last rank are
+            neighbours.
         world: World of this rank.
-        recorder: Receives an event for each message.
+        recorder: Its method `collective` is called for each message.
     """
     rank = line.index(world.rank)
     channels: dict[str, Group] = {}
@@ -194,8 +197,9 @@ def _open_channels(
 
 
 def _rounds(size: int, is_ring: bool) -> list[list[tuple[int, int]]]:
-    """Return all pairs of neighbouring pipeline ranks, divided into rounds. Each rank is in at most
-    one pair of a round. With `is_ring`, the last and the first rank are neighbours, too."""
+    """Divide the pairs of neighbouring ranks among `size` pipeline ranks into rounds, such that a
+    rank is in at most one pair of a round. With `is_ring`, the last and the first rank are
+    neighbours, too. Returns the list of pairs of each round."""
     # All channels of a round open at the same time, so ranks cannot wait for each other in a cycle.
     edges = [(rank, rank + 1) for rank in range(size - 1)]
     rounds = [edges[::2], edges[1::2], []]

@@ -1,9 +1,9 @@
 """Mesh of the axes of parallelism: coordinates and groups of ranks, computed without communication.
 
 The world size is pp * dp * ep * tp. Ranks are numbered with tp as the innermost axis and pp as the
-outermost. `ParameterKind` determines the axes over which gradients are summed and optimizer states
-are sharded or copied. The optimizer, the gradient reduction and checkpoints all use these axes, so
-that their groups are consistent.
+outermost. `ParameterKind` determines the axes over which gradients are summed, and the axes over
+which optimizer states are sharded or copied. The optimizer, the gradient reduction and checkpoints
+all use these axes, and therefore the same groups of ranks.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from optimus.config.axes import AXES, DATA, GRAD_SUM, MODEL, Axes
 from optimus.errors import ConfigError, counted, refuse_if
 
 ENDS = ("ends",)
-"""Key of the group of the first and the last pipeline stage. The key of any other group is the
-tuple of its axes."""
+"""Key, in dicts of groups, of the group of the first and the last pipeline stage. The key of any
+other group is the tuple of its axes."""
 _GROUPS: tuple[Axes, ...] = (
     *((axis,) for axis in AXES),
     *(some for n in range(2, len(GRAD_SUM) + 1) for some in itertools.combinations(GRAD_SUM, n)),
 )
-"""Axes of each group that a run makes, except ENDS. A run makes the groups in this order."""
+"""Axes of each process group that a rank creates, in the order of creation, without the group
+ENDS."""
 
 if TYPE_CHECKING:  # a type checker cannot read the fields from AXES
 
@@ -67,8 +68,8 @@ class Mesh(_Sizes):
         return math.prod(getattr(self, axis) for axis in axes)
 
     def number_of(self, coordinate: Coordinate, axes: Collection[str]) -> int:
-        """Return the index that the rank at `coordinate` has in its group along `axes`. In a group,
-        the innermost axis varies fastest."""
+        """Return the index of the rank at `coordinate` in its group along `axes`. The ranks of a
+        group are ordered such that the innermost axis varies fastest."""
         number = 0
         for axis, size, index in zip(AXES, self, coordinate, strict=True):
             if axis in axes:
@@ -104,8 +105,9 @@ class Mesh(_Sizes):
         return tuple(ranks)
 
     def groups_of(self, rank: int) -> dict[Axes, tuple[int, ...]]:
-        """Return the global ranks of each group of `rank`. The key of a group is the tuple of its
-        axes, or ENDS. A rank of a middle stage is alone in the group ENDS."""
+        """Return a dict with the global ranks of each group to which the global rank `rank`
+        belongs. A key is the tuple of the group's axes, or ENDS. A rank of a middle pipeline stage
+        is alone in its group ENDS."""
         column = self.group_of(rank, ("pp",))
         ends = tuple(dict.fromkeys((column[0], column[-1])))
         groups = {axes: self.group_of(rank, axes) for axes in _GROUPS}
@@ -116,7 +118,8 @@ def make_mesh(parallel: ParallelConfig, world_size: int | None = None) -> Mesh:
     """Return the mesh of a run.
 
     Args:
-        parallel: Sizes of the axes; dp = 0 means `world_size` divided by the other sizes.
+        parallel: Sizes of the axes. If dp is 0, the mesh has dp = `world_size` divided by the
+            product of the other sizes.
         world_size: Number of ranks; None for the product of the sizes.
 
     Raises:
@@ -164,8 +167,8 @@ class ParameterKind:
 
     @property
     def sum_axes(self) -> Axes:
-        """Axes over which gradients are summed. Gradients are not averaged, because each rank
-        divides its loss by the global number of targets."""
+        """Axes over which the gradient of the parameter is summed. It is not averaged, because each
+        rank divides its loss by the global number of targets."""
         assert not set(self.divided) & set(self.partial), self
         return self.shard_axes("epso") + self.partial
 
@@ -178,6 +181,6 @@ class ParameterKind:
     def copy_axes(self, sharding: Axes) -> Axes:
         """Return the axes along which ranks have copies of the same shard of the optimizer states.
 
-        `sharding` are the axes over which the states are sharded.
+        `sharding` contains the axes over which the optimizer states are sharded.
         """
         return tuple(axis for axis in AXES if axis not in ("pp", *sharding, *self.divided))

@@ -1,4 +1,4 @@
-"""Checks of the rendezvous address (MASTER_ADDR and MASTER_PORT), before ranks wait for each other.
+"""Checks that ranks can meet at the rendezvous address (MASTER_ADDR and MASTER_PORT).
 
 This module imports no torch, so that its import is fast.
 """
@@ -19,8 +19,8 @@ from optimus.launch.environment import ATTEMPT, LaunchEnv
 def check_meeting_point(launch: LaunchEnv) -> None:
     """Raise LaunchError if the ranks cannot meet at MASTER_ADDR and MASTER_PORT.
 
-    Possible causes are a host name that is unknown, an address that is not an address of rank 0's
-    machine, and a port that is in use.
+    Possible reasons are an unknown host name, an address that does not belong to the machine of
+    rank 0, and a port that is in use.
     """
     if not launch.init_method.startswith("tcp://"):
         return  # the store is a file, or that of torchrun, which may be at another address
@@ -39,10 +39,11 @@ def listen_at_meeting_point(where: SplitResult, single_machine: bool) -> int | N
         single_machine: True if all ranks are on this machine.
 
     Returns:
-        The file descriptor of the socket; None if the store must listen on all addresses.
+        The file descriptor of the listening socket; None if torch's store must open the socket and
+        listen on all addresses.
 
     Raises:
-        LaunchError: This machine cannot listen at the address.
+        LaunchError: This machine cannot listen at the rendezvous address.
     """
     addresses = _addresses(where)
     if not addresses:
@@ -72,8 +73,8 @@ def is_loopback(host: str) -> bool:
 
 
 def _addresses(where: SplitResult) -> list[tuple[socket.AddressFamily, tuple]]:
-    """Return the (family, address) pairs of the host in `where`, with loopback addresses last.
-    Return [] if the name server does not answer."""
+    """Return (family, address) pairs, with the port of `where`, for all addresses of the host in
+    `where`. Loopback addresses are last. Return [] if the name server does not answer."""
     try:
         entries = socket.getaddrinfo(where.hostname, where.port, type=socket.SOCK_STREAM)
     except (socket.gaierror, UnicodeError) as error:  # UnicodeError: an empty or long label
@@ -91,7 +92,8 @@ def _addresses(where: SplitResult) -> list[tuple[socket.AddressFamily, tuple]]:
 def _bind(
     addresses: Sequence[tuple[socket.AddressFamily, tuple]], where: SplitResult
 ) -> socket.socket:
-    """Return a socket that is bound to the first usable address and does not listen yet."""
+    """Return a socket that is bound to the first of `addresses` to which this machine can bind. The
+    socket does not listen yet."""
     problem: OSError | None = None
     for family, address in addresses:
         bound = None

@@ -1,4 +1,4 @@
-"""Start and end of the process group of all ranks of a run."""
+"""Creation of the process group of all ranks when a run starts, and its destruction at the end."""
 
 from __future__ import annotations
 
@@ -57,9 +57,10 @@ class World:
     backend: str
     everyone: Group
     timeout_s: float = 600.0
-    """Time limit of every wait for another rank, in seconds."""
+    """Longest time, in seconds, that this rank waits for another rank in any operation."""
     agreement: Agreement | None = None
-    """Agreement of the ranks on the end of the run; None if the run has a single rank."""
+    """Object by which the ranks agree on the reason why the run ends; None if the run has a single
+    rank."""
 
     @property
     def rank(self) -> int:
@@ -80,21 +81,21 @@ def start_world(
     device: str = "auto",
     failure: OptimusError | None = None,
 ) -> World:
-    """Select this rank's device and, if the run has several ranks, make their process group.
+    """Select the device of this rank. If the run has several ranks, create their process group.
 
     Args:
         launch_env: Rank and rendezvous address; by default read from environment variables.
         timeout_s: Time limit of the rendezvous and of every collective, in seconds.
         device: Value of the setting `train.device`.
-        failure: The error that prevents this rank from starting; None if it can start.
+        failure: The error that prevents this rank from starting; None if this rank can start.
 
     Returns:
-        The world. In a run of a single rank it has no process group.
+        The World of this rank. In a run of a single rank, it has no process group.
 
     Raises:
-        OptimusError: This rank cannot start, and the run has no other ranks.
-        LaunchError: Rank 0 of several ranks cannot listen at the rendezvous address.
-        RunEnded: One of several ranks cannot start. Every rank raises it.
+        OptimusError: The only rank of the run cannot start.
+        LaunchError: The run has several ranks, and rank 0 cannot listen at the rendezvous address.
+        RunEnded: The run has several ranks, and one of them cannot start. All ranks raise RunEnded.
     """
     launch = launch_env or read_launch_env(os.environ)
     picked = None
@@ -140,8 +141,7 @@ def end_run(
     Args:
         error: The error that ends this rank.
         launch: Rank of this process and rendezvous address.
-        agreement: The agreement of the run's world; None for a single rank and before the
-            rendezvous.
+        agreement: `World.agreement`; None for a run of a single rank and before the rendezvous.
         phase: The phase in which the error was raised.
         step: The update in which the error was raised; 0 before the first update.
 
@@ -189,7 +189,7 @@ def _limit_s(timeout_s: float, failure: OptimusError | None) -> float:
 
 
 def _connect(launch: LaunchEnv, store: distributed.Store, backend: str, timeout_s: float) -> Group:
-    """Make the process group of all ranks, after they have met at the store."""
+    """Create the process group of all ranks. All ranks must have connected to `store` before."""
     host = urlsplit(launch.init_method).hostname or os.environ.get("MASTER_ADDR", "")
     is_met = launch.init_method[:4] != "file" and is_loopback(host) and launch.is_single_machine
     if sys.platform == "linux" and is_met:  # all ranks are on this machine
@@ -235,7 +235,8 @@ def silent_libraries() -> Iterator[None]:
 
 
 def _meet(launch: LaunchEnv, timeout_s: float, failure: OptimusError | None) -> distributed.Store:
-    """Connect to the store at the rendezvous address. Raise RunEnded if it cannot be reached."""
+    """Connect to torch's store at the rendezvous address, and return the store. Raise RunEnded if
+    the store cannot be reached."""
     limit = timedelta(seconds=_limit_s(timeout_s, failure))
     try:
         store = _open_store(launch, limit)
@@ -279,8 +280,8 @@ def _unmet(launch: LaunchEnv, timeout_s: float, reason: str = "") -> LostPeerErr
 
 
 def _unconnected(error: RuntimeError, backend: str, seconds: float) -> OptimusError:
-    """Return the error to raise if init_process_group fails although all ranks have met at the
-    store."""
+    """Convert `error`, which init_process_group has raised although all ranks have connected to the
+    store, to an OptimusError with a message for the user. `seconds` is the time until the error."""
     text = one_line(error)
     interface = re.search(r"Unable to find address for: (\S+)", text)  # a message of gloo
     if interface is not None:
@@ -307,9 +308,9 @@ def leaves_at_once() -> bool:
 
 
 def end_world() -> None:
-    """Destroy the process groups, if there are any, and end their threads.
+    """Destroy all torch process groups of this process, if there are any, and end their threads.
 
-    A gloo thread that runs during the interpreter's shutdown could abort the process.
+    A gloo thread that still runs during the interpreter's shutdown could abort the process.
     """
     if distributed.is_initialized():
         distributed.destroy_process_group()

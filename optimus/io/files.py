@@ -1,8 +1,8 @@
 """Atomic and durable file writes, file hashes, and reads that accept only regular files.
 
-A file is written under a temporary name, synced, renamed and made durable by a sync of its
-directory. A file with its final name is therefore complete, even after a power cut. Hashes are
-xxh3-64 in lower-case hexadecimal.
+A write goes to a file with a temporary name, which is synced and renamed to its final name. A sync
+of the directory makes the rename durable. A file with its final name is therefore complete, even
+after a power cut. Hashes are xxh3-64 in lower-case hexadecimal.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _HASH_HEAD = b',\n "self_xxh3": "'
 _HASH_TAIL = b'"\n}\n'
 _HASH_BYTES = len(_HASH_HEAD) + 16 + len(_HASH_TAIL)
 _warned_devices: set[int] = set()
-"""Device numbers of the file systems for which `fsync_dir` has printed a warning."""
+"""Device numbers of the file systems for which `fsync_dir` has logged a warning."""
 
 
 class Closing:
@@ -50,10 +50,10 @@ class Closing:
 
 
 def fsync_dir(path: str | os.PathLike) -> None:
-    """fsync a directory, which makes creations, renames and removals of its files durable.
+    """fsync a directory, so that creations, renames and removals of files in it are durable.
 
-    If a file system does not support this, the function logs one warning for that file system and
-    raises no error.
+    For a file system that cannot fsync directories, the function only logs a warning, once per file
+    system.
 
     Raises:
         OSError: The directory cannot be opened, or fsync fails for another reason.
@@ -97,18 +97,20 @@ def make_dirs(path: str | os.PathLike) -> None:
 
 
 def temporary_name(path: str | os.PathLike) -> Path:
-    """Return a unique path in the directory of `path`, named `.NAME.HOST.PID.RANDOM.tmp`."""
+    """Return a unique path in the directory of `path`, with the name `.NAME.HOST.PID.RANDOM.tmp`.
+    NAME is the name of `path`."""
     path = Path(path)
     return path.with_name(f".{path.name}.{_host()}.{os.getpid()}.{uuid.uuid4().hex[:8]}.tmp")
 
 
 def is_temporary(path: str | os.PathLike) -> bool:
-    """Return whether the name of `path` has the form that `temporary_name` returns."""
+    """Return whether the name of `path` has the form of the names that `temporary_name` returns."""
     return _TEMPORARY.fullmatch(Path(path).name) is not None
 
 
 def is_temporary_of_this_host(path: str | os.PathLike) -> bool:
-    """Return whether the name of `path` has the form that `temporary_name` returns on this host."""
+    """Return whether the name of `path` has the form of the names that `temporary_name` returns on
+    this host."""
     fields = Path(path).name.rsplit(".", 4)  # .NAME, HOST, PID, RANDOM, tmp
     return is_temporary(path) and len(fields) == 5 and fields[1] == _host()
 
@@ -131,8 +133,8 @@ def commit(temporary: str | os.PathLike, final: str | os.PathLike) -> None:
 
 @contextlib.contextmanager
 def atomic_writer(path: str | os.PathLike, temporary: Path | None = None) -> Iterator[BinaryIO]:
-    """Yield a temporary binary file. It replaces `path` durably when the `with` block ends without
-    an exception. Raises OSError.
+    """Return a context with a temporary binary file. If the `with` block ends without an exception,
+    the file replaces `path` durably. Raises OSError.
 
     Args:
         path: The file to replace.
@@ -165,14 +167,15 @@ def write_json(path: str | os.PathLike, value: Any) -> None:
 
 
 def checked_json(value: dict[str, Any]) -> bytes:
-    """Return `value` as indented JSON with the additional last key `self_xxh3`. The value of this
-    key is the hash of the bytes of all preceding keys and values."""
+    """Return `value` as indented JSON with an additional last key `self_xxh3`. The value of this
+    key is a hash of the JSON text before the key."""
     body = json.dumps(value, indent=1).encode()[:-2]  # without the closing "\n}"
     return body + _HASH_HEAD + xxh3_bytes(body).encode() + _HASH_TAIL
 
 
 def parse_checked_json(data: bytes) -> dict[str, Any]:
-    """Parse JSON that `checked_json` returned. Raises ValueError if a byte has changed."""
+    """Parse the JSON that `checked_json` has returned. Raises ValueError if a byte of the JSON has
+    changed."""
     body, tail = data[:-_HASH_BYTES], data[-_HASH_BYTES:]
     if tail != _HASH_HEAD + xxh3_bytes(body).encode() + _HASH_TAIL:
         raise ValueError("damaged: the content does not match the hash in self_xxh3")
@@ -182,7 +185,7 @@ def parse_checked_json(data: bytes) -> dict[str, Any]:
 def open_regular(path: str | os.PathLike, root: str | os.PathLike | None = None) -> io.FileIO:
     """Open a regular file for unbuffered reading.
 
-    FIFOs and devices are refused, because a read of them may never end.
+    FIFOs and devices are refused, because a read from such a file may never end.
 
     Args:
         path: The file.
@@ -227,7 +230,8 @@ def open_append(path: str | os.PathLike) -> io.FileIO:
 
 
 def _open_in(root: Path, path: Path, flags: int) -> int:
-    """Open `path` one component at a time, starting from `root`, and refuse symbolic links."""
+    """Open `path`, which is below the directory `root`, and return a file descriptor. Raises
+    OSError if a component of the path below `root` is a symbolic link."""
     fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     for name in path.relative_to(root).parts:
         try:
@@ -268,7 +272,8 @@ def read_regular(
 
 
 def _size_and_most(file: io.IOBase) -> tuple[int, int]:
-    """Return the size of an open file, and the largest number of bytes to read from it."""
+    """Return the size of an open file, and the number of bytes after which a read of the file must
+    stop."""
     # Many files of /proc have a size of 0, and some are endless.
     size = os.fstat(file.fileno()).st_size
     return size, max(size, _READ_BYTES)
@@ -298,7 +303,9 @@ def xxh3_file(path: str | os.PathLike) -> str:
 
 
 def read_at(fd: int, start: int, out: memoryview, path: Path) -> None:
-    """Fill `out` with bytes of an open file, from byte `start`. `path` is only for messages.
+    """Fill `out` with the bytes of an open file that begin at byte `start`.
+
+    Error messages name the file by `path`.
 
     Raises:
         CheckpointError: The bytes cannot be read, or the file is too short.

@@ -1,8 +1,8 @@
 """Safetensors files: look-up of tensors by name, checks of shapes, and parallel writes.
 
 Several processes may write slices of parameters to the same files in any order. The names, shapes
-and dtypes of the tensors determine the position of every byte. Each process computes the same
-`FilePlan` from them. The files have the same bytes as files that the safetensors library writes.
+and dtypes of the tensors determine the position of every byte, so each process computes the same
+`FilePlan`. The files have the same bytes as files that the safetensors library writes.
 """
 
 from __future__ import annotations
@@ -35,19 +35,20 @@ DTYPES = {
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _DTYPE_ORDER = tuple(DTYPES)
-"""Order of dtypes in a file, as in the safetensors library."""
+"""Order in which a file contains tensors of different dtypes, as in the safetensors library."""
 _NFS_MAGIC = 0x6969
 """File system type of NFS, as in statfs(2)."""
 _WEIGHTS = numpy.arange(1, 65522, dtype=numpy.float64)
-"""Weights by which `_weighted_sum` multiplies the 16-bit values of a block of at most 65,521
+"""Factors by which `_weighted_sum` multiplies the 16-bit values of a block of at most 65,521
 values. The weighted sum of a block is below 2^53 and therefore exact in fp64."""
 
 
 class TensorFiles:
-    """Tensors in the safetensors files of a directory. If model.safetensors exists, only this file
-    is read. Otherwise, all files listed in model.safetensors.index.json are read.
+    """Reader that finds tensors by name in the safetensors files of a directory.
 
-    Files are opened on demand. Methods raise CheckpointError if a file cannot be read.
+    If model.safetensors exists, only this file is read. Otherwise, all files listed in
+    model.safetensors.index.json are read. Files are opened on demand. Methods raise CheckpointError
+    if a file cannot be read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -115,13 +116,13 @@ def check_shapes(
     """Check that weights have exactly the tensor names and shapes that a model expects.
 
     Args:
-        path: File or directory of the weights, for the message.
+        path: File or directory of the weights, for the error message.
         shapes: Shape of each tensor of the weights. The keys are tensor names.
-        expected: Shape of each tensor of the model. The keys are tensor names.
+        expected: Shape of each tensor that the model expects. The keys are tensor names.
 
     Raises:
-        CheckpointError: A tensor is missing, not in the model or of another shape. The message
-            names it.
+        CheckpointError: The weights lack a tensor, or have a tensor that the model does not have or
+            that has another shape in the model. The message names the tensor.
     """
     if unmatched := sorted(shapes.keys() ^ expected.keys()):
         name = unmatched[0]
@@ -141,10 +142,10 @@ def as_bytes(tensor: Tensor) -> memoryview:
 
 
 class PlannedTensor(NamedTuple):
-    """A tensor that will be written to a file.
+    """Name, dtype and shape of a tensor that will be written to a file, and its source.
 
-    Its values are consecutive elements, from element `start`, of the flattened parameter with the
-    name `parameter`.
+    The values are consecutive elements of the flattened parameter with the name `parameter`. The
+    first value is element `start`.
     """
 
     name: str
@@ -173,18 +174,19 @@ class ParamSlice(NamedTuple):
 
 @dataclass(frozen=True)
 class FilePlan:
-    """Names, sizes and contents of safetensors files; the result of `plan_files`."""
+    """Names, sizes and headers of safetensors files, and the position of each parameter in the
+    files; the result of `plan_files`."""
 
     headers: dict[str, bytes]
-    """Bytes before the tensors of each file: the header's length and the JSON header."""
+    """For each file name, the bytes before the tensors: the header's length and the JSON header."""
     sizes: dict[str, int]
-    """Size of each file in bytes."""
+    """For each file name, the size of the file in bytes."""
     file_of: dict[str, str]
-    """File name for each tensor name."""
+    """For each tensor name, the name of the file that contains the tensor."""
     slices: dict[str, list[ParamSlice]]
-    """Slices of each parameter, sorted by `start`."""
+    """For each parameter name, the slices of the parameter in the files, sorted by `start`."""
     dtypes: dict[str, torch.dtype]
-    """Dtype in which each parameter is written."""
+    """For each parameter name, the dtype in which the parameter is written."""
 
 
 def plan_files(
@@ -192,11 +194,13 @@ def plan_files(
     file_bytes: float = math.inf,
     metadata: Mapping[str, str] | None = None,
 ) -> FilePlan:
-    """Assign tensors to files in the given order, and compute the headers and positions.
+    """Assign tensors to files in the given order. Compute the header of each file and the position
+    of each tensor.
 
     Args:
         tensors: All tensors to write.
-        file_bytes: Limit of tensor bytes per file. A larger tensor gets a separate file.
+        file_bytes: Maximum total size, in bytes, of the tensors in a file. A larger tensor is
+            written to a separate file.
         metadata: Value of `__metadata__` in each header.
     """
     groups: list[list[PlannedTensor]] = [[]]
@@ -243,7 +247,7 @@ def _add_file(
 
 
 class Checksum(NamedTuple):
-    """Checksum of byte ranges of a file.
+    """Checksum of byte ranges of a file: the number of bytes and a weighted sum of their values.
 
     The checksum of a union of disjoint ranges is the sum of their checksums, field by field.
     """
@@ -252,16 +256,16 @@ class Checksum(NamedTuple):
     weighted_sum: int = 0
 
     def plus(self, data: memoryview, offset: int) -> Checksum:
-        """Return the sum of this checksum and the checksum of `data`, which is stored in the file
-        from byte `offset`. `offset` and the length of `data` must be even."""
+        """Return the sum of this checksum and the checksum of `data`, the bytes of the file that
+        begin at byte `offset`. `offset` and the length of `data` must be even."""
         return Checksum(
             self.nbytes + len(data), self.weighted_sum + _weighted_sum(data, offset // 2)
         )
 
 
 def _weighted_sum(data: memoryview, index: int) -> int:
-    """Return the weighted sum of the 16-bit values in `data`. `index` is the position of the first
-    value in the file, counted in 16-bit values."""
+    """Return the weighted sum of the 16-bit values in `data`. `index` is the position in the file
+    of the first value, counted in 16-bit values. The weights depend on the position."""
     # The value at position n of the file has the weight (n // 65521 + 1) * (n % 65521 + 1).
     values, total = numpy.frombuffer(data, numpy.uint16), 0
     while len(values):
@@ -277,7 +281,7 @@ def _weighted_sum(data: memoryview, index: int) -> int:
 def create_files(directory: Path, plan: FilePlan) -> None:
     """Create the files of a plan at their full sizes and write their headers.
 
-    One process must call this before any process writes tensors.
+    One process must call this function before any process writes tensors.
 
     Raises:
         OSError: A file exists or cannot be written.
@@ -300,11 +304,11 @@ class TensorWriter(files.Closing):
     """
 
     def __init__(self, directory: Path, plan: FilePlan, checksums: bool = False) -> None:
-        """Create a writer, which opens files on demand.
+        """Create a writer. The writer opens files when it first writes to them.
 
         Args:
             directory: Directory of the files.
-            plan: The files.
+            plan: The plan with which `create_files` has created the files.
             checksums: True to keep in `written`, for each file, the checksum of the bytes that this
                 writer has written to it.
         """
@@ -318,15 +322,16 @@ class TensorWriter(files.Closing):
 
         Args:
             parameter: Name of the parameter in the plan.
-            start: Index of the first element in the flattened parameter.
+            start: Index in the flattened parameter of the first element to write.
             values: The elements, on any device and of any dtype. The method converts them to the
-                plan's dtype.
+                parameter's dtype in the plan.
         """
         values = values.to("cpu", self._plan.dtypes[parameter]).contiguous()
         self.write_bytes(parameter, start, as_bytes(values))
 
     def write_bytes(self, parameter: str, start: int, data: memoryview) -> None:
-        """Write elements of a parameter, as `write` does, from their bytes in the plan's dtype."""
+        """Write elements of a parameter as `write` does. `data` contains the bytes of the elements
+        in the parameter's dtype in the plan."""
         slices, itemsize = self._plan.slices[parameter], self._plan.dtypes[parameter].itemsize
         if parameter not in self._starts:
             self._starts[parameter] = [param_slice.start for param_slice in slices]
@@ -341,7 +346,7 @@ class TensorWriter(files.Closing):
             data, start, number = data[len(block) :], stop, number + 1
 
     def finish(self) -> None:
-        """Sync to disk all files that this writer has written to."""
+        """fsync all files to which this writer has written."""
         for fd in self._fds.values():
             files.sync_to_disk(fd)
 

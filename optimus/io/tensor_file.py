@@ -1,4 +1,4 @@
-"""Read headers and byte ranges of safetensors files, without importing torch.
+"""Reader of the headers and byte ranges of safetensors files. This module imports no torch.
 
 Files are read with pread, because with mmap a disk error would end the process by SIGBUS.
 """
@@ -19,23 +19,23 @@ INDEX = "model.safetensors.index.json"
 ITEMSIZES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
 """Bytes per element of each supported dtype. The keys are the names of dtypes in headers."""
 HEADER_BYTES = 16 << 20
-"""Size limit of a header, 16 MiB, enough for 120,000 tensors. The limit bounds the memory of the
-JSON parser."""
+"""Maximum size of a header: 16 MiB, enough for 120,000 tensors. The maximum bounds the memory of
+the JSON parser."""
 INDEX_BYTES = 64 << 20
-"""Size limit of an index file, enough for the names of 500,000 tensors."""
+"""Maximum size of model.safetensors.index.json: 64 MiB, enough for 500,000 tensor names."""
 _MAX_ELEMENTS = 1 << 56
-"""Limit of sizes of dims and of byte offsets in a header. Below this limit, the size of a tensor in
-bytes fits into torch's signed 64-bit integer."""
+"""Exclusive limit for each dim of a tensor and for each byte offset in a header. Below this limit,
+the size of a tensor in bytes fits into torch's signed 64-bit integer."""
 
 traffic = {"opens": 0, "bytes": 0}
-"""Number of files that `TensorFile` has opened, and number of bytes that it has read. Tests set
-both back to 0."""
+"""Number of files that this process has opened as TensorFile, and number of bytes that it has read
+from these files. Tests set both numbers back to 0."""
 
 
 class TensorEntry(NamedTuple):
     """Entry of a tensor in the header of a safetensors file.
 
-    The tensor's data are bytes [start, stop) of the file.
+    The values of the tensor are the bytes [start, stop) of the file.
     """
 
     dtype: str
@@ -67,8 +67,8 @@ class TensorFile:
             raise
 
     def read(self, start: int, out: memoryview) -> None:
-        """Fill `out` with bytes of the file, from byte `start`. Raises CheckpointError if the bytes
-        cannot be read or the file is too short."""
+        """Fill `out` with the bytes of the file that begin at byte `start`. Raises CheckpointError
+        if the bytes cannot be read or the file is too short."""
         traffic["bytes"] += len(out)
         files.read_at(self._file.fileno(), start, out, self.path)
 
@@ -116,7 +116,8 @@ class TensorFile:
 
 
 def _parse_entry(name: str, fields: dict[str, Any], data_start: int) -> TensorEntry:
-    """Return the header entry of a tensor, with offsets from the start of the file.
+    """Parse the header entry of the tensor `name`. `data_start` is the byte at which the tensors
+    begin, and is added to the offsets of the entry.
 
     Raises ValueError, KeyError, TypeError or AttributeError if the entry is invalid.
     """

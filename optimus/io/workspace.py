@@ -1,11 +1,12 @@
-"""Workspaces: directories by which only the newest start of a run can change the run directory.
+"""Workspaces: directories that prevent all but the newest start of a run from changing its files.
 
 A process of an earlier start may still exist when a run is started again: the process was
 suspended, or its node was disconnected, and it continues later. A lock does not exclude such a
 process, because a lock of a dead node may be released late or never. Therefore a start changes the
 run directory only by renames from or to its workspace, the directory `checkpoints/.work-NAME`. The
-next start moves this workspace into its own workspace and removes it there. Then all renames of the
-earlier start fail, and it cannot create files in the removed workspace either.
+next start creates a new workspace, moves the earlier workspace into it, and removes the earlier
+workspace there. From then on, all renames of the earlier start fail, and its processes cannot
+create files in the removed workspace.
 """
 
 from __future__ import annotations
@@ -28,23 +29,25 @@ logger = logging.getLogger(__name__)
 
 _PREFIX = ".work-"
 _OLD = ".old-"
-"""Prefix of the names of earlier workspaces while they are being removed."""
+"""Prefix of the names of workspaces of earlier starts while a later start removes them."""
 _FENCE_S = 60.0
-"""Maximum time to empty a workspace in which a process of an earlier start still creates files."""
+"""Maximum time, in seconds, for which a start tries to empty the workspace of an earlier start. A
+process of the earlier start may still create files in that workspace."""
 _NOT_EMPTY = (errno.ENOTEMPTY, errno.EEXIST)
 
 
 class Workspace:
-    """The directory from which one start of a run renames files to their final paths.
+    """Directory in which one start of a run writes files before a rename to their final paths.
 
-    All ranks of this start use the same directory.
+    All ranks of the start use the same workspace.
     """
 
     def __init__(self, path: Path) -> None:
         """Use the workspace `path`, which another process of the same start has opened."""
         self.path = path
         self._reaches = {path.parent: True}
-        """For each folder: True if files of the workspace can be renamed to it."""
+        """Dict from folders to bools: True if files can be renamed from the workspace to the
+        folder."""
 
     @classmethod
     def open(cls, folder: Path, name: str = "", within: Workspace | None = None) -> Workspace:
@@ -56,15 +59,16 @@ class Workspace:
         Args:
             folder: The folder of the workspaces, `checkpoints/` of the run.
             name: Name of the workspace. The default is a unique name.
-            within: Workspace of the supervisor. If another supervisor has removed it, this function
-                raises FileNotFoundError and changes nothing.
+            within: Workspace of the supervisor that starts the run. If another supervisor has
+                removed this workspace, the function raises FileNotFoundError and changes nothing.
 
         Raises:
             ConfigError: The workspace cannot be created, or another workspace cannot be removed,
                 because a directory is not writable. Nothing is changed.
             OptimusError: A process of an earlier start creates files faster than they are moved, or
-                a later start has removed this workspace.
-            OSError: The workspace cannot be created, or another workspace cannot be removed.
+                a later start has removed the new workspace.
+            OSError: The workspace cannot be created, or another workspace cannot be removed, for
+                another reason.
         """
         check_writable(folder)
         files.make_dirs(folder)
@@ -92,7 +96,8 @@ class Workspace:
         return workspace
 
     def _remove_old(self) -> None:
-        """Move the content of earlier workspaces to this workspace, and remove them."""
+        """Move the content of the workspaces of earlier starts to this workspace, and remove the
+        empty directories."""
         # Renames of earlier starts already fail. But a client of a network file system that refers
         # to a directory by its inode number can create files in it until the directory is removed.
         end = time.monotonic() + _FENCE_S
@@ -106,8 +111,8 @@ class Workspace:
                 )
 
     def _empty(self, path: Path) -> None:
-        """Move the content of an earlier workspace to this workspace, and remove the earlier one if
-        no process creates files in it."""
+        """Move the content of the earlier workspace `path` to this workspace. Remove the earlier
+        workspace, unless a process has created further files in it."""
         try:
             folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError as error:
@@ -135,8 +140,8 @@ class Workspace:
     def temporary(self, final: str | os.PathLike) -> Path:
         """Return a unique path, for a file or directory that will be renamed to `final`.
 
-        The path is usually in the workspace. If `final` is on another mount than `checkpoints/`, a
-        rename from the workspace is impossible, and the path is next to `final`.
+        The path is in the workspace if a rename from the workspace to `final` is possible. If
+        `final` is on another mount than `checkpoints/`, the path is next to `final`.
         """
         final = Path(final)
         return files.temporary_name(self.path / final.name if self._reach(final.parent) else final)
@@ -159,15 +164,16 @@ class Workspace:
         return self._reaches[folder]
 
     def write_bytes(self, path: Path, data: bytes) -> None:
-        """Replace the file `path` durably by a file with the content `data`. Raises OSError."""
+        """Replace the file `path` atomically and durably by a file with the content `data`. Raises
+        OSError."""
         os.close(self.open_append(path, data))
 
     def open_append(self, path: Path, data: bytes) -> int:
         """Replace the file `path` durably by a new file with the content `data`.
 
         Returns:
-            A descriptor to append to the new file. If a later start replaces the file again,
-            appended bytes are lost, and the file of the later start does not change.
+            A file descriptor that appends to the new file. If a later start replaces the file
+            again, bytes appended by this descriptor are lost and do not change the later file.
 
         Raises:
             OSError: The file cannot be written, or a later start has removed this workspace.
@@ -197,14 +203,14 @@ class Workspace:
 
 
 def find_workspaces(folder: Path) -> list[Path]:
-    """Return the workspaces in a folder. A symbolic link is not a workspace."""
+    """Return the paths of the workspaces in a folder, without symbolic links."""
     paths = folder.glob(f"{_PREFIX}*")
     return sorted(path for path in paths if path.is_dir() and not path.is_symlink())
 
 
 def check_writable(folder: Path) -> None:
-    """Raise ConfigError if no workspace can be opened in `folder`, because `folder` or an earlier
-    workspace is not writable. A folder that does not exist is accepted. Changes nothing."""
+    """Raise ConfigError if `Workspace.open(folder)` would fail because `folder`, or a workspace in
+    it, is not writable. A folder that does not exist is accepted. Changes nothing."""
     if not folder.is_dir():
         return
     directories = [folder]
@@ -226,21 +232,23 @@ def check_writable(folder: Path) -> None:
 
 LOCK = ".lock"
 """Name of the lock file in a run directory. The lock prevents users from starting two runs in one
-directory by mistake. Workspaces protect the directory from runs that have lost the lock."""
+directory by mistake. If another start replaces the lock, workspaces protect the directory."""
 
 
 def lock_run_dir(path: Path, owner: bytes = b"", replace: bool = False) -> BinaryIO:
-    """Create a run directory if it does not exist, and lock it until the result is closed.
+    """Create a run directory if it does not exist, and lock it.
+
+    The directory is locked until the caller closes the file that this function returns.
 
     Args:
         path: `train.run_dir`.
-        owner: Bytes that describe the locking process. They are written to the lock file, and
-            `read_lock_owner` returns them.
-        replace: True to replace the lock file, because the process that has locked it is suspended
-            or on a lost node.
+        owner: Bytes that describe the locking process, which `read_lock_owner` returns. They are
+            written to the lock file.
+        replace: True to replace the lock file by a new one, because the process that has locked the
+            old file is suspended or on a lost node.
 
     Raises:
-        ConfigError: The directory cannot be created, or another run uses it.
+        ConfigError: The directory cannot be created, or another run has locked it.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -283,8 +291,8 @@ def lock_run_dir(path: Path, owner: bytes = b"", replace: bool = False) -> Binar
 
 
 def read_lock_owner(path: Path) -> bytes:
-    """Return the `owner` with which the run directory `path` was locked last; b"" if the lock file
-    cannot be read."""
+    """Return the argument `owner` of the last `lock_run_dir` for the run directory `path`; b"" if
+    the lock file cannot be read."""
     with contextlib.suppress(OSError):
         return files.read_regular(path / LOCK, 1 << 10)
     return b""
@@ -310,8 +318,8 @@ def check_not_in_use(path: Path) -> None:
 
 
 def _lock(file: BinaryIO, run_dir: Path, kind: int) -> None:
-    """Lock `file`, the lock file of `run_dir`, until it is closed. `kind` is LOCK_SH or LOCK_EX of
-    fcntl. If another process has the lock, close `file` and raise ConfigError."""
+    """Lock `file`, the open lock file of `run_dir`. `kind` is fcntl.LOCK_SH or fcntl.LOCK_EX. If
+    another process has locked the file, close `file` and raise ConfigError."""
     try:
         fcntl.flock(file, kind | fcntl.LOCK_NB)
     except OSError:

@@ -1,1 +1,1 @@
-"""Start of a process as a rank: launcher environment, local ranks of `--nproc`, stop signals."""
+"""Start of ranks: launcher environment variables, `optimus train --nproc`, and stop signals."""

@@ -51,8 +51,8 @@ SINGLE = LaunchEnv(0, 1, 0, 1, "env://")
 
 @dataclass(frozen=True)
 class JobRank:
-    """Rank of this process among the processes of a job. These processes share work, but have no
-    process group."""
+    """Rank of this process among all processes of a Slurm or PBS job or job array. The processes
+    divide work, but do not communicate."""
 
     rank: int
     world: int
@@ -61,23 +61,24 @@ class JobRank:
 ALONE = JobRank(0, 1)
 
 ATTEMPT = "OPTIMUS_ATTEMPT"
-"""Environment variable of the ranks of a supervised run. It contains the number of the attempt."""
+"""Environment variable of the ranks of a supervised run. A supervisor numbers its attempts to run
+the ranks, and the variable contains the number of the current attempt."""
 RENDEZVOUS = "OPTIMUS_RENDEZVOUS"
-"""Environment variable that contains the rendezvous address of the ranks that `--nproc` starts. The
-address begins with `file://`."""
+"""Environment variable of the ranks that the option `--nproc` starts. It contains their rendezvous
+address, which begins with `file://`."""
 
 
 @dataclass(frozen=True)
 class _Launcher:
-    """Names of a launcher's environment variables. If a field has several names, the first variable
-    that is set is used."""
+    """Names of the environment variables by which a launcher passes ranks and world sizes. If a
+    field has several names, the first variable that is set is used."""
 
     rank: str
     worlds: tuple[str, ...]
     local_ranks: tuple[str, ...]
     local_worlds: tuple[str, ...]
     is_step: bool = False
-    """True if the launcher is srun. Then SLURM_STEP_* describe the ranks of this run."""
+    """True if the launcher is srun. In this case, the variables SLURM_STEP_* describe this run."""
 
 
 _BY_HAND = _Launcher("RANK", ("WORLD_SIZE",), ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",))
@@ -117,15 +118,15 @@ _LAUNCHERS = (
         is_step=True,
     ),
 )
-"""Known launchers in order of precedence. The order matters if one launcher runs inside another,
-such as torchrun in a process of mpiexec."""
+"""Known launchers in order of precedence. The order matters if variables of several launchers are
+set, for example if a process of mpiexec has started torchrun."""
 
 _OF_RANK = {name for launcher in _LAUNCHERS for name in (launcher.rank, *launcher.local_ranks)}
-"""Environment variables that differ between the ranks of a machine."""
+"""Names of the environment variables whose values differ between the ranks of a machine."""
 
 STARTED = time.monotonic()
 """`time.monotonic()` at about the start of this process, before imports that take seconds. A rank
-that was forked from a warm process sets it again."""
+that was forked from a process with these imports sets the value again."""
 COMMAND_STARTED = "OPTIMUS_COMMAND_STARTED"
 """Environment variable by which the parent process of `--nproc` passes the value of its `STARTED`
 to the ranks that it starts."""
@@ -140,12 +141,12 @@ _DEFAULT_PORT = 29500
 
 
 def read_launch_env(environ: Mapping[str, str] = os.environ) -> LaunchEnv:
-    """Return this process's rank and rendezvous address, as set by its launcher.
+    """Return the rank and the rendezvous address of this process, from its launcher's variables.
 
-    The launcher is torchrun, `--nproc`, mpiexec or srun. Without a launcher, the function returns
-    `SINGLE`, which describes a run of a single process. The default of MASTER_ADDR is the first
-    machine of the run. The default of MASTER_PORT depends on the job ID. Each job of a job array is
-    a separate run.
+    The launcher is torchrun, `optimus train --nproc`, mpiexec or srun. Without a launcher, the
+    function returns `SINGLE`, which describes a run of a single process. The default of MASTER_ADDR
+    is the first machine of the run. The default of MASTER_PORT depends on the job ID. Each job of a
+    job array is a separate run.
 
     Args:
         environ: Environment variables.
@@ -179,7 +180,8 @@ def read_launch_env(environ: Mapping[str, str] = os.environ) -> LaunchEnv:
 
 
 def read_rank(environ: Mapping[str, str] = os.environ) -> int:
-    """Return the rank of this process for messages; 0 if it is unknown. Never raises."""
+    """Return the rank of this process for use in messages; 0 if the rank is unknown. Never
+    raises."""
     launcher = _launcher_of(environ)
     text = environ[launcher.rank] if launcher else "0"
     return int(text) if text.isdigit() else 0
@@ -188,8 +190,8 @@ def read_rank(environ: Mapping[str, str] = os.environ) -> int:
 def prints_for_machine(environ: Mapping[str, str] = os.environ) -> bool:
     """Return True if this process prints errors that all ranks of its machine raise. Never raises.
 
-    Usually, only the process with local rank 0 prints them. If the user has set RANK without a
-    launcher, every process prints them.
+    Usually, only the process with local rank 0 prints such errors. If the user has set RANK without
+    a launcher, every process prints them.
     """
     launcher = _launcher_of(environ)
     if launcher is _BY_HAND and RENDEZVOUS not in environ and _AGENT_STORE not in environ:
@@ -205,29 +207,29 @@ def is_launched(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def is_started_by_launcher(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return True if srun or mpiexec has started this process. Return False if torchrun or
-    `--nproc`, which set RANK, has started it."""
+    """Return True if srun or mpiexec has started this process. Return False for processes of
+    torchrun and of `optimus train --nproc`, which set RANK, and without a launcher."""
     return "RANK" not in environ and is_launched(environ)
 
 
 def prints_start(environ: Mapping[str, str] = os.environ) -> bool:
     """Return True if this process prints the messages about the start of a command.
 
-    Without `--nproc`, rank 0 prints these messages. With `--nproc`, the parent process prints them,
-    and the ranks, for which it sets RENDEZVOUS, do not.
+    Without the option `--nproc`, rank 0 prints these messages. With `--nproc`, only the parent
+    process of the ranks prints them.
     """
     return RENDEZVOUS not in environ and read_rank(environ) == 0
 
 
 def read_job_rank(environ: Mapping[str, str] = os.environ, world: int | None = None) -> JobRank:
-    """Return this process's rank among all processes of its job, or of its job array.
+    """Return the rank of this process among all processes of its Slurm or PBS job or job array.
 
     A job array of n jobs with w processes each has n * w ranks. Without a launcher and without a
     job array, the function returns `ALONE`: rank 0 of 1.
 
     Args:
         environ: Environment variables.
-        world: World size to use if the variables contain a rank but no world size.
+        world: World size for the case that the variables contain a rank but no world size.
 
     Raises:
         LaunchError: Variables are missing or contradict each other.
@@ -322,8 +324,8 @@ def _init_method(
 
 
 def _first_machine(environ: Mapping[str, str], launcher: _Launcher) -> str:
-    """Return the first host in the scheduler's node list, on which rank 0 runs; "" without a
-    list."""
+    """Return the first host in the node list of Slurm or PBS. Rank 0 runs on this host. Return ""
+    if there is no node list."""
     step = environ.get("SLURM_STEP_NODELIST", "") if launcher.is_step else ""
     if nodes := step or environ.get("SLURM_JOB_NODELIST", ""):
         return first_of_nodelist(nodes)

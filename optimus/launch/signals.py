@@ -1,4 +1,4 @@
-"""Stop signals before the first update of a run, and Ctrl-C in other commands.
+"""Handling of stop signals before the first update of a run, and of Ctrl-C in other commands.
 
 A stop signal before the first update ends the process at once, because there is no training state
 to save. This module imports no torch.
@@ -22,7 +22,8 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 def signal_name(number: int) -> str:
-    """Return the name of a signal, such as SIGTERM. Most real-time signals have only a number."""
+    """Return the name of a signal, such as SIGTERM, or a text with its number if the signal has no
+    name, as most real-time signals."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -35,8 +36,8 @@ def signal_label(number: int) -> str:
 
 
 def _start_new_line(number: int) -> None:
-    """If the signal is Ctrl-C and standard error is a terminal, print a newline. Otherwise, the
-    next message would follow the ^C, which the terminal shows, on the same line."""
+    """If the signal is Ctrl-C and standard error is a terminal, print a newline, so that the next
+    message does not begin on the line on which the terminal shows ^C."""
     if number == signal.SIGINT and sys.stderr is not None and sys.stderr.isatty():
         with contextlib.suppress(OSError):
             # Not sys.stderr.write: the signal may have interrupted another call of it.
@@ -62,11 +63,12 @@ def report_interrupt(number: int = signal.SIGINT) -> int:
 
 
 def exit_on_signals(numbers: Iterable[int], report: Callable[[int], int]) -> None:
-    """Let each signal in `numbers` that still has its default handler end this process.
+    """Install handlers that end this process, for those of the given signals that still have the
+    default handler.
 
     Args:
-        numbers: The signals.
-        report: Logs one line about a signal and returns the exit status.
+        numbers: Numbers of the signals.
+        report: Function that logs one line about the received signal and returns the exit status.
     """
 
     def end(number: int, frame: object) -> NoReturn:

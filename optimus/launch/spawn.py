@@ -1,4 +1,4 @@
-"""`--nproc N`: start N local ranks as child processes and wait until all have ended.
+"""Implementation of the option `--nproc N`: start N ranks as child processes, and wait for them.
 
 This module imports no torch.
 """
@@ -34,21 +34,21 @@ _POLL_S = 0.05
 _GRACE_S = 5.0
 """Seconds from the failure of a rank until the other ranks are killed."""
 _STOP_GRACE_S = 60.0
-"""Seconds from the end of the first rank of a stopped run until the remaining ranks are killed. The
-remaining ranks may still be closing files."""
+"""Seconds from the end of the first rank of a stopped run until the remaining ranks are killed.
+Until then, the remaining ranks can finish writing and closing files."""
 _STOPPED = OutcomeKind.STOPPED.exit_status
 _PR_SET_PDEATHSIG = 1
 _CAUSES = (OutcomeKind.NONFINITE, OutcomeKind.USAGE, OutcomeKind.STOPPED, OutcomeKind.FAILED)
-"""Kinds of outcome in order of precedence. The exit status of the run is that of the first kind in
-this order with which any rank has ended. If no rank has ended with one of these kinds, but the exit
-status of a rank is not 0, the run has the exit status of LOST_PEER."""
+"""Kinds of outcome in order of precedence. The run has the exit status of the first of these kinds
+with which a rank has ended. If no rank has ended with one of these kinds, but the exit status of a
+rank is not 0, the run has the exit status of LOST_PEER."""
 
 
 def spawn_local(arguments: Sequence[str], nproc: int) -> int:
-    """Run `optimus ARGUMENTS` as `nproc` local ranks and wait until all have ended.
+    """Run `optimus ARGUMENTS` as `nproc` ranks on this machine, and wait until the ranks have ended.
 
     Stop signals are passed on to the ranks. A second Ctrl-C kills the ranks. If a rank fails, the
-    other ranks are killed at most _GRACE_S seconds later.
+    other ranks are killed after at most _GRACE_S seconds.
 
     Args:
         arguments: Arguments of the command `optimus`.
@@ -106,8 +106,8 @@ def prepare_rank(spawner: int) -> None:
 
 @contextlib.contextmanager
 def _passing_signals(ranks: list[subprocess.Popen]) -> Iterator[list[int]]:
-    """Return a context that passes stop signals on to the ranks. The value of the context is a
-    list, to which each received stop signal is appended."""
+    """Return a context in which this process passes stop signals on to the ranks. The context value
+    is a list, to which the number of each received stop signal is appended."""
     passed: list[int] = []
 
     def pass_on(number: int, frame: object) -> None:
@@ -183,6 +183,7 @@ def _watch(ranks: list[subprocess.Popen], passed: list[int]) -> int:
 
 
 def _ended_early(passed: list[int], statuses: Sequence[int | None]) -> bool:
-    """Return True if a stop signal has ended a rank before its first step."""
+    """Return True if a stop signal has ended a rank before the rank's first step. `passed` are the
+    received stop signals, `statuses` the return codes of the ranks."""
     # After its first step starts, a rank handles SIGTERM.
     return bool(passed) and -signal.SIGTERM in statuses

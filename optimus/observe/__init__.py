@@ -1,1 +1,1 @@
-"""Observation of a run: records, the log, files of metrics, progress, health, reports."""
+"""Observation of a training run: records, log, metrics files, progress, health checks, report."""

@@ -1,7 +1,8 @@
-"""Records of a run, and the recorders that receive them.
+"""Records of a training run, and `Recorder`, the base class of the objects that write records.
 
-The training loop, the pipeline executor and the collectives pass records to a `Recorder`. Its
-subclasses are called sinks. They write metrics files, TensorBoard events, progress and the log.
+The training loop, the pipeline executor and the collectives pass records to a `Recorder`. The
+subclasses of `Recorder`, called sinks, write metrics files, TensorBoard events, progress and the
+log.
 """
 
 from __future__ import annotations
@@ -11,23 +12,23 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 Value = int | float | str | None
-"""A value in a line of metrics.jsonl or eval.jsonl."""
+"""Type of a value in the JSON object of a line of metrics.jsonl or eval.jsonl."""
 
 
 @dataclass(frozen=True)
 class MoeFigures:
-    """Router losses and expert loads of one update.
+    """Router losses of one update, and the smallest and largest load of an expert.
 
     The load of an expert is the number of tokens routed to it, divided by the mean of this number
     over the experts of its layer.
     """
 
     aux_loss: float | None
-    """Mean load-balancing loss of the microbatches; None if it is not finite, as in a skipped
-    update."""
+    """Load-balancing loss, averaged over the microbatches; None if the loss is not finite, as in a
+    skipped update."""
     z_loss: float | None
     expert_load_min: float
-    """Smallest load of any expert in any MoE layer."""
+    """Smallest load among all experts of all MoE layers."""
     expert_load_max: float
     expert_load_min_layer: int
     """Index of the layer with the smallest load, counted over all layers of the model."""
@@ -41,40 +42,40 @@ class LossScaleFigures:
 
     loss_scale: float
     skipped_steps: int
-    """Number of updates that the run has skipped so far."""
+    """Total number of skipped updates of the run, up to this update."""
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """Figures of one update, over all ranks unless a field states otherwise.
+    """Metrics of one update, computed over all ranks unless a field states otherwise.
 
     The fields have the same order as the keys in metrics.jsonl.
     """
 
     step: int
     loss: float | None
-    """Mean cross-entropy of the global batch in nats; None if it is not finite, as in a skipped
-    update."""
+    """Mean cross-entropy of the global batch in nats; None if the mean is not finite, as in a
+    skipped update."""
     grad_norm: float | None
     """Gradient norm before clipping; None if the update was skipped."""
     lr: float
     tokens: int
-    """Number of tokens read since the run began, including this update."""
+    """Total number of training tokens of the run, up to and including this update."""
     step_time_s: float
     tokens_per_s: float
     tflops_per_device: float
     mfu: float | None
-    """Model FLOP/s divided by the peak FLOP/s of the device; None if above 1."""
+    """Model FLOP/s divided by the peak FLOP/s of the device; None if the quotient is above 1."""
     mem_bytes: int
     """Peak memory of the first rank in bytes: the memory of its tensors on an accelerator, or the
     memory of its process on a CPU."""
     moe: MoeFigures | None = None
-    """None for a dense model."""
+    """Router losses and expert loads; None for a dense model."""
     loss_scaling: LossScaleFigures | None = None
-    """None unless train.dtype is fp16."""
+    """State of dynamic loss scaling; None unless the setting `train.dtype` is fp16."""
 
     def values(self) -> dict[str, Value]:
-        """Return the keys and values for the line in metrics.jsonl, in order."""
+        """Return the keys and values of this record for its line in metrics.jsonl, in order."""
         values: dict[str, Value] = {}
         for name, value in vars(self).items():
             if isinstance(value, MoeFigures | LossScaleFigures):
@@ -90,13 +91,13 @@ class EvalRecord:
 
     step: int
     source: str
-    """Name of the evaluated data, such as `held-out`."""
+    """Name of the evaluated data set, such as `held-out`."""
     loss: float
-    """Mean cross-entropy in nats."""
+    """Mean cross-entropy over the evaluated tokens, in nats."""
     tokens: int
 
     def values(self) -> dict[str, Value]:
-        """Return the keys and values for the line in eval.jsonl, in order."""
+        """Return the keys and values of this record for its line in eval.jsonl, in order."""
         return dict(vars(self))
 
     @classmethod
@@ -110,7 +111,7 @@ class EvalRecord:
 
 
 class LayerLoad(NamedTuple):
-    """Smallest and largest expert load of one MoE layer.
+    """Smallest and largest expert load of one MoE layer in one update.
 
     The load of an expert is the number of tokens routed to it, divided by the mean of this number
     over the experts of the layer.
@@ -124,13 +125,14 @@ class LayerLoad(NamedTuple):
 
 
 class ExpertLoad(NamedTuple):
-    """Expert load of each MoE layer in one update, over all ranks."""
+    """Smallest and largest expert load of each MoE layer in one update, over all ranks."""
 
     step: int
     layers: tuple[LayerLoad, ...]
 
     def figures(self, aux_loss: float | None, z_loss: float | None) -> MoeFigures:
-        """Combine the loads of all layers and the router losses into `StepRecord.moe`."""
+        """Return the value of `StepRecord.moe`: the extreme loads of all layers, and the given
+        losses of the router."""
         lowest = min(self.layers, key=lambda load: load.min)
         highest = max(self.layers, key=lambda load: load.max)
         idle = sum(load.experts_without_rows for load in self.layers)
@@ -140,38 +142,42 @@ class ExpertLoad(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """Payload of one rank's collectives and point-to-point messages in one update."""
+    """Number of payload bytes in the collectives and point-to-point messages of one rank in one
+    update."""
 
     step: int
     bytes_by_axes: dict[str, int]
-    """Payload bytes of each process group. A key names its mesh axes, such as `dp x ep`."""
+    """Payload bytes of each process group. The key names the mesh axes of the group, such as
+    `dp x ep`."""
 
 
 class PipelineTimes(NamedTuple):
     """Time that one rank spent in the actions of the pipeline schedule in one update.
 
-    An action is the forward or backward pass of one microbatch, for example. On a GPU, only the
-    kernel launches are timed.
+    An action is, for example, the forward pass of one microbatch. On a GPU, the time of an action
+    includes only the kernel launches.
     """
 
     step: int
     seconds_by_kind: dict[str, float]
-    """Seconds for each kind of action, without the time that actions wait for other stages. The sum
-    of these waiting times is the value of the key `wait`."""
+    """Seconds for each kind of action, except the time for which actions wait for other stages. The
+    key `wait` has the sum of these waiting times."""
 
 
 class StartUpRecord(NamedTuple):
-    """Time from the start of the command to the end of the first update, on one rank."""
+    """Duration of the start-up phases of one rank, from the start of the command to the end of the
+    first update."""
 
     phases_s: tuple[tuple[str, float], ...]
-    """Name and seconds of each phase, in order."""
+    """(name, duration in seconds) of each start-up phase, in chronological order."""
     total_s: float
     processor_s: float
-    """Processor time of this process in seconds, without child processes."""
+    """CPU time of the rank's process in seconds, without child processes."""
 
 
 class ActionEvent(NamedTuple):
-    """One executed action of a pipeline schedule. Times are from `time.perf_counter_ns`."""
+    """One executed action of a pipeline schedule, such as the forward pass of one microbatch. Times
+    are from `time.perf_counter_ns`."""
 
     kind: str
     """Kind of action, such as `F` for forward (see optimus.parallel.pipeline.actions)."""
@@ -180,7 +186,7 @@ class ActionEvent(NamedTuple):
     start_ns: int
     end_ns: int
     waited_ns: int
-    """Time that the action waited for data from another stage."""
+    """Time for which the action waited for data from another stage, in nanoseconds."""
 
     @property
     def busy_ns(self) -> int:
@@ -198,14 +204,13 @@ class Recorder:
     """
 
     records_actions = False
-    """True if the recorder needs calls of `action`. If False, the pipeline executor does not time
-    actions."""
+    """True if the pipeline executor must time its actions and pass them to the method `action`."""
 
     def record(self, record: Record) -> None:
         """Receive a record of the run."""
 
     def collective(self, axes: str, operation: str, num_bytes: int) -> None:
-        """Receive the description of one collective or point-to-point message of this rank.
+        """Called for each collective and each point-to-point message of this rank.
 
         Args:
             axes: Mesh axes of the process group, such as `dp x ep`.
@@ -216,16 +221,17 @@ class Recorder:
         """
 
     def action(self, event: ActionEvent) -> None:
-        """Receive one executed action of the pipeline schedule. The executor calls this only if
-        `records_actions` is True."""
+        """Called for each executed action of the pipeline schedule, if `records_actions` is
+        True."""
 
 
 NO_RECORDER = Recorder()
-"""Recorder for ranks that have no sink."""
+"""Recorder that ignores all records, for ranks that write no metrics and no log."""
 
 
 class Recorders(Recorder):
-    """Passes all records to several recorders. Recorders can be added during the run."""
+    """Recorder that passes all records to a list of recorders. Recorders can be added during the
+    run."""
 
     def __init__(self, *recorders: Recorder) -> None:
         self._recorders: list[Recorder] = []
@@ -250,7 +256,7 @@ class Recorders(Recorder):
 
 
 class TrafficMeter(Recorder):
-    """Counts collectives and their payload bytes."""
+    """Recorder that counts collectives and point-to-point messages, and their payload bytes."""
 
     def __init__(self) -> None:
         self.counts: dict[tuple[str, str], list[int]] = {}
@@ -276,20 +282,21 @@ class TrafficMeter(Recorder):
 
 
 class ActionTrace(Recorder):
-    """Collects the executed actions of the pipeline schedule."""
+    """Recorder that collects the executed actions of the pipeline schedule in a list."""
 
     records_actions = True
 
     def __init__(self) -> None:
         self.events: list[ActionEvent] = []
-        """Events in the order in which the actions ended. Callers clear the list between steps."""
+        """Events in the order in which the actions ended. Users of this recorder clear the list
+        between steps."""
 
     def action(self, event: ActionEvent) -> None:
         self.events.append(event)
 
     def seconds_by_kind(self) -> dict[str, float]:
-        """Return the seconds of the collected events for each kind of action. The value of the key
-        `wait` is the sum of the times for which actions waited for other stages."""
+        """Return the total seconds of the collected events for each kind of action. The key `wait`
+        has the sum of the times for which actions waited for other stages."""
         seconds = {"wait": sum(event.waited_ns for event in self.events) / 1e9}
         for event in self.events:
             seconds[event.kind] = seconds.get(event.kind, 0.0) + event.busy_ns / 1e9

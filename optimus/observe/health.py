@@ -1,7 +1,8 @@
-"""Warnings about faults that the loss does not show: collapsed experts and gradient-norm spikes.
+"""Warnings about faults that the loss does not show: unbalanced experts and gradient-norm spikes.
 
-The checks need no device synchronization and no collective. They compare an update with recent
-updates of the same process, so a resumed run starts without a history.
+The checks need no device synchronization and no collective. They compare an update of the model
+with recent updates of the same process. Therefore, after a resume, the checks start without a
+history.
 """
 
 from __future__ import annotations
@@ -22,25 +23,26 @@ _SPIKE = 10.0
 """A gradient norm above this multiple of the median of the last `_HISTORY` norms is a spike."""
 _HISTORY = 20
 _CALM = 2.0
-"""A spike has ended when the norm is at most this multiple of the median."""
+"""A spike has ended when the gradient norm is at most this multiple of the median of the last
+`_HISTORY` norms."""
 
 _UPDATES = 10
-"""Number of recent updates over which the expert loads of a layer are checked. A recovery is
-reported after this number of consecutive balanced updates."""
+"""Number of recent updates over which the expert loads of a layer are checked. After the same
+number of consecutive updates with balanced experts, the end of a fault is reported."""
 _OVERLOAD = 4.0
 _IDLE = 0.01
 """An expert is idle if its load (see `expert_loads`) is below this value."""
 _MIN_ROWS = 32
-"""Expert loads are checked only if, in each update and layer, an expert gets at least this number
-of rows (tokens) on average. With fewer rows, loads are uneven by chance."""
+"""Expert loads are checked only if, in each update and layer, the mean number of tokens per expert
+is at least this number. With fewer tokens, loads are uneven by chance."""
 
 _FIRST_PAUSE = 100
-"""Minimum number of updates from a warning to its first repetition. This pause doubles with each
+"""Minimum number of updates from a warning to its first repetition. The minimum doubles with each
 repetition."""
 
 
 def expert_loads(expert_rows: Tensor, model: ModelConfig) -> list[Tensor]:
-    """Return the load of each expert.
+    """Return the load of each expert in one update.
 
     The load is the number of tokens routed to the expert, divided by the mean of this number over
     the experts of its layer.
@@ -76,15 +78,15 @@ def measure_expert_load(step: int, expert_rows: Tensor, model: ModelConfig) -> E
 
 
 class Notice(NamedTuple):
-    """A line for the log."""
+    """A message for the log, with its level."""
 
     level: int
-    """Level of `logging`: WARNING for a fault, INFO for a recovery."""
+    """Level of the module `logging`: WARNING for a fault, INFO for the end of a fault."""
     text: str
 
 
 class TrainingHealth:
-    """Detects collapsed experts and gradient-norm spikes, and the recovery from them."""
+    """Detects the start and the end of two faults: unbalanced experts and gradient-norm spikes."""
 
     def __init__(self, model: ModelConfig) -> None:
         self._norm = _GradNorm()
@@ -93,7 +95,7 @@ class TrainingHealth:
         self._experts = _ExpertBalance(model) if judged else None
 
     def after_update(self, step: int, expert_rows: Tensor, grad_norm: float) -> list[Notice]:
-        """Return the warnings and recoveries to log after one update. The list is usually empty.
+        """Check one update. Return messages about faults that start or end; usually the empty list.
 
         Args:
             step: Number of the update.
@@ -108,17 +110,17 @@ class TrainingHealth:
 
 
 class _Alarm:
-    """Creates the notices about one kind of fault, and limits how often its warning is repeated.
+    """Creates the messages about one kind of fault, and limits how often the warning is repeated.
 
-    The first repetition is allowed 100 updates after the warning, the next one 200 updates after
-    the first, then 400 and so on.
+    The first repetition is allowed 100 updates after the first warning, the second repetition 200
+    updates after the first, then 400, and so on.
     """
 
     def __init__(self) -> None:
         self._next, self._pause, self._reported = 0, _FIRST_PAUSE, False
 
     def warn(self, step: int, text: str) -> list[Notice]:
-        """Return a list with one warning; [] if a repetition of the warning is not allowed yet."""
+        """Return a list with one warning, or [] if a repetition is not allowed yet at `step`."""
         if step < self._next:
             return []
         self._next, self._pause = step + self._pause, 2 * self._pause
@@ -126,7 +128,8 @@ class _Alarm:
         return [Notice(logging.WARNING, f"step {step}: {text}")]
 
     def end(self, step: int, text: str) -> list[Notice]:
-        """Return a list with one notice of the recovery; [] if no fault has been reported."""
+        """Return a list with one message about the end of the fault, or [] if the fault was not
+        reported before."""
         if not self._reported:
             return []
         self._reported = False
@@ -134,7 +137,7 @@ class _Alarm:
 
 
 class _GradNorm:
-    """Detects spikes: gradient norms far above the median of the preceding norms."""
+    """Detects spikes of the gradient norm: norms far above the median of the preceding norms."""
 
     def __init__(self) -> None:
         self._history: deque[float] = deque(maxlen=_HISTORY)
@@ -169,13 +172,13 @@ class _GradNorm:
 
 
 class _ExpertBalance:
-    """Detects layers whose router sends nearly all tokens to few experts.
+    """Detects MoE layers whose router sends most tokens to a few experts.
 
-    A layer is unbalanced if one of two rules applies to the last 10 updates:
+    A layer is unbalanced if one of two conditions is true for the last 10 updates:
 
-    - Overload: in each update, some expert got far more tokens than the mean over the experts of
-      the layer. This expert may differ between updates.
-    - Idleness: in all updates together, an expert got almost no tokens.
+    - Overload: in each of the updates, the expert with the most tokens got far more tokens than the
+      mean over the layer. This expert may differ between updates.
+    - Idleness: in all of the updates together, an expert got almost no tokens.
     """
 
     def __init__(self, model: ModelConfig) -> None:

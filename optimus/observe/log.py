@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 class _LineHandler(logging.Handler):
-    """Writes records as `program: [rank N] level: message`.
+    """Logging handler that prints records as `program: [rank N] level: message`.
 
     Lines of rank 0 have no `[rank N]`, and lines of the level INFO have no `level:`.
     """
@@ -38,9 +38,9 @@ class _LineHandler(logging.Handler):
     write: Callable[[str], None] | None = None
 
     def handle(self, record: logging.LogRecord) -> bool:
-        """Emit the record without taking the handler's lock.
+        """Emit the record without acquiring the lock of this logging handler.
 
-        With the lock, a signal handler that logs could deadlock.
+        With the lock, a signal handler that logs a message could deadlock.
         """
         self.emit(record)
         return True
@@ -79,7 +79,8 @@ def set_up_logging(rank: int = 0, program: str = "optimus") -> None:
 
 
 class LogRecorder(Recorder):
-    """Logs evaluations, the start-up phases, and the bytes communicated in the first update."""
+    """Recorder that logs the results of evaluations, the durations of the start-up phases, and the
+    number of bytes communicated in the first update."""
 
     def __init__(self) -> None:
         self._logged_traffic = False
@@ -102,12 +103,14 @@ class LogRecorder(Recorder):
 
 
 def redirect_lines(write: Callable[[str], None] | None) -> None:
-    """Pass log lines to `write` instead of standard error. None restores standard error."""
+    """Pass all later log lines to `write` instead of standard error. If `write` is None, print them
+    on standard error again."""
     _LINES.write = write
 
 
 def bar_size() -> dict[str, Any]:
-    """Return the arguments of tqdm for the size of a progress bar on standard error."""
+    """Return the keyword arguments of tqdm that set the size of a progress bar on standard
+    error."""
     try:
         columns = os.get_terminal_size(sys.stderr.fileno()).columns
     except (OSError, ValueError):  # not a terminal
@@ -117,7 +120,7 @@ def bar_size() -> dict[str, Any]:
 
 
 class Progress(Recorder):
-    """Shows the figures of the latest step on standard error."""
+    """Recorder that shows the progress and the metrics of the latest step on standard error."""
 
     def __init__(self, first_step: int, last_step: int, log_interval: int) -> None:
         """Open a progress bar if standard error is a terminal. If not, `record` prints lines.
@@ -156,8 +159,8 @@ class Progress(Recorder):
 
 
 def indented(text: str) -> str:
-    """Return `text` with each line indented and with control characters escaped, so that no
-    terminal executes them."""
+    """Return `text` with each line indented and with control characters escaped, so that a terminal
+    does not execute the control characters."""
     return "\n".join("    " + printable(line) for line in text.split("\n"))
 
 

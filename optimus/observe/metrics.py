@@ -1,7 +1,7 @@
 """Files with the metrics of a run: metrics.jsonl, eval.jsonl and TensorBoard events.
 
-metrics.jsonl and eval.jsonl have one JSON object per line. When a run resumes at a step, the lines
-of later steps are removed.
+metrics.jsonl and eval.jsonl contain one JSON object per line. When a run resumes at step n, it
+removes the lines of steps after n.
 """
 
 from __future__ import annotations
@@ -36,18 +36,19 @@ from optimus.observe.events import (
 logger = logging.getLogger(__name__)
 
 _LINE_BYTES = 1 << 20
-"""Maximum length in bytes of a line that is read. A run writes lines of about 1 kB."""
+"""Maximum length, in bytes, of a line in a metrics file. A run writes lines of about 1 kB."""
 _MOST_STEPS = 1 << 22
-"""Maximum number of steps whose lines `JsonLines.open` looks for in a file. The limit bounds the
-memory if a damaged manifest contains a huge step number."""
+"""Maximum number of expected steps that `JsonLines.open` compares with the lines of a file. The
+maximum bounds the memory if a damaged manifest contains a huge step number."""
 _BATCH_BYTES = 1 << 16
-"""Number of bytes of new lines that wait in memory until they are appended to a file's copy."""
+"""New lines are appended to the copy of a file when they have together at least this number of
+bytes."""
 
 
 class MetricsFiles(Recorder):
-    """Writes metrics.jsonl and eval.jsonl, and a hidden copy of each file.
+    """Recorder that writes metrics.jsonl and eval.jsonl, and a hidden copy of each of these files.
 
-    If lines of a file are damaged or lost, they are restored from its copy.
+    When a run starts, damaged or lost lines of a file are restored from the file's copy.
     """
 
     def __init__(
@@ -61,8 +62,8 @@ class MetricsFiles(Recorder):
             run_dir: Run directory. Removed lines are moved to files in its `log/`.
             workspace: The workspace of the run.
             step: Step at which the run starts.
-            expected: Dict with the keys `metrics` and `eval`. Its values are those steps up to
-                `step` for which the file must contain a line.
+            expected: For each of the keys `metrics` and `eval`, the steps up to `step` for which
+                the file metrics.jsonl or eval.jsonl must contain a line.
         """
         stamp = time.strftime("%Y%m%d-%H%M%S")
         lines = []
@@ -84,45 +85,52 @@ class MetricsFiles(Recorder):
                 self._last_evaluation = record
 
     def last_loss(self) -> float | None:
-        """Return the loss in the last line of metrics.jsonl, or None if there is no loss."""
+        """Return the loss in the last line of metrics.jsonl, or None if this line has no loss or
+        the file has no line."""
         if self._last_step is not None:
             return self._last_step.loss
         loss = self._metrics.read_last().get("loss")
         return loss if isinstance(loss, float) else None
 
     def last_evaluation(self) -> EvalRecord | None:
-        """Return the last evaluation in eval.jsonl, or None if there is none."""
+        """Return the last evaluation in eval.jsonl; None if there is none, or if its line has an
+        invalid field."""
         return self._last_evaluation or EvalRecord.from_values(self._eval.read_last())
 
     def is_replaced(self) -> bool:
-        """Return True if metrics.jsonl has been replaced or removed since it was opened."""
+        """Return True if another process has replaced or removed metrics.jsonl since this object
+        has opened the file."""
         return self._metrics.is_replaced()
 
     def sync(self) -> None:
-        """Make all lines durable. Call this before a checkpoint is committed. Raises OSError."""
+        """Make all recorded lines durable. Call this method before the commit of a checkpoint.
+        Raises OSError."""
         self._metrics.sync()
         self._eval.sync()
 
     def close(self) -> None:
-        """Write all lines and close the files. Raises OSError if lines could not be written."""
+        """Write the lines that are still in memory, and close the files. Raises OSError if lines
+        cannot be written."""
         self._metrics.close()
         self._eval.close()
 
 
 def metrics_paths(run_dir: Path, name: str) -> tuple[Path, Path]:
-    """Return the paths of the file `name` (`metrics` or `eval`) and of its hidden copy."""
+    """Return the path of metrics.jsonl or eval.jsonl and the path of the file's hidden copy. `name`
+    is "metrics" or "eval"."""
     return run_dir / f"{name}.jsonl", run_dir / f".{name}-copy.jsonl"
 
 
 class JsonLines:
-    """Appends JSON objects to a file, one per line, without a buffer.
+    """Writer that appends JSON objects to a file, one per line and without a buffer.
 
-    If a write fails, the lines stay in memory until a later write succeeds. All lines are
-    also appended to a copy of the file, but in batches.
+    If a write fails, the lines stay in memory until a later write succeeds. All lines are also
+    appended to a copy of the file, several lines at a time.
     """
 
     def __init__(self, path: Path, fd: int, copy: Path, copy_fd: int) -> None:
-        """Use two files that are open for appending. `close` closes both files.
+        """Create a writer from a file and its copy, which are open for appending. `close` closes
+        both.
 
         Args:
             path: Path of the file.
@@ -146,7 +154,7 @@ class JsonLines:
         cut_log: Path,
         expected: Iterable[int] = (),
     ) -> JsonLines:
-        """Repair a file of a run that starts at `step`, and open it for appending.
+        """Repair a metrics file of a run that starts at `step`, and open it for appending.
 
         Lines of later steps and damaged lines are removed. Lost lines are restored from the copy.
         If several lines have the same step and the same `source`, only the last one is kept. Lines
@@ -156,10 +164,10 @@ class JsonLines:
         Args:
             workspace: The workspace of the run.
             path: The file.
-            copy: Copy of the file, from which lost lines are restored. The copy then gets the same
-                content as the file.
-            step: Last step to keep.
-            cut_log: File for removed lines. If it exists, it is replaced.
+            copy: Path of the file's copy, from which lost lines are restored. After the repair, the
+                copy has the same content as the file.
+            step: Last step whose lines are kept.
+            cut_log: File to which the removed lines are written. If it exists, it is replaced.
             expected: Steps that must have lines. A warning names the steps without a line.
 
         Raises:
@@ -221,7 +229,8 @@ class JsonLines:
         self._write_copy()
 
     def close(self) -> None:
-        """Write all lines and close the file. Raises OSError if lines could not be written."""
+        """Write the lines that are still in memory, and close the file and its copy. Raises OSError
+        if lines cannot be written."""
         try:
             self.sync()
         finally:
@@ -229,7 +238,8 @@ class JsonLines:
             os.close(self._copy_fd)
 
     def is_replaced(self) -> bool:
-        """Return True if the file has been replaced or removed since it was opened."""
+        """Return True if another process has replaced or removed the file since this object has
+        opened it."""
         return os.fstat(self._fd).st_nlink == 0
 
     def read_last(self) -> dict[str, Any]:
@@ -237,8 +247,8 @@ class JsonLines:
         return next(iter(read_json_lines(self._path)[-1:]), {})
 
     def _write_copy(self) -> None:
-        """Append the lines collected in memory to the copy. If the write fails, keep these lines in
-        memory."""
+        """Append the lines that are not in the copy yet to the copy. If the write fails, keep these
+        lines in memory."""
         with self._copy_lock:
             with self._lock:
                 lines, self._uncopied = self._uncopied, b""
@@ -301,14 +311,14 @@ def read_lines(path: Path) -> list[bytes]:
 
 
 def _up_to(step: int, lines: Iterable[bytes]) -> dict[tuple[int, str], bytes]:
-    """Return the lines of steps up to `step`, keyed by step and source. Of lines with the same key,
-    the last one is returned."""
+    """Return a dict from (step, source) to the line with this key, for steps up to `step`. If
+    several lines have the same key, the dict contains the last of them."""
     return {key: line for line in lines if (key := _key(line)) is not None and key[0] <= step}
 
 
 def _others(lines: Iterable[bytes], kept: Iterable[bytes]) -> list[bytes]:
-    """Return the multiset difference of `lines` and `kept`: each line in `kept` removes one equal
-    line of `lines`."""
+    """Return the lines that remain of `lines` if, for each line in `kept`, one equal line is
+    removed."""
     remaining = collections.Counter(kept)
     others = []
     for line in lines:
@@ -341,8 +351,8 @@ def spell_ranges(ranges: Sequence[Sequence[int]]) -> str:
 
 
 def _key(line: bytes) -> tuple[int, str] | None:
-    """Return (step, source) of a line; None if the line cannot be parsed. The source of a line of
-    metrics.jsonl is ""."""
+    """Return (step, source) of a line of metrics.jsonl or eval.jsonl; None if the line is damaged.
+    The source of a line of metrics.jsonl is ""."""
     try:
         record = json.loads(line)
         step, source = record["step"], record.get("source", "")  # metrics.jsonl has no sources
@@ -356,15 +366,16 @@ def _warn(path: Path, problem: str) -> None:
 
 
 class TensorBoard(Recorder):
-    """Writes records as TensorBoard scalars to `tb/`. After a failed write it ignores records."""
+    """Recorder that writes the metrics as TensorBoard scalars to `tb/`. After a failed write, the
+    recorder ignores all further records."""
 
     def __init__(self, directory: Path, first_step: int) -> None:
         """Open an event file.
 
         Args:
             directory: The directory `tb/` of the run.
-            first_step: Step at which the run starts. TensorBoard hides events of later steps that
-                the run wrote before it was resumed.
+            first_step: Step at which the run starts or resumes. TensorBoard hides the events of
+                later steps that the run wrote before it resumed.
         """
         from tensorboard.compat.proto.summary_pb2 import Summary
         from torch.utils.tensorboard import SummaryWriter  # slow to import
@@ -421,10 +432,10 @@ class TensorBoard(Recorder):
 
 
 def _prefixed(prefix: str, values: Mapping[str, Value]) -> dict[str, float]:
-    """Return TensorBoard tags, such as `train/loss`, and their numbers.
+    """Return a dict from TensorBoard tags, such as `train/loss`, to numbers.
 
-    A tag is made of `prefix` and a key of `values`. The key `step`, and values that are not
-    numbers, are left out.
+    A tag consists of `prefix` and a key of `values`. The key `step` and all values that are not
+    numbers are omitted.
     """
     return {
         f"{prefix}/{name}": value

@@ -20,8 +20,8 @@ _Figure = Annotated[float, Field(ge=0, lt=1e300)]
 
 
 def _check_size(value: float) -> float:
-    """Return the value; raise ValueError if its magnitude is above 1e300. NaN is accepted, so that
-    the summary and the plot show it."""
+    """Return `value`, or raise ValueError if its magnitude is above 1e300. NaN is accepted, so that
+    the summary and the plot of the report show it."""
     if abs(value) > 1e300:
         raise ValueError("the magnitude of the value is above 1e300, too large for the plot")
     return value
@@ -31,18 +31,19 @@ _Loss = Annotated[float, AfterValidator(_check_size)]
 
 
 class _Line(BaseModel):
-    """Base class: the fields that the report reads from a line of a JSON Lines file. A line is
-    invalid if a field is missing, has a wrong type or is out of range."""
+    """Base class of pydantic models for a line of metrics.jsonl or eval.jsonl. A line is invalid if
+    a field of the model is missing, has a wrong type or is out of range."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 
 
 class _Step(_Line):
-    """Fields of a line of metrics.jsonl."""
+    """Fields that the report reads from a line of metrics.jsonl."""
 
     step: _Count
     loss: _Loss | None
-    """None if the loss was not finite. Then the update was skipped, and `grad_norm` is None."""
+    """None if the loss was not finite. In this case, the update was skipped, and `grad_norm` is
+    None."""
     grad_norm: _Loss | None
     tokens: _Count
     step_time_s: _Figure
@@ -50,7 +51,7 @@ class _Step(_Line):
 
 
 class _Evaluation(_Line):
-    """Fields of a line of eval.jsonl."""
+    """Fields that the report reads from a line of eval.jsonl."""
 
     step: _Count
     loss: _Loss | None
@@ -62,8 +63,8 @@ _AnyLine = TypeVar("_AnyLine", bound=_Line)
 def write_report(run_dir: Path) -> tuple[Path, str]:
     """Draw `report.png` from metrics.jsonl and eval.jsonl.
 
-    A line that is damaged, lacks a field or has a value of a wrong type is skipped. The summary
-    states the number of these lines, and the steps that have no usable line in metrics.jsonl.
+    Lines that are damaged, lack a field or have a value of a wrong type are skipped. The summary
+    states the number of skipped lines, and the steps without a valid line in metrics.jsonl.
 
     Args:
         run_dir: Run directory, to which the plot is written.
@@ -89,8 +90,8 @@ def write_report(run_dir: Path) -> tuple[Path, str]:
 
 
 def _read_valid(path: Path, kind: type[_AnyLine]) -> tuple[list[_AnyLine], int]:
-    """Return the lines of a file that are valid for `kind`, and the number of damaged lines. A last
-    line without a newline does not count as damaged, because a kill can cut it."""
+    """Return the valid lines of a file, as objects of the class `kind`, and the number of invalid
+    lines. A last line without a newline is not counted, because a killed run can leave it."""
     valid, damaged = [], 0
     for line in read_lines(path):
         try:
@@ -120,7 +121,8 @@ def _summary(steps: Sequence[_Step], evaluations: Sequence[_Evaluation]) -> str:
 
 
 def _missing_steps(steps: Sequence[_Step]) -> list[tuple[int, int]]:
-    """Return the gaps between the steps as ranges (first missing step, last missing step)."""
+    """Return the ranges (first missing step, last missing step) of steps between the first and the
+    last element of `steps` that are not in `steps`."""
     numbers = sorted({step.step for step in steps})
     return [(low + 1, high - 1) for low, high in itertools.pairwise(numbers) if high > low + 1]
 
