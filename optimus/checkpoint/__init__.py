@@ -1,1 +1,1 @@
-"""Checkpoints: file formats, saving, loading, weights, and the checkpoints of a run."""
+"""Checkpoints: file formats, saves, loads, readers of weights, and the checkpoints of a run."""

@@ -32,7 +32,7 @@ takes longer is assumed to hang."""
 
 
 class State(Enum):
-    """The state of a save, the same on all ranks."""
+    """The state of the save of a checkpoint. All ranks are in the same state."""
 
     WRITING = auto()
     """Every rank writes its slices of the model states."""
@@ -79,19 +79,19 @@ keys cannot occur."""
 
 
 class Failure(NamedTuple):
-    """The reason why a save has failed."""
+    """The reason why the save of a checkpoint has failed."""
 
     message: str
     nonfinite: bool = False
-    """True if the states contained a NaN or an infinity."""
+    """True if the save has failed because the model states contained a NaN or an infinity."""
 
 
 class Outcome(NamedTuple):
-    """The result of a save, the same on all ranks."""
+    """The result of the save of a checkpoint. All ranks get the same result."""
 
     step: int
     failure: Failure | None
-    """None if the checkpoint was committed."""
+    """The reason of the failure; None if the checkpoint was committed."""
     rank: int = 0
     """The rank that reported `failure`."""
 

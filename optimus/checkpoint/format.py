@@ -41,7 +41,8 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 """Names of tokenizer files. A checkpoint whose manifest lists one of these files was saved with a
 tokenizer."""
 TEMPLATES = "additional_chat_templates"
-"""A folder of chat templates, of at most _MAX_TEMPLATES entries in _MAX_LEVELS levels."""
+"""Name of the folder of chat templates in a checkpoint. The folder may have at most _MAX_TEMPLATES
+entries, in at most _MAX_LEVELS levels of folders."""
 _MAX_TEMPLATES, _MAX_LEVELS = 1_000, 8
 _TOKENIZER_FILES = (
     *(*_TOKENIZERS, "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
@@ -75,7 +76,7 @@ compared with the settings of a run."""
 _SETTING = re.compile(r"[a-z_]+(\.[a-z0-9_]+)+")
 _MOST_RANKS, _MOST_BATCH_TOKENS = 1 << 22, 1 << 40
 _MANIFEST_BYTES = 4 << 20
-"""Maximum size of a manifest. Saves write a few kilobytes."""
+"""Maximum size, in bytes, of a manifest. The manifests of saves have a few kilobytes."""
 _SIDECAR_BYTES, _INDEX_BYTES = 256 << 20, 1 << 30
 """Maximum bytes of a tokenizer or configuration file, and maximum bytes of index.jsonl. An index
 with 400,000 slices has a 40th of this maximum."""
@@ -151,11 +152,11 @@ class Manifest:
     """Sizes of the mesh axes of the run that saved the checkpoint, and under the key `per_node` the
     number of ranks on a node."""
     first_step: int | None = None
-    """The step at which the run was started; None if unknown."""
+    """The step at which the run was started from `origin`; None if the step is unknown."""
 
     @property
     def is_sharded(self) -> bool:
-        """True if the states are in shard files, as in every full checkpoint."""
+        """True if the checkpoint has its states in shard files, as every full checkpoint."""
         return any(entry.name == INDEX for entry in self.files)
 
     def check(self, hashed_bytes: float = math.inf, weights: bool = True) -> None:
@@ -299,7 +300,7 @@ class Manifest:
         return index
 
     def index_bytes(self) -> bytes:
-        """Return the content of the index file. Raises CheckpointError."""
+        """Return the content of index.jsonl, after a check of its hash. Raises CheckpointError."""
         for entry in self.files:
             if entry.name == INDEX:
                 return _read_checked(self.path / INDEX, entry, wanted=True)
@@ -316,8 +317,8 @@ def _problem(check: Callable[[], object]) -> str:
 
 
 def _read_checked(path: Path, entry: FileEntry, wanted: bool = False) -> bytes:
-    """Compare a file with the size and hash in `entry`. Return the content of the file if `wanted`,
-    else b"". Raises CheckpointError."""
+    """Compare the file `path` with the size and hash in `entry`. Return the content of the file if
+    `wanted` is True, else b"". Raises CheckpointError if the file does not match."""
     _check_size(path, entry)
     try:
         content = files.read_regular(path, entry.size) if wanted else b""

@@ -44,8 +44,8 @@ _MOST = 1 << 56
 """Exclusive upper limit of each number of elements or bytes in an index. Eight times this limit
 still fits into int64."""
 _MOST_BLOCK_BYTES = 64 << 20
-"""Maximum size of a block, which bounds the memory that a reader allocates. Saves write blocks of
-4 MiB."""
+"""Maximum size, in bytes, of the blocks of a shard file. It bounds the memory that a reader
+allocates. Saves write blocks of 4 MiB."""
 _INTEGERS = re.compile("[-0-9,]+")
 _MOST_DIMS, _MOST_CELLS, _MOST_NAME_CHARS = 8, 1 << 24, 500
 _UNREADABLE = (ValueError, KeyError, TypeError, IndexError, RecursionError, OverflowError)
@@ -74,7 +74,7 @@ class Index:
     step: int
     block_bytes: int
     states: tuple[str, ...]
-    """An element of KNOWN_STATES."""
+    """Names of the saved states; one of the tuples in KNOWN_STATES."""
     shards: tuple[ShardFile, ...]
     shapes: Mapping[str, tuple[int, ...]]
     """Shapes of the whole parameters, by name."""

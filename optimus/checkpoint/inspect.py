@@ -21,10 +21,10 @@ from optimus.io import files
 from optimus.io.workspace import find_workspaces
 
 _HEADER_BYTES = 100_000_000
-"""Maximum size of the header of a safetensors file, as in the safetensors library."""
+"""Maximum size, in bytes, of the header of a safetensors file, as in the safetensors library."""
 _MOST = 1 << 56
 _HASHED_BYTES = 64 << 20
-"""Maximum size of a file that `describe` hashes."""
+"""Maximum size, in bytes, of a file whose hash `describe` checks."""
 _UNKNOWN = (
     *("kind", "step", "tokens", "updates", "origin", "layout", "ranks"),
     *("params", "bytes_per_param", "saved_at", "age_s"),

@@ -74,7 +74,7 @@ class RankStates:
     """Box of each parameter of this rank, by name of the parameter. A box is the set of the
     parameter's elements that a rank has, as index ranges for each dim."""
     shapes: Mapping[str, Sequence[int]]
-    """Shapes of all whole parameters of the model, by name."""
+    """Shape of each whole (unsharded) parameter of the model, by name of the parameter."""
     stage_groups: Mapping[str, Group] = field(default_factory=dict)
     """For each parameter that several pipeline stages have, the group of ranks of these stages."""
 
@@ -124,7 +124,8 @@ def states_to_write(states: RankStates, scatter: Scatter) -> list[tuple[str, Sta
 def staging_bytes(
     slices: Sequence[tuple[str, StateSlice]], dtype: torch.dtype = torch.float32
 ) -> int:
-    """Return the number of bytes that `Staging` allocates for these (state, slice) pairs."""
+    """Return the number of bytes that a `Staging` allocates for copies, of dtype `dtype`, of the
+    given (state, slice) pairs."""
     return sum(aligned((s.stop - s.start) * dtype.itemsize) for _, s in slices)
 
 
@@ -171,7 +172,7 @@ class Staging:
 
 
 def shard_size(slices: Sequence[tuple[str, StateSlice]]) -> int:
-    """Return the size in bytes of a shard file with these (state, slice) pairs."""
+    """Return the size, in bytes, of a shard file with the given (state, slice) pairs."""
     return HEADER_BYTES + sum(aligned((s.stop - s.start) * ITEMSIZE) for _, s in slices)
 
 

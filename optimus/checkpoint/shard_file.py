@@ -151,7 +151,7 @@ class ShardFile(NamedTuple):
     writer: int
     size: int
     hashes: str
-    """xxh3-64 of each block in hexadecimal, concatenated."""
+    """Hashes (xxh3-64, hexadecimal) of all blocks of the file, concatenated in order."""
 
     @property
     def name(self) -> str:
@@ -168,7 +168,7 @@ def shard_name(writer: int) -> str:
 
 
 def header(identity: Identity, size: int) -> bytes:
-    """Return the header, HEADER_BYTES long, of a shard file of `size` bytes."""
+    """Return the header of a shard file of `size` bytes. The header has HEADER_BYTES bytes."""
     text = json.dumps({"format": _MAGIC, **identity._asdict(), "size": size})
     return text.encode().ljust(HEADER_BYTES - 1) + b"\n"
 
@@ -201,7 +201,7 @@ class _BlockQueue:
         return block
 
     def submit(self, block: memoryview) -> None:
-        """Add a filled buffer to the queue. Only the last buffer of a file may be shorter."""
+        """Add a filled buffer to the queue. Only the last buffer of a file may be partly filled."""
         self._filled.put(block)
 
     def finish(self) -> None:

@@ -282,7 +282,8 @@ def resolve(
 
 
 def _check(path: Path, thorough: bool) -> Manifest:
-    """Return the manifest of a checkpoint if it is valid. Raises CheckpointError."""
+    """Return the manifest of the checkpoint at `path`. Raises CheckpointError if the checkpoint is
+    not valid. `thorough` is as for `newest_valid`."""
     manifest = read_manifest(path)
     manifest.verify() if thorough else manifest.check(weights=False)
     return manifest

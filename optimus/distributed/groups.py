@@ -85,8 +85,8 @@ class Groups:
 
     @property
     def counts(self) -> bool:
-        """True if this rank adds its losses to the sum over all ranks. Among ranks with the same
-        data, only the first adds them."""
+        """True if this rank adds its losses to the sum over all ranks. Of the ranks that read the
+        same data, only the first one adds its losses."""
         return not any(getattr(self.coordinate, axis) for axis in SAME_DATA)
 
 

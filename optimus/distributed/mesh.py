@@ -77,7 +77,7 @@ class Mesh(_Sizes):
         return number
 
     def coordinate(self, rank: int) -> Coordinate:
-        """Return the coordinate of a global rank."""
+        """Return the mesh coordinate of the global rank `rank`."""
         assert 0 <= rank < self.world_size, (rank, self)
         indices = []
         for size in reversed(self):
@@ -86,7 +86,7 @@ class Mesh(_Sizes):
         return Coordinate(*reversed(indices))
 
     def rank_at(self, coordinate: Coordinate) -> int:
-        """Return the global rank at `coordinate`."""
+        """Return the global rank of the process at the mesh coordinate `coordinate`."""
         return self.number_of(coordinate, AXES)
 
     def group_of(self, rank: int, axes: Collection[str]) -> tuple[int, ...]:

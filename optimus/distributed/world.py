@@ -41,9 +41,9 @@ from optimus.launch.environment import LaunchEnv, read_launch_env
 from optimus.platform import collective_backend, import_ipex, pick_device
 
 _FAILED_WAIT_S = 120.0
-"""Longest time, in seconds, for which a rank that cannot start waits for the other ranks."""
+"""Longest time, in seconds, that a rank that cannot start waits for the other ranks."""
 _CLOSE_S = 1.0
-"""Longest time, in seconds, that rank 0 waits for gloo to close its connections."""
+"""Longest time, in seconds, that a failed rank waits until gloo has closed its connections."""
 _joined: list[str] = []
 """Backends of the world process groups that this process has joined, oldest first."""
 
@@ -170,8 +170,8 @@ def end_run(
 
 
 def _close_connections() -> None:
-    """Close this rank's connections, so that other ranks that wait for this rank fail at once and
-    read its Outcome from the store."""
+    """Close the connections of this rank. Other ranks that wait for this rank then fail at once,
+    and read the Outcome of this rank from the store."""
 
     def close() -> None:
         with contextlib.suppress(RuntimeError):

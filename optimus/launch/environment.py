@@ -128,8 +128,8 @@ STARTED = time.monotonic()
 """`time.monotonic()` at about the start of this process, before imports that take seconds. A rank
 that was forked from a process with these imports sets the value again."""
 COMMAND_STARTED = "OPTIMUS_COMMAND_STARTED"
-"""Environment variable by which the parent process of `--nproc` passes the value of its `STARTED`
-to the ranks that it starts."""
+"""Environment variable by which the parent process of `optimus train --nproc` passes the value of
+its `STARTED` to the ranks."""
 _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 """Environment variable that torchrun sets to True if the torchrun agent already serves the TCPStore
 at MASTER_ADDR and MASTER_PORT."""
@@ -288,7 +288,8 @@ def _launched(environ: Mapping[str, str], world: int | None = None) -> JobRank:
 
 
 def _local(environ: Mapping[str, str], launcher: _Launcher) -> tuple[int | None, int | None]:
-    """Return (local rank, number of ranks on this machine). Each of them is None if unknown."""
+    """Return (local rank of this process, number of ranks on this machine), from the variables of
+    `launcher`. Each of the two values is None if it is unknown."""
     ranks = [name for name in launcher.local_ranks if name in environ]
     worlds = [name for name in launcher.local_worlds if name in environ]
     rank = _integer(environ, ranks[0]) if ranks else None

@@ -45,7 +45,7 @@ rank is not 0, the run has the exit status of LOST_PEER."""
 
 
 def spawn_local(arguments: Sequence[str], nproc: int) -> int:
-    """Run `optimus ARGUMENTS` as `nproc` ranks on this machine, and wait until the ranks have ended.
+    """Run `optimus ARGUMENTS` as `nproc` ranks on this machine, and wait until all have ended.
 
     Stop signals are passed on to the ranks. A second Ctrl-C kills the ranks. If a rank fails, the
     other ranks are killed after at most _GRACE_S seconds.

@@ -38,7 +38,7 @@ class MoeFigures:
 
 @dataclass(frozen=True)
 class LossScaleFigures:
-    """Dynamic loss scaling (fp16) in one update."""
+    """Loss scale of one update (fp16), and number of skipped updates of the run."""
 
     loss_scale: float
     skipped_steps: int
@@ -207,7 +207,7 @@ class Recorder:
     """True if the pipeline executor must time its actions and pass them to the method `action`."""
 
     def record(self, record: Record) -> None:
-        """Receive a record of the run."""
+        """Called for each record of the run, such as the metrics of an update."""
 
     def collective(self, axes: str, operation: str, num_bytes: int) -> None:
         """Called for each collective and each point-to-point message of this rank.

@@ -1,4 +1,4 @@
-"""Report of a run: a plot of its loss and gradient norm, and a summary in text."""
+"""Report of a run: a plot of the loss and the gradient norm, and a summary as text."""
 
 from __future__ import annotations
 
