@@ -1,5 +1,9 @@
-"""Print the losses of the demo in the directory DEMO, and the paths of its results. The command is
-`python scripts/demo_summary.py DEMO`."""
+"""Print the losses of the demo and the paths of its results.
+
+    python scripts/demo_summary.py DEMO
+
+DEMO is the directory in which scripts/demo.sh ran the demo.
+"""
 
 from __future__ import annotations
 

@@ -3,10 +3,10 @@
 
     python scripts/language.py [PATH ...]
 
-The script checks names, docstrings, comments, message strings and Markdown text. CONTRIBUTING.md,
-"Words", has the rules. Without arguments, all paths except those in EXEMPT are checked. The script
-ignores a finding if scripts/language_allowed.txt contains the same source line. The exit status is
-1 if there are other findings.
+The script checks names, docstrings, comments, message strings and Markdown text. The rules are in
+CONTRIBUTING.md, section "Words". Without arguments, all paths except those in EXEMPT are checked. A
+finding is ignored if scripts/language_allowed.txt contains its source line. Exit status 1: there is
+a finding that is not ignored.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ _COMMENTS = {
 
 
 class Finding(NamedTuple):
-    """One word or name that is not allowed, with its file, its line and a suggestion."""
+    """Word or name that is not allowed, with its file, its line and a suggested replacement."""
 
     path: str
     line: int
@@ -111,7 +111,7 @@ def main() -> int:
 
 
 def read_allowed() -> set[str]:
-    """Return the lines of the file ALLOWED that are not comments."""
+    """Return the source lines in scripts/language_allowed.txt, in which findings are ignored."""
     if not ALLOWED.exists():
         return set()
     lines = [line.strip() for line in ALLOWED.read_text(encoding="utf-8").splitlines()]
@@ -121,7 +121,8 @@ def read_allowed() -> set[str]:
 
 
 def check_text(path: str, text: str) -> list[Finding]:
-    """Return the findings in `text`, the content of the file `path`, in order of lines."""
+    """Return the words and names in `text` that are not allowed, sorted by line. `text` is the
+    content of the file `path`."""
     suffix = Path(path).suffix
     findings: Iterable[Finding]
     if suffix == ".py":

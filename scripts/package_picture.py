@@ -19,12 +19,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.test_imports import ALL, ALLOWED, COMMON, ENTRY_POINTS
 
 SHARED = {**dict.fromkeys(COMMON.split(), "common"), **dict.fromkeys(ENTRY_POINTS, "entry")}
-"""Packages that share a node, each with the name of this node. Every other package is a node."""
+"""Maps each package that shares a node of the graph with other packages to the name of this node.
+Every other package has a separate node."""
 NAMES_PER_LINE = 5
 
 
 def picture() -> str:
-    """Return the text of a Mermaid flowchart."""
+    """Return the graph of the packages and their allowed imports, as the text of a Mermaid
+    flowchart."""
     names: dict[str, list[str]] = {}
     imports: dict[str, set[str]] = {}
     for package, allowed in ALLOWED.items():

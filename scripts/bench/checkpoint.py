@@ -1,21 +1,21 @@
 #!/usr/bin/env python3
-"""Compare the times to save, load and verify checkpoints with the disk and with other libraries.
+"""Compare the speed of checkpoints in Optimus, in other libraries and in plain file operations.
 
     python scripts/bench/checkpoint.py [--dir FOLDER] [--ranks N] [--hidden N] [--rounds N] [--json]
 
-For each value of --ranks, these methods save and load the same states in turn, in new folders of
-one file system. Before a load, the files are removed from the page cache.
+For each value of --ranks, the following methods save and load the same states in turn, in new
+folders of one file system. Before a load, the files are removed from the page cache.
 
 `ours` is Optimus; `cached` is Optimus with `checkpoint.direct_io = false`.
 
 `raw` writes the same bytes with write and fsync, and reads them and verifies their checksums.
 
-`dcp` is torch.distributed.checkpoint; `torch` is torch.save on each rank. Both receive a few large
-tensors instead of many small ones, because they have an overhead for each tensor.
+`dcp` is torch.distributed.checkpoint; `torch` is torch.save on each rank. `dcp` and `torch` receive
+a few large tensors instead of many small ones, because each tensor adds an overhead.
 
-There are two more comparisons. `verify` compares `optimus checkpoint verify` in one process with
-reading and hashing the files of `raw`. `stall` compares the time for which the start of an
-asynchronous save pauses training with the time to copy the states in memory.
+There are two more comparisons: `verify` and `stall`. `verify` compares `optimus checkpoint verify`
+in one process with reading and hashing the files of `raw`. `stall` compares the time for which the
+start of an asynchronous save pauses training with the time to copy the states in memory.
 """
 
 from __future__ import annotations
@@ -53,15 +53,16 @@ _STEP = "step-00000001"
 
 
 class Method(NamedTuple):
-    """Functions that save states to an empty folder, and load them from this folder into the same
-    tensors. Both are collectives of all ranks."""
+    """Checkpoint method that is measured: `save` writes the states to an empty folder, and `load`
+    reads them from this folder into the same tensors. All ranks must call `save` and `load`
+    together."""
 
     save: Callable[[Path], None]
     load: Callable[[Path], None]
 
 
 class SaveFolder:
-    """Folder in which one method saves. The methods of this class are collectives of all ranks."""
+    """Folder for the checkpoints of one `Method`. All ranks must call `renew` and `drop_cache`."""
 
     def __init__(self, path: Path, world: World) -> None:
         self._path, self._world, self._number = path, world, 0
@@ -73,7 +74,8 @@ class SaveFolder:
         return self._path / str(self._number)
 
     def renew(self) -> None:
-        """Remove all saved files and create an empty folder."""
+        """Remove all saved checkpoints, and create an empty folder `current` for the next
+        checkpoint."""
         self._number += 1
         if self._world.is_first:
             for old in self._path.iterdir():
@@ -82,7 +84,7 @@ class SaveFolder:
             files.fsync_dir(self._path)
 
     def drop_cache(self) -> None:
-        """Remove the saved files from the page cache."""
+        """Remove the files in `current` from the page cache."""
         if self._world.is_first:
             for path in self.current.rglob("*"):
                 if path.is_file():
@@ -91,7 +93,8 @@ class SaveFolder:
 
 
 class SaveStall:
-    """Functions that the comparison `stall` times: the start of a save, and a copy in memory."""
+    """Operations that the comparison `stall` times: the start of an asynchronous save, and a copy
+    of the same states in memory."""
 
     def __init__(self, states: RankStates) -> None:
         self._states, self._saver = states, FullSaver(states, "balanced", staged=True)
@@ -99,11 +102,12 @@ class SaveStall:
         self._save: async_save.AsyncSave | None = None
 
     def start(self, folder: Path) -> None:
-        """Start an asynchronous save. Training continues when this function returns."""
+        """Start an asynchronous save of the states to `folder`. In a training run, the next step
+        would wait until this function returns."""
         self._save = self._saver.begin(self._states, folder / _STEP, _write_config, step=1)
 
     def copy(self) -> None:
-        """Copy the states of this rank to other memory."""
+        """Copy the states of this rank to preallocated tensors."""
         for flat, memory in self._copies:
             memory.copy_(flat)
 
@@ -117,8 +121,9 @@ class SaveStall:
 
 
 def measure_checkpoint(world: World, folder: Path, hidden: int, rounds: int) -> dict[str, Any]:
-    """Measure how long each method takes to save and load states, and make the comparisons `verify`
-    and `stall`. A collective of all ranks.
+    """Measure the times to save and load the states of a model with Optimus, with other libraries
+    and with plain file operations. Also compare the verification of a checkpoint with hashing of
+    files, and the start of an asynchronous save with a copy in memory. A collective of all ranks.
 
     Args:
         world: All ranks.
@@ -127,7 +132,7 @@ def measure_checkpoint(world: World, folder: Path, hidden: int, rounds: int) -> 
         rounds: Number of timed rounds.
 
     Returns:
-        The results, for `format_result`. Peaks of memory are in bytes.
+        The results for this number of ranks. Times are in seconds, peaks of memory in bytes.
     """
     states = _make_states(world, hidden)
     methods = _make_methods(states, world)
@@ -156,7 +161,8 @@ def measure_checkpoint(world: World, folder: Path, hidden: int, rounds: int) -> 
 
 
 def _make_states(world: World, hidden: int) -> RankStates:
-    """Return the states of a model, sharded over all ranks and filled with random numbers."""
+    """Return the states of a model (master weights and moments), sharded over all ranks and filled
+    with random numbers."""
     config = common.mula_config(hidden, world.size, sharding="epso", chunk_length=1 << 24)
     ours = make_rank(config, world)
     states = states_of_rank(config.model, ours.local.layout, ours.groups, ours.states)
@@ -234,8 +240,8 @@ def _blocks(flats: Sequence[Tensor]) -> Iterator[memoryview]:
 
 
 def _dcp(flats: Sequence[Tensor], world: World) -> Method:
-    """Return a Method that uses torch.distributed.checkpoint. On several ranks, each flat tensor is
-    the local shard of a DTensor."""
+    """Return a Method that uses torch.distributed.checkpoint. If there are several ranks, each
+    tensor of `flats` is saved as the local shard of a DTensor."""
     from torch.distributed import checkpoint
 
     tree: dict[str, Any] = {str(number): flat for number, flat in enumerate(flats)}
@@ -260,7 +266,8 @@ def _dcp(flats: Sequence[Tensor], world: World) -> Method:
 
 
 def _torch_save(flats: Sequence[Tensor], world: World) -> Method:
-    """Return a Method that uses torch.save and torch.load. After torch.save, it calls fsync."""
+    """Return a Method that saves with torch.save, followed by fsync, and loads with torch.load.
+    Each rank has a separate file."""
 
     def save(folder: Path) -> None:
         with open(folder / f"{world.everyone.rank}.pt", "xb") as file:
@@ -287,7 +294,8 @@ def _compare(
     rounds: int,
     world: World,
 ) -> dict[str, Any]:
-    """Time functions (the contestants) in turn. One of them, `ours`, belongs to Optimus.
+    """Time the functions `contestants` in turn. The function with the name `ours` is that of
+    Optimus.
 
     Returns:
         `s`: Seconds of each contestant in each round. `ours_by`: For each other contestant, the
@@ -330,8 +338,8 @@ def _stall(states: RankStates, path: Path, rounds: int, world: World) -> dict[st
 
 
 def _peak_bytes(method: Method, folder: SaveFolder, world: World) -> dict[str, int]:
-    """Return the greatest increase of resident memory, in bytes, that a save and a load cause on
-    any rank. The keys are "save" and "load"."""
+    """Run one save and one load. For each of them, with the keys "save" and "load", return by how
+    many bytes resident memory increases at its peak. The value is the maximum over all ranks."""
     meter = common.MemoryMeter()
     folder.renew()
     barrier(world.everyone)
@@ -344,7 +352,9 @@ def _peak_bytes(method: Method, folder: SaveFolder, world: World) -> dict[str, i
 
 
 def format_result(result: Mapping[str, Any]) -> str:
-    """Return two tables in Markdown: speeds with ratios of times, and peaks of memory."""
+    """Return the results as two Markdown tables. The first table contains the speeds of Optimus,
+    and the ratio of the time of each alternative to the time of Optimus. The second table contains
+    the peaks of memory."""
     lines = [
         "| ranks | GB | what | ours, MB/s | ours by others: least, median, greatest |",
         "|---|---|---|---|---|",

@@ -1,6 +1,7 @@
-"""Helpers of the scripts in this folder that compare Optimus with other libraries.
+"""Helpers for the benchmark scripts in this folder, which compare Optimus with other libraries.
 
-This module adds the packages of the checkout to the module path. Import it before these packages.
+Import this module before `optimus` and `optimus_kernels`, because it adds the folders of this
+checkout that contain these packages to sys.path.
 """
 
 from __future__ import annotations
@@ -41,20 +42,22 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 
 
 class Absent(Exception):
-    """Raised if a peer library cannot run on this machine. The message gives the reason."""
+    """Raised if a library that is compared with Optimus cannot run on this machine. The message
+    gives the reason."""
 
 
 def run_script(
     main: Callable[[Sequence[str] | None], None], argv: Sequence[str] | None = None
 ) -> int:
-    """Run the main function of a script. Print an OptimusError as one line.
+    """Run the main function of a script. If it raises an OptimusError, print the error as one line
+    on standard error.
 
     Args:
         main: Function that parses its arguments and prints the result.
-        argv: Arguments of the script; None for those of this process.
+        argv: Arguments of the script; None for the arguments of this process.
 
     Returns:
-        The exit status: 0, or that of the OptimusError.
+        The exit status: 0, or the `exit_code` of the OptimusError.
     """
     try:
         main(argv)
@@ -70,18 +73,19 @@ def run_ranks(
     *arguments: Any,
     directory: str | None = None,
 ) -> dict[str, Any]:
-    """Measure on local ranks, each of which is a new process on the CPU with one thread.
+    """Call `measure` on each of `count` local ranks. Each rank is a new process that computes on
+    the CPU with one thread.
 
     Args:
         count: Number of ranks.
-        measure: Function at the top level of a module. Each rank calls
-            `measure(world, folder, *arguments)`, where `folder` is an empty folder that all ranks
-            share.
+        measure: Function at the top level of a module, so that a new process can import it. Each
+            rank calls `measure(world, folder, *arguments)`, where `folder` is an empty folder that
+            all ranks share.
         arguments: Further arguments of `measure`.
         directory: Parent of the shared folder; None for the system's folder of temporary files.
 
     Returns:
-        The result of rank 0.
+        The result of `measure` on rank 0.
 
     Raises:
         OptimusError: A rank failed. The rank has printed its error message on standard error.
@@ -119,8 +123,9 @@ def _start_rank(
 def measure_on_rank(
     launch: LaunchEnv, folder: Path, measure: Callable[..., dict[str, Any]], arguments: Any
 ) -> None:
-    """Call `measure` on one rank, with the arguments that `run_ranks` describes. Rank 0 writes the
-    result to `folder`/result.json.
+    """Join the other ranks and call `measure(world, scratch, *arguments)` on this rank, where
+    `scratch` is a new subfolder of `folder` that all ranks share. On rank 0, write the result to
+    `folder`/result.json.
 
     Raises:
         RunEnded: A rank raised an OptimusError. Every rank raises RunEnded.
@@ -147,14 +152,15 @@ def race(
     clock: Callable[[], float] = time.perf_counter,
     before: Mapping[str, Callable[[], object]] | None = None,
 ) -> dict[str, list[float]]:
-    """Time functions in turn on all ranks. A collective of all ranks.
+    """Time the functions `contestants` in turn on all ranks. A collective of all ranks.
 
     Args:
         contestants: The functions by name.
         rounds: Number of timed rounds. One untimed round precedes them.
         world: All ranks.
         clock: Clock in seconds.
-        before: For each name, an untimed function that is called before the timed function.
+        before: For each name, a function that is called before the timed function. Its time is not
+            measured.
 
     Returns:
         For each name, the seconds of the slowest rank in each round.
@@ -174,7 +180,7 @@ def race(
 
 
 class MemoryMeter:
-    """Resident memory of this process, in bytes.
+    """Meter of the resident memory of this process, in bytes.
 
     The constructor makes malloc return freed blocks of 64 KiB or more to the system at once, so
     that resident memory does not include these blocks.
@@ -209,7 +215,7 @@ class MemoryMeter:
 
 @contextlib.contextmanager
 def on_threads(count: int) -> Iterator[None]:
-    """Return a context manager, in whose context torch computes with `count` threads."""
+    """Return a context manager. In its `with` block, torch computes with `count` threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -219,7 +225,8 @@ def on_threads(count: int) -> Iterator[None]:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the free memory of a device in bytes; 2^62 if the device does not report it."""
+    """Return the free memory of `device` in bytes. Return 2^62 for devices other than cpu and cuda,
+    whose free memory is unknown."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     if device.type != "cpu":
@@ -232,7 +239,8 @@ def free_bytes(device: torch.device) -> int:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of the compared packages that are installed."""
+    """Return the versions of torch and of the compared libraries, by package name. Packages that
+    are not installed are left out."""
     installed = {}
     for name in _PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):

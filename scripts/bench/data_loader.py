@@ -5,10 +5,11 @@ GPTDataset needs a separate virtual environment:
     python -m venv peer && peer/bin/pip install torch==2.13.0 && peer/bin/pip install megatron-core
     python scripts/bench/data_loader.py --peer peer/bin/python
 
-Both read the same tokens. Each run is a new process, and its CPU time includes all threads. Our
-Loader reads complete batches. GPTDataset reads single samples, without collation, workers or masks.
-The Loader is also measured with a permuted order, with document masks, and with a mixture of three
-data sets. The script also measures the time to open a data set of 10,000 shards.
+The Loader and GPTDataset read the same tokens. Each run is a new process, and the CPU time of a run
+includes all threads. Our Loader reads complete batches. GPTDataset reads single samples, without
+collation, workers or masks. The Loader is also measured with a permuted order, with document masks,
+and with a mixture of three data sets. The script also measures the time to open a data set of
+10,000 shards.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ VARIANTS = ("epoch 0", "later epoch", "document mask", "mix of three")
 
 
 def save_tokenizer(path: Path, size: int) -> None:
-    """Save a word-level tokenizer with `size` ids. Id 0 is the end-of-document token."""
+    """Save a word-level tokenizer with a vocabulary of `size` tokens to `path`. Id 0 is the
+    end-of-document token."""
     from tokenizers import Tokenizer, models
 
     words = {"<|endoftext|>": 0} | {f"w{number}": number for number in range(1, size)}
@@ -49,8 +51,8 @@ def save_tokenizer(path: Path, size: int) -> None:
 
 
 def make_data(folder: Path, tokens: int, context: int) -> None:
-    """Create a Megatron-LM data set of random token ids, and three Optimus data sets with the same
-    tokens in different orders."""
+    """Create a Megatron-LM data set of about `tokens` random token ids in `folder`, and three
+    Optimus data sets with the same tokens in different orders."""
     import numpy as np
 
     from data_prep.cli import main as optimus_data
@@ -80,7 +82,7 @@ def read_ours(folder: Path, variant: str) -> dict[str, Any]:
     """Time our Loader on the data sets that `make_data` made in `folder`.
 
     Args:
-        folder: The folder of `make_data`.
+        folder: Folder that contains the data sets.
         variant: One of VARIANTS.
 
     Returns:
@@ -150,7 +152,7 @@ def open_many(folder: Path) -> float:
 
 def child(command: list[str]) -> dict[str, Any]:
     """Run a command, and return the JSON object in the last line of its standard output. If the
-    command fails, exit with its errors."""
+    command fails, end this script with the command's standard error as the message."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
     if done.returncode:
@@ -159,13 +161,13 @@ def child(command: list[str]) -> dict[str, Any]:
 
 
 def spread(values: list[float]) -> dict[str, float]:
-    """Return the median and the extremes of `values`."""
+    """Return the median, the minimum and the maximum of `values`."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
 def bench(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Create the data sets. In each round, run each variant of our Loader and then GPTDataset once.
-    Return the results of all rounds."""
+    """Create the data sets in `folder`. In each round, run each variant of our Loader once, and
+    then GPTDataset once. Return the speeds in all rounds."""
     make_data(folder, args.tokens, args.context)
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in (*VARIANTS, "GPTDataset")}
     for _ in range(args.rounds):

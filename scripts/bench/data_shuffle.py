@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
-"""Measure shuffling and sharding: time relative to a plain copy, peak memory, and scaling.
+"""Measure the time and memory of shuffling and sharding, and the scaling of tokenization.
 
     python scripts/bench/data_shuffle.py ratio [--megabytes 1000] [--context 4096] [--rounds 5]
     python scripts/bench/data_shuffle.py memory [--instances 10000000] [--memory 256MB]
     python scripts/bench/data_shuffle.py scaling --input GLOB --tokenizer FILE [--rounds 3]
 
 `ratio` divides the time of shuffling and sharding by the time to copy the same bytes, for each of
-the strategies `gather` and `bucket`. `memory` measures the peak resident memory of shuffling and
-sharding under the limit `--memory`. `scaling` compares two times: one worker tokenizes one corpus,
-and two workers tokenize two copies of it. Each command prints one JSON object.
+the strategies `gather` and `bucket` of sharding. `memory` measures the peak resident memory of
+shuffling and sharding under the limit `--memory`. `scaling` compares the time in which one worker
+tokenizes a corpus with the time in which two workers tokenize two copies of the corpus. Each
+command prints one JSON object.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ UNIT_TOKENS = 32 << 20
 
 
 def make_token_arrays(out: Path, tokens: int) -> None:
-    """Create token arrays of `tokens` random 16-bit ids with `optimus-data import`."""
+    """Write `tokens` random 16-bit token ids to token files in `out`, with `optimus-data
+    import`."""
     save_tokenizer(out.with_suffix(".json"), VOCAB)
     rng, folder = np.random.default_rng(0), out.with_suffix(".ids")
     folder.mkdir()
@@ -66,8 +68,9 @@ def make_token_arrays(out: Path, tokens: int) -> None:
 
 
 def copy(source: Path, target: Path, block_bytes: int, file_bytes: int) -> None:
-    """Copy the token arrays in `source`, in their order, to files of `file_bytes` in `target`. Read
-    and write blocks of `block_bytes`."""
+    """Copy the token ids of all unit-*.npy files in `source`, in the order of the files, to new
+    files of `file_bytes` bytes in `target`. Read and write at most `block_bytes` bytes at a
+    time."""
     target.mkdir()
     names = sorted(source.glob("unit-?????.npy"))
     buffer = memoryview(bytearray(block_bytes))
@@ -91,7 +94,7 @@ def copy(source: Path, target: Path, block_bytes: int, file_bytes: int) -> None:
 
 
 def timed(work: Callable[[], object]) -> tuple[float, float]:
-    """Run `work`; return its wall-clock seconds and CPU seconds."""
+    """Call `work`. Return the wall-clock seconds and the CPU seconds of the call."""
     os.sync()
     wall, cpu = time.perf_counter(), time.process_time()
     work()
@@ -138,8 +141,9 @@ def ratio(args: argparse.Namespace) -> dict:
 
 
 def memory(args: argparse.Namespace) -> dict:
-    """Return the peak memory in which each strategy shuffles and shards many short rows. Also check
-    that the shards of both strategies are identical."""
+    """Measure the peak resident memory of shuffling and sharding many short rows, with each of the
+    strategies `gather` and `bucket`. Return the peaks, and whether both strategies write identical
+    shards."""
     with tempfile.TemporaryDirectory(dir=args.dir, prefix="data-shuffle-") as base:
         source = Path(base, "source")
         make_token_arrays(source, args.instances * args.context)
@@ -164,7 +168,8 @@ def memory(args: argparse.Namespace) -> dict:
 
 
 def scaling(args: argparse.Namespace) -> dict:
-    """Measure weak scaling: one worker tokenizes a corpus, two workers tokenize two copies."""
+    """Measure the weak scaling of tokenization: compare the time in which one worker tokenizes a
+    corpus with the time in which two workers tokenize two copies of the corpus."""
     times: dict[int, list[float]] = {1: [], 2: []}
     cpu: dict[int, list[float]] = {1: [], 2: []}
     with tempfile.TemporaryDirectory(dir=args.dir, prefix="data-shuffle-") as base:

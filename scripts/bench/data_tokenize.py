@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Measure tokens per CPU-second of `optimus-data tokenize` and of peer programs on one corpus.
+"""Measure the tokens per CPU-second of `optimus-data tokenize` and other programs on one corpus.
 
     python scripts/bench/data_tokenize.py --corpus corpus.jsonl --tokenizer tokenizer.json \
         --work DIR --rounds 3 --peer datatrove=VENV/bin/python --peer dolma=VENV/bin/python \
         --peer megatron=VENV/bin/python --megatron-tree Megatron-LM
 
 `--megatron-tree` is a Git checkout of Megatron-LM, of the same version as the package
-megatron-core. Each peer needs a separate virtual environment:
+megatron-core. Each of the other programs (peers) needs a separate virtual environment:
 
     pip install datatrove tokenizers orjson
     uv pip install dolma
@@ -111,7 +111,8 @@ def command(name: str, python: str, args: argparse.Namespace, out: Path, eos: in
 def run_once(
     name: str, python: str, args: argparse.Namespace, eos: int
 ) -> tuple[float, float, Path]:
-    """Run a program; return its CPU seconds, its wall-clock seconds and its output directory."""
+    """Tokenize the corpus with the program `name`. Return the CPU seconds, the wall-clock seconds
+    and the output directory."""
     out = args.work / name
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
@@ -139,7 +140,7 @@ def run_once(
 
 
 def ids_of(name: str, out: Path) -> np.ndarray:
-    """Return the token ids that a program wrote, in the order of its output."""
+    """Return the token ids that the program `name` wrote to the directory `out`."""
     if name == "optimus-data":
         return np.load(next((out / "tokens").glob("unit-?????.npy")))
     pattern = {"datatrove": "*.ds", "dolma": "*.npy", "megatron": "*.bin"}.get(name, "ids.bin")
@@ -150,8 +151,8 @@ def ids_of(name: str, out: Path) -> np.ndarray:
 def same_ids(name: str, ids: np.ndarray, expected: np.ndarray, eos: int) -> str:
     """Compare `ids` with `expected` and return the result as text.
 
-    The text is "equal", or "equal, other order" if only the order of documents differs. Otherwise
-    it contains the number of ids in each array.
+    The text is "equal", or "equal, other order" if only the order of documents differs. Otherwise,
+    the text contains the number of ids in each array.
     """
     if np.array_equal(ids, expected):
         return "equal"
@@ -165,8 +166,9 @@ def same_ids(name: str, ids: np.ndarray, expected: np.ndarray, eos: int) -> str:
 
 
 def rewritten(corpus: Path, work: Path) -> Path:
-    """Write a copy of the corpus in a form that dolma accepts; return the path of the copy. Each
-    document of the copy has a string as id, and a text without white space at either end."""
+    """Write a copy of the corpus to `work` in a form that dolma accepts, and return the path of the
+    copy. Each document of the copy has a string as id, and a text without white space at either
+    end. Empty documents are left out."""
     work.mkdir(parents=True, exist_ok=True)
     path = work / "corpus.jsonl"
     with open(corpus, "rb") as file, open(path, "w", encoding="utf-8") as out:
@@ -178,8 +180,8 @@ def rewritten(corpus: Path, work: Path) -> Path:
 
 
 def version_of(python: str, names: tuple[str, ...]) -> str:
-    """Return the names and versions of the packages `names` that the interpreter `python` imports,
-    as text."""
+    """Return the names and versions of the packages `names` that are installed for the interpreter
+    `python`, as one text, for example "torch 2.13.0, triton 3.4.0"."""
     code = "import sys, importlib.metadata as m\nfor n in sys.argv[1:]:\n print(n, m.version(n))"
     done = subprocess.run([python, "-c", code, *names], capture_output=True, text=True)
     return ", ".join(done.stdout.split("\n")[:-1])

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measure the overhead of the pipeline executor per action.
+"""Measure the overhead of the pipeline executor per action, such as a forward pass or a send.
 
     python scripts/bench/executor.py [--microbatches 64] [--repeat 30]
 
@@ -7,8 +7,8 @@ The script prints three measurements, each as median and quartiles:
 
 `interpretation` is the CPU time of the executor's loop, with actions that do nothing.
 
-`bookkeeping` is the CPU time that the executor adds to forward and backward passes. It is the
-difference from the same passes without an executor.
+`bookkeeping` is the CPU time that the executor adds to forward and backward passes. It is the time
+of these passes with an executor, minus their time without an executor.
 
 `posting` is the wall-clock time to post a send or a receive of --bytes bytes over gloo. It does not
 include waiting for a message.
@@ -58,7 +58,8 @@ class OneNumber:
 
 
 class Interpreted(Executor):
-    """Executor whose actions do nothing, so that only its loop is timed."""
+    """Executor that does nothing for each action, so that only the time of the executor's loop is
+    measured."""
 
     def run_nothing(self, microbatches: list) -> None:
         table = dict.fromkeys(self._table, lambda action: None)
@@ -97,8 +98,9 @@ def measure(function: Callable[[], Any], repeat: int) -> list[float]:
 
 
 def post(rank: int, init_method: str, microbatches: int, repeat: int, length: int) -> None:
-    """Run stage `rank` of a pipeline of two stages, each of which is a separate process. In the
-    process of stage 0, print the times to post a send and a receive."""
+    """Run one stage of a pipeline of two stages, each of which is a separate process. In the
+    process of stage 0 (`rank` 0), print the times to post a send and a receive of `length` fp32
+    values."""
     torch.set_num_threads(1)
     world = start_world(LaunchEnv(rank, 2, rank, 2, init_method), device="cpu")
     channels = join_groups(Mesh(pp=2), world).channels

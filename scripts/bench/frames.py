@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
-"""Count the source files that operations enter, and the frames from backward to a reduce-scatter.
+"""Count the source files used by an operation, and the stack frames of a gradient reduction.
 
     python scripts/bench/frames.py [--files] [--json]
 
-An operation enters a source file of Optimus if a thread of the first rank calls a function of the
-file. Three operations run on two local ranks with a small model: an update with ep = 2, a save of a
-full checkpoint, and a load of this checkpoint. The fourth operation is `optimus-data tokenize` with
-one document, in one process. The frames are the functions of Optimus that are on the stack between
-torch's backward and a reduce-scatter.
+An operation uses a source file of Optimus if a thread of the first rank calls a function of the
+file. Three operations run on two local ranks with a small model: a training step with expert
+parallelism (ep = 2), a save of a full checkpoint, and a load of this checkpoint. The fourth
+operation is `optimus-data tokenize` with one document, in one process. The stack frames of a
+gradient reduction are the functions of Optimus on the call stack between torch's backward and a
+reduce-scatter.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ _TEXT = "A document of a few words, which the tokenizer divides into tokens.\n"
 
 @contextlib.contextmanager
 def entered_files() -> Iterator[set[str]]:
-    """Return a context manager that yields a set. The path of each source file of Optimus whose
-    functions are called in the context is added to the set."""
+    """Return a context manager that yields a set of paths. During the `with` block, the path of
+    each source file of Optimus whose functions are called is added to the set."""
     files: set[str] = set()
 
     def enter(frame: FrameType, event: str, argument: Any) -> None:
@@ -63,9 +64,9 @@ def entered_files() -> Iterator[set[str]]:
 
 @contextlib.contextmanager
 def reduce_scatter_frames() -> Iterator[list[list[str]]]:
-    """Return a context manager that yields a list. For each reduce-scatter in a backward, the list
-    gets an entry: the names of Optimus' functions on the stack between torch's autograd and torch's
-    reduce-scatter, outermost first."""
+    """Return a context manager that yields a list. For each reduce-scatter during a backward pass,
+    a list of function names is appended: the functions of Optimus on the call stack between torch's
+    autograd and torch's reduce-scatter, outermost first."""
     stacks: list[list[str]] = []
     name = "reduce_scatter_single"
     if not hasattr(distributed, name):
@@ -91,11 +92,13 @@ def reduce_scatter_frames() -> Iterator[list[list[str]]]:
 
 
 def measure_ranks(world: World, folder: Path) -> dict[str, Any]:
-    """Run the three operations that need several ranks. A collective of all ranks.
+    """Run a training step, a save and a load, and record the source files that they use. Also
+    record the call stack of a reduce-scatter. A collective of all ranks.
 
     Returns:
-        `files`: For each operation, the source files whose functions it calls. `reduce-scatter`:
-        The functions of Optimus on the longest stack from backward to a reduce-scatter.
+        `files`: For each operation, the source files whose functions the operation calls.
+        `reduce-scatter`: The functions of Optimus on the longest stack from backward to a
+        reduce-scatter.
     """
     rank = make_rank(common.mula_config(64, world.size, ep=2, sharding="epso"), world)
     updater, microbatches = rank.updater(), rank.microbatches()
@@ -129,8 +132,8 @@ def measure_ranks(world: World, folder: Path) -> dict[str, Any]:
 
 
 def measure_tokenize(folder: Path) -> list[str]:
-    """Tokenize a document with `optimus-data tokenize`. Return the source files of Optimus whose
-    functions are called."""
+    """Tokenize a document with `optimus-data tokenize`. Return the paths of the source files whose
+    functions the command calls."""
     text, tokenizer = folder / "text.txt", folder / "tokenizer.json"
     text.write_text(_TEXT)
     source = ["--input", str(text)]
@@ -150,11 +153,11 @@ def _run_data(command: list[str]) -> None:
 
 
 def format_result(result: dict[str, Any], lists_files: bool) -> str:
-    """Return a result as Markdown.
+    """Return `result` as Markdown text.
 
-    The text contains, for each operation, the number of source files whose functions the operation
-    calls, and the names of the functions on the stack between backward and a reduce-scatter. With
-    `lists_files`, the text also contains the names of the source files.
+    The text contains a table with the number of source files that each operation uses, and a list
+    of the functions on the call stack between backward and a reduce-scatter. With `lists_files`,
+    the text also contains the names of the source files.
     """
     functions = result["reduce-scatter"]
     lines = ["| operation | files entered |", "|---|---|"]

@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""Compare FastSparseMoE, including its router, with the MoE blocks of other libraries.
+"""Compare the speed of our MoE block, FastSparseMoE, with the MoE blocks of other libraries.
 
     python scripts/bench/moe.py [--case SHAPE-DTYPE] [--peers A,B] [--threads N] [--json]
 
 First, the output and gradients of each block are compared with those of a loop over the experts. If
-our block differs, the script ends with an error. For the blocks of other libraries (the peers in
-moe_peers.py), the error or the failure is reported. Then all blocks are timed in turn, with the
-same weights and input. A pass is forward and backward.
+our block differs, the script ends with an error. For a block of another library (a peer in
+moe_peers.py), the relative error, or the message of its failure, is printed. Then all blocks,
+including their routers, are timed in turn, with the same weights and input. A pass is forward and
+backward.
 """
 
 from __future__ import annotations
@@ -97,8 +98,8 @@ class Case:
 
     @property
     def bytes_needed(self) -> int:
-        """Memory that a case needs, in bytes: the weights, two sets of gradients of the weights,
-        and the activations of a batch."""
+        """Memory in bytes that the measurement of this case needs: the weights, two sets of
+        gradients of the weights, and the activations of a batch."""
         size = 4 if self.dtype == "fp32" else 2
         weights = 3 * self.experts * self.hidden * self.inner
         slots = self.tokens * self.top_k * (4 * self.hidden + 6 * self.inner)
@@ -106,8 +107,9 @@ class Case:
 
 
 def make_case(name: str, tokens: int, on_cpu: bool) -> Case:
-    """Return the case with the name SHAPE-DTYPE. If `tokens` is 0, a batch has 1024 tokens on a CPU
-    (2048 for the shape `small`) and 16384 on an accelerator."""
+    """Return the case that `name`, in the form SHAPE-DTYPE, describes. `tokens` is the number of
+    tokens in a batch. With 0, a batch has 1024 tokens on a CPU (2048 for the shape `small`) and
+    16384 on an accelerator."""
     shape, _, dtype = name.rpartition("-")
     if shape not in SHAPES or dtype not in ("fp32", "bf16"):
         raise ConfigError(
@@ -120,7 +122,7 @@ def make_case(name: str, tokens: int, on_cpu: bool) -> Case:
 
 
 def make_block(case: Case) -> FastSparseMoE:
-    """Return the MoE block of Optimus with the sizes of a case, on the meta device."""
+    """Return the MoE block of Optimus with the sizes of `case`, on the meta device."""
     model = {
         "architecture": "olmoe",
         "num_layers": 1,
@@ -154,7 +156,8 @@ class OurBlock(nn.Module):
 
 
 class PeerBlock(nn.Module):
-    """The experts of a peer, with a plain implementation of OLMoE's router."""
+    """MoE block with the experts of another library (a peer), and with a plain implementation of
+    OLMoE's router."""
 
     def __init__(self, case: Case, weights: dict[str, Tensor], make: Callable[..., Peer]) -> None:
         super().__init__()
@@ -176,19 +179,20 @@ def bench_moe(
     tokens: int = 0,
     device: str = "auto",
 ) -> dict[str, Any]:
-    """Measure each case on a CPU with each number of threads, or once on another device.
+    """Measure our MoE block and those of other libraries (peers) for each case. On a CPU, measure
+    each case with each thread count; on another device, measure each case once.
 
     Args:
         cases: Names SHAPE-DTYPE; empty for the default cases of the device.
-        peers: Names of PEERS; empty for all.
+        peers: Keys of PEERS; empty for all, except those that are too slow on a CPU.
         threads: Thread counts for a CPU.
         rounds: Number of timed rounds.
-        tokens: Tokens in a batch; 0 for the default of the case.
+        tokens: Number of tokens in a batch; 0 for the default of the case.
         device: Name of the device, or `auto`.
 
     Returns:
-        The conditions and the results of each case, ready for JSON. Seconds are [best, median] per
-        pass.
+        The conditions of the measurement and the results of each case, as JSON values. Each time is
+        a pair [best, median] of seconds per pass.
 
     Raises:
         ConfigError: A case or a peer is unknown, or an argument is too small.
@@ -248,8 +252,8 @@ def _measure_case(
 
 
 def make_tensors(case: Case, device: torch.device) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-    """Return weights by name, an input [T, D] that requires a gradient, and the gradient of the
-    output."""
+    """Return random tensors for a case: the weights by name, an input [T, D] that requires a
+    gradient, and a gradient [T, D] of the output."""
     dtype = platform.dtype_of(case.dtype)
     generator = torch.Generator(device).manual_seed(0)
 
@@ -276,13 +280,15 @@ def _check(
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Compare the output and the gradients of each block with those of the loop over the experts.
 
-    A peer that fails is removed from `blocks`, and `absent` gets the reason.
+    A block of another library that fails is removed from `blocks`, and the reason is added to
+    `absent`.
 
     Returns:
-        For each block, the greatest relative error, and the seconds of its second pass.
+        Two dicts with the names of the blocks as keys. The first contains the greatest relative
+        error of each block, the second contains the seconds of the second pass of each block.
 
     Raises:
-        OptimusError: The error of our block is above the limit for the dtype.
+        OptimusError: The relative error of our block is above the limit for the dtype.
     """
     reference = _outputs(PeerBlock(case, weights, PEERS["loop"]), x, grad)
     norm = functools.partial(torch.linalg.vector_norm, dtype=torch.float32)
@@ -340,8 +346,9 @@ def _race(
 
     Returns:
         `times`: For each block, a list with an entry for each round. An entry contains two pairs
-        (wall-clock seconds, CPU seconds): for forward, and for forward and backward.
-        `peak`: The FLOPs of the matrix product, and a list with such a pair for each round.
+        (wall-clock seconds, CPU seconds): one for forward, and one for forward and backward
+        together. `peak`: The FLOPs of the matrix product, and a list with a pair (wall-clock
+        seconds, CPU seconds) for each round.
     """
     # Each timed pass has a new batch and follows an untimed pass with another batch. oneDNN
     # compiles products for each shape, and in training each step has other numbers of rows. With
@@ -373,8 +380,8 @@ def _summary(
     peak: Sequence,
     device: torch.device,
 ) -> dict[str, Any]:
-    """Return the speeds of the blocks and the peak FLOP/s. They are computed from CPU time on a CPU
-    with one thread, otherwise from wall-clock time."""
+    """Return the speed of each block and the peak FLOP/s of the device. On a CPU with one thread,
+    speeds are computed from CPU time, otherwise from wall-clock time."""
     clock = int(device.type == "cpu" and torch.get_num_threads() == 1)
     flops, peaks = peak
     peak_flops = flops / min(seconds[clock] for seconds in peaks)
@@ -404,7 +411,7 @@ def _summary(
 
 
 def format_result(result: dict[str, Any]) -> str:
-    """Return a table for each case, in Markdown."""
+    """Return `result` as Markdown text, with a table for each case."""
     packages = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     lines = [
         f"{result['device']}, {packages}, {result['date']}, {counted(result['rounds'], 'round')}"

@@ -1,8 +1,8 @@
-"""Experts of other libraries, for moe.py and moe_step.py. All use the same weights.
+"""MoE experts of other libraries, which moe.py and moe_step.py compare with those of Optimus.
 
-Dims: T tokens, D hidden, F intermediate of an expert, E experts, K experts per token, N = T*K.
-Inputs are x [T, D], the routing weights [T, K] in the dtype of x, and the chosen experts [T, K] in
-int64. The output is [T, D].
+All libraries use the same weights. Dimensions: T tokens, D hidden size, F intermediate size of an
+expert, E experts, K experts per token. Inputs are x [T, D], the routing weights [T, K] in the dtype
+of x, and the indices of the chosen experts [T, K] in int64. The output is [T, D].
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class Peer(nn.Module):
 
 
 class Loop(Peer):
-    """Loop over the experts, each of which has separate weights, as in transformers 4."""
+    """Experts that are computed in a Python loop. Each expert has separate weights, as in
+    transformers 4."""
 
     def build(self, gate_up: Tensor, down: Tensor) -> None:
         inner = down.shape[2]
@@ -71,8 +72,8 @@ class Loop(Peer):
 
 
 class ThreeGrouped(Peer):
-    """Experts that sort the tokens by expert and compute gate, up and down with three grouped
-    matrix products, as in torchtitan."""
+    """Experts that are computed with three grouped matrix products (gate, up and down) on tokens
+    sorted by expert, as in torchtitan."""
 
     def build(self, gate_up: Tensor, down: Tensor) -> None:
         if not torch_form_works(down.device.type, down.dtype):
@@ -102,8 +103,8 @@ class ThreeGrouped(Peer):
 
 class HuggingFace(Peer):
     """Experts module of the Hugging Face library `transformers`, which stores the weights of all
-    experts in one tensor. `implementation` is the library's name of the function that computes
-    the experts."""
+    experts in one tensor. `implementation` is the name that transformers uses for the function that
+    computes the experts."""
 
     implementation = "grouped_mm"
 
@@ -133,7 +134,7 @@ class HuggingFaceEager(HuggingFace):
 
 
 class Liger(Peer):
-    """Experts as fused Triton kernels of Liger (liger-kernel 0.8)."""
+    """Experts that are computed by the fused Triton kernels of liger-kernel 0.8."""
 
     def build(self, gate_up: Tensor, down: Tensor) -> None:
         if not gate_up.is_cuda:
@@ -146,8 +147,8 @@ class Liger(Peer):
 
 
 class ScatterMoE(Peer):
-    """The module GLUMLP of scattermoe. It uses a copy of gate_up in which the rows of the up
-    projection precede the rows of the gate projection."""
+    """Experts that are computed by the module GLUMLP of scattermoe. The module has a copy of
+    gate_up in which the rows of the up projection precede the rows of the gate projection."""
 
     def build(self, gate_up: Tensor, down: Tensor) -> None:
         if not gate_up.is_cuda:

@@ -1,10 +1,10 @@
-"""Measure how much faster a model trains with our experts than with those of peer libraries.
+"""Measure how much faster a model trains with our MoE experts than with those of other libraries.
 
     python scripts/bench/moe_step.py --model configs/model/mula-7b-a1b.toml --layers 1
 
-Our experts and the experts of each peer library run in turn in the same model. A pass is forward,
-loss and backward of one microbatch. The script also predicts the speed-up of a pass from the times
-of single MoE blocks with our experts and with the peer's experts.
+Our experts and the experts of each other library (peer) run in turn in the same model. A pass is
+forward, loss and backward of one microbatch. The script also predicts the speed-up of a pass from
+the times of single MoE blocks with our experts and with the peer's experts.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _CLOCKS = ("wall", "cpu")
 
 
 class PeerExperts(nn.Module):
-    """Experts of another library, with the interface of our experts: `forward` has the same
-    arguments."""
+    """Wrapper of the experts of another library. Its `forward` has the same arguments as the
+    `forward` of our experts."""
 
     def __init__(self, peer: nn.Module) -> None:
         super().__init__()
@@ -52,8 +52,8 @@ class PeerExperts(nn.Module):
 
 
 class Contest:
-    """Model whose experts can be replaced: it runs with our experts or, with the same weights, with
-    the experts of a peer library."""
+    """Transformer whose MoE layers can use our experts or, with the same weights, the experts of
+    another library."""
 
     def __init__(
         self, config: ModelConfig, names: list[str], device: torch.device, dtype: torch.dtype
@@ -93,12 +93,12 @@ class Contest:
 
 
 def measure(contest: Contest, batch: tuple[int, int], rounds: int) -> dict[str, dict[str, list]]:
-    """Time a pass of the whole model and a pass of a single MoE block, with the experts of each
-    library in each round.
+    """In each round and for the experts of each library, time a pass of the whole model and a pass
+    of a single MoE block.
 
     Returns:
-        `times[name][span]`, where `span` is "pass" or "block": a list that contains a pair
-        (wall-clock seconds, CPU seconds) for each round.
+        `times[name][span]`, where `name` is a library and `span` is "pass" or "block": a list that
+        contains a pair (wall-clock seconds, CPU seconds) for each round.
     """
     config, device = contest.config, next(contest.model.parameters()).device
     generator = torch.Generator().manual_seed(0)
@@ -136,8 +136,9 @@ def summary(
     contest: Contest, times: dict[str, dict[str, list]], clock: int, seq_len: int
 ) -> dict[str, Any]:
     """Return, for each library, the median times, and the speed-up of a pass with our experts over
-    a pass with the library's experts. `speed_up` is measured; `predicted` is computed from the
-    median times of a pass and of a single block."""
+    a pass with the library's experts. The key `speed_up` contains the measured speed-up. The key
+    `predicted` contains a speed-up that is computed from the median times of a pass and of a single
+    MoE block."""
     config = contest.config
     slots = config.num_experts_per_tok * 3 * config.hidden_size * config.intermediate_size
     share = config.num_layers * 6.0 * slots / flops_per_token(config, seq_len)

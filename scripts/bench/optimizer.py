@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
-"""Compare our AdamW step, including its casts, with other libraries and with memory bandwidth.
+"""Compare the time of our AdamW step with other libraries and the limit by memory bandwidth.
 
     python scripts/bench/optimizer.py [--size N] [--threads N] [--rounds N] [--peers A,B] [--json]
 
-A step reads bf16 gradients and updates fp32 states and bf16 parameters, on one flat chunk. The
-contestants update the same states in turn. First, the result of each contestant on a small chunk is
-compared with AdamW in fp64.
+A step reads bf16 gradients and updates fp32 states and bf16 parameters, all of which are flat
+tensors. The compared programs update the same states in turn. First, the result of each program on
+small tensors is compared with AdamW in fp64.
 
 `ours` is the fused op of Optimus. `torch` is torch's fused AdamW, and `deepspeed` is DeepSpeed's
-cpu_adam. Both need two separate casts, of the gradients to fp32 and of the parameters to bf16.
+cpu_adam. `torch` and `deepspeed` need two additional ops, which cast the gradients to fp32 and the
+parameters to bf16.
 
 `bound` is the limit by memory bandwidth: it reads and writes the same number of bytes as a step,
 with a simple in-place op of torch. Two such ops are timed, and the time of the faster one is used.
@@ -70,8 +71,9 @@ PEERS = ("ours", "torch", "deepspeed", "bound")
 
 @dataclass
 class Chunk:
-    """Flat tensors [n] for the update of n parameters: fp32 master weights and moments, bf16
-    gradient and parameters, and `grad32`, memory in which peers cast the gradient to fp32."""
+    """Flat tensors [n] for the update of n parameters: fp32 master weights and moments, and bf16
+    gradient and parameters. `grad32` is memory for the fp32 copy of the gradient that other
+    libraries need."""
 
     master: Tensor
     exp_avg: Tensor
@@ -95,8 +97,8 @@ def ours(chunk: Chunk) -> Callable[[], Any]:
 
 
 def torch_adamw(chunk: Chunk) -> Callable[[], Any]:
-    """Return a function that updates `chunk` with the kernel of torch.optim.AdamW(fused=True) and
-    the casts of gradients and parameters."""
+    """Return a function that casts the gradient of `chunk` to fp32, updates the states with the
+    kernel of torch.optim.AdamW(fused=True), and casts the parameters to bf16."""
     step = torch.tensor(
         10.0, device=chunk.master.device
     )  # AdamW counts the step before it calls the kernel
@@ -113,8 +115,9 @@ def torch_adamw(chunk: Chunk) -> Callable[[], Any]:
 
 
 def deepspeed_adam(chunk: Chunk) -> Callable[[], Any]:
-    """Return a function that updates `chunk` with DeepSpeed's cpu_adam and the casts of gradients
-    and parameters. Raises Absent if cpu_adam cannot run on this machine."""
+    """Return a function that casts the gradient of `chunk` to fp32, updates the states with
+    DeepSpeed's cpu_adam, and casts the parameters to bf16. Raise Absent if cpu_adam cannot run on
+    this machine."""
     if chunk.master.device.type != "cpu":
         raise common.Absent("DeepSpeed's cpu_adam runs only on the CPU")
     try:
@@ -137,8 +140,8 @@ def deepspeed_adam(chunk: Chunk) -> Callable[[], Any]:
 
 
 def bound(chunk: Chunk) -> list[Callable[[], Any]]:
-    """Return two simple in-place ops of torch. For each parameter, each op reads 14 bytes and
-    writes 14 bytes, as an update does."""
+    """Return two functions, each of which calls a simple in-place op of torch. For each parameter
+    of `chunk`, each op reads 14 bytes and writes 14 bytes, as an AdamW step does."""
     n = chunk.master.numel()
     memory = torch.zeros(n * _STORED // 4, device=chunk.master.device)
     bytes_each_way = n * BYTES // 2
@@ -151,21 +154,22 @@ def bound(chunk: Chunk) -> list[Callable[[], Any]]:
 def bench_optimizer(
     sizes: Sequence[int], threads: Sequence[int], rounds: int, peers: Sequence[str], device: str
 ) -> dict[str, Any]:
-    """Measure each size on a CPU with each number of threads, or once on another device.
+    """Measure AdamW steps on chunks of each size. On a CPU, measure each size with each thread
+    count; on another device, measure each size once.
 
     Args:
         sizes: Sizes of the chunk, in parameters.
         threads: Thread counts for a CPU.
         rounds: Number of timed rounds.
-        peers: Names of PEERS; empty for all.
+        peers: Elements of PEERS; empty for all.
         device: Name of the device, such as `cpu`.
 
     Returns:
-        The conditions and the results of each case, ready for JSON.
+        The conditions of the measurement and the results of each case, as JSON values.
 
     Raises:
         ConfigError: A peer is unknown, or an argument is too small.
-        OptimusError: The result of a contestant differs from AdamW in fp64.
+        OptimusError: The result of a compared program differs from AdamW in fp64.
     """
     unknown = [name for name in peers if name not in PEERS]
     if unknown:
@@ -255,8 +259,8 @@ def bench_norm(size: int, rounds: int, clock: int, device: torch.device) -> dict
 
 
 def _check(name: str, make: Callable[[Chunk], Callable[[], Any]], device: torch.device) -> None:
-    """Compare the result of a contestant with torch's AdamW in fp64. Raises OptimusError if they
-    differ."""
+    """Run one step of the program `name` on a small chunk, and compare the result with torch's
+    AdamW in fp64. Raise OptimusError if the results differ."""
     chunk, exact = Chunk.make(4096, device), Chunk.make(4096, device)
     make(chunk)()
     parameter = torch.nn.Parameter(exact.master.double())
@@ -285,8 +289,8 @@ def _race(
     clock: int,
     device: torch.device,
 ) -> dict[str, list[float]]:
-    """Return the seconds of one step for each contestant and round. If a contestant has several
-    functions, the time of the fastest function is used."""
+    """Time the programs in `runs` in turn. Return, for each program, the seconds of one step in
+    each round. If a program has several functions, the time of the fastest function is used."""
 
     def repeated(run: Callable[[], Any]) -> None:
         for _ in range(repeat):
@@ -301,7 +305,7 @@ def _race(
 
 
 def format_result(result: dict[str, Any]) -> str:
-    """Return a table for each case, in Markdown."""
+    """Return `result` as Markdown text, with a table for each case."""
     packages = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     lines = [
         f"{result['device']}, {packages}, kernels {result['kernels']}, "

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Compare the time of an update in this checkout and in another one, such as an older commit.
+"""Compare the time of a training step in this checkout with that in another checkout.
 
     git worktree add /tmp/before COMMIT && python scripts/bench/paired_step.py /tmp/before
 
@@ -36,8 +36,8 @@ def bench(checkout: Path, config: Path, steps: int, overrides: list[str]) -> dic
 
 
 def interval(ratios: list[float], samples: int = 10_000) -> tuple[float, float]:
-    """Return the 95 % confidence interval of the median of `ratios`. It is estimated by bootstrap,
-    with `samples` samples and a fixed seed."""
+    """Return the 95 % confidence interval of the median of `ratios`, estimated by bootstrap with
+    `samples` random samples and a fixed seed."""
     chance = random.Random(0)
     medians = sorted(
         statistics.median(chance.choices(ratios, k=len(ratios))) for _ in range(samples)

@@ -4,7 +4,7 @@
     python scripts/bench/sharding.py [--ranks N] [--hidden N] [--rounds N] [--json]
 
 The local ranks train a model in which experts and other parameters have the proportions of
-Mula-7B-A1B. The compared programs run in turn, and each time is that of the slowest rank.
+Mula-7B-A1B. The compared programs run in turn. Each measured time is the maximum over all ranks.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _WARMUP = 2
 
 
 class FsdpLoop(PlainLoop):
-    """Training loop in which FSDP2 shards each block and the rest of the model.
+    """Training loop in which FSDP2 shards each transformer block and the remaining parameters.
 
-    Parameters stay gathered between forward and backward (`reshard_after_forward=False`). Of the
-    two modes of FSDP2, this is the faster one, and it is closer to Optimus.
+    Parameters stay gathered between forward and backward (`reshard_after_forward=False`). This mode
+    of FSDP2 is faster than `reshard_after_forward=True`, and more similar to Optimus.
     """
 
     def __init__(self, config: Config, plan: BatchPlan, world: World) -> None:
@@ -65,15 +65,15 @@ class FsdpLoop(PlainLoop):
         return self._model(tokens)  # runs the hooks of FSDP2
 
     def run(self, microbatches: list[Microbatch]) -> float:
-        """Run an update. Return the mean cross-entropy over the tokens of all ranks."""
+        """Run one training step. Return the mean cross-entropy over the tokens of all ranks."""
         loss = torch.tensor([super().run(microbatches)])
         all_reduce_sum(loss, self._world.everyone)
         return float(loss)
 
 
 def measure_ranks(world: World, folder: Path, hidden: int, rounds: int) -> dict[str, Any]:
-    """Measure peak memory, and compare the shardings and FSDP2, on the ranks of `world`. A
-    collective of all ranks."""
+    """Measure the peak memory of a training step, compare optim.sharding "epso" with "so", and
+    compare Optimus with FSDP2. A collective of all ranks."""
     size = world.size
     peak = measure_peak(
         common.mula_config(hidden, size, sharding="epso"),
@@ -101,9 +101,10 @@ def measure_peak(config: Config, small: Config, world: World) -> dict[str, Any]:
         world: All ranks.
 
     Returns:
-        `measured`: Bytes at the peak of a step, minus the bytes before the model was built, on the
-        rank with the greatest difference. `parts`: Bytes that rank 0 needs for states,
-        activations and two chunks of gradients. `formula`: Sum of `parts`.
+        `measured`: Resident bytes at the peak of a training step, minus the resident bytes before
+        the model was built, on the rank with the greatest difference. `parts`: Bytes that this rank
+        needs for the states, for the activations, and for two chunks of gradients. `formula`: Sum
+        of `parts`.
     """
     meter = common.MemoryMeter()
     _train(small, world, meter)
@@ -114,8 +115,8 @@ def measure_peak(config: Config, small: Config, world: World) -> dict[str, Any]:
 
 
 def _train(config: Config, world: World, meter: common.MemoryMeter) -> tuple[int, dict[str, int]]:
-    """Run three updates. Return the peak of resident memory in the last update, and the terms whose
-    sum predicts this peak, both in bytes."""
+    """Run three training steps. Return the peak of resident memory in the last step, and the terms
+    whose sum predicts this peak, both in bytes."""
     ours = make_rank(config, world)
     states, microbatches, updater = ours.states, ours.microbatches(), ours.updater()
     for step in range(1, 1 + _WARMUP):
@@ -136,10 +137,10 @@ def compare_shardings(so: Config, epso: Config, world: World, rounds: int) -> di
     """Compare `optim.sharding` "epso" with "so". A collective of all ranks.
 
     Returns:
-        `update`: CPU seconds of AdamW over the shards. `step`: Wall-clock seconds of all work
-        between backward and the next forward: reduction, norm, update and gather. Both contain the
-        seconds for each sharding and the ratios "epso" / "so". `predicted`: Ratio of the sizes of
-        the shards, "epso" / "so".
+        `update`: CPU seconds in which AdamW updates the shard of a rank. `step`: Wall-clock seconds
+        of all work between backward and the next forward: reduction, norm, update and gather.
+        `update` and `step` contain the seconds for each sharding and the ratios "epso" / "so".
+        `predicted`: Ratio of the sizes of the shards, "epso" / "so".
     """
     ranks = {"so": make_rank(so, world), "epso": make_rank(epso, world)}
     updates = {name: _make_update(rank.states, rank.config) for name, rank in ranks.items()}
@@ -193,11 +194,11 @@ def _make_step(states: ChunkEngine) -> Callable[[], None]:
 
 
 def compare_fsdp(config: Config, world: World, rounds: int) -> dict[str, Any]:
-    """Compare the times of an update with Optimus and with FSDP2. A collective of all ranks.
+    """Compare the times of a training step with Optimus and with FSDP2. A collective of all ranks.
 
     Returns:
-        Seconds of an update with each library, the ratios Optimus / FSDP2, and the greatest
-        relative difference of their losses.
+        Seconds of a training step with each library, the ratios Optimus / FSDP2 of these times, and
+        the greatest relative difference between the losses of the libraries.
 
     Raises:
         OptimusError: The relative difference of the losses is 1e-3 or more.
@@ -224,7 +225,8 @@ def compare_fsdp(config: Config, world: World, rounds: int) -> dict[str, Any]:
 
 
 def format_result(result: dict[str, Any]) -> str:
-    """Return a table in Markdown. Each ratio is printed as its least, median and greatest value."""
+    """Return `result` as a Markdown table. For each ratio, the table contains the least, the median
+    and the greatest value over all rounds."""
     lines = [
         "| ranks | dp x ep | EPSO by SO: update alone (predicted) | with collectives | "
         "ours by FSDP2, a step | peak by formula |",

@@ -1,20 +1,21 @@
 #!/usr/bin/env python3
-"""Break real runs during saves, resume them, and compare the result with an unbroken run.
+"""Interrupt saves of training runs, resume the runs, and compare them with an undisturbed run.
 
     python scripts/drills/checkpoint_kill.py random --kills 1000 [--work DIR] [--asynchronous]
     python scripts/drills/checkpoint_kill.py points
     python scripts/drills/checkpoint_kill.py errors
     python scripts/drills/checkpoint_kill.py power
 
-`random`: SIGKILL of rank 0, of rank 1 or of both at random moments. The drill resumes the run after
-each kill until the run ends. `points`: a kill before and after each file call of a save, and in the
-middle of each write. `errors`: each file call of a save fails (ENOSPC, EIO) or writes too few
-bytes; the run must continue. `power`: the file calls of a run are recorded, a power cut after each
-call is simulated, and the possible states of the disk after the power cut are examined.
+A file call is a system call on a file, such as write or rename. `random` kills rank 0, rank 1 or
+both with SIGKILL at random moments, and resumes the run after each kill until the run ends.
+`points` kills a rank before and after each file call of a save, and in the middle of each write.
+`errors` lets each file call of a save fail (ENOSPC, EIO) or write too few bytes; the run must
+continue. `power` records the file calls of a run, simulates a power cut after each call, and
+examines the possible states of the disk after the power cut.
 
 Results are appended to a file in --work; the same command continues after the last result. Exit
-status 0: there was always a valid checkpoint, no states of another step were loaded, and each run
-ended with the same bits of losses and states as the unbroken run.
+status 0: there was always a valid checkpoint, no run loaded the states of a wrong step, and each
+run ended with the same bits of losses and states as the undisturbed run.
 """
 
 from __future__ import annotations
@@ -49,12 +50,14 @@ LONG = {
     "checkpoint__model_interval": 5,
     "checkpoint__keep_models": 2,
 }
-"""Settings of the runs with random kills: 20 full and 8 model-only checkpoints."""
+"""Settings of the runs with random kills. With these settings, a run saves 20 full checkpoints and
+8 model-only checkpoints."""
 
 
 def sum_up(records: Sequence[dict[str, Any]], unit: str) -> int:
-    """Print the number of records, the number of broken records (failed checks), and the first 20
-    broken records. Return the exit status. `unit` is the name of the records, such as "cases"."""
+    """Print the number of records, the number of records with a failed check (key `broken`), and
+    the first 20 of these. Return the exit status. `unit` is the noun for the records in the printed
+    text, such as "cases"."""
     broken = [record for record in records if record.get("broken")]
     seconds = sum(record["s"] for record in records)
     print(f"{len(records)} {unit}, {seconds:.0f} s; broken: {len(broken)}")
@@ -116,7 +119,7 @@ def kill_at_random(
     args: argparse.Namespace,
     settings: dict[str, Any],
 ) -> int:
-    """Start, kill and resume runs until the number of kills is reached. Return the exit status."""
+    """Start, kill and resume runs until `args.kills` kills are done. Return the exit status."""
     unbroken, run = (work.resolve() / name for name in ("unbroken", "run"))
     tree = broken_runs.make_tree(data, run, **LONG, **settings)
     whole_s = _unbroken(pool, broken_runs.make_tree(data, unbroken, **LONG, **settings), work)
@@ -139,8 +142,8 @@ def kill_at_random(
 
 
 def _unbroken(pool: RankPool, tree: dict[str, Any], work: Path) -> float:
-    """Return the duration of the unbroken run in seconds. Run it first if `work` does not contain
-    its duration."""
+    """Return the duration in seconds of a run without kills. If `work` does not contain the
+    duration, first do this run and store its duration in `work`."""
     duration = work / "unbroken.json"
     if not duration.exists():
         for _ in range(2):  # the first also starts the pool
@@ -159,8 +162,9 @@ def _start_and_kill(
     whole_s: float,
     rng: random.Random,
 ) -> dict[str, Any]:
-    """Start or resume the run, kill ranks at a random moment, and verify the checkpoints. If the
-    run ends before the kill, compare it with the unbroken run. Return a record for Results."""
+    """Start or resume the run in `run`, kill ranks at a random moment, and verify all checkpoints.
+    If the run ends before the kill, compare its results with those in `unbroken`, the folder of a
+    run without kills. Return a record for Results."""
     start, before = time.monotonic(), broken_runs.newest_step(run)
     victims, after_s = rng.choice(((0,), (1,), (0, 1))), rng.random() * whole_s / 2
     kills = dict.fromkeys(victims, after_s)
@@ -187,7 +191,8 @@ def break_calls(
     args: argparse.Namespace,
     settings: dict[str, Any],
 ) -> int:
-    """Break each file call of a save in turn, by a kill or an error. Return the exit status."""
+    """For each file call of a save, repeat the save and disturb this call: kill the rank at the
+    call, or let the call fail. Return the exit status."""
     save = broken_runs.record_save(pool, data, scratch, **settings)
     points = args.what == "points"
     cases = save.kills() if points else save.errors()
@@ -222,7 +227,7 @@ def _name(case: Breakage) -> str:
 def cut_power(
     pool: RankPool, data: Path, scratch: Path, args: argparse.Namespace, settings: dict[str, Any]
 ) -> int:
-    """Record a run and simulate a power cut after each of its file calls. Return the exit
+    """Record the file calls of a run, and simulate a power cut after each call. Return the exit
     status."""
     root = scratch / "disk-of-the-run"
     root.mkdir()

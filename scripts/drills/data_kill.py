@@ -3,11 +3,11 @@
 
     python scripts/drills/data_kill.py --kills 100 [--workers 2] [--world 1] [--seed 0]
 
-The drill first prepares a corpus without kills. Then it prepares the same corpus again and again,
-and kills the command, one worker, or all processes by SIGKILL at random moments. When a run ends
-without a kill, its output is compared with the first output, and the next run writes to a new
-directory. Exit status 0: the number of kills was reached, all outputs were byte-identical, and at
-no time did a file with a final name have other content.
+The drill first prepares a data set from a corpus without kills. Then it prepares the same data set
+again and again, and kills the main process, one worker, or all processes of the command by SIGKILL
+at random moments. When a run ends without a kill, its output is compared with the first output, and
+the next run writes to a new directory. Exit status 0: the number of kills was reached, all outputs
+were byte-identical, and no file with a final name ever had other content.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class Drill:
         return [*words, "--rank", str(rank), "--world", str(self.world)]
 
     def start(self, out: Path, rank: int = 0) -> subprocess.Popen[bytes]:
-        """Start a rank of the command in a new session."""
+        """Start the process of one rank of the command, in a new session, and return the
+        process."""
         return subprocess.Popen(
             self.command(out, rank),
             cwd=ROOT,
@@ -64,8 +65,9 @@ class Drill:
 
 
 def write_corpus(folder: Path, files: int, words: int, rng: random.Random) -> None:
-    """Write `files` files to `folder`, each with 10 random texts: plain text, JSON lines and
-    compressed JSON lines in turn."""
+    """Write `files` files to `folder`, each with 10 random texts and about `words` words. The
+    formats of successive files alternate between plain text, JSON lines and compressed JSON
+    lines."""
     folder.mkdir()
     stock = WORDS.split()
     for number in range(files):
@@ -80,7 +82,8 @@ def write_corpus(folder: Path, files: int, words: int, rng: random.Random) -> No
 
 
 def tree(folder: Path) -> dict[str, bytes]:
-    """Return the content of all files in `folder`, except hidden files, by relative path."""
+    """Return a dict that maps the relative path of each file in `folder`, except hidden files, to
+    the content of the file."""
     return {
         str(path.relative_to(folder)): path.read_bytes()
         for path in folder.rglob("*")
@@ -89,12 +92,13 @@ def tree(folder: Path) -> dict[str, bytes]:
 
 
 def differences(out: Path, expected: dict[str, bytes], whole: bool) -> list[str]:
-    """Return the names of the files in `out` whose content is not the expected content.
+    """Return the relative paths of the files in `out` whose content is not the expected content.
+    Hidden files and files in the folders for temporary data (spill) are ignored.
 
     Args:
         out: Directory of the output.
-        expected: The expected content of all files, by name.
-        whole: If true, also return the names of files that the output lacks.
+        expected: The expected content of all files, by relative path.
+        whole: If true, also return the paths of expected files that do not exist in `out`.
     """
     files = tree(out) if out.exists() else {}
     wrong = [
@@ -106,7 +110,8 @@ def differences(out: Path, expected: dict[str, bytes], whole: bool) -> list[str]
 
 
 def kill(process: subprocess.Popen[bytes], rng: random.Random) -> str:
-    """Kill the command, a worker or all processes. Return the target, which is drawn at random."""
+    """Kill the main process of the command, one of its workers, or all its processes, chosen at
+    random. Return the choice: "command", "worker" or "all"."""
     target = rng.choice(("command", "command", "worker", "all"))
     children = children_of(process.pid)
     if target == "worker" and children:
@@ -121,8 +126,8 @@ def kill(process: subprocess.Popen[bytes], rng: random.Random) -> str:
 
 
 def start_and_kill(drill: Drill, out: Path, limit_s: float, rng: random.Random) -> str:
-    """Start all ranks and kill each at a random moment. Return the target of the last kill, or
-    "" if all ranks ended before they were killed."""
+    """Start all ranks of the command, and kill each rank at a random moment unless it has already
+    ended. Return the target of the last kill (as `kill` does), or "" if no rank was killed."""
     ranks = [drill.start(out, rank) for rank in range(drill.world)]
     target = ""
     for process in ranks:

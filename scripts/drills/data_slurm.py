@@ -1,15 +1,16 @@
 #!/usr/bin/env python3
-"""Prepare a corpus with jobs on two nodes of a real Slurm, and interrupt some of the jobs.
+"""Prepare data sets with jobs on two nodes of a real Slurm, and interrupt some of the jobs.
 
     scripts/drills/slurm.sh --nodes 2 -- python scripts/drills/data_slurm.py [--cases nodes,array]
 
-Each case prepares the same data set with jobs. All bytes must be equal to those of the data set
-that one process prepares without Slurm, and `optimus-data verify` must accept the data set.
+Each case prepares a data set from the same corpus. All bytes must be equal to those of the data set
+that one process prepares from this corpus without Slurm, and `optimus-data verify` must accept the
+data set.
 
 nodes    scripts/slurm/data.sh --nodes 2
 tasks    srun with two tasks on each of two nodes
 array    scripts/slurm/data.sh --array 2
-cancel   a job of two nodes is cancelled half-way, then an array of two completes its output
+cancel   a job of two nodes is cancelled half-way, and an array of two jobs completes the output
 requeue  a job of two nodes is requeued half-way, and Slurm starts it again
 rank     one of two ranks is killed half-way; the job is cancelled, and the same command completes
          the output
@@ -43,8 +44,9 @@ JOB_SCRIPT = jobs.ROOT / "scripts" / "slurm" / "data.sh"
 
 @dataclass
 class Drill:
-    """A corpus, the program that prepares it, and the files of the data set that one process
-    prepares from the corpus."""
+    """Inputs of all cases: `base`, the folder with the corpus and the tokenizer; `program`, the
+    command `optimus-data`; and `expected`, the files of the data set that one process prepares from
+    the corpus, by relative path."""
 
     base: Path
     program: Path
@@ -56,11 +58,12 @@ class Drill:
         return [*words, "--unit-size", "50KB", "--shard-size", "40KB", "--eval-fraction", "0.1"]
 
     def submit(self, out: Path, *how: str) -> str:
-        """Submit a job with the options `how` of the job script. Return the ID of the job."""
+        """Submit a job that prepares the data set in `out`, with the options `how` of
+        scripts/slurm/data.sh. Return the ID of the job."""
         return jobs.submitted(str(JOB_SCRIPT), *how, "--time", "10", "--", *self.arguments(out))
 
     def half_way(self, out: Path, job: str) -> bool:
-        """Wait until a third of the text is tokenized or the job has ended. Return True if the job
+        """Wait until `job` has tokenized a third of the text or has ended. Return True if the job
         still runs and has not completed the data set."""
         units = sum(name.startswith("tokens/unit-") for name in self.expected) // 2
 
@@ -72,9 +75,9 @@ class Drill:
         return jobs.running(job) and not (out / "manifest.json").exists()
 
     def disturb(self, out: Path, how: Callable[[str], None], tries: int = 5) -> str:
-        """Submit a job of two nodes, and call `how` with the job's ID when a third of the text is
-        tokenized. If a job ends earlier, submit another job, but at most `tries` jobs in total.
-        Return the ID of the job with which `how` was called."""
+        """Submit a job of two nodes, and call `how` with the ID of the job when the job has
+        tokenized a third of the text. If a job ends before this moment, submit another job, but at
+        most `tries` jobs in total. Return the ID of the job with which `how` was called."""
         for _ in range(tries):
             job = self.submit(out, "--nodes", "2")
             if self.half_way(out, job):
@@ -86,8 +89,8 @@ class Drill:
         raise AssertionError(f"{tries} jobs ended before they could be disturbed; use more --files")
 
     def check(self, out: Path) -> str:
-        """Assert that all files have the expected bytes and that `optimus-data verify` accepts
-        them."""
+        """Assert that all files of the data set in `out` have the expected bytes, and that
+        `optimus-data verify` accepts the data set. Return a text for the result of the case."""
         verified = subprocess.run([self.program, "verify", str(out)], capture_output=True)
         wrong = differences(out, self.expected, whole=True) + ["verify"] * bool(verified.returncode)
         assert not wrong, wrong[:5]
@@ -100,8 +103,9 @@ def states(job: str) -> list[str]:
 
 
 def assert_all_ranks_worked(printed: str, world: int) -> None:
-    """Assert that each rank printed a line about its tokenization. The output alone does not show
-    this, because a single rank would write the same bytes."""
+    """Assert that `printed`, the output of a job, contains a line about tokenization from each of
+    `world` ranks. The data set alone does not show that all ranks worked, because a single rank
+    would write the same bytes."""
     ranks = set(re.findall(rf"^\[rank (\d+) of {world}\] tokenize", printed, re.MULTILINE))
     assert ranks == {str(rank) for rank in range(world)}, (
         f"of {world} ranks, only {ranks} printed a line about tokenization: {printed}"
@@ -161,7 +165,8 @@ def requeue(drill: Drill, out: Path) -> str:
 
 
 def complete(drill: Drill, out: Path, job: str, nodes: str) -> None:
-    """Cancel a job that has lost a rank, and complete its output with the same command."""
+    """Cancel a job that has lost a rank. Submit the same command as a new job on `nodes` nodes, and
+    assert that the new job completes the data set."""
     jobs.output_of("scancel", job)
     jobs.ended(job)
     assert not (out / "manifest.json").exists(), f"{out} is complete although a rank was lost"
@@ -202,7 +207,8 @@ CASES = {case.__name__: case for case in (nodes, tasks, array, cancel, requeue, 
 
 
 def prepare(base: Path, args: argparse.Namespace) -> Drill:
-    """Write the corpus, train the tokenizer, and prepare the expected data set with one process."""
+    """Write the corpus, train the tokenizer, and prepare the expected data set with one process.
+    Return the inputs of the cases."""
     program = install(base / "optimus-data", "data_prep.cli")
     os.environ["OPTIMUS_DATA"] = str(program)
     write_corpus(base / "text", args.files, 2000, random.Random(0))

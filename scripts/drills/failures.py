@@ -1,27 +1,27 @@
 #!/usr/bin/env python3
-r"""Let ranks, agents, nodes and supervisors of `optimus launch` fail, and check each run.
+r"""Cause failures of ranks, agents, nodes and supervisors of `optimus launch`; check each run.
 
     python scripts/drills/failures.py [--case NAME] [--runs N] [--seed S] [--results FILE]
     python scripts/drills/failures.py --sequences N [--seed S] [--results FILE]
     scripts/drills/slurm.sh --networks --nodes 5 -- \
         python scripts/drills/failures.py --launcher srun [--case NAME | --sequences N]
 
-Nodes are emulated on this machine: each emulated node is an agent and its ranks. With --launcher
-srun, nodes are those of a real Slurm, each with a separate network, and a launch is a job. Each run
-trains a tiny model on 2 nodes of 2 ranks. The drill causes one fault of
-`tests/kit/faults/failures.py::CASES` (with srun: `tests/kit/faults/slurm.py::CASES`) at a random
-step of the run. With --sequences, it causes several random faults, each after the run has recovered
-from the previous fault. After the run, the drill checks that
+Nodes are emulated on this machine: each emulated node is an agent process and the ranks that the
+agent starts. With --launcher srun, nodes are those of a real Slurm, each with a separate network,
+and a launch is a job. Each run trains a tiny model on 2 nodes of 2 ranks. The drill causes one
+fault of `tests/kit/faults/failures.py::CASES` (with srun: `tests/kit/faults/slurm.py::CASES`) at a
+random step of the run. With --sequences, it causes several random faults, each after the run has
+recovered from the previous fault. After the run, the drill checks that
 
 - the losses and norms of all steps equal those of an unbroken run, and each step appears once;
 - the right nodes were excluded or suspected, and the right buffer nodes replaced them;
-- no other attempt failed, and the exit status and the verdict are right;
+- the number of restarts of training, the exit status and the verdict are right;
 - every checkpoint is complete and finite;
 - no process of the run remains.
 
-With --results, for example tests/results/failures_local.jsonl, a later command continues after the
-last run of FILE, and the printed number of faults is that of all runs in FILE. Exit status 0: all
-runs of this command have passed the checks.
+With --results FILE, for example tests/results/failures_local.jsonl, the results are appended to
+FILE. A later command continues after the last run in FILE, and prints the number of faults in all
+runs of FILE. Exit status 0: all runs of this command have passed the checks.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ from tests.kit.runs.tiny import make_tiny_data  # noqa: E402
 
 
 def main() -> int:
-    """Run the drill, and return its exit status."""
+    """Do the runs that the command line selects. Return the exit status: 0 if all runs of this
+    command have passed the checks, else 1."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--case", action="append", help="case; may be repeated (all)")
     parser.add_argument("--launcher", choices=("local", "srun"), default="local")

@@ -5,11 +5,12 @@
         [--seed S] [--jobs 2] [--only FORMAT] [--case K] [--out findings.jsonl]
 
 A case is a file with a mutation, and a command that reads the file. tests/kit/faults/judge.py draws
-the cases at random. The number of a case, --seed and --only determine its content. With
+the cases at random. Together, --seed, --only and the number of a case determine the case. With
 --every-field, the cases are not random: each field of each format gets each wrong value in turn. A
-finding is a case in which the command breaks a rule of judge.py. Findings are appended to --out
-with seed and number; `--case K` repeats case K and prints its output. The table at the end has, for
-each format, the number of cases with each outcome. Exit status 0: no finding.
+finding is a case in which the command breaks a rule of judge.py, for example by a traceback.
+Findings are appended to --out, with the seed and the number of the case; `--case K` repeats case K
+and prints its output. The table at the end has, for each format, the number of cases with each
+outcome. Exit status 0: no finding.
 """
 
 from __future__ import annotations

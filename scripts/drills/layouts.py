@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Train on all layouts of up to 8 ranks and compare each run with one process.
+"""Train on all layouts of up to 8 ranks, and compare each run with a run on one process.
 
     python scripts/drills/layouts.py [--out layouts.jsonl] [--pairs] [--only TEXT] [--first N]
 
@@ -64,8 +64,8 @@ def main() -> int:
 
 
 def _run(pool: RankPool, case: Case, known: dict[str, Outcome]) -> dict[str, Any]:
-    """Run a case, compare it with a run on one process, and return a record. `known` is a cache of
-    the outcomes of runs on one process."""
+    """Run a case, compare the outcome with that of a run on one process, and return the result as a
+    record. `known` is a cache of the outcomes of runs on one process."""
     start = time.monotonic()
     record = {"case": str(case), "exact": case.is_exact}
 

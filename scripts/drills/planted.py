@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
-"""Plant the faults of tests/planted/faults.toml, one at a time, and check that their tests fail.
+"""Plant faults in the code, one at a time, and check that tests detect each fault.
 
     python scripts/drills/planted.py [--only TEXT] [--jobs N] [--keep]
 
-The drill copies the tracked files of the working tree, once for each job. All named tests run
-without a fault first and must pass. Then each fault is applied, its tests run, and the file is
-restored. A fault is caught if a test fails; an error of collection or import does not count. A
-fault whose tests are skipped on this machine is "not decidable here".
-Exit status 0: all faults were caught.
+Each entry of tests/planted/faults.toml is a fault: a change of one file, and the tests that must
+detect the change. The drill copies the tracked files of the working tree, once for each job. First,
+the tests of all faults run without a fault and must pass. Then each fault is planted, its tests
+run, and the file is restored. A fault is caught if a test fails; an error of collection or import
+does not count. A fault whose tests are skipped on this machine is "not decidable here". Exit status
+0: all faults were caught.
 """
 
 from __future__ import annotations
@@ -36,16 +37,16 @@ TABLE = ROOT / "tests" / "planted" / "faults.toml"
 _LIMIT_S = 600
 """Time limit of a run of pytest, in seconds."""
 _NO_FINDING = re.compile(r"(\w+\.)*(ImportError|ModuleNotFoundError|NameError|SyntaxError)\b")
-"""Pattern of the messages of test failures that do not count as catching the fault, since they show
-that the changed code is invalid."""
+"""Pattern of failure messages which show that the changed code is invalid, for example that it
+cannot be imported. A test that fails with such a message has not caught the fault."""
 _OUTCOMES = {"failure": "failed", "error": "error", "skipped": "skipped"}
 """Maps the name of an XML element in the JUnit entry of a test case to the outcome of the case."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault to plant: in `file`, `old`, which occurs once, is replaced by `new`. At least one of
-    `tests` must then fail."""
+    """Deliberate error in the code: the text `old`, which occurs once in `file`, is replaced by
+    `new`. At least one of `tests` must then fail."""
 
     name: str
     package: str
@@ -104,13 +105,14 @@ def main() -> int:
 
 
 def read_faults() -> list[Fault]:
-    """Return the faults of the table, in its order."""
+    """Return the faults in tests/planted/faults.toml, in the order of the file."""
     with open(TABLE, "rb") as file:
         return [Fault(**entry) for entry in tomllib.load(file)["fault"]]
 
 
 def copy_checkout(to: Path) -> Path:
-    """Copy the tracked files of the working tree to `to`, and return `to`. Links remain links."""
+    """Copy the tracked files of the working tree to `to`, and return `to`. Symbolic links are
+    copied as links."""
     listed = subprocess.run(
         ["git", "ls-files", "-z"], cwd=ROOT, stdout=subprocess.PIPE, check=True
     ).stdout.decode()
@@ -157,8 +159,8 @@ def _drill(faults: Sequence[Fault], copies: Sequence[Path]) -> int:
 def _in_copies(
     copies: Sequence[Path], tasks: Sequence[T], function: Callable[[T, Path], R]
 ) -> list[R]:
-    """Call `function(task, copy)` for all tasks and return the results. Each copy is used by one
-    call at a time."""
+    """Call `function(task, copy)` for each task, in parallel threads, and return the results in the
+    order of `tasks`. At any time, at most one call uses a copy."""
     free: SimpleQueue[Path] = SimpleQueue()
     for copy in copies:
         free.put(copy)
@@ -175,15 +177,16 @@ def _in_copies(
 
 
 def _judge(fault: Fault, copy: Path, skipped: dict[str, str]) -> tuple[str, str]:
-    """Plant a fault in a copy, run its tests, and restore the file.
+    """Plant a fault in a copy of the checkout, run the tests of the fault, and restore the file.
 
     Args:
         fault: The fault.
         copy: The copy of the checkout.
-        skipped: For each test that is skipped on this machine, the reason.
+        skipped: Maps each test that is skipped on this machine to the reason.
 
     Returns:
-        The verdict ("caught", "MISSED", "NO VERDICT" or "not decidable here"), and its reason.
+        The verdict ("caught", "MISSED", "NO VERDICT" or "not decidable here"), and the reason for
+        the verdict.
     """
     tests = [node for node in fault.tests if node not in skipped]
     if not tests:
@@ -210,8 +213,8 @@ def _judge(fault: Fault, copy: Path, skipped: dict[str, str]) -> tuple[str, str]
 def run_tests(nodes: Sequence[str], copy: Path, *options: str, cache: Path | None = None) -> Run:
     """Run tests in a copy of the checkout.
 
-    Python writes no bytecode files, because with them, it would not notice a change of a source
-    file within the same second.
+    Python writes no bytecode files. With bytecode files, Python would not notice that a source file
+    was changed twice within a second.
 
     Args:
         nodes: Names of the tests, as pytest's node IDs.

@@ -6,10 +6,10 @@
 A layout is a mesh of 1, 2, 4 or 8 ranks, and values of optim.sharding, optim.chunk_length,
 parallel.schedule and checkpoint.scatter. Ranks are simulated one after the other, but they write
 and read real shard files. All elements of the master weights and of both moments are compared.
-`--all`: all pairs of layouts; `--row`: all pairs with this layout; `--sample`: N random pairs,
-which are added to the pairs of the other options. Results are appended to --out; the same command
-continues after the last result. Exit status 0: all loaded bits equal the saved bits; 2: no pair was
-selected.
+`--all` selects all pairs of a saving and a loading layout; `--row` selects all pairs that contain
+LAYOUT; `--sample` adds N random pairs to the pairs of the other options. Results are appended to
+--out; the same command continues after the last result. Exit status 0: all loaded bits equal the
+saved bits; 2: no pair was selected.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ from tests.kit.runs.saves import block_bytes  # noqa: E402
 
 
 def select(layouts: list[Layout], args: argparse.Namespace) -> list[Pair]:
-    """Return the selected pairs of layouts (saving, loading), sorted by the saving layout."""
+    """Return the pairs (saving layout, loading layout) that the options select, without duplicates,
+    sorted by saving layout."""
     pairs = list(itertools.product(layouts, layouts)) if args.all else []
     if args.row:
         (row,) = [layout for layout in layouts if str(layout) == args.row]
@@ -55,16 +56,16 @@ def select(layouts: list[Layout], args: argparse.Namespace) -> list[Pair]:
 
 
 class Saver:
-    """Saver of checkpoints. If `save` is called with the same layout as in the previous call, it
-    returns the checkpoint of that call."""
+    """Writer of checkpoints in the directory `scratch`. If `save` is called twice in succession
+    with the same layout, the second call returns the checkpoint of the first."""
 
     def __init__(self, scratch: Path) -> None:
         self._scratch = scratch
         self._layout: Layout | None = None
 
     def save(self, layout: Layout) -> tuple[Path, Index, WholeStates]:
-        """Save a checkpoint under the layout. Return its directory, its index and the saved
-        states."""
+        """Save a checkpoint under `layout`. Return the directory of the checkpoint, its index, and
+        the saved states."""
         if layout != self._layout:
             holdings = layout.holdings()
             self._states = whole_states(all_shapes(holdings), seed=1)

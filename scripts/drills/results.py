@@ -1,4 +1,5 @@
-"""File with the results of a drill. A later run of the drill continues after the last result."""
+"""File with the results of a drill (a long test in this folder). A later run of the drill reads the
+file and continues after the last result."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ class Results:
     """Records of a drill, in a file with one JSON object per line.
 
     Args:
-        path: The file, which may contain records of earlier runs. With "-", there is no file.
+        path: The file, which may contain records of earlier runs. With "-", the records are not
+            written to a file.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -22,7 +24,7 @@ class Results:
         self.records: list[dict[str, Any]] = [json.loads(line) for line in lines]
 
     def add(self, **record: Any) -> dict[str, Any]:
-        """Append a record, and return it."""
+        """Append a record to `records` and to the file, and return the record."""
         self.records.append(record)
         if self._path is not None:
             with open(self._path, "a", encoding="utf-8") as file:

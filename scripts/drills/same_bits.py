@@ -4,11 +4,11 @@
     python scripts/drills/same_bits.py [--against COMMIT] [--only TEXT] [--work DIR]
 
 Both versions run on this machine, since the bits of results depend on the processor. Each version
-prepares a data set from the documentation of COMMIT, trains eight layouts for 8 steps, with a stop
-and a resume after step 5, and generates text from the last checkpoint. The drill compares the files
-of the data sets, the lines of metrics.jsonl and eval.jsonl without times, all parameters and
-optimizer states of the last checkpoint, and the generated text. A refactoring must not change any
-of these results. Exit status 0: all are equal bit for bit.
+prepares a data set from the documentation of COMMIT, trains models under eight layouts for 8 steps,
+with a stop and a resume after step 5, and generates text from the last checkpoint. The drill
+compares the token files and tokenizers, the lines of metrics.jsonl (without times) and eval.jsonl,
+all parameters and optimizer states of the last checkpoint, and the generated text. A refactoring
+must not change any of these results. Exit status 0: all are equal bit for bit.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ LAYOUTS = (
 
 
 class Version:
-    """A version of Optimus (a copy of a commit, or this working tree) and the directory for its
-    results."""
+    """A version of Optimus (a checkout of a commit, or this working tree), and the directory for
+    the results of this version."""
 
     def __init__(self, name: str, root: Path, work: Path) -> None:
         self.name, self.root, self.work = name, root, work / name
@@ -110,8 +110,8 @@ class Version:
         (self.work / "run.toml").write_text(CONFIG)
 
     def run(self, module: str, *arguments: str) -> str:
-        """Run a command of this version and return its standard output. If the command fails, exit
-        with its errors."""
+        """Run a command of this version and return its standard output. If the command fails, end
+        the drill and print the standard error of the command."""
         paths = os.pathsep.join([str(self.root), str(self.root / "kernels")])
         environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-P", "-m", module, *arguments]
@@ -122,7 +122,8 @@ class Version:
         return done.stdout.decode(errors="replace")
 
     def prepare(self, text: Path) -> None:
-        """Make a tokenizer, and a data set of `text` with held-out instances."""
+        """Train a tokenizer on the Markdown files in `text`, and prepare a data set with held-out
+        instances from these files."""
         source = ["--input", str(text / "**" / "*.md")]
         vocabulary = ["--vocab-size", "512", "--out", "tokenizer.json"]
         self.run("data_prep.cli", "train-tokenizer", *source, *vocabulary)
@@ -131,7 +132,8 @@ class Version:
         self.run("data_prep.cli", "run", *source, *sizes, *out)
 
     def train(self, layout: Layout) -> str:
-        """Train a layout with a stop and a resume. Return the output of `generate`."""
+        """Train a model under `layout`, with a stop after step 5 and a resume. Return the text that
+        `optimus generate` samples from the last checkpoint."""
         command = ["train", "run.toml", "data.path=data", f"train.run_dir={layout.name}"]
         command += layout.overrides.split()
         ranks = ["--nproc", str(layout.ranks)] if layout.ranks > 1 else []
@@ -181,8 +183,8 @@ def _report(name: str, different: list[str]) -> int:
 
 
 def _different_files(old: Path, new: Path) -> list[str]:
-    """Return the names of the token files and tokenizers that differ between two data sets.
-    Manifests are not compared, since they contain times and paths."""
+    """Return the names of the token files and tokenizers that differ between the data sets `old`
+    and `new`. Manifests are not compared, since they contain times and paths."""
     files = [
         {
             path.relative_to(root).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
@@ -197,8 +199,8 @@ def _different_files(old: Path, new: Path) -> list[str]:
 
 
 def _different_runs(old: Path, new: Path) -> list[str]:
-    """Return the names of the metrics files that differ between two runs, and of the parameters and
-    optimizer states that differ between their last checkpoints."""
+    """Compare the runs in the directories `old` and `new`. Return the names of the metrics files
+    that differ, and of the parameters and optimizer states that differ in the last checkpoints."""
     different = ["metrics.jsonl"] if metrics_of(old) != metrics_of(new) else []
     evaluations = [read_json_lines(run / "eval.jsonl") for run in (old, new)]
     if evaluations[0] != evaluations[1]:

@@ -1,4 +1,5 @@
-"""Functions that control jobs of a real Slurm, and the command line of drills that use them."""
+"""Functions that submit, observe and kill Slurm jobs, and the command line of the drills that use
+Slurm."""
 
 from __future__ import annotations
 
@@ -16,12 +17,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 
 LIMIT_S = 180.0
-"""Time limit of each wait, in seconds."""
+"""Time limit of a call of `wait_until`, in seconds."""
 
 
 def wait_until(condition: Callable[[], object], name: str) -> None:
-    """Wait until the condition is true. Raises AssertionError after LIMIT_S. `name` describes the
-    condition in the message."""
+    """Call `condition` repeatedly until its result is true. Raise AssertionError after LIMIT_S
+    seconds; `name` describes the condition in the error message."""
     end = time.monotonic() + LIMIT_S
     while not condition():
         assert time.monotonic() < end, f"timeout after {LIMIT_S:.0f} s while waiting for {name}"
@@ -29,7 +30,8 @@ def wait_until(condition: Callable[[], object], name: str) -> None:
 
 
 def output_of(*command: str) -> str:
-    """Run a command, and return its standard output. Raises CalledProcessError if it fails."""
+    """Run a command, and return its standard output. Raise CalledProcessError if the command
+    fails."""
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
@@ -39,17 +41,19 @@ def submitted(*command: str) -> str:
 
 
 def running(job: str) -> bool:
-    """Return True if the job is in the queue or runs."""
+    """Return True if the job with the ID `job` is pending or running."""
     return bool(output_of("squeue", "--noheader", f"--jobs={job}"))
 
 
 def ended(job: str) -> None:
-    """Wait for the end of the job."""
+    """Wait until the job with the ID `job` has ended. Raise AssertionError after LIMIT_S
+    seconds."""
     wait_until(lambda: not running(job), f"end of job {job}")
 
 
 def field_of(job: str, key: str) -> list[str]:
-    """Return the value of a field of `scontrol show job`, or one value for each job of an array."""
+    """Return the values of the field `key` in the output of `scontrol show job`: one value for a
+    single job, or one value for each job of an array."""
     return re.findall(rf"\b{key}=(\w+)", output_of("scontrol", "--oneliner", "show", "job", job))
 
 
@@ -67,7 +71,7 @@ def _processes(name: str, value: str) -> list[int]:
 
 
 def kill_rank(job: str, rank: int) -> None:
-    """Kill all processes of a rank of the job."""
+    """Kill all processes of rank `rank` of the Slurm job with the ID `job`."""
     pids = set(_processes("SLURM_PROCID", str(rank))) & set(_processes("SLURM_JOB_ID", job))
     assert pids, f"job {job} has no process of rank {rank}"
     for pid in pids:
@@ -80,16 +84,17 @@ def run_cases(
     prepare: Callable[[Path, argparse.Namespace], Any],
     check: Callable[[Any, Path], str] = lambda drill, out: "",
 ) -> int:
-    """Run the cases of a drill and print the result of each.
+    """Run the cases of a drill that the option --cases selects, and print the result of each case.
 
     Args:
         parser: The parser of the command line; it gets the option --cases.
         cases: Functions by name. Each receives the result of `prepare` and a directory for the
-            output. It returns a description of the result, or raises AssertionError.
-        prepare: Called once with a directory and the parsed arguments. Its result is passed to all
-            cases.
-        check: Called after each case with the same arguments as the case, to check the output. It
-            returns text that is added to the description.
+            output. The function returns a description of the result, or raises AssertionError if
+            the case fails.
+        prepare: Called once with a directory and the parsed arguments. The result of `prepare` is
+            passed to all cases.
+        check: Called after each case with the same arguments as the case, to check the output.
+            `check` returns text that is added to the description, or raises AssertionError.
 
     Returns:
         The exit status: 0 if no case failed, else 1.

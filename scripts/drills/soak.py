@@ -3,17 +3,17 @@
 
     python scripts/drills/soak.py [--minutes 30] [--nproc 2] [--work DIR] [KEY=VALUE ...]
 
-The drill runs the configuration of the demo on its data (made in --work by the first run) until
-train.deadline_s. Once a second it samples all processes of the run: resident memory (anonymous and
-shared, without pages of files), open files (without shards of the data, which remain open) and
-threads. It also records the time of each step, as wall-clock time and as processor time of all
-ranks, which other programs affect less. The time after the first fifth of the run is divided into
-twelve windows. A line is fitted to the twelve medians of each quantity, and the rise of the line is
-printed with a 95 % confidence interval. Memory rises for some hundred updates until the caches of
-libraries are full, so a run should have thousands of updates.
-Exit status 0: each rise of memory, files, threads and processor time of a step is at most 1 % of
-the mean, or its confidence interval includes 0; the run ended with status 3, as after any deadline,
-with a valid checkpoint; no process and no temporary file remains.
+The drill trains with the configuration and the data set of the demo until train.deadline_s. The
+first run prepares the data set in --work. Once a second, the drill samples all processes of the
+run: resident memory (anonymous and shared, without pages of files), open files (without the shards
+of the data set, which remain open) and threads. The drill also records the time of each step, as
+wall-clock time and as processor time of all ranks, which other programs affect less. The time after
+the first fifth of the run is divided into twelve windows. A line is fitted to the twelve medians of
+each quantity, and the rise of the line is printed with a 95 % confidence interval. Memory rises for
+some hundred updates until the caches of libraries are full, so a run should have thousands of
+updates. Exit status 0: each rise of memory, files, threads and processor time of a step is at most
+1 % of the mean, or its confidence interval includes 0; the run ended with status 3, as after any
+deadline, with a valid checkpoint; no process and no temporary file remains.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
 class Sample(NamedTuple):
-    """Resources that a process uses at a moment."""
+    """Resources of a process at one moment: memory, open files, threads, and the processor time
+    since the start of the process."""
 
     resident_bytes: int
     open_files: int
@@ -59,11 +60,12 @@ class Sample(NamedTuple):
 
 
 History = dict[float, Sample]
-"""Samples of a process by seconds since the start of the run."""
+"""Maps the seconds since the start of the run to a Sample of one process."""
 
 
 class Progress(NamedTuple):
-    """Number of steps and processor time of the run until a moment."""
+    """Number of steps and processor time of a run, from its start until `at_s` seconds after its
+    start."""
 
     at_s: float
     steps: int
@@ -80,7 +82,8 @@ class Process(NamedTuple):
 
 
 class Trend(NamedTuple):
-    """Line fitted to the values of a quantity over the windows of a run."""
+    """Straight line fitted to the values of a quantity, such as memory, in the time windows of a
+    run."""
 
     mean: float
     rise: float
@@ -145,7 +148,8 @@ def _arguments() -> argparse.Namespace:
 
 
 def _demo_data(work: Path) -> Path:
-    """Return the data set of the demo. If it does not exist, make it as scripts/demo.sh does."""
+    """Return the path of the demo's data set in `work`. If the data set does not exist, prepare it
+    in the same way as scripts/demo.sh."""
     data, tokenizer = work / "data", work / "tokenizer.json"
     text = ["--input", f"{os.path.dirname(os.__file__)}/**/*.py", "--exclude", "*/site-packages/*"]
     text += ["--on-error", "quarantine"]
@@ -162,7 +166,8 @@ def _demo_data(work: Path) -> Path:
 def _watch(
     run: subprocess.Popen[bytes], metrics: Path, data: Path
 ) -> tuple[dict[Process, History], list[Progress]]:
-    """Sample all processes of the run until it ends. Return the samples and the progress.
+    """Sample all processes of the run until it ends. Return the samples of each process, and the
+    progress of the run over time.
 
     A process belongs to the run if it is the command or a child of a process of the run. Sessions
     do not show which processes belong to the run, because ranks have new sessions.
@@ -186,7 +191,8 @@ def _watch(
 
 
 def _processes() -> dict[Process, int]:
-    """Return all running processes of the machine by ID, each with the ID of its parent."""
+    """Return all processes of the machine except zombies. The keys are the processes, and the
+    values are the IDs of their parents."""
     processes = {}
     for pid in sorted(int(name) for name in os.listdir("/proc") if name.isdigit()):
         try:
@@ -199,13 +205,14 @@ def _processes() -> dict[Process, int]:
 
 
 def _stat(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat after the name: state, parent, group, session, ..."""
+    """Return the fields of /proc/PID/stat that follow the process name: state, parent, group,
+    session, ..."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 def _sample(pid: int, data: Path) -> Sample | None:
-    """Return the resources that a process uses. Return None if the process has ended. `data` is the
-    data set, whose open files are not counted."""
+    """Return the resources that a process uses, or None if the process has ended. For each open
+    file of the data set `data`, one file descriptor is not counted."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
         status = {name: value.split() for name, _, value in (line.partition(":") for line in lines)}
@@ -224,8 +231,9 @@ def _sample(pid: int, data: Path) -> Sample | None:
 
 
 def _trend(times: Sequence[float], values: Sequence[float]) -> Trend:
-    """Divide the time into WINDOWS windows, without its first fifth, and fit a line to the medians
-    of the values in the windows. `times[i]` is the time of `values[i]`."""
+    """Leave out the first fifth of the time, and divide the rest into WINDOWS windows. Return the
+    line fitted to the median value in each window. `times[i]` is the time of `values[i]` in
+    seconds."""
     start = min(times) + (max(times) - min(times)) / 5
     width = (max(times) - start) / WINDOWS
     windows: list[list[float]] = [[] for _ in range(WINDOWS)]

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Train a tiny model with the job script on two nodes of a real Slurm, and cause errors.
+"""Train a tiny model with scripts/slurm/train.sh on two nodes of a real Slurm, and cause errors.
 
     scripts/drills/slurm.sh --nodes 2 -- python scripts/drills/train_slurm.py [--cases nodes,rank]
 
@@ -38,7 +38,8 @@ LAYOUT = ("parallel.pp=2", "parallel.dp=2")
 
 @dataclass
 class Drill:
-    """Configuration of the jobs, and the metrics of a run on one process for comparison."""
+    """Inputs of all cases: the configuration of the jobs, the command `optimus`, and the expected
+    metrics, which are those of a run on one process."""
 
     base: Path
     config: Path
@@ -47,13 +48,14 @@ class Drill:
     expected: list[dict[str, Any]]
 
     def command(self, out: Path, *settings: str) -> list[str]:
-        """Return the command that submits a job of 2 x 2 ranks."""
+        """Return the command that submits a job of 2 nodes with 2 ranks each. `out` is the run
+        directory, and `settings` override the configuration."""
         options = ["--nodes", "2", "--ranks", "2", "--time", "10"]
         arguments = [str(self.config), f"train.run_dir={out}", *settings]
         return [str(JOB_SCRIPT), *options, "--", *arguments]
 
     def submit(self, out: Path, *settings: str) -> str:
-        """Submit a job of 2 x 2 ranks. Return the ID of the job."""
+        """Submit the job of `command(out, *settings)`. Return the ID of the job."""
         return jobs.submitted(*self.command(out, *settings))
 
 
@@ -63,8 +65,9 @@ def status(job: str) -> int:
 
 
 def assert_refused(job: str, code: int, message: str, max_lines: int = 1) -> str:
-    """Wait for the end of the job. Assert that its exit status is `code` and that it printed 1 to
-    `max_lines` error lines, with `message` in the first. Return a description."""
+    """Wait until the job has ended. Assert that its exit status is `code`, and that it printed 1 to
+    `max_lines` error lines, the first of which contains `message`. Return a description of the
+    result."""
     jobs.ended(job)
     printed = Path(f"slurm-{job}.out").read_text()
     lines = [line for line in printed.splitlines() if re.match(r"optimus:.* error: ", line)]
@@ -122,7 +125,8 @@ CASES = {case.__name__: case for case in (nodes, world, address, rank)}
 
 
 def prepare(base: Path, args: argparse.Namespace) -> Drill:
-    """Install the command `optimus`, make data and a configuration, and train on one process."""
+    """Install the command `optimus`, make data and a configuration, and train on one process.
+    Return the inputs of the cases."""
     program = install(base / "optimus", "optimus.cli")
     os.environ["OPTIMUS"] = str(program)
     data, config = make_tiny_data(base / "tiny"), base / "run.toml"
