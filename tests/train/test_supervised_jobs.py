@@ -84,13 +84,20 @@ class Submission:
         self._optimus = install(folder / "optimus", "optimus.cli")
 
     def submit(self, *options: str, machine: str = "", steps: int = STEPS) -> None:
-        """Submit the run, as job 1. `machine` is added to the definition of the machine."""
+        """Submit the run, as job 1.
+
+        Args:
+            options: Options of the job script.
+            machine: Text to add to the definition of the machine.
+            steps: Number of updates.
+        """
         variables = '{ GLOO_SOCKET_IFNAME = "lo", OMP_NUM_THREADS = "1" }'
         text = f"{machine}\nheartbeat_s = 10.0\n[[environment]]\nvariables = {variables}\n"
         self._machine.write_text(text)
         command = [str(SCRIPT), "--nodes", "2", "--machine", str(self._machine), *options]
         environ = {"PATH": f"{self.cluster.bin}:{os.environ['PATH']}"}
-        done = started([*command, "--", str(self._config)], **environ, OPTIMUS=str(self._optimus))
+        run = [str(self._config), f"train.max_steps={steps}"]
+        done = started([*command, "--", *run], **environ, OPTIMUS=str(self._optimus))
         assert done.returncode == 0 and done.stdout == "1.pbs\n", done.stderr
 
     def wait_for(self, condition: Callable[[], object]) -> None:

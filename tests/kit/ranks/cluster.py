@@ -158,6 +158,8 @@ class Cluster:
         """End a job whose script has ended, whose hosts have died, or whose time is over."""
         down = [host for host in job["hosts"] if not self._is_up(host)]
         status = self._processes[job["id"]].poll()
+        if job["hosts"][0] in down:
+            status = None  # nothing on the first host reports how the script has ended
         is_over = time.time() > job["start"] + job["walltime"] or job.get("deleted", False)
         if is_over and job["id"] not in self._term_at:
             self._term_at[job["id"]] = time.time()
