@@ -27,13 +27,15 @@ _PIPE_CLOSED = 128 + signal.SIGPIPE  # a shell's exit status for a program that 
 _STALL_S = 5.0
 """Maximum time in seconds that a write to standard error waits until the stream accepts data."""
 _SLOW_TO_START = (["train"], ["eval"], ["generate"], ["bench"])
-"""Commands that import torch. On a terminal they first print that they are starting."""
+"""Commands whose start takes seconds because they import torch. On a terminal, each of them first
+prints the line `optimus: starting COMMAND`."""
 _WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 """Environment variables that set whether OpenMP threads spin or sleep while they wait."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status. README lists the statuses."""
+    """Run the command in `argv` (default: `sys.argv[1:]`) and return its exit status. README lists
+    the statuses."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         args = _parse(arguments)
@@ -109,7 +111,8 @@ def process() -> NoReturn:
 
 
 def set_library_variables() -> None:
-    """Set the environment variables that libraries read when they are imported."""
+    """Set OMP_WAIT_POLICY and PYTHONSAFEPATH, environment variables that libraries read at their
+    import."""
     # By default, waiting OpenMP threads spin and occupy cores that other threads need.
     if not any(name in os.environ for name in _WAITING):
         os.environ["OMP_WAIT_POLICY"] = "passive"
@@ -122,8 +125,8 @@ class _Stderr:
     """Standard error that drops text instead of raising an error or blocking.
 
     If nobody reads the output, the first write waits for at most _STALL_S seconds. Later writes
-    drop their text at once, until the output is read again. The wait must be short, because the
-    other ranks consider a rank lost if they wait too long for it.
+    drop their text at once, until the output is read again. The wait must be short: if this rank
+    waits too long, the other ranks consider this rank lost.
     """
 
     def __init__(self, stream: TextIO) -> None:

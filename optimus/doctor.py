@@ -37,7 +37,8 @@ _GIB = 1 << 30
 
 
 def examine() -> dict[str, Any]:
-    """Return the report of `optimus doctor --json`. Runs no collective and compiles nothing."""
+    """Return the dict that `optimus doctor --json` prints. No collective is run, and nothing is
+    compiled."""
     return {
         "versions": _versions(),
         "machine": _machine(),
@@ -77,7 +78,7 @@ def format_examination(examination: dict[str, Any]) -> str:
 
 
 def kernels_status() -> dict[str, Any]:
-    """Return the report of `optimus kernels status --json`.
+    """Return the dict that `optimus kernels status --json` prints.
 
     Raises:
         ConfigError: The value of OPTIMUS_KERNELS is unknown.
@@ -93,7 +94,8 @@ def build_kernels(names: Sequence[str]) -> None:
     """Compile kernels before a run needs them.
 
     Args:
-        names: Backends to compile. If `names` is empty, all backends that this machine can compile.
+        names: Backends to compile. If `names` is empty, compile all backends that this machine can
+            compile.
 
     Raises:
         ConfigError: A name is unknown, or a backend cannot be compiled. Also raised if `names` is

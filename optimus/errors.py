@@ -1,7 +1,8 @@
-"""Errors that are shown to users, and the Outcome that ends a run or a command.
+"""Errors that are shown to users, and `Outcome`, the report on the end of a run or a command.
 
-A mistake of the user raises one of these errors. The error's message is one line with the remedy. A
-bug of Optimus raises an assertion instead. Before a run ends, its ranks agree on one Outcome.
+A mistake of the user raises an OptimusError, whose message is one line with the remedy. A bug of
+Optimus raises another exception, such as AssertionError. Before a run ends, its ranks agree on one
+Outcome.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 
 Phase = Literal["launch", "meeting", "setup", "training", "benchmark"]
 """Phases of a rank. launch: read the command. meeting: rendezvous with the other ranks. setup:
-build the model and the optimizer. training: run updates. benchmark: run `optimus bench`."""
+build the model and the optimizer. training: update the weights. benchmark: run `optimus bench`."""
 
 
 class OutcomeKind(Enum):
@@ -35,7 +36,8 @@ class OutcomeKind(Enum):
 
     @property
     def exit_status(self) -> int:
-        """Exit status of a process that ends in this way. README lists the statuses."""
+        """Exit status of a process that ends with an outcome of this kind. README lists the
+        statuses."""
         return _EXIT_STATUS[self]
 
 
@@ -59,7 +61,7 @@ class Outcome:
         message: One line for the user.
         rank: Rank that reports the Outcome; 0 if all ranks report the same.
         host: Host name of that rank's machine.
-        step: Update in which that rank ended; 0 before the first update.
+        step: Number of the update in which that rank ended; 0 before the first update.
         phase: Phase in which that rank ended.
     """
 
@@ -85,7 +87,7 @@ class Outcome:
 
 
 class OptimusError(Exception):
-    """Base class of the errors that users see. The message is one line."""
+    """Base class of the errors that users see. The message of each error is one line."""
 
     kind = OutcomeKind.FAILED
 
@@ -96,13 +98,13 @@ class OptimusError(Exception):
 
 
 class ConfigError(OptimusError):
-    """A setting or argument that is unknown, has a wrong type or contradicts another."""
+    """Raised if a setting or argument is unknown, has a wrong type or contradicts another."""
 
     kind = OutcomeKind.USAGE
 
 
 class LaunchError(ConfigError):
-    """Invalid or missing environment variables of a launcher, or an unusable rendezvous address.
+    """Raised if environment variables of a launcher or the rendezvous address cannot be used.
 
     Attributes:
         of_rank: True if the error concerns this rank alone. If False, all ranks of the machine
@@ -115,7 +117,7 @@ class LaunchError(ConfigError):
 
 
 class DataError(OptimusError):
-    """A data set or an input file that is missing, damaged, or does not fit the model."""
+    """Raised if a data set or an input file is missing, damaged, or does not fit the model."""
 
     kind = OutcomeKind.USAGE
 
@@ -127,25 +129,26 @@ class DamageError(DataError):
 
 
 class CheckpointError(OptimusError):
-    """A checkpoint that is missing or damaged, or belongs to another model."""
+    """Raised if a checkpoint is missing, is damaged or belongs to another model."""
 
     kind = OutcomeKind.USAGE
 
 
 class Stopped(OptimusError):
-    """The run wrote a checkpoint and stopped, because of a signal or its deadline."""
+    """Raised if the run wrote a checkpoint and stopped because of a signal or its deadline."""
 
     kind = OutcomeKind.STOPPED
 
 
 class NonFiniteError(OptimusError):
-    """A NaN or an infinity in a loss, a gradient or an optimizer state. All ranks raise it."""
+    """Raised on all ranks if a loss, a gradient or an optimizer state contains a NaN or
+    infinity."""
 
     kind = OutcomeKind.NONFINITE
 
 
 class LostPeerError(OptimusError):
-    """Another rank died, or a collective did not complete within its time limit."""
+    """Raised if another rank died, or a collective did not complete within its time limit."""
 
     kind = OutcomeKind.LOST_PEER
 
@@ -181,7 +184,8 @@ def reason_of(error: OSError) -> str:
 
 
 def one_line(text: object) -> str:
-    """Return `text` as one printable line. The middle of a very long text is left out."""
+    """Return `text` as one printable line. If the line is longer than _LINE_CHARS, its middle is
+    left out."""
     line = printable(" ".join(str(text).split()))
     if len(line) <= _LINE_CHARS:
         return line

@@ -1,7 +1,7 @@
-"""Peak FLOP/s of a device, the denominator of MFU.
+"""Peak FLOP/s of a device, the denominator of MFU (model FLOPs utilization).
 
-A peak comes from a data sheet, or it is measured and cached. A resumed run keeps its peak if the
-device, the dtype and the other conditions in `Setup` are the same.
+The peak comes from a data sheet or from a measurement, which is cached. A resumed run uses the same
+peak as before if the conditions in `Setup`, such as device and dtype, are the same.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ _KINDS = {
     "float": (int, float),
     "float | None": (int, float, type(None)),
 }
-"""Accepted types of a value in a cache file. The key is the annotation of the value's field in
-`Peak` or `Setup`."""
+"""Maps the type annotation of a field of `Peak` or `Setup` to the types that the field's value may
+have in a cache file."""
 _BUDGET_S = 0.8
 _MIN_RUNS = 3
 _MAX_SPREAD = 0.1
-"""Maximum `Peak.spread` of a measurement that is cached."""
+"""A measured peak is cached only if its `Peak.spread` is at most this value."""
 _MIN_CPU_SHARE = 0.9
-"""Minimum of processor time / (wall-clock time * threads) for the measured time of a matrix product
-to be used. If the quotient is lower, other programs interrupted the product."""
+"""Minimum of processor time / (wall-clock time * threads) of a matrix product. If the quotient is
+lower, other programs interrupted the product, and its time is not used."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """Conditions under which a peak was measured: device, dtype, software and threads. A cached
-    peak is used only under the same conditions."""
+    """Conditions under which a peak was measured: device, dtype, software and number of threads. A
+    cached peak is used only under the same conditions."""
 
     device: str
     """Device type, such as `cuda`."""
@@ -76,14 +76,14 @@ class Setup:
 
 @dataclass(frozen=True)
 class Peak:
-    """Peak FLOP/s of one rank, and how it was found."""
+    """Peak FLOP/s of one rank, and the method by which it was found."""
 
     setup: Setup
     flops: float
     spread: float | None
-    """Relative difference between the rates of two measured matrix products. They are the fastest
-    product and the third fastest or, if 30 or more products were measured, the product at the 10th
-    percentile. A large spread means an unreliable measurement. None if `flops` is an estimate,
+    """Relative difference between the rates of the fastest measured matrix product and a slower
+    one: the third fastest or, of 30 or more products, the product at the 10th percentile of times.
+    A large spread means that the measurement is unreliable. None if `flops` is only an estimate,
     because other programs interrupted too many products."""
     method: str
     """Phrase for log lines that says how `flops` was found, such as "measured 512^3 matmul"."""
@@ -110,16 +110,17 @@ def find_peak(
 ) -> Peak:
     """Return the peak FLOP/s of a device for matrix products.
 
-    The peak comes from a data sheet, from the cache or from a measurement of about a second.
+    The peak comes from a data sheet, from the cache or from a measurement that takes about a
+    second.
 
     Args:
         device: Device of this rank. On a CPU, the peak covers this rank's intra-op threads.
-        dtype: Dtype of the products.
-        library: Name of the library that computes the products.
+        dtype: Dtype of the matrix products.
+        library: Name of the library that computes the matrix products.
         log: Function that writes one line to the log.
 
     Returns:
-        The peak of one rank.
+        The peak of this rank.
     """
     setup = setup_of(device, dtype, library)
     if device.type != "cpu" and dtype is torch.bfloat16:
@@ -150,7 +151,7 @@ def find_peak(
 
 
 def setup_of(device: torch.device, dtype: torch.dtype, library: str) -> Setup:
-    """Return the Setup of a measurement on this rank."""
+    """Return the conditions under which this rank would measure its peak."""
     threads = torch.get_num_threads() if device.type == "cpu" else 1
     dtype_name = str(dtype).removeprefix("torch.")
     return Setup(device.type, device_name(device), dtype_name, library, torch.__version__, threads)
@@ -208,7 +209,8 @@ def _timed(run: Callable[[], Any], clock: Callable[[], float]) -> float:
 
 
 def _thread_times(size: int, dtype: torch.dtype, budget_s: float) -> list[float]:
-    """Time several matrix products on this thread. Return the processor seconds of each."""
+    """Time products of two [size, size] matrices on a CPU for `budget_s` seconds, at least
+    _MIN_RUNS products. Return the processor seconds that this thread used for each product."""
     run = _product(size, dtype, torch.device("cpu"))
     times_s: list[float] = []
     end = time.perf_counter() + budget_s
@@ -218,7 +220,7 @@ def _thread_times(size: int, dtype: torch.dtype, budget_s: float) -> list[float]
 
 
 def _uninterrupted_times(size: int, dtype: torch.dtype, threads: int) -> list[float]:
-    """Time matrix products on all intra-op threads.
+    """Time products of two [size, size] matrices on all intra-op threads of a CPU.
 
     Return the wall-clock seconds of those products that no other program interrupted.
     """
@@ -233,7 +235,8 @@ def _uninterrupted_times(size: int, dtype: torch.dtype, threads: int) -> list[fl
 
 
 def _device_times(size: int, dtype: torch.dtype, device: torch.device) -> list[float]:
-    """Time several matrix products on an accelerator. Return the wall-clock seconds of each."""
+    """Time products of two [size, size] matrices on an accelerator. Return the wall-clock seconds
+    of each product."""
     run = _product(size, dtype, device)
     times_s: list[float] = []
 
@@ -249,11 +252,11 @@ def _device_times(size: int, dtype: torch.dtype, device: torch.device) -> list[f
 
 
 def cache_dir() -> Path | None:
-    """Return the directory of cached peaks, or None if the user has no cache directory.
+    """Return the directory of cached peaks; None if there is no such directory.
 
-    The environment variable OPTIMUS_PEAK_CACHE can name the directory. If it is not set, the
-    directory is in the user's cache directory. A user without a home directory may have no cache
-    directory.
+    The directory is the value of OPTIMUS_PEAK_CACHE or, without this variable, `optimus/peaks` in
+    the user's cache directory (XDG_CACHE_HOME or `~/.cache`). A user without a home directory may
+    have no cache directory.
     """
     if setting := os.environ.get("OPTIMUS_PEAK_CACHE"):
         return Path(setting)
@@ -265,7 +268,7 @@ def cache_dir() -> Path | None:
 
 
 def kept_peaks() -> list[tuple[Path, Peak]]:
-    """Return the usable peaks in the cache, each with the path of its file."""
+    """Return a pair (path of the file, peak) for each cached peak that can be used."""
     directory = cache_dir()
     paths = sorted(directory.glob("*.json")) if directory is not None else []
     peaks = ((path, read_peak(path)) for path in paths)
@@ -273,11 +276,12 @@ def kept_peaks() -> list[tuple[Path, Peak]]:
 
 
 def read_peak(path: Path, private: bool = True) -> Peak | str | None:
-    """Read a file that `write_peak` wrote.
+    """Read the peak in a file that `write_peak` has written.
 
     Args:
         path: Path of the file.
-        private: If True, refuse a file if another user owns or can change it or its directory.
+        private: If True, refuse the file if another user owns or can change the file or its
+            directory.
 
     Returns:
         The peak; None if the file does not exist; a str with the reason if the file cannot be used.
@@ -306,7 +310,7 @@ def read_peak(path: Path, private: bool = True) -> Peak | str | None:
 
 
 def _parse(data: bytes) -> Peak:
-    """Parse the content of a file that `write_peak` wrote."""
+    """Return the peak in `data`, the content of a file that `write_peak` has written."""
     tree = files.parse_checked_json(data)
     is_peak = tree.pop("format") == _FORMAT
     del tree["self_xxh3"]
@@ -375,7 +379,8 @@ class RunPeak:
             run_dir: Run directory.
             workspace: The workspace of the run.
             resumed: True if the run starts at a step after 0.
-            device, dtype, library, log: As for `find_peak`. `log` also receives the peak in use.
+            device, dtype, library, log: As for `find_peak`. `log` also receives a line that names
+                the peak in use.
         """
         self._path, self._workspace = run_dir / "peak.json", workspace
         self._log, self._was_too_low = log, False

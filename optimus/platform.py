@@ -1,4 +1,4 @@
-"""The device of a rank, its collective backend, and their properties."""
+"""Choice of a rank's device and collective backend, and functions for work on devices."""
 
 from __future__ import annotations
 
@@ -124,8 +124,8 @@ def check_compile(compile_blocks: bool) -> None:
 def use_private_compile_cache() -> None:
     """Make torch.compile store its libraries in a folder that only this user can write.
 
-    Another user could put libraries into torch's default folder. A folder that the user has set in
-    TORCHINDUCTOR_CACHE_DIR is kept.
+    Another user could put libraries into torch's default folder. If the user has set
+    TORCHINDUCTOR_CACHE_DIR, the folder that it names is used instead.
 
     Raises:
         ConfigError: Other users can replace folders in the temporary directory.
@@ -162,8 +162,9 @@ def set_threads(threads: int, deterministic: bool, local_world_size: int) -> int
     """Set the number of intra-op threads of torch in this process.
 
     Args:
-        threads: `train.threads`. With 0, the number is 1 if `deterministic` is True, else the value
-            of OMP_NUM_THREADS, else the number of available cores / `local_world_size`.
+        threads: `train.threads`. If it is 0, the number of threads is 1 if `deterministic` is True,
+            else the value of OMP_NUM_THREADS, else the number of available cores /
+            `local_world_size`.
         deterministic: `train.deterministic`.
         local_world_size: Number of ranks on this node.
 
@@ -187,8 +188,8 @@ def synchronize(device: torch.device) -> None:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return the peak memory of this process in bytes: on an accelerator the memory of its tensors,
-    on a CPU its whole resident memory."""
+    """Return the peak memory of this process in bytes: on an accelerator, the memory of tensors; on
+    a CPU, the resident memory of the process."""
     if device.type != "cpu":
         return getattr(torch, device.type).max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024
@@ -208,7 +209,7 @@ def device_name(device: torch.device) -> str:
 
 
 def best_of(times: int, run: Callable[[], Any], device: torch.device) -> float:
-    """Return the wall-clock seconds of the fastest of `times` calls of `run`."""
+    """Call `run` `times` times. Return the wall-clock seconds of the fastest call."""
     best = float("inf")
     for _ in range(times):
         synchronize(device)

@@ -2,10 +2,10 @@
 
 The agent, which starts the ranks of a supervised run on its node, starts this process as `python -P
 -m optimus.warm` with a socket as standard input. The warm process initialises no device and
-computes nothing. A forked rank therefore starts like a new interpreter, but needs no seconds for
-imports. Each request is a JSON object with the environment and the arguments of a rank, together
-with the descriptor of a pipe for the rank's output. The answers are the process ids and, later, the
-exit statuses of the ranks.
+computes nothing. A forked rank therefore starts like a new interpreter, but without the seconds
+that imports take. Each request is a JSON object with the environment and the arguments of a rank,
+together with the descriptor of a pipe for the rank's output. The answers to the agent are the
+process IDs and, later, the exit statuses of the ranks.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def _single_blas_thread() -> Iterator[None]:
 def _import_all() -> None:
     """Import all modules that a rank uses, including modules that it imports after its start.
 
-    A forked rank then opens no module file (tests/bench/test_supervision.py).
+    A forked rank then opens no file of a module. tests/bench/test_supervision.py checks this.
     """
     for name in _MODULES:
         importlib.import_module(name)

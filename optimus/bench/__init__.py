@@ -1,1 +1,2 @@
-"""The benchmarks of `optimus bench`: the time of an update, and restarts of supervised runs."""
+"""The benchmarks of `optimus bench`: the time of a training update, and restarts of supervised
+runs."""

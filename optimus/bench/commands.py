@@ -23,8 +23,8 @@ _OF_STEP = ("steps", "nproc", "profile")
 _OF_SUPERVISION = (
     "only", "rounds", "nodes", "ranks_per_node", "updates", "alarm_s", "load", "seed", "dir",
 )  # fmt: skip
-"""Options that only `bench step` or only `bench supervision` accepts, as names of attributes of the
-parsed arguments."""
+"""Options that only `bench supervision` accepts, as names of attributes of the parsed arguments.
+_OF_STEP contains those that only `bench step` accepts."""
 
 
 def add_to(commands: argparse._SubParsersAction) -> None:

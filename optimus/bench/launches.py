@@ -1,4 +1,4 @@
-"""Runs of a tiny model with `optimus launch` on emulated nodes, for `optimus bench supervision`.
+"""Runs of a tiny model that `optimus bench supervision` launches on emulated nodes.
 
 This module imports no torch.
 """
@@ -38,8 +38,8 @@ _TAIL_CHARS = 2000
 
 
 def make_data(folder: Path) -> Path:
-    """Make a data set of a few hundred instances in `folder`, and return its path. Raises
-    OptimusError if a command of `optimus-data` fails."""
+    """Make a data set of a few hundred instances (token sequences) in `folder`, and return its
+    path. Raises OptimusError if a command of `optimus-data` fails."""
     chance = random.Random(7)
     words = [
         "".join(chance.choices("abcdefghijklmnop", k=chance.randint(2, 7))) for _ in range(150)
@@ -104,8 +104,8 @@ def tiny_config(data: Path, run_dir: Path, ranks: int, save_interval: int, evals
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Number of nodes with ranks, of buffer nodes, and of ranks per node in a launch. Buffer nodes
-    replace nodes that fail."""
+    """Size of a launch: number of nodes with ranks, number of buffer nodes, and number of ranks per
+    node. Buffer nodes replace nodes that fail."""
 
     nodes: int
     buffer_nodes: int
@@ -218,7 +218,7 @@ class Launch:
         return sorted(ranks, key=lambda rank: rank.pid)
 
     def history(self) -> History:
-        """Return the state of the run, read from its ledger, the supervisor's log of events."""
+        """Return the state of the run, read from its ledger (the supervisor's log of events)."""
         return read_history(self._run_dir)
 
     def wait_until(self, condition: Callable[[], Any], event: str) -> Any:
@@ -248,8 +248,8 @@ class Launch:
             raise OptimusError(f"the launch has ended before {event}{self._tail()}")
 
     def wait_for_checkpoint(self) -> History:
-        """Wait until the ranks of the running attempt have committed a checkpoint, and return the
-        state of the run, as `history` does."""
+        """Wait until the ranks of the running attempt (launch of all ranks) have committed a
+        checkpoint. Then return the state of the run, as `history` does."""
 
         def committed() -> History | None:
             history = self.history()
@@ -271,7 +271,9 @@ def kill(processes: Iterable[psutil.Process], number: int = signal.SIGKILL) -> N
 
 
 def _environment(plan: Plan, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables of a launch on this machine."""
+    """Return the environment variables of a launch: `environ` without the variables of a
+    scheduler's job, plus those with which each interpreter imports optimus.bench.probe and reads
+    `plan`."""
     # From the variables of a scheduler's job, the launch would read the job's name and end time.
     kept = {k: v for k, v in environ.items() if not k.startswith(("SLURM_", "PBS_"))}
     paths = [plan.folder, *filter(None, [environ.get("PYTHONPATH")])]

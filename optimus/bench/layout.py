@@ -1,11 +1,11 @@
 """`optimus bench step --nproc N`: time, traffic and pipeline bubble of an update on several ranks.
 
-Times are those of the slowest rank. Traffic is the payload of collectives, on the rank with the
-most bytes. The pipeline bubble is computed from the measured times of the pipeline actions, such as
-the forward of a microbatch. The schedule is also simulated twice: with the measured mean time of
-each action, and with stages of equal time whose backward takes twice as long as forward. For 1F1B
-with p pipeline ranks, m microbatches and v stages per rank, the second simulation gives
-(p-1)/(m*v).
+Times are those of the slowest rank. Traffic is the payload of collectives in bytes, on the rank
+with the largest payload. The pipeline bubble is computed from the measured times of the pipeline
+actions, such as the forward of a microbatch. The schedule is also simulated twice: with the
+measured mean time of each action, and with stages of equal time whose backward takes twice as long
+as forward. For 1F1B with p pipeline ranks, m microbatches and v stages per rank, the second
+simulation gives (p-1)/(m*v).
 """
 
 from __future__ import annotations
@@ -126,9 +126,10 @@ def _measure(config: Config, steps: int, world: World) -> dict[str, Any]:
 
 
 def _measured_bubble(events: list[ActionEvent], groups: Groups) -> float:
-    """Return the ratio of pipeline idle time to compute time in a step. All ranks must call this.
+    """Return the ratio of pipeline idle time to compute time in an update. All ranks must call
+    this.
 
-    The compute time is the mean over pipeline ranks. The idle time is the duration of the step
+    The compute time is the mean over pipeline ranks. The idle time is the duration of the update
     minus the compute time. The duration is that of the slowest pipeline rank, from its first action
     to its last, without gradient reductions and the optimizer update.
     """
@@ -150,12 +151,13 @@ def _bubbles(
 
     Args:
         schedule: The pipeline schedule.
-        measured: Measured bubble ratio of each step.
+        measured: Measured bubble ratio of each update.
         means: Mean seconds of the actions of each kind and stage.
 
     Returns:
-        The median of the measured ratios, the same as a fraction (idle time / total time), the
-        ratios of two simulations (with `means`, and with stages of equal time), and (p-1)/(m*v).
+        A dict with the median of the measured ratios, this median as a fraction (idle time / total
+        time), the ratios of two simulations (with `means`, and with stages of equal time), and the
+        ratio (p-1)/(m*v) of 1F1B, as in the module docstring.
     """
 
     def cost(action: Action) -> float:

@@ -22,7 +22,7 @@ GEMMS = (
     "aten::mkldnn_linear",
     "optimus::product",
 )
-"""Names of the ops for matrix products in a profile."""
+"""Names that the ops for matrix products have in a profile of torch."""
 
 
 def clocked(
@@ -36,7 +36,8 @@ def clocked(
         grad: Gradient with respect to the result, for the backward pass; None for no backward pass.
 
     Returns:
-        Two pairs (wall-clock seconds, CPU seconds): for `run`, and for `run` with backward.
+        Two pairs (wall-clock seconds, CPU seconds): for `run` alone, and for `run` followed by the
+        backward pass.
     """
     platform.synchronize(device)
     wall, cpu = time.perf_counter(), time.process_time()
@@ -50,7 +51,7 @@ def clocked(
 
 
 def turns(names: Iterable[str], rounds: int) -> Iterator[tuple[int, str]]:
-    """Yield the order in which to time the programs `names`, as pairs (round, name).
+    """Yield pairs (round, name) in the order in which to time the programs `names`.
 
     Each program runs once in each round, so that other load on the machine affects all of them. The
     first program of a round changes from round to round. Round 0 is for warm-up; `rounds` rounds
@@ -65,7 +66,7 @@ def turns(names: Iterable[str], rounds: int) -> Iterator[tuple[int, str]]:
 
 def paired(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
     """Return the smallest, the median and the largest of the ratios ours[i] / theirs[i], where i is
-    a round. If one list is longer than the other, its last rounds are ignored."""
+    a round. If the lists differ in length, the last rounds of the longer list are ignored."""
     ratios = sorted(a / b for a, b in zip(ours, theirs, strict=False))
     return [ratios[0], statistics.median(ratios), ratios[-1]]
 
@@ -73,8 +74,9 @@ def paired(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
 class PeakGemm:
     """Large matrix product, whose speed is taken as the peak FLOP/s of the device.
 
-    In fp32 on a CPU, torch's default library and oneDNN are both timed. The faster time is used.
-    oneDNN is not timed if it computes fp32 products in bf16, as on CPUs with AMX.
+    In fp32 on a CPU, the product is timed with torch's default library and with oneDNN, and the
+    faster time is used. oneDNN is not timed if it computes fp32 products in bf16, as on CPUs with
+    AMX.
 
     Attributes:
         flops: FLOPs of the product.
@@ -122,7 +124,7 @@ def saved_bytes(block: nn.Module, x: Tensor) -> int:
 
 
 def non_gemm_share(block: nn.Module, x: Tensor, grad: Tensor, device: torch.device) -> float:
-    """Profile a forward and backward pass of `block`. Return the share of its time that is not
+    """Profile a forward and backward pass of `block`. Return the fraction of the time that is not
     spent in matrix products."""
     activity = torch.profiler.ProfilerActivity
     activities = [activity.CPU]

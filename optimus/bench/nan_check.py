@@ -1,4 +1,5 @@
-"""Share of an update's time that the NaN check takes, for `optimus bench supervision`."""
+"""Time of the NaN check as a share of the time of a training update, for `optimus bench
+supervision`."""
 
 from __future__ import annotations
 
@@ -21,19 +22,20 @@ _T95 = 2.1
 
 
 def measure_nan_check(config: Config | None, updates: int, bar: float) -> dict[str, Any]:
-    """Measure the share of an update's time that the NaN check takes, with its 95 % confidence
-    interval.
+    """Measure the time of the NaN check as a share of the time of an update, and the 95 %
+    confidence interval of this share.
 
     The check and the update that contains the check are timed together, so that other load affects
     both times. On a CPU, times are processor seconds of all threads.
 
     Args:
-        config: Configuration whose update is measured in this process; None for a small model.
+        config: Configuration of the run whose updates are measured in this process; None for a
+            small model.
         updates: Number of timed updates.
         bar: Maximum permitted share.
 
     Returns:
-        The dict of `share_figure`, with the tokens per update, the number of threads and the
+        The dict of `share_figure`, extended by the tokens per update, the number of threads and the
         device.
     """
     config = config or _small_config()
@@ -68,8 +70,8 @@ def measure_nan_check(config: Config | None, updates: int, bar: float) -> dict[s
 def share_figure(shares: list[float], bar: float) -> dict[str, Any]:
     """Return statistics of the shares that were measured in several updates.
 
-    The value is the mean share. `is_met` is True if the mean is at most `bar`. It is None if the
-    95 % confidence interval of the mean contains `bar` or is wider than `bar`.
+    `value` is the mean share. `is_met` is None if the 95 % confidence interval of the mean contains
+    `bar` or is wider than `bar`. Otherwise, `is_met` is True if the mean is at most `bar`.
     """
     mean = statistics.fmean(shares)
     half = _T95 * statistics.stdev(shares) / len(shares) ** 0.5
@@ -91,7 +93,7 @@ def share_figure(shares: list[float], bar: float) -> dict[str, Any]:
 
 
 class _Stopwatch:
-    """Sums the times of all calls of the functions that `wrap` returns."""
+    """Stopwatch that sums the times of all calls of the functions that `wrap` returns."""
 
     def __init__(self, clock: Callable[[], float], wait: Callable[[], None]) -> None:
         self._clock, self._wait = clock, wait
@@ -113,7 +115,7 @@ class _Stopwatch:
 
 
 def _small_config() -> Config:
-    """Return a configuration of 7 M parameters with 2048 tokens an update."""
+    """Return the configuration of a model with 7 M parameters and of updates with 2048 tokens."""
     return make_config(
         {
             "model": {

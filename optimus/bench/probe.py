@@ -1,9 +1,9 @@
 """Measurements and faults in the processes of a supervised run, for `optimus bench supervision`.
 
 Each interpreter of a launch imports this module at its start. A rank then reports the phases of its
-start, fails when the benchmark requests a fault, and takes longer for some saves and evaluations.
-With `Plan.audits`, all processes report the files that they create in the run directory, and ranks
-also report the modules that they import and the files that they open.
+start-up, fails when the benchmark requests a fault, and takes longer for some saves and
+evaluations. With `Plan.audits`, all processes report the files that they create in the run
+directory, and ranks also report the modules that they import and the files that they open.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 from optimus.launch import environment
 
 PLAN = "OPTIMUS_BENCH_PLAN"
-"""Environment variable with the Plan in JSON."""
+"""Name of the environment variable that contains the Plan as JSON."""
 SITE = "import optimus.bench.probe\noptimus.bench.probe.start()\n"
 """Content of the module `sitecustomize`, which interpreters import from PYTHONPATH at their
 start."""
@@ -35,15 +35,16 @@ _STATUS = 9
 """Exit status of a rank with the fault "exit". This fault emulates a library that ends the
 process."""
 _FEWEST = 2
-"""Minimum number of saves (or evaluations) before the first slow one, whose time is a multiple of
-their median time."""
+"""Minimum number of timed saves (or evaluations) before one is made slow. The median of their times
+determines the time of the slow one."""
 _EVERY = 3
-"""Every third save and every third evaluation is slow."""
+"""Every third save and every third evaluation is made slow."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Settings of the measurements and faults in the processes of a launch."""
+    """Settings of the measurements and faults that this module adds to the processes of a
+    launch."""
 
     folder: str
     """Folder for reports, outside of the run directory."""
@@ -51,8 +52,8 @@ class Plan:
     audits: bool = False
     """True to report the files that processes create and open. Opening a file then takes longer."""
     slowdown: float = 1.0
-    """Time of a slow save or evaluation, as a multiple of the median time of other calls. With 1,
-    no call is slow."""
+    """Time of a slow save or evaluation, as a multiple of the median time of other saves or
+    evaluations. If it is 1, none is slow."""
     save_interval: int = 0
     eval_interval: int = 0
 
@@ -85,8 +86,8 @@ class Plan:
 
 
 def start() -> None:
-    """Start the measurements and faults in this process if its environment variable PLAN is
-    set."""
+    """Start the measurements and faults in this process if the environment variable
+    OPTIMUS_BENCH_PLAN is set."""
     if PLAN not in os.environ:
         return
     plan = Plan(**json.loads(os.environ[PLAN]))
@@ -168,8 +169,8 @@ def _take_fault(plan: Plan) -> str:
 
 
 def _nan_hook(plan: Plan) -> Callable[..., tuple[Any, ...]]:
-    """Return a forward hook that makes the output of a block NaN. Its first call also reports the
-    fault."""
+    """Return a forward hook that makes the output of a block NaN. The first call of the hook also
+    reports the time of the fault."""
     is_reported = False
 
     def hook(module: Any, inputs: Any, output: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -183,9 +184,9 @@ def _nan_hook(plan: Plan) -> Callable[..., tuple[Any, ...]]:
 
 
 class _Slowdown:
-    """Makes some saves and evaluations take a multiple of their median time.
+    """Slows down some saves and evaluations to `Plan.slowdown` times the median time.
 
-    Each slow save or evaluation is slow on only one rank.
+    In each slow save or evaluation, only one rank is slow.
     """
 
     def __init__(self, plan: Plan) -> None:

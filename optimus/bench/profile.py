@@ -1,9 +1,9 @@
 """`optimus bench step --profile`: time of an update by phase and by component of the model.
 
 Phases are the actions of the executor, timed without a profiler. The times of components come from
-one more update under torch's profiler. In forward, an event belongs to the component whose module
-ran the event. In backward, an event belongs to the component whose forward made the event's node of
-the autograd graph.
+one more update under torch's profiler. An event of the forward pass belongs to the component whose
+module ran the event. An event of the backward pass belongs to an autograd node, and thus to the
+component whose forward pass created this node.
 
 Each component is compared with its bound, an estimate of its shortest possible time. The bound is
 the time of the component's matrix products at the peak FLOP/s. For a component without matrix
@@ -55,15 +55,16 @@ _MODULES: tuple[tuple[type, str], ...] = (
     (nn.Linear, "projections"),
     (Attention, "rotary"),
 )
-"""Component of an op, by the type of the innermost module that runs it."""
+"""Pairs (module type, component). An op belongs to the component of the innermost module that runs
+the op."""
 _OPS = {
     "aten::_scaled_dot_product": "attention",
     "_CrossEntropySum": "cross-entropy",
     "optimus::adamw_": "AdamW",
     "torch::autograd::AccumulateGrad": "gradients added",
 }
-"""Maps a text in the name of an op to the component of this op and of all ops that it calls. These
-entries override _MODULES."""
+"""Maps a substring of op names to a component. An op with this substring in its name, and all ops
+that this op calls, belong to the component. _OPS overrides _MODULES."""
 _PHASES = {"F": "forward", "REDUCE_GRAD": "checks and reduction", "OPT_STEP": "norm and update"}
 _DISPATCH, _NORM = "Python and dispatch", "norm of gradients"
 _PREFIX = "component: "
@@ -142,8 +143,8 @@ def profile_step(config: Config, steps: int) -> dict[str, Any]:
 
 
 def _best_speeds(config: Config, device: torch.device) -> tuple[float, float]:
-    """Return the measured FLOP/s of a large product in the dtype of the run, and the bytes/s of a
-    triad, a = b + 2c."""
+    """Return the measured FLOP/s of a large matrix product in the dtype of the run, and the bytes/s
+    of a triad, a = b + 2c."""
     peak = PeakGemm(platform.dtype_of(config.train.dtype), device)
     flops = peak.flops / min(peak.time(device)[0] for _ in range(5))
     a, b, c = (torch.ones(_TRIAD) for _ in range(3))
@@ -153,9 +154,9 @@ def _best_speeds(config: Config, device: torch.device) -> tuple[float, float]:
 
 
 def _bounds(config: Config, plan: BatchPlan, peak: float, bandwidth: float) -> dict[str, float]:
-    """Return the bound of each component in seconds, for forward and backward together. If a
-    component has no matrix products, its bound assumes one kernel that reads and writes all data
-    once. `peak` is in FLOP/s, `bandwidth` in bytes/s."""
+    """Return the bound of each component, the shortest possible time in seconds of its forward and
+    backward together. If a component has no matrix products, its bound assumes one kernel that
+    reads and writes all data once. `peak` is in FLOP/s, `bandwidth` in bytes/s."""
     model, tokens = config.model, plan.tokens
     width = platform.dtype_of(config.train.dtype).itemsize
     dim, slots = model.hidden_size, tokens * model.num_experts_per_tok
@@ -223,8 +224,8 @@ def _close(ranges: list[Any], module: nn.Module, inputs: object, output: object)
 
 
 def _rows(events: Iterable[Any], bounds: dict[str, float]) -> list[dict[str, Any]]:
-    """Return one row per component with the sums of its events' times. The row with the longest
-    time is first."""
+    """Return a dict for each component with its bound and the sums of the times of its events. The
+    component with the longest time is first."""
     ordered = sorted(events, key=lambda event: event.time_range.start)
     in_forward = _components_of_nodes(ordered)
     seconds: dict[str, dict[str, float]] = defaultdict(
@@ -243,7 +244,7 @@ def _rows(events: Iterable[Any], bounds: dict[str, float]) -> list[dict[str, Any
 
 def _components_of_nodes(events: Iterable[Any]) -> dict[int, str]:
     """Return a dict from the sequence number of each node of the autograd graph to the component
-    whose forward made the node."""
+    whose forward created the node."""
     # If several ops have the same sequence number, the last of these ops made the node.
     return {
         event.sequence_nr: name

@@ -1,8 +1,8 @@
-"""`optimus bench step`: comparison of an update in Optimus with one in a plain torch loop.
+"""`optimus bench step`: time of a training update in Optimus, compared with a plain torch loop.
 
 Optimus and the plain loop train copies of one model on the same tokens in this process. Their
 updates alternate, so that other load on the machine affects both. The main result is the median,
-over all pairs of updates, of the ratio of their times.
+over all pairs of updates, of the ratio (time in Optimus) / (time in the plain loop).
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ class TrainingRank(NamedTuple):
     states: ChunkEngine
 
     def updater(self) -> Updater:
-        """Return an Updater, which runs training updates. After this call, the backward of experts
-        and embeddings adds gradients directly to the gradient chunks of `states`."""
+        """Return an Updater, which runs training updates. After this call, the backward passes of
+        experts and embeddings add gradients directly to the gradient chunks of `states`."""
         return Updater(
             self.config, self.groups, self.local, self.states, self.plan, self.world.device
         )
 
     def microbatches(self) -> list[Microbatch]:
-        """Return the rank's microbatches of an update, with random tokens."""
+        """Return the microbatches of this rank for one update. Their tokens are random."""
         plan, seed = self.plan, self.config.train.seed + self.groups.data.rank
         generator = torch.Generator().manual_seed(seed)
         shape = (plan.microbatch_size, plan.seq_len)
@@ -67,11 +67,11 @@ class TrainingRank(NamedTuple):
 
 
 def make_rank(config: Config, world: World, recorder: Recorder = NO_RECORDER) -> TrainingRank:
-    """Make the model of this rank and its optimizer states. A collective of all ranks.
+    """Make the model of this rank and its optimizer states. All ranks must call this.
 
     Args:
         config: Configuration of the run.
-        world: All ranks.
+        world: The world of all ranks, from `start_world`.
         recorder: Receives the events of collectives and of pipeline actions.
     """
     mesh, plan = divide(config, world.size)
@@ -84,7 +84,7 @@ class PlainLoop:
     """Training loop in plain torch: losses, backward, clip_grad_norm_ and fused AdamW.
 
     Gradients are accumulated in the dtype of the parameters. If the dtype is not fp32, the loop
-    updates fp32 masters from fp32 copies of the gradients, as Optimus does.
+    updates fp32 master weights from fp32 copies of the gradients, as Optimus does.
     """
 
     def __init__(self, config: Config, model: Transformer, plan: BatchPlan, device: torch.device):
@@ -100,15 +100,16 @@ class PlainLoop:
         )  # fmt: skip
 
     def objective(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the contribution of a microbatch to the objective, and the sum of its
-        cross-entropies in nats. `tokens` is [B, S]."""
+        """Return the term of a microbatch in the training objective, and the sum of the
+        microbatch's cross-entropies in nats. `tokens` is [B, S]."""
         terms, settings = self._model.losses(tokens), self._config.model
         routers = settings.aux_loss_coef * terms.aux + settings.z_loss_coef * terms.z
         loss = terms.ce_sum / self._plan.targets + routers / self._plan.num_microbatches
         return loss, terms.ce_sum.detach()
 
     def run(self, microbatches: list[Microbatch]) -> float:
-        """Run an update. Return the mean cross-entropy of its targets, in nats."""
+        """Run one update of the weights. Return the mean cross-entropy of the target tokens, in
+        nats."""
         self._model.zero_grad()
         total = 0.0
         for microbatch in microbatches:
@@ -133,16 +134,18 @@ class PlainLoop:
 
 
 def bench_step(config: Config, steps: int) -> dict[str, Any]:
-    """Time pairs of updates on random tokens in one process.
+    """Time pairs of updates on random tokens in this process, one in Optimus and one in the plain
+    loop.
 
     Args:
         config: Configuration of the run.
         steps: Number of timed pairs.
 
     Returns:
-        A dict with the conditions, median seconds, and ratios Optimus / plain loop, for wall-clock
-        time and for the CPU time of all threads. If other programs run, CPU time is more reliable.
-        `ours_tflops` is the rate of an Optimus update in TFLOP/s, by wall-clock time.
+        A dict with the conditions of the measurement, median seconds, and the ratios Optimus /
+        plain loop of wall-clock time and of the CPU time of all threads. If other programs run, CPU
+        time is more reliable. `ours_tflops` is the rate of an Optimus update in TFLOP/s, by
+        wall-clock time.
     """
     world = start_world(SINGLE, device=config.train.device)
     threads = fix_arithmetic(config.train, world.launch.local_world_size)

@@ -1,5 +1,5 @@
-"""`optimus bench supervision`: times of detection and restart, and other figures of supervised
-runs.
+"""`optimus bench supervision`: times to detect failures and to restart, and other figures of
+supervised runs.
 
 Each figure has a bar, the limit that it must meet. This module launches runs of a tiny model on
 emulated nodes, and causes failures at random times. It reads the times of detection and restart
@@ -42,21 +42,22 @@ from optimus.resilience.supervision.ledger import (
 )
 
 FIGURES = ("faults", "cold", "files", "nan-check", "false-alarms")
-"""Names of the figures, for the option `--only`."""
+"""Names of the figures that the option `--only` accepts."""
 EXITS = ("kill", "segv", "exit", "error", "nan")
-"""Faults of one rank: SIGKILL, SIGSEGV, exit by a library, an OSError, a NaN in the model."""
+"""Faults of one rank. kill: SIGKILL. segv: SIGSEGV. exit: a library ends the process. error: an
+OSError. nan: a NaN in the output of a block."""
 SILENCES = ("power", "freeze", "cut")
-"""Faults of a node: all of its processes are killed, all are suspended, or only its agent is
-suspended, so that the ranks continue."""
+"""Faults of a node. power: all processes of the node are killed. freeze: all processes are
+suspended. cut: only the agent is suspended, so that the ranks continue."""
 _SIGNALS = {"kill": signal.SIGKILL, "segv": signal.SIGSEGV}
 _SAVE_INTERVAL = 20
 _ALARM_INTERVAL = 10
 _DETECTION_S, _RIGHT, _WARM_S, _COLD_S, _NAN_SHARE = 1.0, 0.99, 4.0, 6.0, 0.01
-"""Bars: maximum seconds to detect a failed rank; minimum share of faults after which the right node
-is excluded; maximum seconds from detection to the first update, with and without a warm process;
-maximum share of an update's time for the NaN check."""
+"""Limits that figures must meet: maximum seconds to detect a failed rank; minimum share of faults
+after which the right node is excluded; maximum seconds from detection to the first update, with and
+without a warm process; maximum time of the NaN check as a share of the time of an update."""
 _SILENCE_S = 1.0
-"""The bar for the detection of a silent node is `resilience.heartbeat_s` plus this time."""
+"""A silent node must be detected within `resilience.heartbeat_s` plus this number of seconds."""
 _SMALL, _LARGE = 2, 8
 """Node counts of the two launches in which created files are counted and compared."""
 
@@ -80,14 +81,14 @@ class Options(NamedTuple):
 
 @dataclass(frozen=True)
 class FaultResult:
-    """A fault that the benchmark caused, and the times of its detection and of the restart."""
+    """A fault that the benchmark caused, the time to detect it, and the times of the restart."""
 
     kind: str
     detection_s: float
     is_right: bool
-    """True if the node of the fault was excluded, and no other node."""
+    """True if the supervisor excluded the node of the fault and marked no other node."""
     seconds: dict[str, float]
-    """Seconds of each phase from detection to the first update, in the order of the phases."""
+    """Maps each phase from the detection to the first update of the next attempt to its seconds."""
     imports_s: float
     """Longest time that a rank of the next attempt took from the start of its interpreter to the
     end of its imports; 0 if all ranks were forked from warm processes."""
@@ -123,7 +124,7 @@ def check(options: Options, folder: Path | None, has_config: bool) -> None:
 def bench_supervision(
     options: Options, config: Config | None = None, folder: Path | None = None
 ) -> dict[str, Any]:
-    """Measure figures of supervised runs.
+    """Measure figures of supervised runs, such as the time to detect a failure.
 
     Args:
         options: Figures to measure, and settings of the measurements.
@@ -171,8 +172,8 @@ def bench_supervision(
 def figure(name: str, values: Sequence[float], bar: float, unit: str = "s") -> dict[str, Any]:
     """Return a figure: the statistics of `values` (see `summarise`), and a comparison with `bar`.
 
-    `is_met` is True if the 95th percentile is at most `bar`, and None without values. The 95th
-    percentile is the smallest of the values that at least 95 % of the values do not exceed.
+    `is_met` is True if the 95th percentile is at most `bar`, and None if `values` is empty. The
+    95th percentile is the smallest of the values that at least 95 % of the values do not exceed.
     """
     spread = summarise(values)
     is_met = spread["p95"] <= bar if values else None
@@ -197,7 +198,8 @@ def summarise(values: Sequence[float]) -> dict[str, Any]:
 
 
 def _measure_faults(options: Options, work: Path, data: Path, result: dict[str, Any]) -> None:
-    """Measure the time to detect a fault, whether the right node is excluded, and the restart time.
+    """Measure the time to detect a fault, whether the right node is excluded, and the time to
+    restart. Add the figures to `result`.
 
     Each round is a launch, in which each kind of fault occurs once.
     """
@@ -236,8 +238,8 @@ def _measure_faults(options: Options, work: Path, data: Path, result: dict[str, 
 
 
 def summarise_phases(restarts: Sequence[dict[str, float]]) -> dict[str, dict[str, Any]]:
-    """Return the statistics (see `summarise`) of the seconds of each phase, by name. Each dict of
-    `restarts` has the seconds of the phases of one restart."""
+    """Return the statistics (see `summarise`) of the seconds of each phase, by the name of the
+    phase. Each dict of `restarts` has the seconds of the phases of one restart."""
     names = dict.fromkeys(name for seconds in restarts for name in seconds)
     return {name: summarise([s[name] for s in restarts if name in s]) for name in names}
 
@@ -263,12 +265,13 @@ def _launch(
 def _measure_fault(
     launch: Launch, kind: str, chance: random.Random, cold: bool = False
 ) -> FaultResult:
-    """Cause a fault in the running attempt, and wait for the first update of the next attempt.
+    """Cause a fault in the running attempt (launch of all ranks), and wait for the first update of
+    the next attempt.
 
     Args:
         launch: The launch.
         kind: Kind of the fault.
-        chance: Chooses the time, the node and the rank of the fault.
+        chance: Random generator that chooses the time, the node and the rank of the fault.
         cold: True to kill, before the fault, the warm process of the node that will replace the
             failed node.
     """
@@ -338,8 +341,8 @@ def _ended(launch: Launch, attempt: int) -> History | None:
 
 
 def marks_after(history: History, attempt: int) -> list[NodeMarked]:
-    """Return the events that exclude or suspect a node, between the end of an attempt and the start
-    of the next attempt."""
+    """Return the events between the end of an attempt and the start of the next attempt that mark a
+    node as good, suspect or excluded."""
     events = history.events
     marks: list[NodeMarked] = []
     for event in events[events.index(history.ends[attempt]) + 1 :]:
@@ -375,7 +378,8 @@ def restart_phases(history: History, attempt: int, report: dict[str, Any]) -> di
 
 
 def _measure_cold(options: Options, work: Path, data: Path, result: dict[str, Any]) -> None:
-    """Measure the restart time if the warm process of the replacement node is lost."""
+    """Measure the time to restart if the replacement node has lost its warm process, which forks
+    ranks. Add the figures to `result`."""
     chance = random.Random(options.seed)
     shape = Shape(options.nodes, options.rounds, options.ranks_per_node)
     with _launch(work / "cold", data, shape) as launch:
@@ -391,8 +395,8 @@ def _measure_cold(options: Options, work: Path, data: Path, result: dict[str, An
 
 
 def _measure_files(work: Path, data: Path, result: dict[str, Any]) -> None:
-    """Count the module files that ranks forked from warm processes open, and the files that an
-    attempt creates."""
+    """Count the module files that ranks open if a warm process has forked the ranks, and the files
+    that an attempt creates. Add both figures to `result`."""
     small, large = (measure_files(work / f"files-{n}", data, n) for n in (_SMALL, _LARGE))
     opened = small.modules + large.modules
     result["figures"] += [
@@ -409,11 +413,12 @@ def _measure_files(work: Path, data: Path, result: dict[str, Any]) -> None:
 
 
 class Files(NamedTuple):
-    """Files of an attempt whose ranks were forked from warm processes."""
+    """Files that were opened and created in an attempt, in which warm processes forked the
+    ranks."""
 
     modules: list[str]
-    """Modules that ranks imported, and files of modules that they opened, from the start of a rank
-    to the first checkpoint."""
+    """Names of modules that ranks imported, and paths of module files that ranks opened, from the
+    start of a rank to the first checkpoint."""
     opened: list[str]
     """Other files that ranks opened up to the first update."""
     created: list[str]
@@ -422,8 +427,8 @@ class Files(NamedTuple):
 
 
 def measure_files(folder: Path, data: Path, nodes: int) -> Files:
-    """Kill a rank of a launch of `nodes` nodes. Return the files that the next attempt opens and
-    creates.
+    """Launch a run on `nodes` nodes and kill a rank. Return the files that the next attempt opens
+    and creates.
 
     Args:
         folder: Folder for the run directory and the files of the benchmark.
@@ -463,8 +468,9 @@ def _count(
 
 
 def _measure_false_alarms(options: Options, work: Path, data: Path, result: dict[str, Any]) -> None:
-    """Observe a run without faults on a busy machine, and count the failures that the supervisor
-    reports. Some saves and evaluations of the run take ten times their median time."""
+    """Observe a run without faults on a busy machine, count the failures that the supervisor
+    reports, and add the count to `result`. Some saves and evaluations of the run take ten times
+    their median time."""
     shape = Shape(options.nodes, 1, options.ranks_per_node)
     slow = {"slowdown": 10.0, "save_interval": _ALARM_INTERVAL, "eval_interval": _ALARM_INTERVAL}
     with (
@@ -495,7 +501,7 @@ def _measure_false_alarms(options: Options, work: Path, data: Path, result: dict
 
 @contextlib.contextmanager
 def _busy(number: int) -> Iterator[None]:
-    """Return a context manager of `number` processes that compute without a pause."""
+    """Return a context manager that runs `number` processes, which compute without a pause."""
     command = [sys.executable, "-I", "-S", "-c", "while True: pass"]
     processes: list[subprocess.Popen[bytes]] = []
     try:

@@ -26,8 +26,8 @@ _LABELS = {
     "exp_avg_sq": "exp_avg_sq (second moment) of",
     "master": "the fp32 master of",
 }
-"""Text before the parameter's name in messages, by optimizer state. For any other state, the text
-is the name of the state and "of"."""
+"""Maps the name of an optimizer state to the text before the parameter's name in messages. For any
+other state, the text is the name of the state and "of"."""
 
 
 def is_finite(flat: Tensor) -> bool:
@@ -94,7 +94,8 @@ def refuse_bad_states(
 ) -> None:
     """Raise the same NonFiniteError on all ranks if an optimizer state of any rank is not finite.
 
-    All ranks must call this. The rank that the message names also writes `nonfinite-rank*.json`.
+    All ranks must call this. The rank that the error message names also writes
+    `nonfinite-rank*.json`.
 
     Args:
         train: `[train]`, for the run directory and the dtype.
@@ -146,7 +147,7 @@ def _explanation(bad: BadState, dtype: str, optim: OptimConfig, step: int) -> tu
         bad: The non-finite value.
         dtype: `train.dtype`.
         optim: Section `[optim]` of the configuration.
-        step: Number of the last update.
+        step: Number of the last update of the weights.
     """
     is_wide = dtype == "fp32" or options_of(bad.parameter, optim).frozen
     label = (

@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 class ForwardWatch(Recorder):
     """Finds the first module of this rank that computes a non-finite value from finite inputs, and
-    measures the outputs of blocks.
+    computes statistics of the outputs of transformer blocks.
 
     Collectives spread non-finite values to other ranks. If several ranks of a pipeline stage find
     such a module, the rank with the smallest `when` computed the first non-finite value.
@@ -118,8 +118,9 @@ class _GradientWatch(Recorder):
     """Finds the microbatch whose backward pass computes the first non-finite gradient of this rank.
 
     Args:
-        is_reduced_bad: Returns True if a gradient was non-finite just before its reduction.
-        gradients: Contains the gradient buffers of the rank and reduces them.
+        is_reduced_bad: Function that returns True if a gradient was non-finite just before it was
+            reduced over ranks.
+        gradients: GradReducer that contains and reduces the gradient buffers of the rank.
     """
 
     records_actions = True
@@ -183,7 +184,7 @@ class Finding(NamedTuple):
         depth: Number of parameters after the gradient's parameter in the gradient buffer; 0 for a
             value of another kind.
         rank: The rank that found the value.
-        text: Description of the value for the message.
+        text: Description of the value for the error message.
         host: Host name of the rank's machine.
         layer: Name of the module or parameter; "" if it is unknown.
         direction: The pass that computed the value; None for a parameter.
@@ -214,7 +215,8 @@ _ONCE = 3
 class Watch:
     """Checks the losses and gradients of one rank for non-finite values.
 
-    Before each update, a collective shows all ranks if any of them has a non-finite value.
+    Before each optimizer step, the ranks find out in a collective if any of them has a non-finite
+    value.
 
     A rank with a non-finite value still completes its pipeline schedule, because other ranks wait
     for its messages.
@@ -231,11 +233,11 @@ class Watch:
         batch: BatchPlan,
         data: InstanceSource | None,
     ) -> None:
-        """Watch the updates of a rank.
+        """Prepare to check the training updates of a rank.
 
         Args:
-            train, optim: Sections of the run's configuration.
-            groups: Groups of this rank.
+            train, optim: Sections `[train]` and `[optim]` of the run's configuration.
+            groups: Process groups of this rank.
             rank_model: Model of this rank.
             states: Parameters, gradients and optimizer states of this rank.
             workspace: Workspace through which this rank writes a marker, a JSON file that describes
@@ -252,7 +254,7 @@ class Watch:
         self.start(0)
 
     def start(self, step: int) -> None:
-        """Discard the findings of the last update, and start to check update `step`."""
+        """Discard the findings of the last update, and start to check the update number `step`."""
         self._step = step
         self._extremes: list[tuple[list[str], list[Tensor]]] = []
         """For each gradient buffer, in the order of the backward pass: the names of its parameters,

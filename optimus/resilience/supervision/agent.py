@@ -62,7 +62,7 @@ from optimus.resilience.supervision.warm_process import ForkedProcess, WarmProce
 logger = logging.getLogger(__name__)
 
 SUPERVISOR = ".supervisor"
-"""Folder of the supervisor's files in the run directory."""
+"""Name of the folder in the run directory for the supervisor's files."""
 ADDRESS, SECRET = "address.json", "secret"
 BEATS_PER_LIMIT = 6
 """Number of reports that an agent sends within `resilience.heartbeat_s`."""
@@ -71,20 +71,21 @@ _KILL_S = 2.0
 _SAVE_S = 600.0
 """Time limit for ranks without a supervisor to save a checkpoint and end."""
 _WARM_S = 10.0
-"""Longest time to wait for the imports of the warm process. Then ranks are started without it."""
+"""Longest time to wait for the imports of the warm process. After this time, ranks are started as
+new interpreters."""
 _OUTPUT_S = 1.0
 """Longest time to read the output of a rank after its end. A limit is needed because a child
 process of the rank may keep the pipe open."""
 _RETRY_S = 0.1
 _CONNECT_S = 0.2, 2.0
-"""Bounds of the time limit for connecting to the supervisor."""
+"""Shortest and longest time limit in seconds for connecting to the supervisor."""
 _PAUSE_S = 0.1
 """Shortest time between two reports."""
 _ADDRESS_S = 0.5
 """Time between two reads of the supervisor's address file."""
 _LINES = 10_000
-"""Maximum number of output lines to keep for a supervisor. Additional lines are dropped and
-counted."""
+"""Maximum number of output lines that an agent keeps until it can send them. Additional lines are
+dropped and counted."""
 _LINE_BYTES = 16_384
 _REPORT_CHARS = 100_000
 """If the output lines of a report have at least this number of characters, the remaining lines wait
@@ -93,7 +94,7 @@ for the next report. JSON needs up to 6 bytes for a character."""
 
 @dataclass
 class _Rank:
-    """A process that runs a rank, and what the agent has observed of it."""
+    """A process that runs a rank, and the observations of the agent on this process."""
 
     rank: int
     process: asyncio.subprocess.Process | ForkedProcess
@@ -101,11 +102,11 @@ class _Rank:
     message: str = ""
     """The last error that the rank has printed."""
     was_ended: bool = False
-    """True if the agent has sent a signal to the process, or mpiexec has ended it."""
+    """True if the agent has sent a signal to the process, or mpiexec has ended the process."""
     status: int | None = None
 
     def report(self) -> RankReport:
-        """Return the present state of this rank."""
+        """Return a record of the present state of this rank, for the supervisor."""
         progress = None
         with contextlib.suppress(OSError):
             progress = read_page(self.page)
@@ -137,7 +138,7 @@ class Agent:
     """Reason why the ranks of the attempt cannot be started; "" if they can."""
     stop_signal: int = 0
     """Last signal that the supervisor has sent to the ranks of the attempt; 0 if none. Ranks that
-    start later also receive it."""
+    start later also receive this signal."""
     starting: asyncio.Task[None] | None = None
     """Task that starts ranks."""
     watchers: list[asyncio.Task[None]] = field(default_factory=list)
@@ -154,7 +155,8 @@ class Agent:
     staged: tuple[str, Path] | None = None
     """Hash and parent folder of this node's copy of the Python environment; None without a copy."""
     orphan_s: float = 60.0
-    """Time without a supervisor after which the ranks save and end. Supervisors may change it."""
+    """Seconds without a supervisor after which the ranks save a checkpoint and end. Each supervisor
+    sets this value."""
 
     async def run(self) -> None:
         """Carry out the requests of the supervisor, and of supervisors that take over later.
@@ -326,7 +328,8 @@ class Agent:
         return ""
 
     async def _start(self, message: Start) -> None:
-        """Start the ranks of an attempt on this node. If this fails, set `failure`."""
+        """Start the ranks of an attempt on this node. If they cannot be started, store the reason
+        in `failure`."""
         try:
             folder = self.folder / f"attempt-{self.attempt:04d}"
             folder.mkdir(parents=True)
@@ -501,9 +504,9 @@ class Agent:
 
 
 async def _read_line(stream: asyncio.StreamReader) -> bytes:
-    """Return the next line; b"" at the end of the stream.
+    """Return the next line of a stream; b"" at the end of the stream.
 
-    If a line is longer than _LINE_BYTES, several calls return the line in pieces.
+    A line that is longer than _LINE_BYTES is returned in pieces by several calls.
     """
     try:
         return await stream.readuntil(b"\n")

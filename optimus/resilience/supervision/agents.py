@@ -1,4 +1,4 @@
-"""The agents of a launch, as the supervisor sees them: connections, reports, requests and output.
+"""The supervisor's connections to its agents, which start and observe the ranks of one node each.
 
 This module imports no torch.
 """
@@ -51,22 +51,22 @@ logger = logging.getLogger(__name__)
 _A = TypeVar("_A", bound=Message)
 
 CONFIG = "run.toml"
-"""Name of the copy of the configuration in the supervisor's folder."""
+"""Name of the file in the supervisor's folder with a copy of the configuration."""
 LOOK_S = 0.1
-"""Interval at which the supervisor checks the observations on an attempt."""
+"""Interval in seconds at which the supervisor checks the state of agents and ranks."""
 _RECONNECT_S = 5.0
-"""Time that a supervisor which takes over waits for agents to connect, in addition to
-`heartbeat_s`."""
+"""A supervisor that takes over a run waits at most `heartbeat_s` plus this time for agents to
+connect."""
 KILLED_S = 5.0
 """Longest time to wait until agents have killed their ranks, or until agents have ended."""
 _MOST_UNAUTHENTICATED = 64
 """Maximum number of connections that are not authenticated yet."""
 _CLOCK_S = 60.0
-"""Maximum difference between the clocks of two nodes."""
+"""Maximum difference in seconds between the clocks of a node and of the supervisor's machine."""
 MIN_OPEN_FILES = 1024
 """Minimum number of files that a process on a node must be allowed to open. The supervisor opens
-about 30 files and one more for each node. In a flood of connections, it opens three times
-_MOST_UNAUTHENTICATED more."""
+about 30 files and one more for each node. In a flood of connections, it opens up to 3 *
+_MOST_UNAUTHENTICATED additional files."""
 _LOG_BYTES = 1 << 28
 """Maximum size of the output of an attempt in `log/`. Additional lines are not written."""
 _MAX_PROBLEMS = 4
@@ -75,7 +75,7 @@ _MAX_PROBLEMS = 4
 
 @dataclass(frozen=True)
 class Job:
-    """A supervised run in one job of the scheduler: its nodes and settings."""
+    """Nodes and settings of a supervised run in one job of the scheduler."""
 
     run_dir: Path
     config: str
@@ -97,26 +97,26 @@ class Job:
     name: str = ""
     """Name of the scheduler's job."""
     ends_at: float = math.inf
-    """Unix time of the end of the job."""
+    """Unix time of the end of the job; infinity without a limit."""
     margin_s: float = 120.0
-    """Time before the end of the job at which ranks begin to save."""
+    """Number of seconds before the end of the job at which ranks begin to save a checkpoint."""
     pardoned: tuple[str, ...] = ()
     """Excluded nodes that may get ranks again, because the user has named them with `--pardon`."""
     stage: Path | None = None
     """Folder on a disk of each node for a copy of the Python environment; None to copy nothing."""
     chain: Chain | None = None
-    """Submits the job that continues the run after this one; None: no job continues it."""
+    """Submits the job that continues the run after this job; None to submit no job."""
     start_limit_s: float = 120.0
     """Time limit for agents to answer after their start, and for mpiexec to start ranks."""
 
     def workspace_of(self, attempt: AttemptStarted) -> Workspace:
-        """Return the workspace of an attempt."""
+        """Return the workspace of an attempt, which is in the checkpoint directory of the run."""
         return Workspace(store.checkpoints_dir(self.run_dir) / f".work-{attempt.workspace}")
 
 
 @dataclass
 class Node:
-    """State of a node of the allocation, as far as the supervisor knows the state."""
+    """State of a node of the allocation, as the supervisor knows it."""
 
     name: str
     channel: Channel | None = None
@@ -127,7 +127,7 @@ class Node:
     """Number of the attempt to which `ranks` belongs."""
     ranks: dict[int, RankReport] = field(default_factory=dict)
     ended: dict[int, int] = field(default_factory=dict)
-    """For each ended rank, its position in the order in which the ranks of all nodes ended."""
+    """Maps each ended rank to its position in the order in which the ranks of all nodes ended."""
     kill_sent_at: float = -math.inf
     """Time of the last request to kill ranks, by the supervisor's clock."""
     asked: type[Message] = Message
@@ -140,7 +140,7 @@ class Node:
     is_staged: bool = False
     """True if the node has a copy of the environment of the ranks."""
     has_lost_ranks: bool = False
-    """True if the agent was started again and the ranks of the attempt are gone."""
+    """True if the agent was started again, so that the node's ranks of the attempt have ended."""
 
 
 class Agents:
@@ -215,7 +215,8 @@ class Agents:
         await asyncio.gather(*self._connections, return_exceptions=True)
 
     async def wait_for_known(self) -> None:
-        """Wait a limited time until the agents of the last supervisor have connected again."""
+        """Wait a limited time until the agents of the last supervisor have connected to this
+        one."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._job.heartbeat_s + _RECONNECT_S):
                 while any(node.channel is None for node in self.nodes.values()):
@@ -292,7 +293,7 @@ class Agents:
             )
 
     async def start_ranks(self, attempt: AttemptStarted, name: str) -> None:
-        """Let the agent of the node `name` start the ranks of an attempt on this node."""
+        """Request the agent of the node `name` to start the node's ranks of an attempt."""
         job, node = self._job, self.nodes[name]
         per_node, index = attempt.ranks_per_node, attempt.nodes.index(name)
         first = self.nodes[attempt.nodes[0]]
@@ -335,7 +336,7 @@ class Agents:
     async def _on_connection(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        """Serve a connection until it is lost or the supervisor ends."""
+        """Receive the messages of a new connection until it is lost or the supervisor ends."""
         task: asyncio.Task[None] | None = asyncio.current_task()
         assert task is not None
         self._connections.add(task)
@@ -481,7 +482,7 @@ class Agents:
             self._log.write(f"{counted(dropped, 'line')} of output were not kept\n".encode())
 
     async def say(self, node: Node, message: Message) -> None:
-        """Send a message to an agent. Do nothing if its connection is lost."""
+        """Send a message to an agent. Do nothing if the connection to the agent is lost."""
         if node.channel is not None:
             with contextlib.suppress(OSError):
                 await node.channel.send(message)
@@ -508,7 +509,8 @@ class Agents:
             return received
 
     async def wait_for_ends(self, commands: Sequence[subprocess.Popen[bytes]]) -> None:
-        """Wait for launcher commands to end. After KILLED_S, terminate those that still run."""
+        """Wait for launcher commands to end. After KILLED_S seconds, terminate the commands that
+        still run."""
         end = time.monotonic() + KILLED_S
         while any(process.poll() is None for process in commands) and time.monotonic() < end:
             await asyncio.sleep(LOOK_S)

@@ -32,8 +32,8 @@ RankPhase: TypeAlias = Literal["start", "load", "update", "evaluation", "save"]
 """Phase of a rank. start: everything before the first update, except loading the states."""
 _PHASES = get_args(RankPhase)
 _COLLECTIVES, _STEP, _PHASE, _BEGAN, _UPDATES, _FAILURE, _TOTALS = range(7)
-"""Indices of the int64 values of a ProgressPage. From index _TOTALS on, there is a value for each
-phase."""
+"""Indices of the int64 values of a ProgressPage. From index _TOTALS on, the values are the total
+times of the phases."""
 _WORDS = _TOTALS + len(_PHASES)
 
 
@@ -77,7 +77,8 @@ def read_attempt(environ: Mapping[str, str] = os.environ) -> Attempt | None:
 
 
 def encode_skipped_steps(steps: Iterable[int]) -> bytes:
-    """Return the content of SKIPPED_STEPS for the steps whose updates are skipped."""
+    """Return the bytes to write to SKIPPED_STEPS: a JSON object with the steps whose updates are
+    skipped."""
     return (json.dumps({"steps": sorted({*steps})}) + "\n").encode()
 
 
@@ -107,7 +108,7 @@ def read_skipped_steps(run_dir: str | os.PathLike) -> tuple[int, ...]:
 
 
 class Progress(NamedTuple):
-    """Progress of a rank, as its agent reads it."""
+    """Progress of a rank, as its agent reads it from the file of a ProgressPage."""
 
     step: int
     """Number of the current or last update; 0 before the first update."""
@@ -115,14 +116,14 @@ class Progress(NamedTuple):
     """Number of collectives and messages that the rank has started."""
     phase: RankPhase
     phase_s: float
-    """Time since the phase began."""
+    """Seconds since the phase began."""
     updates: int
-    """Number of completed updates of the attempt."""
+    """Number of updates that the rank has completed in the attempt."""
     failure: int
-    """Exit status of the first error that this rank has raised; 0 without an error. It does not
-    change if the ranks then agree on the error of another rank."""
+    """Exit status of the first error that this rank has raised; 0 without an error. The status does
+    not change if the ranks then agree on the error of another rank."""
     seconds: dict[str, float]
-    """Time in each kind of phase, without the phase in progress."""
+    """Seconds that the rank has spent in each kind of phase, without the phase in progress."""
 
 
 class ProgressPage(Recorder):
@@ -149,7 +150,8 @@ class ProgressPage(Recorder):
         self._words[_COLLECTIVES] += 1
 
     def enter(self, phase: RankPhase, step: int) -> None:
-        """Record that the last phase is complete, and that a phase of the update `step` begins."""
+        """Record that the current phase is complete, and that `phase` begins in the update number
+        `step`."""
         words, now = self._words, time.monotonic_ns()
         words[_TOTALS + words[_PHASE]] += now - words[_BEGAN]
         words[_UPDATES] += _PHASES[words[_PHASE]] == "update"

@@ -15,15 +15,16 @@ from optimus.errors import one_line
 _LIMIT_S = 120.0
 """Time limit for a command of the scheduler."""
 _KEPT = ("SLURM_CONF", "SLURM_CLUSTERS")
-"""Variables of Slurm that are kept, because they are also valid outside of a job."""
+"""Environment variables of Slurm that the commands of the scheduler get, because they are also
+valid outside of a job. The commands get no other SLURM_ variables."""
 
 
 class Chain:
     """Submits and removes the job that continues a run after the present job.
 
     The next job starts after the end of the present job, whatever the exit status of the present
-    job. It is submitted before ranks start, because the scheduler can end the present job at any
-    time.
+    job. The next job is submitted before ranks start, because the scheduler can end the present job
+    at any time.
     """
 
     def __init__(self, command: str, environ: Mapping[str, str] = os.environ) -> None:
@@ -53,7 +54,7 @@ class Chain:
         await self._run(self._remover, job)
 
     async def _run(self, *command: str) -> str:
-        """Return the output of a command. Raises OSError if it fails."""
+        """Run a command and return its standard output. Raises OSError if the command fails."""
         process = await asyncio.create_subprocess_exec(
             *command,
             env=self._environ,

@@ -30,13 +30,14 @@ from optimus.resilience.supervision.messages import AgentMessage, Message, Super
 _MAC_BYTES = 32
 _NONCE_BYTES = 16
 _MOST_BYTES = 1 << 22
-"""Maximum length of a message. A report on 16 ranks takes about 4 kB; one on 256 ranks that have
-all printed a long error in non-ASCII characters, with as much output as possible, takes 2.7 MB."""
+"""Maximum length of a message. A report on 16 ranks takes about 4 kB. A report on 256 ranks takes
+2.7 MB if all ranks have printed a long error in non-ASCII characters and the output is as long as
+possible."""
 _PROOF_BYTES = 64
 """Maximum length of a message from a side that has not yet proved that it knows the secret."""
 _SECRET_BYTES = 64
 HANDSHAKE_S = 5.0
-"""Time limit of the first messages of a connection."""
+"""Time limit in seconds for the authentication of both sides of a new connection."""
 _CLOSE_S = 1.0
 """Time limit for sending the last messages of a connection. A limit is needed because the process
 at the other end may be suspended, and then reads nothing."""
@@ -50,13 +51,13 @@ _TYPES: dict[Side, TypeAdapter[Any]] = {
     "agent": TypeAdapter(AgentMessage),
     "supervisor": TypeAdapter(SupervisorMessage),
 }
-"""Types of the messages that a side sends."""
+"""Maps each side of a connection to the types of the messages that it sends."""
 _M = TypeVar("_M", bound=Message)
 
 
 class PeerError(OptimusError):
-    """The other side of a connection does not know the launch secret, or sent a message that is
-    damaged, repeated, too long or of a wrong type."""
+    """Raised if the other side of a connection does not know the launch secret, or sent a message
+    that is damaged, repeated, too long or of a wrong type."""
 
 
 class Channel:
@@ -85,7 +86,7 @@ class Channel:
         Args:
             reader: Stream from the other side.
             writer: Stream to the other side. It is closed if this function raises an error.
-            side: This side of the connection.
+            side: Role of this process in the connection.
             secret: The launch secret.
 
         Raises:
@@ -122,7 +123,8 @@ class Channel:
         """Wait for the next message and return it.
 
         Args:
-            kind: Type that the message must have; `Message` for all types of the other side.
+            kind: Type that the message must have; `Message` to accept all types that the other side
+                sends.
 
         Raises:
             PeerError: The message is not authentic, is damaged or has another type. The connection
@@ -204,7 +206,7 @@ def read_secret(path: Path) -> bytes:
     """Return the launch secret in a file.
 
     Raises:
-        ConfigError: The file is missing or damaged, or others can read or replace it.
+        ConfigError: The file is missing or damaged, or other users can read or replace the file.
     """
     remedy = "remove it and launch again"
     try:

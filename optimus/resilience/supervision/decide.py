@@ -1,7 +1,7 @@
 """Decisions of the supervisor: which node caused a failure, and how the run continues.
 
-The functions `find_cause` and `decide` are pure: equal arguments give equal results. Time is an
-argument.
+The functions `find_cause` and `decide` are pure: equal arguments give equal results. The present
+time is one of the arguments.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from optimus.resilience.supervision.ledger import (
 from optimus.resilience.supervision.markers import LayerOutput, Marker
 
 Marks: TypeAlias = Mapping[str, tuple[Standing, str]]
-"""For each node whose standing changes: (new standing, reason)."""
+"""Maps each node whose standing changes to (new standing, reason)."""
 STOPPED_BY_SUPERVISOR = 6
 """Exit status of `optimus launch` if the supervisor stops the run."""
 _SILENT = "silent"
@@ -54,7 +54,7 @@ class RankEnd(NamedTuple):
     was_ended: bool = False
     """True if Optimus, mpiexec or the scheduler sent a signal to this process before it ended."""
     message: str = ""
-    """The error that the rank printed, one line."""
+    """The last error that the rank printed, in one line; "" if there is none."""
     was_adopted: bool = False
     """True if the rank ended with the status of another rank's error, on which the ranks agreed."""
 
@@ -68,7 +68,7 @@ class RankProgress(NamedTuple):
     collectives: int
     """Number of collectives that the rank has started in this attempt."""
     phase_s: float
-    """Time since the rank entered its present phase."""
+    """Seconds since the rank entered its present phase."""
     failure: int = 0
     """Exit status of an error that the rank has raised, while its process still runs; 0 if none."""
     phase: RankPhase = "update"
@@ -83,7 +83,7 @@ class Evidence:
     step: int
     """Last step that a rank of the attempt has reached."""
     ends: tuple[RankEnd, ...] = ()
-    """Ended ranks in the order of their ends."""
+    """Ends of ranks, the earliest first."""
     markers: tuple[Marker, ...] = ()
     nodes: tuple[str, ...] = ()
     """All nodes with ranks of the attempt."""
@@ -91,17 +91,20 @@ class Evidence:
     """Nodes of the attempt whose agent has sent no message for `heartbeat_s`, the longest silence
     first."""
     restarted: tuple[str, ...] = ()
-    """Nodes whose agent was started again while no supervisor ran, so that the ranks are gone."""
+    """Nodes whose agent was started again while no supervisor ran, so that their ranks have
+    ended."""
     progress: tuple[RankProgress, ...] = ()
     stalled_s: float = 0.0
-    """Time for which no rank has started a collective; 0 if this time is below the limit."""
+    """Seconds for which no rank has started a collective; 0 if they are below the limit."""
     has_progressed: bool = False
-    """True if an attempt of the job has started an update, so its settings must be valid."""
+    """True if an attempt of the job has started an update, so the settings of the run must be
+    valid."""
     launch_problem: str = ""
-    """The reason why mpiexec has not started all ranks; "" if it has, or may still do so."""
+    """The reason why mpiexec has not started all ranks; "" if mpiexec has started all ranks or may
+    still start them."""
     is_cut_off: bool = False
-    """True if all other nodes became silent at the same time, so that the network of the
-    supervisor's node is probably the cause."""
+    """True if all nodes except the supervisor's became silent at the same time, so that the network
+    of the supervisor's node is probably the cause."""
 
 
 class _Cause(NamedTuple):
@@ -114,7 +117,7 @@ class _Cause(NamedTuple):
     lines: Sequence[str] = ()
     """Further observations for `AttemptEnded.evidence`."""
     step: int | None = None
-    """Step of the failure; None for the last step of the attempt."""
+    """Step of the failure; None if the failure was in the last step of the attempt."""
 
 
 def find_cause(evidence: Evidence, ranks: int, now: float) -> AttemptEnded:
@@ -211,7 +214,8 @@ def _cause_in_refusals(evidence: Evidence) -> _Cause | None:
 
 
 def _cause_in_statuses(evidence: Evidence) -> _Cause | None:
-    """Return the cause if exit statuses of ranks show the cause; else None."""
+    """Return the cause if a rank has ended with an exit status or by a signal that shows a failure;
+    else None."""
     causes = [end for end in evidence.ends if _is_cause(end)]
     if causes:
         signature, nodes = _signature(causes[0]), [cause.node for cause in causes]
@@ -231,7 +235,8 @@ def _cause_in_statuses(evidence: Evidence) -> _Cause | None:
 
 def _cause_in_progress(evidence: Evidence) -> _Cause:
     """Return the cause if no rank has ended with an error. The failure is attributed to the node of
-    the running rank with the least progress, or to no node if no running rank has a progress."""
+    the running rank with the least progress, or to no node if no running rank has reported
+    progress."""
     if evidence.progress:
         slowest = min(evidence.progress, key=lambda rank: (rank.collectives, -rank.phase_s))
         line = (
@@ -312,7 +317,7 @@ def _describe_output(name: str, output: LayerOutput) -> str:
 
 @dataclass(frozen=True)
 class Policy:
-    """Settings of the supervisor that decisions depend on."""
+    """Settings on which the decisions of the supervisor depend."""
 
     sizes: tuple[int, ...]
     """Numbers of nodes with which the run's configuration is valid, ascending. The last number is
@@ -324,7 +329,7 @@ class Policy:
     max_attempts_without_progress: int = 3
     """Maximum number of consecutive failed attempts that commit no checkpoint."""
     least_s: float = 60.0
-    """Time that a job must have left for another attempt to be started."""
+    """Another attempt is started only if the job has at least this number of seconds left."""
 
 
 @dataclass(frozen=True)
@@ -354,7 +359,7 @@ def decide(
         history: The state of the run, including the end of the last attempt.
         policy: Settings.
         reachable: Nodes of the allocation whose agents answer, in the order of the allocation.
-        remaining_s: Time until the end of the job; infinity without a limit.
+        remaining_s: Seconds until the end of the job; infinity without a limit.
     """
     last = history.attempts[-1] if history.attempts else None
     skipped = last.skipped_steps if last is not None else ()

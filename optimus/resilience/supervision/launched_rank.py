@@ -52,15 +52,15 @@ _CREDENTIALS = struct.Struct("3i")
 
 
 def _socket_path(secret: bytes, workspace: str, rank: int) -> str:
-    """Return the path of the socket of a rank, on a disk of its node. Other users cannot guess the
-    path, and each attempt has other paths."""
+    """Return the path of the socket that connects the agent with the process that mpiexec starts
+    for a rank. Other users cannot guess the path, and the path differs in each attempt."""
     text = f"rank {rank} of {workspace}"
     name = hmac.new(secret, text.encode(), "sha256").hexdigest()[:32]
     return os.path.join(tempfile.gettempdir(), f"optimus-{name}")
 
 
 def _check_user(connection: socket.socket) -> None:
-    """Raise OSError if the process at the other end belongs to another user."""
+    """Raise OSError if the process at the other end of `connection` belongs to another user."""
     size = _CREDENTIALS.size
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
     if _CREDENTIALS.unpack(credentials)[1] != os.geteuid():
@@ -74,7 +74,7 @@ class LaunchedProcess(ForkedProcess):
     """A rank that mpiexec has started, with the interface of asyncio's Process."""
 
     was_lost = False
-    """True if mpiexec has ended the rank, or the process that observed it was lost."""
+    """True if mpiexec has ended the rank, or the process that started the rank was lost."""
 
     def __init__(self, stdout: asyncio.StreamReader, connection: socket.socket) -> None:
         super().__init__(stdout)
@@ -173,8 +173,8 @@ async def receive_rank(
 
 
 def main(argv: Sequence[str]) -> int:
-    """Start a rank for the agent of this node. Return exit status 1 if no agent can be reached,
-    else 0."""
+    """Start a rank for the agent of this node and report its end. Return exit status 1 if no agent
+    can be reached, else 0."""
     secret_file, workspace = argv
     for number in STOP_SIGNALS:  # mpiexec passes on signals; the agent ends the rank
         signal.signal(number, lambda number, frame: None)
@@ -210,7 +210,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _connect(path: str) -> socket.socket:
-    """Connect to the agent, which may not listen yet. Raises OSError."""
+    """Connect to the agent's socket at `path`. Try again for _CONNECT_S seconds, since the agent
+    may not listen yet. Raises OSError."""
     end = time.monotonic() + _CONNECT_S
     while True:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -226,8 +227,8 @@ def _connect(path: str) -> socket.socket:
 
 
 def _wait(process: subprocess.Popen[bytes], connection: socket.socket) -> None:
-    """Report the end of the rank to the agent. When the agent closes the connection, kill the rank
-    and return."""
+    """Wait for the end of the rank and report it to the agent. When the agent closes the
+    connection, kill the rank and return."""
     poll = select.poll()
     poll.register(connection, select.POLLIN)
     ended = os.pidfd_open(process.pid)

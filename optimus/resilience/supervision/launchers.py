@@ -1,4 +1,4 @@
-"""Launchers: how agents are started on the nodes of an allocation. This module imports no torch."""
+"""Launchers, which start an agent on each node of an allocation. This module imports no torch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ _AGENT = ("-P", "-m", "optimus.resilience.supervision.agent")
 
 
 class Launcher(ABC):
-    """Base class of the ways to start one agent, which starts and observes ranks, on each node.
+    """Base class of launchers, which start an agent on each node. An agent starts and observes
+    ranks.
 
     Args:
         machine: Definition of the machine; None if there is none.
@@ -66,14 +67,14 @@ class Launcher(ABC):
         return addresses or [socket.gethostname()]
 
     def meeting_host(self, host: str) -> str:
-        """Return MASTER_ADDR for ranks whose first node has the host name `host`."""
+        """Return MASTER_ADDR for an attempt whose first node has the host name `host`."""
         return self._machine.address(host)
 
     def variables(self, ranks: int) -> dict[str, str]:
         """Return environment variables for the ranks.
 
         Args:
-            ranks: Number of ranks if all nodes had ranks, including buffer nodes.
+            ranks: Number of ranks that would run if all nodes, including buffer nodes, had ranks.
         """
         return self._variables
 
@@ -87,7 +88,7 @@ class Launcher(ABC):
             ranks_per_node: Number of ranks on each node.
             secret: File with the launch secret.
             workspace: Name of the attempt's workspace.
-            python: The interpreter of the ranks.
+            python: Path of the Python interpreter for the ranks.
         """
         return None
 
@@ -146,7 +147,7 @@ class Ssh(Launcher):
 class Mpiexec(Launcher):
     """Launcher for mpiexec of PALS or Hydra. It starts one mpiexec for the agent of each node.
 
-    If a node is lost, an mpiexec over several nodes ends its processes on all of them.
+    A single mpiexec for all agents would end all of them if one node were lost.
 
     Args:
         machine, nodes: As for Launcher.
@@ -185,7 +186,7 @@ LAUNCHERS: dict[str, type[Launcher]] = {kind.name: kind for kind in (Local, Srun
 def read_nodes(
     launcher: str, number: int, hosts: Path | None, environ: Mapping[str, str] = os.environ
 ) -> tuple[str, ...]:
-    """Return the nodes of the allocation.
+    """Return the names of all nodes of the allocation.
 
     Args:
         launcher: Name of the launcher. For "local", `number` nodes are emulated.
@@ -230,7 +231,8 @@ def read_nodes(
 
 
 def _read_hosts(path: Path) -> list[str]:
-    """Return the lines of the file of `--hosts`: distinct host names. Raises ConfigError."""
+    """Return the distinct host names in the file that `--hosts` names, one from each line. Raises
+    ConfigError if the file cannot be read or has an invalid or repeated line."""
     try:
         lines = files.read_regular(path).decode().splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -270,7 +272,8 @@ def read_job_end(environ: Mapping[str, str] = os.environ) -> float:
 
 
 def _output_of(*command: str) -> str:
-    """Return the output of a scheduler's command; "" with a warning if it fails."""
+    """Run a command of the scheduler and return its output. If the command fails, log a warning and
+    return ""."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_LIMIT_S)
     except (OSError, subprocess.SubprocessError) as error:

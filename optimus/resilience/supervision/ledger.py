@@ -2,8 +2,8 @@
 
 The ledger is a file to which the supervisor appends an event for each change of the run's state. It
 is the only source of truth: a new supervisor replays the events and continues with the same state.
-Each line is a JSON object with one event. The value of its key `hash` covers the line and, through
-the hash of the previous line, all lines before it.
+Each line is a JSON object with one event. The key `hash` of the object contains a hash of the line
+and, through the hash of the previous line, of all lines before.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 LEDGER = "events.jsonl"
 NODES = "nodes.json"
 FORMAT: Literal[1] = 1
-"""Version of the ledger's format. Each SupervisorStarted contains it."""
+"""Version of the ledger's format. Each SupervisorStarted event contains this version."""
 _HASH = ', "hash": "'
 _MOST_BYTES = 1 << 28
 """Maximum size of the ledger. An event takes about 300 bytes."""
@@ -35,8 +35,8 @@ _TAIL_CHARS = len(_HASH) + 16 + len('"}')
 
 FailureKind = Literal["hard", "soft", "ambiguous", "shared"]
 """hard: the process or the node failed. soft: the node computed a non-finite value. ambiguous: the
-evidence does not name a node with certainty. shared: the failure is not attributed to a node,
-because all ranks agreed on it or another node repeated it."""
+evidence does not name a node with certainty. shared: the failure is attributed to no node, for
+example because ranks on several nodes ended with the same error."""
 Standing = Literal["good", "suspect", "excluded"]
 """State of a node in the judgement of the supervisor. good: no failure is attributed to the node.
 suspect: a failure may be due to the node. excluded: the node gets no ranks in the present and later
@@ -63,14 +63,14 @@ class SupervisorStarted(_Record):
     job: str
     """Name of the scheduler's job; "" without a scheduler."""
     nodes: _Nodes
-    """Nodes, in the order of the allocation."""
+    """Names of the nodes of the job, in the order of the allocation."""
     settings: str
     """Hash of the settings that must not change in later jobs of the run."""
     format: Literal[1] = FORMAT
 
 
 class AttemptStarted(_Record):
-    """Event: the supervisor is about to launch all ranks of the run (an attempt)."""
+    """Event: the supervisor is about to start an attempt, a launch of all ranks of the run."""
 
     kind: Literal["attempt_started"] = "attempt_started"
     time: float
@@ -108,20 +108,24 @@ class AttemptEnded(_Record):
     time: float
     attempt: _Number
     outcome: Literal["done", "stopped", "failed", "usage", "interrupted"]
-    """interrupted: the ranks ended together with their agents or their job."""
+    """done: the run is complete. stopped: the ranks saved a checkpoint and ended. failed: a rank or
+    a node failed. usage: ranks refused their configuration. interrupted: the ranks ended together
+    with their agents or their job."""
     step: _Count
     """Last step that the attempt has reached."""
     failure: FailureKind | None = None
     nodes: tuple[str, ...] = ()
-    """Nodes to which the failure is attributed, the first cause first."""
+    """Nodes to which the failure is attributed, in the order in which they failed."""
     signature: str = ""
-    """Equal texts mean the same cause of failure, for example "nonfinite 1a2b" or "signal 11"."""
+    """Text that is equal for failures with the same cause, for example "nonfinite 1a2b" or "signal
+    11"."""
     evidence: tuple[str, ...] = ()
     """Observations, one line each, the strongest evidence first."""
     updates: _Count = 0
     """Number of updates that the first rank has completed in the attempt."""
     seconds: dict[str, float] = {}
-    """Time that the first rank spent in each kind of phase, without its last, incomplete phase."""
+    """Seconds that the first rank spent in each kind of phase, without its last, incomplete
+    phase."""
 
 
 class NodeMarked(_Record):
@@ -147,7 +151,8 @@ class NextJob(_Record):
 
 
 class VerdictReached(_Record):
-    """Event: the supervisor has decided that the job ends, and if another job continues the run."""
+    """Event: the supervisor has decided that the job ends, and whether another job continues the
+    run."""
 
     kind: Literal["verdict"] = "verdict"
     time: float
@@ -188,7 +193,7 @@ class History:
         self.checkpoints: dict[int, int] = {}
         """Last committed step of each attempt that has committed a checkpoint."""
         self.verdict: VerdictReached | None = None
-        """The verdict of the last job; None while a supervisor works."""
+        """The verdict of the last job; None if that job has not reached a verdict."""
         self.next_job: NextJob | None = None
         """The job that continues the run after the present job."""
         for event in events:
@@ -219,12 +224,12 @@ class History:
 
     @property
     def running(self) -> AttemptStarted | None:
-        """The attempt that has not ended, or None."""
+        """The start event of the attempt that runs now; None if no attempt runs."""
         last = self.attempts[-1] if self.attempts else None
         return last if last is not None and last.attempt not in self.ends else None
 
     def attempts_of_job(self) -> list[AttemptStarted]:
-        """Return the attempts of the present job."""
+        """Return the start events of all attempts in the present job, in order."""
         return self.attempts[self.first_of_job :]
 
     def has_updated(self, attempt: AttemptStarted) -> bool:
@@ -291,7 +296,7 @@ class Ledger:
         self._fd = workspace.open_append(self._path, content.encode())
 
     def add(self, event: Event) -> None:
-        """Append an event durably, then update `nodes.json`.
+        """Append an event to the ledger and wait until it is on disk, then update `nodes.json`.
 
         Raises:
             OSError: The event cannot be written, for example because the disk is full. The ledger
@@ -329,17 +334,17 @@ class Ledger:
 
 
 def read_history(run_dir: Path) -> History:
-    """Return the state of a run for readers without a workspace, such as `optimus status`. Raises
-    ConfigError if the ledger is damaged or cannot be read."""
+    """Return the state of a run, read from its ledger. No file is changed. Raises ConfigError if
+    the ledger is damaged or cannot be read."""
     return _load(run_dir)[0]
 
 
 def _load(run_dir: Path) -> tuple[History, list[str]]:
     """Return the state of a run, and the lines of its ledger.
 
-    `nodes.json` is written after each event and contains the number of events and the last hash.
-    These two values show if lines are missing at the end of the ledger. `nodes.json` is read before
-    the ledger, since a supervisor may add events in the meantime.
+    `nodes.json` is written after each event and contains the number of events and the hash of the
+    last event. These two values show if lines are missing at the end of the ledger. `nodes.json` is
+    read before the ledger, since a supervisor may add events in the meantime.
 
     Raises:
         ConfigError: The ledger is damaged or cannot be read.
@@ -388,7 +393,7 @@ def read_lines(path: Path) -> list[str]:
 
 
 def parse(path: Path, lines: Sequence[str]) -> list[Event]:
-    """Parse the lines of a ledger. `path` is for the message.
+    """Parse the lines of a ledger. Error messages name `path`.
 
     Raises:
         ConfigError: A line is damaged, missing or in the wrong order, or another version of Optimus
@@ -437,7 +442,7 @@ def _follow(event: Event, running: int, last: int) -> tuple[int, int]:
 
 
 def _hash_of(line: str) -> str:
-    """Return the hash that a line contains at its end."""
+    """Return the hash at the end of a line of the ledger."""
     return line[-_TAIL_CHARS:][len(_HASH) : -2]
 
 

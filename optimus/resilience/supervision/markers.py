@@ -1,7 +1,7 @@
 """Markers: files in which a rank describes the non-finite value that it has computed.
 
-The supervisor reads them to find the node that failed, and users read them to find the cause. This
-module imports no torch.
+The supervisor reads markers to find the node that failed, and users read markers to find the cause.
+This module imports no torch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from optimus.resilience.supervision.attempt import read_attempt
 logger = logging.getLogger(__name__)
 
 _MOST_BYTES = 1 << 24
-"""Maximum size of a marker. A block takes about 120 bytes, and an instance about 60."""
+"""Maximum size of a marker in bytes. The marker takes about 120 bytes for each transformer block,
+and about 60 bytes for each instance (sequence of tokens)."""
 _Count = Annotated[int, Field(ge=0)]
 _Text = Annotated[str, AfterValidator(one_line)]
 
@@ -44,7 +45,8 @@ class LayerOutput(_Record):
     """Statistics of the output of a transformer block."""
 
     min: float | None
-    """Least finite value; None if no value is finite. The same holds for `max` and `mean`."""
+    """Least finite value; None if no value is finite. `max` and `mean` are also those of the finite
+    values, or None."""
     max: float | None
     mean: float | None
     nonfinite: float
@@ -58,17 +60,17 @@ class Marker(_Record):
     rank: _Count
     step: _Count
     text: _Text = Field(alias="what")
-    """Description of the value."""
+    """Description of the non-finite value."""
     host: _Text = ""
     device: _Text = ""
     attempt: _Count = 0
-    """Number of the attempt; 0 without a supervisor."""
+    """Number of the attempt (launch of all ranks); 0 without a supervisor."""
     node: str = ""
     """Name of the node in the allocation; "" without a supervisor."""
     microbatch: _Count | None = None
     """Number of the microbatch among those of the rank, from 0; None if it is unknown."""
     layer: _Text = ""
-    """Name of the module or parameter; "" if it is unknown."""
+    """Name of the module that computed the value, or of the parameter; "" if it is unknown."""
     direction: Literal["forward", "backward"] | None = None
     """The pass that computed the value; None if no pass computed the value, as in an optimizer
     state."""
@@ -79,7 +81,7 @@ class Marker(_Record):
     data_xxh3: str = ""
     """Hash of the data of the rank in this step; "" if data cannot be the cause."""
     layers: dict[_Text, LayerOutput] = {}
-    """Outputs of the rank's blocks for the microbatch, in order."""
+    """Statistics of the outputs of the rank's transformer blocks for the microbatch, in order."""
     state: _Text = ""
     """Name of the optimizer state that contains the value; "" if no optimizer state does."""
     parameter: _Text = ""
@@ -87,7 +89,7 @@ class Marker(_Record):
     element: tuple[int, ...] = ()
     """Index of the value along each dim of the rank's slice of the parameter."""
     value: _Text = ""
-    """The value as text, such as "nan"."""
+    """The non-finite value as text, such as "nan"."""
     path: str = Field(default="", exclude=True)
     """Path of the marker's file. The file does not contain this attribute."""
 

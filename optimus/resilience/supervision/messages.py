@@ -44,16 +44,18 @@ class Hello(Message):
     node: str
     """Name of the node in the allocation."""
     host: str
-    """Host name of the machine. Nodes that are emulated on one machine have the same host name."""
+    """Host name of the node's machine. Nodes that are emulated on one machine have the same host
+    name."""
     pid: _Number
     code: str
     """Hash of the Python files of Optimus on the node."""
     time: float
     """Unix time in seconds by the clock of the node."""
     open_files: int
-    """Number of files that a process on the node may open; -1 without a limit."""
+    """Number of files that a process on the node may have open at a time; -1 without a limit."""
     attempt: _Count
-    """Number of the last attempt whose ranks the agent has started; 0 if there is none."""
+    """Number of the last attempt (launch of all ranks) whose ranks the agent has started; 0 if
+    there is none."""
 
 
 class RankReport(Message):
@@ -62,22 +64,23 @@ class RankReport(Message):
     rank: _Count
     pid: _Count
     status: int | None = None
-    """Exit status; -N if signal N ended the process; None if it runs."""
+    """Exit status; -N if signal N ended the process; None if the process still runs."""
     was_ended: bool = False
-    """True if the agent has sent a signal to the process, or mpiexec has ended it."""
+    """True if the agent has sent a signal to the process, or mpiexec has ended the process."""
     message: str = ""
     """The last error that the rank has printed, one line."""
     progress: Annotated[Progress, AfterValidator(_check_progress)] | None = None
 
 
 class Report(Message):
-    """The regular report of an agent. If reports are missing, the node is regarded as lost."""
+    """Report that an agent sends at regular intervals on the ranks of its node. If reports do not
+    arrive, the supervisor regards the node as lost."""
 
     kind: Literal["report"] = "report"
     attempt: _Count
     ranks: tuple[RankReport, ...]
     lines: tuple[str, ...]
-    """Output of ranks since the last report."""
+    """Lines of the ranks' output that the agent has not sent before."""
     dropped: _Count = 0
     """Number of lines of output that the agent has dropped and has not reported before."""
     failure: str = ""
@@ -85,17 +88,18 @@ class Report(Message):
 
 
 class FreePort(Message):
-    """Answer to FindPort: a free port of the node."""
+    """Answer of an agent to FindPort: a port of its node at which no process listens."""
 
     kind: Literal["free_port"] = "free_port"
     port: Annotated[int, Field(ge=0, lt=1 << 16)]
-    """The port; 0 if the node has none."""
+    """The port; 0 if the node cannot listen at the address."""
     problem: str = ""
     """Reason why the node cannot listen at the address; "" if it can."""
 
 
 class Staged(Message):
-    """Answer to Stage: the agent has unpacked the Python environment, or could not do so."""
+    """Answer of an agent to Stage: it has unpacked the Python environment, or has failed to do
+    so."""
 
     kind: Literal["staged"] = "staged"
     problem: str
@@ -103,7 +107,7 @@ class Staged(Message):
 
 
 class Killed(Message):
-    """Answer to Kill: no rank of the attempt runs on the node."""
+    """Answer of an agent to Kill: no rank of the attempt runs on its node any more."""
 
     kind: Literal["killed"] = "killed"
     attempt: _Count
@@ -121,17 +125,17 @@ class Welcome(Message):
 
     kind: Literal["welcome"] = "welcome"
     orphan_s: _Seconds
-    """Time without a supervisor after which the ranks save a checkpoint and end."""
+    """Seconds without a supervisor after which the ranks save a checkpoint and end."""
     beat_s: _Seconds
-    """Longest time between two reports."""
+    """Longest time in seconds between two reports of the agent."""
     variables: dict[str, str]
-    """Environment variables of the process from which ranks are forked."""
+    """Environment variables for the warm process, from which the agent forks ranks."""
     forks_ranks: bool
     """True if the agent forks ranks from a warm process; False if mpiexec starts the ranks."""
 
 
 class FindPort(Message):
-    """Find a port at which no process of the node listens."""
+    """Request to an agent: find a port of its node at which no process listens."""
 
     kind: Literal["find_port"] = "find_port"
     host: str
@@ -139,24 +143,24 @@ class FindPort(Message):
 
 
 class Stage(Message):
-    """Unpack the Python environment of the ranks on a disk of the node."""
+    """Request to an agent: unpack the Python environment of the ranks on a disk of its node."""
 
     kind: Literal["stage"] = "stage"
     archive: str
     parent: str
     """Folder in which the agent creates the unpacked copy."""
     digest: str
-    """Hash of the archive."""
+    """Hash of the content of the archive."""
 
 
 class Start(Message):
-    """Start the ranks of an attempt on the node."""
+    """Request to an agent: start the ranks of an attempt on its node."""
 
     kind: Literal["start"] = "start"
     attempt: _Number
     ranks: tuple[_Count, ...]
     arguments: tuple[str, ...]
-    """Arguments of `optimus`."""
+    """Command-line arguments of `optimus` for each rank."""
     workspace: str
     job_end: float | None
     """Unix time at which the ranks must have saved and ended; None without a limit."""
@@ -167,21 +171,21 @@ class Start(Message):
 
 
 class Signal(Message):
-    """Send a signal to all ranks on the node."""
+    """Request to an agent: send a signal to all ranks on its node."""
 
     kind: Literal["signal"] = "signal"
     number: Annotated[int, Field(ge=1, le=64)]
 
 
 class Kill(Message):
-    """Kill the ranks of an attempt and of all earlier attempts on the node."""
+    """Request to an agent: kill the ranks of an attempt and of all earlier attempts on its node."""
 
     kind: Literal["kill"] = "kill"
     attempt: _Number
 
 
 class End(Message):
-    """Kill all ranks on the node, and end the agent."""
+    """Request to an agent: kill all ranks on its node, then end."""
 
     kind: Literal["end"] = "end"
 

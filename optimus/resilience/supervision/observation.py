@@ -25,20 +25,22 @@ from optimus.resilience.supervision.markers import Marker, read_markers
 logger = logging.getLogger(__name__)
 
 _SAME_TIME_S = 0.3
-"""Time to wait for further observations after a rank was ended by a signal or wrote a marker."""
+"""Seconds to wait for further observations after a signal has ended a rank, or a rank has written a
+marker (the description of a non-finite value)."""
 _AGREE_S = 6.0
-"""Time to wait for the other ranks after a rank has ended, if its end does not show the cause.
-Within this time, the ranks agree on the cause and end."""
+"""Seconds to wait for the other ranks after a rank has ended without showing the cause of the
+failure. Within this time, the ranks agree on the cause and end."""
 _SAVE_S = 600.0
 """Longest time from a stop signal to the end of all ranks."""
 _STALL_FACTOR = 1.2
-"""Factor on `parallel.timeout_s`: time after which an attempt without a new collective has failed.
-Ranks that wait for each other have ended before, since their own limit is `parallel.timeout_s`."""
+"""An attempt has failed if no rank starts a collective for _AGREE_S plus `parallel.timeout_s` times
+this factor. Ranks that wait for each other end earlier, since their limit is
+`parallel.timeout_s`."""
 _STOP_S = 60.0
 """Time to wait for the other ranks after a rank has ended because the run stops."""
 _CANNOT_START = 127
-"""Exit status that the evidence contains for the first rank of a node whose agent cannot start the
-ranks."""
+"""If an agent cannot start the ranks of its node, the evidence contains this exit status for the
+first rank of the node."""
 _NONFINITE = OutcomeKind.NONFINITE.exit_status
 _LOST_PEER = OutcomeKind.LOST_PEER.exit_status
 
@@ -186,8 +188,8 @@ class Observer:
         Args:
             evidence: The observations.
             world: Number of ranks.
-            since_s: Time since the first rank ended.
-            silence_s: Longest silence of an agent.
+            since_s: Seconds since the first rank ended.
+            silence_s: Longest time in seconds for which an agent has sent no message.
             by_mpiexec: True if an mpiexec has started the ranks.
         """
         if evidence.is_cut_off:  # if the others come back, no node has failed
@@ -230,7 +232,7 @@ def _launch_problem(
 
 
 def _are_equal(progress: Sequence[RankProgress], last: Sequence[RankProgress]) -> bool:
-    """Return True if the progress of several ranks that compute updates equals `last`: none of
-    them has started a collective or another step."""
+    """Return True if several ranks run, all compute updates, and their progress equals `last`: no
+    rank has started a collective or another step since."""
     is_update = len(progress) > 1 and all(rank.phase == "update" for rank in progress)
     return is_update and [rank[:4] for rank in progress] == [rank[:4] for rank in last]

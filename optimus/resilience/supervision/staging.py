@@ -24,7 +24,8 @@ from optimus.io.workspace import Workspace
 
 ARCHIVE = "environment.tar"
 _PREFIX, _PACKAGES = "prefix", "packages"
-"""Folders of an archive: the virtual environment, and packages that are installed elsewhere."""
+"""Names of the folders in an archive: the virtual environment, and packages that are installed
+elsewhere."""
 _OURS = ("optimus", "data_prep", "optimus_kernels")
 
 
@@ -45,7 +46,7 @@ def pack_environment(path: Path, workspace: Workspace) -> str:
 
     Args:
         path: The archive.
-        workspace: Workspace through which the archive is replaced.
+        workspace: Workspace of the temporary file that then replaces `path`.
 
     Raises:
         OSError: A file cannot be read or written.
@@ -66,7 +67,7 @@ def pack_environment(path: Path, workspace: Workspace) -> str:
 
 
 def staged_folder(parent: Path, digest: str) -> Path:
-    """Return the folder that contains a node's copy of the environment, the same on all nodes.
+    """Return the path of a node's copy of the environment. The path is the same on all nodes.
 
     Args:
         parent: Folder on a disk of the node.
@@ -81,7 +82,8 @@ def staged_python(folder: Path) -> str:
 
 
 def staged_variables(folder: Path, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the environment variables that make the interpreter of a copy import from the copy."""
+    """Return the environment variables with which the Python interpreter in `folder`, a copy of the
+    environment, imports packages from this copy."""
     paths = [str(folder / _PACKAGES), *filter(None, [environ.get("PYTHONPATH")])]
     return {"PYTHONPATH": os.pathsep.join(paths)}
 

@@ -34,8 +34,8 @@ since no later time is known."""
 
 
 _QUIET_S = 3600.0
-"""If the last event is older than this, the status contains the event's age, since the job may have
-ended."""
+"""If the last event is older than this number of seconds, the status contains the age of the event,
+since the job may have ended."""
 
 
 def goodput(history: History, now: float) -> dict[str, float]:
@@ -117,7 +117,7 @@ def _add_attempt(
 
 
 def read_status(run_dir: Path, now: float | None = None) -> dict[str, Any]:
-    """Return the state of a run as a JSON object.
+    """Return the state of a run as a dict for JSON output.
 
     Raises:
         ConfigError: The run has no ledger, or the ledger is damaged.
@@ -165,7 +165,7 @@ def read_status(run_dir: Path, now: float | None = None) -> dict[str, Any]:
 
 
 def _next_decision(history: History) -> str:
-    """Return a phrase that says what happens next in the run, as far as its files show this."""
+    """Return a phrase that says what happens next in the run, according to its files."""
     if history.verdict is not None:
         return {
             "done": "nothing: the run is complete",

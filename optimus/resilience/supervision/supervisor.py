@@ -79,7 +79,7 @@ from optimus.resilience.supervision.staging import (
 logger = logging.getLogger(__name__)
 
 _LOCK_OWNER = b"supervisor"
-"""Content of a lock file that a supervisor has locked."""
+"""Content of the lock file of a run directory while a supervisor has the lock."""
 _RETRY_S = 2.0
 """Time after which the supervisor repeats a write that has failed, such as to a full disk."""
 _STAGE_S = 600.0
@@ -98,8 +98,8 @@ class Supervisor:
         """Lock the run directory, read the ledger of the run, and open the ledger for appending.
 
         Raises:
-            ConfigError: Another supervisor or run uses the directory, the ledger or SKIPPED_STEPS
-                is damaged, or settings differ from those of an earlier job.
+            ConfigError: Another supervisor or run uses the directory; or the ledger or
+                SKIPPED_STEPS is damaged; or settings differ from those of an earlier job.
             OSError: A file cannot be written.
         """
         self._job, self._folder = job, job.run_dir / SUPERVISOR
@@ -151,8 +151,8 @@ class Supervisor:
         return is_same and history.verdict is None and (self._folder / SECRET).exists()
 
     def _changed_settings(self) -> str:
-        """Return the frozen settings that differ from the configuration of the last job; "" if that
-        configuration cannot be read."""
+        """Return the names of the settings that must not change but differ from the configuration
+        of the last job; "" if that configuration cannot be read."""
         try:
             before = tomllib.loads(files.read_regular(self._folder / CONFIG, 1 << 20).decode())
         except (OSError, ValueError, RecursionError):
@@ -256,8 +256,8 @@ class Supervisor:
                 await asyncio.sleep(_RETRY_S)
 
     async def _decide(self) -> Decision:
-        """Decide whether another attempt starts or the job ends. Record each node that the decision
-        marks as suspect or excluded in the ledger."""
+        """Decide whether another attempt starts or the job ends. Record in the ledger each node
+        that the decision marks as good, suspect or excluded."""
         job = self._job
         remaining_s = job.ends_at - job.margin_s - time.time()
         while True:
@@ -324,7 +324,8 @@ class Supervisor:
         return bool(name)
 
     async def _submit_again(self) -> None:
-        """Submit the next job until the scheduler accepts it or this job ends."""
+        """Try every _SUBMIT_S seconds to submit the next job, until the scheduler accepts it or
+        this job ends."""
         while True:
             try:
                 async with asyncio.timeout(_SUBMIT_S):
@@ -335,7 +336,7 @@ class Supervisor:
                     return
 
     async def _remove_next_job(self) -> None:
-        """Remove the job that would continue the run."""
+        """Remove from the scheduler's queue the job that would continue the run."""
         next_job = self._history.next_job
         if self._job.chain is None or next_job is None or not next_job.job:
             return
@@ -365,8 +366,8 @@ class Supervisor:
         return [one_line(document) for document in documents[:_MAX_DOCUMENTS]]
 
     def _on_signal(self, number: int) -> None:
-        """Let the ranks save a checkpoint and end. The scheduler sends a signal, which calls this,
-        before the end of a job."""
+        """Handle the signal `number`, which the scheduler sends before the end of a job: let the
+        ranks save a checkpoint and end."""
         if not self._stop_signal:
             logger.info("%s: the ranks save a checkpoint and end", signal.Signals(number).name)
         self._stop_signal = number
@@ -376,7 +377,8 @@ class Supervisor:
     # -- Attempts ---------------------------------------------------------------------------------
 
     async def _start_attempt(self, decision: Decision) -> None:
-        """Launch the ranks of the next attempt."""
+        """Launch the ranks of the next attempt on the nodes of `decision`. Launch no rank if one of
+        the nodes cannot be prepared."""
         job = self._job
         number = self._history.attempts[-1].attempt + 1 if self._history.attempts else 1
         first = self._agents.nodes[decision.nodes[0]]
@@ -565,7 +567,7 @@ def _take_lock(run_dir: Path) -> BinaryIO:
 
 
 async def _answers(run_dir: Path) -> bool:
-    """Return True if the supervisor of a run answers."""
+    """Return True if a supervisor answers at an address in the run's address file."""
     with contextlib.suppress(OSError, OptimusError):
         hosts, port = parse_address(files.read_regular(run_dir / SUPERVISOR / ADDRESS, 1 << 16))
         secret = read_secret(run_dir / SUPERVISOR / SECRET)

@@ -1,4 +1,4 @@
-"""Use of the warm process (optimus/warm.py), which forks ranks, by the agent of a node.
+"""The agent's connection to the warm process of its node, which forks ranks (optimus/warm.py).
 
 This module imports no torch.
 """
@@ -20,9 +20,10 @@ from typing import Any
 from optimus.launch.spawn import prepare_rank
 
 MAX_BYTES = 1 << 17
-"""Maximum size of a request. A rank with a larger environment is not forked."""
+"""Maximum size in bytes of a request to fork a rank. A rank whose environment is too large for a
+request is not forked."""
 _FORK_S = 5.0
-"""Longest time to wait for the fork of a rank."""
+"""Longest time in seconds to wait until the warm process has forked a rank."""
 
 
 class ForkedProcess:
@@ -39,7 +40,8 @@ class ForkedProcess:
         self._has_ended.set()
 
     async def wait(self) -> int:
-        """Wait for the end of the process, and return its exit status; -N for signal N."""
+        """Wait for the end of the process, and return its exit status; -N if signal N ended the
+        process."""
         await self._has_ended.wait()
         assert self.returncode is not None
         return self.returncode
@@ -58,7 +60,7 @@ class WarmProcess:
         self._running: dict[int, ForkedProcess] = {}
 
     async def start(self, variables: Mapping[str, str]) -> None:
-        """Start the warm process if it has never been started.
+        """Start the warm process, unless this object has already started it.
 
         Args:
             variables: Environment variables that libraries read at their import, such as
@@ -95,8 +97,8 @@ class WarmProcess:
 
         Raises:
             ValueError: The environment and the arguments are too large for a request.
-            OSError, TimeoutError: The warm process is lost or does not answer. The caller
-                must end it, since it may still fork the rank.
+            OSError, TimeoutError: The warm process is lost or does not answer. The caller must end
+                the warm process, since it may still fork the rank.
         """
         assert self._socket is not None and self.is_ready
         request = json.dumps({"environ": dict(environ), "arguments": list(arguments)}).encode()
