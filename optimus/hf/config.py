@@ -1,7 +1,7 @@
 """Conversion between Hugging Face's `config.json` and `ModelConfig`.
 
-A field that changes logits or loss is either converted, or refused with an error that names the
-field.
+If a field of config.json changes logits or loss, the field is either converted or causes an error
+that names the field.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from optimus.io.tensor_file import INDEX, MODEL
 
 _ARCHITECTURES = {"olmo": "OlmoForCausalLM", "olmoe": "OlmoeForCausalLM"}
 _CONFIG_BYTES = 16 << 20
-"""Size limit of config.json, 16 MiB. Usual files have a few kilobytes."""
+"""Largest accepted size of config.json in bytes. Typical files have a few kilobytes."""
 _NUMBERED = re.compile(r"model\.layers\.([0-9]+)\.(?:mlp\.experts\.([0-9]+)\.)?")
 _MERGED_EXPERTS = ".mlp.experts.down_proj"
 _OLMO_EPS = 1e-5  # a constant in transformers' OlmoLayerNorm, not a field of config.json
@@ -33,8 +33,8 @@ _ROPE_OPTIONAL = {"beta_fast", "beta_slow", "attention_factor", "mscale", "mscal
 
 
 class _Fields(BaseModel):
-    """Fields of config.json that Optimus converts or refuses. Their default values are those of
-    transformers."""
+    """Pydantic model of the fields of config.json that Optimus converts or rejects. The fields have
+    the same default values as in transformers."""
 
     model_config = ConfigDict(extra="ignore", strict=True, protected_namespaces=())
 
@@ -102,8 +102,8 @@ def read_hf_config(path: str | os.PathLike, compare_counts: bool = True) -> Mode
 
     Args:
         path: the directory.
-        compare_counts: True to compare the numbers of layers and experts in config.json with the
-            numbers of layers and experts that have weights in the directory.
+        compare_counts: True to check that config.json does not give more layers or experts than the
+            weights in the directory have.
 
     Raises:
         CheckpointError: config.json cannot be read or, with `compare_counts`, has more layers or
@@ -158,7 +158,7 @@ def config_from_hf(content: Mapping[str, Any], source: str = "config.json") -> M
         source: name of the file in error messages.
 
     Returns:
-        The `[model]` section of the configuration.
+        The `[model]` section of an Optimus configuration.
 
     Raises:
         ConfigError: a field has a value that Optimus does not support.
@@ -206,7 +206,7 @@ def config_to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
     """Return the content of a config.json that transformers 4 and 5 can read.
 
     Args:
-        config: the model.
+        config: the configuration of the model.
         dtype: dtype of the weights, as torch names it, such as "bfloat16".
 
     Raises:
@@ -325,7 +325,8 @@ def _check_supported(config: ModelConfig) -> None:
 
 
 def _mixture(fields: _Olmoe) -> dict[str, Any]:
-    """Convert the fields of config.json that only OLMoE models have to settings of `[model]`."""
+    """Convert the fields of config.json that exist only in OLMoE models to settings of
+    `[model]`."""
     return {
         "num_experts": fields.num_experts,
         "num_experts_per_tok": fields.num_experts_per_tok,
@@ -377,7 +378,8 @@ def _is_token(value: int) -> bool:
 
 
 def _padding(fields: _Fields, source: str) -> int:
-    """Return the id of the padding token, or -1 if the model has none."""
+    """Return the id of the padding token, or -1 if the model has no padding token. Raises
+    ConfigError if the id is outside the vocabulary."""
     token, size = fields.pad_token_id, fields.vocab_size
     if token is None:
         return -1
@@ -390,6 +392,8 @@ def _padding(fields: _Fields, source: str) -> int:
 
 
 def _derived(value: int | None, default: int) -> int:
-    """Return `value`, or 0 if `value` is None or equals `default`. As a setting of `[model]`, 0
-    means the default."""
+    """Convert a field of config.json to a setting of `[model]` for which 0 selects the default.
+
+    Return 0 if `value` is None or equals `default`, else `value`.
+    """
     return 0 if value is None or value == default else value

@@ -59,9 +59,9 @@ def use_fast_moe(model: _Model) -> _Model:
         `model`.
 
     Raises:
-        ConfigError: the model has no MoE block or is itself a block that must be replaced, or its
-            experts are not supported. Experts are not supported if they have hooks or are
-            quantized, offloaded or sharded.
+        ConfigError: the model has no MoE block, or is itself an MoE block that must be replaced.
+        ConfigError: the experts are not supported. Experts are not supported, for example, if they
+            have hooks or are quantized, offloaded or sharded.
     """
     all_blocks = [
         module
@@ -133,7 +133,8 @@ class FastExpertsByModule(FastExperts):
     `0.gate_proj.weight`, instead of the merged parameters."""
 
     def _slices(self, gate_up: Tensor, down: Tensor, prefix: str) -> dict[str, Tensor]:
-        """Return a view of each projection of each expert, keyed by its name in a state dict."""
+        """Return the entries of a state dict: for each projection of each expert, the name of the
+        weight and a view of gate_up or down."""
         inner, views = self.intermediate_dim, {}
         for expert in range(self.num_experts):
             weights = (gate_up[expert, :inner], gate_up[expert, inner:], down[expert])
@@ -208,7 +209,7 @@ class FastBlock(nn.Module):
         self.train(block.training)
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the output [..., D] and the router's logits [T, E] for an input [..., D]."""
+        """Return the output [..., D] and the router's logits [T, E]."""
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
         router_logits = self.gate(x)
         weights, chosen = F.softmax(router_logits, dim=1, dtype=torch.float).topk(self.top_k)
@@ -283,7 +284,8 @@ def _check_modules(name: str, expert: nn.Module) -> None:
 
 
 def _from_modules(experts: nn.ModuleList) -> FastExpertsByModule:
-    """Copy the weights of separate experts into new merged parameters."""
+    """Return a `FastExpertsByModule` with a copy of the weights of `experts`, one module per
+    expert."""
     first: _HfModule = experts[0]
     weight: nn.Parameter = first.gate_proj.weight
     inner, hidden = weight.shape

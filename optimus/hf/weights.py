@@ -50,13 +50,15 @@ _ANGLES = "rotary_emb.inv_freq"  # tensors that early releases of transformers 4
 
 
 def is_expert(name: str) -> bool:
-    """Return whether the Optimus parameter `name` contains the merged experts of a layer."""
+    """Return whether the Optimus parameter `name` contains weights of all experts of a layer."""
     return name.endswith((_GATE_UP, _DOWN))
 
 
 def hf_name(name: str) -> str:
-    """Return the name of the Optimus parameter `name` in models of transformers 5, which also have
-    merged parameters for the experts of a layer."""
+    """Return the name that the Optimus parameter `name` has in a model of transformers 5.
+
+    Like Optimus, transformers 5 has merged parameters for all experts of a layer.
+    """
     if name in _OUTSIDE:
         return _OUTSIDE[name]
     _, layer, rest = name.split(".", 2)
@@ -96,7 +98,7 @@ def check_hf_weights(config: ModelConfig, path: str | os.PathLike) -> None:
     """Check the names, shapes and dtypes of the weights in a directory. Only file headers are read.
 
     Args:
-        config: the model that the weights must fit.
+        config: the configuration of the model that the weights must fit.
         path: Hugging Face directory.
 
     Raises:
@@ -123,9 +125,9 @@ def hf_tensors(config: ModelConfig, names: Container[str]) -> Iterator[tuple[str
     """Yield the tensors that a Hugging Face directory must have for a model.
 
     Args:
-        config: the model.
-        names: names of the tensors in the directory. If they include the merged experts of a
-            layer, the merged tensors are yielded, otherwise three tensors per expert.
+        config: the configuration of the model.
+        names: names of the tensors in the directory. If `names` contains the merged tensors of a
+            layer's experts, these are yielded, otherwise three tensors for each expert.
 
     Yields:
         (name of the tensor in the directory, name of the Optimus parameter, view of the parameter
@@ -147,12 +149,13 @@ def plan_hf(
     """Plan the safetensors files of an exported model.
 
     Args:
-        config: the model.
-        dtypes: dtype in which each Optimus parameter is written, by parameter name.
+        config: the configuration of the model.
+        dtypes: dict from the name of each Optimus parameter to the dtype in which it is written.
         file_bytes: limit of tensor bytes per file. A larger tensor gets a separate file.
 
     Returns:
-        The plan. Each projection of an expert is a separate tensor.
+        The names, sizes and tensors of the files. Each projection of an expert is a separate
+        tensor.
     """
     tensors = (
         PlannedTensor(theirs, name, int(view.storage_offset()), dtypes[name], tuple(view.shape))
@@ -162,7 +165,7 @@ def plan_hf(
 
 
 def write_hf_json(directory: Path, config: ModelConfig, plan: FilePlan) -> None:
-    """Write config.json, and the index file if the plan has several safetensors files.
+    """Write config.json to `directory`, and the index file if `plan` has several safetensors files.
 
     Raises:
         ConfigError: transformers does not support the model.
@@ -183,14 +186,16 @@ def write_hf(
     file_bytes: int = FILE_BYTES,
     add_files: Callable[[Path], None] = lambda directory: None,
 ) -> None:
-    """Export a model as a new Hugging Face directory, written under a temporary name and renamed.
+    """Export a model to a new Hugging Face directory.
+
+    The directory is written under a temporary name and then renamed.
 
     Args:
         directory: the directory to create; it must not exist.
-        config: the model.
+        config: the configuration of the model.
         weights: slices of flattened parameters in any order, as (parameter name, index of the first
             element, values).
-        dtypes: dtype in which each Optimus parameter is written, by parameter name.
+        dtypes: dict from the name of each Optimus parameter to the dtype in which it is written.
         file_bytes: limit of tensor bytes per file. A larger tensor gets a separate file.
         add_files: function that writes further files. Its argument is the temporary path of the new
             directory.
@@ -219,11 +224,11 @@ def write_hf(
 
 
 def write_all(directory: Path, plan: FilePlan, weights: Iterable[tuple[str, int, Tensor]]) -> None:
-    """Write the safetensors files of a plan and sync them to disk.
+    """Write the safetensors files of a model and sync the files to disk.
 
     Args:
         directory: the directory of the files; it must exist.
-        plan: the files.
+        plan: the files to write, from `plan_hf`.
         weights: slices of flattened parameters in any order, as (parameter name, index of the first
             element, values).
 

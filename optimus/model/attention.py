@@ -19,7 +19,7 @@ from optimus.model.rope import rotate
 class Attention(nn.Module):
     """Causal self-attention: x [B, S, D] -> [B, S, D].
 
-    Under tensor parallelism, the module of a rank computes only some of the heads.
+    Under tensor parallelism, each rank computes only its share of the heads.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -62,8 +62,8 @@ class Attention(nn.Module):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, documents: list[int] | None) -> Tensor:
         """Return causal attention [B, S, H, C] for q [B, S, H, C] and k, v [B, S, G, C].
 
-        With `documents`, the number of tokens of each document, tokens attend only within their
-        document.
+        `documents` contains the number of tokens of each document, and tokens attend only within
+        their document. If it is None, each sequence is one document.
         """
         if documents is not None:
             return _within_documents(q, k, v, documents)
@@ -72,10 +72,10 @@ class Attention(nn.Module):
 
 
 def document_lengths(document_ids: Tensor) -> list[int]:
-    """Return the number of tokens of each document in document_ids [B, S], in order.
+    """Return the number of tokens of each document, for document_ids [B, S].
 
-    A document starts where the id changes and at the start of each sequence. The lengths sum to
-    B*S.
+    A document starts at the start of each sequence, and where a token has another id than the token
+    before it. The numbers sum to B*S.
     """
     # If the ids are on the CPU, the host does not wait for the device here.
     begins = torch.ones_like(document_ids, dtype=torch.bool)
@@ -91,7 +91,8 @@ def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _within_documents(q: Tensor, k: Tensor, v: Tensor, documents: list[int]) -> Tensor:
-    """Return causal attention within each document. Shapes are those of `Attention.attend`."""
+    """Return causal attention [B, S, H, C] within each document, as described in
+    `Attention.attend`."""
     # A fused call for each document avoids an [S, S] mask and the cost of masked scores
     # (docs/benchmarks/document_mask.md).
     by_document = zip(*(heads.flatten(0, 1).split(documents) for heads in (q, k, v)), strict=True)

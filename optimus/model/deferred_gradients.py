@@ -2,7 +2,7 @@
 
 Inside a `DeferredGradients` context, backward computes only the gradients of layer inputs.
 `DeferredGradients.compute` computes the weight gradients later. Deferred weight gradients have the
-same bits as weight gradients that backward computes outside a context.
+same bits as weight gradients that are not deferred.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _active: list[DeferredGradients] = []
 
 
 class DeferredGradients:
-    """Context manager that collects the computations of weight gradients that backward defers.
+    """Context manager that makes backward store the computations of weight gradients.
 
-    The context contains the backward pass of one microbatch on one pipeline stage. `compute` runs
-    the collected computations.
+    Run the backward pass of one microbatch on one pipeline stage inside the context. `compute` then
+    runs the stored computations.
     """
 
     def __init__(self) -> None:
@@ -44,11 +44,11 @@ class DeferredGradients:
             self._work.popleft()()  # each call releases its saved tensors at its end
 
     def defer(self, work: Callable[[], None], *weights: Tensor) -> None:
-        """Store `work`, which `compute` will call.
+        """Store the function `work`. `compute` calls it later.
 
         Args:
-            work: function that computes the gradients of `weights`, accumulates them and runs the
-                hooks of `weights`.
+            work: function that computes the gradients of `weights`, accumulates the gradients and
+                runs the post-accumulate-grad hooks of `weights`.
             weights: the weights whose gradients `work` computes.
         """
         self._work.append(work)
@@ -61,12 +61,12 @@ def active_deferral() -> DeferredGradients | None:
 
 
 def compute_or_defer(weight: Tensor, gradient: Callable[[], Tensor]) -> Tensor | None:
-    """Compute the gradient of `weight`, or defer the computation inside a `DeferredGradients`
-    context.
+    """Compute the gradient of a weight. Inside a `DeferredGradients` context, defer the
+    computation.
 
     Args:
         weight: the weight.
-        gradient: function that returns the gradient.
+        gradient: function that computes and returns the gradient of `weight`.
 
     Returns:
         The value that the backward function of an operation must return for `weight`: the gradient,
@@ -80,11 +80,11 @@ def compute_or_defer(weight: Tensor, gradient: Callable[[], Tensor]) -> Tensor |
 
 
 def defer_whole_gradients(leaves: Iterable[Tensor]) -> None:
-    """Register hooks on leaf tensors that defer only the accumulation of their gradients.
+    """Register a hook on each leaf tensor. The hook defers the accumulation of the leaf's gradient.
 
-    Inside a `DeferredGradients` context, backward computes these gradients and keeps them in
-    memory, and `DeferredGradients.compute` accumulates them. Deterministic mode uses these hooks,
-    so that all gradients are accumulated in the order of the microbatches.
+    Inside a `DeferredGradients` context, backward still computes the gradient of the leaf and keeps
+    the gradient in memory. `DeferredGradients.compute` adds the gradient to `.grad`. Deterministic
+    mode uses these hooks, so that all gradients are accumulated in the order of the microbatches.
     """
     for leaf in leaves:
         leaf.register_hook(functools.partial(_defer_gradient, weakref.ref(leaf)))
@@ -101,7 +101,7 @@ def _defer_gradient(leaf: weakref.ref[Tensor], gradient: Tensor | None) -> Tenso
 
 
 def accumulate(weight: Tensor, gradient: Tensor) -> None:
-    """Add `gradient` to `weight.grad` as autograd does, and run the hooks of `weight`."""
+    """Add `gradient` to `weight.grad`, and run the post-accumulate-grad hooks of `weight`."""
     if weight.grad is None:
         weight.grad = gradient
     else:

@@ -1,4 +1,4 @@
-"""Counts of parameters and floating-point operations, from the configuration of a model."""
+"""Functions that count the parameters and FLOPs of a model, given the model's configuration."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
 
 def count_parameters(config: ModelConfig) -> tuple[int, int]:
-    """Return the total number of parameters, and the number of parameters that one token uses.
+    """Return a model's number of parameters, and the number of parameters that one token uses.
 
-    Of the experts of a layer, a token uses only `num_experts_per_tok`. It uses all parameters
+    A token uses `num_experts_per_tok` experts in each layer with experts, and all parameters
     outside experts.
     """
     import torch  # not at the top, so that a launcher can count operations without torch
@@ -42,8 +42,8 @@ def flops_per_token(config: ModelConfig, seq_len: int) -> float:
     """Return the FLOPs of forward and backward per token, for sequences of `seq_len` tokens.
 
     As in PaLM (arXiv 2204.02311, appendix B), the count includes all matrix products and all
-    attention scores, even masked ones. It does not include embedding look-ups, norms, recomputation
-    or experts that the token does not use. A multiply-add is 2 FLOPs.
+    attention scores, even masked scores. The count does not include embedding look-ups, norms,
+    recomputation, and experts that the token does not use. A multiply-add is 2 FLOPs.
     """
     layers = sum(layer_multiply_adds(config, seq_len, n) for n in range(config.num_layers))
     # Backward counts as twice forward.
@@ -51,9 +51,10 @@ def flops_per_token(config: ModelConfig, seq_len: int) -> float:
 
 
 def layer_multiply_adds(config: ModelConfig, seq_len: int, number: int) -> int:
-    """Return the forward multiply-adds per token of layer `number`, counted from 0.
+    """Return the number of multiply-adds per token in the forward pass of one layer.
 
-    The count includes the same operations as `flops_per_token`.
+    The count includes the same operations as `flops_per_token`. `number` is the index of the layer,
+    starting at 0.
     """
     hidden = config.hidden_size
     q_size = config.num_attention_heads * config.head_size
@@ -69,7 +70,7 @@ def layer_multiply_adds(config: ModelConfig, seq_len: int, number: int) -> int:
 
 
 def head_multiply_adds(config: ModelConfig) -> int:
-    """Return the forward multiply-adds per token of the output head."""
+    """Return the number of multiply-adds per token in the forward pass of the output head."""
     return config.hidden_size * config.vocab_size
 
 

@@ -1,8 +1,8 @@
 """Initial weights that do not depend on how the model is divided among ranks.
 
-Each parameter has its own random generator, seeded with the run's seed and the parameter's global
-name. If a parameter contains the weights of several experts, each expert has its own generator
-instead, whose seed also depends on the expert's index.
+The values of each parameter come from a separate random generator, seeded with `train.seed` and the
+name of the parameter. If a parameter contains the weights of several experts, the values of each
+expert come from a separate generator, and the seed also includes the index of the expert.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ class ParamSlice(Protocol):
         """Return this rank's slice of a tensor that has the shape of the whole parameter."""
 
     def of_entry(self) -> ParamSlice:
-        """Return the `ParamSlice` of a single expert's weight, without the first dim.
+        """Return the `ParamSlice` of one expert's weight, for a parameter that stacks the weights
+        of several experts along its first dim.
 
-        The parameter must contain the weights of several experts, stacked in its first dim. On one
-        rank, the slice is the same for all experts.
+        The result is the same for all experts of this rank. It describes a tensor without the first
+        dim of the parameter.
         """
 
 
@@ -55,14 +56,15 @@ def initialise_(model: nn.Module, seed: int) -> None:
 def initial_value(
     model: nn.Module, name: str, seed: int, rank_slice: ParamSlice | None = None
 ) -> Tensor:
-    """Return the initial value of a parameter, in fp32 on the CPU.
+    """Return the initial value of a parameter, or of this rank's slice, in fp32 on the CPU.
 
-    Norm weights are 1 and biases are 0. Other weights have a normal distribution, truncated at
-    three standard deviations as in OLMoE. `init_std` and `embedding_init_std` set the standard
-    deviations.
+    Norm weights are 1. Biases and the embedding of the padding token are 0. Other weights are drawn
+    from a normal distribution that is truncated at three standard deviations, as in OLMoE. The
+    settings `model.init_std` and `model.embedding_init_std` are the standard deviations.
 
     Args:
-        model: the Transformer that has the parameter. Values of parameters are not read.
+        model: the Transformer that has the parameter. The current values of its parameters are not
+            read.
         name: name of the parameter.
         seed: value of the setting `train.seed`.
         rank_slice: this rank's slice of the parameter; None if the parameter is not divided among
@@ -106,9 +108,11 @@ class _Whole:
 def draw(
     shape: tuple[int, ...], std: float, seed: int, name: str, expert: int | None = None
 ) -> Tensor:
-    """Draw the initial values of an undivided parameter, or of one expert's weight.
+    """Draw the initial values of a whole parameter, or of the whole weight of one expert.
 
-    The result is fp32 [shape] on the CPU. A rank that needs only a slice also draws all values.
+    The values have a truncated normal distribution with the standard deviation `std`. The result is
+    an fp32 tensor of the given shape on the CPU. A rank that needs only a slice of the result also
+    draws all values.
     """
     key = f"{seed}/{name}" if expert is None else f"{seed}/{name}/{expert}"
     digest = hashlib.sha256(key.encode()).digest()

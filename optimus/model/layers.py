@@ -26,7 +26,8 @@ _BLOCK_DEVICE = 1 << 26
 
 
 def make_norm(config: ModelConfig) -> nn.Module:
-    """Return a norm of width hidden_size: LayerNorm without weights for OLMo, RMSNorm for OLMoE."""
+    """Return the norm of [..., hidden_size] tensors: LayerNorm without weights for OLMo, RMSNorm
+    for OLMoE."""
     if config.architecture == "olmo":
         return LayerNorm(config.hidden_size, config.norm_eps)
     return RMSNorm(config.hidden_size, config.norm_eps)
@@ -57,8 +58,8 @@ class RMSNorm(nn.Module):
 
 
 class _RMSNorm(torch.autograd.Function):
-    """Autograd function of RMSNorm. For backward, forward saves x, the weight and one number per
-    row."""
+    """Autograd function of RMSNorm. Forward saves x, the weight w and, for each row of x, the
+    number 1 / sqrt(mean(x^2) + eps)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -102,11 +103,11 @@ class Embedding(nn.Module):
         self._weight_grad: Callable[[], Tensor] | None = None
 
     def write_gradients_to(self, weight_grad: Callable[[], Tensor]) -> None:
-        """Make backward on a CPU add the gradient of `weight` to the tensor of `weight_grad()`.
+        """Make backward add the gradient of `weight` to the tensor that `weight_grad()` returns.
 
         Backward then allocates no gradient of shape [V, D] and leaves `weight.grad` unchanged.
-        Autograd still runs the post-accumulate-grad hooks of `weight`. Inside a
-        `DeferredGradients` context, backward uses `weight.grad` as usual.
+        Autograd still runs the post-accumulate-grad hooks of `weight`. If `weight` is not on a CPU,
+        or inside a `DeferredGradients` context, backward accumulates into `weight.grad` as usual.
 
         Args:
             weight_grad: function that returns a tensor [V, D] of any dtype.
@@ -117,12 +118,12 @@ class Embedding(nn.Module):
         return self.look_up(tokens, self.padding)
 
     def look_up(self, rows: Tensor, padding: int) -> Tensor:
-        """Return rows [..., D] of `weight` [V, D].
+        """Return the rows of `weight` [V, D] that have the given indices, as a tensor [..., D].
 
         Args:
             rows: int64 [...], indices of the rows.
-            padding: index of the row that receives no gradient; an index outside [0, V) has no
-                effect.
+            padding: index of the row of `weight` that receives no gradient. If the index is outside
+                [0, V), all rows receive gradients.
         """
         writes = self._weight_grad is not None and self.weight.requires_grad
         if self.weight.is_cpu and (writes or self.weight.dtype in (torch.bfloat16, torch.float16)):
@@ -132,8 +133,8 @@ class Embedding(nn.Module):
 
 
 class _LookUp(torch.autograd.Function):
-    """Embedding look-up whose backward sums the gradients of repeated tokens in fp32. On a
-    CPU, backward of F.embedding sums these gradients in the dtype of the weight."""
+    """Autograd function of an embedding look-up. Backward sums the gradients of repeated tokens in
+    fp32. On a CPU, F.embedding sums these gradients in the dtype of the weight instead."""
 
     @staticmethod
     def forward(
@@ -185,8 +186,8 @@ class CrossEntropy(nn.Module):
 def cross_entropy_sum(logits: Tensor, targets: Tensor) -> Tensor:
     """Return the cross-entropy summed over targets, an fp32 scalar in nats.
 
-    The logits are converted to fp32 block by block, without an fp32 copy of all logits. The
-    gradient has the dtype of the logits.
+    The logits are converted to fp32 block by block, so that there is never an fp32 copy of all
+    logits. The gradient of the logits has the same dtype as the logits.
 
     Args:
         logits: [N, V] in any float dtype.
@@ -221,7 +222,10 @@ class _CrossEntropySum(torch.autograd.Function):
 
 
 def row_blocks(logits: Tensor) -> list[slice]:
-    """Return slices that divide the rows of logits [N, V] into blocks to convert to fp32."""
+    """Divide the rows of logits [N, V] into blocks, and return the slice of rows of each block.
+
+    The caller converts one block at a time to fp32.
+    """
     elements = _BLOCK_CPU if logits.device.type == "cpu" else _BLOCK_DEVICE
     step = max(1, elements // logits.shape[1])
     return [slice(start, start + step) for start in range(0, len(logits), step)]

@@ -3,7 +3,7 @@
 Dims: T tokens, D hidden, F intermediate of an expert, E experts of this module, K experts per
 token.
 
-The stages of the paper are implemented in:
+The stages of the algorithm in the paper are implemented in:
 - token communication: a subclass of `Experts` in `optimus.parallel.expert`;
 - counting and index generation: the op `route`;
 - expert computation and output reduction: the op `experts`.
@@ -33,12 +33,12 @@ class FastSparseMoE(nn.Module):
         self.experts = Experts(config)
 
     def forward(self, x: Tensor, save_input_only: bool = False) -> tuple[Tensor, Routing]:
-        """Return the output [..., D] and the router's statistics.
+        """Return the output [..., D] and the statistics of the router.
 
         Args:
             x: [..., D].
-            save_input_only: recompute the pre-activation of the experts in backward instead of
-                saving it.
+            save_input_only: True to recompute the pre-activation of the experts in backward instead
+                of saving it.
         """
         tokens = x.reshape(-1, x.shape[-1])
         weights, chosen, routing = self.router(tokens)
@@ -48,9 +48,10 @@ class FastSparseMoE(nn.Module):
     def run_experts(
         self, x: Tensor, weights: Tensor, chosen: Tensor, save_input_only: bool = False
     ) -> Tensor:
-        """Return the output of the experts for the arguments of `Experts.forward`.
+        """Call `self.experts` and return its output [T, D].
 
-        Tensor parallelism overrides this method to add communication.
+        `Experts.forward` documents the arguments. Tensor parallelism overrides this method to add
+        communication.
         """
         return self.experts(x, weights, chosen, save_input_only)
 
@@ -59,8 +60,8 @@ class Experts(nn.Module):
     """SwiGLU experts with weights gate_up [E, 2F, D] and down [E, D, F], as in transformers 5.
 
     In gate_up, each expert's gate rows precede its up rows. Under expert parallelism, the module
-    has E consecutive experts of the layer, starting with index `first_expert`, and its output
-    contains no contributions of the other experts.
+    has only E consecutive experts of the layer, starting with index `first_expert`, and its output
+    contains only the contributions of these experts.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -76,8 +77,8 @@ class Experts(nn.Module):
         """Make backward write the weight gradients to the tensors that `weight_grads()` returns.
 
         Backward then leaves `.grad` of gate_up and down unchanged, but still runs their
-        post-accumulate-grad hooks. In compiled code, or if gate_up or down is frozen, the setting
-        has no effect: backward accumulates into `.grad`.
+        post-accumulate-grad hooks. In compiled code, or if gate_up or down is frozen, this method
+        has no effect: backward accumulates into `.grad` as usual.
         """
         self._weight_grads = weight_grads
 
@@ -94,7 +95,7 @@ class Experts(nn.Module):
             weights: [T, K], routing weights in the dtype of x.
             chosen: int64 [T, K], indices of the chosen experts. An index outside
                 [0, num_experts) contributes nothing to the output.
-            save_input_only: recompute the pre-activation in backward instead of saving it.
+            save_input_only: True to recompute the pre-activation in backward instead of saving it.
 
         Raises:
             ValueError, TypeError: shapes, dtypes or devices do not match.
@@ -118,8 +119,8 @@ class Experts(nn.Module):
         """Return the destination of the weight gradients in the current backward pass.
 
         Inside a `DeferredGradients` context, the destination is a function that defers the
-        computation. Otherwise, the destination is a `WeightGrads` with the tensors to write to, or
-        None if autograd accumulates the gradients into `.grad`.
+        computation. Otherwise, the destination is a `WeightGrads` with the tensors to which
+        backward must write, or None if autograd must accumulate the gradients into `.grad`.
         """
         # The op calls this method in backward, because the forward pass cannot know if a
         # `DeferredGradients` context will be active.
@@ -130,8 +131,8 @@ class Experts(nn.Module):
         return None if self._weight_grads is None else self._weight_grads()
 
     def _compute(self, work: kernels.WeightWork) -> None:
-        """Compute deferred weight gradients, accumulate them, and run the post-accumulate-grad
-        hooks of the weights."""
+        """Run the deferred computation of the weight gradients, accumulate the gradients, and run
+        the post-accumulate-grad hooks of gate_up and down."""
         if self._weight_grads is not None:
             work.compute(self._weight_grads())
             for weight in (self.gate_up, self.down):

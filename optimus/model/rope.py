@@ -43,10 +43,11 @@ class Rotary(nn.Module):
 
 
 def rotate(x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate each pair of elements of the heads x [B, S, H, C] by the angle of its position.
+    """Apply the rotary position embedding to the heads x [B, S, H, C].
 
-    `table` contains the cosines and sines from `Rotary`, each [S, C/2]. The computation is in fp32,
-    and the result has the dtype of x.
+    Elements i and i + C/2 of a head are rotated by an angle that depends on i and on the position
+    of the token. `table` contains the cosines and sines from `Rotary`, each [S, C/2]. The
+    computation is in fp32, and the result has the dtype of x.
     """
     return _Rotate.apply(x, *table)
 
@@ -77,11 +78,12 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def inverse_frequencies(config: ModelConfig, seq_len: int) -> tuple[Tensor, float]:
-    """Return the frequency of each rotated pair, and a factor for all cosines and sines.
+    """Return the frequency of each rotated pair, and the factor by which to multiply all cosines
+    and sines.
 
     Args:
         config: configuration of the model.
-        seq_len: length of the sequence, on which dynamic scaling depends.
+        seq_len: length of the sequence. Only the result for dynamic scaling depends on it.
 
     Returns:
         Frequencies in radians per token, fp32 [C/2], and the factor, which is 1 except with YaRN
@@ -113,7 +115,8 @@ def _plain(theta: float, dim: int) -> Tensor:
 
 
 def _yarn(theta: float, dim: int, scaling: RopeScaling) -> tuple[Tensor, float]:
-    """Return the values of `inverse_frequencies` for YaRN scaling (arXiv 2309.00071)."""
+    """Return the frequencies [dim/2] and the factor of cosines and sines for YaRN scaling
+    (arXiv 2309.00071). See `inverse_frequencies`."""
     # Pairs up to index `low` keep their frequencies. The frequencies of pairs from index `high` are
     # divided by the factor. In between, they are interpolated.
     low = _pair_turning(scaling.beta_fast or 32, theta, dim, scaling)
@@ -134,8 +137,8 @@ def _yarn(theta: float, dim: int, scaling: RopeScaling) -> tuple[Tensor, float]:
 
 
 def _pair_turning(turns: float, theta: float, dim: int, scaling: RopeScaling) -> float:
-    """Return the index of the pair that rotates `turns` times in the original context length. The
-    index is usually not an integer, so no pair has exactly this index."""
+    """Return the index, usually a fraction, at which a pair of elements would rotate `turns` times
+    within the original context length."""
     wavelength = scaling.original_max_position_embeddings / (turns * 2 * math.pi)
     return dim * math.log(wavelength) / (2 * math.log(theta))
 

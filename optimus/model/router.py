@@ -20,7 +20,8 @@ from optimus.config import ModelConfig
 
 
 class Routing(NamedTuple):
-    """Router statistics of one layer for one microbatch. The auxiliary losses use them."""
+    """Router statistics of one layer for one microbatch, from which auxiliary losses are
+    computed."""
 
     counts: Tensor
     """int64 [E]: number of tokens routed to each expert; the sum is T*K."""
@@ -46,10 +47,12 @@ def top_k(probs: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def uniform(probs: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Choose experts in turn (forced uniform routing); return their probabilities and indices.
+    """Choose experts in a fixed order (forced uniform routing). Return the probabilities and
+    indices of the chosen experts.
 
-    Choice j of token t is expert (t*k + j) mod E, so that all experts get about the same number of
-    tokens. The router still receives gradients, because its probabilities are the routing weights.
+    Choice j of token t is expert (t*k + j) mod E, where E is the number of experts. All experts
+    thus get about the same number of tokens. The router still receives gradients, because its
+    probabilities are the routing weights.
     """
     tokens, experts = probs.shape
     slots = torch.arange(tokens * k, device=probs.device).view(tokens, k)
@@ -67,8 +70,8 @@ CHOICES: Mapping[str, Choice] = {"top-k": top_k, "uniform": uniform}
 class Router(nn.Module):
     """Router: x [T, D] -> (routing weights [T, K], expert indices int64 [T, K], Routing).
 
-    T is the number of tokens of one microbatch on one data rank. The softmax is in fp32, and the
-    weights have the dtype of x.
+    T is the number of tokens of one microbatch on one data-parallel rank. The softmax is computed
+    in fp32, and the routing weights have the dtype of x.
     """
 
     def __init__(self, config: ModelConfig) -> None:

@@ -41,7 +41,8 @@ class Block(nn.Module):
     """
 
     def __init__(self, config: ModelConfig) -> None:
-        """Build a block. `config` is the configuration of its layer, from `ModelConfig.layer`."""
+        """Build the block of one layer. `config` is the result of `ModelConfig.layer` for the
+        layer."""
         super().__init__()
         self.config = config
         self.attention_norm = make_norm(config)
@@ -57,8 +58,8 @@ class Block(nn.Module):
         return run(x, rope, documents)
 
     def compile_run(self) -> None:
-        """Make `forward` call `run` compiled with torch.compile(fullgraph=True). Hooks of the block
-        are not compiled."""
+        """Compile `run` with torch.compile(fullgraph=True), and make `forward` call the compiled
+        function. Hooks of the block are not compiled."""
         self._compiled = torch.compile(self.run, fullgraph=True)
 
     def run(
@@ -81,7 +82,7 @@ class Transformer(nn.Module):
     """Decoder: tokens int64 [B, S] -> logits [B, S, V] in the dtype of the parameters.
 
     The constructor does not initialise the weights: call `optimus.model.init.initialise_` or load
-    weights. On a pipeline stage, `keep_stages` deletes the modules of other stages.
+    weights. `keep_stages` deletes all modules that the pipeline stages of a rank do not use.
 
     `document_ids` are integers [B, S], preferably on the CPU. They divide sequences into documents:
     a document starts where the id changes, and tokens attend only within their document.
@@ -110,7 +111,7 @@ class Transformer(nn.Module):
     def losses(self, tokens: Tensor, document_ids: Tensor | None = None) -> LossTerms:
         """Return the loss terms of next-token prediction, with tokens[:, 1:] as targets.
 
-        The first token of a document is also a target, unless it is the first of its sequence.
+        The first token of a document is also a target, unless it is the first token of a sequence.
         """
         x, routings = self.run_blocks(self.embed(tokens), document_ids)
         ce_sum, num_targets = self.token_loss(x, tokens)
@@ -208,9 +209,9 @@ class Transformer(nn.Module):
 
         Args:
             layers: indices of the layers of these stages.
-            has_first: True if the first stage is one of them. Keep the embedding.
-            has_last: True if the last stage is one of them. Keep the final norm and the output
-                head, or the embedding if it is also the output head (tied embeddings).
+            has_first: True if these stages include the first stage. The embedding is then kept.
+            has_last: True if these stages include the last stage. The final norm and the output
+                head are then kept. With tied embeddings, the embedding is the output head.
         """
         for name in list(self.blocks):
             if int(name) not in layers:
@@ -223,7 +224,8 @@ class Transformer(nn.Module):
 
     @property
     def shared_uses(self) -> dict[str, str]:
-        """Weights that are not parameters, as {name of the weight: parameter that is used for it}.
+        """Dict from the name of a weight that is not a parameter to the name of the parameter that
+        is used as this weight.
 
         With tied embeddings, the dict is {"head.weight": "embed.weight"}: the output head on the
         last pipeline stage uses the weight of the embedding, which is on the first stage.
@@ -232,18 +234,19 @@ class Transformer(nn.Module):
         return {"head.weight": "embed.weight"} if self.config.tie_embeddings else {}
 
     def separate_uses(self) -> None:
-        """Create a leaf tensor for the output head that shares the storage of the tied embedding.
+        """With tied embeddings, make the output head use a new leaf tensor as its weight. The leaf
+        shares the storage of the embedding.
 
         The head and the embedding then have separate gradients, which deterministic mode adds in a
         fixed order. Call this method after the weights have their final storage. Code that clears
-        or reduces gradients must include the leaves in `separated_uses`.
+        or reduces gradients must also process the leaf, which `separated_uses` returns.
         """
         if self.config.tie_embeddings and self.final_norm is not None:
             self._tied_head = self.embed.weight.detach().requires_grad_()
 
     def separated_uses(self) -> dict[str, Tensor]:
-        """Return the leaf tensor that `separate_uses` created, as {"head.weight": leaf}; {} if it
-        created none."""
+        """Return {"head.weight": leaf} for the leaf tensor that `separate_uses` created, or {} if
+        there is no leaf."""
         return {} if self._tied_head is None else {"head.weight": self._tied_head}
 
     def _apply(self, fn: Any, recurse: bool = True) -> Transformer:

@@ -28,8 +28,9 @@ from optimus.parallel.placement import Intervals, Placement, materialise, whole_
 from optimus.parallel.recompute import Recompute
 
 SLICES = {"ep": expert.slices, "tp": tensor.slices}
-"""Functions `slices(module, index, size)` by mesh axis. For each parameter of the module that the
-axis divides, the function yields the slice of the rank with this index along the axis."""
+"""Dict from the name of a mesh axis to a function `slices(module, index, size)`. For each parameter
+of `module` that the axis divides, the function yields the slice of the rank with the given index
+along the axis."""
 
 
 class ParallelStyle(Protocol):
@@ -46,8 +47,8 @@ class ParallelStyle(Protocol):
 def build_model(
     config: Config, layout: Layout, groups: Groups, device: torch.device
 ) -> Transformer:
-    """Return this rank's model. The parameters are fp32 tensors on `device`, whose memory is
-    allocated later (see `materialise`)."""
+    """Return this rank's model. The parameters are fp32 tensors on `device`. Memory for the values
+    of the parameters is allocated later (see `materialise`)."""
     model = _model_of_stages(config.model, layout)
     with torch.device("meta"):
         for style in _styles(config.parallel, config.recompute.modules, layout, groups):
@@ -59,7 +60,7 @@ def build_model(
 def _styles(
     parallel: ParallelConfig, recomputed: Sequence[str], layout: Layout, groups: Groups
 ) -> Iterator[ParallelStyle]:
-    """Yield the styles in the order in which they are applied."""
+    """Yield the parallel styles that the model needs, in the order in which to apply them."""
     # Styles that replace outer modules come first, because a new outer module creates new children.
     if recomputed:
         # Recompute is first, so that backward repeats the communication that later styles add.
@@ -97,7 +98,8 @@ def make_layout(
 
 
 def _model_of_stages(model_config: ModelConfig, layout: Layout) -> Transformer:
-    """Return a meta-device model of this rank's stages, with undivided parameters."""
+    """Return a model on the meta device that has only the pipeline stages of this rank. The
+    parameters are not divided over tp and ep ranks."""
     model = whole_model(model_config)
     layers = {layer for stage in layout.stages for layer in layout.layers[stage]}
     model.keep_stages(layers, layout.has_first, layout.has_last)
@@ -110,8 +112,8 @@ def make_placements(
     """Return a dict from parameter name to the parameter's placement on the rank at `coordinate`.
 
     Args:
-        model: a model with undivided parameters. It may be on the meta device.
-        mesh: the sizes of all axes.
+        model: a model whose parameters are not divided over ranks. It may be on the meta device.
+        mesh: the sizes of all axes of the device mesh.
         coordinate: the index of the rank along each axis.
         sequence_parallel: the value of `parallel.sequence_parallel`.
     """

@@ -1,6 +1,6 @@
 """Linear layers that can defer their weight gradients, for zero-bubble pipeline schedules.
 
-Such a schedule divides the backward pass of a stage into two actions. The action I computes
+A zero-bubble schedule divides the backward pass of a stage into two actions. The action I computes
 the gradient of the stage's input. The action W later computes the gradients of the stage's weights.
 """
 
@@ -18,7 +18,7 @@ from optimus.model.transformer import Transformer
 
 
 class DeferredLinears:
-    """Style that replaces every plain `nn.Linear` by a `DeferredLinear`."""
+    """`ParallelStyle` that replaces each plain `nn.Linear` of a model by a `DeferredLinear`."""
 
     def apply(self, model: Transformer) -> None:
         for parent in list(model.modules()):
@@ -30,7 +30,8 @@ class DeferredLinears:
 
 
 class DeferredLinear(nn.Linear):
-    """nn.Linear that can defer its weight gradient, but not its bias gradient."""
+    """nn.Linear whose weight gradient is deferred inside a `DeferredGradients` context. The bias
+    gradient is not deferred."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.multiply(x, self.bias)

@@ -30,7 +30,7 @@ def time_dispatchers(
 ) -> dict[str, float]:
     """Time forward and backward of the first MoE layer's experts with each dispatcher.
 
-    All ranks must call this function. It does not change `model`.
+    All ranks must call this function. The function does not change `model`.
 
     Args:
         model: this rank's model. It may have no MoE layers.
@@ -71,7 +71,8 @@ def _time_pass(
     dtype: torch.dtype,
     seed: int,
 ) -> float:
-    """Return the duration in seconds of one forward and backward pass of a layer's experts."""
+    """Run forward and backward of a layer's experts once, with `dispatcher` and a random input.
+    Return the duration in seconds."""
     experts = layer.experts
     assert isinstance(experts, DispatchedExperts)
     device = experts.down.device

@@ -15,12 +15,13 @@ from optimus.errors import ConfigError, counted
 
 
 def check_divisible(config: Config, mesh: Mesh) -> None:
-    """Check that the size of each mesh axis divides the values of the settings in `Axis.divides`.
+    """Check that the size of each mesh axis divides the values of the settings that `Axis.divides`
+    lists for the axis.
 
     With sequence parallelism, the size of tp must also divide train.seq_len.
 
     Raises:
-        ConfigError: the size of an axis does not divide one of these values.
+        ConfigError: the size of an axis does not divide the value of a setting.
         ConfigError: parallel.sequence_parallel is true, but parallel.tp is 1.
     """
     in_sequence = config.parallel.sequence_parallel
@@ -51,7 +52,8 @@ def check_divisible(config: Config, mesh: Mesh) -> None:
 
 
 def _sizes(config: Config, key: str) -> list[int]:
-    """Return the distinct values of the setting `key` in all layers, in ascending order."""
+    """Return the distinct values that the setting `key` has in the layers of the model, in
+    ascending order. Return [0] if all values are 0; omit 0 otherwise."""
     section, name = key.split(".")
     if section != "model":
         return [getattr(getattr(config, section), name)]

@@ -19,7 +19,7 @@ from optimus.distributed.collectives import (
 
 
 def identity_then_sum(x: Tensor, group: Group) -> Tensor:
-    """Return x. Backward sums the gradients of all ranks (all-reduce)."""
+    """Return x unchanged. Backward sums the gradient over all ranks (all-reduce)."""
     return _Exchange.apply(x, lambda x: x.view_as(x), lambda grad: _summed(grad, group))
 
 
@@ -29,9 +29,10 @@ def sum_then_identity(x: Tensor, group: Group) -> Tensor:
 
 
 def gather_then_scatter_sum(x: Tensor, group: Group, dim: int = 0) -> Tensor:
-    """Return the x of all ranks, concatenated along `dim` (all-gather).
+    """Return the concatenation of the tensors x of all ranks along `dim` (all-gather).
 
-    Backward sums the gradients over all ranks and returns this rank's slice (reduce-scatter).
+    Backward sums the gradient over all ranks and returns this rank's slice of the sum
+    (reduce-scatter).
     """
     return _Exchange.apply(
         x, lambda x: _gathered(x, group, dim), lambda grad: _scattered_sum(grad, group, dim)
@@ -39,10 +40,10 @@ def gather_then_scatter_sum(x: Tensor, group: Group, dim: int = 0) -> Tensor:
 
 
 def gather_then_slice(x: Tensor, group: Group, dim: int = 0) -> Tensor:
-    """Return the x of all ranks, concatenated along `dim` (all-gather).
+    """Return the concatenation of the tensors x of all ranks along `dim` (all-gather).
 
-    Backward returns this rank's slice of the gradient, without communication. The gradient of the
-    result must therefore be complete on each rank.
+    Backward returns this rank's slice of the gradient, without communication. Each rank must
+    therefore have the complete gradient of the result, not only a summand.
     """
 
     def slice_grad(grad: Tensor) -> Tensor:
@@ -81,7 +82,8 @@ def exchange_rows(x: Tensor, sent: list[int], received: list[int], group: Group)
 
 
 class _Exchange(torch.autograd.Function):
-    """Autograd function: forward applies `exchange`, and backward applies `exchange_back`."""
+    """Autograd function. Forward applies `exchange` to x, and backward applies `exchange_back` to
+    the gradient."""
 
     @staticmethod
     def forward(
@@ -108,7 +110,7 @@ def _summed(x: Tensor, group: Group) -> Tensor:
 
 
 def _gathered(x: Tensor, group: Group, dim: int) -> Tensor:
-    """Return the x of all ranks, concatenated along `dim`."""
+    """Return the concatenation of the tensors x of all ranks along `dim`."""
     front = x.movedim(dim, 0).contiguous()  # the collective concatenates along the first dim
     out = front.new_empty(group.size * front.shape[0], *front.shape[1:])
     all_gather(out, front, group)

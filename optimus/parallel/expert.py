@@ -40,7 +40,7 @@ Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class ExpertParallel:
-    """Style that divides the experts of every layer over ep ranks.
+    """`ParallelStyle` that divides the experts of every layer over ep ranks.
 
     Args:
         group: the ep ranks.
@@ -110,7 +110,7 @@ class DispatchedExperts(Experts):
 
 
 class Dispatcher(ABC):
-    """Base class of dispatchers.
+    """Base class of the token dispatchers of expert parallelism.
 
     A dispatcher sends each token to the ranks that have the token's experts, and returns the
     experts' results to the rank whose data contains the token.
@@ -144,7 +144,7 @@ class Dispatcher(ABC):
 class AllGatherDispatcher(Dispatcher):
     """Dispatcher that sends every token to all ranks (Algorithm 1 of the Optimus paper).
 
-    Each rank runs its experts on all tokens. A reduce-scatter then sums the results.
+    Each rank runs its experts on the tokens of all ranks. A reduce-scatter then sums the results.
     """
 
     def run(self, compute: Compute, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
@@ -178,8 +178,8 @@ class AllToAllDispatcher(Dispatcher):
     def _destinations(self, chosen: Tensor) -> tuple[Tensor, Tensor]:
         """Return the indices of the tokens to send, and the number of tokens to send to each rank.
 
-        The indices are ordered by destination rank. The index of a token that is sent to several
-        ranks occurs once for each of them.
+        The indices are ordered by destination rank. If a token is sent to several ranks, its index
+        occurs once for each of these ranks.
         """
         size = self._group.size
         rank_of = torch.div(chosen * size, self._num_experts, rounding_mode="floor")
@@ -192,4 +192,4 @@ DISPATCHERS: Mapping[str, type[Dispatcher]] = {
     "allgather": AllGatherDispatcher,
     "alltoall": AllToAllDispatcher,
 }
-"""Dispatcher classes by their names in `parallel.ep_dispatch`."""
+"""Dict from a value of `parallel.ep_dispatch` to the dispatcher class that the value selects."""

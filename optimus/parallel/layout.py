@@ -19,7 +19,7 @@ class Layout:
     layers: tuple[range, ...]
     """The indices of the layers of each pipeline stage, for the stages of all ranks."""
     placements: dict[str, Placement]
-    """The placement of each parameter on this rank, by name."""
+    """Dict from the name of a parameter to the parameter's placement on this rank."""
     sequence_shares: int = 1
     """The number of shares into which sequence parallelism divides a sequence; 1 without sequence
     parallelism."""
@@ -41,8 +41,7 @@ class Layout:
         """Return the index of the stage that uses a weight. The stage must be on this rank.
 
         Args:
-            name: name of a parameter, or of a second use of a parameter
-                (`Transformer.shared_uses`).
+            name: name of a parameter, or a key of `Transformer.shared_uses`.
         """
         if name.startswith("blocks."):
             layer = int(name.split(".")[1])

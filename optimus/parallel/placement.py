@@ -1,6 +1,7 @@
 """Placements: descriptions of the slices of parameters that one rank has.
 
-For each dim of a parameter, a placement lists the intervals of indices in the rank's slice.
+For each dim of a parameter, the placement lists the intervals of indices that the rank's slice
+contains.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Placement:
     """Shape of the whole parameter."""
     kind: ParameterKind
     intervals: tuple[Intervals, ...]
-    """For each dim of the parameter, the intervals of indices in the slice."""
+    """For each dim of the parameter, the intervals of indices that the slice contains."""
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -42,7 +43,8 @@ class Placement:
         return whole
 
     def of_entry(self) -> Placement:
-        """Return the placement of `parameter[i]`, which is the same for each index i on this rank.
+        """Return the placement of `parameter[i]`, for an index i of this rank's slice. The result
+        does not depend on i.
 
         For example, if a parameter has the weights of all experts, `parameter[i]` is one expert's
         weight.
@@ -57,9 +59,10 @@ def whole_model(config: ModelConfig) -> Transformer:
 
 
 def share(size: int, index: int, count: int) -> tuple[int, int]:
-    """Divide `size` elements into `count` shares and return the range of the share `index`.
+    """Divide `size` elements into `count` shares, and return the range [start, stop) of the
+    elements in share number `index`.
 
-    The range is [start, stop). The sizes of the shares differ by at most one.
+    The numbers of elements in the shares differ by at most one.
     """
     return size * index // count, size * (index + 1) // count
 
@@ -67,9 +70,9 @@ def share(size: int, index: int, count: int) -> tuple[int, int]:
 def materialise(model: Transformer, placements: dict[str, Placement], device: torch.device) -> None:
     """Replace the meta parameters of a model by this rank's slices on `device`.
 
-    All elements of a slice share one memory address, so the model needs almost no memory until its
-    parameters become views of chunks, the flat buffers of model states. The elements are NaN, so
-    that the loss is NaN if a parameter is used before it becomes a view.
+    All elements of a slice have the same memory address, so the model needs almost no memory until
+    its parameters become views of chunks, the flat buffers of model states. The elements are NaN,
+    so that the loss is NaN if a parameter is used before it becomes a view of a chunk.
     """
     for prefix, module in model.named_modules():
         for name, _ in list(module.named_parameters(recurse=False)):

@@ -1,7 +1,7 @@
 """Selective activation checkpointing: backward recomputes chosen modules of each block.
 
-`recompute.modules` lists the modules. Forward keeps only the following tensors of these modules for
-backward:
+The setting `recompute.modules` lists the modules. For backward, forward keeps only the following
+tensors of a listed module:
 
 - `attention`, `moe` and `block`: only the module's input.
 - `experts`: all tensors except the pre-activation.
@@ -35,7 +35,7 @@ _TIMED = 2
 
 
 class Recompute:
-    """Style that makes every block recompute some of its modules in backward.
+    """`ParallelStyle` that makes every block recompute some of its modules in backward.
 
     Args:
         modules: any of "norm", "attention", "moe", "experts" and "block".
@@ -113,9 +113,11 @@ def _checkpoint(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 class _NormOutput:
-    """Saved-tensor hooks that keep the input of a norm for backward instead of the norm's output.
+    """Saved-tensor hooks for the output of a norm. The hooks keep only the input of the norm for
+    backward.
 
-    Backward recomputes the output only once, even if several views of the output were saved.
+    Backward recomputes the output only once, even if autograd has saved several views of the
+    output.
     """
 
     def __init__(
@@ -194,7 +196,8 @@ def measure_recompute(
 ) -> RecomputeCost:
     """Measure the memory and the time of one microbatch with and without recomputation.
 
-    Parameter gradients do not change. All ep and tp ranks of a block must call this function.
+    The `.grad` of parameters does not change. All ep and tp ranks that share blocks must call this
+    function.
 
     Args:
         model: this rank's model.
@@ -230,7 +233,7 @@ def _kept_bytes(block: nn.Module, x: Tensor, rope: tuple[Tensor, Tensor]) -> int
 
 
 def _time_pass(block: nn.Module, x: Tensor, rope: tuple[Tensor, Tensor]) -> float:
-    """Return the duration of one forward and backward pass in seconds."""
+    """Run forward and backward of `block` once, and return the duration in seconds."""
     platform.synchronize(x.device)
     start = time.perf_counter()
     out, routing = block(x, rope)
@@ -274,7 +277,8 @@ class KeptBytes:
         return sum(self._kept.values())
 
     def _count(self, saved: Tensor) -> Tensor:
-        """Count the storage of a saved tensor, and return the tensor (pack hook of autograd)."""
+        """Pack hook of autograd: add the storage of a saved tensor to the count, and return the
+        tensor."""
         memory = saved.untyped_storage()
         if memory._cdata not in self._skipped:
             self._kept[memory.data_ptr()] = memory.nbytes()

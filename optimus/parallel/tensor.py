@@ -4,8 +4,8 @@ The scheme is that of Megatron-LM (arXiv 1909.08053). In attention and feed-forw
 first linear layers are column-parallel, and the last linear layer is row-parallel. Sequence
 parallelism (arXiv 2205.05198) also divides the residual stream, along the sequence.
 
-Dims: B batch, S sequence, D hidden, T tokens, K experts per token, N targets, V vocabulary of this
-rank.
+Dims: B batch, S sequence, D hidden, T tokens, K experts per token, N targets, V token ids in this
+rank's share of the vocabulary.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ _SEQUENCE = 1  # the dim of S in [B, S, D]
 
 
 class TensorParallel:
-    """Style that divides attention, feed-forward networks, embedding and loss over tp ranks.
+    """`ParallelStyle` that divides attention, feed-forward networks, embedding and loss over tp
+    ranks.
 
     Args:
         group: the tp ranks.
@@ -68,11 +69,11 @@ class TensorParallel:
             model.register_module("rotary", DividedSequenceRotary(config, self.group.size))
 
     def enter(self, x: Tensor) -> Tensor:
-        """Return the input [B, S, D] of column-parallel layers.
+        """Convert x to the input [B, S, D] of column-parallel layers.
 
-        Without sequence parallelism, the result is x. With sequence parallelism, x is this rank's
-        share of the sequence, and the result is the whole sequence. Backward sums the gradients of
-        all ranks.
+        Without sequence parallelism, return x unchanged. With sequence parallelism, x is this
+        rank's share of the sequence: return the whole sequence. Backward sums the gradients of all
+        ranks.
         """
         if self.sequence_parallel:
             return gather_then_scatter_sum(x, self.group, _SEQUENCE)
@@ -81,8 +82,9 @@ class TensorParallel:
     def leave(self, x: Tensor) -> Tensor:
         """Return the sum of x over all ranks.
 
-        On each rank, x [B, S, D] is the summand that a row-parallel layer computes on this rank.
-        With sequence parallelism, the result is only this rank's share of the sequence.
+        x [B, S, D] is the result of a row-parallel layer on one rank, which is only a summand of
+        the layer's output. With sequence parallelism, return only this rank's share of the
+        sequence.
         """
         if self.sequence_parallel:
             return scatter_sum_then_gather(x, self.group, _SEQUENCE)
@@ -135,8 +137,8 @@ def slices(module: nn.Module, index: int, size: int) -> Iterator[tuple[str, int,
 
 
 def sees_share_of_sequence(name: str) -> bool:
-    """Return True if sequence parallelism makes each tp rank apply the parameter `name` only to its
-    share of the sequence.
+    """Return True if each tp rank applies the parameter `name` only to the rank's share of the
+    sequence, under sequence parallelism.
 
     Each rank then computes only one summand of the parameter's gradient.
     """
@@ -196,8 +198,9 @@ class TensorParallelMLP(MLP):
 class TensorParallelMoE(FastSparseMoE):
     """Mixture of experts with this rank's share of each expert's intermediate size.
 
-    Every rank routes all tokens. Each rank computes only one summand of the gradients of the
-    experts' input and of the routing weights. Backward sums these gradients over all ranks.
+    Every rank routes all tokens. In backward, each rank computes only one summand of the gradient
+    of the experts' input and of the gradient of the routing weights. Both are then summed over all
+    ranks.
     """
 
     def __init__(self, config: ModelConfig, style: TensorParallel) -> None:
@@ -223,8 +226,7 @@ class TensorParallelMoE(FastSparseMoE):
 class VocabularyParallelEmbedding(Embedding):
     """Embedding with this rank's share of the vocabulary. The share starts at token id `first`.
 
-    For token ids outside its share, a rank computes zeros. `forward` then sums the results of all
-    ranks.
+    `forward` uses zeros for token ids outside the share, and then sums the results of all ranks.
     """
 
     def __init__(self, config: ModelConfig, style: TensorParallel, first: int) -> None:
@@ -274,7 +276,7 @@ class DividedSequenceRotary(Rotary):
 
 
 class DividedRMSNorm(RMSNorm):
-    """RMSNorm over the q or k of all heads, of which each rank has a share."""
+    """RMSNorm of q or k over the heads of all tp ranks. The input has only this rank's heads."""
 
     def __init__(self, size: int, eps: float, group: Group) -> None:
         super().__init__(size, eps)

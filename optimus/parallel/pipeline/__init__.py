@@ -1,1 +1,1 @@
-"""Pipeline parallelism: schedules as lists of actions, their executor and their simulation."""
+"""Pipeline parallelism: construction, execution and simulation of pipeline schedules."""

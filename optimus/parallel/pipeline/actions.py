@@ -64,9 +64,9 @@ class Channel(NamedTuple):
     sends: Kind
     """SEND_ACTIVATION or SEND_GRADIENT."""
     source: int
-    """Pipeline rank that sends."""
+    """Index of the sending pipeline rank."""
     to: int
-    """Pipeline rank that receives."""
+    """Index of the receiving pipeline rank."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,8 @@ class Schedule:
     ranks: tuple[tuple[Action, ...], ...]
     """The ordered actions of each pipeline rank."""
     reduce_each: bool = False
-    """True to reduce gradients after each microbatch; False to reduce them only after the last."""
+    """True to reduce gradients after each microbatch; False to reduce gradients only after the last
+    microbatch."""
 
     @property
     def num_stages(self) -> int:
@@ -98,7 +99,7 @@ class Schedule:
         return range(rank, self.num_stages, self.num_ranks)
 
     def channel_of(self, action: Action) -> Channel:
-        """Return the channel of a send or receive action."""
+        """Return the channel that a send or receive action uses."""
         return channel_of(action, self.num_ranks)
 
     @property
@@ -108,7 +109,7 @@ class Schedule:
 
 
 def channel_of(action: Action, num_ranks: int) -> Channel:
-    """Return the channel of a send or receive action, given the number of pipeline ranks."""
+    """Return the channel that a send or receive action uses in a pipeline of `num_ranks` ranks."""
     stage = action.stage
     if action.kind is Kind.SEND_ACTIVATION or action.kind is Kind.RECV_ACTIVATION:
         source = stage if action.kind is Kind.SEND_ACTIVATION else stage - 1

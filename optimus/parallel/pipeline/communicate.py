@@ -12,7 +12,7 @@ WEIGHT_GRADIENT = (Kind.B, Kind.W)
 
 
 class _Traffic:
-    """The receive actions of each channel, in the order of the matching sends."""
+    """Receive actions of a schedule, grouped by channel and in the order of the matching sends."""
 
     def __init__(self, lists: Sequence[Sequence[Action]], num_ranks: int, num_stages: int) -> None:
         self.queues: dict[Channel, list[Action]] = defaultdict(list)
@@ -32,8 +32,9 @@ def add_transfers(
 ) -> list[list[Action]]:
     """Return the compute actions of each rank with sends and receives inserted.
 
-    A send directly follows the action that computes its data. The receive for a compute action is
-    posted before the preceding compute action, so that the transfer overlaps with computation.
+    A send directly follows the action that computes the data to send. The receive for a compute
+    action is posted before the preceding compute action, so that the transfer overlaps with
+    computation.
     """
     traffic = _Traffic(lists, num_ranks, num_ranks * virtual_stages)
     return [_with_transfers(actions, num_ranks, virtual_stages, traffic) for actions in lists]
@@ -42,7 +43,8 @@ def add_transfers(
 def add_update(actions: Sequence[Action], reduce_each: bool) -> tuple[Action, ...]:
     """Return a rank's actions with gradient reductions inserted and the optimizer step appended.
 
-    With `reduce_each`, gradients are reduced after each microbatch, not only after the last.
+    With `reduce_each`, gradients are reduced after each microbatch, otherwise only after the last
+    microbatch.
     """
     last_of = {a.stage: a for a in actions if a.kind in WEIGHT_GRADIENT}
     out: list[Action] = []
@@ -58,7 +60,8 @@ def add_update(actions: Sequence[Action], reduce_each: bool) -> tuple[Action, ..
 
 
 def sends_of(action: Action, num_stages: int) -> list[Action]:
-    """Return [send action] for the data that a compute action produces; [] if nothing is sent.
+    """Return a list with the action that sends the result of a compute action to another stage, or
+    [] if no stage needs the result.
 
     The function assumes that each stage is on a different rank.
     """
@@ -77,7 +80,8 @@ def received_by(send: Action) -> Action:
 
 
 def needs_of(action: Action, num_stages: int) -> list[Action]:
-    """Return [receive action] for the data that a compute action needs; [] if nothing is received.
+    """Return a list with the action that receives the input of a compute action from another stage,
+    or [] if the compute action needs no data of another stage.
 
     The function assumes that each stage is on a different rank.
     """

@@ -1,4 +1,4 @@
-"""Executor that runs one rank's actions of a pipeline schedule."""
+"""Executor of a pipeline schedule: runs the actions of one rank."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ shorter sequences, torch's default library is faster."""
 LastBackward = Callable[[int, Collection[Tensor] | None], AbstractContextManager]
 """Type of `last_backward(stage, deferred)`, which returns a context manager.
 
-In each step, the executor runs one action of the stage inside this context: the last action that
-computes weight gradients. If this action is of kind W, `deferred` contains the weights whose
-gradients the action computes. If the action is of kind B, `deferred` is None.
+In each step, the executor runs one action of the stage inside this context: the last action of the
+step that computes weight gradients of the stage. If this action is of kind W, `deferred` contains
+the weights whose gradients the action computes. If the action is of kind B, `deferred` is None.
 """
 
 
@@ -47,7 +47,7 @@ class _Saved(NamedTuple):
 
 
 class Executor:
-    """Executor of one pipeline rank's actions, for all steps of a run.
+    """Executor of a pipeline schedule on one rank. A run uses the same executor in all steps.
 
     Args:
         schedule: the actions of all ranks for one step.
@@ -55,7 +55,7 @@ class Executor:
         channels: communicators to and from the neighbouring pipeline ranks.
         boundary_shape: function from tokens [B, S] to the shape of a stage's output.
         dtype: the dtype of activations.
-        recorder: receives an event for each action.
+        recorder: object that receives an event for each action.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class Executor:
 
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[Microbatch]) -> dict[tuple[int, int], Terms]:
-        """Run forward passes without backward. The number of microbatches is arbitrary.
+        """Run the forward passes of any number of microbatches, without backward passes.
 
         Returns:
             The loss terms of this rank's stages, by (stage, microbatch).
@@ -165,7 +165,8 @@ class Executor:
 
     @contextmanager
     def recording(self, recorder: Recorder) -> Iterator[None]:
-        """Return a context in which `recorder` replaces `self.recorder` as receiver of events."""
+        """Send the events of actions to `recorder` instead of `self.recorder` until the `with`
+        statement ends."""
         before, self.recorder = self.recorder, recorder
         try:
             yield
@@ -214,8 +215,8 @@ class Executor:
         return self.terms
 
     def _recorded(self, do: Callable[[Action], None]) -> Callable[[Action], None]:
-        """Return a function that runs `do(action)` and sends the times of the action to
-        `recorder`."""
+        """Return a function that runs `do(action)` and sends the start and end time of the action
+        to `self.recorder`."""
 
         def run_and_record(action: Action) -> None:
             self._waited_ns = 0
@@ -248,7 +249,7 @@ class Executor:
         return self._take(action._replace(kind=Kind.RECV_ACTIVATION))
 
     def _backward(self, action: Action) -> None:
-        """Run the backward pass of an action B or I."""
+        """Run an action of kind B or I: the backward pass of one microbatch on one stage."""
         stage = self._stages[action.stage]
         saved = self._saved.pop((action.stage, action.microbatch))
         grad = None
@@ -293,7 +294,7 @@ class Executor:
         self._arrived[send_action._replace(kind=kind, stage=neighbour)] = tensor
 
     def _take(self, receive_action: Action) -> Tensor:
-        """Wait for the transfer of a receive action and return the received tensor."""
+        """Return the tensor that `receive_action` receives. Wait until the transfer is complete."""
         arrived = self._arrived.pop(receive_action)
         if not isinstance(arrived, Transfer):
             return arrived

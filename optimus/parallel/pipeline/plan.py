@@ -1,4 +1,4 @@
-"""Pipeline stages and schedule of a configuration.
+"""Functions that derive the pipeline stages and the pipeline schedule from a configuration.
 
 This module does not need torch, so launchers can also check the configuration.
 """
@@ -86,7 +86,7 @@ def assign_layers(
 
 
 def layers_by_hand(counts: Sequence[int], num_layers: int, num_stages: int) -> tuple[range, ...]:
-    """Return the layers of each stage from the layer counts in `parallel.stage_layers`.
+    """Return the layer indices of each stage, for the layer counts in `parallel.stage_layers`.
 
     Raises:
         ConfigError: the counts do not match the number of stages or layers, or a count is below 1.
@@ -101,9 +101,9 @@ def layers_by_hand(counts: Sequence[int], num_layers: int, num_stages: int) -> t
 
 
 def schedule_of(config: Config, mesh: Mesh, num_microbatches: int) -> Schedule:
-    """Return the pipeline schedule of a configuration.
+    """Return the pipeline schedule that a configuration selects.
 
-    The schedule of a single stage is always 1f1b.
+    If the pipeline has only one stage, the schedule is always 1f1b.
     """
     parallel = config.parallel
     several = mesh.pp * parallel.virtual_stages > 1

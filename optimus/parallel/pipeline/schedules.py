@@ -52,9 +52,9 @@ def pipedream_flush(num_ranks: int, virtual_stages: int, num_microbatches: int) 
 def interleaved(num_ranks: int, virtual_stages: int, num_microbatches: int) -> Lists:
     """Return the interleaved 1F1B schedule (arXiv 2104.04473, section 2.2).
 
-    The microbatches run in rounds of about `num_ranks` microbatches. A round passes through the
-    first stage of each rank, then through the second stage of each rank, and so on. The bubble is
-    `virtual_stages` times smaller than with one stage per rank.
+    The microbatches run in rounds of about `num_ranks` microbatches. Each rank runs a round on the
+    rank's first stage, then on its second stage, and so on. The bubble is `virtual_stages` times
+    smaller than with one stage per rank.
     """
     rounds = _rounds(num_microbatches, num_ranks)
     ranks = []
@@ -72,8 +72,8 @@ def zero_bubble_h1(num_ranks: int, virtual_stages: int, num_microbatches: int) -
     """Return the zero-bubble schedule ZB-H1 (Qi et al. 2023, arXiv 2401.10241).
 
     ZB-H1 is 1F1B with backward divided into I (gradient of the stage's input) and W (gradients of
-    the stage's weights). W fills time in which 1F1B is idle. Each rank keeps the activations of at
-    most `num_ranks` microbatches.
+    the stage's weights). The actions W run in time in which a 1F1B rank is idle. Each rank keeps
+    the activations of at most `num_ranks` microbatches.
     """
     assert virtual_stages == 1
     ranks = []
@@ -116,8 +116,8 @@ def make_schedule(
         num_ranks: p, the number of pipeline ranks.
         virtual_stages: v, the number of stages per rank.
         num_microbatches: m, the number of microbatches per data-parallel rank.
-        reduce_each: True to reduce a stage's gradients after each microbatch, False to reduce them
-            only after the last.
+        reduce_each: True to reduce a stage's gradients after each microbatch, False to reduce the
+            gradients only after the last microbatch.
 
     Raises:
         ConfigError: the schedule does not support `virtual_stages` above 1.
@@ -138,7 +138,7 @@ def make_schedule(
 def make_evaluation(num_ranks: int, virtual_stages: int, num_microbatches: int) -> Schedule:
     """Return a schedule of forward passes only, for an evaluation.
 
-    The passes run in rounds of about `num_ranks` microbatches, so that transfers overlap with
+    The microbatches run in rounds of about `num_ranks` microbatches, so that transfers overlap with
     computation.
     """
     rounds = _rounds(num_microbatches, num_ranks)

@@ -1,4 +1,4 @@
-"""Simulation of a schedule: the start and end times of all actions, computed from their costs."""
+"""Simulation of a pipeline schedule, which computes the start and end times of all actions."""
 
 from __future__ import annotations
 
@@ -38,22 +38,25 @@ class Timeline:
 
     @property
     def bubble_ratio(self) -> float:
-        """Return the idle time of all ranks divided by their compute time."""
+        """Return the total idle time of all ranks, divided by the total compute time of all
+        ranks."""
         busy = sum(map(self.busy, range(len(self.ranks)))) / len(self.ranks)
         return self.end / busy - 1 if busy else 0.0
 
 
 def unit_costs(virtual_stages: int = 1) -> Cost:
-    """Return a cost function: F, I and W cost 1/`virtual_stages`, B costs twice as much.
+    """Return a cost function in which F, I and W take the time 1/`virtual_stages`, and B takes the
+    time 2/`virtual_stages`.
 
-    Other actions cost nothing.
+    All other actions take no time.
     """
     costs = {Kind.F: 1.0, Kind.B: 2.0, Kind.I: 1.0, Kind.W: 1.0}
     return lambda action: costs.get(action.kind, 0.0) / virtual_stages
 
 
 def simulate(schedule: Schedule, cost: Cost) -> Timeline:
-    """Simulate a schedule and return the start and end times of its actions.
+    """Simulate a schedule in which the action `a` takes the time cost(a), and return the start and
+    end times of the actions.
 
     Transfers overlap with computation. If the schedule has a deadlock, the call does not return.
     """

@@ -22,8 +22,8 @@ from optimus.model.transformer import Transformer
 class Objective:
     """Divisors and coefficients of the loss terms of a stage.
 
-    Each loss term is divided by its divisors and multiplied by its coefficient. The sum over all
-    stages and microbatches of the global batch is the training objective.
+    Each loss term is divided by its divisors and multiplied by its coefficient. The training
+    objective is the sum of the results over all stages and all microbatches of the global batch.
     """
 
     num_targets: int
@@ -40,8 +40,8 @@ class Terms(NamedTuple):
     """A stage's loss terms for one microbatch, detached from autograd."""
 
     ce_sum: Tensor | None
-    """Cross-entropy in nats, summed over all targets of the microbatch, as an fp32 scalar. All
-    stages except the last have None."""
+    """Cross-entropy in nats, summed over all targets of the microbatch, as an fp32 scalar; None on
+    all stages except the last."""
     aux: Tensor
     """Load-balancing losses, fp32 [MoE layers of the stage]."""
     z: Tensor
@@ -121,12 +121,12 @@ class Stage:
 
 
 def backward(output: Output, grad: Tensor | None, loss_scale: float = 1.0) -> None:
-    """Run a stage's backward pass and add to the gradients of the stage's parameters and input.
+    """Run a stage's backward pass. Accumulate the gradients of the stage's parameters and input.
 
     Args:
         output: the result of the stage's forward pass.
         grad: gradient of `output.x`, multiplied by `loss_scale`; None on the last stage.
-        loss_scale: factor by which the stage's objective is multiplied.
+        loss_scale: factor by which to multiply the stage's objective, `output.objective`.
     """
     objective, scale = output.objective, None
     if objective is not None and loss_scale != 1.0:
