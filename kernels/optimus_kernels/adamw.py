@@ -22,7 +22,8 @@ _SLICE = 1 << 18
 
 
 class Coefficients(NamedTuple):
-    """Scalar coefficients of an update, in the order of the C struct OptimusAdamw (interface.h)."""
+    """Scalar coefficients of an AdamW update, in the order of the C struct OptimusAdamw
+    (interface.h)."""
 
     grad_scale: float
     decay: float
@@ -43,7 +44,7 @@ def coefficients_of(
     step: int,
     grad_scale: float,
 ) -> Coefficients:
-    """Return the coefficients of update number `step`, counted from 1, in fp64."""
+    """Return the coefficients of AdamW update number `step`. The first update has the number 1."""
     return Coefficients(
         grad_scale=grad_scale,
         decay=1 - lr * weight_decay,

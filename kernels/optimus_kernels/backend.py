@@ -1,4 +1,4 @@
-"""Selection of the library that runs the ops of a device.
+"""Selection of the backend that runs the ops on a device: a compiled library or plain torch.
 
 Each device type has one compiled backend: sycl for xpu, cuda for cuda, cpu for cpu. The environment
 variable OPTIMUS_KERNELS selects a backend by name and takes precedence over `choose`. With "auto"
@@ -23,7 +23,7 @@ CHOICES = ("auto", "sycl", "cuda", "cpu", "torch")
 DEVICE_OF = {"sycl": "xpu", "cuda": "cuda", "cpu": "cpu"}
 _BACKEND_OF = {device: backend for backend, device in DEVICE_OF.items()}
 MAX_BUILDING_WORLD = 16
-"""Largest number of ranks of a run that may compile kernels. A run with more ranks only loads
+"""Largest number of ranks with which a run may compile kernels. A run with more ranks only loads
 libraries from the cache."""
 
 _WORLD_SIZES = (
@@ -108,12 +108,13 @@ def active(device: torch.device | str) -> Backend:
 def find(kind: str, may_build: bool | None = None, key: str = "") -> Backend:
     """Select, load and return the backend of a device type.
 
-    The result does not become the active backend. Call `use` for this.
+    This function does not make the result the active backend. To do that, call `use`.
 
     Args:
         kind: device type: cpu, cuda or xpu.
-        may_build: True to compile the library if the cache does not have it; None to do so only if
-            this run has at most MAX_BUILDING_WORLD ranks.
+        may_build: True to compile the library if the cache does not have it; False to only load
+            libraries from the cache; None means True if this run has at most MAX_BUILDING_WORLD
+            ranks, else False.
         key: name of the preferred cache entry.
 
     Raises:
@@ -152,9 +153,10 @@ def obtain(backend: str, may_build: bool, key: str = "") -> Entry:
 
     Args:
         backend: sycl, cuda or cpu.
-        may_build: True to compile the library if the cache has none from this machine's compiler.
-            If it is False or compilation fails, any compatible library of the cache is returned.
-        key: name of the preferred cache entry among compatible libraries.
+        may_build: True to compile the library if the cache has no library from this machine's
+            compiler. If `may_build` is False or the compilation fails, the cache is searched for
+            any compatible library.
+        key: name of the cache entry to prefer if several libraries are compatible.
 
     Raises:
         KernelError: no compatible library exists and none can be compiled.
@@ -226,7 +228,8 @@ def _load_descriptor(file: int) -> ctypes.CDLL:
 
 
 def status() -> list[dict[str, Any]]:
-    """Return a dict for each compiled backend, with the state of its device and its library."""
+    """Return a list with one dict for each compiled backend. The dict describes whether the device
+    is present and whether the library is built and usable."""
     return [_status_of(backend) for backend in build.BACKENDS]
 
 
@@ -257,8 +260,8 @@ def _why_not(backend: str, entry: Entry | None) -> str:
 
     Args:
         backend: sycl, cuda or cpu.
-        entry: the compatible library of the backend; None if the cache has none. The reason is then
-            that the library is not built yet.
+        entry: the compatible library of the backend. If the cache has no such library, `entry` is
+            None, and the returned reason is that the library is not built yet.
 
     Raises:
         KernelError: the library of `entry` cannot be loaded, or `entry` is None and the library

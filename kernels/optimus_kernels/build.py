@@ -52,7 +52,8 @@ _COMPILE_S = 1800.0
 
 @dataclass(frozen=True)
 class Target:
-    """All inputs of a build. The name of the library's cache entry contains a hash of them."""
+    """All inputs of the compilation of one backend. The name of the library in the cache contains a
+    hash of these inputs."""
 
     backend: str
     sources: str
@@ -72,7 +73,7 @@ class Target:
 
 
 def csrc() -> Path:
-    """Return the folder of the kernels' sources inside the package."""
+    """Return the path of the folder `csrc`, which contains the source files of the kernels."""
     return Path(__file__).resolve().parent / "csrc"
 
 
@@ -87,7 +88,7 @@ def sources(backend: str) -> list[Path]:
 
 
 def interface_functions() -> list[str]:
-    """Return the names of the functions that every library exports."""
+    """Return the names of the C functions that the compiled library of every backend exports."""
     text = (csrc() / "include" / "interface.h").read_text()
     return re.findall(r"^OPTIMUS_API .*?\b(optimus_\w+)\(", text, re.MULTILINE)
 
@@ -134,14 +135,18 @@ def why_incompatible(entry: Entry) -> str:
 
 
 def prebuilt(backend: str, key: str = "") -> Entry | None:
-    """Return a compatible library from the cache: entry `key` if it is compatible, else the newest.
-    Return None if no entry is compatible."""
+    """Return a compatible library of a backend from the cache, or None if the cache has none.
+
+    If several libraries are compatible, return the entry named `key`, or the newest entry if `key`
+    is not among them.
+    """
     compatible = [entry for entry in cache.entries(backend) if not why_incompatible(entry)]
     return next((entry for entry in compatible if entry.key == key), next(iter(compatible), None))
 
 
 def build(backend: str) -> Entry:
-    """Return the library for `backend`. Compile it if the cache has none with the same inputs.
+    """Return the library of a backend. Compile the library if the cache has no library with the
+    same `Target`.
 
     Raises:
         KernelError: the library cannot be compiled.
@@ -153,7 +158,7 @@ def build(backend: str) -> Entry:
 
 
 def plan(backend: str) -> tuple[Target, list[str]]:
-    """Return the inputs of a build on this machine, and the compiler command.
+    """Return the inputs for the compilation of a backend on this machine, and the compiler command.
 
     Raises:
         KernelError: there is no working compiler or no source file.
@@ -179,7 +184,7 @@ def arch(backend: str, portable_only: bool = False) -> str:
 
     Args:
         backend: sycl, cuda or cpu.
-        portable_only: compile for the CPU without AVX2 and AVX-512.
+        portable_only: True to return the instruction sets of a CPU build without AVX2 and AVX-512.
     """
     if backend == "cuda":
         return ",".join(f"sm_{number}" for number in CUDA_ARCHS)
@@ -189,7 +194,13 @@ def arch(backend: str, portable_only: bool = False) -> str:
 
 
 def flags(backend: str, clang: bool, portable_only: bool = False) -> str:
-    """Return the compiler flags of all source files as one string, for `Target.flags`."""
+    """Return the compiler flags of all source files of a backend as one string, for `Target.flags`.
+
+    Args:
+        backend: sycl, cuda or cpu.
+        clang: True if the compiler is clang or Intel's compiler.
+        portable_only: True for a CPU build without AVX2 and AVX-512.
+    """
     if backend == "cpu":
         isas = (PORTABLE_FLAGS,) if portable_only else CPU_ISAS.values()
         groups = (*isas, *CPU_FILE_FLAGS.values())
@@ -270,7 +281,7 @@ def find_compiler(backend: str) -> list[str]:
 
 @functools.cache
 def compiler_version(compiler: tuple[str, ...]) -> str:
-    """Return the version line of a compiler.
+    """Return the line with the version from the `--version` output of a compiler.
 
     Raises:
         KernelError: the compiler cannot be run or prints nothing.

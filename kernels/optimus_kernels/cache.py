@@ -1,11 +1,12 @@
 """Cache of compiled kernels on disk, shared by many processes.
 
-The entry CACHE/<backend>-<key>/ contains the library and `info.json` with the inputs of the build.
-A process writes both files to a temporary folder under a file lock, and then renames the folder.
+The folder CACHE/<backend>-<key>/ is one cache entry: a compiled library, and the file `info.json`
+with the inputs of the compilation. A process that holds a file lock writes both files to a
+temporary folder, and then renames the folder.
 
-Loading a library runs its code. An entry is therefore used only if no untrusted user can have
-written it. Trusted users are root, the user of this process and the owner of the cache folder. If
-root runs this process, only root is trusted.
+Loading a library runs its code. A cache entry is therefore used only if no untrusted user can have
+written the entry. Trusted users are root, the user of this process and the owner of the cache
+folder. If root runs this process, only root is trusted.
 """
 
 from __future__ import annotations
@@ -64,10 +65,10 @@ def cache_dir() -> Path:
 
 @dataclass(frozen=True)
 class Entry:
-    """A compiled library in the cache."""
+    """One entry of the cache: a compiled library with its info.json."""
 
     path: Path
-    """Folder of the entry."""
+    """Folder that contains the library and info.json."""
     record: dict[str, Any]
     """Content of info.json: the inputs of the build, the time of the build, and the file name and
     hash of the library."""
@@ -82,21 +83,21 @@ class Entry:
 
 
 def key_of(fields: dict[str, Any]) -> str:
-    """Return a hash of the inputs of a build, as 16 hexadecimal digits."""
+    """Return a hash of `fields`, the inputs of a compilation, as 16 hexadecimal digits."""
     text = json.dumps(fields, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def entries(backend: str) -> list[Entry]:
-    """Return the entries of a backend that are trusted and intact, the newest first. The order is
-    the same on all ranks."""
+    """Return the cache entries of a backend that are trusted and intact, sorted from the newest to
+    the oldest. The order is the same on all ranks."""
     usable = [entry for entry in map(read_entry, _paths(backend)) if entry is not None]
     return sorted(usable, key=lambda entry: (-entry.record["built_at"], entry.key))
 
 
 def refused(backend: str) -> dict[str, str]:
-    """Return a dict from entry name to reason, for the entries of a backend that are not trusted or
-    have an invalid info.json."""
+    """Return the cache entries of a backend that are not trusted or have an invalid info.json, as a
+    dict from the name of the entry to the reason."""
     reasons = {}
     for path in _paths(backend):
         try:
@@ -110,7 +111,8 @@ def refused(backend: str) -> dict[str, str]:
 
 
 def read_entry(path: Path) -> Entry | None:
-    """Return the entry at `path`, or None if it is absent, incomplete, damaged or not trusted."""
+    """Return the cache entry in the folder `path`, or None if the entry is absent, incomplete,
+    damaged or not trusted."""
     try:
         with _opened(path) as (entry, library), open(library, "rb", closefd=False) as content:
             digest = hashlib.file_digest(content, "sha256").hexdigest()
@@ -120,10 +122,10 @@ def read_entry(path: Path) -> Entry | None:
 
 
 def open_library(entry: Entry) -> int:
-    """Check again that an entry is trusted, and return a new file descriptor of its library.
+    """Check that a cache entry is still trusted, and return a new file descriptor of its library.
 
     Raises:
-        KernelError: the library is absent, or another user may have written it.
+        KernelError: the library is absent, or an untrusted user may have written the entry.
     """
     try:
         with _opened(entry.path) as (_, library):
@@ -141,10 +143,10 @@ def _paths(backend: str) -> list[Path]:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[tuple[Entry, int]]:
-    """Check that the entry at `path` is trusted and has a valid info.json.
+    """Check that the cache entry in the folder `path` is trusted and has a valid info.json.
 
     Yields:
-        (entry, open file descriptor of its library).
+        (entry, open file descriptor of the entry's library).
 
     Raises:
         OSError: a file cannot be opened.
@@ -174,7 +176,7 @@ def _open_checked(path: Path, folder: int, owners: set[int], is_kind: Callable[[
 
     Raises:
         ValueError: `path` is a symbolic link or of the wrong kind, or users outside `owners` may
-            have changed it.
+            have changed the file or folder.
     """
     try:
         # Without O_NONBLOCK, opening a FIFO waits for a writer.
@@ -281,8 +283,8 @@ def _walk(path: Path) -> tuple[Path, list[Path], list[Path]]:
 def _why_untrusted(
     path: Path, status: os.stat_result, owners: set[int], is_kind: Callable[[int], bool]
 ) -> str:
-    """Return the reason not to trust `path`: it is of the wrong kind, or users outside `owners` may
-    have changed it. Return "" if there is no reason."""
+    """Return the reason not to trust the file or folder `path`: it is of the wrong kind, or users
+    outside `owners` may have changed it. Return "" if `path` can be trusted."""
     if not is_kind(status.st_mode):
         kind = "a folder" if is_kind is stat.S_ISDIR else "a regular file"
         return f"{path} is not {kind}"
@@ -300,15 +302,15 @@ def _describe(path: Path, status: os.stat_result) -> str:
 
 
 def install(name: str, compile_into: Callable[[Path], Path], record: dict[str, Any]) -> Entry:
-    """Return the entry `name`. Compile its library first if the entry does not exist.
+    """Return the cache entry `name`. If the entry does not exist, compile its library first.
 
     While one process compiles, other processes that call this function wait. If the compilation
     fails, the waiting processes raise the same error and do not compile again.
 
     Args:
-        name: name of the entry, `<backend>-<key>`.
+        name: name of the cache entry, `<backend>-<key>`.
         compile_into: function that compiles in a given folder and returns the path of the library.
-        record: inputs of the build, written to info.json.
+        record: inputs of the compilation, which are written to info.json.
 
     Raises:
         KernelError: compilation failed, or the cache cannot be used.
@@ -385,7 +387,8 @@ def _compile(
 
 
 def _rename(work: Path, final: Path) -> None:
-    """Rename `work` to `final`. Replace a damaged entry at `final`, but keep an intact entry."""
+    """Rename the folder `work` to `final`. If `final` exists, replace it if it is a damaged cache
+    entry, and keep it if it is an intact one."""
     damaged = None
     if final.exists() and read_entry(final) is None:
         damaged = final.rename(work.with_name(f".{final.name}.{uuid.uuid4().hex[:8]}.tmp"))

@@ -38,8 +38,8 @@ from optimus_kernels.swiglu import reference_backward as swiglu_backward_referen
 
 
 class WeightWork:
-    """Deferred computation of the weight gradients of one backward pass. The object refers to the
-    tensors that the computation needs, so they stay in memory until the object is deleted."""
+    """Deferred computation of the weight gradients of one backward pass. The tensors that the
+    computation needs stay in memory until this object is deleted."""
 
     def __init__(
         self,
@@ -59,7 +59,8 @@ class WeightWork:
 
 Destination = WeightGrads | Callable[[WeightWork], None] | None
 """Destination of weight gradients. `WeightGrads`: backward writes the gradients to these tensors.
-Function: backward calls it with the deferred computation. None: autograd gets the gradients."""
+Function: backward calls the function with a `WeightWork`, which computes the gradients later.
+None: autograd gets the gradients."""
 
 
 def experts(
@@ -72,7 +73,7 @@ def experts(
     save_input_only: bool = False,
     weight_grads: Callable[[], Destination] | None = None,
 ) -> Tensor:
-    """Apply the experts to their tokens and return the weighted sum of their outputs.
+    """Return, for each token, the weighted sum of the outputs of the token's experts.
 
     Shapes: T tokens, K experts per token, E local experts, hidden size D, intermediate size F.
 
@@ -88,9 +89,9 @@ def experts(
         save_input_only: True to save memory by recomputing the pre-activation in backward instead
             of saving it.
         weight_grads: function that backward calls once to get the destination of the weight
-            gradients, see `Destination`. If the argument or the destination is None, autograd gets
-            the gradients of gate_up and down. Otherwise, autograd gets no gradients of them.
-            torch.compile does not support this argument.
+            gradients, see `Destination`. If the function or the destination is None, autograd gets
+            the gradients of gate_up and down. Otherwise, autograd gets no gradients of gate_up and
+            down. torch.compile does not support this argument.
 
     Returns:
         [T, D] of x's dtype.

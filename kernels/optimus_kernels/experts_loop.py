@@ -30,8 +30,8 @@ _Pass = TypeVar("_Pass", bound=Callable[..., Any])
 
 
 def extra_rows(x: Tensor) -> int:
-    """Return the number of rows by which a buffer must exceed R rows, for the padding of the last
-    expert."""
+    """Return the number of additional rows that a buffer for the rows of all experts needs, for the
+    padding of the last expert."""
     return _MAX_PADDING - 1 if by_onednn(x) else 0
 
 
@@ -45,7 +45,8 @@ class DeferredInputs(NamedTuple):
 
 
 def _with_fastest_library(run: _Pass) -> _Pass:
-    """Wrap a forward or backward pass in `fastest_library`, which selects MKL or oneDNN."""
+    """Decorator that runs a forward or backward pass inside the context `fastest_library`, which
+    selects MKL or oneDNN."""
 
     @functools.wraps(run)
     def call(first: Tensor | Operands, *rest: Any, **more: Any) -> Any:
@@ -56,15 +57,15 @@ def _with_fastest_library(run: _Pass) -> _Pass:
 
 
 def fresh_grads(parameters: Iterable[Tensor]) -> WeightGrads:
-    """Return uninitialized tensors for the gradients of `parameters`: gate_up and down."""
+    """Return uninitialized tensors for weight gradients. `parameters` are gate_up and down."""
     gate_up, down = (memory.empty(parameter.shape, parameter) for parameter in parameters)
     return WeightGrads(gate_up, down, add=False)
 
 
 @_with_fastest_library
 def forward(operands: Operands, save_h: bool) -> tuple[Tensor, Tensor]:
-    """Return the output [T, D] and the pre-activation h [R + extra_rows(x), 2F] for R rows. h is
-    empty unless `save_h`."""
+    """Return the output [T, D] of the experts and, for R rows, the pre-activation
+    h [R + extra_rows(x), 2F]. If `save_h` is False, h is an empty tensor."""
     (x, weights, gate_up, down, *_), rows = operands, operands.rows
     hidden, inner = x.shape[1], down.shape[2]
     blocks, longest = _expert_blocks(rows, x)
@@ -187,16 +188,16 @@ class _Targets:
                         target.zero_()
 
     def take(self, e: int, dh_t: Tensor, copies: Tensor, dy_t: Tensor, scaled: Tensor) -> None:
-        """Write or add the gradients of expert e: dh_t @ copies for gate_up, and
-        dy_t @ scaled for down."""
+        """Compute the gradients of expert e: dh_t @ copies for gate_up, and dy_t @ scaled for down.
+        Write the gradients to the tensors of the `WeightGrads`, or add them."""
         gate_up, down = self._pairs[e]
         product(dy_t, scaled, down, self._add, self._scratch)
         product(dh_t, copies, gate_up, self._add, self._scratch)
 
 
 def _padded_starts(blocks: list[tuple[int, int, int, int]]) -> tuple[list[int], int]:
-    """Return each expert's first row in `DeferredInputs`, and the total number of rows including
-    padding."""
+    """Return the index of each expert's first row in the tensors of `DeferredInputs`, and the
+    number of rows of these tensors, including padding."""
     # Each first row is a multiple of 32, so its address is aligned to 64 bytes for any row length.
     starts, end = [], 0
     for *_, padded in blocks:

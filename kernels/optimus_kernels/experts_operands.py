@@ -11,8 +11,8 @@ from optimus_kernels.rows import Rows
 
 
 class Operands(NamedTuple):
-    """Operands of forward and backward, in the order of the ops' schemas. `rows.Rows` documents
-    `offsets`, `token`, `slot` and `row`."""
+    """Operands of the experts' forward and backward ops, in the order of the ops' schemas.
+    `rows.Rows` documents `offsets`, `token`, `slot` and `row`."""
 
     x: Tensor
     """[T, D], the inputs of the experts."""
@@ -33,24 +33,25 @@ class Operands(NamedTuple):
 
 
 class WeightGrads(NamedTuple):
-    """Tensors to which backward writes the weight gradients. Their dtype may differ from that of
-    the weights."""
+    """Tensors to which backward writes the weight gradients. The tensors and the weights may have
+    different dtypes."""
 
     gate_up: Tensor
     """[E, 2F, D], the gradient of gate_up."""
     down: Tensor
     """[E, D, F], the gradient of down."""
     add: bool
-    """True: add the gradients to the tensors. False: overwrite the tensors."""
+    """True to add the gradients to the tensors; False to overwrite the tensors."""
 
 
 def check(op: str, operands: Operands, **more: Tensor | None) -> None:
     """Check the operands of an op.
 
     Args:
-        op: name of the op, for messages.
+        op: name of the op, for error messages.
         operands: the operands.
-        more: further operands by name, or None. Their shapes are not checked.
+        more: further operands by name. Only their dtypes and devices are checked. None values are
+            skipped.
 
     Raises:
         ValueError: shapes do not match.
@@ -99,8 +100,8 @@ def check_backward(op: str, grad: Tensor, operands: Operands, h: Tensor | None) 
 
 
 def dense(op: str, operands: Operands) -> Operands:
-    """Check the indices, and return the operands as contiguous tensors, except gate_up and down,
-    which are returned unchanged."""
+    """Return `operands` with contiguous tensors; gate_up and down are unchanged. Check the indices
+    in `offsets`, `token`, `slot` and `row`."""
     x, weights, gate_up, down, *rows = operands
     # Kernels receive addresses without strides, so these operands must be contiguous.
     result = Operands(
@@ -116,6 +117,6 @@ def dense(op: str, operands: Operands) -> Operands:
 def dense_backward(
     op: str, grad: Tensor, operands: Operands, h: Tensor | None
 ) -> tuple[Tensor, Operands, Tensor | None]:
-    """Return `grad`, `operands` and `h` as contiguous tensors, except gate_up and down, which are
-    returned unchanged. Check the indices like `dense`."""
+    """Return `grad`, `operands` and `h` with contiguous tensors; gate_up and down are unchanged.
+    Check the indices in `operands` as `dense` does."""
     return grad.contiguous(), dense(op, operands), None if h is None else h.contiguous()

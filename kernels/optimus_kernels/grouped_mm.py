@@ -1,7 +1,7 @@
 """Grouped matrix products: each expert's rows times that expert's weights, and the weight gradient.
 
-Expert e has rows offsets[e] to offsets[e+1] - 1. In the result, all rows after the rows of the last
-expert are undefined.
+Expert e has rows offsets[e] to offsets[e+1] - 1. In the result, the values of all rows after the
+rows of the last expert are undefined.
 
 There are two implementations. "torch" calls torch's grouped_mm. "loop" calls torch.mm once per
 expert. "loop" is faster on CPUs and supports every dtype.
@@ -49,7 +49,7 @@ def form(like: Tensor, *widths: int) -> str:
     Args:
         like: tensor with the operands' device and dtype.
         widths: number of elements in a row, for each operand and for the result. "torch" requires
-            that the size of a row in bytes is a multiple of 16.
+            that the size of each row is a multiple of 16 bytes.
 
     Returns:
         "torch" or "loop".
@@ -152,7 +152,7 @@ def _check_weight(a: Tensor, b: Tensor, offsets: Tensor) -> None:
     _backward,
 )
 def grouped_mm(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
-    """Multiply the rows of each expert by its weights.
+    """Multiply the rows of each expert by the expert's weights.
 
     Args:
         rows: [R, A], sorted by expert.
@@ -160,7 +160,7 @@ def grouped_mm(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
         offsets: int32 [E+1]; expert e has rows offsets[e] to offsets[e+1] - 1.
 
     Returns:
-        [R, B]; for each expert e, its rows multiplied by weights[e].
+        [R, B]; the rows of expert e are multiplied by weights[e].
     """
     check_offsets("grouped_mm", offsets, len(rows))
     if form(rows, *weights.shape[1:]) == "torch":
@@ -189,7 +189,7 @@ def grouped_mm_weight(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
         offsets: int32 [E+1]; expert e has rows offsets[e] to offsets[e+1] - 1.
 
     Returns:
-        [E, A, B]; for each expert, the product over its rows. Zeros for an expert without rows.
+        [E, A, B]; element e is the product for expert e, or zeros if expert e has no rows.
     """
     check_offsets("grouped_mm_weight", offsets, len(a))
     if form(a, a.shape[1], b.shape[1]) == "torch":

@@ -27,7 +27,8 @@ _CODES = {-1: "the dtype is not fp32, bf16 or fp16", -2: "a size is negative or 
 
 
 class Native:
-    """Functions of a compiled library. Each function launches kernels on one device type."""
+    """Python wrapper of the C functions of a compiled library, which launch kernels on one type of
+    device."""
 
     def __init__(self, library: ctypes.CDLL, device: str) -> None:
         self._device = device
@@ -47,8 +48,8 @@ class Native:
     def call(self, name: str, on: Tensor, *arguments: int | None) -> None:
         """Launch the kernel optimus_<name> on the current stream of `on`'s device.
 
-        `arguments` are the values for SIGNATURES[name] without the last, the stream. Tensors are
-        passed as addresses.
+        `arguments` are all arguments of the C function (SIGNATURES[name]) except the last argument,
+        which is the stream. Tensors are passed as addresses.
 
         Raises:
             RuntimeError: the launch failed.
@@ -69,8 +70,8 @@ class Native:
 def native(tensor: Tensor, any_dtype: bool = False) -> Native | None:
     """Return the compiled kernels for the device of `tensor`.
 
-    Return None if there are no kernels for the device, or if `any_dtype` is False and the kernels
-    do not support the dtype of `tensor`.
+    Return None if no compiled kernels are active on the device. If `any_dtype` is False, also
+    return None if the kernels do not support the dtype of `tensor`.
     """
     if not any_dtype and tensor.dtype not in DTYPES:
         return None

@@ -30,7 +30,7 @@ def define(
     backward: Callable | None = None,
     save: Callable | None = None,
 ) -> Callable[[Callable[_Arguments, _Result]], Callable[_Arguments, _Result]]:
-    """Return a decorator that makes a function an op in the namespace `optimus`.
+    """Return a decorator that registers a function as a torch op in the namespace `optimus`.
 
     The decorated function implements the op on all devices. The decorator returns a function that
     calls the op. `fake` and `check` are called with the arguments of the op.
@@ -111,10 +111,10 @@ def debug() -> bool:
 def check_operands(
     op: str, values: Mapping[str, Tensor | None], indices: Mapping[str, Tensor]
 ) -> None:
-    """Check dtypes and devices of an op's operands.
+    """Check the dtypes and devices of an op's operands.
 
     Args:
-        op: name of the op, for messages.
+        op: name of the op, for error messages.
         values: floating-point operands by name; None values are skipped.
         indices: index tensors by name.
 
@@ -153,8 +153,8 @@ def check_offsets(op: str, offsets: Tensor, rows: int) -> None:
     """Raise ValueError unless `offsets` starts with 0, does not decrease, and ends with at most
     `rows`, the number of rows.
 
-    On accelerators, offsets are checked only in debug mode, because the host must wait for the
-    device to read them.
+    On accelerators, the offsets are checked only in debug mode, because the host must wait for the
+    device before it can read the offsets.
     """
     if not (offsets.is_cpu or debug()):
         return

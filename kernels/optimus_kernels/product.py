@@ -1,10 +1,11 @@
 """Matrix products of one expert.
 
 On CPUs with AMX, the kernel in csrc/cpu/amx_avx512.cpp computes products of bf16 operands. torch.mm
-computes all other products. The kernel has less overhead than torch.mm and can add to the output.
+computes all other products. The kernel has less overhead than torch.mm, and can add the product to
+the output.
 
-A product is computed completely and rounded before it is added to fp32 sums. The sums are therefore
-bitwise equal to sums that autograd accumulates.
+A product is computed completely and rounded before it is added to an fp32 output. The output is
+therefore bitwise equal to a gradient that autograd accumulates.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ was computed in a narrower dtype; in bf16, the error is 2e-3."""
 
 
 def amx_kernel(like: Tensor) -> Callable[..., int] | None:
-    """Return the AMX kernel for operands with the device and dtype of `like`, or None if torch.mm
-    must compute their products."""
+    """Return the AMX kernel for operands with the device and dtype of `like`. Return None if
+    there is no such kernel, so that torch.mm must compute the products."""
     if like.dtype is not torch.bfloat16 or not like.is_cpu:
         return None
     library = backend.active(like.device).library
@@ -75,6 +76,7 @@ def fastest_library(like: Tensor) -> Iterator[None]:
     """Make torch use oneDNN for fp32 products on CPUs that are not made by Intel.
 
     On these CPUs, oneDNN is faster than MKL, torch's default.
+
     The setting applies to all threads until the `with` statement ends.
 
     Args:
@@ -94,7 +96,8 @@ _num_inside, _default_precision = 0, "none"
 
 @contextlib.contextmanager
 def onednn() -> Iterator[None]:
-    """Make torch use oneDNN for fp32 products on CPUs. With AMX, oneDNN computes them in bf16.
+    """Make torch use oneDNN for fp32 products on CPUs. On CPUs with AMX, oneDNN computes these
+    products in bf16.
 
     The setting applies to all threads until the `with` statement ends.
     """
@@ -144,15 +147,15 @@ def _onednn_is_better() -> bool:
 def product(
     a: Tensor, b: Tensor, out: Tensor, add: bool = False, scratch: Tensor | None = None
 ) -> None:
-    """Write a @ b to `out`, or add it to `out`.
+    """Write the product a @ b to `out`, or add the product to `out`.
 
     Args:
         a: [M, K].
         b: [K, N] of the same dtype.
-        out: [M, N], contiguous. Its dtype may differ from that of the operands.
-        add: add to `out` instead of replacing it.
-        scratch: memory for at least M * N elements of a's dtype, used if `needs_scratch` returns
-            True. None: allocate this memory if it is needed.
+        out: [M, N], contiguous. It may have another dtype than a and b.
+        add: True to add the product to `out`; False to overwrite `out`.
+        scratch: tensor with at least M * N elements of a's dtype, which is overwritten if
+            `needs_scratch` returns True. If it is None, memory is allocated when needed.
     """
     kernel = amx_kernel(a)
     if not (kernel is not None and _dense(a) and _dense(b) and out.is_contiguous()):
@@ -178,13 +181,13 @@ def product(
 
 
 def needs_scratch(like: Tensor, out: torch.dtype, add: bool) -> bool:
-    """Return whether `product` needs scratch memory.
+    """Return whether `product` needs scratch memory for the product before writing to `out`.
 
     Args:
         like: tensor with the device and dtype of the operands. Each operand or its transpose must
             be contiguous.
         out: dtype of the output.
-        add: add the product to the output instead of replacing the output.
+        add: True to add the product to the output; False to overwrite the output.
     """
     return _uses_scratch(amx_kernel(like) is not None, like, out, add)
 

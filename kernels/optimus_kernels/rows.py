@@ -43,12 +43,13 @@ class Rows(NamedTuple):
 
 
 def route(chosen: Tensor, first_expert: int, num_experts: int, *, of: int | None = None) -> Rows:
-    """Assign rows to the slots of local experts.
+    """Assign a row to each slot whose expert is local. A slot is a pair of a token and one of its
+    chosen experts.
 
     Args:
-        chosen: int64 [T, K], the indices of the experts that each token chose.
+        chosen: int64 [T, K], the indices of each token's experts.
         first_expert: index of the first local expert.
-        num_experts: number E of local experts. Slots with any other expert index get no row.
+        num_experts: number E of local experts. The slots of all other experts get no row.
         of: total number of experts. With OPTIMUS_KERNELS_DEBUG=1, an index in `chosen` outside [0,
             of) raises ValueError. None disables this check.
 
@@ -148,8 +149,8 @@ def _check_gather(x: Tensor, token: Tensor, row: Tensor) -> None:
 def gather_into(x: Tensor, token: Tensor, start: int, out: Tensor, count: int = -1) -> Tensor:
     """Copy x[token[start : start + count]] to out[:count] and return `out`.
 
-    `count` defaults to the number of rows of `out`. The function assumes contiguous operands and
-    checks nothing. A token of -1 is allowed only with compiled kernels.
+    `count` defaults to the number of rows of `out`. The operands must be contiguous; the function
+    does not check this. -1 in `token` is allowed only with compiled kernels.
     """
     count = out.shape[0] if count < 0 else count
     kernels = library.native(x)
@@ -175,10 +176,10 @@ def _backward_gather(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     lambda ctx, inputs, output: ctx.save_for_backward(*inputs[1:]),
 )
 def gather(x: Tensor, token: Tensor, row: Tensor) -> Tensor:
-    """Copy tokens to the rows of their experts.
+    """Copy each token to the rows of the token's experts.
 
     Args:
-        x: [T, D], fp32, bf16, fp16 or fp64.
+        x: [T, D], the tokens, in fp32, bf16, fp16 or fp64.
         token: int32 [R], the token of each row, from `route`. -1 gives a row of zeros. Other values
             must be in [0, T); OPTIMUS_KERNELS_DEBUG=1 checks this.
         row: int32 [T, K], the rows of each token, from `route`. Only the gradient uses it.
@@ -284,13 +285,13 @@ def _empty_reduce_backward(
     _save_reduce,
 )
 def reduce_rows(y: Tensor, weights: Tensor | None, row: Tensor, slot: Tensor) -> Tensor:
-    """Return the weighted sum of the rows of each token.
+    """Return, for each token, the weighted sum of the token's rows.
 
     Args:
         y: [R, D], the rows to add.
-        weights: [T, K] of y's dtype. None: all weights are 1.
-        row: int32 [T, K], the rows of each token, from `route`. -1 adds nothing. Other values must
-            be in [0, R); OPTIMUS_KERNELS_DEBUG=1 checks this.
+        weights: [T, K] of y's dtype, the weight of each row. If it is None, all weights are 1.
+        row: int32 [T, K], the indices of each token's rows, from `route`. An index of -1 adds
+            nothing. Other values must be in [0, R); OPTIMUS_KERNELS_DEBUG=1 checks this.
         slot: int32 [R], the slot t*K + k of each row, from `route`. Only the gradient uses it.
 
     Returns:
@@ -317,10 +318,10 @@ def reduce_rows(y: Tensor, weights: Tensor | None, row: Tensor, slot: Tensor) ->
 def reduce_rows_backward(
     grad: Tensor, y: Tensor, weights: Tensor, slot: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of `reduce_rows` for y and weights.
+    """Backward of `reduce_rows`: return the gradients of y and of the weights.
 
     Args:
-        grad: [T, D], the gradient of the output.
+        grad: [T, D], the gradient of the output of `reduce_rows`.
         y: [R, D].
         weights: [T, K].
         slot: int32 [R]. slot[r] is t*K + k if row r belongs to the k-th expert of token t.

@@ -1,4 +1,4 @@
-"""square_bins_: sum of squares of a flat tensor, bitwise independent of the order of its blocks.
+"""square_bins_: sum of the squares of a flat tensor. The bits do not depend on the order of blocks.
 
 The squares in each block of 32 elements are added in fp64, in a fixed order. The block sums are
 then added exactly, as integers. There is a bin for each binary exponent, and the significand of a
@@ -28,7 +28,7 @@ _SLICE = 1 << 20
 
 
 def new_bins(device: torch.device) -> Tensor:
-    """Return bins, int64 [1281], all zero.
+    """Return new bins for `square_bins_`: an int64 tensor [1281] of zeros.
 
     Elements 0 to 639 are the sums of the upper halves of significands, one for each exponent.
     Elements 640 to 1279 are the sums of the lower halves. The last element is the number of blocks
@@ -62,7 +62,8 @@ def reference(bins: Tensor, flat: Tensor) -> None:
 
 
 def _add_blocks(bins: Tensor, blocks: Tensor) -> None:
-    """Add the block sums `blocks` (fp64, not negative) to the bins."""
+    """Add sums of squares to `bins`. `blocks` contains the sum of each block, fp64 and at least
+    0."""
     finite = torch.isfinite(blocks)
     bins[-1] += (~finite).sum()
     fraction, exponent = torch.frexp(torch.where(finite, blocks, 0.0))
@@ -86,7 +87,7 @@ def _check(bins: Tensor, flat: Tensor) -> None:
 
 @define("square_bins_(Tensor(a!) bins, Tensor flat) -> ()", lambda *_: None, _check)
 def square_bins_(bins: Tensor, flat: Tensor) -> None:
-    """Add the squares of `flat` to `bins` in place.
+    """Add the squares of all elements of `flat` to `bins`, in place.
 
     Args:
         bins: int64 [1281], from `new_bins`.

@@ -1,4 +1,4 @@
-"""swiglu: a = silu(g) * u, where h = [g, u], and the gradients of h and of the routing weights.
+"""The op `swiglu`, a = silu(g) * u for h = [g, u], and its backward op `swiglu_backward`.
 
 The output of the experts is out = sum of w * (a Wd^T), with routing weights w and down projection
 Wd. Let dout be the gradient of `out`, and let da = dout Wd. The gradient of w is the dot product
@@ -53,8 +53,8 @@ def _check(h: Tensor) -> None:
 
 
 def swiglu_into(h: Tensor, start: int, out: Tensor, count: int) -> Tensor:
-    """Write swiglu(h[start : start + count]) to out[:count] and return `out`. The function assumes
-    contiguous operands and checks nothing."""
+    """Write swiglu(h[start : start + count]) to out[:count] and return `out`. The operands must be
+    contiguous; the function does not check this."""
     kernels = library.native(h)
     if kernels is None:
         out[:count] = reference(h[start : start + count])
@@ -100,8 +100,8 @@ def swiglu_backward_into(
     """Write the gradients of `count` rows to `outs`, which are dh, w * a and dweights [T, K].
 
     The inputs are h[start : start + count], da[:count] and slot[first : first + count]. The
-    function assumes contiguous operands and checks nothing. The output w * a may be the same tensor
-    as `da`. Before the call, dweights must be zero at the slots of these rows.
+    operands must be contiguous; the function does not check this. The output w * a may be the same
+    tensor as `da`. Before the call, dweights must be zero at the slots of these rows.
     """
     kernels = library.native(h)
     if kernels is None:

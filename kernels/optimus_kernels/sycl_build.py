@@ -1,8 +1,8 @@
 """Compilation of csrc/sycl for torch's xpu devices.
 
 The build uses torch's SyclExtension, or DPCPPExtension of IPEX (Intel Extension for PyTorch). When
-run as a script, this module builds the extension as a setup.py does. The libraries of both builds
-have not been run on an Intel GPU yet.
+this module is run as a script, it builds the extension as a setup.py does. Libraries from either
+extension have not been run on an Intel GPU yet.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ def arch_list() -> str:
 
 
 def way() -> str:
-    """Return "torch" to build with torch's SyclExtension, or "ipex" to build with DPCPPExtension.
+    """Return the extension to build with: "torch" for torch's SyclExtension, or "ipex" for IPEX's
+    DPCPPExtension.
 
     Raises:
         KernelError: neither extension is available.
@@ -66,7 +67,7 @@ def way() -> str:
 
 
 def find_compiler() -> list[str]:
-    """Return the compiler command, icpx.
+    """Return the compiler command, ["icpx"].
 
     Raises:
         KernelError: icpx, ninja or torch's xpu support is missing.
@@ -84,7 +85,8 @@ def find_compiler() -> list[str]:
 
 
 def command(sources: Sequence[Path], include: Path, work: Path) -> tuple[list[str], dict[str, str]]:
-    """Return the command that builds the extension in `work`, and environment variables for it."""
+    """Return the command that builds the SYCL library in the folder `work`, and the environment
+    variables to set for the command."""
     job = {"way": way(), "sources": [str(s) for s in sources], "include": str(include)}
     parents = str(Path(__file__).resolve().parents[1])
     path = os.pathsep.join(filter(None, [parents, os.environ.get("PYTHONPATH")]))
@@ -106,7 +108,7 @@ def built_library(work: Path) -> Path:
 
 
 def torch_arguments(sources: Sequence[str], include: str) -> dict[str, Any]:
-    """Return the arguments of torch's SyclExtension."""
+    """Return the keyword arguments with which to construct torch's SyclExtension."""
     return {
         "name": NAME,
         "sources": list(sources),
@@ -117,7 +119,8 @@ def torch_arguments(sources: Sequence[str], include: str) -> dict[str, Any]:
 
 
 def ipex_arguments(sources: Sequence[str], include: str, work: Path) -> dict[str, Any]:
-    """Copy the sources to `work`, and return the arguments of IPEX's DPCPPExtension."""
+    """Copy the source files to `work`, and return the keyword arguments with which to construct
+    IPEX's DPCPPExtension."""
     # The extension accepts only .cpp files.
     copies = []
     for source in map(Path, sources):
@@ -138,9 +141,9 @@ def main(arguments: Sequence[str]) -> None:
     """Build the extension and write the library to the work folder.
 
     Args:
-        arguments: The last two arguments of the command that `command` returns. The first is JSON
-            with the extension, the sources and the include folder. The second is the path of the
-            work folder.
+        arguments: the last two arguments of the command that `command` returns. The first argument
+            is JSON with the extension, the sources and the include folder. The second argument is
+            the path of the work folder.
     """
     from setuptools import setup
 
