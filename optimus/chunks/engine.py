@@ -7,6 +7,7 @@ gathers the updated parameters.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
@@ -100,7 +101,7 @@ class ChunkEngine:
         self.memory = memory
         position = {name: number for number, name in enumerate(named)}
         by_first_use = sorted(self.layout.chunks, key=lambda c: position[c.slots[0].name])
-        away = len(by_first_use) - round(residency.host_share * len(by_first_use))
+        away = len(by_first_use) - math.ceil(residency.host_share * len(by_first_use))
         host = {chunk.number for chunk in by_first_use[away:]}
         self._all: list[ParamChunk] = []
         """All chunks, by their numbers."""

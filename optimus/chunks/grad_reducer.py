@@ -241,9 +241,9 @@ class _ReducePerMicrobatch:
             self._clear(buffer)
             return
         values = torch.empty(len(received), dtype=received.dtype, device=piece.device)
+        self._complete_arrivals(_MAX_ARRIVING - 1)
         copy = self.memory.copy(values, received)
         self._arriving.append(_Arrival(buffer, copy, values, num_contributions))
-        self._complete_arrivals(_MAX_ARRIVING)
 
     def _complete_arrivals(self, remaining: int) -> None:
         """Add gradients that arrive on the host to their pieces, the oldest first, until only

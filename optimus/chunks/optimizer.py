@@ -78,11 +78,16 @@ class UpdateQueue:
         self._optimizer = optimizer
         self._thread: ThreadPoolExecutor | None = None
         self._pending: dict[int, Future[None]] = {}
+        self._error: BaseException | None = None
+        """First error of an update. The states are then partly updated and must not be used."""
 
     def add(self, state: ChunkState, lr: float, grad_scale: float) -> None:
         """Add a chunk to the queue. The arguments are those of `Optimizer.update`."""
         if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "optimizer")
+            # OpenMP in a new thread would use all cores.
+            threads = torch.get_num_threads()
+            self._thread = ThreadPoolExecutor(1, "optimizer", torch.set_num_threads, (threads,))
+        self._raise_error()
         number = state.chunk.number
         assert number not in self._pending, f"chunk {number} is in the queue already"
         self._pending[number] = self._thread.submit(self._optimizer.update, state, lr, grad_scale)
@@ -92,15 +97,27 @@ class UpdateQueue:
         return number not in self._pending or self._pending[number].done()
 
     def wait(self, number: int) -> None:
-        """Wait for the update of chunk `number`, if it is in the queue. Raises the error of the
-        update."""
+        """Wait for the update of chunk `number`, if it is in the queue. Raises the first error of
+        an update; the updates that are still in the queue are then not done."""
+        self._raise_error()
         if self._pending and (update := self._pending.pop(number, None)) is not None:
-            update.result()
+            try:
+                update.result()
+            except BaseException as error:
+                self._error = error
+                if self._thread is not None:
+                    self._thread.shutdown(wait=False, cancel_futures=True)
+                raise
 
     def wait_for_all(self) -> None:
-        """Wait for all updates."""
+        """Wait for the updates of all chunks in the queue. Raises as `wait` does."""
+        self._raise_error()
         for number in list(self._pending):
             self.wait(number)
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
 
 
 def make_optimizer(optim: OptimConfig) -> Optimizer:

@@ -550,8 +550,8 @@ class OffloadConfig(Section):
     """Offloading of chunks to host memory, as in Elixir."""
 
     mode: Literal["off", "auto", "manual"] = "off"
-    """Placement of model states. `off`: all on the device. `manual`: as `host_share` states. `auto`
-    is not available in this version."""
+    """Placement of model states. `off`: all on the device. `manual`: as `host_share` states; this
+    version accepts it only on a CPU. `auto` is not available in this version."""
     host_share: Annotated[float, Field(ge=0, le=1)] = 0.0
     """With mode = `manual`, the share of the chunks whose parameters and optimizer states are in
     host memory. The host updates these chunks. Their parameters are copied to the device before

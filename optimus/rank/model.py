@@ -16,6 +16,7 @@ from optimus.data.batch import BatchPlan
 from optimus.data.loader import Microbatch
 from optimus.distributed.collectives import all_reduce_sum
 from optimus.distributed.groups import Groups
+from optimus.errors import refuse_if
 from optimus.model.deferred_gradients import defer_whole_gradients
 from optimus.model.layers import Embedding
 from optimus.model.moe import Experts
@@ -99,6 +100,11 @@ class RankModel:
             poison: True to fill freed chunks with NaN, for tests.
         """
         config, schedule = self._config, self.layout.schedule
+        refuse_if(
+            config.offload.host_share > 0 and self._device.type != "cpu",
+            f"offload.mode = {config.offload.mode!r} is not available on {self._device.type} in "
+            "this version, only on a CPU; use offload.mode = 'off'",
+        )
         engine = make_states(
             config.optim,
             config.train,

@@ -9,15 +9,19 @@ import sys
 import pytest
 import torch
 
-from optimus.chunks.buffers import Copy
-from optimus.chunks.optimizer import UpdateQueue
+from optimus.chunks.buffers import ChunkState, Copy
+from optimus.chunks.optimizer import AdamW, UpdateQueue
+from optimus.config import OptimConfig
+from optimus.distributed.collectives import Group
 from tests.chunks.test_residency import fewest_gathers, forward_uses
 from tests.kit.layouts.tower import (
     ALL_HOOKS,
     CHUNK,
     Case,
     Outcome,
+    Tower,
     count_gathers,
+    make_engine,
     run_with_missing_hooks,
     train_in_order,
     train_towers,
@@ -66,7 +70,7 @@ def test_sharded_states_train_to_the_bits_of_whole_states(
 def test_a_single_rank_offloads_to_the_same_bits(ranks, dtype, slots, microbatches, region):
     """Train without other ranks, with whole states and with some or all states on the host."""
     case = Case(6, slots, microbatches, region, dtype=dtype, steps=3)
-    shares = [{"host_share": 0.34}, {"host_share": 1.0}]
+    shares = [{"host_share": 0.33}, {"host_share": 1.0}]
     times = ("early", "late", "random")
     shares += [{"host_share": 0.7, "poison": True, "copies": time} for time in times]
     changes = (WHOLE, *({"parameters": False, **share} for share in shares))
@@ -103,6 +107,46 @@ def test_updates_of_the_host_in_the_background_change_no_bit(order):
         changes = {"host_share": share, "copies": copies, "delay_s": 0.01}
         offloaded = train_in_order(case._replace(**changes), order)
         assert offloaded[:2] == whole[:2]
+
+
+class FailingAdamW(AdamW):
+    """AdamW whose update of chunk 1 fails."""
+
+    def update(self, state: ChunkState, lr: float, grad_scale: float) -> None:
+        if state.chunk.number == 1:
+            raise ValueError("no update")
+        super().update(state, lr, grad_scale)
+
+
+def test_an_error_of_an_update_is_raised_at_each_later_wait():
+    """The states are partly updated. No code may use them after the first error."""
+    engine = make_engine(Tower(3), Case(3, parameters=False, host_share=1.0), Group(1, 0))
+    engine.optimizer = engine._updates._optimizer = FailingAdamW(OptimConfig(lr=1.0))
+    engine.start_step()
+    engine.gradients.finish()
+    engine.update(1.0)
+    for use in (engine.wait, engine.shards, engine.sync_params, lambda: engine.update(1.0)):
+        with pytest.raises(ValueError, match="no update"):
+            use()
+
+
+@pytest.mark.parametrize("user", ["shards", "first_shard", "put", "clear_moments"])
+def test_states_are_read_after_all_updates(user):
+    """Each update of a chunk takes 20 ms in addition. Code that reads or writes states waits."""
+    engine = make_engine(
+        Tower(3), Case(3, parameters=False, host_share=1.0, delay_s=0.02), Group(1, 0)
+    )
+    engine.start_step()
+    engine.gradients.finish()
+    engine.update(1.0)
+    use = {
+        "shards": engine.shards,
+        "first_shard": lambda: engine.first_shard("master", lambda values: False),
+        "put": lambda: engine.put("master", "layers.0.linear.weight", torch.zeros(1)),
+        "clear_moments": engine.clear_moments,
+    }[user]
+    use()
+    assert not engine._updates._pending
 
 
 @pytest.mark.parametrize(
