@@ -23,10 +23,11 @@ if TYPE_CHECKING:
     import numpy as np
 
 VERSION = 1
-"""Version of the formats of all files. Only a plan.json and the sidecar of a unit may have
-PLAN_VERSION instead. Readers refuse later versions."""
+"""Version number in all files. Only a plan.json and the sidecar of a unit may have PLAN_VERSION
+instead. Readers refuse files of later versions."""
 PLAN_VERSION = 2
-"""Version of a plan.json, or of the sidecar of a unit, that has keys which version 1 lacks."""
+"""Version number in a plan.json, or in the sidecar of a unit, that has keys which version 1
+lacks."""
 
 MANIFEST = "manifest.json"
 ORDER = "order.json"
@@ -45,18 +46,20 @@ DTYPES = ("uint16", "uint32")
 MAX_CONTEXT = 1 << 31
 """Largest number of tokens in an instance."""
 MAX_COUNT = 1 << 56
-"""Counts of tokens, bytes or instances are below this, so that 64 * count fits into int64."""
+"""Counts of tokens, bytes or instances must be below MAX_COUNT, so that 64 * count fits into
+int64."""
 
 ARRAY_BYTES, TOKENIZER_BYTES, _JSON_BYTES = 1 << 34, 1 << 28, 1 << 28
-"""Largest sizes in bytes of files that are read into memory at once. ARRAY_BYTES: the table of a
-unit's documents. TOKENIZER_BYTES: a tokenizer. _JSON_BYTES: a JSON file, which may list a million
-inputs."""
+"""Largest accepted sizes in bytes of files that are read into memory as a whole. ARRAY_BYTES: the
+table of a unit's documents. TOKENIZER_BYTES: a tokenizer. _JSON_BYTES: a JSON file, which may list
+a million inputs."""
 HEADER_BYTES = 128
-"""Length in bytes of the headers that `npy_header` makes. It aligns the data to 64 bytes."""
+"""Length in bytes of the headers that `npy_header` makes. With this length, the data after the
+header are aligned to 64 bytes."""
 
 
 def tokenizer_file(folder: Path) -> Path:
-    """Return the path of the tokenizer of a data set.
+    """Return the path of the tokenizer file in the directory `folder` of a data set.
 
     The name is `tokenizer.model` for a sentencepiece model, else `tokenizer.json`. A data set of an
     earlier version may have a sentencepiece model named `tokenizer.json`.
@@ -66,12 +69,12 @@ def tokenizer_file(folder: Path) -> Path:
 
 
 def unit_name(unit: int) -> str:
-    """Return the stem of the file names of a unit, such as "unit-00000"."""
+    """Return the stem of the names of the files of unit number `unit`, such as "unit-00000"."""
     return f"unit-{unit:05d}"
 
 
 def shard_name(shard: int) -> str:
-    """Return the stem of the file names of a shard, such as "shard-00000"."""
+    """Return the stem of the names of the files of shard number `shard`, such as "shard-00000"."""
     return f"shard-{shard:05d}"
 
 
@@ -129,7 +132,7 @@ def require_npy(path: Path, size: int, *headers: bytes) -> None:
 
 
 def require_header(path: Path, *headers: bytes) -> None:
-    """Raise DamageError if a .npy file does not begin with one of these headers."""
+    """Raise DamageError if a .npy file does not begin with one of `headers`."""
     with files.open_regular(path) as file:
         if file.read(HEADER_BYTES) not in headers:
             raise DamageError(f"{path}: its header is damaged")
@@ -162,10 +165,10 @@ def read_checked_json(
         path: The file.
         forms: The allowed values of the key `format`.
         newest: The largest allowed value of the key `version`.
-        xxh3: The hash that the file must have, from order.json. None: any hash.
+        xxh3: The hash that order.json states for the file. None: the file may have any hash.
 
     Raises:
-        DataError: the file is missing, or of another format or version.
+        DataError: the file is missing, or its format or version is not allowed.
         DamageError: the file is damaged, or its hash is not `xxh3`.
     """
     data = read_bytes(path, _JSON_BYTES)
@@ -235,7 +238,7 @@ def as_record(kind: type[_Record], value: dict[str, Any], path: str | os.PathLik
 
 
 def require(path: str | os.PathLike, *checks: tuple[bool, str]) -> None:
-    """Raise DataError if a condition is False.
+    """Raise DataError if a condition in `checks` is False.
 
     Args:
         path: The file with the checked values, for the error message.
@@ -247,7 +250,7 @@ def require(path: str | os.PathLike, *checks: tuple[bool, str]) -> None:
 
 
 def are_hashes(texts: Sequence[str]) -> bool:
-    """Return whether all texts are like xxh3-64 hashes: 16 lowercase hexadecimal digits."""
+    """Return whether all texts have the form of xxh3-64 hashes: 16 lowercase hexadecimal digits."""
     return set(map(len, texts)) <= {16} and not "".join(texts).strip("0123456789abcdef")
 
 
@@ -270,15 +273,15 @@ def is_relative_path(text: str) -> bool:
 
 
 def foreign(path: str | os.PathLike, problem: object) -> DataError:
-    """Return the error for a file that has the correct hash, but content that optimus-data does not
-    write: `problem`."""
+    """Return a DataError for a file whose hash is correct, but whose content optimus-data never
+    writes. `problem` describes the content."""
     return DataError(
         f"{path}: {problem}; optimus-data did not write this file: copy it again or make it again"
     )
 
 
 def _column(kind: Any, values: list[Any], key: str) -> list[Any]:
-    """Convert the values that `key` has in several JSON objects to type `kind`.
+    """Convert `values`, the values of the key `key` in several JSON objects, to type `kind`.
 
     One call converts the values of all objects, because a data set may list a million files. Raises
     ValueError if a value has another type.
@@ -340,7 +343,8 @@ def _objects(kind: Any, values: list[Any], key: str) -> list[Any]:
 
 @functools.cache
 def _fields(kind: Any) -> list[tuple[str, Any, Any]]:
-    """Return name, type and default (or MISSING) of each field of a dataclass or TypedDict."""
+    """Return the name, the type and the default (or MISSING) of each field of the dataclass or
+    TypedDict `kind`."""
     hints = get_type_hints(kind)
     if dataclasses.is_dataclass(kind):
         return [

@@ -1,7 +1,7 @@
 """Entry point of `optimus-data`: handles stop signals, a closed output pipe and the exit status.
 
 `main` sets the signal handlers before it imports other modules, because Python prints a traceback
-for Ctrl-C until they are set.
+for Ctrl-C until these handlers are set.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 _INTERRUPTED = 130
 """Exit status after Ctrl-C and after SIGTERM."""
 _PIPE_CLOSED = 128 + signal.SIGPIPE
-"""Exit status if the output pipe is closed: the same that a shell reports after SIGPIPE has killed
-a program."""
+"""Exit status if the output pipe is closed. A shell reports the same status for a program that
+SIGPIPE killed."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -29,8 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand.
 
     Args:
-        argv: The arguments. None: use the command line of this process, and set handlers, so that
-            Ctrl-C or SIGTERM ends this process with a message of one line.
+        argv: The arguments. None: use the command line of this process, and set signal handlers, so
+            that Ctrl-C or SIGTERM ends this process with a message of one line.
 
     Returns:
         The exit status. docs/formats/dataset.md lists the values.
@@ -84,7 +84,7 @@ def _main(argv: Sequence[str] | None) -> int:
 def _discard_output() -> None:
     """Flush stdout and stderr. Connect a stream whose pipe is closed to /dev/null.
 
-    Without this, Python's flush at exit would fail.
+    Otherwise, the flush that Python performs at exit would fail.
     """
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):
@@ -106,18 +106,19 @@ def _stop_line(number: int, kept: Iterable[object] = ()) -> str:
 class _StopSignals:
     """Handler that ends the process at the first Ctrl-C or SIGTERM.
 
-    It kills the workers, removes temporary files, prints one line and exits. It raises no
-    exception, because an exception during an import, a destructor or an exit function would be
-    ignored or printed as a traceback. No incomplete output remains, because a file gets its final
-    name only when it is complete.
+    The handler kills the workers, removes temporary files, prints one line and exits. The handler
+    raises no exception, because an exception during an import, a destructor or an exit function
+    would be ignored or printed as a traceback. No incomplete output remains, because a file gets
+    its final name only when it is complete.
     """
 
     def take_over(self) -> None:
         """Set the handlers of SIGINT (Ctrl-C) and SIGTERM.
 
-        A signal that is already ignored stays ignored: nohup and `&` start a process in this state.
-        Python runs no handler while the main thread is inside a library call, and the call that
-        trains a tokenizer takes minutes. Therefore a second thread also waits for the signals.
+        A signal that is already ignored stays ignored: a process that nohup or `&` started ignores
+        some signals. Python runs no handler while the main thread is inside a library call, and the
+        call that trains a tokenizer takes minutes. Therefore a second thread also waits for the
+        signals.
         """
         self._pid, self._ending = os.getpid(), _thread.allocate_lock()
         self._read, write = os.pipe()

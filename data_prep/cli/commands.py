@@ -62,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_makers(commands: Any) -> None:
-    """Add the commands that make a tokenizer or a whole data set, or estimate a run."""
+    """Add the subcommands `train-tokenizer`, `run`, `plan` and `blend` to the parser."""
     text = "Train a byte-level BPE tokenizer."
     add = _add(commands, "train-tokenizer", _train_tokenizer, text, options.add_inputs)
     add.add_argument(
@@ -88,7 +88,7 @@ def _add_makers(commands: Any) -> None:
 
 
 def _add_steps(commands: Any) -> None:
-    """Add the commands for the steps of `run`."""
+    """Add the subcommands that each do one step of the subcommand `run`."""
     text = "Step 1 of run: text to token arrays."
     groups: tuple[_Group, ...] = (options.add_inputs, options.add_tokenize, options.add_out)
     groups += (options.add_workers, options.add_memory, options.add_ranks)
@@ -114,7 +114,7 @@ def _add_steps(commands: Any) -> None:
 
 
 def _add_readers(commands: Any) -> None:
-    """Add the commands that read a finished data set."""
+    """Add the subcommands that read a finished data set."""
     text = "Check all files; exit status 1 if one is damaged."
     _add(commands, "verify", _verify, text, options.add_dataset)
 
@@ -249,10 +249,10 @@ def _tokenize(args: argparse.Namespace) -> int:
 
 
 def _token_arrays(out: Path) -> tuple[dict[str, dict[str, int]], list[str]]:
-    """Count the tokens and documents of each split in `out`.
+    """Count the tokens and documents in the token arrays of each split in the directory `out`.
 
     Returns:
-        The counts by the name of the split, and a line of text for each split.
+        A dict from the name of each split to its counts, and a line of text for each split.
     """
     from data_prep.pipeline.shuffle import data_sets
     from data_prep.tokenize.token_set import read_token_set
@@ -352,7 +352,8 @@ def _report(
     start: float,
     group: WorkerGroup,
 ) -> int:
-    """Print a report on a finished data set as text or JSON. Ranks above 0 print nothing."""
+    """Print a report on a finished data set as text or JSON, and return the exit status 0. Ranks
+    above 0 print nothing."""
     if group.rank > 0:
         return 0
     from data_prep.dataset.describe import report

@@ -23,7 +23,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def whole(low: int, high: int | None = None) -> Callable[[str], int]:
-    """Return a parser of whole numbers from `low` to `high`. `high` None: no upper limit."""
+    """Return a function that converts a text to a whole number from `low` to `high`. If `high` is
+    None, there is no upper limit."""
 
     def parse(text: str) -> int:
         value = int(text) if text.isascii() and text.isdigit() else low - 1
@@ -47,7 +48,7 @@ def fraction(text: str) -> float:
 
 
 def folder(text: str) -> str:
-    """Return `text`, the path of an output. Refuse a path that is empty or not UTF-8.
+    """Return `text`, the path of an output. Raise ArgumentTypeError if it is empty or not UTF-8.
 
     pathlib would read an empty path as the working directory.
     """
@@ -63,7 +64,7 @@ def folder(text: str) -> str:
 
 
 def size(text: str) -> int:
-    """Return the number of bytes that a text such as `2GB`, `512MiB` or `4096` represents."""
+    """Convert a text such as `2GB`, `512MiB` or `4096` to a number of bytes."""
     upper = text.strip().upper()
     digits = upper.rstrip("KMGTIB")
     factor = (_DECIMAL | _BINARY).get(upper[len(digits) :])
@@ -98,7 +99,7 @@ def add_inputs(parser: argparse.ArgumentParser) -> None:
 
 
 def add_tokenize(parser: argparse.ArgumentParser) -> None:
-    """Add the options of tokenization."""
+    """Add the options that control tokenization."""
     from data_prep.sources.inputs import UNIT_BYTES
 
     _add_tokenizer(parser, "tokenizer.json, or .model file of sentencepiece")
@@ -124,7 +125,7 @@ def add_tokenize(parser: argparse.ArgumentParser) -> None:
 
 
 def add_import(parser: argparse.ArgumentParser) -> None:
-    """Add the options for token files of other programs."""
+    """Add the options that select token files which other programs wrote, and their tokenizer."""
     files = ".bin files of Megatron-LM with their .idx files, and .npy files of dolma or OLMo"
     _add_patterns(parser, files, "skip files whose full path matches")
     _add_tokenizer(parser, "tokenizer.json that made the ids")
@@ -143,7 +144,7 @@ def _add_patterns(parser: argparse.ArgumentParser, files: str, exclude: str) -> 
 
 
 def _add_tokenizer(parser: argparse.ArgumentParser, text: str) -> None:
-    """Add the options for the tokenizer and for held-out documents."""
+    """Add `--tokenizer` with the help `text`, `--eos` and `--eval-fraction`."""
     parser.add_argument("--tokenizer", required=True, metavar="FILE", help=text)
     parser.add_argument(
         "--eos", metavar="TOKEN", help="end-of-document token, if its name is unusual"
@@ -158,12 +159,12 @@ def _add_tokenizer(parser: argparse.ArgumentParser, text: str) -> None:
 
 
 def add_out(parser: argparse.ArgumentParser) -> None:
-    """Add the option for the output directory."""
+    """Add the option `--out`, the output directory."""
     parser.add_argument("--out", required=True, type=folder, metavar="DIR", help="output directory")
 
 
 def add_dataset(parser: argparse.ArgumentParser) -> None:
-    """Add the argument for a finished data set."""
+    """Add the positional argument for the directory of a finished data set."""
     parser.add_argument("dataset", metavar="DIR", help="directory of a data set")
 
 
@@ -216,7 +217,7 @@ def add_memory(parser: argparse.ArgumentParser) -> None:
 
 
 def add_fused(parser: argparse.ArgumentParser) -> None:
-    """Add the option to remove token arrays when the shards are complete."""
+    """Add the option `--fused`, which removes token arrays when the shards are complete."""
     parser.add_argument(
         "--fused",
         action="store_true",

@@ -1,4 +1,5 @@
-"""Names for reading finished data sets. `optimus` imports no other module of data_prep."""
+"""Classes, functions and constants to read finished data sets. `optimus` imports no other module of
+data_prep."""
 
 from data_prep.dataset.describe import MAX_EPOCHS, documents_of
 from data_prep.dataset.manifest import (

@@ -27,18 +27,19 @@ from data_prep.tokenizer.tokenizer import library_errors, open_tokenizer, sha256
 from optimus.errors import ConfigError, DamageError, DataError, counted
 
 MAX_EPOCHS = 4
-"""A report warns about a blend source that is repeated for more epochs than this. Up to four epochs
-of a text are nearly as good as new text (arXiv 2305.16264)."""
+"""A report warns about a source of a blend if the blend repeats it for more than MAX_EPOCHS epochs.
+Up to four epochs of a text are nearly as good as new text (arXiv 2305.16264)."""
 MIN_HELD_OUT_DOCUMENTS = 20
 MIN_HELD_OUT_TOKENS = 10_000
-"""A report warns about a held-out split below one of these minimums, because its loss is mostly
-noise: docs/formats/dataset.md, "Documents and tokens"."""
+"""A report warns about a held-out split that has fewer than MIN_HELD_OUT_DOCUMENTS documents or
+fewer than MIN_HELD_OUT_TOKENS tokens, because the loss on so little text is mostly noise:
+docs/formats/dataset.md, "Documents and tokens"."""
 _MIN_LONG_DOCUMENTS = 10
 _MIN_TOKENS_OF_LONG_DOCUMENTS = 200_000
-"""A held-out split of long documents causes no warning either: it has at least this number of
-documents and at least this number of tokens."""
+"""A report does not warn about a held-out split that has at least _MIN_LONG_DOCUMENTS documents and
+at least _MIN_TOKENS_OF_LONG_DOCUMENTS tokens."""
 _EXAMPLE_BATCH_TOKENS = 4096
-"""Tokens per training step that reports assume: `train.global_batch_tokens` of
+"""Tokens per training step, as assumed in reports: the value of `train.global_batch_tokens` in
 configs/run/demo.toml."""
 _MAX_SUGGESTED_FRACTION = 0.2
 
@@ -99,7 +100,7 @@ def report(
 
 
 def for_training(manifest: Manifest) -> str:
-    """Return a line of text: the training settings that a data set needs, and the length of its
+    """Return a line of text with the training settings for a data set and the length of one
     epoch."""
     tokens = manifest.num_instances * manifest.context
     number_steps = tokens // _EXAMPLE_BATCH_TOKENS
@@ -153,19 +154,20 @@ def _warnings(train: Manifest, held_out_parts: Sequence[Manifest]) -> list[str]:
 
 
 def _is_large_enough(documents: int, tokens: int) -> bool:
-    """Return whether a held-out split of `documents` documents, with `tokens` tokens in instances,
-    is large enough for a meaningful loss."""
+    """Return whether a held-out split of `documents` documents, whose instances have `tokens`
+    tokens, is large enough for a meaningful loss."""
     if documents >= _MIN_LONG_DOCUMENTS and tokens >= _MIN_TOKENS_OF_LONG_DOCUMENTS:
         return True
     return documents >= MIN_HELD_OUT_DOCUMENTS and tokens >= MIN_HELD_OUT_TOKENS
 
 
 MAX_BIGRAM_CELLS = 64_000_000
-"""Bigrams are counted if vocab_size^2 is at most this. The counts then take up to 256 MB."""
+"""Bigrams are counted only if vocab_size^2 is at most MAX_BIGRAM_CELLS. The counts of bigrams then
+take up to 256 MB."""
 
 MAX_IDS = 1 << 22
-"""`stats` refuses ids from this number on, which no tokenizer has. The counts therefore take at
-most 34 MB, even if a manifest permits ids up to 2^32."""
+"""`stats` raises an error for an id of MAX_IDS or more, because no tokenizer has such large ids.
+The counts of ids therefore take at most 34 MB, even if a manifest permits ids up to 2^32."""
 
 _BLOCK_TOKENS = 1 << 20
 
@@ -281,17 +283,19 @@ def _count(
 def _losses(
     held_out: Path, manifest: Manifest, counts: np.ndarray, pairs: np.ndarray | None, size: int
 ) -> dict[str, float | None]:
-    """Return the mean losses on a data set of the add-one unigram and bigram models, in nats.
+    """Return the mean losses in nats of a unigram and a bigram model on a held-out data set. The
+    models are add-one estimates from the counts in another data set.
 
     Args:
-        held_out: Directory of the data set.
+        held_out: Directory of the held-out data set.
         manifest: Its manifest.
-        counts: Counts of the ids of another data set, on which the models are based.
-        pairs: Counts of its bigrams. None: the bigram loss is None.
-        size: Size of its vocabulary.
+        counts: Counts of the ids in the other data set.
+        pairs: Counts of the bigrams in the other data set. None: the bigram loss is None.
+        size: Size of the vocabulary of the other data set.
 
     Returns:
-        `unigram_loss` and `bigram_loss`. Both are None if there are no targets.
+        A dict with the keys `unigram_loss` and `bigram_loss`. Both values are None if the held-out
+        data set has no targets.
     """
     targets = manifest.num_instances * (manifest.context - 1)
     if targets == 0:
@@ -326,7 +330,8 @@ MAX_CHARACTERS = 16 * MAX_TOKENS
 
 
 def documents_of(dataset: Path, number: int) -> list[str]:
-    """Return the documents in an instance, in order, as FILE:LINE or FILE.
+    """Return the location of each document in an instance, in order: FILE:LINE, or FILE if the
+    document is a whole file.
 
     The arguments and errors are those of `inspect`.
     """
@@ -341,7 +346,8 @@ def documents_of(dataset: Path, number: int) -> list[str]:
 
 
 def _row(manifest: Manifest, number: int) -> int:
-    """Return the row of an instance, counted over all shards. `number` is as for `inspect`."""
+    """Return the index of the row that contains instance `number`, counted over all shards.
+    Instances are numbered as for `inspect`."""
     epoch, position = divmod(number, manifest.num_instances)
     if epoch == 0:
         return position
@@ -406,9 +412,9 @@ def inspect(dataset: Path, number: int) -> dict[str, Any]:
 def _decode(tokenizer_path: Path, ids: np.ndarray) -> str:
     """Return the text of the instance with these ids.
 
-    Raises DataError if the text has more than MAX_CHARACTERS characters. This is checked before the
-    ids are decoded together, because the text of a single token may be as long as the file of the
-    tokenizer.
+    Raises DataError if the text has more than MAX_CHARACTERS characters. The limit is checked
+    before the ids are decoded together, because the text of a single token may be as long as the
+    file of the tokenizer.
     """
     tokenizer = open_tokenizer(tokenizer_path)
     if isinstance(tokenizer, SentencePieceTokenizer) and ids.max() >= tokenizer.vocab_size:
@@ -431,9 +437,10 @@ def _decode(tokenizer_path: Path, ids: np.ndarray) -> str:
 def _segments(dataset: Path, order: Order | BlendOrder, source: int) -> list[dict[str, Any]]:
     """Return the documents in an instance, in order.
 
-    `source` is the number of the instance before the shuffle. In the result, tokens [first, stop)
-    of the instance come from the document in line `line` (0: the whole file) of `input`. Token
-    `first` of the instance is token `document_token` of that document.
+    `source` is the number of the instance before the shuffle. Each result is a dict with the keys
+    `first`, `stop`, `input`, `line` and `document_token`: tokens [first, stop) of the instance come
+    from the document in line `line` (0: the whole file) of the file `input`. Token `first` of the
+    instance is token `document_token` of that document.
     """
     if isinstance(order, BlendOrder):
         number, _, numbers = next(order.split(np.array([source])))

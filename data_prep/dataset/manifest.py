@@ -24,7 +24,7 @@ FORM = "optimus-dataset"
 
 @dataclass(frozen=True)
 class ShardEntry:
-    """Entry of a shard in the manifest. `name` is the path of the shard's file, relative to the
+    """Entry in the manifest for a shard. `name` is the path of the shard's file, relative to the
     directory of the data set. `size` is the size of the file in bytes."""
 
     name: str
@@ -35,7 +35,7 @@ class ShardEntry:
 
 @dataclass(frozen=True)
 class InputEntry:
-    """Entry of an input file in the manifest: its path, its size in bytes, and its hash."""
+    """Entry in the manifest for an input file: its path, its size in bytes, and its hash."""
 
     name: str
     size: int
@@ -44,7 +44,8 @@ class InputEntry:
 
 @dataclass(frozen=True)
 class QuarantineEntry:
-    """Entry of quarantine.jsonl in the manifest.
+    """Entry in the manifest for quarantine.jsonl, the list of documents and files that were left
+    out.
 
     `count` is the number of documents and files that quarantine.jsonl lists. `size` and `xxh3` are
     the size in bytes and the hash of quarantine.jsonl.
@@ -57,14 +58,14 @@ class QuarantineEntry:
 
 @dataclass(frozen=True)
 class BlendEntry:
-    """Entry of a blend's source (a set of token arrays) in the manifest."""
+    """Entry in the manifest for a source (a set of token arrays) of a blend."""
 
     tokens_dir: str
     weight: str
     quota: int
     """Number of instances of the blend that come from this source."""
     instances: int
-    """Number of instances of the source, which is the length of one epoch."""
+    """Number of instances in one epoch of the source."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,7 @@ def read_manifest(dataset: str | os.PathLike) -> Manifest:
 
 
 def held_out_problem(manifest: Manifest, dataset: Path, held_out: Manifest) -> str:
-    """Return the reason why `held_out` is not the held-out split of a data set.
+    """Check that `held_out` is the manifest of the held-out split of a data set.
 
     Args:
         manifest: Manifest of the data set.
@@ -146,7 +147,7 @@ def held_out_problem(manifest: Manifest, dataset: Path, held_out: Manifest) -> s
         held_out: Manifest that was read from the directory of the held-out split.
 
     Returns:
-        The reason, or "" if `held_out` is the manifest of the held-out split.
+        A description of the problem, or "" if there is none.
     """
     if held_out.part != layout.SPLITS[1]:
         problem = f"part = {held_out.part!r}"
@@ -159,7 +160,7 @@ def held_out_problem(manifest: Manifest, dataset: Path, held_out: Manifest) -> s
 
 
 def _check(manifest: Manifest, path: Path) -> None:
-    """Raise DataError if a value is impossible or contradicts another value of the manifest."""
+    """Raise DataError if a value of the manifest is impossible or contradicts another value."""
     layout.require(
         path,
         (manifest.part in layout.SPLITS, f"part is none of {', '.join(layout.SPLITS)}"),
@@ -224,7 +225,7 @@ def _check(manifest: Manifest, path: Path) -> None:
 
 
 def _check_shards(manifest: Manifest, path: Path) -> None:
-    """Raise DataError if the shards contradict num_instances, instances_per_shard or context."""
+    """Raise DataError if the entries for shards contradict another value of the manifest."""
     shards, full = manifest.shards, manifest.instances_per_shard
     layout.require(
         path,
@@ -262,7 +263,8 @@ def _check_shards(manifest: Manifest, path: Path) -> None:
 
 @dataclass(frozen=True)
 class HeldOutRule:
-    """Rule by which documents are held out for evaluation: those whose hash is below a limit."""
+    """Rule that selects the documents to hold out for evaluation: those whose hash is below a
+    limit."""
 
     fraction: float
     """Expected fraction of the documents that are held out (`--eval-fraction`)."""
@@ -272,9 +274,9 @@ class HeldOutRule:
 
 
 def held_out_rule(rules: TokenPlan | Manifest) -> HeldOutRule:
-    """Return the held-out rule in a plan.json or a manifest.
+    """Return the rule that selects held-out documents, from a plan.json or a manifest.
 
-    The manifest of a blend does not contain the rule, so it must not be passed.
+    Do not pass the manifest of a blend, because it does not contain the rule.
     """
     return HeldOutRule(rules.eval_fraction, is_import(rules.text_field))
 
@@ -316,7 +318,8 @@ def check_held_out(first: Path, rule: HeldOutRule, second: Path, other: HeldOutR
         other: Rule of the other data set.
 
     Raises:
-        DataError: The fractions differ, or they are above 0 and only one rule is by ids.
+        DataError: The fractions differ; or the fractions are above 0, and one rule uses the hash of
+            ids but the other rule the hash of text.
     """
     if other.fraction != rule.fraction:
         raise DataError(

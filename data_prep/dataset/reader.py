@@ -34,8 +34,8 @@ class ShardReader:
         manifest: Its manifest.
 
     Raises:
-        DataError: From a method that reads: a shard cannot be read, or its size is not the size in
-            the manifest.
+        DataError: Raised by the methods that read rows: a shard cannot be read, or its size is not
+            the size in the manifest.
     """
 
     def __init__(self, dataset: Path, manifest: Manifest):
@@ -77,7 +77,8 @@ class ShardReader:
         Args:
             out: The target [_, C], of any dtype that can represent the ids.
             rows: Numbers of the rows, int64 [n].
-            targets: Indices of `out`, int64 [n]. None: row `rows[i]` is copied to `out[i]`.
+            targets: Indices of the rows of `out`, int64 [n]. None: row `rows[i]` is copied to
+                `out[i]`.
         """
         order = np.argsort(rows)
         shards, offsets = np.divmod(rows[order], self._manifest.instances_per_shard)
@@ -107,7 +108,7 @@ class ShardReader:
             return rows
 
     def check_sizes(self) -> None:
-        """Check that all shards exist and have the sizes of the manifest.
+        """Check that all shards exist and have the sizes that the manifest states.
 
         Raises:
             DamageError, DataError: A shard has another size or cannot be read.

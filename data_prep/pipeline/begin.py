@@ -1,4 +1,4 @@
-"""The start of work in an output directory: check its content, and write its plan and tokenizer."""
+"""Preparation of an output directory: check its content, and write the plan and the tokenizer."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def begin(
     quarantine: bool,
     limits: Limits = NO_LIMITS,
 ) -> TokenizeWork:
-    """Write the plan and a copy of the tokenizer to each split, and return the values that workers
-    need to tokenize.
+    """Write the plan and a copy of the tokenizer to the directory of each split, and return the
+    values that workers need to tokenize.
 
     Files that exist already are checked and not written again.
 
@@ -58,7 +58,8 @@ def begin(
 def _check_output(
     out: Path, tokens_dir: Path, tokenizer_file: Path, plan: TokenPlan, plan_xxh3: str
 ) -> None:
-    """Raise DataError if the data set of `tokens_dir` has another plan, order.json or tokenizer."""
+    """Raise DataError if the data set that contains `tokens_dir` already has a plan, order.json or
+    tokenizer that differs from those of this run."""
     if (tokens_dir / layout.PLAN).exists():
         for difference in differences(read_plan(tokens_dir), plan):
             raise DataError(
@@ -78,8 +79,8 @@ def _check_output(
 
 
 def require_tokens(tokens_dir: Path) -> None:
-    """Raise DataError if `--fused` has removed the token arrays, or if their ids have not been
-    checked for duplicates, which is the end of tokenization."""
+    """Raise DataError if `--fused` has removed the token arrays, or if tokenization is not
+    finished: its last step is the comparison of document ids."""
     require_arrays(tokens_dir)
     require_distinct(tokens_dir)
 
@@ -118,7 +119,7 @@ def _read(tokenizer: Path) -> bytes:
 
 
 def write_once(path: Path, content: bytes) -> None:
-    """Write a file, unless it already has this content."""
+    """Write `content` to the file `path`, unless the file already has this content."""
     if not path.exists() or layout.read_bytes(path) != content:
         files.write_bytes(path, content)
 

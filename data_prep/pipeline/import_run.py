@@ -60,8 +60,8 @@ def import_tokens(request: ImportRequest, group: WorkerGroup = ALONE) -> dict[st
     """Convert all input token files to token arrays in the directory `request.out`.
 
     Returns:
-        The numbers of documents that were changed: `eos_added`, to which EOS was added, and
-        `empty_documents`, which were left out.
+        A dict of two counts: `eos_added`, the number of documents to which EOS was added, and
+        `empty_documents`, the number of empty documents that were left out.
 
     Raises:
         DataError: a file is not a token file, or contains an id outside the vocabulary.
@@ -83,7 +83,8 @@ def import_tokens(request: ImportRequest, group: WorkerGroup = ALONE) -> dict[st
 def _make_plan(
     token_files: Sequence[InputFile], facts: TokenizerFacts, request: ImportRequest
 ) -> TokenPlan:
-    """Return the plan of the import. A unit is a .bin file with its .idx, or a .npy file."""
+    """Return the plan of the import. Each unit of the plan is a .bin file with its .idx file, or a
+    .npy file."""
     inputs: list[InputFile] = []
     units: list[tuple[int, int]] = []
     for file in token_files:
@@ -109,11 +110,12 @@ def _make_plan(
 
 
 class _ImportTask(UnitTask):
-    """Task that imports units. Each unit is one token file."""
+    """Task that converts token files to token arrays. Each work item is one token file."""
 
     @staticmethod
     def job(work: TokenizeWork, unit: int, advance: Callable[[int], None]) -> None:
-        """Import a token file, unless its unit is complete."""
+        """Convert a token file to token arrays. If the arrays of this file are complete, only check
+        that the file has not changed."""
         if (record := complete_and_whole(work, unit)) is None:
             _import_unit(work, unit)
             advance(work.plan.unit_bytes(unit))
@@ -147,7 +149,8 @@ def _import_unit(work: TokenizeWork, unit: int) -> None:
 
 
 def _divide(block: list[np.ndarray], below: int) -> dict[str, list[int]]:
-    """Return the indices in `block` of the documents of each split, by the name of the split.
+    """Divide the documents in `block` between the splits. Return, for the name of each split, the
+    indices in `block` of its documents.
 
     A document is held out if the hash of its ids is less than `below`. A split without documents in
     `block` is left out.
@@ -163,7 +166,7 @@ def _divide(block: list[np.ndarray], below: int) -> dict[str, list[int]]:
 
 
 def _blocks(name: str, foreign: Foreign, facts: TokenizerFacts) -> Iterator[list[np.ndarray]]:
-    """Yield blocks of documents. Each document is a uint32 array without EOS.
+    """Yield the documents of a token file in lists. Each document is a uint32 array without EOS.
 
     A document ends at each EOS token, and at each document end that the token file lists.
     """
@@ -194,8 +197,8 @@ def _blocks(name: str, foreign: Foreign, facts: TokenizerFacts) -> Iterator[list
 
 
 def _checked(name: str, ids: np.ndarray, start: int, vocab_size: int) -> np.ndarray:
-    """Return at most _BLOCK_TOKENS ids from index `start` as uint32. Raises DataError for an id
-    outside the vocabulary."""
+    """Return the ids from index `start`, at most _BLOCK_TOKENS ids, as uint32. Raises DataError if
+    one of these ids is outside the vocabulary."""
     block = ids[start : start + _BLOCK_TOKENS]
     wrong = (block < 0) | (block >= vocab_size)
     if wrong.any():

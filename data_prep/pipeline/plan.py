@@ -34,14 +34,15 @@ from optimus.io import files
 
 _SAMPLE_FILES = 16
 _SAMPLE_TEXT_BYTES = 256 << 10
-"""Bytes of text of each sampled file to tokenize."""
+"""Bytes of text to tokenize from each sampled file."""
 _SAMPLE_DISK_BYTES = 8 << 20
-"""Bytes to read of each sampled file, to measure the ratio of the size of the text to the size of
-the file."""
+"""Bytes to read from the disk for each sampled file, to measure the ratio of the size of its text
+to the size of the file."""
 _LARGEST_WHOLE = 64 << 20
-"""Text files above this size are not sampled, because a text file is read whole."""
+"""Size in bytes above which a text file is not sampled, because a text file is read as a whole."""
 _DOC_BYTES = 40
-"""Bytes of a document in addition to its tokens: 24 for its table row, 16 for its hashed id."""
+"""Bytes on disk of a document in addition to its tokens: 24 for its row in the table of documents,
+and 16 for the hash of its id."""
 _PROBE_BYTES = 32 << 20
 
 
@@ -142,7 +143,7 @@ def estimate(
 def _counts(
     sample: Sample, eval_fraction: float, shuffle: ShuffleRequest, units: int
 ) -> dict[str, int]:
-    """Return the expected numbers of documents, tokens and instances."""
+    """Return the expected numbers of documents, of tokens, and of instances in each split."""
     documents = round(sample.documents)
     tokens = round(sample.tokens) + documents
     tails = 0 if shuffle.carry_tails else units * shuffle.context // 2
@@ -277,7 +278,7 @@ def describe(value: dict[str, Any]) -> list[str]:
 
 
 def duration(seconds: float) -> str:
-    """Return seconds as text: 90 becomes `1.5 min`."""
+    """Return a time in seconds as text with a unit: 90 becomes `1.5 min`."""
     for size, unit in ((86400.0, "days"), (3600.0, "h"), (60.0, "min")):
         if seconds >= size:
             return f"{seconds / size:.1f} {unit}"

@@ -143,7 +143,7 @@ def tokenize(request: TokenizeRequest, group: WorkerGroup = ALONE, packed: bool 
 
     Raises:
         ConfigError: a parameter is wrong, or the memory is not enough.
-        DataError: an input cannot be used, or `request.out` contains another plan.
+        DataError: an input cannot be used, or `request.out` contains the plan of a different run.
     """
     tokenizer = require_file(request.tokenizer, "--tokenizer")
     facts = read_facts(tokenizer, request.eos)
@@ -169,7 +169,7 @@ def tokenize(request: TokenizeRequest, group: WorkerGroup = ALONE, packed: bool 
 
 
 def memory_of(request: TokenizeRequest, tokenizer: Path) -> tuple[int, Limits]:
-    """Return the number of workers that the memory allows, and the limits for a document.
+    """Return the number of workers that fit in the memory, and the limits of a document.
 
     Raises ConfigError if the memory is not enough for one worker.
     """
@@ -293,7 +293,8 @@ def find_finished(
 
 
 def _check_finished(dataset: Path) -> Manifest:
-    """Check the shards and sidecars of a split, and the hashes of a sample of the shards.
+    """Check the sidecars of a split, the sizes and headers of its shards, and the hashes of a
+    sample of the shards.
 
     Return the manifest of the split. Raises DataError if a file is missing or damaged.
     """

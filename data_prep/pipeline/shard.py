@@ -1,5 +1,5 @@
-"""The third step of `optimus-data run`: write the shards in permuted order, and then the manifest,
-which completes a data set."""
+"""The third step of `optimus-data run`: write the instances in permuted order to shards, and then
+write the manifest, which completes a data set."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ PROCESS_BYTES = 100 << 20
 """Bytes of memory of a process without data: the interpreter, numpy and indices of arrays."""
 _LEAST_BLOCK_BYTES = 4 << 20
 _ROWS_HELD = 3
-"""Number of copies in memory of a row that is larger than the memory for rows: one each to read, to
-gather and to write it."""
+"""Number of copies in memory of a row that is larger than the memory for rows: one copy each to
+read, to gather and to write the row."""
 _SPARE_BYTES = 16 << 20
 """Bytes of PROCESS_BYTES that are free for copies of large rows."""
 _GOOD_BLOCK_BYTES = 28 << 20
-"""Memory for rows, in bytes per worker, that `memory_for` includes if the machine has enough."""
+"""Bytes of memory for rows that `memory_for` includes for each worker if the machine has enough."""
 
 
 @dataclass(frozen=True)
@@ -74,11 +74,14 @@ class ShardWork:
     order: Order | BlendOrder
     order_xxh3: str
     block_bytes: int
-    """Memory of a worker in bytes for rows, their indices, and the tokens of a sequential read."""
+    """Bytes of memory of each worker for rows, their indices, and the tokens of a sequential
+    read."""
     spill: Spill | None = None
-    """The sorted runs to read. None: read the token arrays."""
+    """The sorted runs from which a worker reads the rows of a shard. None: a worker reads the rows
+    from the token arrays."""
     sample: frozenset[int] = frozenset()
-    """Shards whose files are hashed again if an earlier run wrote them; see `token_set.sample`."""
+    """Indices of the shards whose hashes are compared if an earlier run wrote the shards; see
+    `token_set.sample`."""
 
 
 class ShardRecord(TypedDict):
@@ -93,7 +96,7 @@ class ShardRecord(TypedDict):
 
 
 def shard_path(dataset: Path, shard: int) -> Path:
-    """Return the path of a shard."""
+    """Return the path of the file of shard number `shard`."""
     return dataset / layout.SHARDS_DIR / f"{layout.shard_name(shard)}.npy"
 
 
@@ -111,7 +114,7 @@ def divide_memory(memory_bytes: int, workers: int, row_bytes: int = 0) -> tuple[
         row_bytes: Bytes of a row, which is an instance.
 
     Returns:
-        The number of workers that can run at once, and the memory of each worker for rows in bytes.
+        The number of workers that can run at once, and the bytes of memory of each worker for rows.
 
     Raises:
         ConfigError: the memory is not enough for one worker.
@@ -159,7 +162,7 @@ def shard_all(
     strategy: str,
     group: WorkerGroup,
 ) -> None:
-    """Write the shards that are not complete. Ranks share the work.
+    """Write all shards of a data set that are not complete. Ranks share the work.
 
     Args:
         dataset: The directory of the data set.
@@ -235,19 +238,21 @@ class ShardTask:
         return [stop - first for first, stop in map(order.shard_rows, range(order.num_shards))]
 
     def missing(self) -> list[int]:
-        """Return the shards without a sidecar."""
+        """Return the indices of the shards that have no sidecar."""
         names = set(os.listdir(self.folder))
         shards = range(self.work.order.num_shards)
         return [shard for shard in shards if f"{layout.shard_name(shard)}.json" not in names]
 
     def do(self, shards: list[int]) -> None:
-        """Write each of these shards, unless it is complete and no damage is detected."""
+        """Write the shards with these indices. A complete shard in which no damage is detected is
+        kept."""
         rows = self.plan()
         with Progress(self.label, sum(rows[shard] for shard in shards), " instances") as progress:
             run_jobs(_do_shard, self.work, sorted(shards), self.workers, progress)
 
     def verify(self) -> list[int]:
-        """Return the shards that are incomplete or were written for another order.json."""
+        """Return the indices of the shards that are incomplete or were written for another
+        order.json."""
         incorrect, work = [], self.work
         for shard in range(work.order.num_shards):
             try:
@@ -258,7 +263,8 @@ class ShardTask:
 
 
 def _check_arrays(dataset: Path, order: Order | BlendOrder) -> None:
-    """Hash a sample of the token arrays of `order`. Raise DamageError if one is damaged."""
+    """Compare the hashes of a sample of the token arrays of `order`. Raises DamageError if one of
+    these arrays is damaged."""
     for source in order.sources:
         paths = plain_arrays(dataset / source.tokens_dir, range(len(source.units)))
         chosen = sample([path.stat().st_size for path in paths.values()])
@@ -282,7 +288,8 @@ def read_shard_record(
         shard: The number of the shard.
 
     Raises:
-        DataError: the shard or its sidecar is missing, damaged or of another order.
+        DataError: the shard or its sidecar is missing or damaged, or was written for another
+            order.json.
     """
     record = layout.read_record(sidecar_path(dataset, shard), ShardRecord, FORM)
     path = shard_path(dataset, shard)
@@ -302,7 +309,7 @@ def read_shard_record(
 
 
 def is_whole(dataset: Path, shard: int) -> bool:
-    """Return whether the content of a complete shard has the hash in its sidecar."""
+    """Return whether the content of a complete shard has the hash that its sidecar states."""
     record = layout.read_record(sidecar_path(dataset, shard), ShardRecord, FORM)
     return are_whole({shard_path(dataset, shard): record["xxh3"]})
 
@@ -378,8 +385,8 @@ def _do_shard(work: ShardWork, shard: int, advance: Callable[[int], None]) -> No
 
 @functools.lru_cache(maxsize=1)
 def _buffer(rows: int, context: int, dtype: str) -> np.ndarray:
-    """Return an array [rows, context] with arbitrary values, which this process reuses for each
-    shard."""
+    """Return an uninitialized array [rows, context]. The array is cached, so that this process uses
+    the same memory for each shard."""
     return np.empty((rows, context), layout.little_endian(dtype))
 
 
@@ -426,7 +433,7 @@ def make_manifest(
     Args:
         order: Its order.
         order_xxh3: The hash of order.json.
-        sources: The token arrays of each source of the order.
+        sources: Description of each set of token arrays in the order.
         shards: The entries of its shards.
     """
     plan, blended, quarantined = sources[0].plan, isinstance(order, BlendOrder), QuarantineEntry(0)
@@ -476,7 +483,7 @@ def read_source(dataset: Path, order: Order, has_arrays: bool = True) -> Source:
         has_arrays: False: the arrays may be missing, because `--fused` removed them.
 
     Raises:
-        DataError: a file is missing, damaged or of another plan.
+        DataError: a file is missing or damaged, or belongs to another plan.
     """
     plan, plan_xxh3, records = read_token_set(dataset / order.tokens_dir, has_arrays)
     if plan_xxh3 != order.plan:
@@ -493,7 +500,8 @@ def read_source(dataset: Path, order: Order, has_arrays: bool = True) -> Source:
 
 
 def _list_quarantined(sources: Sequence[Source]) -> bytes:
-    """Return the content of quarantine.jsonl."""
+    """Return the bytes to write to quarantine.jsonl: a JSON line for each document or file that was
+    left out. The result is empty if there are none."""
     lines = [
         json.dumps({**entry, "input": source.inputs[entry["input"]].name}) + "\n"
         for source in sources

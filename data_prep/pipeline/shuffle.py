@@ -162,10 +162,10 @@ def _another_order(
 
 
 def check_order(dataset: Path, order: Order | BlendOrder, tokenizer: Path) -> None:
-    """Check, without writing, that `order` and a copy of `tokenizer` can be written to `dataset`.
+    """Check that `order` and a copy of `tokenizer` can be written to `dataset`. Write nothing.
 
-    Raises DataError if `dataset` has another order, or, without an order, another tokenizer or
-    token arrays that `order` does not use.
+    Raises DataError if `dataset` has a different order.json. If it has no order.json, raises
+    DataError if it has a different tokenizer, or token arrays that `order` does not use.
     """
     path = dataset / layout.ORDER
     if not path.exists():
@@ -198,7 +198,8 @@ def check_order(dataset: Path, order: Order | BlendOrder, tokenizer: Path) -> No
 
 
 def write_order(dataset: Path, order: Order | BlendOrder, tokenizer: Path) -> None:
-    """Write order.json, unless it exists, and a copy of the tokenizer. Call `check_order` first."""
+    """Write `order` to order.json, unless this file exists, and write a copy of the tokenizer. Call
+    `check_order` first."""
     dataset.mkdir(exist_ok=True)
     if not (dataset / layout.ORDER).exists():
         content = files.checked_json(order.to_json())

@@ -15,7 +15,7 @@ from optimus.errors import ConfigError, DataError, one_line
 from optimus.io import files
 
 EOS = "<|endoftext|>"
-"""The special token after each document. It gets id 0."""
+"""The special token that ends each document. Its id is 0."""
 MIN_VOCAB = 257
 """Smallest number of ids: one for each of the 256 byte values, and one for EOS."""
 
@@ -30,7 +30,8 @@ def train_tokenizer(
     text_field: str = "text",
     quarantine: bool = False,
 ) -> tuple[int, list[str]]:
-    """Train a BPE tokenizer with the pre-tokenizer and byte alphabet of GPT-2, and write the file.
+    """Train a BPE tokenizer with the pre-tokenizer and byte alphabet of GPT-2, and write it to
+    `out`.
 
     Args:
         inputs: The files with the text.
@@ -109,7 +110,8 @@ def _batches(
 
 
 def _texts(file: InputFile, text_field: str, progress: Progress) -> Iterator[str | Problem]:
-    """Yield the texts and problems of a file. Raises DataError if the file is damaged."""
+    """Yield the text of each document in a file, or the problem of a document that cannot be used.
+    Raises DataError if the file is damaged."""
     try:
         for document in InputReader(file, text_field, progress.advance):
             yield document if isinstance(document, Problem) else document.text

@@ -96,7 +96,8 @@ def verify(dataset: Path) -> Iterator[str]:
 
 
 class Repairs:
-    """Commands for the user that write damaged files of a data set again, with the same bytes."""
+    """Texts with the shell commands by which a user can repair damaged files of a data set. A
+    repaired file has the same bytes as the original file."""
 
     def __init__(self, dataset: Path, order: Order | BlendOrder | None = None):
         self._dataset, self._order = dataset, order
@@ -148,8 +149,8 @@ class Repairs:
         return _again(makers, self._out)
 
     def _is_inside(self, source: Order | BlendOrder) -> bool:
-        """Return whether the token arrays of `source` are in the data set, and not a symbolic link
-        to another folder."""
+        """Return True if the token arrays of `source` are in the folder `tokens` of the data set
+        and this folder is not a symbolic link."""
         if not isinstance(source, Order) or source.tokens_dir != layout.TOKENS_DIR:
             return False
         return not (self._dataset / layout.TOKENS_DIR).is_symlink()
@@ -167,7 +168,8 @@ def _makers(dataset: Path) -> str:
 
 
 def _is_fused(tokens_dir: Path) -> bool:
-    """Return whether `--fused` removed the arrays: its mark file exists, or no array exists."""
+    """Return whether `--fused` removed the token arrays from the folder `tokens_dir`: the folder
+    has the mark file of `--fused`, or has no array."""
     if not tokens_dir.is_dir():
         return False
     return (tokens_dir / MARK).exists() or not has_any_array(tokens_dir)
@@ -309,7 +311,8 @@ def _check_unit(tokens_dir: Path, number: int, order: Order, plan: TokenPlan) ->
 
 
 def _problem_of_docs(table: np.ndarray, unit: Unit, inputs: range) -> str:
-    """Check the table of documents of a unit, int64 [D, 3].
+    """Check that a table of documents, int64 [D, 3], has the counts that `unit` states and only
+    input numbers in `inputs`.
 
     Return a description of the first problem, or "" if there is none.
     """
@@ -322,7 +325,8 @@ def _problem_of_docs(table: np.ndarray, unit: Unit, inputs: range) -> str:
 
 
 def _check_sidecar(path: Path, manifest: Manifest, shard: ShardEntry, first: int) -> str:
-    """Compare the sidecar of a shard with the manifest, and return the problem or "".
+    """Compare the sidecar of a shard with the manifest. Return a description of the differences, or
+    "" if there are none.
 
     `first` is the number of the shard's first instance.
     """

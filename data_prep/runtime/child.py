@@ -30,8 +30,8 @@ parent uses this id if a signal handler raises an exception before `fork` return
 _PR_SET_PDEATHSIG = 1
 """Option of prctl(2): the signal that a process receives when its parent ends."""
 _STOP_S = 1.0
-"""Seconds to wait after a stop signal ended the child. This process usually receives the signal,
-too, and its handler should run before an error is raised."""
+"""Seconds that `run` waits before it raises an error, if a stop signal such as SIGTERM ended the
+child. This process usually receives the same signal, and its signal handler should run first."""
 
 
 class CrashError(Exception):
@@ -40,7 +40,7 @@ class CrashError(Exception):
 
 
 class UnfinishedError(Exception):
-    """The child process of `run` did not start, or ended without a result for a reason that is not
+    """The child process of `run` did not start, or ended without a result for a reason other than
     the called function. The message gives the reason."""
 
 
@@ -51,7 +51,7 @@ def run(
 
     Args:
         call: The function. It must not use locks that other threads of this process may hold.
-        limit_s: Limit of the time in seconds.
+        limit_s: Limit of the wall-clock time in seconds.
         cpu_s: Limit of the processor time in seconds. 0: none.
         memory_bytes: Limit of the memory that the child allocates. 0: none.
 
@@ -121,7 +121,7 @@ def _error_of(status: int, cpu_s: int) -> CrashError | UnfinishedError:
 
 
 def _pipe() -> tuple[int, int]:
-    """Return the descriptors of a new pipe: one to read, one to write.
+    """Return the descriptors of a new pipe: the one to read, and the one to write.
 
     The descriptor to write is above 2. In a process without standard error, the pipe could
     otherwise get descriptor 2, which the child redirects to /dev/null.
@@ -158,9 +158,10 @@ def _child_statuses() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _blocked_signals() -> Iterator[set[int]]:
-    """Return a context in which this thread receives no signals. Its value is the previous mask.
+    """Return a context in which this thread receives no signals. The value of the context is the
+    signal mask that the thread had before.
 
-    Without this, a child that is forked in the context could call a signal handler of its parent.
+    A child that is forked in the context therefore cannot call a signal handler of its parent.
     """
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:

@@ -1,7 +1,7 @@
 """The memory of this machine, and the memory that a worker has for a document.
 
-A container or a Slurm job may allow less than the memory of the machine. `Limits` contains the
-memory that `--memory` leaves for a document: docs/formats/dataset.md, "Memory".
+A container or a Slurm job may allow less than the memory of the machine. `Limits` contains the part
+of `--memory` that a worker can use for a document: docs/formats/dataset.md, "Memory".
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ _OWN = Path("/proc/self/cgroup")
 
 
 def usable_memory() -> int:
-    """Return the bytes of physical memory that the control groups of this process allow."""
+    """Return the bytes of physical memory that this process can use: the minimum of the memory of
+    the machine and the limits of its control groups."""
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([physical, *_limits()])
 
@@ -50,8 +51,8 @@ def _limits() -> Iterator[int]:
 
 _PARENT_BYTES = 64 << 20
 _BASE_BYTES = 192 << 20
-"""Memory of a worker without its tokenizer and document. Measured: 150 to 170 MB, of which 90 MB
-are the encoder's cache of the ids of words."""
+"""Bytes of memory of a worker without its tokenizer and document. Measured: 150 to 170 MB, of which
+90 MB are the encoder's cache of the ids of words."""
 _TOKENIZER_FACTOR = 16
 """Bytes of memory per byte of tokenizer.json, for the loaded tokenizer and a copy of its merges."""
 _LEAST_ROOM_BYTES = 32 << 20
@@ -70,7 +71,7 @@ class Limits:
     a decompressed text file."""
 
     def refuse(self, where: str, label: str, needs: int, or_else: str = _LEAVE_OUT) -> None:
-        """Raise DataError if a document needs more memory than a worker has for it.
+        """Raise DataError if a document needs more memory than a worker has for one document.
 
         Args:
             where: File and line of the document, for the message.
@@ -100,7 +101,7 @@ class Limits:
 def divide_memory(
     memory_bytes: int | None, workers: int, tokenizer: Path, max_document: int | None
 ) -> tuple[int, Limits]:
-    """Return the number of workers that can tokenize at once, and their limits for a document.
+    """Return the number of workers that can tokenize at once, and the limits of a document.
 
     Args:
         memory_bytes: Memory of all workers together, in bytes. None: `default_bytes()`.

@@ -1,4 +1,5 @@
-"""Independent jobs in local worker processes. With one worker, this process does all jobs."""
+"""Calls of a function (jobs) in local worker processes. With one worker, this process does all
+jobs."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ _state: tuple[Any, Any, Any] | None = None  # (context, counter, stop flag) of a
 
 
 class _Cancelled(Exception):
-    """Raised by the `advance` of a job, to end the job, if its result is no longer needed."""
+    """Exception that the argument `advance` of a job raises, to end a job whose result is no longer
+    needed."""
 
 
 def cores_of_this_rank() -> int:
@@ -45,8 +47,8 @@ def run_jobs(
 ) -> dict[int, Any]:
     """Call `job(context, index, advance)` for every index in `order`. Jobs start in that order.
 
-    `context` is sent to each worker once. The first error of a job ends the other jobs, and is
-    raised here. Files that the jobs completed remain.
+    `context` is sent to each worker once. The first error of a job ends the other jobs, and
+    `run_jobs` raises this error. Files that jobs have completed are not removed.
 
     Returns:
         The result for each index.
@@ -85,8 +87,8 @@ def run_jobs(
 def _end_with_each_other(workers: Sequence[Any]) -> None:
     """Wait until all workers have ended. If a worker was killed, kill the other workers.
 
-    Otherwise, the other workers and the executor could wait forever for a lock: that of a worker
-    that was killed while it received a message.
+    A worker that is killed while it receives a message does not release a lock. The other workers
+    and the executor could wait for this lock forever.
     """
     while alive := [worker for worker in workers if worker.is_alive()]:
         if any(worker.exitcode not in (None, 0) for worker in workers):
@@ -96,7 +98,8 @@ def _end_with_each_other(workers: Sequence[Any]) -> None:
 
 
 def _watch(waiting: set[Future], counter: Any, progress: Progress) -> None:
-    """Show progress until every future is done. If a future fails, raise its error."""
+    """Show the progress of all jobs until every future in `waiting` is done. If a future fails,
+    raise its error."""
     shown = 0
     while waiting:
         done, waiting = wait(waiting, _POLL_S, FIRST_EXCEPTION)

@@ -28,8 +28,8 @@ def say(line: str) -> None:
 
 
 def _print(line: str) -> None:
-    """Print a line to standard error. If its pipe is closed, as by `2>&1 | head`, discard this and
-    later output."""
+    """Print a line to standard error. If the pipe of standard error is closed, as by `2>&1 | head`,
+    discard this line and all later output."""
     try:
         # One write: with PYTHONUNBUFFERED, `print` would write the line end separately, so that
         # lines of several workers could mix.
@@ -42,7 +42,7 @@ def _print(line: str) -> None:
 
 
 class Progress:
-    """Context manager that shows on standard error how much of `total` is done.
+    """Context manager that shows on standard error how much work of the amount `total` is done.
 
     `unit` is the unit of `total`, such as "B" or " instances".
     """
@@ -67,7 +67,7 @@ class Progress:
             self._line()
 
     def advance(self, amount: int) -> None:
-        """Add `amount` to the count of what is done, and show the progress from time to time."""
+        """Add `amount` to the amount that is done. Show the progress every few seconds."""
         self._done += amount
         if self._bar is not None:
             self._bar.update(amount)
@@ -75,7 +75,8 @@ class Progress:
             self._line()
 
     def note(self, text: str) -> None:
-        """Print the present activity, for times in which the count does not change."""
+        """Print `text`, a description of the current work. Use this during work that does not call
+        `advance`."""
         if self._bar is not None:
             self._bar.set_postfix_str(text)
         else:

@@ -44,7 +44,8 @@ class RankFiles:
     """
 
     def __init__(self, out: Path):
-        """List the files that ranks of earlier runs left in `out`. `out` need not exist yet."""
+        """Record the names of the files that ranks of earlier runs left in `out`. `out` need not
+        exist yet."""
         self._out = out
         self._old = self._names(_FAILED)
         self._old_signs: dict[str, int | None] = dict.fromkeys(self._names(_ALIVE))
@@ -127,8 +128,8 @@ class RankFiles:
 
         Returns:
             For each rank, pairs of the name and the modification time in ns of a file. A file that
-            existed before this object was made is left out, until its time is another than at the
-            first call.
+            existed before this object was made is left out until its modification time has changed
+            since the first call.
         """
         signs: dict[int, set[tuple[str, int]]] = {rank: set() for rank in ranks}
         for name in self._names(_ALIVE):
@@ -173,13 +174,13 @@ r + 1, r + 2 and so on first, then those of the ranks from 0. Without a limit, e
 the signs of all other ranks."""
 _POLL_S = (0.05, 5.0)
 _RANKS_PER_POLL_S = 50.0
-"""The polling interval is the number of ranks divided by this, in seconds, within the limits
-`_POLL_S`. Up to 250 ranks then list a directory at most 50 times per second together."""
+"""The polling interval in seconds is the number of ranks divided by `_RANKS_PER_POLL_S`, within the
+limits `_POLL_S`. Together, up to 250 ranks then list a directory at most 50 times per second."""
 
 
 @dataclass(frozen=True)
 class WorkerGroup:
-    """The rank of this process, and the number of processes that share the work."""
+    """A group of processes (ranks) that share work, and the rank of this process in the group."""
 
     rank: int = 0
     world: int = 1
@@ -191,7 +192,7 @@ class WorkerGroup:
 
     @property
     def poll_s(self) -> float:
-        """Return the seconds between two checks of the work of other ranks."""
+        """Return the seconds that this rank waits between two checks of the work of other ranks."""
         return min(max(_POLL_S[0], self.world / _RANKS_PER_POLL_S), _POLL_S[1])
 
     def check(self) -> None:
@@ -236,7 +237,7 @@ def failure_scope(group: WorkerGroup, out: Path) -> Iterator[WorkerGroup]:
 
 
 def assign(sizes: Sequence[int], world: int) -> list[int]:
-    """Return the rank that does each item.
+    """Return a list with the rank that does each item of work.
 
     Items are assigned in the order of decreasing size, each to the rank with the smallest sum of
     sizes. The largest sum is at most 4/3 of the best possible one (Graham 1969). All ranks compute
@@ -262,8 +263,8 @@ def _by_size(sizes: Sequence[int]) -> list[int]:
 
 
 class PrepTask(Protocol):
-    """A step of data preparation, divided into items of work that ranks share. Each item is
-    idempotent."""
+    """A step of data preparation. It is divided into items of work, which ranks share. If two ranks
+    do the same item, the result is the same as if one rank does it."""
 
     @property
     def folder(self) -> Path:
@@ -275,17 +276,20 @@ class PrepTask(Protocol):
         which rank does which item."""
 
     def missing(self) -> list[int]:
-        """Return the indices of items that are not done, as cheaply as possible."""
+        """Return the indices of items that are not done. This check may be superficial, because
+        ranks repeat it often and `verify` follows it."""
 
     def do(self, items: list[int]) -> None:
         """Do the items with these indices."""
 
     def verify(self) -> list[int]:
-        """Return the indices of incorrect items, if no item is missing."""
+        """Check all items thoroughly, after `missing` has returned []. Return the indices of
+        incorrect items."""
 
 
 def run_task(group: WorkerGroup, task: PrepTask) -> None:
-    """Do this rank's share of a task, and wait until the other ranks have done theirs.
+    """Do this rank's share of the items of a task, and wait until the other ranks have done their
+    shares.
 
     Rank 0 also verifies the items of all ranks.
 
@@ -343,12 +347,14 @@ class _Watch:
         self._looks = 0
         self._signs: dict[int, tuple[int, object]] = {}
         self._silent: Counter[int] = Counter()
-        """Number of calls of `look` since the last sign of life or completed item of each rank."""
+        """For each rank, the number of calls of `look` since its last sign of life or completed
+        item."""
         self._heard: set[int] = set()
-        """Ranks that gave a sign of life in this run or completed an item."""
+        """Ranks that gave a sign of life or completed an item in this run."""
         self._progress: object = None
         self._idle = 0
-        """Periods of `_SIGNS_PER_SILENCE` calls of `look` without progress."""
+        """Number of consecutive periods without progress. A period is `_SIGNS_PER_SILENCE` calls of
+        `look`."""
 
     def look(self, left: Counter[int], progress: Callable[[], object]) -> tuple[list[int], bool]:
         """Check the ranks that have items left, once per call.
@@ -397,7 +403,7 @@ def _wait(
         group: The ranks.
         remaining: Returns the number of items that each rank has left.
         progress: Returns a value that changes while ranks work.
-        work: Names the items in the message of an error.
+        work: Description of the items, for the message of an error.
 
     Raises:
         LostPeerError: A rank failed or was lost (see `_Watch.look`), or there was no progress for

@@ -23,7 +23,7 @@ _LOCK_S, _POLL_S = 60.0, 0.05
 """Seconds that a run waits while another run holds the exclusive lock, and seconds between two
 attempts to take the lock."""
 _in_use: list[Path] = []
-"""Directories that this process is working in."""
+"""Output directories in which this process is working."""
 
 
 def make_folder(folder: Path, out: Path) -> None:
@@ -105,7 +105,8 @@ class _Lock:
         self._open()
 
     def is_alone(self) -> bool:
-        """Take the exclusive lock if no other run has the lock. Return whether this succeeded."""
+        """Try to take the exclusive lock. Return True if this succeeded, which means that no other
+        run has the lock."""
         return bool(self._flock(fcntl.LOCK_EX)) and self._is_named()
 
     def share(self) -> None:
@@ -166,7 +167,8 @@ class _Lock:
         return True
 
     def _is_named(self) -> bool:
-        """Return whether the path of the lock still refers to the open file."""
+        """Return whether the path of the lock file still refers to the file that this object has
+        opened."""
         try:
             return os.path.samestat(os.lstat(self._path), os.fstat(self._fd))
         except OSError:
@@ -201,7 +203,7 @@ def _sweep(directory: Path, alone: bool, everywhere: bool) -> None:
 def _file_system_time(directory: Path) -> float:
     """Return the present time of the clock that sets the modification times in `directory`.
 
-    It may be the clock of a file server.
+    On a network file system, this is the clock of the file server.
     """
     path = files.temporary_name(directory / "now")
     try:

@@ -100,7 +100,8 @@ class Mixing:
         return picks
 
     def locate(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the source of each instance in [start, stop), and its number within the source.
+        """Return the source of each instance in [start, stop), and the number of the instance
+        within its source.
 
         The instances of a source have the numbers 0, 1, 2 and so on. If the source has N instances,
         number n is instance n % N of its epoch n // N.
@@ -137,10 +138,11 @@ class Mixing:
 FORM = "optimus-blend-order"
 _WEIGHT = re.compile(r"[0-9]{1,18}(\.[0-9]{1,18})?")
 _MAX_PICKS = 1 << 28
-"""Quotas of a blend are checked only if the period of its `Mixing` times its number of sources is
-at most this. Larger checks take minutes."""
+"""The quotas of a blend are checked only if the period of its `Mixing`, multiplied by its number of
+sources, is at most _MAX_PICKS. Larger checks take minutes."""
 _PASS_KEYS = 1 << 32
-"""A pass uses each instance of a source once. If pass p of source s is the last one and partial, it
+"""Factor in the number of the epoch whose permutation selects the instances of a partial pass. A
+complete pass uses each instance of a source once. If the last pass p of source s is partial, it
 uses the first instances in the permutation of epoch (s + 1) * 2^32 + p. Training never reaches such
 an epoch."""
 
@@ -165,12 +167,12 @@ def mixing_of(weights: Sequence[str]) -> Mixing:
 
 @dataclass(frozen=True)
 class BlendSource:
-    """A source of a blend: a set of token arrays. `order` divides them into instances. The
-    permutation of `order` is not used."""
+    """A source of a blend: a set of token arrays. `order` divides the token arrays into instances.
+    The permutation of `order` is not used."""
 
     weight: str
     quota: int
-    """Number of instances of the source in the blend."""
+    """Number of instances of the blend that come from this source."""
     order: Order
 
 
@@ -206,7 +208,7 @@ class BlendOrder(InShards):
 
     @property
     def tail_tokens(self) -> int:
-        """Return the number of tokens that are in no instance of their source, over all sources."""
+        """Return the number of tokens of all sources that are in no instance of their source."""
         return sum(order.tail_tokens for order in self.sources)
 
     def tails(self) -> tuple[int, ...]:
@@ -231,10 +233,11 @@ class BlendOrder(InShards):
             yield int(number), rows, self._of_source(number, instances[rows] - starts[number])
 
     def _of_source(self, number: int, indices: np.ndarray) -> np.ndarray:
-        """Return the instances of source `number` at these indices of its quota.
+        """Return the instances of source `number` that the blend uses at these positions among all
+        uses of the source.
 
-        The quota consists of passes over the source. A complete pass keeps the order of the source.
-        If the last pass is partial, it is permuted, so that it is a random sample.
+        The blend uses a source in one or more passes. A complete pass keeps the order of the
+        source. If the last pass is partial, it is permuted, so that it is a random sample.
         """
         source = self.blended[number]
         size = source.order.num_instances

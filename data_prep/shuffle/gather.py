@@ -160,7 +160,8 @@ class Spill:
         return -(-self.order.num_instances // self.run_rows)
 
     def rows(self, run: int) -> tuple[int, int]:
-        """Return the range [first, stop) of instances of a run, as numbered before the shuffle."""
+        """Return the range [first, stop) of the instances in a run. The numbers are those before
+        the shuffle."""
         first = run * self.run_rows
         return first, min(first + self.run_rows, self.order.num_instances)
 
@@ -172,12 +173,12 @@ class Spill:
         return [stop - first for first, stop in map(self.rows, range(self.num_runs))]
 
     def missing(self) -> list[int]:
-        """Return the runs that are not complete."""
+        """Return the indices of the runs that are not complete."""
         names = set(os.listdir(self.folder))
         return [run for run in range(self.num_runs) if f"{layout.unit_name(run)}.npy" not in names]
 
     def do(self, runs: list[int]) -> None:
-        """Write each of these runs, unless it is complete."""
+        """Write the runs with these indices. Runs that are already complete are kept."""
         total = sum(stop - first for first, stop in map(self.rows, runs))
         with Progress(self.label, total, " instances") as progress:
             run_jobs(_do_run, self, runs, self.workers, progress)
@@ -259,7 +260,8 @@ def _signed(value: int) -> int:
 
 
 class SpillReader:
-    """Reader of the rows of a shard from sorted runs, in the order in which the shard has them."""
+    """Reader of the rows of one shard from sorted runs. The rows are read in the order of the
+    shard."""
 
     def __init__(self, spill: Spill, shard: int):
         self._context, self._run_rows = spill.order.context, spill.run_rows
@@ -299,10 +301,10 @@ class SpillReader:
         return out
 
     def _check(self, run: int, piece: np.ndarray) -> None:
-        """Add tokens that were read from a run, `piece`, to the hash of all rows of this shard in
-        the run.
+        """Update the hash of this shard's rows in `run` with `piece`, the tokens that were read
+        last.
 
-        Raises DamageError if these are the last tokens and the hash is wrong.
+        Raises DamageError if `piece` has the last of these rows and the hash is wrong.
         """
         digest = self._digests.setdefault(run, xxhash.xxh3_64())
         digest.update(piece.data)
@@ -321,9 +323,9 @@ _LEAST_PIECE_ROWS = 8
 each run. Shorter reads are as slow as random reads, and `bucket` writes twice as much as
 `gather`."""
 _WORTH_IT = 3.0
-"""For V bytes of tokens, `gather` reads V in random reads and writes V. `bucket` moves 4 V in long
-reads and writes. `bucket` is faster if random reads take more than three times as long as a
-sequential read of as many bytes."""
+"""Strategy "auto" selects `bucket` if random reads take more than _WORTH_IT times as long as a
+sequential read of as many bytes. For V bytes of tokens, `gather` makes random reads of V bytes and
+writes V bytes, but `bucket` makes long reads and writes of 4 V bytes."""
 
 
 def choose_strategy(
@@ -331,8 +333,9 @@ def choose_strategy(
 ) -> str:
     """Return the strategy to read token arrays, "gather" or "bucket".
 
-    With several ranks, "auto" selects "gather", because ranks have to agree, and parallel file
-    systems serve many readers. With one rank, "auto" measures the disk if the result depends on it.
+    With several ranks, "auto" selects "gather", because all ranks must use the same strategy, and
+    parallel file systems serve many readers at once. With one rank, "auto" measures the disk if the
+    result depends on it.
 
     Args:
         dataset: The directory of the data set.
@@ -361,7 +364,7 @@ def choose_strategy(
 def random_read_cost(dataset: Path, order: Order | BlendOrder) -> float:
     """Return the ratio of the time of random reads to the time of a sequential read.
 
-    The random reads together and the sequential read have the same number of bytes. The file is the
+    The sequential read has as many bytes as all random reads together. The reads are from the
     largest token array of the largest source. The ratio is 1 if this array is too small to measure,
     or compressed.
     """

@@ -65,7 +65,8 @@ class Permutation:
         return self._walk(positions, self._rounds)
 
     def inverse(self, images: np.ndarray) -> np.ndarray:
-        """Return the positions of these images: inverse(apply(i)) == i. Shapes as in `apply`."""
+        """Return the positions of these images: inverse(apply(i)) == i. The shapes and dtypes are
+        those of `apply`."""
         return self._walk(images, self._rounds[::-1])
 
     def _walk(self, values: np.ndarray, rounds: Sequence[tuple[int, np.uint64]]) -> np.ndarray:
@@ -112,7 +113,7 @@ FORM = "optimus-order"
 
 @dataclass(frozen=True)
 class Unit:
-    """Entry of a token array in an order.
+    """Entry in an `Order` for a token array.
 
     The array contains the tokens of one unit: a range of input files that are tokenized together.
     """
@@ -120,16 +121,16 @@ class Unit:
     tokens: int
     documents: int
     kept: int
-    """Number of tokens, from the start of the array, that instances can contain. The remaining
-    tokens are the tail of the array."""
+    """Instances can contain only the first `kept` tokens of the array. The remaining tokens are the
+    tail of the array."""
     xxh3: str
-    """Hash of the file of the array."""
+    """Hash of the file that contains the token array."""
     docs_xxh3: str
     """Hash of the file that contains the table of the array's documents."""
 
 
 class InShards(ABC):
-    """Base class of Order and BlendOrder, which divides the instances into shards."""
+    """Base class of Order and BlendOrder. It divides the instances of a data set into shards."""
 
     part: str
     context: int
@@ -152,7 +153,7 @@ class InShards(ABC):
         return -(-self.num_instances // self.instances_per_shard)
 
     def shard_rows(self, shard: int) -> tuple[int, int]:
-        """Return the rows [first, stop) of a shard."""
+        """Return the range [first, stop) of the rows in a shard."""
         first = shard * self.instances_per_shard
         return first, min(first + self.instances_per_shard, self.num_instances)
 
@@ -170,7 +171,7 @@ class Order(InShards):
     plan: str
     """Hash of the plan.json of tokenization."""
     tokens_dir: str
-    """The folder of token arrays, relative to the data set."""
+    """Path of the folder of token arrays, relative to the directory of the data set."""
     context: int
     dtype: str
     seed: int
@@ -185,11 +186,13 @@ class Order(InShards):
 
     @property
     def sources(self) -> tuple[Order, ...]:
-        """Return this order, which is its only source. A blend has several sources."""
+        """Return a tuple of this order alone. In contrast, `BlendOrder.sources` has an order for
+        each source."""
         return (self,)
 
     def split(self, instances: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-        """Yield all instances as those of source 0, in the form of `BlendOrder.split`."""
+        """Yield one group with all `instances`, as instances of source 0. The format is that of
+        `BlendOrder.split`."""
         yield 0, np.arange(len(instances)), instances
 
     @property
@@ -232,7 +235,7 @@ def read_order(dataset: Path) -> Order:
 
 
 def check_order_values(order: Order, path: Path) -> None:
-    """Raise DataError if the values of an order, read from `path`, are impossible."""
+    """Raise DataError if a value of an order, which was read from `path`, is impossible."""
     check_in_shards(order, path)
     units, size = order.units, order.context
     kept, tokens = ([getattr(unit, key) for unit in units] for key in ("kept", "tokens"))
@@ -260,7 +263,7 @@ def check_order_values(order: Order, path: Path) -> None:
 
 def check_in_shards(order: InShards, path: Path) -> None:
     """Raise DataError if the split, context, dtype, seed, permutation or number of instances per
-    shard of an order, read from `path`, is impossible."""
+    shard of an order is impossible. The order was read from `path`."""
     layout.require(
         path,
         (order.part in layout.SPLITS, f"part is none of {', '.join(layout.SPLITS)}"),

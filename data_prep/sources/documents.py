@@ -1,9 +1,10 @@
-"""Reader of the documents of one input file. It reports unusable documents by file and line.
+"""Reader of the documents of one input file. For each document that cannot be used, it reports the
+file and the line.
 
 A text or source file is one document; a file of JSON lines has a document per line, a Parquet file
-a document per row. Text is used byte for byte: no newline is translated and no blank is removed.
-An empty text is a document. A text file above LONG_BYTES is read twice: once to check it, and then
-in blocks, so that it need not fit in memory.
+a document per row. Text is used byte for byte: no newline is translated and no blank is removed. An
+empty text is a document. A text file above LONG_BYTES is read twice: once to check the file, and
+then in blocks, so that the file need not fit in memory.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ BLOCK_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Survey:
-    """The result of `survey`: size, hash and first problem of a text."""
+    """The result of `survey`: the size and hash of a text, and the first error in its encoding."""
 
     size: int
     """Size of the decompressed file in bytes."""
@@ -43,7 +44,7 @@ class Survey:
 
 @dataclass
 class LongText:
-    """A document that is not read at once, because it is a text file above LONG_BYTES."""
+    """A document that is read in blocks, because it is a text file above LONG_BYTES."""
 
     size: int
     xxh3: int
@@ -58,7 +59,8 @@ class LongText:
 
 
 def survey(stream: IO[bytes]) -> Survey:
-    """Read the bytes of a text to the end, and return their size, hash and first problem."""
+    """Read a stream of text to its end. Return its size, its hash, and the first error in its
+    encoding."""
     digest, decoder = xxhash.xxh3_64(), codecs.getincrementaldecoder("utf-8")()
     size, line, problem = 0, 1, None
     while True:
@@ -86,7 +88,8 @@ LONG_BYTES = 4 << 20
 
 @dataclass(frozen=True)
 class Document:
-    """A text, its UTF-8 bytes, and its line in the input file (0: the text is the whole file)."""
+    """A document: its text, the UTF-8 bytes of the text, and its line in the input file (0: the
+    document is the whole file)."""
 
     text: str
     data: bytes
@@ -116,8 +119,8 @@ class Position:
     """Bytes of the decompressed file before the position. In a table: rows before the position."""
     line: int
     raw_bytes: int
-    """Bytes that were read from disk so far. A later run compares their hash, `raw_xxh3`, to detect
-    that the file has changed."""
+    """Number of bytes that had been read from disk at this position. Their hash is `raw_xxh3`. A
+    later run compares this hash to detect that the file has changed."""
     raw_xxh3: str
 
     def is_possible(self) -> bool:
@@ -127,7 +130,7 @@ class Position:
 
 
 class DamagedFile(Exception):
-    """The file cannot be read to its end, so none of its documents is used."""
+    """Raised if a file cannot be read to its end. None of its documents is used."""
 
     def __init__(self, line: int, reason: str):
         super().__init__(line, reason)
@@ -142,7 +145,8 @@ class InputReader:
     Args:
         file: The file, and the size that it had when the work was planned.
         text_field: The JSON field or Parquet column that contains the text.
-        advance: Called after each read from disk with the number of bytes that were read.
+        advance: Function that is called after each read from disk with the number of bytes that
+            were read.
         start: The position to start from. None: the start of the file.
         limits: Limits of the size of a document and of the memory to read it.
         id_field: The JSON field or Parquet column that contains the id. "": documents have no ids.
@@ -229,7 +233,7 @@ class InputReader:
             raise DamagedFile(line, f"damaged {packing}: {reason}") from None
 
     def _text(self, stream: IO[bytes]) -> Document | Problem | LongText:
-        """Return the document of a text file, or its problem if the file cannot be used.
+        """Return the document in a text file, or a Problem if the file cannot be used.
 
         A file above LONG_BYTES is decompressed twice: to check it, and while its blocks are read.
         """
@@ -308,7 +312,7 @@ class InputReader:
             raise DamagedFile(self._line + 1, f"damaged parquet: {error}") from None
 
     def _from_row(self, value: Any, document_id: Any, batch_bytes: int) -> Document | Problem:
-        """Return the document of a row, or its problem if the row cannot be used.
+        """Return the document in a row, or a Problem if the row cannot be used.
 
         Args:
             value: The text, as a pyarrow scalar.
@@ -337,10 +341,10 @@ class InputReader:
 
 
 def _too_deep(data: bytes) -> bool:
-    """Return whether JSON is nested deeper than _DEPTH.
+    """Return whether `data`, a JSON text, is nested deeper than _DEPTH.
 
-    json.loads has its own limit, which is below 1000 and depends on the stack of its caller: it is
-    lower in a worker process.
+    json.loads has its own limit, which is below 1000 and depends on the stack of its caller. The
+    limit is lower in a worker process.
     """
     if data.count(b"[") + data.count(b"{") <= _DEPTH:
         return False

@@ -30,8 +30,8 @@ _NPY_ERRORS = (
     *(ValueError, TypeError, OverflowError, RecursionError, MemoryError, SyntaxError),
     TokenError,
 )
-"""Exceptions that numpy raises for a damaged header, because numpy parses the header as Python and
-does not check the shape."""
+"""Exceptions that numpy raises for a .npy file with a damaged header. There are many, because numpy
+parses the header as Python code and does not check the shape."""
 
 
 @dataclass(frozen=True)

@@ -25,17 +25,17 @@ _EVERYTHING = "**"
 
 @dataclass
 class _Skipped:
-    """Names that a search of directories leaves out."""
+    """Paths that a search for input files left out."""
 
     hidden: list[str] = field(default_factory=list)
-    """Names with a leading dot."""
+    """Paths whose last component has a leading dot."""
     unread: list[tuple[str, str]] = field(default_factory=list)
-    """Directories that cannot be read, each with the reason."""
+    """Directories that cannot be read: pairs (path, reason)."""
 
 
 def _expand(pattern: str, skipped: _Skipped) -> Iterator[str]:
-    """Yield the names that match `pattern`. They include directories and broken links, and a name
-    may occur more than once."""
+    """Yield the paths that match `pattern`, including directories and broken links. A path may
+    occur more than once."""
     if os.path.isdir(pattern):
         names = _match_below(pattern, "*", skipped)
     elif os.path.isfile(pattern):
@@ -62,8 +62,8 @@ def _match_below(top: str, tail: str, skipped: _Skipped) -> Iterator[str]:
 
 
 def _folders(top: str, skipped: _Skipped) -> Iterator[str]:
-    """Yield `top` and the directories below it, level by level. Each is yielded once, under its
-    shortest path."""
+    """Yield `top` and the directories below `top`, level by level. Each directory is yielded once,
+    under its shortest path."""
     seen: set[tuple[int, int]] = set()
     level = [top]
     while level:
@@ -79,7 +79,8 @@ def _folders(top: str, skipped: _Skipped) -> Iterator[str]:
 
 
 def _in_folder(folder: str, skipped: _Skipped) -> list[str]:
-    """Return the directories in `folder`. Names with a leading dot are added to `skipped` instead.
+    """Return the paths of the directories in `folder`, except names with a leading dot, which are
+    added to `skipped`.
 
     If `folder` cannot be read, add it to `skipped` and return no directories.
     """
@@ -124,10 +125,10 @@ _REFUSED = {
 
 @dataclass(frozen=True)
 class InputFile:
-    """An input file."""
+    """The path and the size of an input file."""
 
     name: str
-    """Path of the file, from the paths, patterns and lists of `--input`."""
+    """Path of the file, as `--input` states it or as a pattern of `--input` matches it."""
     size: int
     """Size on disk in bytes."""
 
@@ -223,8 +224,8 @@ def _with_lists(patterns: Sequence[str]) -> Iterable[str]:
 
 
 def _each_file_once(names: Sequence[str], out: str | os.PathLike | None) -> list[str]:
-    """Return one name for each file that is not below `out`. If a file has several names, this is
-    the name with the fewest directories."""
+    """Return one name for each file that is not below `out`. If a file has several names, the
+    result has the name with the fewest directories."""
     output = os.path.join(os.path.realpath(out), "") if out is not None else None
     real_folder = functools.cache(os.path.realpath)  # a million files share few folders
     first: dict[str, str] = {}
@@ -239,7 +240,8 @@ def _each_file_once(names: Sequence[str], out: str | os.PathLike | None) -> list
 
 
 def kind_of(name: str) -> Literal["text", "jsonl", "parquet"]:
-    """Return the kind of a file, by its suffix. Raises DataError for an unsupported kind."""
+    """Return the kind of the file `name`, from its suffix. Raises DataError for an unsupported
+    suffix."""
     lower = name.lower()
     if lower.endswith(_JSON_LINES):
         return "jsonl"
@@ -252,7 +254,8 @@ def kind_of(name: str) -> Literal["text", "jsonl", "parquet"]:
 
 
 def packing_of(name: str) -> Literal["gzip", "zstd"] | None:
-    """Return the compression of a file, by its suffix. None: not compressed."""
+    """Return the compression of the file `name`, from its suffix, or None if the file is not
+    compressed."""
     lower = name.lower()
     if lower.endswith(".gz"):
         return "gzip"

@@ -31,20 +31,20 @@ _CHECK_S = 300.0
 
 
 class DamagedTable(Exception):
-    """The table cannot be read to its end. The message gives the reason."""
+    """Raised if a Parquet file cannot be read to its end. The message gives the reason."""
 
 
 @dataclass(frozen=True)
 class RowGroup:
-    """A row group, and the sizes of the columns that are read from it."""
+    """Description of a row group of a Parquet file, with the sizes of the columns to read."""
 
     number: int
-    """Index, from 0."""
+    """Index of the row group in the file, from 0."""
     first: int
-    """First row, from 1."""
+    """Number of the first row of the row group in the file, from 1."""
     rows: int
     sizes: tuple[int, ...]
-    """Decompressed size in bytes of each column that is read, the text column first."""
+    """Decompressed size in bytes of each column to read, the text column first."""
 
     def needs(self, rows: int) -> int:
         """Return the bytes of memory that it takes to read `rows` rows at a time.
@@ -121,7 +121,7 @@ def read_column(
 def _read_group(
     group: RowGroup, batches: Iterator[Any], column: str, id_column: str | None, skip: int
 ) -> Iterator[tuple[Any, Any]]:
-    """Yield values and ids of a row group after the first `skip` rows."""
+    """Yield the text and the id of each row of a row group, except the first `skip` rows."""
     left = group.rows
     while (batch := next(batches, None)) is not None:
         left -= len(batch)
@@ -139,7 +139,7 @@ def _read_group(
 
 
 def _rows_at_once(name: str, group: RowGroup, limits: Limits) -> int:
-    """Return how many rows of `group` to read at a time, so that they fit in memory.
+    """Return the number of rows of `group` to read at a time, so that these rows fit in memory.
 
     A value that is larger than --max-document is read to get its size, but not converted to text.
     Raises DataError if a single row may not fit in memory.
@@ -185,7 +185,8 @@ def _columns(name: str, schema: Any, column: str, id_column: str) -> list[str]:
 
 
 def _check_metadata(name: str, metadata: Any) -> None:
-    """Check the metadata of each column chunk, and the numbers of rows, because pyarrow does not.
+    """Check the metadata of each column chunk, and the numbers of rows. pyarrow does not check
+    them.
 
     A child process reads the metadata of the column chunks, because for some damaged statistics
     pyarrow throws a C++ exception that nothing catches, which ends the process.
@@ -223,7 +224,8 @@ def _check_metadata(name: str, metadata: Any) -> None:
 
 
 def _group(metadata: Any, number: int, first: int, wanted: Sequence[str]) -> RowGroup:
-    """Return row group `number`. Its `sizes` has an entry for each leaf column of `wanted`."""
+    """Return the description of row group `number`. `sizes` of the result has an entry for each
+    leaf column of the columns `wanted`."""
     group = metadata.row_group(number)
     chunks = [group.column(index) for index in range(group.num_columns)]
     sizes = tuple(

@@ -24,19 +24,20 @@ were compressed with this option take so much memory."""
 
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 _SKIPPED_MAGIC = b"\x2a\x4d\x18"
-"""Last three bytes of the magic number of a skippable frame. The first byte is 0x50 to 0x5f."""
+"""Last three bytes of the magic number of a skippable zstd frame. The first byte of the magic
+number is from 0x50 to 0x5f."""
 
 
 class DamagedStream(Exception):
-    """The file cannot be decompressed to its end. The message is the reason."""
+    """Raised if a file cannot be decompressed to its end. The message is the reason."""
 
 
 class HashingFile(io.RawIOBase):
-    """Reads a file, and hashes the bytes that were read.
+    """Stream of the bytes of a file that computes the hash of all bytes that were read.
 
     Args:
         name: The path of the file.
-        advance: Called after each read with the number of bytes that were read.
+        advance: Function that is called after each read with the number of bytes that were read.
         expected: Number n of bytes that an earlier run read from the start of the file, and their
             xxh3-64. A read raises DataError if the first n bytes now have another hash.
     """
@@ -90,7 +91,7 @@ class HashingFile(io.RawIOBase):
 
 
 class _ZstdReader(io.RawIOBase):
-    """The content of consecutive zstd frames as one stream.
+    """Stream of the decompressed content of a file of consecutive zstd frames.
 
     A call of `zstandard` decompresses all its input at once, and four bytes of input may become 128
     KiB. Each call therefore receives a single block, whose content is at most 128 KiB. The
@@ -98,7 +99,8 @@ class _ZstdReader(io.RawIOBase):
 
     `backports.zstd` can limit its output but is not used, because at an error it discards content
     that precedes the damage. In 539 of 600 damaged files, `backports.zstd` ended at an earlier line
-    than this reader, so the line numbers in quarantine.jsonl would be too small.
+    than this reader. With `backports.zstd`, the line numbers in quarantine.jsonl would therefore be
+    too small.
     """
 
     def __init__(self, file: IO[bytes], name: str):
@@ -166,9 +168,9 @@ _GZIP_DAMAGE = (EOFError, zlib.error, gzip.BadGzipFile, ValueError)
 
 
 class _GzipReader(io.RawIOBase):
-    """The content of a gzip file as a stream.
+    """Stream of the decompressed content of a gzip file.
 
-    If isal is installed, it is used because it is faster than the standard library.
+    The isal library is used if it is installed, because it is faster than the standard library.
     """
 
     def __init__(self, file: IO[bytes]):

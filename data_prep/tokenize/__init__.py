@@ -1,1 +1,2 @@
-"""Writing of token arrays: plan, files, checkpoints and exclusion of duplicate document ids."""
+"""Writing of token arrays: plan, files, checkpoints, and exclusion of documents with duplicate
+ids."""

@@ -35,7 +35,7 @@ _FORM = "optimus-duplicates"
 _MARK = "duplicates.json"
 _TABLE = "duplicates.npy"
 _ROW_BYTES = 120
-"""Bytes of memory for each document of a bucket while the hashes of the bucket are sorted."""
+"""Bytes of memory that the sorting of a bucket of hashes takes for each document in the bucket."""
 _LEAST_BYTES_TO_COMPARE = 64 << 20
 _SHOWN_CHARS = 80
 
@@ -73,8 +73,8 @@ class _Duplicates:
     documents: Mapping[tuple[int, int], tuple[int, int]]
 
     def reason(self, source: int, document: Document) -> str | None:
-        """Return the reason to exclude `document` of input `source`. Return None if the document is
-        not a duplicate."""
+        """Return the reason to exclude `document`, which is from input number `source`. Return None
+        if the document is not a duplicate."""
         first = self.documents.get((source, document.line))
         return _reason(self.plan, document.id, *first) if first else None
 
@@ -85,11 +85,12 @@ def _duplicates_of(work: TokenizeWork, unit: int, rows: np.ndarray | None) -> _D
 
 
 class _DistinctTask(UnitTask):
-    """Task that tokenizes units without the duplicates that are known at this time."""
+    """Task that tokenizes units (ranges of input files) without their known duplicates. If the list
+    of duplicates does not exist yet, no duplicates are known."""
 
     @staticmethod
     def job(work: TokenizeWork, unit: int, advance: Callable[[int], None]) -> None:
-        """Tokenize a unit without the known duplicates."""
+        """Tokenize a unit without its known duplicates."""
         rows = _read(work)
         while True:
             make_unit(work, unit, _duplicates_of(work, unit, rows), advance)
@@ -113,7 +114,7 @@ class _DistinctTask(UnitTask):
 
 
 class _RepeatTask(_DistinctTask):
-    """Task that tokenizes the units with duplicates again, to exclude the duplicates."""
+    """Task that tokenizes again the units that contain duplicates, now without these duplicates."""
 
     def missing(self) -> list[int]:
         """Return the indices of units that still contain duplicates."""
@@ -215,7 +216,8 @@ def _find_in_bucket(unit_files: list[tuple[Path, int]], bucket: int, buckets: in
 
 
 def _error(plan: TokenPlan, source: int, line: int, first: int, first_line: int) -> DataError:
-    """Return the error for a duplicate. The id in its message is read from the file again."""
+    """Return the error for a duplicate. To state the id in the message, the document is read
+    again."""
     file, document_id = plan.inputs[source], None
     with contextlib.suppress(DamagedFile):
         reader = InputReader(file, plan.text_field, lambda count: None, id_field=plan.id_field)
@@ -244,7 +246,7 @@ class _Mark(TypedDict):
 
 
 def duplicates_files(tokens_dir: Path) -> list[Path]:
-    """Return the paths of the list of duplicates, which is a JSON file and a table."""
+    """Return the paths of the two files of the list of duplicates: a JSON file and a table."""
     return [tokens_dir / _MARK, tokens_dir / _TABLE]
 
 
@@ -255,7 +257,7 @@ def read_duplicates(tokens_dir: Path, plan: TokenPlan, plan_xxh3: str) -> np.nda
         int64 [n, 4], in the format of the result of `find`.
 
     Raises:
-        DataError: the list is missing or belongs to another plan.
+        DataError: the list is missing or was made for another plan.
         DamageError: the list is damaged.
     """
     mark = layout.read_record(tokens_dir / _MARK, _Mark, _FORM)
@@ -307,7 +309,8 @@ def _read(work: TokenizeWork) -> np.ndarray | None:
 
 
 def _of_inputs(rows: np.ndarray, inputs: tuple[int, int]) -> dict[tuple[int, int], tuple[int, int]]:
-    """Return the duplicates in a range of inputs, in the form of `_Duplicates.documents`."""
+    """Convert the `rows` whose duplicate is in a range of inputs to the format of
+    `_Duplicates.documents`."""
     low, high = np.searchsorted(rows[:, 0], inputs)
     return {(a, b): (c, d) for a, b, c, d in rows[low:high].tolist()}
 

@@ -1,10 +1,10 @@
-"""Packed token arrays, which `--fused` writes instead of .npy files.
+"""Packed (compressed) token arrays, which `--fused` writes instead of .npy files.
 
-`unit-*.packed` contains zstd frames, an index and a foot (_FOOT). A frame has BLOCK_TOKENS tokens;
-the last frame may have fewer. The index is int64 [frames + 1, 2]: a row (index of the first token,
-offset in bytes) for each frame, and a last row (number of tokens, offset of the index). A file gets
-its name when it is complete. The sidecar of a packed array states the size and hash of a .npy file
-with the same tokens, so that no other file depends on how tokens are stored.
+`unit-*.packed` contains zstd frames, an index and a footer (_FOOT). A frame has BLOCK_TOKENS
+tokens; the last frame may have fewer. The index is int64 [frames + 1, 2]: a row (index of the first
+token, offset in bytes) for each frame, and a last row (number of tokens, offset of the index). A
+file gets its final name when it is complete. The sidecar of a packed array states the size and hash
+of a .npy file with the same tokens, so that no other file depends on how tokens are stored.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def _pack(ids: np.ndarray) -> bytes:
 
 
 def _unpack(data: bytes | memoryview, dtype: np.dtype, tokens: int) -> np.ndarray:
-    """Decompress a frame. Raises ValueError if the frame is damaged or does not have `tokens`
-    tokens."""
+    """Decompress a zstd frame, and return its ids. Raises ValueError if the frame is damaged or
+    does not have `tokens` tokens."""
     import zstandard
 
     try:
@@ -66,7 +66,8 @@ def _unpack(data: bytes | memoryview, dtype: np.dtype, tokens: int) -> np.ndarra
 
 
 def _unpack_blocks(data: bytes | memoryview, dtype: np.dtype) -> Iterator[np.ndarray]:
-    """Decompress a frame of any length in blocks of at most _READ_TOKENS tokens.
+    """Decompress a zstd frame of any length, and yield its ids in blocks of at most _READ_TOKENS
+    ids.
 
     A few bytes may become gigabytes, so the frame is not decompressed at once. Raises ValueError if
     the frame is damaged.
@@ -95,7 +96,8 @@ def packed_share(ids: np.ndarray) -> float:
 
 
 class PackedStore:
-    """Writes the ids of a TokenArrayWriter to a packed array in `file`, which must be empty."""
+    """Writer of the ids of a TokenArrayWriter to a packed (compressed) array in `file`, which must
+    be empty."""
 
     def __init__(self, file: BinaryIO, dtype: str):
         self._file, self._name, self._dtype = file, dtype, little_endian(dtype)
@@ -149,7 +151,8 @@ class PackedStore:
         return _unpack_blocks(saved, self._dtype)
 
     def finish(self) -> dict[str, Any]:
-        """Complete the file. Return the size and hash of a .npy file with the same ids."""
+        """Complete the file. Return the size and the hash that a .npy file with the same ids would
+        have."""
         if len(self._open):
             self._write(self._open)
         index = np.array([self._starts, self._offsets], "<i8").T.tobytes()
@@ -162,7 +165,8 @@ class PackedStore:
 
 
 class PackedArray:
-    """Context manager that reads ids of a packed token array. Threads must not share one object."""
+    """Context manager that reads the ids in a packed token array. Threads must not share a
+    PackedArray."""
 
     def __init__(self, path: Path, dtype: str):
         """Open the file `path`. Raises DamageError if the file is damaged, and OSError if it is
@@ -239,12 +243,13 @@ class PackedArray:
         return self._last[1]
 
     def blocks(self) -> Iterator[np.ndarray]:
-        """Yield all ids in blocks. Raises DamageError."""
+        """Yield all ids in blocks. Raises DamageError if the array is damaged."""
         for frame in range(len(self._starts) - 1):
             yield self._frame(frame)
 
     def describe(self) -> dict[str, Any]:
-        """Return the size and hash of a .npy file with the same ids. Raises DamageError."""
+        """Return the size and the hash that a .npy file with the same ids would have. Raises
+        DamageError if the packed array is damaged."""
         digest = xxhash.xxh3_64(npy_header((self.tokens,), self._name))
         for ids in self.blocks():
             digest.update(ids.data)

@@ -40,7 +40,7 @@ from optimus.errors import DamageError, DataError
 from optimus.io import files
 
 ID_BYTES = 16
-"""Bytes of the hash of a document id."""
+"""Size in bytes of the hash of a document id."""
 _OPEN_FILES = 256
 _READ_BYTES = 4 << 20
 _ARRAY = re.compile(r"unit-[0-9]+\.(npy|packed)")
@@ -48,7 +48,8 @@ _EOS_IN_TEXT = "the tokenizer returned the EOS id for plain text; name another E
 
 
 def array_path(tokens_dir: Path, unit: int, packed: bool = False) -> Path:
-    """Return the path of the token array of a unit."""
+    """Return the path of the token array of a unit: a .packed file if `packed` is True, else a .npy
+    file."""
     return tokens_dir / f"{unit_name(unit)}.{'packed' if packed else 'npy'}"
 
 
@@ -81,12 +82,12 @@ def plain_arrays(tokens_dir: Path, units: Iterable[int]) -> dict[int, Path]:
 
 
 def has_any_array(tokens_dir: Path) -> bool:
-    """Return whether a folder has the token array of any unit."""
+    """Return whether a folder contains at least one token array."""
     return any(map(_ARRAY.fullmatch, os.listdir(tokens_dir)))
 
 
 def unit_files(tokens_dir: Path, unit: int) -> list[Path]:
-    """Return the existing files of a unit."""
+    """Return the paths of those files of a unit that exist."""
     paths = [array_path(tokens_dir, unit), docs_path(tokens_dir, unit), ids_path(tokens_dir, unit)]
     paths += [array_path(tokens_dir, unit, packed=True), sidecar_path(tokens_dir, unit)]
     return [path for path in paths if path.exists()]
@@ -108,13 +109,14 @@ def require_array(tokens_dir: Path, unit: int, tokens: int, size: int) -> None:
 
 
 def problem_of_rows(table: np.ndarray, inputs: range) -> str:
-    """Check a table of documents, and describe its first problem; return "" if there is none.
+    """Check a table of documents. Return a description of its first problem, or "" if there is
+    none.
 
     The documents must be sorted by input and, within an input, by line.
 
     Args:
         table: int64 [D, 3]: end, input and line of each document.
-        inputs: The inputs that the table may name.
+        inputs: Numbers of the inputs that the table may contain.
     """
     sources, lines = table[:, 1], table[:, 2]
     if len(table) and not (inputs[0] <= sources.min() and sources.max() <= inputs[-1]):
@@ -200,7 +202,7 @@ def check_array(
 
 
 class PlainStore:
-    """Writes the ids of a TokenArrayWriter to a .npy file. `file` must be empty."""
+    """Writer of the ids of a TokenArrayWriter to a .npy file. `file` must be empty."""
 
     def __init__(self, file: BinaryIO, dtype: str):
         self._file, self._dtype, self._itemsize = file, dtype, little_endian(dtype).itemsize
@@ -229,7 +231,7 @@ class PlainStore:
         return ids
 
     def saved_ids(self, saved: bytes | memoryview) -> Iterator[np.ndarray]:
-        """Yield the ids in `saved`, a result of `save`. Raises ValueError if it is damaged."""
+        """Yield the ids in `saved`, a result of `save`. Raises ValueError if `saved` is damaged."""
         yield np.frombuffer(saved, little_endian(self._dtype))
 
     def finish(self) -> dict[str, Any]:
@@ -242,7 +244,7 @@ class PlainStore:
 
 
 class TokenArrayWriter:
-    """Appends documents to the token array of a unit. `file` must be empty."""
+    """Writer that appends documents to the token array of a unit. `file` must be empty."""
 
     def __init__(self, file: BinaryIO, vocab_size: int, dtype: str, eos_id: int, packed: bool):
         self._store = PackedStore(file, dtype) if packed else PlainStore(file, dtype)
@@ -291,7 +293,8 @@ class TokenArrayWriter:
         self._store.append(flat.astype(little_endian(self._dtype)))
 
     def extend(self, ids: np.ndarray, where: str = "") -> None:
-        """Append ids of a document that `close` ends. The ids are checked as in `append`."""
+        """Append ids to the document that is not complete yet. The next call of `close` ends this
+        document. The ids are checked as in `append`."""
         if len(ids) and int(ids.max()) >= self._vocab_size:
             raise DataError(self._outside(int(ids.max())))
         if np.any(ids == self._eos_id):
@@ -300,7 +303,8 @@ class TokenArrayWriter:
         self.tokens += len(ids)
 
     def close(self, source: int, line: int, id_hash: bytes = b"") -> None:
-        """End the document that `extend` wrote."""
+        """End the document whose ids `extend` has appended: append EOS, and add a row to the table
+        of documents."""
         self._store.append(np.array([self._eos_id], little_endian(self._dtype)))
         self.tokens += 1
         self._docs.extend((self.tokens, source, line))
@@ -322,9 +326,10 @@ class TokenArrayWriter:
         self._store.truncate(self.tokens)
 
     def checkpoint(self) -> list[bytes]:
-        """Return the content that was added since the last checkpoint.
+        """Return the data that were added since the last call of `checkpoint`.
 
-        It consists of token ids, rows of the table of documents, and hashes of document ids.
+        The result has three byte strings: token ids, rows of the table of documents, and hashes of
+        document ids.
         """
         tokens, values = self._saved
         ids = self._store.save(tokens, self.tokens)
@@ -373,16 +378,16 @@ class TokenArrayWriter:
         self._saved = (self.tokens, len(self._docs))
 
     def finish(self) -> dict[str, Any]:
-        """Complete the file. Return the size and hash of the array, for the sidecar."""
+        """Complete the file of the token array. Return its size and hash, for the sidecar."""
         return self._store.finish()
 
     def docs_bytes(self) -> bytes:
-        """Return the table of documents as the content of a .npy file."""
+        """Return the content of a .npy file with the table of documents."""
         table = np.array(self._docs, little_endian("int64"))
         return npy_header((self.documents, 3), "int64") + table.tobytes()
 
     def ids_bytes(self) -> bytes:
-        """Return the hashes of document ids as the content of a .npy file.
+        """Return the content of a .npy file with the hashes of document ids.
 
         The result is empty if no document has an id.
         """
@@ -392,7 +397,7 @@ class TokenArrayWriter:
 
 
 def hash_of_id(value: Any) -> bytes:
-    """Return the hash of a document id, or zeros if the id is missing, null, NaN or ""."""
+    """Return the hash of a document id, or ID_BYTES zeros if the id is missing, null, NaN or ""."""
     if value is None or value == "" or value != value:
         return bytes(ID_BYTES)
     if isinstance(value, str):
@@ -439,7 +444,7 @@ def read_ids(tokens_dir: Path, unit: int) -> np.ndarray | None:
 
 
 class _PlainArray:
-    """Reads ids of a .npy file."""
+    """Reader of the ids in the .npy file of a token array."""
 
     def __init__(self, path: Path, dtype: str):
         self._path, self._file = path, files.open_regular(path)
@@ -474,7 +479,7 @@ class _PlainArray:
 
 
 class TokenArrayReader:
-    """Reads ranges of the token arrays (.npy or packed) of a folder.
+    """Reader of ranges of ids from the token arrays (.npy or packed) in a folder.
 
     Files are not memory-mapped. At most 256 files are open at a time.
     """
@@ -489,20 +494,21 @@ class TokenArrayReader:
             self._open.popitem()[1].close()
 
     def read_into(self, out: np.ndarray, unit: int, start: int) -> None:
-        """Read T_unit[start : start + n] into `out` [n].
+        """Copy the ids [start, start + n) of the token array of `unit` to `out` [n].
 
         `out` is contiguous and has the dtype of the arrays.
         """
         self._opened(unit).read_into(out, start)
 
     def read(self, unit: int, start: int, stop: int) -> np.ndarray:
-        """Return T_unit[start:stop] as a new array."""
+        """Return the ids [start, stop) of the token array of `unit` as a new array."""
         out = np.empty(stop - start, little_endian(self._dtype))
         self.read_into(out, unit, start)
         return out
 
     def read_rows(self, out: np.ndarray, rows: np.ndarray, unit: int, starts: np.ndarray) -> None:
-        """Read T_unit[starts[i] : starts[i] + C] into out[rows[i]] for each i. `out` is [R, C]."""
+        """Copy the ids [starts[i], starts[i] + C) of the token array of `unit` to out[rows[i]], for
+        each i. `out` is [R, C]."""
         self._opened(unit).read_rows(out, rows, starts)
 
     def _opened(self, unit: int) -> _PlainArray | PackedArray:

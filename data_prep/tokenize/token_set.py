@@ -89,13 +89,13 @@ def say_sample(chosen: frozenset[int], sizes: Sequence[int], kind: str, dataset:
 
 
 def damaged(promised: Mapping[Path, str]) -> list[Path]:
-    """Return the files whose hash differs from their hash in `promised`."""
+    """Return the files whose hash differs from the hash that `promised` states for them."""
     return [path for path, xxh3 in promised.items() if files.xxh3_file(path) != xxh3]
 
 
 def are_whole(promised: Mapping[Path, str]) -> bool:
-    """Return whether all files have their hashes in `promised`. Print a line for each damaged
-    file."""
+    """Return whether all files have the hashes that `promised` states. Print a line for each file
+    with another hash."""
     paths = damaged(promised)
     for path in paths:
         say(f"{path}: its content is damaged (hash differs); it is made again")
@@ -106,7 +106,8 @@ _FORM = "optimus-token-array"
 
 
 class Quarantined(TypedDict):
-    """A document or a whole input that is left out, because it cannot be used.
+    """Entry in a sidecar for a document or a whole input that is left out, because it cannot be
+    used.
 
     `input` is the number of the input in the plan. `line` is 0 if no line is known.
     """
@@ -122,7 +123,7 @@ class _Repairs(TypedDict, total=False):
 
 
 class _EveryUnit(TypedDict):
-    """Keys that every sidecar of a unit has, except keys that no code reads."""
+    """Keys that the sidecar of every unit has. Keys that no code reads are omitted here."""
 
     plan: str
     part: str
@@ -136,7 +137,7 @@ class _EveryUnit(TypedDict):
 
 
 class _UnitRecord(_EveryUnit, total=False):
-    """The sidecar of a unit, including keys that only some sidecars have."""
+    """Content of the sidecar of a unit, including the keys that only some sidecars have."""
 
     ids: layout.FileRecord
     dropped: int
@@ -278,7 +279,7 @@ def read_token_set(
         The plan, the hash of the plan, and the sidecar of each unit.
 
     Raises:
-        DataError: a file is missing, damaged or of another plan.
+        DataError: a file is missing or damaged, or belongs to another plan.
     """
     plan = read_plan(tokens_dir)
     plan_xxh3 = files.xxh3_file(tokens_dir / layout.PLAN)
@@ -302,7 +303,7 @@ MARK = "removed.json"
 
 
 def removed(tokens_dir: Path) -> bool:
-    """Return whether `--fused` removed the arrays of a folder, as the file MARK shows."""
+    """Return whether the file MARK shows that `--fused` removed the token arrays of a folder."""
     try:
         mark = layout.read_checked_json(tokens_dir / MARK, FORM)
         return mark.get("plan") == files.xxh3_file(tokens_dir / layout.PLAN)
@@ -320,7 +321,8 @@ def mark_removed(tokens_dir: Path) -> None:
 
 
 def check_arrays(tokens_dir: Path) -> None:
-    """Compare .npy token arrays with the hashes in their sidecars before the arrays are removed.
+    """Compare the hashes of .npy token arrays with their sidecars. Call this before the arrays are
+    removed.
 
     After the removal, damage of the arrays from which the shards were made could not be detected.
     Packed arrays need no comparison here, because they are checked whenever they are read.
@@ -343,7 +345,7 @@ def check_arrays(tokens_dir: Path) -> None:
 
 
 def remove_arrays(tokens_dir: Path) -> None:
-    """Remove the arrays of a folder that still exist."""
+    """Remove the token arrays that still exist in a folder."""
     for unit in range(len(read_plan(tokens_dir).units)):
         for packed in (False, True):
             array_path(tokens_dir, unit, packed).unlink(missing_ok=True)
@@ -355,7 +357,8 @@ def unmark_removed(tokens_dir: Path) -> None:
 
 
 def require_arrays(tokens_dir: Path) -> None:
-    """Raise DataError, with the remedy, if the arrays were removed."""
+    """Raise DataError if `--fused` removed the token arrays of a folder. The message states the
+    remedy."""
     if removed(tokens_dir):
         raise DataError(
             f"{tokens_dir}: its arrays were removed by --fused; make them again with optimus-data "

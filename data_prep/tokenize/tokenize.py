@@ -52,14 +52,15 @@ from optimus.io import files
 
 
 class Exclusions(Protocol):
-    """Documents that are excluded from a unit, although they are readable."""
+    """Documents that are excluded from a unit, although they can be read."""
 
     @property
     def documents(self) -> Mapping[tuple[int, int], tuple[int, int]]:
         """Map each excluded document to the document that it repeats, both as (input, line)."""
 
     def reason(self, source: int, document: Document) -> str | None:
-        """Return the reason to exclude a document of the input `source`, or None to keep it."""
+        """Return the reason to exclude `document`, which is from input number `source`. Return None
+        if the document is kept."""
 
 
 @dataclass(frozen=True)
@@ -73,11 +74,10 @@ class TokenizeWork:
     quarantine: bool
     limits: Limits = NO_LIMITS
     packed: bool = False
-    """Write compressed arrays (`packed.py`), as `--fused` does. Existing .npy arrays are still
-    used."""
+    """True: write compressed arrays (`packed.py`), as for `--fused`. Existing .npy arrays are kept
+    and used."""
     sample: frozenset[int] = frozenset()
-    """The result of `token_set.sample`: units whose existing files are compared with their
-    hashes."""
+    """Result of `token_set.sample`: the units for whose existing files the hashes are compared."""
 
     @property
     def tokens_dir(self) -> Path:
@@ -117,8 +117,8 @@ class UnitTask(ABC):
         return [self.work.plan.unit_bytes(unit) for unit in self.units]
 
     def missing(self) -> list[int]:
-        """Return the indices of units without a sidecar of the training split, which is the last
-        file of a unit to be written."""
+        """Return the indices of units that have no sidecar of the training split. This sidecar is
+        the last file of a unit that is written."""
         names = set(os.listdir(self.folder))
         return [
             i for i, unit in enumerate(self.units) if f"{layout.unit_name(unit)}.json" not in names
@@ -127,7 +127,7 @@ class UnitTask(ABC):
     def do(self, items: Sequence[int]) -> None:
         """Write the token arrays of the units with the indices `items`, largest units first.
 
-        A unit that is already complete is only checked.
+        If a unit is already complete, only check it.
         """
         sizes = {self.units[i]: self.work.plan.unit_bytes(self.units[i]) for i in items}
         order = sorted(sizes, key=lambda unit: -sizes[unit])
@@ -252,7 +252,8 @@ def _check_unchanged(
 def complete_and_whole(
     work: TokenizeWork, unit: int, num_excluded: int = 0
 ) -> Mapping[str, Any] | None:
-    """Return the result of `complete`, or None if a file does not have its hash in the sidecar.
+    """Return the result of `complete`, or None if the hash of a file differs from the hash in the
+    sidecar.
 
     Hashes are compared only if the unit is in `work.sample`. For each damaged file, a line is
     printed.
@@ -300,7 +301,8 @@ def open_writers(
     Args:
         work: The values that a worker needs.
         unit: The number of the unit.
-        stack: When this context exits without an error, the files get their final names.
+        stack: Context that closes the files. If it exits without an error, the files get their
+            final names.
 
     Returns:
         The writer of the array of each split.

@@ -1,8 +1,8 @@
 """Writer of the token arrays of a unit (a range of input files), and its checkpoints.
 
-A checkpoint contains the data since the previous checkpoint, so that a killed run loses only
-seconds of work: docs/formats/dataset.md, "Commit and resume". The positions of checkpoints depend
-only on the text. Two runs at the same time therefore write the same checkpoints.
+A checkpoint contains the data that were added since the previous checkpoint, so that a killed run
+loses only seconds of work: docs/formats/dataset.md, "Commit and resume". The positions of
+checkpoints depend only on the text. Two runs at the same time therefore write the same checkpoints.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class State:
     """The state of a UnitWriter at a checkpoint."""
 
     source: int
-    """The number of the input that a later run reads next."""
+    """The number of the input with which a later run continues."""
     start: Position | None
     """The position in `source` at which the later run continues. None: the start of `source`."""
     hashes: list[str]
@@ -89,9 +89,10 @@ class Segments:
         return self._dir / f"{layout.unit_name(self._unit)}.part-{number:04d}"
 
     def read(self) -> Iterator[tuple[Path, State, list[memoryview]]]:
-        """Yield path, state and blobs of each checkpoint in order, until one is missing or damaged.
+        """Yield the path, the state and the blobs of each checkpoint, in order. Stop before the
+        first checkpoint that is missing or damaged.
 
-        `save` then writes its next checkpoint after the last one that was yielded.
+        The next call of `save` then writes the checkpoint that follows the last yielded checkpoint.
 
         Raises:
             DataError: a checkpoint cannot be read, or another program wrote it.
@@ -140,7 +141,7 @@ class Segments:
 
         Args:
             state: The state of the writer of the unit at the checkpoint.
-            blobs: The data since the previous checkpoint.
+            blobs: The data that were added since the previous checkpoint.
         """
         identity = {**self._identity, "number": self._next}
         head = {"identity": identity, "blobs": [len(blob) for blob in blobs], "state": state}
@@ -170,7 +171,8 @@ _BATCH_DOCUMENTS = 1024
 
 
 class UnitWriter:
-    """Encodes the documents of a unit, writes their ids to token arrays, and saves checkpoints.
+    """Writer that encodes the documents of a unit, writes their ids to token arrays, and saves
+    checkpoints.
 
     There is one array per split. Short documents are encoded in batches.
     """
@@ -188,7 +190,8 @@ class UnitWriter:
 
         Args:
             encoder: The tokenizer.
-            writers: The arrays of the training split and, if there is one, of the held-out split.
+            writers: The writer of the array of the training split and, if there is a held-out
+                split, the writer of its array.
             below: Documents whose xxh3-64 is below this number are held out.
             checkpoints: The checkpoints of the unit.
             inputs: The numbers of the inputs of the unit.
@@ -242,7 +245,8 @@ class UnitWriter:
                 raise layout.foreign(path, error) from None
 
     def add(self, source: int, document: Document, where: str) -> None:
-        """Add a document of input `source`. `where` is its file and line, for messages."""
+        """Add a document of input number `source`. `where` is the file and line of the document,
+        for messages."""
         if len(document.text) > SECTION_CHARS:
             self.flush()
             text, size = document.text, len(document.data)
@@ -264,9 +268,10 @@ class UnitWriter:
             self.flush()
 
     def add_long(self, source: int, long: LongText, reader: InputReader, where: str) -> None:
-        """Add a long document of input `source`. Checkpoints may be saved between its sections.
+        """Add a long document of input number `source`. Checkpoints may be saved between the
+        sections of the document.
 
-        `where` is its file and line, for messages.
+        `where` is the file and line of the document, for messages.
         """
         self.flush()
         array = self._array_of(long.xxh3)
@@ -293,7 +298,7 @@ class UnitWriter:
     ) -> Iterator[str]:
         """Encode a text in sections, write the ids, and yield each section after it is written.
 
-        A text that can be cut nowhere is one section.
+        A text that cannot be cut at any position is one section.
         """
         assert self._encoder.cutter is not None
         needs, room = self._encoder.bytes_per_byte, self._limits.room_bytes
@@ -310,17 +315,18 @@ class UnitWriter:
             raise AssertionError("a section above the memory limit was not refused") from error
 
     def _array_of(self, xxh3: int) -> TokenArrayWriter:
-        """Return the array of the split to which a document belongs. `xxh3` is the hash of its
-        text."""
+        """Return the array of the split to which a document belongs. `xxh3` is the hash of the
+        document's text."""
         return self._writers[xxh3 < self._below]
 
     @property
     def due(self) -> bool:
-        """Return whether enough text was added since the last checkpoint to save another one."""
+        """Return whether at least SEGMENT_BYTES of text were added since the last checkpoint."""
         return self._unsaved_bytes >= SEGMENT_BYTES
 
     def save(self, source: int, start: Position | None) -> None:
-        """Write a checkpoint. A later run then continues at `start` in the input `source`."""
+        """Write a checkpoint, from which a later run continues at the position `start` in input
+        number `source`."""
         self.flush()
         state = State(source, start, self.hashes, self.set_aside)
         blobs = [blob for writer in self._writers for blob in writer.checkpoint()]
@@ -328,7 +334,7 @@ class UnitWriter:
         self._unsaved_bytes = 0
 
     def flush(self) -> None:
-        """Encode and write the documents that were added but not written yet."""
+        """Encode the documents that were added but are not written yet, and write their ids."""
         encoded = self._encoder.encode([document.text for _, document, _ in self._pending])
         by_split: list[list[int]] = [[] for _ in self._writers]
         for index, (_, document, _) in enumerate(self._pending):
@@ -343,7 +349,8 @@ class UnitWriter:
         self._pending, self._pending_bytes = [], 0
 
     def quarantine_input(self, source: int, problem: Problem) -> None:
-        """Remove the documents of the damaged input `source`, and quarantine this input."""
+        """Remove the documents of the damaged input number `source`, and add this input to the list
+        of quarantined documents."""
         self._pending = [entry for entry in self._pending if entry[0] != source]
         self._pending_bytes = sum(len(document.data) for _, document, _ in self._pending)
         for writer in self._writers:
@@ -353,5 +360,6 @@ class UnitWriter:
         self.quarantine(source, problem)
 
     def quarantine(self, source: int, problem: Problem) -> None:
-        """Add a document to the list of quarantined documents."""
+        """Add `problem`, of a document or of the whole input number `source`, to the list of
+        quarantined documents."""
         self.set_aside.append(Quarantined(input=source, line=problem.line, reason=problem.reason))

@@ -1,13 +1,15 @@
-"""Byte-level BPE with a cache of the ids of pieces of text, for the tokenizers of common models.
+"""Byte-level BPE with a cache from pieces of text to their ids, for the tokenizers of common
+models.
 
 A byte-level BPE tokenizer divides a text into pieces (pre-tokens) and encodes each piece
-separately. Few pieces are distinct: 0.3 M of the 18.9 M pieces of documentation and code. This
-module supports a tokenizer, which is then called recognised, if its configuration shows that a
-pattern for Python's `re` finds exactly the pieces of its pre-tokenizer. The patterns are those in
-tokenizer.json of GPT-2, GPT-NeoX and OLMo (`ByteLevel`), Llama 3 and OLMo 2 (`Split`, three digits)
-and Qwen 2 (`Split`, one digit). The classes of letters, numbers and white space come from the
-tokenizers library, whose Unicode version may differ from Python's. If the patterns do not apply to
-a text or a tokenizer, the tokenizers library encodes the text.
+separately. Few pieces are distinct: 0.3 M of the 18.9 M pieces of documentation and code. A
+tokenizer is called recognised, and this module encodes its texts, if its configuration shows that a
+pattern for Python's `re` finds exactly the pieces of its pre-tokenizer. The supported
+pre-tokenizers are those in the tokenizer.json of GPT-2, GPT-NeoX and OLMo (`ByteLevel`), Llama 3
+and OLMo 2 (`Split`, three digits) and Qwen 2 (`Split`, one digit). The patterns take the classes of
+letters, numbers and white space from the tokenizers library, whose Unicode version may differ from
+Python's. If the patterns do not apply to a text or a tokenizer, the tokenizers library encodes the
+text.
 
 A long text is cut into sections whose concatenated ids are the ids of the text. No added token can
 cross a cut, and the normalizer and pre-tokenizer process the text after a cut independently of the
@@ -42,11 +44,11 @@ _TEMPLATES = {
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+": _SPLIT.replace("{digits}", ""),
 }
-"""Map from each pattern of the library to the same pattern for `re`, in which {L}, {N} and {S} are
-the classes of letters, numbers and white space."""
+"""Map from a pattern of a pre-tokenizer to the equivalent pattern for Python's `re`, in which {L},
+{N} and {S} represent the classes of letters, numbers and white space."""
 NOT_SPACE = r"[^\s\u180e\u200b\ufeff]"
-"""Regular expression of a character that is not white space in any version of Unicode, neither
-before nor after NFC."""
+"""Regular expression for a character that is not white space in any version of Unicode, before or
+after NFC normalization."""
 CUT = re.compile(f" (?={NOT_SPACE})")
 """Matches the last of consecutive spaces. A text can be cut before this space, because every
 pattern in _TEMPLATES begins a piece at the space: the piece is the space alone, or the space and
@@ -70,10 +72,12 @@ class Recipe:
     encodes."""
 
     template: str
-    """Regular expression with {L}, {N} and {S} for the classes of characters."""
+    """Regular expression in which {L}, {N} and {S} represent the classes of letters, numbers and
+    white space."""
     nfc: bool
     added: tuple[str, ...]
-    """Contents of added tokens that are not special. A text is first divided at these tokens."""
+    """Contents of added tokens that are not special. A text is divided at these tokens before it is
+    divided into pieces."""
     special: tuple[str, ...]
     """Contents of special tokens, which are encoded as plain text."""
 
@@ -124,7 +128,7 @@ def _template(pre_tokenizer: Mapping[str, Any] | None) -> str | None:
 
 
 def pattern_for(template: str, text: str) -> re.Pattern[str]:
-    """Return the compiled `template`, which finds the pieces of `text`.
+    """Compile `template` to a pattern that finds the pieces (pre-tokens) of `text`.
 
     The code points of `text` must be at most _LAST.
     """
@@ -147,7 +151,7 @@ def _classes(astral: bool) -> tuple[tuple[str, str], ...]:
     The first call takes 0.3 s.
 
     Args:
-        astral: Include the code points outside the basic plane.
+        astral: True: include the code points outside the basic plane.
 
     Returns:
         For each class: its name, and the ranges of its characters in the tokenizers library, as in
@@ -184,9 +188,10 @@ def may_change_by_nfc(text: str) -> bool:
 
 @functools.cache
 def _changed_by_nfc() -> tuple[re.Pattern[str], re.Pattern[str]]:
-    """Return two patterns that match the code points that NFC changes or joins to others.
+    """Return two patterns that match the code points that NFC changes or joins to other code
+    points.
 
-    The first pattern matches those in the basic plane, the second those in other planes.
+    The first pattern matches code points in the basic plane, the second those in other planes.
     """
     changed = {*range(0x1161, 0x1176), *range(0x11A8, 0x11C3)}  # Hangul vowels and finals
     for code in range(0xC0, _LAST + 1):
@@ -212,8 +217,8 @@ def _pattern_of(codes: set[int]) -> re.Pattern[str]:
 
 
 SECTION_CHARS = 1 << 18
-"""Number of characters above which a text is cut. A section ends at the first position for a cut
-after half of this number of characters."""
+"""A text with more characters than this is cut into sections. Each section ends at the first
+possible cut after SECTION_CHARS / 2 characters."""
 
 _LETTERS = "\u3041-\u3096\u30a1-\u30fa\u4e00-\u9fa5\uac00-\ud7a3"
 """Kana, ideographs and Hangul: letters that NFC joins to no character before them."""
@@ -237,12 +242,12 @@ character."""
 
 
 class NoCut(Exception):
-    """A section would be larger than `max_bytes`. The argument is the size of the section in
-    bytes."""
+    """Raised by `Cutter.sections` if a section would be larger than `max_bytes`. The argument of
+    the exception is the size of the section in bytes."""
 
 
 class Cutter:
-    """Divides texts into sections whose concatenated ids are the ids of the text.
+    """Divider of texts into sections. The concatenated ids of the sections are the ids of the text.
 
     Args:
         added: Contents of the added tokens of the tokenizer, including special ones.
@@ -255,7 +260,7 @@ class Cutter:
         self._all_ascii = all(map(str.isascii, tokens))
 
     def sections(self, blocks: Iterable[str], max_bytes: int | None = None) -> Iterator[str]:
-        """Yield the text of `blocks` in sections.
+        """Divide the text of `blocks` into sections, and yield each section.
 
         Args:
             blocks: Consecutive blocks of the text.
@@ -286,8 +291,8 @@ class Cutter:
             yield pending
 
     def _until_cut(self, pending: str, blocks: Iterator[str]) -> int:
-        """Return the number of bytes from the end of `pending` to the next cut. `blocks` yields the
-        text after `pending`. Only one block is in memory at a time."""
+        """Return the number of bytes from the end of `pending` to the next possible cut. `blocks`
+        yields the text after `pending`. Only one block is in memory at a time."""
         size, around = 0, 2 * self._reach + 2
         for block in blocks:
             tail = pending[-around:]
@@ -329,7 +334,7 @@ REFERENCE_ONLY = "OPTIMUS_DATA_ENCODER"
 texts."""
 
 _MEMO_PIECES = 1 << 19
-"""Largest number of pieces in the cache of a process. A full cache takes 90 MB."""
+"""Largest number of pieces of text in the cache of a process. A full cache takes 90 MB."""
 _MEMO_CHARS = 64
 _WINDOW_CHARS = 1 << 18
 _BATCH_CHARS = 1 << 16
@@ -386,7 +391,8 @@ class _Memo(dict[str, bytes]):
 
 
 class MemoEncoder:
-    """Encodes texts to the same ids as `tokenizer`, with a cache of the ids of pieces of text.
+    """Encoder that returns the same ids as `tokenizer`, with a cache from pieces of text to their
+    ids.
 
     Args:
         tokenizer: A tokenizer for which `recognise` did not return None.
@@ -406,8 +412,8 @@ class MemoEncoder:
         self._unchecked = _CHECK_EVERY_CHARS  # so that the first text is checked
 
     def agrees(self) -> bool:
-        """Return whether SAMPLES and all added tokens have the same ids as in the tokenizers
-        library."""
+        """Return whether this encoder and the tokenizers library return the same ids for SAMPLES
+        and for texts with each added token."""
         samples = [*SAMPLES, *(f"a {token}b  {token} c" for token in self._recipe.added)]
         expected = reference_encode(self._tokenizer, samples)
         return all(
@@ -418,10 +424,11 @@ class MemoEncoder:
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Return the ids of each text, uint32 [T].
 
-        After every 4 M characters, the ids of a short text are compared with the library's ids.
+        After every 4 million characters, the ids of a short text are compared with those that the
+        tokenizers library returns.
 
         Raises:
-            OptimusError: The ids differ from those of the library.
+            OptimusError: The compared ids differ.
         """
         encoded = []
         for text in texts:
@@ -459,7 +466,7 @@ class MemoEncoder:
     def _pieces(self, pattern: re.Pattern[str], text: str) -> bytes:
         """Return the ids of a text that contains no added token, as bytes of native uint32.
 
-        A long text is encoded in windows.
+        A long text is divided at spaces, so that only a window of it is encoded at a time.
         """
         look_up = self._memo.__getitem__
         if len(text) <= _WINDOW_CHARS:

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 MAX_GROWTH = 32
-"""Largest accepted factor by which a component may increase the bytes of a text. Among common
-tokenizers, the largest result of `max_growth` and `max_growth_by_map` is 16, for a sentencepiece
-model."""
+"""Largest accepted factor by which a component of a tokenizer may increase the bytes of a text.
+Among common tokenizers, the largest result of `max_growth` and `max_growth_by_map` is 16, for a
+sentencepiece model."""
 _LITERAL = re.compile(r"([^\\.^$*+?()\[\]{}|]+)(?:\+|\{([1-9]\d?),\})?")
 """Matches a regular expression that is plain text, in which `+` or `{n,}` may repeat the last
 character."""
@@ -25,14 +25,16 @@ _CLASS = re.compile(r"(?:\\[sSwWdDnrt]|\[[^\[\]\\&]+\])(?:\+|\{[1-9]\d?,\})?")
 """Matches a regular expression that is a class of characters, such as `[a-z]`. `+` or `{n,}` may
 repeat the class."""
 _MAP_KEY_BYTES = 5
-"""Bytes of the longest key that the tokenizers library looks up in a character map. It looks up
-single characters, and clusters of characters that have fewer than 6 bytes."""
+"""Bytes of the longest key that the tokenizers library looks up in a character map. The library
+looks up single characters, and clusters of characters that have fewer than 6 bytes."""
 _MAX_KEY_BYTES, _MAX_NODES = 256, 1 << 21
-"""Limits of a character map: bytes of a key, and nodes of the trie. A node with two parents counts
-twice. In the maps of the sentencepiece package, keys have up to 12 bytes."""
+"""Limits of a character map: the bytes of a key, and the nodes of the trie that stores the keys. A
+node with two parents counts twice. In the maps of the sentencepiece package, keys have up to 12
+bytes."""
 _UNICODE_GROWTH = {"NFC": 3.0, "NFD": 3.0, "NFKC": 11.0, "NFKD": 11.0, "Lowercase": 1.5}
-"""Largest factor by which each normalization lengthens a character in UTF-8. The factors are those
-of U+1D1C0 (NFC), U+0DDD (NFD), U+FDFA (NFKC, NFKD) and U+023E (Lowercase)."""
+"""For each normalization, the largest factor by which it lengthens a character in UTF-8. The
+characters with these factors are U+1D1C0 (NFC), U+0DDD (NFD), U+FDFA (NFKC, NFKD) and U+023E
+(Lowercase)."""
 _NEVER_LONGER = frozenset(
     ("Strip", "StripAccents", "ByteFallback", "Fuse", "Split", "Punctuation", "Digits")
 ).union(
@@ -52,8 +54,8 @@ def max_growth(component: dict[str, Any]) -> float:
         component: The component as the tokenizers library writes it to tokenizer.json.
 
     Returns:
-        An upper bound, at least 1, of the bytes of a text after the component divided by its bytes
-        before the component.
+        An upper bound, at least 1, of the ratio of the bytes that the component returns for a text
+        to the bytes of the text.
 
     Raises:
         ValueError: The type of a step is not supported, or a character map is too large.
@@ -68,7 +70,7 @@ def max_growth(component: dict[str, Any]) -> float:
 def max_growth_by_map(charsmap: bytes) -> float:
     """Return an upper bound of the factor by which a sentencepiece character map lengthens a text.
 
-    The factor includes that the model replaces each space by U+2581, which has 3 bytes.
+    The bound takes into account that the model replaces each space by U+2581, which has 3 bytes.
 
     Raises:
         ValueError: The map is too large.
@@ -89,7 +91,8 @@ def _steps(component: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 class _Weights:
-    """Upper bounds of the growth of each character in the steps of a tokenizer's component.
+    """Upper bounds of the factor by which each character grows in the steps of a tokenizer's
+    component.
 
     The weight of a character is the number of bytes that the character can become in the steps that
     were added so far, divided by the bytes of the character. Steps are added from the last to the
@@ -110,8 +113,8 @@ class _Weights:
         """Largest number of bytes that Prepend steps add at the start of a text."""
 
     def add(self, step: dict[str, Any], first: bool = False) -> None:
-        """Add the step that precedes the steps added so far. `first` is True for the first step of
-        the component, which is added last."""
+        """Add a step. Steps are added from the last to the first. `first` is True for the first
+        step of the component, which is therefore added last."""
         kind = step["type"]
         if kind == "Replace":
             self._replace(*_pattern(step["pattern"]), step["content"])
@@ -215,9 +218,9 @@ class _Weights:
         """Add the replacement of a pattern by `content`.
 
         Args:
-            characters: Characters of the pattern. None: they are unknown.
+            characters: Characters that the pattern may match. None: these characters are unknown.
             size: Smallest size of a match in bytes. 0: the pattern may match between characters.
-            content: The replacement.
+            content: The text that replaces a match.
         """
         weight = self._of(content)
         if size == 0:
@@ -240,7 +243,7 @@ class _Weights:
 def _pattern(pattern: dict[str, str]) -> tuple[str | None, int]:
     """Return the characters that a pattern matches, and the smallest size of a match in bytes.
 
-    The first value is None if the characters are not known.
+    If the characters are not known, the first value is None.
     """
     if text := pattern.get("String"):
         return text, len(text.encode())
@@ -256,7 +259,8 @@ def _code_points(text: str) -> np.ndarray:
 
 
 def _code_point(key: int, size: int) -> int | None:
-    """Return the code point of the character whose UTF-8 is `key`, or None if there is none.
+    """Return the code point of the character whose UTF-8 is `key`, or None if `key` is not the
+    UTF-8 of one character.
 
     `key` is a big-endian integer of `size` bytes.
     """
@@ -270,7 +274,7 @@ def _code_point(key: int, size: int) -> int | None:
 
 
 def _sizes(codes: np.ndarray) -> np.ndarray:
-    """Return the number of bytes of each code point in UTF-8."""
+    """Return the number of bytes that each of the code points `codes` has in UTF-8."""
     return 1 + (codes > 0x7F) + (codes > 0x7FF) + (codes > 0xFFFF)
 
 
@@ -305,7 +309,7 @@ def _map_entries(charsmap: bytes, key_bytes: int) -> Iterator[tuple[int, np.ndar
 
     A map consists of the size of a trie in bytes (4 bytes, little-endian), the trie, and the texts,
     each of which ends with NUL. The trie is a double array (github.com/s-yata/darts-clone) of
-    4-byte units. It maps a key to the offset of a text. Two nodes may have the same children.
+    4-byte units. The trie maps a key to the offset of a text. Two nodes may have the same children.
 
     Args:
         charsmap: The map.
@@ -316,8 +320,8 @@ def _map_entries(charsmap: bytes, key_bytes: int) -> Iterator[tuple[int, np.ndar
         offsets of their texts. Keys are big-endian integers, or 0 if the size is above 4.
 
     Raises:
-        ValueError: One of the keys to read has `_MAX_KEY_BYTES` bytes, or these keys have more than
-            `_MAX_NODES` nodes in the trie.
+        ValueError: A key to read has `_MAX_KEY_BYTES` bytes or more, or the keys to read have more
+            than `_MAX_NODES` nodes in the trie.
     """
     trie_bytes = int.from_bytes(charsmap[:4], "little")
     count = max(0, min(trie_bytes, len(charsmap) - 4)) // 4

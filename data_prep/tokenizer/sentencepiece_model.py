@@ -39,7 +39,7 @@ def is_sentencepiece(path: str | os.PathLike) -> bool:
 
 
 class SentencePieceTokenizer:
-    """A sentencepiece model, with the tokenizer methods that data preparation uses.
+    """Tokenizer of a sentencepiece model, with the methods that data preparation uses.
 
     Args:
         path: A `.model` file.
@@ -71,7 +71,7 @@ class SentencePieceTokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of pieces (tokens) of the model. Their ids begin at 0."""
+        """Number of tokens of the model. The ids of the tokens begin at 0."""
         return self._model.get_piece_size()
 
     @property
@@ -103,7 +103,7 @@ class SentencePieceTokenizer:
 
 
 def fields(message: bytes) -> Iterator[tuple[int, Any]]:
-    """Yield the number and value of each field of a protobuf message.
+    """Parse a protobuf message, and yield the number and the value of each field.
 
     Yields:
         (number, value). The value is an int for a varint, a float for a 32-bit field, and bytes for

@@ -37,11 +37,11 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
-"""Names of end-of-document tokens that are recognised without `--eos`."""
+"""Names of tokens that are taken as the end-of-document token without `--eos`."""
 
 _CHECK_S, _CHECK_BYTES = 300.0, 192 << 20
-"""Limits of the check of a tokenizer: wall time in seconds, and memory in bytes. For each byte of
-the tokenizer file, the memory limit increases by _BYTES_PER_BYTE bytes."""
+"""Limits of the check of a tokenizer file: wall-clock time in seconds, and memory in bytes. For
+each byte of the tokenizer file, the memory limit increases by _BYTES_PER_BYTE bytes."""
 _CHECK_CPU_S, _LOAD_BYTES_PER_S = 4, 4 << 20
 """Limit of the processor time of the check: _CHECK_CPU_S seconds, plus the time to load the
 tokenizer file twice at _LOAD_BYTES_PER_S bytes per second."""
@@ -53,7 +53,7 @@ _OTHER_KEYS = (b'"added_tokens"', b'"normalizer"', b'"pre_tokenizer"', b'"decode
 _COMPONENT = re.compile(rb"\s*:\s*[{\[]")
 _ESCAPED_LETTER = re.compile(rb"\\u00[4-7]")
 """Escaped ASCII letters in JSON. `_without_model` does not change a file with such letters, because
-it would not find an escaped key. Writers of JSON do not escape letters."""
+the function would not find an escaped key. Writers of JSON do not escape letters."""
 _SMALL_MODEL = b'"model": {"type": "BPE", "vocab": {}, "merges": []}}'
 
 _LIBRARY_BYTES, _SENTENCEPIECE_BYTES = 300, 64
@@ -63,7 +63,7 @@ Measured with one token per character: 241 and 49. Ordinary text takes half as m
 
 @dataclass(frozen=True)
 class TokenizerFacts:
-    """Values that a data set records about its tokenizer."""
+    """Properties of a tokenizer that a data set records."""
 
     sha256: str
     vocab_size: int
@@ -75,13 +75,14 @@ class TokenizerFacts:
 def open_tokenizer(
     path: str | os.PathLike, check: bool = True
 ) -> Tokenizer | SentencePieceTokenizer:
-    """Return the tokenizer of a file, set not to truncate texts and not to add special tokens.
+    """Load a tokenizer from a file. The tokenizer does not truncate texts and does not add special
+    tokens.
 
     Args:
         path: A tokenizer.json or a sentencepiece model.
-        check: True: load and try the file in a forked child process first. A fork is not safe
-            after this process has used a GPU or the network. Therefore open the file once with
-            True before that, and pass False afterwards.
+        check: True: first load and try the tokenizer in a forked child process. A fork is not safe
+            after this process has used a GPU or the network. Therefore pass True before that, and
+            False when the same file is opened again afterwards.
 
     Raises:
         DataError: The file is not a tokenizer, or its use crashes, hangs or takes too much memory.
@@ -98,7 +99,8 @@ def open_tokenizer(
 
 
 def _load(path: str | os.PathLike, content: bytes) -> Tokenizer:
-    """Return the tokenizer of a tokenizer.json with this content. Raises DataError."""
+    """Load a tokenizer from `content`, the content of the tokenizer.json at `path`. Raises
+    DataError if it cannot be loaded."""
     from tokenizers import Tokenizer
 
     with library_errors(path):
@@ -164,7 +166,8 @@ def _try(path: str | os.PathLike, content: bytes) -> None:
 
 
 def _without_model(content: bytes) -> bytes:
-    """Return the content of a tokenizer.json with an empty model in place of its model.
+    """Replace the model in the content of a tokenizer.json by an empty model, and return the
+    result.
 
     Return `content` unchanged if it cannot be shown that `model` is its last key.
     """
@@ -188,12 +191,12 @@ def _without_model(content: bytes) -> bytes:
 def _check_growth(path: str | os.PathLike, name: str, component: Any) -> None:
     """Raise DataError if a component may make a text more than MAX_GROWTH times as long.
 
-    A few steps that each replace a letter by a thousand letters would take all memory.
+    For example, a few steps that each replace a letter by a thousand letters would take all memory.
 
     Args:
         path: The tokenizer file, for the message.
         name: "normalizer", "pre-tokenizer" or "decoder", for the message.
-        component: This component of the tokenizer, or None if the tokenizer lacks it.
+        component: This component of the tokenizer, or None if the tokenizer has no such component.
     """
     try:
         growth = 1.0 if component is None else max_growth(json.loads(component.__getstate__()))
@@ -208,7 +211,7 @@ def _check_growth(path: str | os.PathLike, name: str, component: Any) -> None:
 
 @contextlib.contextmanager
 def library_errors(path: str | os.PathLike) -> Iterator[None]:
-    """Convert an error or a panic of the tokenizers library to DataError.
+    """Return a context that converts an error or a panic of the tokenizers library to DataError.
 
     For an error, the library raises an instance of `Exception`, and not of a subclass. An example
     is a text with an unknown word if the vocabulary has no unknown token. The library panics on a
@@ -220,7 +223,7 @@ def library_errors(path: str | os.PathLike) -> Iterator[None]:
         path: The tokenizer, for the message.
 
     Raises:
-        DataError: The library failed in the block.
+        DataError: The library failed in the context.
     """
     try:
         yield
@@ -239,7 +242,7 @@ def _failure(path: str | os.PathLike, error: BaseException) -> str:
 
 
 def read_facts(path: str | os.PathLike, eos: str | None = None) -> TokenizerFacts:
-    """Return the values that a data set records about a tokenizer.
+    """Return the properties of a tokenizer that a data set records.
 
     Args:
         path: A tokenizer.json or a sentencepiece model.
@@ -248,7 +251,7 @@ def read_facts(path: str | os.PathLike, eos: str | None = None) -> TokenizerFact
 
     Raises:
         DataError: The file is not a tokenizer; `eos` is not one of its special tokens or control
-            symbols; or `eos` is None, and the file has no default token, or several.
+            symbols; or `eos` is None, and the file has no such default token or several.
     """
     tokenizer = open_tokenizer(path)
     if isinstance(tokenizer, SentencePieceTokenizer):
@@ -297,7 +300,8 @@ def sha256_of(path: str | os.PathLike) -> str:
 
 
 class Encoder:
-    """Encodes texts in a single thread, because data preparation runs a process per core.
+    """Encoder of texts to token ids. It uses a single thread, because data preparation runs a
+    process per core.
 
     Args:
         path: A tokenizer.json or a sentencepiece model.
@@ -312,7 +316,7 @@ class Encoder:
         self._memo: MemoEncoder | None = None
         self.cutter: Cutter | None = None
         """Divides a long text into sections that are encoded separately. None: the tokenizer has to
-        encode each text whole."""
+        encode each text as a whole."""
         self.bytes_per_byte = _SENTENCEPIECE_BYTES
         """Bytes of memory that the tokenizers or sentencepiece library takes to encode a byte of
         text."""
