@@ -1,4 +1,5 @@
-"""Split of the global batch into the microbatches of each data rank."""
+"""Computation of the batch sizes of an update from the global batch size and the number of
+ranks."""
 
 from __future__ import annotations
 
@@ -8,8 +9,8 @@ from optimus.config import TrainConfig
 from optimus.errors import ConfigError, counted
 
 MAX_MICROBATCHES = 1 << 16
-"""Largest number of microbatches per rank in an update. This limits the length of the
-pipeline schedule, which lists every microbatch."""
+"""Largest number of microbatches per rank in an update. The limit bounds the length of the pipeline
+schedule, which lists every microbatch."""
 
 
 @dataclass(frozen=True)
@@ -39,12 +40,13 @@ class BatchPlan:
 
     @property
     def targets(self) -> int:
-        """Return the number of predicted tokens: all tokens except the first of each sequence."""
+        """Return the number of predicted tokens of an update: all tokens except the first of each
+        sequence."""
         return self.instances * (self.seq_len - 1)
 
 
 def plan_batch(train: TrainConfig, num_data_ranks: int) -> BatchPlan:
-    """Return the batch sizes of a run.
+    """Compute the batch sizes of an update (optimizer step).
 
     Args:
         train: Section `[train]` of the configuration.

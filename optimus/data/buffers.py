@@ -1,4 +1,4 @@
-"""Reuse of the memory of batches that are no longer referenced.
+"""Pool that reuses the memory of batches that are no longer referenced.
 
 Reuse saves time, because the operating system maps and clears the pages of each new large array.
 """
@@ -21,12 +21,14 @@ class BufferPool:
     """
 
     def __init__(self, length: int, dtype: type[np.generic]):
-        """Create an empty pool of arrays of `length` elements. Arrays are allocated on demand."""
+        """Create a pool of arrays with `length` elements. The pool is empty at first; `take`
+        allocates arrays."""
         self._length, self._dtype = length, dtype
         self._free: deque[np.ndarray] = deque(maxlen=_MAX_FREE)
 
     def take(self) -> np.ndarray:
-        """Return an uninitialized array of shape [length]."""
+        """Return an uninitialized array of shape [length], in the memory of a deleted array if
+        possible."""
         try:
             memory = self._free.pop()
         except IndexError:

@@ -1,6 +1,7 @@
-"""Data sets of instances, which are token sequences of equal length.
+"""Reader of data sets of instances, which are token sequences of equal length.
 
-Instances are numbered from 0. The numbers continue from one epoch to the next.
+Instances are numbered from 0. The first instance of an epoch has the number after that of the last
+instance of the previous epoch.
 """
 
 from __future__ import annotations
@@ -26,14 +27,15 @@ from data_prep.dataset import (
 from optimus.errors import DamageError, DataError, counted
 
 _BLOCK = 256
-"""Number of instances in a block. A block contains consecutive positions of an epoch that is read
-in a permuted order. `_permute_block` computes where the instances of a block are stored. The
-results for recent blocks are cached, because several microbatches use them."""
+"""Number of instances in a block: consecutive positions in the permuted order of an epoch.
+`_permute_block` computes where the instances of a block are stored. The results for the last few
+blocks are cached, because several microbatches use the same block."""
 _CACHED_BLOCKS = 4
 
 
 class InstanceSource(Protocol):
-    """Endless stream of training instances: a data set or a mixture of data sets."""
+    """Protocol of an endless stream of instances (token sequences), which a data set or a mixture
+    of data sets provides."""
 
     context: int
     """Tokens per instance."""
@@ -42,7 +44,7 @@ class InstanceSource(Protocol):
     eos_id: int
     """Id of the token that ends each document and occurs nowhere else."""
     identity: str
-    """Hexadecimal fingerprint. Sources with equal fingerprints have equal instances."""
+    """Fingerprint in hexadecimal. Sources with equal fingerprints have equal instances."""
     tokenizer_sha256: str
     """SHA-256 of the tokenizer file, in hexadecimal."""
 
@@ -53,27 +55,29 @@ class InstanceSource(Protocol):
     def read(self, start: int, stop: int, out: np.ndarray | None = None) -> np.ndarray:
         """Return the token ids of instances [start, stop), int64 [stop - start, context].
 
-        The result is in `out`, or in a new array if `out` is None. Raises DataError if an instance
-        cannot be read.
+        The ids are written to `out`, or to a new array if `out` is None. Raises DataError if an
+        instance cannot be read.
         """
 
     def locate(self, start: int, stop: int) -> list[tuple[str, int]]:
-        """Return where instances [start, stop) are stored.
+        """Return the locations of instances [start, stop).
 
-        Each entry has the directory of a data set and the number of the instance in this data set.
-        These are the arguments of `optimus-data inspect`.
+        The location of an instance is a tuple of the directory of a data set and the number of the
+        instance in this data set. `optimus-data inspect` accepts these two values as arguments.
         """
 
 
 class FiniteSource(InstanceSource, Protocol):
-    """Source with a known number of different instances, for evaluation."""
+    """Protocol of an `InstanceSource` with a known number of different instances, as evaluation
+    needs."""
 
     num_instances: int
-    """Number of instances before any instance repeats."""
+    """Number of instances that can be read before an instance is repeated."""
 
 
 class TokenDataset:
-    """Reader of a data set that `optimus-data` has completed. Several threads may use one reader.
+    """Reader of a complete data set that `optimus-data` has written. Several threads may use one
+    reader.
 
     Epoch 0 reads the instances in stored order. Later epochs read them in pseudorandom orders,
     which docs/formats/dataset.md specifies.
@@ -99,9 +103,9 @@ class TokenDataset:
                 "data, with a larger --eval-fraction"
             )
         self.num_instances = manifest.num_instances
-        """Instances per epoch."""
+        """Number of instances per epoch."""
         self.split = manifest.part
-        """Kind of the data: `train` or `held-out`."""
+        """Type of the data set: `train` for training data or `held-out` for evaluation data."""
         self.context, self.vocab_size = manifest.context, manifest.vocab_size
         self.eos_id, self.identity = manifest.eos_id, manifest.identity
         self.tokenizer_sha256 = manifest.tokenizer_sha256
@@ -111,14 +115,15 @@ class TokenDataset:
         self._permuted_block = functools.lru_cache(_CACHED_BLOCKS)(self._permute_block)
 
     def check_shards(self) -> None:
-        """Check that all shards exist and have the right sizes. Raises DataError."""
+        """Check that all shard files exist and have the right sizes. Raises DataError otherwise."""
         self._reader.check_sizes()
 
     def held_out(self) -> HeldOutRule | None:
         """Return the rule by which `optimus-data` selected the documents that only evaluation uses.
 
-        Return None if `optimus-data blend` made the data set, and the rule is unknown because the
-        sources of the blend are missing or have changed.
+        Return None if the rule is unknown. The rule of a data set that `optimus-data blend` has
+        made is unknown if its order.json or its first source is missing, or if its first source has
+        changed.
         """
         return dataset_held_out_rule(self.path, self._manifest)
 
@@ -129,7 +134,8 @@ class TokenDataset:
     def read(self, start: int, stop: int, out: np.ndarray | None = None) -> np.ndarray:
         """Return the token ids of instances [start, stop).
 
-        Epoch 1 begins with instance `num_instances`, and so on.
+        The instances of all epochs are numbered in sequence: epoch 1 begins with instance
+        `num_instances`.
 
         Args:
             start: Number of the first instance.
@@ -155,13 +161,13 @@ class TokenDataset:
         return out
 
     def locate(self, start: int, stop: int) -> list[tuple[str, int]]:
-        """Return (absolute path of this data set, number of the instance) for each instance of
-        [start, stop)."""
+        """Return the pair (absolute path of this data set, number of the instance) for each
+        instance in [start, stop)."""
         path = str(self.path.absolute())
         return [(path, number) for number in range(start, stop)]
 
     def documents(self, number: int) -> list[str]:
-        """Return the sources of the documents in instance `number`, in order.
+        """Return the source of each document in the instance `number`, in order.
 
         A source is FILE:LINE, or FILE for a document that is a whole file.
 
@@ -215,7 +221,7 @@ class TokenDataset:
             self._reader.pick_into(out, rows, indices[offset : offset + count])
 
     def _by_epoch(self, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
-        """Divide the instances [start, stop) into ranges within one epoch.
+        """Divide the instances [start, stop) into ranges that each belong to one epoch.
 
         Yield (offset of the range from `start`, epoch, first position in the epoch, length).
         """
@@ -228,9 +234,10 @@ class TokenDataset:
             number += count
 
     def _permuted(self, epoch: int, first: int, stop: int) -> np.ndarray:
-        """Return where the instances at positions [first, stop) of an epoch > 0 are stored.
+        """Return where the instances at positions [first, stop) of the epoch `epoch`, at least 1,
+        are stored.
 
-        The result has the number of each instance in the stored order, int64 [stop - first].
+        The result has the index of each instance in the stored order, int64 [stop - first].
         """
         blocks = range(first // _BLOCK, -(-stop // _BLOCK))
         rows = np.concatenate([self._permuted_block(epoch, block) for block in blocks])

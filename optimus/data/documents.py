@@ -1,4 +1,4 @@
-"""Document numbers of tokens, for attention within documents."""
+"""Computation of the document number of each token, for attention within documents."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 
 
 def document_ids(tokens: np.ndarray, eos_id: int, out: np.ndarray | None = None) -> np.ndarray:
-    """Return the document number of each token, counted from 0 in each instance.
+    """For each token, return the number of its document within the instance, counted from 0.
 
     Args:
         tokens: Token ids, integers [number of instances, tokens per instance].

@@ -19,21 +19,23 @@ from optimus.io import files
 
 _PREFETCH = 2  # groups of updates in memory: one in use, and a reserve for slow reads
 _GROUP_BYTES = 1 << 21
-"""Maximum size in bytes of the token ids in a group of consecutive updates. A group of a single
-update may be larger. The loader's thread puts a whole group into its queue at once, which wakes the
-training thread once per group instead of once per update."""
+"""Maximum size in bytes of the token ids in a group of consecutive updates. The thread of the
+loader reads a whole group and puts it into the queue at once. The thread therefore wakes the
+training thread once per group instead of once per update. A group of a single update may be
+larger."""
 
 
 def microbatch_starts(
     step: int, instances_per_step: int, microbatch_size: int, data_rank: int, num_data_ranks: int
 ) -> list[int]:
-    """Return the first instance of each microbatch that a data rank reads in an update.
+    """Return the number of the first instance of each microbatch that a data rank reads in an
+    update.
 
     Update `step`, counted from 1, reads `instances_per_step` consecutive instances. Its
     microbatches are assigned to the data ranks in turn.
 
     Returns:
-        Numbers of the instances. All updates together read the instances 0, 1, 2 and so on.
+        Numbers of instances. Successive updates read successive instances, from 0.
     """
     first = (step - 1) * instances_per_step
     numbers = range(data_rank, instances_per_step // microbatch_size, num_data_ranks)
@@ -41,13 +43,13 @@ def microbatch_starts(
 
 
 class Microbatch(NamedTuple):
-    """Input of a forward pass: `model.losses(*microbatch)`."""
+    """Input of a forward pass. A model computes its losses with `model.losses(*microbatch)`."""
 
     tokens: torch.Tensor
     """Token ids, int64 [microbatch_size, tokens per instance]."""
     document_ids: torch.Tensor | None = None
-    """Document number of each token, int32, with the shape of `tokens`. If this is None, attention
-    crosses the boundaries of documents."""
+    """Document number of each token, int32, with the shape of `tokens`. If `document_ids` is None,
+    attention crosses the boundaries of documents."""
 
 
 def make_microbatch(
@@ -61,7 +63,7 @@ def make_microbatch(
 
 
 class Loader(files.Closing):
-    """Loader of the microbatches of a data rank.
+    """Loader of the microbatches of one data-parallel rank.
 
     A thread reads the microbatches of the next updates in advance. Callers may request the updates
     in any order. The loader is a context manager.
@@ -76,12 +78,12 @@ class Loader(files.Closing):
         num_data_ranks: int,
         document_mask: bool = False,
     ):
-        """Create a loader. Its thread starts with the first call of `microbatches`.
+        """Create a loader. The first call of `microbatches` starts the thread of the loader.
 
         Args:
             dataset: Source of the instances.
-            instances_per_step: Instances of an update over all ranks, a multiple of
-                `microbatch_size * num_data_ranks`.
+            instances_per_step: Number of instances that all ranks together read in an update, a
+                multiple of `microbatch_size * num_data_ranks`.
             microbatch_size: Instances per microbatch.
             data_rank: Index of this rank among the ranks that read different data.
             num_data_ranks: Number of the ranks that read different data.
@@ -125,7 +127,7 @@ class Loader(files.Closing):
         return self._updates.popleft()
 
     def close(self) -> None:
-        """End the thread. The next call of `microbatches` starts a new thread."""
+        """End the thread of the loader. The next call of `microbatches` starts a new thread."""
         if self._thread is not None:
             self._stopping = True
             self._tickets.put(False)  # wakes the thread

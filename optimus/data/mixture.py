@@ -1,4 +1,4 @@
-"""Mixture of data sets by weight, as one stream of instances."""
+"""Mixture of several data sets as one stream of instances (token sequences)."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from optimus.errors import DataError
 
 
 class MixedDataset:
-    """Endless stream of instances from several data sets, in exact proportion to their weights.
+    """Endless stream of instances from several data sets, in exact proportion to the weights of the
+    data sets.
 
     When all instances of a data set have been read, only this data set starts a new epoch.
     """
 
     def __init__(self, sources: Sequence[TokenDataset], weights: Sequence[int]):
-        """Mix data sets.
+        """Create a mixture of data sets.
 
         Args:
             sources: Data sets, either all with training data or all with held-out data.
@@ -61,8 +62,8 @@ class MixedDataset:
         self.identity = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
     def read(self, start: int, stop: int, out: np.ndarray | None = None) -> np.ndarray:
-        """Return instances [start, stop) of the mixture. Arguments, result and errors are those of
-        `TokenDataset.read`."""
+        """Return instances [start, stop) of the mixture. The arguments, the result and the errors
+        are the same as those of `TokenDataset.read`."""
         out = np.empty((stop - start, self.context), np.int64) if out is None else out
         assert len(out) == stop - start, (out.shape, start, stop)
         sources, numbers = self._mixing.locate(start, stop)
@@ -75,15 +76,15 @@ class MixedDataset:
         return out
 
     def locate(self, start: int, stop: int) -> list[tuple[str, int]]:
-        """Return (absolute path of the source, number of the instance in this source) for each
-        instance of [start, stop)."""
+        """Return the pair (absolute path of the source, number of the instance in this source) for
+        each instance in [start, stop)."""
         located = zip(*self._mixing.locate(start, stop), strict=True)
         return [self.sources[i].locate(int(n), int(n) + 1)[0] for i, n in located]
 
 
 def _check_held_out(sources: Sequence[TokenDataset]) -> None:
-    """Raise DataError if only some sources have held-out data, or if a held-out document of one
-    source could be a training document of another."""
+    """Check that all sources have training data or all have held-out data, and that no held-out
+    document of one source could be a training document of another. Raises DataError otherwise."""
     first = sources[0]
     for source in sources[1:]:
         if source.split != first.split:

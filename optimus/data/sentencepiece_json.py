@@ -1,6 +1,7 @@
 """Conversion of a sentencepiece model to a tokenizer.json that encodes texts to the same ids.
 
-The model file is a protobuf message with the field numbers of sentencepiece_model.proto.
+The file of a sentencepiece model is a protobuf message, whose field numbers are defined in
+sentencepiece_model.proto.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ _PROBES = (
 
 
 def sentencepiece_as_json(path: Path) -> str:
-    """Return the content of a tokenizer.json with the same ids as the sentencepiece model at
-    `path`.
+    """Return the content of a tokenizer.json that encodes texts to the same ids as the
+    sentencepiece model at `path`.
 
     Raises:
         DataError: The model is neither BPE nor unigram, or no tokenizer.json encodes all test texts
@@ -81,7 +82,7 @@ def _as_json(path: Path, reference: SentencePieceTokenizer) -> str:
 
 
 def has_pieces(data: bytes) -> bool:
-    """Return whether `data` has the structure of a sentencepiece model with at least one piece
+    """Return True if `data` has the structure of a sentencepiece model with at least one piece
     (token)."""
     try:
         pieces, _, _ = _read(data)

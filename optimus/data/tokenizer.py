@@ -1,4 +1,5 @@
-"""Tokenizers of data sets and checkpoints: encoding, decoding, and files for transformers."""
+"""Tokenizers of data sets and checkpoints: encoding and decoding of text, and creation of tokenizer
+files for transformers."""
 
 from __future__ import annotations
 
@@ -27,19 +28,19 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 
 
 def tokenizer_path(folder: Path) -> Path:
-    """Return the path of tokenizer.json in `folder`, or of tokenizer.model if only this file
-    exists."""
+    """Return the path of the file tokenizer.json in `folder`, or of tokenizer.model if `folder` has
+    only the latter."""
     return tokenizer_file(folder)
 
 
 class TextTokenizer:
-    """Tokenizer from a tokenizer.json or a sentencepiece model. It encodes a text to the same ids
-    as `optimus-data`."""
+    """Tokenizer that is loaded from a tokenizer.json or a sentencepiece model. Encodes a text to
+    the same ids as `optimus-data`."""
 
     def __init__(self, path: str | os.PathLike, check: bool = True) -> None:
-        """Load the file `path`. With `check`, a forked child process first loads and uses the
-        tokenizer, because a damaged file can crash the process. Raises DataError if the file is not
-        a tokenizer."""
+        """Load the tokenizer from the file `path`. If `check` is True, a forked child process first
+        loads and uses the tokenizer, because a damaged file can crash the process. Raises DataError
+        if the file is not a tokenizer."""
         self._path, self._tokenizer = path, open_tokenizer(path, check)
 
     def encode(self, text: str) -> list[int]:
@@ -51,7 +52,8 @@ class TextTokenizer:
             return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def token_id(self, name: str) -> int | None:
-        """Return the id of the token with the text `name`, or None if there is no such token."""
+        """Return the id of the token with the text `name`, or None if there is no such token. In a
+        sentencepiece model, search only the control symbols."""
         try:
             if isinstance(self._tokenizer, SentencePieceTokenizer):
                 return self._tokenizer.control_id(name)  # searches only control symbols
@@ -60,18 +62,18 @@ class TextTokenizer:
             return None
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of token ids. The text contains the names of special tokens. Raises
+        """Return the text that the token ids encode, including the names of special tokens. Raises
         DataError if the tokenizer fails."""
         with library_errors(self._path):
             return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
 
 def eos_from_names(file: Path) -> int | None:
-    """Return the id of a tokenizer's end-of-document token, or None if it cannot be determined.
+    """Return the id of a tokenizer's end-of-document token, or None if the id cannot be determined.
 
     In a tokenizer.json, the end-of-document token is a special token with a usual name, such as
-    <|endoftext|>, or else the only special token. In a sentencepiece model, it is the
-    end-of-sentence symbol.
+    <|endoftext|>, or else the only special token. In a sentencepiece model, the end-of-document
+    token is the end-of-sentence symbol.
 
     Raises:
         DataError: The file is not a tokenizer.
@@ -95,10 +97,11 @@ def add_transformers_files(
     vocab_size: int,
     max_length: int,
 ) -> int | None:
-    """Write files with which transformers' `AutoTokenizer` gives the same ids as `file`.
+    """Write the files with which transformers' `AutoTokenizer` encodes texts to the same ids as the
+    tokenizer in `file`.
 
-    The files are in the folder of `file`: tokenizer_config.json and, if necessary, a new
-    tokenizer.json, which replaces an existing one.
+    The files are written to the folder of `file`: tokenizer_config.json and, if necessary, a
+    tokenizer.json, which replaces an existing tokenizer.json.
 
     Args:
         file: tokenizer.json or tokenizer.model.

@@ -1,4 +1,4 @@
-"""Held-out loss of a model, and sampling of text."""
+"""Evaluation of a model on held-out data, and sampling of text from a model."""
 
 from optimus.evaluate.checkpoint import continue_text, evaluate_checkpoint, load_model
 from optimus.evaluate.generate import sample_text

@@ -37,7 +37,7 @@ def load_model(
     """Load the model at `path`.
 
     Args:
-        path: A Hugging Face directory, a checkpoint or a run directory. For a run directory, its
+        path: A Hugging Face directory, a checkpoint or a run directory. From a run directory, the
             newest valid full checkpoint is loaded.
         dtype: Dtype of the parameters and logits.
         device: Device of the model.
@@ -57,7 +57,7 @@ def load_resolved(
 ) -> Transformer:
     """Load the model from `source`, a checkpoint or a Hugging Face directory.
 
-    `load_model` and the commands get this directory from `store.resolve`.
+    `source` must not be a run directory. To load from a run directory, use `load_model`.
     """
     config = model_config_of(source)
     with open_weights(config, source) as weights:  # refuses wrong sizes before memory is allocated
@@ -83,7 +83,7 @@ def evaluate_checkpoint(
 
     Returns:
         A dict with the keys `checkpoint`, `data`, `document_mask`, `loss` and `tokens`. `loss` is
-        the mean cross-entropy in nats. `tokens` is the number of tokens read.
+        the mean cross-entropy in nats. `tokens` is the number of tokens in the evaluated instances.
 
     Raises:
         ConfigError: An argument is invalid.
@@ -128,8 +128,8 @@ def evaluate_checkpoint(
 
 @contextlib.contextmanager
 def _progress(compute: CrossEntropies, instances: int) -> Iterator[CrossEntropies]:
-    """Yield a function that returns the results of `compute` and advances a progress bar by the
-    number of evaluated instances. The bar ends at `instances` and is shown only on a terminal."""
+    """Yield a function that calls `compute` and advances a progress bar by the number of evaluated
+    instances. The bar is complete at `instances` and is shown only on a terminal."""
     with (
         tqdm(total=instances, unit="instance", disable=None, **bar_size()) as bar,
         contextlib.ExitStack() as stack,

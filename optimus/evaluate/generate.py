@@ -17,7 +17,8 @@ _LARGEST = 1e30
 
 NextLogits = Callable[[Tensor], Tensor | None]
 """Function that maps tokens, int64 [1, tokens], to logits [1, positions, vocabulary]. The last
-position predicts the next token. On ranks without the last pipeline stage, it returns None."""
+position predicts the next token. On ranks without the last pipeline stage, the function returns
+None."""
 
 
 @torch.no_grad()
@@ -37,7 +38,7 @@ def generate(
     """Sample tokens that continue `prompt`. A collective of `group`.
 
     Args:
-        model: Function that computes logits; called on all ranks of `group`.
+        model: Function that computes logits. All ranks of `group` call it.
         prompt: Tokens to continue, int64 [length], at least one.
         new_tokens: Maximum number of tokens to sample.
         context: Maximum number of tokens that the model receives. Earlier tokens are cut off.
@@ -77,7 +78,8 @@ def sample_text(
     stop_tokens: Collection[int] = (),
     **options: Any,
 ) -> str:
-    """Return the first 16 tokens of `dataset` and their sampled continuation, as text.
+    """Sample a continuation of the first 16 tokens of `dataset`. Return these tokens and the
+    continuation as text.
 
     Args:
         model: Function that computes logits.

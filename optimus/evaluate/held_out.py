@@ -1,4 +1,5 @@
-"""Loss on held-out instances, bit-identical for all data-parallel and pipeline-parallel sizes."""
+"""Computation of the loss on held-out data. The result is bit-identical for all data-parallel and
+pipeline-parallel sizes."""
 
 from __future__ import annotations
 
@@ -18,16 +19,17 @@ _AT_ONCE = 16  # batches in memory at a time, which pass through the pipeline to
 
 @dataclass(frozen=True)
 class HeldOutLoss:
-    """Mean cross-entropy per predicted token, in nats, and the number of tokens read."""
+    """Result of `held_out_loss`: the mean cross-entropy per predicted token, in nats, and the
+    number of tokens in the evaluated instances."""
 
     loss: float
     tokens: int
 
 
 CrossEntropies = Callable[[list[Microbatch]], list[Tensor]]
-"""Function that returns the cross-entropy sum of each microbatch, an fp32 scalar in nats. All ranks
-of a model replica must make the same calls. On one of these ranks, the function returns the sums;
-on the other ranks, it returns []."""
+"""Function that returns, for each microbatch, the sum of the cross-entropies of all predicted
+tokens, an fp32 scalar in nats. All ranks of a model replica must make the same calls. On one of
+these ranks, the function returns the sums; on the other ranks, the function returns []."""
 
 
 def held_out_loss(
@@ -40,7 +42,8 @@ def held_out_loss(
     max_instances: int = 0,
     document_mask: bool = False,
 ) -> HeldOutLoss:
-    """Return the mean loss on the first instances of a data set. A collective of `group`.
+    """Return the mean loss on the first instances (token sequences) of a data set. A collective of
+    `group`.
 
     The batches do not depend on the number of ranks, and their losses are summed exactly. The
     result is therefore bit-identical for all numbers of data ranks and pipeline stages.
@@ -84,7 +87,8 @@ def held_out_loss(
 
 
 def by_model(model: Transformer, device: torch.device) -> CrossEntropies:
-    """Return a `CrossEntropies` function that uses a complete model on one device."""
+    """Return a `CrossEntropies` function that computes the losses with `model`, a complete model on
+    `device`."""
 
     @torch.no_grad()
     def run(batches: list[Microbatch]) -> list[Tensor]:

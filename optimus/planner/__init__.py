@@ -1,1 +1,1 @@
-"""Parameters, FLOPs and memory of a run, computed before the run is launched."""
+"""Number of parameters, FLOPs and memory of a run, computed before the run starts."""

@@ -1,4 +1,5 @@
-"""Number of parameters, FLOPs and memory of a configuration, computed from shapes alone."""
+"""Computation of the number of parameters, the FLOPs and the memory of a run from its configuration
+alone."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ _GIB = 1 << 30
 
 
 def plan(config: Config) -> dict[str, Any]:
-    """Return the parameters, FLOPs and memory of a run as a dict for JSON.
+    """Return the number of parameters, the FLOPs and the memory of a run as a dict for JSON.
 
     Only the section `[model]` is required. If `parallel.dp` is 0, the plan is for one replica.
 
@@ -25,9 +26,9 @@ def plan(config: Config) -> dict[str, Any]:
     - `total_params`, `active_params`: numbers of parameters.
     - `world`: number of ranks.
     - `ranks`: list with one entry for each pair of pp and tp coordinates. An entry has the bytes of
-      the model states on one rank with these coordinates. Its `total` excludes `host`, the states
-      in host memory, and `staging`, the host memory that checkpoint.async_save uses.
-    - `memory`: the bytes from the entry of `ranks` with the largest `total`.
+      the model states on one rank with these coordinates. The `total` of an entry excludes `host`,
+      the states in host memory, and `staging`, the host memory that checkpoint.async_save uses.
+    - `memory`: the entry of `ranks` with the largest `total`, without its coordinates.
 
     The following keys are present only if settings of `[train]` are given. The FLOPs are those of
     the forward and the backward pass.

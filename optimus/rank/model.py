@@ -1,4 +1,4 @@
-"""Model of a rank: `optimus.parallel` builds it, and the pipeline executor runs it."""
+"""Model of one rank, and the pipeline executor that runs the model."""
 
 from __future__ import annotations
 
@@ -36,14 +36,15 @@ from optimus_kernels import WeightGrads
 def uncompiled(is_compiled: bool) -> AbstractContextManager:
     """Return a context manager that makes compiled transformer blocks run eagerly.
 
-    If `is_compiled` is False, the context manager has no effect. Evaluation and sampling use it,
-    because torch would recompile the blocks for each new input shape.
+    If `is_compiled` is False, the context manager has no effect. Evaluation and sampling use the
+    context manager, because otherwise torch would recompile the blocks for each new input shape.
     """
     return torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
 
 
 class RankModel:
-    """The model of one rank, with its layout and the executor of the pipeline schedule.
+    """The local model of one rank, with its layout and with the executor that runs the pipeline
+    schedule.
 
     Args:
         config: The run's configuration.
@@ -95,8 +96,8 @@ class RankModel:
         The parameters of `model` become views of these states. A collective of all ranks.
 
         Args:
-            initial: True to set the parameters to the initial values of `train.seed`. False to
-                leave them NaN until a checkpoint or weights are loaded.
+            initial: True to set the parameters to the initial values that `train.seed` determines.
+                False to leave the parameters NaN until a checkpoint or weights are loaded.
             poison: True to fill freed chunks with NaN, for tests.
         """
         config, schedule = self._config, self.layout.schedule
@@ -130,12 +131,14 @@ class RankModel:
         return engine
 
     def keep_microbatches_apart(self) -> None:
-        """Accumulate all weight gradients, including those of norms, in the actions W.
+        """Make the pipeline action W accumulate all weight gradients, including those of norm
+        layers.
 
-        Some pipeline schedules divide the backward of a microbatch into two actions: I computes the
-        gradients of activations, and W those of weights. With such a schedule, deterministic mode
-        needs this method. Otherwise, the action I of the next microbatch could add to a gradient
-        before the gradient is reduced. With other schedules, the method has no effect.
+        Some pipeline schedules divide the backward pass of a microbatch into two actions: I
+        computes the gradients of activations, and W computes the gradients of weights. With such a
+        schedule, deterministic mode requires a call of this method. Without the call, the action I
+        of the next microbatch could add to a gradient before the gradient is reduced. With other
+        schedules, the method has no effect.
         """
         if self.layout.schedule.splits_backward:
             # By default, the action I accumulates the gradients of norms.
@@ -143,10 +146,11 @@ class RankModel:
             defer_whole_gradients(leaf for leaf in leaves if leaf.requires_grad)
 
     def write_gradients_to_chunks(self, states: ChunkEngine) -> None:
-        """Make experts and embeddings add their weight gradients to the memory of `states`.
+        """Make the backward pass of experts and embeddings add the weight gradients directly to the
+        gradient memory of `states`.
 
-        This saves a pass over the gradients. It cannot be undone: afterwards, `torch.autograd.grad`
-        returns no gradient for these weights.
+        The direct addition avoids a separate pass over the gradients. The change cannot be undone:
+        afterwards, `torch.autograd.grad` returns no gradient for these weights.
         """
         for name, module in self.model.named_modules():
             if isinstance(module, Experts):
@@ -155,16 +159,16 @@ class RankModel:
                 module.write_gradients_to(partial(states.gradient, f"{name}.weight"))
 
     def to_device(self, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
-        """Return the microbatches with their tokens on the device. Document ids stay on the
-        host."""
+        """Return copies of the microbatches with the tokens on the device of the model. Document
+        ids stay on the host."""
         # The host computes document lengths from the document ids.
         return [batch._replace(tokens=batch.tokens.to(self._device)) for batch in microbatches]
 
     def cross_entropies(self, microbatches: list[Microbatch]) -> list[torch.Tensor]:
         """Run forward passes and return the summed cross-entropy of each microbatch, in nats.
 
-        All ranks of a model replica must call this. The first tp rank of the last pipeline stage
-        returns fp32 scalars. The other ranks return an empty list.
+        All ranks of a model replica must call this method. The first tp rank of the last pipeline
+        stage returns fp32 scalars. The other ranks return an empty list.
         """
         terms = self.executor.evaluate(self.to_device(microbatches))
         if not self._groups.counts:
@@ -174,8 +178,8 @@ class RankModel:
     def logits_after(self, tokens: torch.Tensor) -> torch.Tensor | None:
         """Return the logits for the token after `tokens`, fp32 [1, 1, vocab_size].
 
-        All ranks of a model replica must call this. Ranks outside the last pipeline stage return
-        None.
+        All ranks of a model replica must call this method. Ranks outside the last pipeline stage
+        return None.
 
         Args:
             tokens: Ids of the earlier tokens, int64 [1, number of tokens].
@@ -196,7 +200,7 @@ class RankModel:
 
 
 def _chunk_gradients(states: ChunkEngine, name: str) -> WeightGrads:
-    """Return the memory of `states` to which the experts module `name` adds its weight
-    gradients."""
+    """Return the gradient memory in `states` for the weights of the experts module `name`. Backward
+    adds the weight gradients to this memory."""
     gate_up, down = (states.gradient(f"{name}.{weight}") for weight in ("gate_up", "down"))
     return WeightGrads(gate_up, down, add=True)

@@ -13,8 +13,9 @@ from optimus.parallel.layout import Layout
 def segments_of(model: Transformer, layout: Layout) -> list[ModelSegment]:
     """Return the segments of a rank's model in order of first use.
 
-    A segment is a group of parameters that are needed at the same time. The segments are those of
-    the following that the rank has: the embedding, each block, and the final norm with the head.
+    A segment is a group of parameters that are needed at the same time. The embedding, each
+    transformer block, and the final norm with the head are segments. The result contains those that
+    the rank has.
     """
     segments, names = [], [name for name, _ in model.named_parameters()]
     if layout.has_first:
@@ -40,7 +41,8 @@ def _starting_with(prefix: str | tuple[str, ...], names: Iterable[str]) -> tuple
 
 
 def _register_head(model: Transformer, before_forward: Hook, before_backward: Hook | None) -> None:
-    """Register the hooks of the head's segment, whose first module is the final norm."""
+    """Register hooks before the forward and the backward pass of the segment of the head, which
+    consists of the final norm and the head."""
     model.final_norm.register_forward_pre_hook(lambda *_: before_forward())
     if before_backward is not None:
         model.cross_entropy.register_forward_pre_hook(

@@ -1,8 +1,9 @@
-"""Creation of a rank's model states, either to train or to plan the rank's memory.
+"""Creation of a rank's model states, either for training or to compute how much memory the rank
+needs.
 
-Model states are parameters, gradients, master weights and moments. For training, they are on the
-rank's device. A plan creates the same states on the meta device, which allocates no memory, and
-counts their bytes.
+Model states are parameters, gradients, master weights and moments. For training, the states are on
+the rank's device. To compute the memory, the same states are created on the meta device, which
+allocates no memory, and their bytes are counted.
 """
 
 from __future__ import annotations
@@ -48,9 +49,10 @@ def make_states(
     initial: bool = False,
     poison: bool = False,
 ) -> ChunkEngine:
-    """Create the parameters, gradients and optimizer states of a rank's model, chunk by chunk.
+    """Create the parameters, gradients and optimizer states of a rank's model.
 
-    The parameters of `model` become views of the chunks. A chunk is a flat buffer.
+    The states are stored in chunks, which are flat buffers. The parameters of `model` become views
+    of the chunks.
 
     Args:
         optim, train, offload: Sections of the run's configuration.
@@ -92,7 +94,8 @@ def make_states(
 def states_of_rank(
     model: ModelConfig, layout: Layout, groups: Groups, states: ChunkEngine
 ) -> RankStates:
-    """Return this rank's states in the form that the functions of `optimus.checkpoint` need."""
+    """Return a RankStates: this rank's states in the form that the functions of
+    `optimus.checkpoint` need."""
     return RankStates(
         groups,
         states.shards(),
@@ -106,8 +109,8 @@ def states_of_rank(
 def groups_of_param(
     name: str, optim: OptimConfig, layout: Layout, groups: Groups
 ) -> ParamProcessGroups | None:
-    """Return the process groups that reduce and shard the parameter `name`. Return None if this
-    rank does not have the parameter."""
+    """Return the process groups over which the gradient of the parameter `name` is reduced and the
+    states of the parameter are sharded. Return None if this rank does not have the parameter."""
     if name not in layout.placements:
         return None
     kind = layout.placements[name].kind
@@ -133,7 +136,8 @@ def groups_of_param(
 
 
 def check_names(optim: OptimConfig, model: ModelConfig) -> None:
-    """Check that the patterns of `optim.groups` and `optim.frozen` match parameters of the model.
+    """Check that each pattern of `optim.groups` and `optim.frozen` matches the name of a parameter
+    of the model.
 
     Raises:
         ConfigError: A pattern has no effect, or no parameter is left to train.
@@ -143,9 +147,11 @@ def check_names(optim: OptimConfig, model: ModelConfig) -> None:
 
 
 def check_slots(config: Config, mesh: Mesh) -> None:
-    """Check that each rank can cache the chunks of the embedding, of any block and of the head.
+    """Check that each rank's parameter cache has space for the embedding, for any one block and for
+    the head.
 
-    A chunk is a flat buffer of parameters. All chunks of a block are needed at the same time.
+    The cache has space for optim.cache_chunks chunks. A chunk is a flat buffer of parameters, and
+    all chunks of a block are needed at the same time.
 
     Raises:
         ConfigError: optim.cache_chunks is too small.
@@ -163,10 +169,11 @@ def check_slots(config: Config, mesh: Mesh) -> None:
 
 
 class PlannedRank(NamedTuple):
-    """Model states, layout and process groups of a rank, created without allocating memory."""
+    """Model states, layout and process groups of a rank, created to compute memory sizes. No memory
+    is allocated for the states."""
 
     engine: ChunkEngine
-    """Model states on the meta device."""
+    """The model states on the meta device."""
     layout: Layout
     groups: Groups
     fewest_slots: int
@@ -174,7 +181,8 @@ class PlannedRank(NamedTuple):
 
 
 def plan_rank(config: Config, mesh: Mesh, coordinate: Coordinate) -> PlannedRank:
-    """Return the model states, on the meta device, and the layout of the rank at `coordinate`."""
+    """Create the model states of the rank at `coordinate` on the meta device, which allocates no
+    memory. Return the states, the layout and the process groups of the rank."""
     # The number of microbatches does not affect the states.
     layout = make_layout(config, mesh, coordinate, num_microbatches=mesh.pp)
     groups = plan_groups(mesh, mesh.rank_at(coordinate))
@@ -185,14 +193,14 @@ def plan_rank(config: Config, mesh: Mesh, coordinate: Coordinate) -> PlannedRank
 
 
 def _kinds(mesh: Mesh) -> Iterator[Coordinate]:
-    """Yield a coordinate with dp = ep = 0 for each pair of a pp index and a tp index."""
+    """Yield the mesh coordinate with dp = ep = 0 for each pair of a pp index and a tp index."""
     # Ranks that differ only along dp or ep have states of the same size.
     sizes = (size if axis in UNEQUAL else 1 for axis, size in mesh._asdict().items())
     yield from itertools.starmap(Coordinate, itertools.product(*map(range, sizes)))
 
 
 def plan_ranks(config: Config, mesh: Mesh) -> Iterator[tuple[Coordinate, dict[str, int]]]:
-    """Compute the bytes of a rank's model states, for each pair of a pp index and a tp index.
+    """For each pair of a pp index and a tp index, compute the bytes of the model states of a rank.
 
     Ranks that differ only along dp or ep have states of the same size.
 
@@ -203,8 +211,8 @@ def plan_ranks(config: Config, mesh: Mesh) -> Iterator[tuple[Coordinate, dict[st
         for checkpoint.async_save. "total" is the device memory, including "cache".
 
     Raises:
-        ConfigError: An axis does not divide a model dimension, a pattern matches no parameter, or
-            optim.cache_chunks is too small.
+        ConfigError: A parallel size does not divide a model dimension, a pattern of optim.groups or
+            optim.frozen matches no parameter, or optim.cache_chunks is too small.
     """
     check_divisible(config, mesh)
     check_names(config.optim, config.model)

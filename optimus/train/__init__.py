@@ -1,1 +1,2 @@
-"""Training runs: planning, start-up, the training loop, updates and checkpoint saves."""
+"""Training of a model: planning of a run, its start-up, the training loop, updates (optimizer
+steps) and checkpoint saves."""

@@ -1,9 +1,10 @@
 """Start-up steps of a run that need the device: the check of fp16 operations, and the choices of
 kernel backend, grouped GEMM and expert dispatcher.
 
-The grouped GEMM has two implementations, called forms: "torch" is torch's op, "loop" is a loop over
-experts. Backends and forms add numbers in different orders, so their results differ in the last
-bits. A run therefore fails at its start if its ranks have chosen different backends or forms.
+The grouped GEMM has two implementations, called forms: "torch" is torch's grouped GEMM, and "loop"
+is a loop over the experts. Different backends or forms add numbers in different orders, so that
+their results differ in the last bits. A run therefore fails at its start if its ranks select
+different backends or forms.
 """
 
 from __future__ import annotations
@@ -40,15 +41,16 @@ logger = logging.getLogger(__name__)
 _FORM, _DISPATCH = "kernels.grouped_gemm", "parallel.ep_dispatch"
 _TIMED_RUNS = 3
 _MEASURED_TOKENS = 4096
-"""Maximum number of tokens in a timing of the grouped GEMM."""
+"""Maximum number of tokens with which `measure_grouped_gemm` times the grouped GEMM."""
 _AS_STORED = "as in the checkpoint"
 MEASURED = "measured at start"
-"""Placeholder for a value that ranks choose by a measurement at the start of the run."""
+"""Placeholder for the value of a setting that the ranks choose by a measurement when the run
+starts."""
 
 
 class KernelChoices(NamedTuple):
-    """Chosen values of `kernels.backend` and `kernels.grouped_gemm`, the same on all ranks. If the
-    model has no experts, a value may still be "auto"."""
+    """Values of the settings `kernels.backend` and `kernels.grouped_gemm` that a run uses, the same
+    on all ranks. If the model has no experts, a value may still be "auto"."""
 
     backend: str
     grouped_gemm: str
@@ -56,29 +58,33 @@ class KernelChoices(NamedTuple):
 
 @dataclass(frozen=True)
 class MeasuredChoices:
-    """Values that replace "auto" in the configuration at the start of a run."""
+    """Values of `kernels.backend`, `kernels.grouped_gemm` and `parallel.ep_dispatch` with which a
+    run replaces "auto" in the configuration when it starts."""
 
     kernels: KernelChoices
     ep_dispatch: str
     from_checkpoint: tuple[str, ...] = ()
-    """Names ("section.key") of the settings whose values come from the checkpoint."""
+    """Names of the settings, such as "kernels.grouped_gemm", whose values are taken from the
+    checkpoint."""
 
     def as_settings(self) -> dict[str, str]:
-        """Return the choices as a dict from "section.key" to the value."""
+        """Return a dict from the names of the settings, such as "kernels.backend", to the chosen
+        values."""
         kernels = {f"kernels.{key}": value for key, value in self.kernels._asdict().items()}
         return kernels | {_DISPATCH: self.ep_dispatch}
 
     def record_in(self, config: Config) -> Config:
-        """Return a copy of `config` with these choices, for config.toml and checkpoints."""
+        """Return a copy of `config` with the chosen values, to write to config.toml and to
+        checkpoints."""
         kernels = config.kernels.model_copy(update=self.kernels._asdict())
         parallel = config.parallel.model_copy(update={"ep_dispatch": self.ep_dispatch})
         return config.model_copy(update={"kernels": kernels, "parallel": parallel})
 
 
 def choices_before_start(config: Config, checkpoint: Manifest | None) -> MeasuredChoices:
-    """Return the choices that are known before ranks measure anything.
+    """Return the kernel and dispatcher choices of a run without a measurement.
 
-    A setting that ranks have to measure has the value MEASURED.
+    A setting whose value must be chosen by a measurement gets the value MEASURED.
 
     Args:
         config: The run's configuration.
@@ -116,8 +122,8 @@ def choices_before_start(config: Config, checkpoint: Manifest | None) -> Measure
 def autotune_kernels(config: Config, world: World, checkpoint: Manifest | None) -> KernelChoices:
     """Choose the kernel backend and the implementation of the grouped GEMM, and activate them.
 
-    A collective of all ranks, with the same choices on every rank. If the model has no experts and
-    no rank selects a backend by name, return the configured values and activate nothing.
+    A collective of all ranks. Every rank makes the same choices. If the model has no experts and no
+    rank selects a backend by name, return the configured values and activate nothing.
 
     Args:
         config: The run's configuration.
@@ -157,7 +163,7 @@ def autotune_kernels(config: Config, world: World, checkpoint: Manifest | None) 
 
 def _agree_on_backend(world: World) -> backend.Backend:
     """Activate the same kernel backend on all ranks and return it. Raises ConfigError if a rank
-    has no backend or the backends of ranks differ."""
+    cannot use any backend or if the backends of two ranks differ."""
     kind, builds = world.device.type, world.launch.local_rank == 0
     chosen, answer = backend.Backend("torch"), Answer()
     # The first rank of each machine may compile missing kernels; the others wait in the collective.
@@ -176,19 +182,21 @@ def _agree_on_backend(world: World) -> backend.Backend:
 
 
 class Answer(NamedTuple):
-    """The kernel backend that one rank requests or has chosen, or the reason why it has none."""
+    """Message of one rank to all ranks: the kernel backend that the rank requests or has chosen, or
+    an error message."""
 
     name: str = ""
     key: str = ""
     why_not: str = ""
-    """Reason why "auto" does not select the compiled kernels of this device, or ""."""
+    """Reason why "auto" has selected plain torch instead of the compiled kernels of this rank's
+    device, or ""."""
     failure: str = ""
-    """Error message if the requested backend is unknown or unavailable, else ""."""
+    """Error message if the backend that the rank requests is unknown or unavailable, else ""."""
 
 
 def _request(config: Config) -> Answer:
-    """Return an Answer with the name of the backend that this rank requests. The name may be
-    "auto". If the request is invalid, the Answer has only the error message."""
+    """Return an Answer with the name of the backend that this rank requests, which may be "auto".
+    If the requested backend is unknown, the Answer contains only an error message."""
     try:  # the environment variable OPTIMUS_KERNELS has priority over the configuration
         backend.choose(config.kernels.backend)
         return Answer(backend.chosen()[0])
@@ -205,8 +213,8 @@ def _find(kind: str, may_build: bool, key: str = "") -> tuple[backend.Backend, A
 
 
 def disagreement(answers: Sequence[Answer]) -> str:
-    """Return an error message if a rank has no backend or the ranks have different backends, else
-    ""."""
+    """Check that all ranks use the same kernel backend. Return a description of the first problem,
+    or "" if there is none."""
     if failure := _failure(answers):
         return failure
     by_choice = defaultdict(list)
@@ -226,15 +234,16 @@ def disagreement(answers: Sequence[Answer]) -> str:
 
 
 def _failure(answers: Sequence[Answer]) -> str:
-    """Return an error message with all failed ranks and the error of the first of them; "" if no
-    rank has failed."""
+    """Return an error message with the ranks whose answer is an error, and with the first of these
+    errors. Return "" if no answer is an error."""
     failed = [rank for rank, answer in enumerate(answers) if answer.failure]
     where = f"{_rank_ranges(failed)}: " if failed and len(answers) > 1 else ""
     return where + answers[failed[0]].failure if failed else ""
 
 
 def _rank_ranges(ranks: Sequence[int]) -> str:
-    """Return the ranks as text, such as `rank 3` or `ranks 0-7, 9`."""
+    """Format rank numbers as text, such as `rank 3` or `ranks 0-7, 9`. `ranks` must be in ascending
+    order."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][1] + 1:
@@ -253,14 +262,18 @@ def _form_setting(config: Config) -> str:
 
 
 def _form_before_start(config: Config, stored: Mapping[str, Any]) -> str:
-    """Return the implementation of the grouped GEMM that is selected by the configuration, else by
-    the checkpoint's settings `stored`. Return "auto" if neither selects an implementation."""
+    """Return the implementation of the grouped GEMM that the configuration selects. If the
+    configuration selects "auto", return the implementation in `stored`, the settings of the
+    checkpoint, or "auto" if `stored` has none."""
     form = _form_setting(config)
     return stored.get(_FORM, "auto") if form == "auto" else form
 
 
 def _agree_on_form(config: Config, world: World, stored: Mapping[str, Any]) -> str:
-    """Activate the same implementation of the grouped GEMM on all ranks and return its name."""
+    """Activate the same implementation of the grouped GEMM on all ranks and return its name,
+    "torch" or "loop". `stored` has the settings of the checkpoint from which the run resumes.
+    Raises ConfigError if the configurations of ranks differ, or if the device does not support the
+    implementation."""
     requested = all_gather_objects(config.kernels.grouped_gemm, world.everyone, str)
     others = [rank for rank, form in enumerate(requested) if form != requested[0]]
     if others:
@@ -285,8 +298,8 @@ def _agree_on_form(config: Config, world: World, stored: Mapping[str, Any]) -> s
 
 
 def _unavailable(form: str, model: ModelConfig, tp: int, like: torch.Tensor) -> str:
-    """Return the reason why the implementation `form` of the grouped GEMM does not support the
-    model with the dtype and device of `like`; "" if it supports the model."""
+    """Check that the implementation `form` of the grouped GEMM supports `model` with the dtype and
+    device of `like`. Return the reason why it does not, or "" if it does."""
     try:
         set_form(form)
         current_form(like, model.hidden_size, *_inner_sizes(model, tp))
@@ -312,7 +325,7 @@ def measure_grouped_gemm(model: ModelConfig, tp: int, tokens: int, like: torch.T
 
     Args:
         model: The model's configuration.
-        tp: Size of tensor parallelism.
+        tp: Number of tensor-parallel ranks.
         tokens: Tokens of a microbatch. The timing uses at most 4096 of them.
         like: A tensor with the dtype and device of the run.
     """
@@ -342,7 +355,8 @@ def measure_grouped_gemm(model: ModelConfig, tp: int, tokens: int, like: torch.T
 
 
 def _make_experts_pass(layer: ModelConfig, tokens: int, like: torch.Tensor) -> Callable[[], None]:
-    """Return a function that runs forward and backward of one layer's experts on random tokens."""
+    """Create the experts of one MoE layer and random inputs. Return a function that runs a forward
+    and a backward pass of these experts."""
     with like.device:
         experts = Experts(layer).to(like.dtype)
         for parameter in experts.parameters():
@@ -363,7 +377,8 @@ def _make_experts_pass(layer: ModelConfig, tokens: int, like: torch.Tensor) -> C
 
 
 class DispatchChoice(NamedTuple):
-    """The dispatcher of expert parallelism, and the reason for its choice."""
+    """The value of `parallel.ep_dispatch` that a run uses, and the reason for its choice. The value
+    names the dispatcher, which exchanges tokens between the ranks of expert parallelism."""
 
     name: str
     reason: str
@@ -383,7 +398,7 @@ def autotune_dispatch(
     """Choose the dispatcher of expert parallelism if `parallel.ep_dispatch` is "auto", and make
     `model` use this dispatcher.
 
-    A collective of all ranks, with the same choice on every rank. The dispatchers are timed only if
+    A collective of all ranks. Every rank makes the same choice. The dispatchers are timed only if
     `choose_dispatch` returns None.
 
     Args:
@@ -426,8 +441,8 @@ def autotune_dispatch(
 
 
 def warn_of_alltoall(parallel: ParallelConfig, device_type: str) -> None:
-    """Log a warning if `parallel.ep_dispatch` is "alltoall" on Intel GPUs, where all-to-all may
-    kill the process."""
+    """Log a warning if `parallel.ep_dispatch` = "alltoall" is set for Intel GPUs, because
+    all-to-all operations may kill the process there."""
     # The setting may come from the config.toml of a run on another device.
     if parallel.ep > 1 and device_type == "xpu" and parallel.ep_dispatch == "alltoall":
         logger.warning(
@@ -440,8 +455,9 @@ def warn_of_alltoall(parallel: ParallelConfig, device_type: str) -> None:
 def _recorded_dispatch(
     parallel: ParallelConfig, train: TrainConfig, stored: Mapping[str, Any]
 ) -> str:
-    """Return the dispatcher in the checkpoint's settings `stored` if ep, tp, the microbatch size
-    and `train.deterministic` have the same values in `stored` and in this run, else "auto"."""
+    """Return the dispatcher in `stored`, the settings of a checkpoint. Return "auto" if `stored`
+    has no dispatcher, or if ep, tp, the microbatch size or `train.deterministic` in `stored` differ
+    from those of this run."""
     layout = {
         "parallel.ep": parallel.ep,
         "parallel.tp": parallel.tp,
@@ -453,12 +469,14 @@ def _recorded_dispatch(
 
 
 def choose_dispatch(device_type: str, deterministic: bool, recorded: str) -> DispatchChoice | None:
-    """Return the dispatcher that "auto" selects without a timing; None if a timing is necessary.
+    """Return the dispatcher that a run uses for `parallel.ep_dispatch` = "auto". Return None if the
+    dispatchers must be timed to choose one.
 
     Args:
         device_type: Type of the device, as in `torch.device.type`.
         deterministic: `train.deterministic`.
-        recorded: The checkpoint's dispatcher, as `_recorded_dispatch` returns it, or "auto".
+        recorded: The dispatcher that the checkpoint records; "auto" if the checkpoint records no
+            dispatcher that this run can use again.
     """
     # Measurements in two runs can select different dispatchers, which may add results in different
     # orders. Deterministic mode therefore fixes the choice, as for the grouped GEMM.
@@ -478,10 +496,11 @@ def choose_dispatch(device_type: str, deterministic: bool, recorded: str) -> Dis
 
 
 def check_fp16(model: ModelConfig, device: torch.device) -> None:
-    """Check that the device can compute in fp16. Older torch lacks some fp16 operations on CPUs.
+    """Check that the device can compute in fp16. Older versions of torch lack some fp16 operations
+    on CPUs.
 
-    Runs forward and backward of a small model that has the same kinds of layers as `model`: dense,
-    MoE or both.
+    Runs a forward and a backward pass of a small model that has the same kinds of layers as
+    `model`: dense, MoE or both.
 
     Raises:
         ConfigError: torch lacks an fp16 operation on this device. The message contains torch's
@@ -517,7 +536,8 @@ def check_fp16(model: ModelConfig, device: torch.device) -> None:
 
 
 def recompute_report(config: Config, groups: Groups, model: Transformer) -> str:
-    """Return a log line with the memory that recomputation saves and the time that it takes.
+    """Measure the memory that recomputation saves and the additional time for recomputation. Return
+    a log line with the results.
 
     A collective of this rank's ep and tp groups. Returns "" if `recompute.modules` is empty.
     """

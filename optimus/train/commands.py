@@ -1,4 +1,4 @@
-"""`optimus train`, and the commands of supervised runs: `launch`, `machine` and `status`.
+"""Subcommands `train`, `launch`, `machine` and `status` of the `optimus` command.
 
 This module imports torch only in the functions that need it.
 """
@@ -17,7 +17,7 @@ from optimus.errors import ConfigError, OptimusError, OutcomeKind, counted, refu
 
 
 def add_to(commands: argparse._SubParsersAction) -> None:
-    """Add the commands to the parser of `optimus`."""
+    """Add the subcommands `train`, `launch`, `machine` and `status` to the parser of `optimus`."""
     for add in (_add_train, _add_launch, _add_machine, _add_status):
         add(commands)
 
@@ -25,15 +25,16 @@ def add_to(commands: argparse._SubParsersAction) -> None:
 def add_command(
     commands: argparse._SubParsersAction, name: str, run: Callable[..., int], text: str
 ) -> argparse.ArgumentParser:
-    """Add the command `name`, which calls `run` and has `text` as its help. Return its parser."""
+    """Add a subcommand and return its parser. The subcommand `name` calls `run`, and `text` is its
+    help text."""
     parser = commands.add_parser(name, help=text, description=text)
     parser.set_defaults(run=run)
     return parser
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of a configuration: a TOML file, and settings that replace those of the
-    file."""
+    """Add the arguments that give a configuration: the path of a TOML file, and arguments
+    `section.key=value`, which replace settings of the file."""
     parser.add_argument("config", help="a TOML file; configs/run has examples")
     parser.add_argument(
         "overrides",

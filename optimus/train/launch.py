@@ -1,7 +1,7 @@
 """Planning and start of supervised runs: `optimus launch`.
 
 In a supervised run, a supervisor starts the ranks on the nodes of an allocation. After a failure,
-it replaces failed nodes and starts the ranks again.
+the supervisor replaces failed nodes and starts the ranks again.
 
 This module imports no torch.
 """
@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 
 _ALLOCATIONS = {"SLURM_JOB_NODELIST", "PBS_NODEFILE"}
-"""Environment variables that a scheduler sets in an allocation of nodes."""
+"""Environment variables that Slurm or PBS sets in a job. They give the nodes of the job."""
 
 
 _FROZEN = (*FROZEN, "train.global_batch_tokens")
@@ -56,33 +56,35 @@ _FROZEN = (*FROZEN, "train.global_batch_tokens")
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """Options of `optimus launch`."""
+    """Command-line options of `optimus launch`."""
 
     nodes: int
-    """Number of nodes with ranks."""
+    """Number of nodes on which ranks run."""
     buffer_nodes: int = 0
-    """Number of further nodes, which replace nodes that fail."""
+    """Number of additional nodes, which replace nodes that fail."""
     ranks_per_node: int = 1
     launcher: str | None = None
-    """Name of the launcher, which starts processes on the nodes: "local", "srun", "mpiexec" or
-    "ssh". None: "srun" in a Slurm job, otherwise "mpiexec"."""
+    """Program that starts processes on the nodes: "local", "srun", "mpiexec" or "ssh". None selects
+    "srun" in a Slurm job and "mpiexec" otherwise."""
     hosts: str | None = None
-    """File with the names of the nodes; None for the nodes of the scheduler's job."""
+    """Path of a file with the names of the nodes; None to use the nodes of the Slurm or PBS job."""
     pardoned: tuple[str, ...] = ()
-    """Excluded nodes that the run may use again."""
+    """Nodes that were excluded after failures and that the run may use again."""
     mpi_ranks: bool = False
     """True to start all ranks with one mpiexec; False to let the agent on each node start the ranks
     of the node."""
     stage: str | None = None
-    """Folder on a disk of each node, to which the Python environment of the ranks is copied if
-    mpiexec starts them. None: the ranks use the environment of this process."""
+    """Folder on a local disk of each node. Before mpiexec starts the ranks, their Python
+    environment is copied to this folder. None: the ranks use the Python environment of this
+    process."""
     machine: Machine | None = None
-    """Definition of the machine, from `--machine`; None without this option."""
+    """The machine definition that `--machine` names; None without `--machine`."""
     next_job: str | None = None
-    """Bash command that submits the job which continues the run; None: no job continues it."""
+    """Bash command that submits the job which continues the run; None: no further job is
+    submitted."""
     is_dry_run: bool = False
-    """True for `--dry-run`. `plan_job` then leaves out its checks of the run and of this machine.
-    Without an allocation, the nodes get the names `node0`, `node1` and so on."""
+    """True for `--dry-run`. In a dry run, `plan_job` leaves out its checks of the run and of this
+    machine. Without a Slurm or PBS job, the nodes get the names `node0`, `node1` and so on."""
 
 
 def plan_job(config: Config, options: LaunchOptions) -> Job:
@@ -92,7 +94,8 @@ def plan_job(config: Config, options: LaunchOptions) -> Job:
 
     Raises:
         ConfigError: An option or a setting is invalid, the allocation has too few nodes, the
-            launcher cannot work on this machine, or the run's ledger is damaged.
+            launcher cannot work on this machine, or the ledger, the record of the run's earlier
+            jobs, is damaged.
         DataError: A data set cannot be used.
     """
     for name, value, least in (
@@ -145,8 +148,9 @@ def plan_job(config: Config, options: LaunchOptions) -> Job:
 
 
 def _make_launcher(options: LaunchOptions) -> Launcher:
-    """Return the launcher, which starts processes on the nodes of a run. Raises ConfigError if the
-    options and the environment select no launcher, or if an option does not fit the launcher."""
+    """Return the launcher that the options select. A launcher starts processes on the nodes of a
+    run. Raises ConfigError if the options and the environment select no launcher, or if an option
+    does not fit the launcher."""
     name, machine = options.launcher, options.machine
     if name is None:
         name = "srun" if "SLURM_JOB_ID" in os.environ else "mpiexec"
@@ -181,8 +185,8 @@ def _make_launcher(options: LaunchOptions) -> Launcher:
 
 
 def _allocation(options: LaunchOptions, launcher: str) -> tuple[str, ...]:
-    """Return the names of the nodes with ranks, then those of the buffer nodes. Raises ConfigError
-    if the allocation has too few nodes."""
+    """Return the names of the nodes of a run: first the nodes with ranks, then the buffer nodes,
+    which replace nodes that fail. Raises ConfigError if the allocation has too few nodes."""
     number = options.nodes + options.buffer_nodes
     if options.is_dry_run and not options.hosts and not _ALLOCATIONS & {*os.environ}:
         return tuple(f"node{index}" for index in range(number))  # on a login node
@@ -191,8 +195,8 @@ def _allocation(options: LaunchOptions, launcher: str) -> tuple[str, ...]:
 
 
 def _allow_open_files(number: int) -> None:
-    """Raise the limit of open files of this process to `number`, because the supervisor has an open
-    connection for each node. Raises ConfigError if the hard limit is lower."""
+    """Increase the limit of open files of this process to at least `number`, because the supervisor
+    has an open connection to each node. Raises ConfigError if the hard limit is lower."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = resource.RLIM_INFINITY
     if soft == unlimited or soft >= number:
@@ -206,11 +210,11 @@ def _allow_open_files(number: int) -> None:
 
 
 def _check_pardoned(pardoned: Sequence[str], allocation: Sequence[str], run_dir: Path) -> None:
-    """Raise ConfigError if a node of --pardon is neither in the allocation nor marked as excluded,
-    suspect or good in the ledger, the record of the run's earlier jobs.
+    """Check that each node of `--pardon` is in the allocation, or is marked as excluded, suspect or
+    good in the ledger, the record of the run's earlier jobs. Raises ConfigError otherwise.
 
-    A node that is not excluded any more is accepted, because all jobs of a chain have the same
-    options.
+    The node need not be excluded: all jobs of a chain have the same options, and an earlier job may
+    have made the node usable again.
     """
     history = read_history(run_dir) if pardoned else None
     for node in pardoned:
@@ -224,8 +228,8 @@ def _check_pardoned(pardoned: Sequence[str], allocation: Sequence[str], run_dir:
 
 
 def ended_status(run_dir: Path) -> int | None:
-    """Return the exit status of a run that is done or was stopped, and log a warning. Return None
-    if the run has not ended.
+    """Return the exit status of a run that an earlier job has completed or stopped, and log a
+    warning. Return None if the run can continue.
 
     Raises:
         ConfigError: The ledger of the run, events.jsonl, is damaged or cannot be read.
@@ -243,7 +247,7 @@ def ended_status(run_dir: Path) -> int | None:
 
 
 def supervise(job: Job) -> int:
-    """Supervise a run until the run or the job ends.
+    """Supervise the ranks of a run until the run or the Slurm or PBS job ends.
 
     Returns:
         The exit status of `optimus launch`. 0: the run is done. 2: the command or a setting is
@@ -258,8 +262,8 @@ def supervise(job: Job) -> int:
 
 
 def _valid_sizes(config: Config, nodes: int, ranks_per_node: int) -> tuple[int, ...]:
-    """Return the numbers of nodes, from 1 to `nodes`, for which the configuration is valid. Raises
-    ConfigError if it is invalid for `nodes` nodes."""
+    """Return all node counts from 1 to `nodes` with which the configuration is valid. Raises
+    ConfigError if the configuration is invalid with `nodes` nodes."""
     sizes = []
     for number in range(1, nodes + 1):
         try:
@@ -273,7 +277,7 @@ def _valid_sizes(config: Config, nodes: int, ranks_per_node: int) -> tuple[int, 
 
 
 def _hash_frozen(config: Config) -> str:
-    """Return a hash of the settings that must not change in later jobs of the run."""
+    """Return a hash of the settings that later jobs of the same run must not change."""
     # Default values are left out, so that settings which a later version adds do not change the
     # hash. The path represents the data set, because its identity would have to be read from it.
     model = config.model.model_dump(mode="json", exclude_defaults=True)

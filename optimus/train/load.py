@@ -1,4 +1,5 @@
-"""Load the states with which a run starts, from a full checkpoint or from weights alone."""
+"""Loading of a run's first parameters and optimizer states, from a full checkpoint or from weights
+without optimizer states."""
 
 from __future__ import annotations
 
@@ -43,10 +44,10 @@ def load_start(
     rank_states: RankStates,
     loss_scale: LossScale,
 ) -> RunPlan:
-    """Fill the states of every rank from the checkpoint or the weights that `plan.start` names.
+    """Load the model states of every rank from the checkpoint or the weights at `plan.start.path`.
 
-    If a full checkpoint is damaged, an older checkpoint is loaded instead. If `plan.start` has no
-    path, the states keep their initial values. A collective of all ranks.
+    If a full checkpoint is damaged, an older checkpoint is loaded instead. If `plan.start.path` is
+    None, the states keep their initial values. A collective of all ranks.
 
     Returns:
         `plan`, or a copy with another `start` if the checkpoint of `plan.start` is damaged. The
@@ -81,8 +82,9 @@ def load_start(
 def _resolve_without(
     damaged: Mapping[Path, str], config: Config, world: World, plan: RunPlan
 ) -> RunPlan:
-    """Return a copy of `plan` that starts from a checkpoint that is not in `damaged`. A collective
-    of all ranks. Raises CheckpointError if no such checkpoint can be used."""
+    """Choose a checkpoint that is not in `damaged`, and return a copy of `plan` that starts from
+    this checkpoint. A collective of all ranks. Raises CheckpointError if no other checkpoint can be
+    used."""
     start, refused = ResolvedStart(plan.start, plan.changes, plan.skipped_steps), ""
     if world.is_first:
         problem = list(damaged.values())[-1]
@@ -113,9 +115,9 @@ def load_weights(
     Args:
         layout: The slices of the parameters that this rank has.
         put: Function that stores values of these slices.
-        open_weights: Opens the weights on the first rank.
+        open_weights: Function that opens the weights. Only the first rank calls it.
         world: All ranks.
-        distribute: `checkpoint.distribute`.
+        distribute: Value of the setting `checkpoint.distribute`.
         origin: Name of the weights in error messages.
 
     Raises:
@@ -151,7 +153,8 @@ def load_weights(
 
 
 def _put_slice(put: PutValues, layout: Layout, param: ParamSlice, values: Tensor) -> None:
-    """Store the values of `param` that belong to this rank's slice of the parameter."""
+    """Store those elements of `values` that belong to this rank's slice of the parameter. `values`
+    has all elements of the slice `param`."""
     if param.name not in layout.placements:
         return
     ranges = intersect(layout.placements[param.name].intervals, param)
@@ -172,7 +175,7 @@ def _size(param: ParamSlice) -> int:
 
 
 def _batches(slices: Sequence[ParamSlice]) -> Iterator[list[ParamSlice]]:
-    """Yield lists of consecutive slices, each with at most BATCH_ELEMENTS elements in total."""
+    """Yield lists of consecutive slices. Each list has at most BATCH_ELEMENTS elements in total."""
     batch: list[ParamSlice] = []
     filled = 0
     for param in slices:
@@ -187,8 +190,8 @@ def _batches(slices: Sequence[ParamSlice]) -> Iterator[list[ParamSlice]]:
 def _read(
     batch: Sequence[ParamSlice], values: Iterator[tuple[ParamSlice, Tensor]], flat: Tensor
 ) -> OptimusError | None:
-    """Copy the values of all slices in `batch` from `values` to `flat`, in order. Return the error
-    if a read fails, else None."""
+    """Read the values of all slices in `batch` from the iterator `values` and copy them to `flat`,
+    in order. Return the error if a read fails, else None."""
     try:
         for param in batch:
             flat[: _size(param)].copy_(next(values)[1])
@@ -201,7 +204,8 @@ def _read(
 
 
 def _nonfinite(batch: Sequence[ParamSlice], flat: Tensor, origin: object) -> CheckpointError | None:
-    """Return an error that names the first non-finite value in `flat`; None if all are finite."""
+    """Return an error that names the first non-finite value in `flat`; None if all values are
+    finite."""
     if is_finite(flat):
         return None
     for param in batch:
@@ -217,8 +221,8 @@ def _nonfinite(batch: Sequence[ParamSlice], flat: Tensor, origin: object) -> Che
 
 
 def _raise_on_all(problem: OptimusError | None, everyone: Group) -> None:
-    """Raise rank 0's error `problem` on all ranks; do nothing if rank 0's `problem` is None. A
-    collective of all ranks."""
+    """Broadcast rank 0's error `problem` and raise it on all ranks; do nothing if rank 0's
+    `problem` is None. A collective of all ranks."""
     received = (type(problem).__name__, str(problem)) if problem else None
     if received := broadcast_object(received, everyone, tuple[str, str] | None):
         raise getattr(errors, received[0])(received[1])

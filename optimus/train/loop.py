@@ -1,4 +1,4 @@
-"""The training run from start to end; read `Run.go` first."""
+"""Training run on one rank, from start-up to the last update. Read `Run.go` first."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def train(config: Config, launch: LaunchEnv, process: float | None = None) -> No
         config: The run's configuration, the same on all ranks.
         launch: Rank and world size of this process.
         process: Value of `time.monotonic()` at the start of this process. The start-up is timed
-            from this value, or from this call if the value is None.
+            from this value, or from the call of `train` if `process` is None.
 
     Raises:
         RunEnded: The run cannot start, fails, or is stopped by a signal or the deadline. All ranks
@@ -155,10 +155,11 @@ def train(config: Config, launch: LaunchEnv, process: float | None = None) -> No
 
 
 def _record_failure(error: Exception) -> None:
-    """Report the exit status for this rank's error to the agent that supervises the rank.
+    """In a supervised run, write the exit status for `error` to this rank's progress file, where
+    the supervising agent reads it.
 
-    Call this before the ranks agree on one error, which all of them then raise. Does nothing in a
-    run without supervision.
+    Call this function before the ranks agree on the error that all ranks raise. Without
+    supervision, the function does nothing.
     """
     attempt = read_attempt()
     if attempt is None:
@@ -179,8 +180,8 @@ def _set_up(
     directory: RunDirectory | None,
     start_up: StartUp,
 ) -> Run:
-    """Set the number of threads, choose the kernels, log the plan of the run, and create the Run,
-    which loads the states."""
+    """Set the number of threads, choose the kernels and log the plan of the run. Return a Run,
+    whose constructor loads the model states."""
     ranks_per_node = world.launch.local_world_size
     fix_arithmetic(config.train, ranks_per_node)
     kernels = autotune_kernels(config, world, plan.start.full)
@@ -193,8 +194,9 @@ def _set_up(
 
 
 def fix_arithmetic(train: TrainConfig, local_world_size: int) -> int:
-    """Set the number of threads of this process and return it. With `train.deterministic`, also
-    turn on torch's deterministic mode. Call this before the first computation."""
+    """Set the number of torch threads of this process and return the number. With
+    `train.deterministic`, also turn on torch's deterministic mode. Call this function before the
+    first computation."""
     threads = platform.set_threads(train.threads, train.deterministic, local_world_size)
     if train.deterministic:
         # As use_deterministic_algorithms(True), but without importing the compiler (2 s).
@@ -205,13 +207,14 @@ def fix_arithmetic(train: TrainConfig, local_world_size: int) -> int:
 
 
 def _finite(value: float) -> float | None:
-    """Return `value`, or None if it is not finite, as in a skipped update."""
+    """Return `value`, or None if `value` is NaN or infinite. The figures of a skipped update can be
+    NaN."""
     return value if math.isfinite(value) else None
 
 
 class Run:
-    """A training run on one rank: the model, its optimizer states, the data loader and the saves.
-    The first rank also has the run directory."""
+    """A training run on one rank: the model, its optimizer states, the data loader and the
+    checkpoint saves. The first rank also has the run directory."""
 
     def __init__(
         self,
@@ -290,8 +293,8 @@ class Run:
             start_up.done("model and states")
 
     def go(self) -> None:
-        """Run all updates up to the last step, with the evaluations, samples and saves that are
-        due."""
+        """Train from the start step to the last step, or until a signal or a deadline stops the
+        run. After each update, run the evaluations, samples and checkpoint saves that are due."""
         if self.directory is not None and self.plan.start.step >= self.last_step:
             logger.info(
                 "nothing to do: the run is at step %d, and its last step is %d; raise train.%s to "
@@ -349,7 +352,8 @@ class Run:
         print_end(self.config.train, self.config.model, self.plan, step, seconds, loss, evaluation)
 
     def update(self, step: int) -> None:
-        """Do one update and record it. The recorded time includes reading the data."""
+        """Run the update number `step`. On the first rank, record its figures. The recorded time
+        includes the time to read the data."""
         self.meter.clear()
         self.trace.events.clear()
         start = time.perf_counter()
@@ -371,8 +375,8 @@ class Run:
             self._start_up = None
 
     def evaluate(self, step: int) -> None:
-        """Compute and record the held-out loss if `step` is the last step or a multiple of
-        `train.eval_interval`. A collective of all ranks."""
+        """Compute and record the loss on the held-out data, if there is any, when `step` is the
+        last step or a multiple of `train.eval_interval`. A collective of all ranks."""
         train, dataset = self.config.train, self.plan.data.held_out
         due = step == self.last_step or (train.eval_interval and step % train.eval_interval == 0)
         if dataset is None or not due:
@@ -391,7 +395,7 @@ class Run:
         self.recorder.record(EvalRecord(step, "held-out", held_out.loss, held_out.tokens))
 
     def sample(self, step: int) -> None:
-        """Generate and log a sample if `step` is a multiple of `train.sample_interval`.
+        """Generate and log a sample of text if `step` is a multiple of `train.sample_interval`.
 
         The sample continues the first held-out instance. Without held-out data, it continues the
         first training instance. A collective of all ranks.
@@ -414,7 +418,8 @@ class Run:
             logger.info("sample at step %d:\n%s", step, indented(text))
 
     def _record(self, result: UpdateResult, seconds: float) -> None:
-        """Pass the figures of an update to all recorders, such as metrics.jsonl and TensorBoard."""
+        """Pass the figures of an update to all recorders, which write metrics.jsonl and other
+        outputs. `seconds` is the duration of the update."""
         model = self.config.model
         moe = None
         if model.sparse_layers:
@@ -452,7 +457,8 @@ class Run:
         )
 
     def _start_recording(self, directory: RunDirectory, notes: list[str]) -> None:
-        """Open the files of the run directory, log `notes`, and find the peak FLOP/s for MFU."""
+        """Open the files of the run directory, log `notes`, and determine the device's peak FLOP/s,
+        from which MFU is computed."""
         for sink in directory.open(self.config, self.plan, self.last_step):
             self.recorder.add(sink)
         for note in notes:

@@ -1,8 +1,8 @@
 """Return free memory of glibc's fragmented heap to the operating system, with malloc_trim.
 
 oneDNN allocates small, long-lived blocks between the tensors of an update. These blocks fragment
-the heap, so the heap grows during a run. docs/benchmarks/step.md gives the memory with and without
-this module.
+the heap, so the heap grows during a run. docs/benchmarks/step.md reports the memory use with and
+without this module.
 """
 
 from __future__ import annotations
@@ -12,22 +12,23 @@ import resource
 from pathlib import Path
 
 _MIN_UPDATES = 16
-"""Minimum number of updates between two trims, because a trim takes a tenth of a second."""
+"""Minimum number of updates between two calls of malloc_trim. A call takes a tenth of a second."""
 
 
 class MallocTrim:
-    """Trims this process's heap between updates. Does nothing without glibc's malloc or without
-    /proc."""
+    """Calls glibc's malloc_trim between updates if the memory of this process has grown. Does
+    nothing without glibc's malloc or without /proc."""
 
     def __init__(self) -> None:
         self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         self._limit = 0
         self._updates = _MIN_UPDATES
-        """Updates since the last trim. The initial value allows a trim after the first update."""
+        """Number of updates since the last trim. The initial value allows a trim after the first
+        update."""
 
     def after_update(self) -> None:
-        """Trim the heap if the memory of this process has grown by more than an eighth since the
-        last trim. At least _MIN_UPDATES updates pass between two trims."""
+        """Call malloc_trim if the memory of this process has grown by more than an eighth since the
+        first update after the last call. At least _MIN_UPDATES updates pass between two calls."""
         if self._trim is None or not (used := private_bytes()):
             return
         self._updates += 1
@@ -39,8 +40,8 @@ class MallocTrim:
 
 
 def private_bytes() -> int:
-    """Return the resident bytes of this process except file-backed and shared pages; 0 if
-    unknown."""
+    """Return the resident memory of this process in bytes, without file-backed and shared pages.
+    Return 0 if the memory is unknown."""
     try:
         _, resident, shared, *_ = Path("/proc/self/statm").read_text().split()
     except OSError:

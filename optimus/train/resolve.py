@@ -1,7 +1,8 @@
-"""The plan of a run: mesh, batch, data and start, resolved once from the configuration.
+"""Planning of a run: check the configuration, and derive the mesh of ranks, the batch sizes, the
+data sets and the checkpoint from which the run starts.
 
-This module imports no torch, so the spawner of `--nproc` finds mistakes before it starts ranks.
-`optimus.train.autotune` chooses the settings that ranks must measure.
+This module imports no torch, so that `optimus train --nproc` finds mistakes before it starts ranks.
+`optimus.train.autotune` chooses the settings whose values must be measured.
 """
 
 from __future__ import annotations
@@ -43,12 +44,13 @@ FROZEN = (
     "optim.groups",
     "optim.frozen",
 )
-"""Settings that a resumed run must not change, in addition to all settings in `[model]`. Exceptions
-are the settings in CHANGEABLE that `checkpoint.allow_change` names. `train.batch_tokens` is the
-actual number of tokens per update."""
+"""Settings that a resumed run must not change, in addition to all settings in `[model]`. A setting
+that is also in CHANGEABLE may change if `checkpoint.allow_change` names it. `train.batch_tokens` is
+the actual number of tokens per update."""
 
 _DATA_POSITION = ("data.identity", "train.batch_tokens")
-"""Settings that, together with the step, determine the instances that an update reads."""
+"""Settings that, together with the step, determine which instances (token sequences) an update
+reads."""
 
 # optim.frozen is left out, since a checkpoint has no moments of frozen parameters. To train such
 # parameters, start from model@STEP.
@@ -66,17 +68,18 @@ _PER_LAUNCH = ("train.run_dir", "train.deadline_s", "train.stop_at_step", "check
 
 
 class RunData(NamedTuple):
-    """The data sets of a run."""
+    """The training and held-out data sets of a run, and the content of the tokenizer file."""
 
     training: InstanceSource
     held_out: FiniteSource | None
     """Data for the held-out loss; None if the run does not compute this loss."""
     tokenizer: bytes
-    """Content of the tokenizer file of the training data. Every checkpoint contains a copy."""
+    """Content of the tokenizer file of the training data. Every checkpoint contains a copy of this
+    file."""
 
     def check_shards(self) -> None:
-        """Raise DataError if a shard of a data set is missing or has the wrong size. Only one rank
-        of a run makes this check, since data sets may have many thousands of shards."""
+        """Raise DataError if a shard of a data set is missing or has the wrong size. Call this on
+        only one rank of a run, since data sets may have many thousands of shards."""
         for source in (self.training, self.held_out):
             for dataset in getattr(source, "sources", (source,)):
                 if isinstance(dataset, TokenDataset):
@@ -85,39 +88,41 @@ class RunData(NamedTuple):
 
 @dataclass(frozen=True)
 class PartialPlan:
-    """The plan of a run: mesh, batch, data and start.
+    """The plan of a run, which can be made on a machine without the data sets or the run directory.
 
-    On a machine without the data, `data` is None. On a machine without the run directory, `start`
-    is that of a new run.
+    Without the data sets, `data` is None. Without the run directory, `start` is the start of a new
+    run.
     """
 
     mesh: Mesh
     batch: BatchPlan
     data: RunData | None
-    """None if the data sets were not read."""
+    """The data sets; None if they were not opened."""
     start: Start
     """The step and the checkpoint from which the run starts. If the run directory was not read,
     this is the start of a new run."""
     changes: tuple[str, ...]
-    """Log lines about settings whose values differ from those in the checkpoint, and about a change
-    of the learning rate."""
+    """Log lines about settings whose values differ from those in the checkpoint, and about a
+    changed learning rate."""
     skipped_steps: tuple[int, ...]
-    """Steps whose updates are skipped, from SKIPPED_STEPS in the run directory."""
+    """Steps whose updates are skipped. They are listed in the file SKIPPED_STEPS of the run
+    directory."""
 
     def tokens_after(self, step: int) -> int:
-        """Return the number of tokens that the run has read after update `step`."""
+        """Return the total number of tokens that the run has read when update `step` is
+        complete."""
         return self.start.tokens + (step - self.start.step) * self.batch.tokens
 
 
 @dataclass(frozen=True)
 class RunPlan(PartialPlan):
-    """The plan of a run whose data sets were opened: mesh, batch, data and start."""
+    """The plan of a run whose data sets have been opened."""
 
     data: RunData
 
 
 class RunInputs(NamedTuple):
-    """The fields of a RunPlan that every rank resolves by itself."""
+    """The fields of a RunPlan that every rank computes without communication."""
 
     mesh: Mesh
     batch: BatchPlan
@@ -125,7 +130,8 @@ class RunInputs(NamedTuple):
 
 
 class ResolvedStart(NamedTuple):
-    """The fields of a RunPlan that the first rank resolves, after it locks the run directory."""
+    """The fields of a RunPlan that only the first rank computes. It locks the run directory first,
+    and then broadcasts the fields to all ranks."""
 
     start: Start
     changes: tuple[str, ...]
@@ -135,18 +141,20 @@ class ResolvedStart(NamedTuple):
 def resolve(
     config: Config, world_size: int, read_data: bool = True, read_run_dir: bool = True
 ) -> PartialPlan:
-    """Return the plan of a run: mesh, batch, data and start. Creates no file.
+    """Check a run and return its plan: the mesh of ranks, the batch sizes, the data sets and the
+    start. Creates no file.
 
-    A training run makes the same plan with `read_inputs` and `find_start`.
+    A training run calls `read_inputs` and `find_start` instead, and gets the same plan.
 
     Args:
         config: The run's configuration.
         world_size: Number of ranks.
-        read_data: False on a machine that does not have the data.
-        read_run_dir: False on a machine that does not have the run directory and its checkpoints.
+        read_data: True to open the data sets. False on a machine that does not have them.
+        read_run_dir: True to read the run directory and its checkpoints. False on a machine that
+            does not have them.
 
     Returns:
-        A RunPlan if the data was read, otherwise a PartialPlan.
+        A RunPlan if the data sets were opened, otherwise a PartialPlan.
 
     Raises:
         ConfigError, DataError, CheckpointError: The run cannot start. The message is one line with
@@ -182,7 +190,7 @@ def read_inputs(config: Config, world_size: int) -> RunInputs:
 
 
 def check_settings(config: Config, world_size: int) -> tuple[Mesh, BatchPlan]:
-    """Return the mesh and the batch of a run.
+    """Check the settings of a run. Return the mesh of its ranks and the batch sizes of an update.
 
     Raises:
         ConfigError: A setting is missing, or contradicts another setting or the number of ranks.
@@ -210,7 +218,8 @@ def check_settings(config: Config, world_size: int) -> tuple[Mesh, BatchPlan]:
 
 
 def divide(config: Config, world_size: int) -> tuple[Mesh, BatchPlan]:
-    """Return the mesh of `world_size` ranks and the batch sizes of each data rank.
+    """Check that the run can be divided over `world_size` ranks. Return the mesh of the ranks and
+    the batch sizes of an update.
 
     Raises:
         ConfigError: The mesh, the model or the global batch does not fit the number of ranks. All
@@ -225,7 +234,8 @@ def divide(config: Config, world_size: int) -> tuple[Mesh, BatchPlan]:
 
 
 def check_run_dir(run_dir: str) -> None:
-    """Raise ConfigError if `run_dir` is not a directory, is not writable or cannot be created."""
+    """Check that `run_dir` is a writable directory or can be created. Raises ConfigError
+    otherwise."""
     path = Path(run_dir).absolute()
     # lexists: mkdir cannot replace a link without a target.
     nearest = next(folder for folder in (path, *path.parents) if os.path.lexists(folder))
@@ -252,9 +262,10 @@ def find_start(
 
     Args:
         config: The run's configuration. `checkpoint.load` selects the start.
-        batch: The batch of an update.
+        batch: The batch sizes of an update.
         training: The training data; None if it was not opened.
-        damaged: Checkpoints to skip because loading them failed, as a dict from path to reason.
+        damaged: Checkpoints that must not be used because an attempt to load them failed, as a dict
+            from path to reason.
 
     Raises:
         CheckpointError: A checkpoint is unusable, or a frozen setting differs from the
@@ -276,8 +287,8 @@ def flat_settings(
 ) -> dict[str, Any]:
     """Return the settings that a checkpoint records, as a dict from "section.key" to the value.
 
-    The dict includes the tokens per update and, if `training` is not None, the identity of the
-    data.
+    The dict also has the number of tokens per update and, if `training` is not None, the identity
+    (fingerprint) of the training data.
     """
     flat = {
         f"{section}.{key}": value
@@ -298,8 +309,8 @@ def flat_settings(
 def network_warnings(
     model: ModelConfig, train: TrainConfig, mesh: Mesh, ranks_per_node: int
 ) -> list[str]:
-    """Return a warning for each of the axes tp and ep whose groups span several nodes. A warning
-    contains the bytes that a layer sends over the network."""
+    """Return a warning for each of the mesh axes tp and ep whose process groups span several nodes.
+    Each warning contains the number of bytes that a layer sends over the network."""
     width = {"fp32": 4, "bf16": 2, "fp16": 2}[train.dtype]
     rows = train.microbatch_size * train.seq_len
     token_bytes = model.hidden_size * width
@@ -332,9 +343,10 @@ def network_warnings(
 
 
 def _compare(settings: Mapping[str, Any], start: Start, allowed: Sequence[str]) -> list[str]:
-    """Return a log line for each setting that differs from the checkpoint's.
+    """Compare the settings of a run with those of the checkpoint from which the run starts. Return
+    a log line for each difference.
 
-    Raises CheckpointError if a frozen setting differs and is not in `allowed`.
+    Raises CheckpointError if a setting that must not change differs and is not in `allowed`.
     """
     stored, changes = start.settings, []
     exact = settings["train.deterministic"] and stored.get("train.deterministic")
@@ -362,8 +374,8 @@ def _compare(settings: Mapping[str, Any], start: Start, allowed: Sequence[str]) 
 
 
 def _position_change(settings: Mapping[str, Any], stored: Mapping[str, Any], step: int) -> str:
-    """Return the end of a log line about a change of the data or the batch size on resume: the
-    range of instances that the run skips or reads again because of the change. Return "" if the
+    """Return a text to append to a log line about a change of the data or the batch size on resume:
+    the range of instances that the run skips or reads again because of the change. Return "" if the
     checkpoint does not record its data, batch size and sequence length."""
     needed = ("train.seq_len", "train.batch_tokens", "data.identity")
     if not all(stored.get(key) for key in needed):
@@ -398,14 +410,16 @@ def open_data(data: DataConfig, seq_len: int, vocab_size: int) -> RunData:
 
 
 class _Opener(NamedTuple):
-    """Opens data sets and checks that they fit the model."""
+    """Opens data sets, and checks that the sequence length and the vocabulary of each data set fit
+    the model."""
 
     seq_len: int
     vocab_size: int
 
     def open(self, key: str, path: str) -> TokenDataset:
-        """Open the data set at `path`, the value of setting `key`. Raises DataError if instances do
-        not have `seq_len` tokens, or if the data's vocabulary is larger than the model's."""
+        """Open the data set at `path`, the value of setting `key`. Raises DataError if an instance
+        of the data set does not have `seq_len` tokens, or if the vocabulary of the data set is
+        larger than that of the model."""
         dataset = TokenDataset(path)
         if dataset.context != self.seq_len:
             raise DataError(
@@ -444,8 +458,8 @@ def _training_data(data: DataConfig, opener: _Opener) -> InstanceSource:
 
 
 def _check_trainable(key: str, dataset: TokenDataset) -> None:
-    """Raise DataError if `dataset`, the value of setting `key`, is the held-out part of a data
-    set."""
+    """Check that `dataset` is not the held-out part of a data set, which must not be trained on.
+    Raises DataError, with a message that names `key`, the setting that selects `dataset`."""
     if dataset.split == SPLITS[1]:
         parent = dataset.path.resolve().parent
         has_data = (parent / "manifest.json").is_file()
@@ -468,8 +482,9 @@ def _evaluation_data(data: DataConfig, opener: _Opener) -> FiniteSource | None:
 
 
 def _evaluation_path(path: str) -> str:
-    """Return the path of the held-out part of the data set at `path`; "" if there is no held-out
-    instance. Raises DataError if the held-out part does not belong to the data set."""
+    """Return the path of the held-out part of the data set at `path`. Return "" if there is no
+    held-out instance. Raises DataError if the directory "eval" in `path` belongs to another data
+    set."""
     held_out = Path(path) / "eval"
     if not (held_out / "manifest.json").is_file():
         return ""
@@ -481,7 +496,7 @@ def _evaluation_path(path: str) -> str:
 
 def _read_tokenizer(dataset: InstanceSource) -> bytes:
     """Return the content of a data set's tokenizer file. Raises DamageError if the file cannot be
-    read or has changed."""
+    read or is not the file that made the data set."""
     file = Path(dataset.tokenizer_file)
     try:
         content = read_regular(file, _MAX_TOKENIZER_BYTES)

@@ -1,4 +1,5 @@
-"""The run directory on the first rank: its lock, its config.toml and its metrics files."""
+"""Run directory of a training run, as the first rank uses it: its lock, config.toml and the metrics
+files."""
 
 from __future__ import annotations
 
@@ -21,13 +22,15 @@ logger = logging.getLogger(__name__)
 
 
 class RunDirectory:
-    """The locked run directory and the open files in it, on the first rank only."""
+    """Run directory of a training run: its lock and the open files in it. Only the first rank has a
+    RunDirectory."""
 
     def __init__(self, path: str | os.PathLike) -> None:
-        """Create the directory if it does not exist, lock it and open a workspace.
+        """Create the run directory if it does not exist, lock it and open a workspace.
 
-        A workspace is a temporary directory from which files are renamed into the run directory.
-        In a supervised run, the supervisor has locked the run directory and opened the workspace.
+        A workspace is a temporary directory from which files are renamed into the run directory. In
+        a supervised run, the supervisor has already locked the run directory and opened the
+        workspace, and this object uses that workspace.
 
         Args:
             path: `train.run_dir`.
@@ -52,7 +55,7 @@ class RunDirectory:
 
         If the run starts at step n, checkpoints and metrics of later steps are moved to
         subdirectories. Call this after the initial states are loaded, so that a failed load changes
-        nothing.
+        no file.
 
         Args:
             config: The run's configuration, with the settings that ranks chose by measurement.
@@ -75,8 +78,8 @@ class RunDirectory:
         return sinks
 
     def check_newest(self) -> None:
-        """Raise OptimusError if the run was started again and the later process has taken over the
-        directory. This process can then no longer change the directory."""
+        """Check that no later start of the same run has taken over the run directory. Raises
+        OptimusError otherwise, because this process can then no longer change the directory."""
         if self.metrics.is_replaced() and not self.workspace.is_open():
             raise OptimusError(
                 f"train.run_dir = {str(self.path)!r}: another start of this run uses the directory "
@@ -84,17 +87,18 @@ class RunDirectory:
             )
 
     def sync(self) -> None:
-        """Sync metrics.jsonl and eval.jsonl to disk. Call this before a checkpoint is committed.
-        Raises OSError if the disk fails."""
+        """Sync metrics.jsonl and eval.jsonl to disk. Call this method before a checkpoint is
+        committed. Raises OSError if the disk fails."""
         self.metrics.sync()
 
     def end_progress(self) -> None:
-        """End the progress bar and leave it on the terminal. Later lines are printed below it."""
+        """Stop the progress bar without removing it from the terminal. Later lines are printed
+        below it."""
         if self._progress is not None:
             self._progress.close()
 
     def close(self, others_have_ended: bool) -> None:
-        """Close the files and unlock the directory.
+        """Close the files of the run directory and unlock the directory.
 
         Args:
             others_have_ended: True if no other rank uses the workspace any more. An empty workspace
@@ -117,7 +121,7 @@ class RunDirectory:
 
 
 def _expected_steps(plan: RunPlan, name: str, run_dir: Path) -> range:
-    """Return the steps whose lines a metrics file must contain before the run starts at
+    """Return the steps for which a metrics file must already have a line when the run starts at
     `plan.start`.
 
     The range is empty if these steps are unknown.

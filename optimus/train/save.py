@@ -35,13 +35,14 @@ from optimus.train.resolve import RunPlan, flat_settings
 logger = logging.getLogger(__name__)
 
 _FEW_SAVES = 4
-"""Limit for repeated warnings about directories that cannot be removed. `Saves` repeats the warning
-if the disk has space for fewer saves than this limit, and for fewer than at the last warning."""
+"""Limit for repeated warnings about checkpoint directories that cannot be removed. `Saves` warns
+again if the free disk space is enough for fewer saves than this limit and for fewer saves than at
+the last warning."""
 
 
 def check_saves(model: ModelConfig, model_interval: int, start: store.Start) -> None:
-    """Check that a run's initial weights fit the model, and that a model-only checkpoint of the
-    model is possible. Builds no model.
+    """Check that a run's initial weights fit the model, and, if `model_interval` is not 0, that the
+    model can be saved as a model-only checkpoint. Builds no model.
 
     Args:
         model: The run's model.
@@ -59,7 +60,8 @@ def check_saves(model: ModelConfig, model_interval: int, start: store.Start) -> 
 
 
 class _PendingSave:
-    """The save in progress, if any, of one kind of checkpoint: full or model-only."""
+    """The saves of one kind of checkpoint, full or model-only: the save in progress, if any, and
+    the number of failed saves."""
 
     def __init__(
         self,
@@ -70,18 +72,20 @@ class _PendingSave:
         """Create an object without a save in progress.
 
         Args:
-            saver: Starts the saves; None if this kind of checkpoint is never due.
-            path_of: Returns the path of the checkpoint for a run directory and a step.
-            write_sidecar_files: Writes the sidecar files, such as the configuration and the
-                tokenizer, to the directory of a checkpoint.
+            saver: Object that starts the saves; None if this kind of checkpoint is never saved.
+            path_of: Function that returns the path of the checkpoint for a run directory and a
+                step.
+            write_sidecar_files: Function that writes the sidecar files, such as the configuration
+                and the tokenizer, to the directory of a checkpoint.
         """
         self.saver, self.path_of, self.write_sidecar_files = saver, path_of, write_sidecar_files
         self.save: AsyncSave | None = None
         self.failures = 0
-        """Number of failed saves since the last committed save."""
+        """Number of failed saves of this kind of checkpoint since the last committed save."""
 
     def poll(self, wait: bool = False) -> Outcome | None:
-        """Return the outcome if the save was committed or failed since the last call, else None.
+        """Return the outcome of the save in progress if it was committed or failed since the last
+        call, else None.
 
         A collective of all ranks.
 
@@ -97,7 +101,8 @@ class _PendingSave:
 
 
 class Saves:
-    """Starts the saves of full and model-only checkpoints of a run, and handles their outcomes."""
+    """Starts the saves of full and model-only checkpoints of a run, and records or reports whether
+    each save succeeds."""
 
     def __init__(
         self,
@@ -110,17 +115,18 @@ class Saves:
         workspace: Workspace,
         sync_logs: Callable[[], None],
     ) -> None:
-        """Plan which values each rank writes to the checkpoints. A collective of all ranks.
+        """Determine which values each rank writes to the checkpoints. A collective of all ranks.
 
         Args:
-            config: The run's configuration, with the choices that ranks measured.
+            config: The run's configuration, with the values that ranks chose by measurement.
             world: All ranks.
             plan: The plan of the run.
             states: The parameters and optimizer states of this rank.
             rank_states: The shards of `states` and their layout over ranks.
             loss_scale: The loss scale, whose state each checkpoint contains.
             workspace: The workspace of the run.
-            sync_logs: Syncs the metrics files to disk; the first rank calls it before a commit.
+            sync_logs: Function that syncs the metrics files to disk. The first rank calls it before
+                it commits a checkpoint.
         """
         self._config, self._world, self._plan, self._states = config, world, plan, states
         self._settings = flat_settings(config, plan.batch, plan.data.training)
@@ -130,7 +136,7 @@ class Saves:
         self._rank_states = replace(rank_states, shards=())
         self._removing = threading.Lock()
         self._unremovable: dict[Path, str] = {}
-        """Directories that could not be removed, each with the reason that was logged."""
+        """Maps each directory that could not be removed to the reason that was logged."""
         self._least_saves = _FEW_SAVES
         self._sync_logs, self._last_step, self._end_failed = sync_logs, 0, ""
         self._newest = plan.start.path.name if plan.start.path is not None else "none"
@@ -153,10 +159,12 @@ class Saves:
         states.frozen.settle()
 
     def save_missing(self) -> None:
-        """Save the model-only checkpoint of the run's start step, if it was due but is missing.
+        """Save the model-only checkpoint of the step at which the run starts, if the checkpoint was
+        due but is missing.
 
-        It is missing if the run was killed after the commit of the full checkpoint of this step and
-        before the commit of the model-only checkpoint. A collective of all ranks.
+        The model-only checkpoint of a step is missing if an earlier process of the run was killed
+        after it committed the full checkpoint of the step and before it committed the model-only
+        checkpoint. A collective of all ranks.
         """
         start, settings = self._plan.start, self._config.checkpoint
         run_dir, interval = self._config.train.run_dir, settings.model_interval
@@ -169,7 +177,8 @@ class Saves:
             self._handle(self._models, self._models.poll(wait=True))
 
     def after(self, step: int, last: bool) -> None:
-        """Handle the saves that have ended, and start the saves that are due after `step`.
+        """Handle the checkpoint saves that have ended, and start the saves that are due after
+        `step`.
 
         A collective of all ranks.
 
@@ -207,7 +216,7 @@ class Saves:
                 raise OptimusError(self._end_failed)
 
     def end(self) -> None:
-        """Wait for the saves in progress to end and log their failures.
+        """Wait until all saves in progress have ended, and log each failed save.
 
         A collective of all ranks. After an error, call this only if every rank raises that error.
         """
@@ -216,8 +225,8 @@ class Saves:
                 self._warn(outcome.failure.message)
 
     def give_up(self) -> None:
-        """Request this rank's saves in progress to stop. Not a collective, since other ranks may be
-        lost."""
+        """Request that the saves in progress on this rank stop. Not a collective, because other
+        ranks may have ended."""
         for pending in (self._fulls, self._models):
             if pending.save is not None:
                 pending.save.give_up()
@@ -225,10 +234,11 @@ class Saves:
     def _begin(
         self, pending: _PendingSave, step: int, reserve: Callable[[], int] = lambda: 0
     ) -> None:
-        """Start the save of `step`, after the previous save of the same kind has ended.
+        """Wait for the previous checkpoint save of the same kind to end, and start the save of
+        `step`.
 
         `reserve` returns the number of bytes that the full save of `step` must still write. The
-        disk must have space for these bytes and for this save.
+        disk must have space for these bytes in addition to the new save.
         """
         assert pending.saver is not None, "model-only saves need checkpoint.model_interval"
         if (before := pending.save) is not None:
@@ -267,8 +277,8 @@ class Saves:
             self._handle(pending, pending.poll(wait=True))
 
     def _handle(self, pending: _PendingSave, outcome: Outcome | None) -> None:
-        """Handle the outcome of a save. Raises NonFiniteError if the saved states have a non-finite
-        value."""
+        """Record a committed save, or count and log a failed save. Do nothing if `outcome` is None.
+        Raises NonFiniteError if the saved states have a non-finite value."""
         if outcome is None:
             return
         if outcome.failure is None:
@@ -294,8 +304,8 @@ class Saves:
         """Count and log a failed save. Raise OptimusError if `checkpoint.max_failures` saves in a
         row have failed.
 
-        If the save of the last step has failed, store the error instead of raising it. `after`
-        raises it when all saves have ended.
+        If the save of the last step has failed, store the error instead of raising it.
+        `Saves.after` raises the stored error when all saves have ended.
         """
         pending.failures += 1
         limit = self._config.checkpoint.max_failures
@@ -313,12 +323,13 @@ class Saves:
             self._warn(f"{message}; the run continues (failure {number} in a row)")
 
     def _warn(self, line: str) -> None:
-        """Log `line` as a warning on the first rank. All ranks may call this with the same line."""
+        """Log `line` as a warning on the first rank only. Any rank may call this method."""
         if self._world.is_first:
             logger.warning(line)
 
     def _remove_old(self) -> None:
-        """Remove the checkpoints that the retention settings do not keep. Runs in a thread."""
+        """Remove the checkpoints that settings such as `checkpoint.keep_models` do not keep. Runs
+        in a thread."""
         run_dir, settings = self._config.train.run_dir, self._config.checkpoint
         with self._removing:  # a full and a model-only save may end at the same time
             try:
@@ -337,11 +348,12 @@ class Saves:
             )
 
     def _warn_of_unremovable(self, left: dict[Path, str]) -> None:
-        """Log a warning with the directories that could not be removed and the free disk space.
+        """Log warnings that name the directories that could not be removed and give the free disk
+        space.
 
         Args:
-            left: The directories that could not be removed, each with the reason. A directory is
-                named again only if its reason has changed.
+            left: Dict from the directories that could not be removed to the reasons. A directory
+                that an earlier warning has named is named again only if its reason has changed.
         """
         new = [path for path in left if self._unremovable.get(path) != left[path]]
         self._unremovable = left
@@ -368,7 +380,8 @@ class Saves:
         refuse_bad_states(train, optim, self._states, everyone, workspace, step, step)
 
     def _facts(self, step: int) -> dict[str, Any]:
-        """Return the entries of a checkpoint's manifest that describe the run after `step`."""
+        """Return the entries of a checkpoint's manifest that describe the state of the run after
+        `step`."""
         start = self._plan.start
         return {
             "step": step,

@@ -1,4 +1,5 @@
-"""The learning rate at every update."""
+"""Learning rate of each update, and its comparison with the learning rate that a checkpoint
+records."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ from optimus.config import OptimConfig
 
 
 def learning_rate(step: int, optim: OptimConfig, max_steps: int) -> float:
-    """Return the learning rate of update `step`: linear warm-up, then `optim.schedule`. The first
-    update has the number 1."""
+    """Return the learning rate of the update number `step`, counted from 1. A linear warm-up is
+    followed by the schedule that `optim.schedule` selects."""
     assert step >= 1
     if step <= optim.warmup_steps:
         return optim.lr * step / optim.warmup_steps
@@ -26,12 +27,12 @@ def learning_rate(step: int, optim: OptimConfig, max_steps: int) -> float:
 
 
 def rate_change(step: int, optim: OptimConfig, max_steps: int, stored: Mapping[str, Any]) -> str:
-    """Compare the learning rates that follow from the configuration with those that follow from a
-    checkpoint's settings. Return a log line about a difference; "" if there is none.
+    """Compare the learning-rate schedule of the configuration with that of a checkpoint. Return a
+    log line about a difference; "" if there is none.
 
-    The line contains both rates and the settings that keep the checkpoint's rate. The comparison
-    starts at update `step` and ends at the smaller of the two values of `train.max_steps`, but
-    always includes `step`.
+    The line contains the two learning rates and the settings that keep the checkpoint's schedule.
+    The comparison covers the updates from `step` to the smaller of the two values of
+    `train.max_steps`, and always covers `step`.
 
     Args:
         step: Number of the next update, from 1.

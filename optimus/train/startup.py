@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 
 def prepare_meeting(launch: LaunchEnv) -> None:
-    """Check the rendezvous address of the ranks. Raises LaunchError if it cannot be used."""
+    """Check the rendezvous address of the ranks, and turn off torch's warnings about failed
+    connections. Raises LaunchError if the address cannot be used."""
     from optimus.distributed.rendezvous import check_meeting_point
 
     check_meeting_point(launch)
@@ -34,7 +35,7 @@ def prepare_meeting(launch: LaunchEnv) -> None:
 def check_run(
     config: Config, world_size: int, check_data: bool = True, check_run_dir: bool = True
 ) -> PartialPlan:
-    """Run the checks of `optimus train` that need only one process. Creates no file.
+    """Make the checks of `optimus train` that need only one process. Creates no file.
 
     Args:
         config: The run's configuration.
@@ -70,7 +71,7 @@ def dry_run(
     config: Config, nodes: int, ranks_per_node: int, check_data: bool, check_run_dir: bool
 ) -> None:
     """Check a run on `nodes` nodes with `ranks_per_node` ranks each, and print its plan.
-    `check_data` and `check_run_dir` are as in `check_run`."""
+    `check_data` and `check_run_dir` have the same meaning as in `check_run`."""
     plan = check_run(config, nodes * ranks_per_node, check_data, check_run_dir)
     from optimus.train.summary import print_start
 
@@ -82,10 +83,11 @@ def dry_run(
 
 
 def refuse_together(launch: LaunchEnv, error: OptimusError) -> NoReturn:
-    """Raise `error`.
+    """End this rank because of `error`.
 
-    In a run with several ranks, first start the process group, through which the ranks agree on one
-    error. The run then prints only this error.
+    In a run with one rank, raise `error`. In a run with several ranks, start the process group,
+    through which the ranks agree on one error. All ranks then raise a RunEnded, and the run prints
+    only one error.
     """
     if launch.world_size > 1:
         prepare_meeting(launch)
@@ -96,7 +98,8 @@ def refuse_together(launch: LaunchEnv, error: OptimusError) -> NoReturn:
 
 
 def ranks_to_start(nproc: int | None, started: int) -> int:
-    """Return the number of local ranks that this process must start; 0 if it is itself a rank.
+    """Return the number of local ranks that this process must start; 0 if this process is itself a
+    rank.
 
     Args:
         nproc: Value of `--nproc`; None if it was not given.
@@ -120,8 +123,8 @@ def ranks_to_start(nproc: int | None, started: int) -> int:
 
 
 class StartUp:
-    """Stopwatch for the phases from the start of a command to the end of the first update, on one
-    rank."""
+    """Stopwatch for the start-up of one rank: measures the phases from the start of the command to
+    the end of the first update."""
 
     def __init__(self, process_start: float | None = None) -> None:
         """Start the stopwatch.
@@ -145,12 +148,14 @@ class StartUp:
         self.done("imports")
 
     def done(self, phase: str) -> None:
-        """End the phase `phase`, which began when the previous phase ended."""
+        """Record that the phase `phase` has ended. The phase began when the previous phase
+        ended."""
         now = time.monotonic()
         self._phases.append((phase, now - self._last))
         self._last = now
 
     def record(self) -> StartUpRecord:
-        """Return the durations of all phases that have ended, and the processor time."""
+        """Return the durations of all phases that have ended, their total, and the processor time
+        of this process."""
         processor_s = time.process_time() - self._processor_start
         return StartUpRecord(tuple(self._phases), self._last - self._start, processor_s)

@@ -25,19 +25,21 @@ logger = logging.getLogger(__name__)
 
 _DEADLINE = -1
 _PRIORITY = (0, _DEADLINE, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)
-"""Reasons to stop, in ascending order of priority; 0 is no reason. If ranks have different reasons,
-all ranks report the one with the highest priority."""
+"""Reasons to stop, in ascending order of priority: 0 (no reason), _DEADLINE and signal numbers. If
+ranks have different reasons, all ranks report the reason with the highest priority."""
 
 
 class StopRequest:
-    """Records a stop signal on this rank, checks the deadline, and lets all ranks agree to stop."""
+    """Records the stop signals that this rank receives, checks the deadline, and decides together
+    with all other ranks to stop."""
 
     def __init__(self, deadline_s: float, job_end: float | None = None) -> None:
         """Install handlers for STOP_SIGNALS.
 
         Args:
             deadline_s: Seconds from the start of this process to the deadline; 0: no deadline.
-            job_end: Unix time of a second deadline, or None. The earlier of both deadlines applies.
+            job_end: Unix time of a second deadline; None: no second deadline. The earlier deadline
+                applies.
         """
         self._end = environment.STARTED + deadline_s if deadline_s else math.inf
         if job_end is not None:
@@ -69,8 +71,9 @@ class StopRequest:
         )
 
     def agreed(self, group: Group, device: torch.device) -> str | None:
-        """Return the reason why all ranks stop after this step; None if they continue. A collective
-        of `group`."""
+        """Decide on all ranks together whether the run stops after this step. Return the reason for
+        the stop as text, the same on all ranks; None if the run continues. A collective of
+        `group`."""
         from optimus.distributed.collectives import greatest
 
         reason = self._reason

@@ -44,7 +44,8 @@ def print_start(config: Config, plan: PartialPlan, ranks_per_node: int) -> None:
 
 
 def format_resolved(config: Config, plan: RunPlan, choices: MeasuredChoices) -> str:
-    """Return the plan and the choices of a run as text, one line per fact."""
+    """Return the plan of a run and the chosen values of its measured settings as text, one line per
+    fact."""
     start = plan.start
     path = f" from {start.path}" if start.path is not None else ", from initial weights"
     facts = [*plan_facts(config, plan), ("start", f"step {start.step:,}{path}")]
@@ -58,8 +59,8 @@ def format_resolved(config: Config, plan: RunPlan, choices: MeasuredChoices) -> 
 
 
 def resolved_tree(config: Config, plan: RunPlan, choices: MeasuredChoices) -> dict[str, Any]:
-    """Return a dict for JSON with the plan and the choices of a run, and with the settings that its
-    checkpoints will record."""
+    """Return a dict for JSON with the plan of a run, the chosen values of its measured settings,
+    and all settings that its checkpoints will record."""
     batch, start, data = plan.batch, plan.start, plan.data
     counts = {"tokens": batch.tokens, "instances": batch.instances, "targets": batch.targets}
     return {
@@ -85,7 +86,8 @@ def resolved_tree(config: Config, plan: RunPlan, choices: MeasuredChoices) -> di
 
 
 def _skipped(plan: PartialPlan) -> str:
-    """Return the steps after the start whose updates will be skipped, as text; "" if none."""
+    """Return the steps whose updates the run will skip, as text. Return "" if there are no such
+    steps."""
     steps = [step for step in plan.skipped_steps if step > plan.start.step]
     return f"{', '.join(map(str, steps))} ({SKIPPED_STEPS})" if steps else ""
 
@@ -110,7 +112,7 @@ def print_end(
     loss: float | None,
     evaluation: EvalRecord | None,
 ) -> None:
-    """Log the results of a run that ends at `last_step`, and commands to use next.
+    """Log the results of a run that ends at `last_step`, and commands that the user can run next.
 
     Args:
         train, model: Sections of the run's configuration.
@@ -134,8 +136,8 @@ def print_end(
 
 
 def plan_facts(config: Config, plan: PartialPlan) -> Iterator[tuple[str, str]]:
-    """Yield the lines of the log's summary of a plan as (name, text). A line whose name is ""
-    continues the previous line."""
+    """Yield the lines of the summary of a plan that the run logs, each as (name, text). A line with
+    the name "" continues the previous line."""
     model, train, batch, mesh = config.model, config.train, plan.batch, plan.mesh
     total, active = count_parameters(model)
     size = f"{counted(total, 'parameter')}, {active:,} active per token"
@@ -193,14 +195,16 @@ def _data(
 
 
 def _where(dataset: InstanceSource) -> str:
-    """Return the end of a log line about a data set: ": " and its path; "" for a mixture."""
+    """Return a text to append to a log line about a data set: ": " and its path; "" for a
+    mixture."""
     return f": {dataset.path}" if isinstance(dataset, TokenDataset) else ""
 
 
 def _epochs(
     mix: Sequence[MixSource], instances: int, training: InstanceSource
 ) -> Iterator[tuple[TokenDataset, float]]:
-    """Yield each data set and its number of epochs in a run that reads `instances` instances."""
+    """Yield each data set of the training data and the number of its epochs in a run that reads
+    `instances` instances in total."""
     if isinstance(training, TokenDataset):
         yield training, instances / training.num_instances
         return
@@ -211,7 +215,8 @@ def _epochs(
 
 
 def _repeats(mix: Sequence[MixSource], max_steps: int, plan: PartialPlan) -> Iterator[str]:
-    """Yield a warning for each data set that the run reads more than MAX_EPOCHS times."""
+    """Yield the text of a warning for each data set that the run reads more than MAX_EPOCHS
+    times."""
     if plan.data is None:
         return
     for dataset, epochs in _epochs(mix, max_steps * plan.batch.instances, plan.data.training):
@@ -250,8 +255,8 @@ def _results(
 def _next_commands(
     run_dir: str, model: ModelConfig, held_out: InstanceSource | None, done: bool
 ) -> Iterator[str]:
-    """Yield commands that use the results of a run. If `done` is false, because the run continues
-    later, yield only `optimus report`."""
+    """Yield command lines that use the results of a run, to show to the user. If `done` is False,
+    because the run continues later, yield only `optimus report`."""
     run = shlex.quote(run_dir)
     yield f"optimus report {run}"
     if not done:

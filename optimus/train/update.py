@@ -1,4 +1,5 @@
-"""One update: forward and backward in the order of the pipeline schedule, clipping, AdamW."""
+"""One update (optimizer step): forward and backward passes in the order of the pipeline schedule,
+gradient clipping, and AdamW."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ from optimus.train.schedule import learning_rate
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """Figures of one update, over all ranks. Losses are means over the global batch, in nats."""
+    """Losses, gradient norm and other figures of one update (optimizer step), over all ranks.
+    Losses are means over the global batch, in nats."""
 
     step: int
     loss: float
@@ -38,16 +40,18 @@ class UpdateResult:
     """Norm of the gradients before clipping; NaN if the update was skipped."""
     lr: float
     expert_rows: Tensor
-    """int64 [MoE layers, E]: tokens routed to each expert by all ranks. E is the largest number of
-    experts in a layer; layers with fewer experts are padded with zeros."""
+    """int64 [MoE layers, E]: number of tokens that all ranks have routed to each expert of each MoE
+    layer. E is the largest number of experts in a layer; layers with fewer experts are padded with
+    zeros."""
     loss_scale: float = 1.0
-    """Loss scale of this update."""
+    """Loss scale with which this update was computed."""
     skipped_steps: int = 0
-    """`LossScale.skipped` after this update: the number of updates skipped so far."""
+    """`LossScale.skipped` after this update: the total number of skipped updates."""
 
 
 class Updater:
-    """Performs the updates of this rank's model: forward, backward and optimizer step."""
+    """Runs the updates of the model on this rank: forward and backward passes, and the optimizer
+    step."""
 
     def __init__(
         self,
@@ -72,8 +76,8 @@ class Updater:
             plan: The batch sizes of an update.
             device: The device of the model.
             loss_scale: The loss scale of the run; None creates the loss scale of a new run.
-            workspace: The workspace of the run, to write files about non-finite values; None: these
-                files are not written.
+            workspace: The workspace of the run, through which files about non-finite values are
+                written; None: these files are not written.
             skipped_steps: Steps whose update is skipped, because their data gives non-finite
                 values.
             data: The training data, to name instances in files about non-finite values; None: these
@@ -95,7 +99,7 @@ class Updater:
         self._norm = 0.0
 
     def run(self, step: int, microbatches: list[Microbatch]) -> UpdateResult:
-        """Do one update.
+        """Run one update (optimizer step) and return its figures.
 
         Args:
             step: Number of the update, from 1.
@@ -103,8 +107,8 @@ class Updater:
 
         Raises:
             NonFiniteError: A loss or gradient of some rank is not finite. Raised on every rank,
-                before any master weight changes. In fp16, the update is skipped instead if the
-                loss scale can be halved. The steps in `skipped_steps` are always skipped.
+                before any master weight changes. In fp16, if the loss scale can be halved, the
+                update is skipped instead. Updates in `skipped_steps` are skipped without an error.
         """
         self._rank_model.executor.loss_scale = scale = self._loss_scale.scale
         on_device = self._rank_model.to_device(microbatches)
@@ -121,8 +125,8 @@ class Updater:
         return self._result(step, terms, lr, scale)
 
     def _opt_step(self, step: int, microbatches: list[Microbatch], lr: float) -> None:
-        """Execute OPT_STEP, the last action of the pipeline schedule: update the weights, or skip
-        the update after an overflow in fp16 or because `step` is in `skipped_steps`."""
+        """Execute OPT_STEP, the last action of the pipeline schedule. Update the weights, or skip
+        the update if gradients overflow in fp16 or the run must skip the update number `step`."""
         scaling = self._loss_scale
         if step in self._skipped_steps:
             self._states.gradients.finish()
@@ -165,7 +169,8 @@ class Updater:
     def _result(
         self, step: int, terms: dict[tuple[int, int], Terms], lr: float, scale: float
     ) -> UpdateResult:
-        """Return the figures of the update over all ranks. A collective of all ranks.
+        """Combine the loss terms of all ranks and return the figures of the update. A collective of
+        all ranks.
 
         Args:
             step: Number of the update.
@@ -194,8 +199,8 @@ class Updater:
         )
 
     def _sums(self, values: list[Tensor]) -> list[float]:
-        """Return the sum of each tensor over all ranks. In a skipped update, all sums are NaN if a
-        tensor of any rank contains a non-finite value."""
+        """Return, for each tensor, the sum of its elements over all ranks. In a skipped update, all
+        sums are NaN if a tensor of any rank contains a non-finite value."""
         if not math.isnan(self._norm):
             return exact_sums(values, self._groups.everyone)
         finite = [value.nan_to_num(0.0, 0.0, 0.0) for value in values]
@@ -204,8 +209,8 @@ class Updater:
         return [math.nan if trouble else total for total in sums]
 
     def _expert_rows(self, terms: dict[tuple[int, int], Terms]) -> Tensor:
-        """Return the tokens routed to each expert by all ranks, as `UpdateResult.expert_rows`. A
-        collective of all ranks."""
+        """Return the number of tokens that all ranks have routed to each expert, in the format of
+        `UpdateResult.expert_rows`. A collective of all ranks."""
         model = self._config.model
         sparse = model.sparse_layers
         if not sparse:
