@@ -27,7 +27,7 @@ from optimus.chunks.buffers import (
 )
 from optimus.chunks.grad_reducer import GradReducer
 from optimus.chunks.groups import ParamProcessGroups, check_same_params, groups_of_params
-from optimus.chunks.layout import Parameter, lay_out
+from optimus.chunks.layout import Chunk, Parameter, lay_out
 from optimus.chunks.norm import exact_norm, fast_norm
 from optimus.chunks.optimizer import Optimizer, UpdateQueue
 from optimus.chunks.param_store import ParamStore
@@ -97,8 +97,8 @@ class ChunkEngine:
             chunk_length,
         )
         self.slots = {slot.name: slot for slot in self.layout.slots}
-        self.residency, memory = residency, Memory(self.device, residency.poison, residency.copies)
-        self.memory = memory
+        self.residency = residency
+        self.memory = Memory(self.device, residency.poison, residency.copies)
         position = {name: number for number, name in enumerate(named)}
         by_first_use = sorted(self.layout.chunks, key=lambda c: position[c.slots[0].name])
         away = len(by_first_use) - math.ceil(residency.host_share * len(by_first_use))
@@ -106,38 +106,22 @@ class ChunkEngine:
         self._all: list[ParamChunk] = []
         """All chunks, by their numbers."""
         for chunk in self.layout.chunks:
-            groups_of_chunk = chunk.key
-            assert isinstance(groups_of_chunk, ParamProcessGroups)
-            dtype_of_chunk = groups_of_chunk.options.dtype or dtype
-            in_tier = (
-                memory,
-                Tier.HOST if chunk.number in host else Tier.DEVICE,
-                residency.divides_parameters,
-            )
-            if groups_of_chunk.options.frozen:
-                self._all.append(ParamChunk(chunk, groups_of_chunk, dtype_of_chunk, *in_tier))
-                self._fill(self._all[-1], initial, memory)
-                continue
-            dtypes = optimizer.moments, dtype_of_chunk, grad_dtype
-            state = ChunkState(chunk, groups_of_chunk, *dtypes, *in_tier)
-            self._all.append(state)
-            self._fill(state, initial, memory)
-            if residency.divides_gradients and (chunk.reduce_size > 1 or chunk.number in host):
-                memory.free(state.grads)
+            home = Tier.HOST if chunk.number in host else Tier.DEVICE
+            self._all.append(self._make_chunk(chunk, home, initial, dtype, grad_dtype))
         self.chunks = [chunk for chunk in self._all if isinstance(chunk, ChunkState)]
         """The chunks of trained parameters."""
         self.frozen = FrozenParams([c for c in self._all if not isinstance(c, ChunkState)])
         self._frozen_uses: dict[str, str] = {}
         """For each further use of a frozen parameter, the parameter."""
         self._updates = UpdateQueue(optimizer)
-        self.params = ParamStore(self._all, memory, self._updates)
+        self.params = ParamStore(self._all, self.memory, self._updates)
         ordered = [self._all[chunk.number] for chunk in by_first_use]
         self._by_first_use = [chunk for chunk in ordered if isinstance(chunk, ChunkState)]
         self.gradients = GradReducer(
             {name: p for name, p in named.items() if name not in self.frozen},
             self._by_first_use,
             self.stage_groups,
-            memory,
+            self.memory,
             self._updates,
             deterministic=deterministic,
             reduce_dtype=reduce_dtype,
@@ -147,7 +131,32 @@ class ChunkEngine:
             frees_buffers=residency.divides_gradients,
         )
 
-    def _fill(self, state: ParamChunk, initial: Callable[[str], Tensor], memory: Memory) -> None:
+    def _make_chunk(
+        self,
+        chunk: Chunk,
+        home: Tier,
+        initial: Callable[[str], Tensor],
+        dtype: torch.dtype,
+        grad_dtype: torch.dtype,
+    ) -> ParamChunk:
+        """Return a chunk with the initial values of its parameters: a ChunkState, unless they are
+        frozen. Only the buffers that have memory between steps have memory."""
+        groups, residency, memory = chunk.key, self.residency, self.memory
+        assert isinstance(groups, ParamProcessGroups)
+        dtype = groups.options.dtype or dtype
+        in_tier = memory, home, residency.divides_parameters
+        if groups.options.frozen:
+            frozen = ParamChunk(chunk, groups, dtype, *in_tier)
+            self._fill(frozen, initial)
+            return frozen
+        state = ChunkState(chunk, groups, self.optimizer.moments, dtype, grad_dtype, *in_tier)
+        self._fill(state, initial)
+        is_reduced = chunk.reduce_size > 1 or home is not Tier.DEVICE
+        if residency.divides_gradients and is_reduced:
+            memory.free(state.grads)
+        return state
+
+    def _fill(self, state: ParamChunk, initial: Callable[[str], Tensor]) -> None:
         """Set a chunk to the initial values of its parameters, which become views of the chunk."""
         for slot in state.chunk.slots:
             value, view = initial(slot.name), state.view(state.params, slot)
@@ -160,7 +169,7 @@ class ChunkEngine:
             self._named[slot.name].data = view
         if state.is_transient:
             state.shard.copy_(state.params[state.shard_range])
-            memory.free(state.params)
+            self.memory.free(state.params)
 
     # -- uses of the parameters ------------------------------------------------------------------
 

@@ -1,9 +1,6 @@
-"""Gradients of a rank from backward to the update: accumulation, and reduction over ranks.
+"""Gradients of a rank from backward to the update: their accumulation, and when they are reduced.
 
-Each loss term is already divided by the number of targets or microbatches in the global batch, so
-every reduction is a plain sum.
-If the states are sharded, each of the n ranks of the reduce group receives 1/n of the summed chunk.
-The ranks of the replica group then gather these pieces into the shard that they update.
+optimus/chunks/reductions.py adds them up over microbatches and ranks.
 
 The collectives of a group must be launched in the same order on all ranks. Therefore the reductions
 of a stage's buckets have a fixed order: the reverse order of first use, in which backward completes
@@ -13,45 +10,34 @@ the gradients.
 from __future__ import annotations
 
 import itertools
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from optimus.chunks.buffers import (
     ChunkState,
-    Copy,
     FurtherUse,
     GradBuffer,
     Memory,
     StateTensor,
-    Tier,
     UseGradBuffer,
 )
 from optimus.chunks.groups import ParamProcessGroups
 from optimus.chunks.layout import Slot
 from optimus.chunks.optimizer import UpdateQueue
+from optimus.chunks.reductions import ReduceOnce, ReducePerMicrobatch
 from optimus.chunks.segments import ModelSegment
 from optimus.distributed.collectives import (
     Group,
-    Transfer,
-    all_gather,
     all_reduce_sum,
-    all_to_all,
-    reduce_scatter_sum,
 )
 
 _WIDENS_NATIVELY = hasattr(torch.Tensor, "grad_dtype")
 """True for torch 2.9 and later, where a bf16 parameter may have an fp32 `.grad`."""
-_MAX_IN_FLIGHT = 2
-"""Number of buffers that may be reduced at the same time. A backend may keep a copy of each."""
-_MAX_ARRIVING = 2
-"""Number of gradients that may be copied to the host at the same time."""
 
 
 @dataclass(eq=False)
@@ -66,234 +52,6 @@ class GradBucket:
     `last_backward`."""
     is_ready: bool = False
     is_launched: bool = False
-
-
-class _ReduceOnce:
-    """Adds up the gradients of microbatches locally, and reduces each buffer once per step. With
-    `overlap`, backward continues during the reductions, and `finish` waits for the last of them.
-
-    A reduction needs additional memory in two cases: to convert the gradients to another dtype; or
-    if several ranks have the same shard, for the piece of the shard that each of them receives
-    before `finish` gathers the pieces.
-    """
-
-    def __init__(self, dtype: torch.dtype, overlap: bool) -> None:
-        self._buffers: list[GradBuffer] = []
-        self._dtype = dtype
-        self._max_in_flight = _MAX_IN_FLIGHT if overlap else 0
-        self._in_flight: deque[tuple[GradBuffer, Transfer]] = deque()
-        self._pieces: list[tuple[GradBuffer, Tensor]] = []
-
-    def add(self, buffer: GradBuffer) -> None:
-        self._buffers.append(buffer)
-
-    def state_tensors(self) -> Iterator[StateTensor]:
-        """Yield nothing: the strategy has no memory between steps."""
-        return iter(())
-
-    def start(self) -> None:
-        self._wait(0)  # for the reductions of a step that was abandoned
-        self._pieces.clear()
-        for buffer in self._buffers:
-            buffer.grads.zero_()
-
-    def reduce(self, buffer: GradBuffer) -> None:
-        """Start to reduce a buffer. Without `overlap`, also wait for the reduction. Call this when
-        no later backward of the step adds to the buffer."""
-        group = buffer.groups.reduce_group
-        if group.size == 1:
-            return
-        self._wait(max(0, self._max_in_flight - 1))
-        sent = buffer.grads.to(self._dtype)
-        if buffer.groups.shard_group.size == 1:
-            transfer = all_reduce_sum(sent, group, async_op=True)
-        else:
-            is_shard = buffer.groups.replica_group.size == 1 and buffer.grad.dtype is self._dtype
-            piece = buffer.grad if is_shard else sent.new_empty(len(sent) // group.size)
-            transfer = reduce_scatter_sum(piece, sent, group, async_op=True)
-        self._in_flight.append((buffer, transfer))
-        self._wait(self._max_in_flight)
-
-    def finish(self) -> None:
-        self._wait(0)
-        for buffer, piece in self._pieces:
-            all_gather(buffer.grad, piece.to(buffer.grad.dtype), buffer.groups.replica_group)
-        self._pieces.clear()
-        for buffer in self._buffers:
-            all_reduce_sum(buffer.grad, buffer.groups.partial_group)
-
-    def _wait(self, remaining: int) -> None:
-        """Wait for reductions, the oldest first, until only `remaining` are in flight."""
-        while len(self._in_flight) > remaining:
-            buffer, transfer = self._in_flight.popleft()
-            result = transfer.wait()
-            into = buffer.grads if buffer.groups.shard_group.size == 1 else buffer.grad
-            if result.data_ptr() == into.data_ptr():
-                continue
-            if len(result) == len(into):
-                into.copy_(result)
-            else:  # `finish` gathers the pieces, so that all ranks do it at the same time
-                self._pieces.append((buffer, result))
-
-
-class _Arrival(NamedTuple):
-    """Gradients of a buffer that are being copied to the host."""
-
-    buffer: GradBuffer
-    copy: Copy
-    values: Tensor
-    """Contributions of the ranks, one after the other."""
-    num_contributions: int
-
-
-class _ReducePerMicrobatch:
-    """Reduces the gradients of each backward as soon as they are complete. Each of n ranks keeps
-    1/n of the sum, in the home tier of the buffer. After a reduction, the buffer is set to zero or,
-    with `frees`, freed until the next backward (ZeRO-2).
-
-    With `is_ordered`, microbatches are added in the order of their numbers, so that the bits of the
-    sum do not depend on the layout. With w ranks, microbatch i of rank d has the number i * w + d.
-    Therefore, after each backward, every rank receives the contributions of ranks 0 to w-1 and adds
-    them in rank order. Without `is_ordered`, the collective adds the contributions in `dtype`.
-
-    A buffer on the device to which only one rank adds is not reduced.
-    """
-
-    def __init__(
-        self,
-        is_ordered: bool,
-        dtype: torch.dtype,
-        memory: Memory,
-        frees: bool,
-        updates: UpdateQueue,
-    ) -> None:
-        self._is_ordered, self._dtype = is_ordered, dtype
-        self.memory, self._frees, self._updates = memory, frees, updates
-        self._buffers: list[GradBuffer] = []
-        self._pieces: dict[GradBuffer, Tensor] = {}
-        self._outdated: set[GradBuffer] = set()
-        """Buffers on the host whose piece still has the sum of the last step. The update may still
-        read it."""
-        self._arriving: deque[_Arrival] = deque()
-
-    def add(self, buffer: GradBuffer) -> None:
-        self._buffers.append(buffer)
-        if (count := buffer.groups.reduce_group.size) > 1 or buffer.home is not Tier.DEVICE:
-            piece = buffer.grad
-            if buffer.groups.replica_group.size > 1:
-                piece = self.memory.new(len(buffer.grads) // count, buffer.grad.dtype, buffer.home)
-            self._pieces[buffer] = piece
-            if self.memory.has(buffer.grads):
-                self._clear(buffer)
-
-    def _clear(self, buffer: GradBuffer) -> None:
-        """Free a buffer, or set it to zero."""
-        if self._frees:
-            self.memory.free(buffer.grads)
-        else:
-            buffer.grads.zero_()
-
-    def state_tensors(self) -> Iterator[StateTensor]:
-        """Yield this rank's pieces of the sums. They keep their memory between steps."""
-        kept = "gradients" if self._frees else "deterministic"
-        for buffer, piece in self._pieces.items():
-            chunk = buffer.chunk if isinstance(buffer, ChunkState) else None
-            yield StateTensor("tied" if chunk is None else kept, piece, chunk)
-
-    def start(self) -> None:
-        self._complete_arrivals(0)  # of a step that was abandoned
-        self.release()
-        for buffer in self._buffers:
-            if buffer.home is Tier.DEVICE:
-                self._pieces.get(buffer, buffer.grads).zero_()
-            else:
-                self._outdated.add(buffer)
-
-    def allocate(self, buffer: GradBuffer) -> None:
-        """Allocate a freed buffer and set it to zero, before a backward adds to it."""
-        while any(arrival.buffer is buffer for arrival in self._arriving):
-            self._complete_arrivals(len(self._arriving) - 1)
-        if not self.memory.has(buffer.grads):
-            self.memory.allocate(buffer.grads)
-            buffer.grads.zero_()
-
-    def reduce(self, buffer: GradBuffer) -> None:
-        """Reduce a buffer after a backward, add the result to this rank's piece of the sum, and
-        free the buffer."""
-        if buffer not in self._pieces or not self.memory.has(buffer.grads):
-            return
-        piece, group = self._pieces[buffer], buffer.groups.reduce_group
-        num_contributions = group.size if self._is_ordered else 1
-        if group.size == 1:
-            received = buffer.grads
-        elif self._is_ordered:
-            received = torch.empty_like(buffer.grads)
-            # On Intel GPUs, all-to-all has killed processes under expert parallelism (autotune.py).
-            # This use is not known to be safe there; check on the first run.
-            all_to_all(received, buffer.grads, group)
-        else:
-            sent = buffer.grads.to(self._dtype)
-            received = sent.new_empty(len(piece))
-            reduce_scatter_sum(received, sent, group)
-        if buffer.home is Tier.DEVICE:
-            for contribution in received.chunk(num_contributions):
-                piece.add_(contribution)
-            self._clear(buffer)
-            return
-        values = torch.empty(len(received), dtype=received.dtype, device=piece.device)
-        self._complete_arrivals(_MAX_ARRIVING - 1)
-        copy = self.memory.copy(values, received)
-        self._arriving.append(_Arrival(buffer, copy, values, num_contributions))
-
-    def _complete_arrivals(self, remaining: int) -> None:
-        """Add gradients that arrive on the host to their pieces, the oldest first, until only
-        `remaining` are being copied."""
-        while len(self._arriving) > remaining:
-            buffer, copy, values, num_contributions = self._arriving.popleft()
-            copy.wait()
-            self._prepare(buffer)
-            for contribution in values.chunk(num_contributions):
-                self._pieces[buffer].add_(contribution)
-            self._clear(buffer)
-
-    def _prepare(self, buffer: GradBuffer) -> None:
-        """Set a piece that has the sum of the last step to zero, after the update has read it."""
-        if buffer in self._outdated:
-            self._outdated.remove(buffer)
-            if isinstance(buffer, ChunkState):
-                self._updates.wait(buffer.chunk.number)
-            self._pieces[buffer].zero_()
-
-    def finish(self) -> None:
-        self._complete_arrivals(0)
-        for buffer in self._buffers:
-            self._prepare(buffer)
-            groups, device = buffer.groups, buffer.grads.device
-            if buffer in self._pieces:
-                if buffer.grad is buffer.grads and not self.memory.has(buffer.grads):
-                    self.memory.allocate(buffer.grads)
-                if groups.replica_group.size > 1:
-                    # Collectives need the device. `.to` returns a tensor on the device itself.
-                    whole = buffer.grad.to(device)
-                    all_gather(whole, self._pieces[buffer].to(device), groups.replica_group)
-                    _copy_if_other(buffer.grad, whole)
-                else:
-                    _copy_if_other(buffer.grad, self._pieces[buffer])
-            if groups.partial_group.size > 1:
-                whole = buffer.grad.to(device)
-                all_reduce_sum(whole, groups.partial_group)
-                _copy_if_other(buffer.grad, whole)
-
-    def release(self) -> None:
-        """Free the buffers that `finish` has allocated for the update."""
-        for buffer in self._pieces:
-            if self.memory.has(buffer.grads):
-                self._clear(buffer)
-
-
-def _copy_if_other(into: Tensor, values: Tensor) -> None:
-    if into.data_ptr() != values.data_ptr():
-        into.copy_(values)
 
 
 class GradReducer:
@@ -350,13 +108,13 @@ class GradReducer:
         self._accumulates_natively = same_dtype or (_WIDENS_NATIVELY and not compiled)
         self._frees_buffers = frees_buffers
         several = any(state.groups.reduce_group.size > 1 for state in chunk_states)
-        self._strategy: _ReduceOnce | _ReducePerMicrobatch
+        self._strategy: ReduceOnce | ReducePerMicrobatch
         if frees_buffers or (deterministic and several):
-            self._strategy = _ReducePerMicrobatch(
+            self._strategy = ReducePerMicrobatch(
                 deterministic, reduce_dtype, memory, frees_buffers, updates
             )
         else:
-            self._strategy = _ReduceOnce(reduce_dtype, overlap)
+            self._strategy = ReduceOnce(reduce_dtype, overlap)
         self._overlaps = overlap and several and not (deterministic or frees_buffers)
         self._buckets: dict[int, list[GradBucket]] = {}
         """Buckets of each stage in the order of their launch."""
@@ -533,7 +291,7 @@ class GradReducer:
     def release(self) -> None:
         """Free the gradients after the update, if this reducer frees them."""
         if self._frees_buffers:
-            assert isinstance(self._strategy, _ReducePerMicrobatch)
+            assert isinstance(self._strategy, ReducePerMicrobatch)
             self._strategy.release()
 
     def unreduced(self, stage: int) -> Iterator[GradBuffer]:
@@ -542,7 +300,7 @@ class GradReducer:
         strategy = self._strategy
         for bucket in self._buckets.get(stage, []):
             grads = bucket.buffer.grads
-            is_freed = isinstance(strategy, _ReducePerMicrobatch) and not strategy.memory.has(grads)
+            is_freed = isinstance(strategy, ReducePerMicrobatch) and not strategy.memory.has(grads)
             if not (bucket.is_launched or is_freed):
                 yield bucket.buffer
 
@@ -584,7 +342,7 @@ class GradReducer:
             assert in_place, f"the gradient of {name} was replaced; it must accumulate in place"
 
     def _allocate(self, buffers: Sequence[GradBuffer]) -> None:
-        assert isinstance(self._strategy, _ReducePerMicrobatch)
+        assert isinstance(self._strategy, ReducePerMicrobatch)
         for buffer in buffers:
             self._strategy.allocate(buffer)
             self._allocated[buffer] = None

@@ -151,7 +151,7 @@ def test_states_are_read_after_all_updates(user):
 
 @pytest.mark.parametrize(
     ("user", "order"),
-    [("optimus.chunks.param_store", "forward"), ("optimus.chunks.grad_reducer", "alternate")],
+    [("optimus.chunks.param_store", "forward"), ("optimus.chunks.reductions", "alternate")],
 )
 def test_a_missing_wait_for_an_update_is_noticed(monkeypatch, user, order):
     """Without the wait of the parameters, an assertion fails. Without the wait of the gradients, an
@@ -173,7 +173,7 @@ def test_a_missing_wait_for_an_update_is_noticed(monkeypatch, user, order):
         assert train_in_order(case, order)[:2] != expected[:2]
 
 
-@pytest.mark.parametrize("user", ["optimus.chunks.param_store", "optimus.chunks.grad_reducer"])
+@pytest.mark.parametrize("user", ["optimus.chunks.param_store", "optimus.chunks.reductions"])
 def test_a_missing_wait_for_a_copy_changes_bits(monkeypatch, user):
     """Copies take place when they are waited for. Until then, their targets are NaN."""
     case = Case(5, 2, 2, parameters=False, host_share=1.0, poison=True, copies="late")
