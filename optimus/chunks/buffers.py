@@ -369,6 +369,11 @@ class FrozenParams:
         self._wide: list[Tensor] = []
         """The fp32 tensors that `shards` has returned."""
 
+    @property
+    def names(self) -> Iterable[str]:
+        """Names of the parameters."""
+        return self._slots.keys()
+
     def __contains__(self, name: str) -> bool:
         return name in self._slots
 

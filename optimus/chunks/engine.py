@@ -197,7 +197,8 @@ class ChunkEngine:
         if overlap:
             self.params.overlap(self._needs(segments))
         if any(chunk.is_transient for chunk in self._all):
-            trained = {name for name in self._chunk_of() if name not in self.frozen}
+            frozen = {*self.frozen.names, *self._frozen_uses}
+            trained = {name for name in self._chunk_of() if name not in frozen}
             transient = self.transient_needs(segments)
             trains = [not trained.isdisjoint(segment.parameters) for segment in segments]
             stages = [segment.stage for segment in segments]

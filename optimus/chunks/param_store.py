@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Sequence
 
 from optimus.chunks.buffers import Copy, Memory, ParamChunk, Tier
 from optimus.chunks.optimizer import UpdateQueue
 from optimus.chunks.residency import ResidencyPlan, Use, farthest, plan_residency
 from optimus.distributed.collectives import Transfer, all_gather
+
+logger = logging.getLogger(__name__)
 
 
 class ParamStore:
@@ -49,6 +52,7 @@ class ParamStore:
         """Index of the next planned use. While the plan does not apply, it is the number of planned
         uses."""
         self._cached: set[int] = set()
+        self._has_warned = False
         self.num_unplanned = 0
         """Number of uses of the present step in another order than that of the plan."""
 
@@ -93,6 +97,12 @@ class ParamStore:
             return
         step = self.plan.steps[self._next]
         if step.use[:2] != (segment, backward):
+            if not self._has_warned:
+                self._has_warned = True
+                logger.warning(
+                    "the model's segments compute in another order than planned: parameters are "
+                    "gathered without prefetch, which costs time"
+                )
             self._next = len(self.plan.steps)
             self.use(segment, backward)
             return

@@ -86,7 +86,7 @@ def test_a_single_rank_offloads_to_the_same_bits(ranks, dtype, slots, microbatch
 
 
 @pytest.mark.parametrize("order", ["reverse", "twice", "skip"])
-def test_another_order_of_use_costs_time_and_changes_no_bit(order):
+def test_another_order_of_use_costs_time_and_changes_no_bit(order, caplog):
     """Use the layers of a stack in an order that the plan does not have, with NaN in freed
     buffers."""
     case = Case(5, 2, 2, poison=True, parameters=False)
@@ -96,6 +96,9 @@ def test_another_order_of_use_costs_time_and_changes_no_bit(order):
         results.append(train_in_order(case._replace(**changes), order))
     assert results[0][:2] == results[1][:2]
     assert results[0][2] == 0 and results[1][2] > 0
+    assert [r.message for r in caplog.records if "in another order than planned" in r.message] == [
+        caplog.records[0].message
+    ]
 
 
 @pytest.mark.parametrize("order", ["forward", "skip", "alternate"])

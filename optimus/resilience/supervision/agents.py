@@ -364,8 +364,11 @@ class Agents:
             hello = await channel.receive(Hello)
             node = self._welcome(channel, hello)
             if node is None:
-                if not hello.attempt or hello.attempt in self._history.ends:
-                    await channel.send(End())  # it has no ranks that could still save
+                other = self.nodes.get(hello.node)
+                is_needed = other is not None and other.channel is None  # it may try again
+                has_ended = hello.attempt in self._history.ends and not is_needed
+                if not hello.attempt or has_ended:  # else its ranks may still run and save
+                    await channel.send(End())
                 return
             await channel.send(
                 Welcome(

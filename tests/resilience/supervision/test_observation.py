@@ -193,3 +193,26 @@ def test_second_agent_of_a_node_ends_unless_its_ranks_may_run(tmp_path, attempt,
 
     assert issubclass(asyncio.run(receive()), answer)
     watcher._lock.close()
+
+
+def test_agent_with_a_wrong_clock_may_try_again(tmp_path):
+    """Its attempt has ended, and no other agent runs on its node."""
+    watcher = supervisor.Supervisor(make_job(tmp_path))
+    started = {"nodes": ("a", "b"), "ranks_per_node": 1, "port": 1}
+    watcher._history.add(AttemptStarted(time=1, attempt=1, **started))
+    watcher._history.add(AttemptEnded(time=2, attempt=1, outcome="stopped", step=5))
+
+    async def receive() -> None:
+        (host, *_), port = await watcher._agents.listen()
+        connection = await asyncio.open_connection(host, port)
+        channel = await Channel.open(*connection, "agent", watcher._agents._secret)
+        await channel.send(hello("b", 1).model_copy(update={"time": time.time() - 3600}))
+        try:
+            with pytest.raises(EOFError):  # not the message End
+                await channel.receive(Message)
+        finally:
+            await channel.close()
+            await watcher._agents.close()
+
+    asyncio.run(receive())
+    watcher._lock.close()
