@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from optimus.chunks.buffers import ChunkState, Copy
+from optimus.chunks.buffers import ChunkState, Copy, Tier
 from optimus.chunks.optimizer import AdamW, UpdateQueue
 from optimus.config import OptimConfig
 from optimus.distributed.collectives import Group
@@ -25,6 +25,7 @@ from tests.kit.layouts.tower import (
     run_with_missing_hooks,
     train_in_order,
     train_towers,
+    use_in_order,
 )
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -83,6 +84,25 @@ def test_a_single_rank_offloads_to_the_same_bits(ranks, dtype, slots, microbatch
         expected = [(*use, on_device * layer + resident) for *use, resident in outcome.plan]
         assert outcome.planned and outcome.trace == expected
         assert outcome.between == {"params": on_device * layer, "grads": on_device * 4 * CHUNK}
+
+
+@pytest.mark.parametrize(("slots", "microbatches"), [(1, 1), (2, 3), (4, 2)])
+def test_copied_bytes_equal_the_formula(slots, microbatches):
+    """All states of n bf16 chunks are on the host. A step with k microbatches in turn and B slots
+    copies 2kn - (2k-1)B chunks of parameters to the device and kn chunks of fp32 gradients to the
+    host. Afterwards, no chunk has memory on the device."""
+    n, k = 4, microbatches
+    case = Case(n, slots, k, dtype=BF16, parameters=False, host_share=1.0)
+    tower = Tower(n)
+    engine = make_engine(tower, case, Group(1, 0))
+    memory = engine.memory
+    assert memory.num_bytes == {Tier.DEVICE: 0, Tier.HOST: n * CHUNK * (2 + 4 + 4 + 4 + 4)}
+    use_in_order(tower, engine, case, "forward")
+    copied = (2 * k * n - (2 * k - 1) * slots) * CHUNK * 2 + k * n * CHUNK * 4
+    assert memory.num_copied == case.steps * copied
+    chunk = engine.chunks[0]
+    tiers = [memory.tier_of(flat) for flat in (chunk.params, chunk.grads, chunk.master)]
+    assert tiers == [None, None, Tier.HOST] and not memory.num_bytes[Tier.DEVICE]
 
 
 @pytest.mark.parametrize("order", ["reverse", "twice", "skip"])

@@ -265,13 +265,7 @@ def _train(case: Case, world: Group, meter: TrafficMeter) -> Outcome:
 
 
 def train_in_order(case: Case, order: str) -> tuple[list[float], str, int]:
-    """Train a tower on this rank, whose layers compute in another order than that of the plan.
-
-    Args:
-        case: Settings.
-        order: "forward": the order of the plan; "reverse"; "twice": each layer computes twice;
-            "skip": each second layer computes; "alternate": all layers compute in every second
-            step, and only the first two in the others.
+    """Train a tower on this rank, whose layers compute in the order of `use_in_order`.
 
     Returns:
         The losses, the SHA-256 of the master parameters, and the number of unplanned uses in the
@@ -279,6 +273,22 @@ def train_in_order(case: Case, order: str) -> tuple[list[float], str, int]:
     """
     tower = Tower(case.n)
     engine = make_engine(tower, case, ALONE)
+    losses = use_in_order(tower, engine, case, order)
+    masters = torch.cat([master.flatten() for master in whole_of(engine, "master").values()])
+    digest = hashlib.sha256(masters.numpy().tobytes()).hexdigest()
+    return losses, digest, engine.params.num_unplanned
+
+
+def use_in_order(tower: Tower, engine: ChunkEngine, case: Case, order: str) -> list[float]:
+    """Train a tower on this rank, and return the losses.
+
+    Args:
+        tower, engine: The tower and its engine.
+        case: Settings.
+        order: Order of the layers. "forward": the order of the plan; "reverse"; "twice": each layer
+            computes twice; "skip": each second layer computes; "alternate": all layers compute in
+            every second step, and only the first two in the others.
+    """
     layers = {
         "forward": range(case.n),
         "reverse": range(case.n)[::-1],
@@ -299,9 +309,7 @@ def train_in_order(case: Case, order: str) -> tuple[list[float], str, int]:
             engine.gradients.reduce(0)
         engine.gradients.finish()
         engine.update(LR, 0.5)
-    masters = torch.cat([master.flatten() for master in whole_of(engine, "master").values()])
-    digest = hashlib.sha256(masters.numpy().tobytes()).hexdigest()
-    return losses, digest, engine.params.num_unplanned
+    return losses
 
 
 def count_gathers(cases: Sequence[Case], passes: int) -> list[int]:
