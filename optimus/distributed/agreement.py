@@ -47,7 +47,8 @@ _STORE_S = 2.0
 """Time limit, in seconds, of the store operations in one call of an Agreement method, without the
 time for which the method waits for other ranks."""
 _LEAVE_S = 5.0
-"""Longest time, in seconds, that rank 0 waits until all ranks have called `RunEnded.leave`."""
+"""Longest time, in seconds, that rank 0 waits until the other ranks have called
+`RunEnded.leave`."""
 
 
 class RunEnded(OptimusError):
@@ -93,8 +94,8 @@ class RunEnded(OptimusError):
 
         A rank whose `prints` is True must print `line` before this call. On the other ranks, the
         call waits until `line` is printed, because a launcher ends all ranks when the first rank
-        exits. On rank 0, the call also waits until all ranks have called `leave`. Both waits have a
-        time limit.
+        exits. On rank 0, the call also waits until all ranks, or all but a lost rank, have called
+        `leave`. Both waits have a time limit.
         """
         if self._agreement is not None:
             self._agreement.leave(self.prints)
@@ -230,7 +231,10 @@ class Agreement:
                 self._store.set(_PRINTED, "1")
             else:
                 self._wait(_PRINTED, _OTHERS_S)
-            if self._store.add(_LEFT, 1) >= self._store.add(f"optimus/{self._round}", 0):
+            # A slow rank may learn of a lost rank only after the others have decided. It needs the
+            # store: without the store it would print the loss again.
+            joined = self._store.add(f"optimus/{self._round}", 0)
+            if self._store.add(_LEFT, 1) >= max(joined, self.launch.world_size - 1):
                 self._store.set(_ALL_LEFT, "1")
             if self.launch.is_first:  # the process of rank 0 may contain the store
                 self._wait(_ALL_LEFT, _LEAVE_S)

@@ -162,6 +162,29 @@ def test_a_missing_rank_is_printed_once_and_ends_all(open_store):
     assert {ended.outcome.message for ended in ends} == {ABSENCE.message}
 
 
+def test_a_slow_rank_finds_the_store_after_the_decision(monkeypatch):
+    """Rank 3 is killed. Ranks 0 and 2 decide and leave before rank 1 notices the loss. Rank 0, whose
+    process has the store, waits for rank 1, so that the loss is printed once."""
+    monkeypatch.setattr(agreements, "_OTHERS_S", 0.3)
+    server = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ended_at: dict[int, float] = {}
+
+    def end(rank: int) -> RunEnded:
+        store = distributed.TCPStore("127.0.0.1", server.port, is_master=False)
+        if rank == 1:
+            time.sleep(2.0)
+        ended = agreement_of(rank, 4, store).end(
+            outcome_of(LostPeerError("rank 3 is gone"), rank, "training")
+        )
+        ended.leave()
+        ended_at[rank] = time.monotonic()
+        return ended
+
+    ends = run_ranks(4, end, ranks=range(3))
+    assert [ended.prints for ended in ends] == [True, False, False]
+    assert ended_at[2] < ended_at[1] and ended_at[0] > ended_at[2] + 1.0
+
+
 def test_no_rank_ends_before_the_line_is_printed(open_store, monkeypatch):
     """All ranks wait until a rank has printed the error, because Open MPI ends all ranks as soon as
     the first rank ends."""
