@@ -163,8 +163,8 @@ def test_a_missing_rank_is_printed_once_and_ends_all(open_store):
 
 
 def test_a_slow_rank_finds_the_store_after_the_decision(monkeypatch):
-    """Rank 3 is killed. Ranks 0 and 2 decide and leave before rank 1 notices the loss. Rank 0, whose
-    process has the store, waits for rank 1, so that the loss is printed once."""
+    """Rank 3 is killed. Ranks 0 and 2 decide and leave before rank 1 notices the loss. Rank 0,
+    whose process has the store, waits for rank 1, so that the loss is printed once."""
     monkeypatch.setattr(agreements, "_OTHERS_S", 0.3)
     server = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ended_at: dict[int, float] = {}
