@@ -105,7 +105,7 @@ def active(device: torch.device | str) -> Backend:
     return backend
 
 
-def find(kind: str, may_build: bool | None = None, key: str = "") -> Backend:
+def find(kind: str, may_build: bool | None = None, key: str = "", name: str = "") -> Backend:
     """Select, load and return the backend of a device type.
 
     This function does not make the result the active backend. To do that, call `use`.
@@ -116,11 +116,13 @@ def find(kind: str, may_build: bool | None = None, key: str = "") -> Backend:
             libraries from the cache; None means True if this run has at most MAX_BUILDING_WORLD
             ranks, else False.
         key: name of the preferred cache entry.
+        name: name of the backend to use instead of the selected one; "" for the selected one.
 
     Raises:
         KernelError: the selected backend is not available. With "auto", this is not an error.
     """
-    name, origin = chosen()
+    selected, origin = chosen()
+    name = name or selected
     device_backend = _BACKEND_OF.get(kind)
     if name == "torch" or (name == "auto" and device_backend is None):
         return Backend("torch")

@@ -36,7 +36,6 @@ from optimus.checkpoint.slices import (
     share_of,
     slices_to_read,
 )
-from optimus.chunks.buffers import StateShard
 from optimus.config.axes import AXES
 from optimus.distributed.collectives import (
     Group,
@@ -47,7 +46,6 @@ from optimus.distributed.collectives import (
     broadcast_object,
     greatest,
 )
-from optimus.distributed.groups import Groups
 from optimus.errors import CheckpointError
 from optimus.io import files
 from optimus.io.safetensors import as_bytes, check_shapes
@@ -170,9 +168,9 @@ def load_full(states: RankStates, manifest: Manifest, method: Distribute) -> str
         return next(filter(None, all_gather_objects(problem, everyone, str)))
     for state_shard, shard in zip(states.shards, states.chunk_shards, strict=True):
         if not shard.is_later_copy:
-            broadcast_to_replicas(shard, state_shard.states.values(), states.groups, method)
+            broadcast_to_replicas(shard, state_shard.states.values(), states, method)
     for name, group in states.stage_groups.items():
-        send_to_later_stages(name, states.shards, group, method)
+        send_to_later_stages(name, states, group, method)
     return ""
 
 
@@ -233,7 +231,7 @@ def _batches(
 
 
 def broadcast_to_replicas(
-    shard: ChunkShard, flats: Iterable[Tensor], groups: Groups, method: Distribute
+    shard: ChunkShard, flats: Iterable[Tensor], states: RankStates, method: Distribute
 ) -> None:
     """Exchange the shares of a shard between all ranks that have the same shard. A collective of
     these ranks.
@@ -242,16 +240,18 @@ def broadcast_to_replicas(
         shard: The shard. Each of the ranks has read a different share of it.
         flats: A 1-D tensor with the elements of the shard for each state. Before the call, only
             this rank's share is filled; after the call, all elements are filled.
-        groups: Process groups of this rank.
+        states: The states of this rank, for its groups and its device.
         method: `checkpoint.distribute`.
     """
+    groups = states.groups
     mesh = groups.mesh
     share = share_of(mesh, groups.coordinate, shard.copy_axes)
     if share.count == 1:
         return
     start, stop = share_bounds(shard, share)
     along = [(groups.over(axis), getattr(mesh, axis)) for axis in AXES if axis in shard.copy_axes]
-    for flat in flats:
+    for values in flats:
+        flat = values.to(states.device)  # `values` itself, unless it is in host memory
         if method == "all_reduce":
             flat[:start] = 0
             flat[stop:] = 0
@@ -268,10 +268,12 @@ def broadcast_to_replicas(
                 if high > low:
                     broadcast(flat[low:high], group, source)
             stride *= size
+        if flat is not values:
+            values.copy_(flat)
 
 
 def send_to_later_stages(
-    name: str, shards: Sequence[StateShard], stage_group: Group, method: Distribute
+    name: str, states: RankStates, stage_group: Group, method: Distribute
 ) -> None:
     """Copy the states of a parameter that several pipeline stages have from the first of these
     stages to the others. A collective of `stage_group` and of the shard groups.
@@ -281,12 +283,12 @@ def send_to_later_stages(
 
     Args:
         name: Name of the parameter.
-        shards: The shards of this rank.
+        states: The states of this rank.
         stage_group: The ranks of the stages that have the parameter.
         method: `checkpoint.distribute`.
     """
     shard, slot = next(
-        (shard, slot) for shard in shards for slot in shard.chunk.slots if slot.name == name
+        (shard, slot) for shard in states.shards for slot in shard.chunk.slots if slot.name == name
     )
     is_source = stage_group.rank == 0
     low = max(slot.start, shard.first)
@@ -294,7 +296,7 @@ def send_to_later_stages(
     for flat in shard.states.values():
         for start in range(slot.start, slot.stop, STRIPE):
             stop = min(start + STRIPE, slot.stop)
-            stripe = flat.new_zeros(stop - start)
+            stripe = torch.zeros(stop - start, dtype=flat.dtype, device=states.device)
             a, b = max(low, start), min(high, stop)
             local = flat[a - shard.first : b - shard.first] if a < b else None
             if is_source:

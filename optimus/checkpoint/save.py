@@ -66,6 +66,9 @@ class RankStates:
     """A rank's shards of the master weights and moments, and the ranges of elements in them."""
 
     groups: Groups
+    device: torch.device
+    """Device of the rank, on which collectives exchange tensors. Shards of chunks whose home is the
+    host are in host memory."""
     shards: Sequence[StateShard]
     names: tuple[str, ...]
     """Names of the states of a trained parameter, such as "master", in the order in which a shard
@@ -84,10 +87,6 @@ class RankStates:
             ChunkShard(shard.chunk, shard.first, shard.groups.copy_axes, shard.groups.is_later_copy)
             for shard in self.shards
         ]
-
-    @property
-    def device(self) -> torch.device:
-        return self.shards[0].states["master"].device
 
     def with_states(self, slices: Sequence[StateSlice]) -> list[tuple[str, StateSlice]]:
         """Return (state, slice) pairs of all `slices`, ordered by state as in `names`. There is a

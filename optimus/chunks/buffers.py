@@ -138,6 +138,24 @@ class Memory:
             into.fill_(torch.nan)
         return copy
 
+    def on_device(self, flat: Tensor) -> Tensor:
+        """Return a buffer itself if it is on the device, otherwise a copy of it on the device."""
+        if self.tier_of(flat) is Tier.DEVICE:
+            return flat
+        copy = torch.empty_like(flat, device=self._devices[Tier.DEVICE])
+        self.copy(copy, flat).wait()
+        return copy
+
+    def store(self, into: Tensor, values: Tensor) -> None:
+        """Copy `values`, a tensor on the device, to a buffer in any tier. Do nothing if `values` is
+        the buffer itself."""
+        if into.data_ptr() == values.data_ptr():
+            return
+        if self.tier_of(into) is Tier.HOST:
+            self.copy(into, values).wait()
+        else:
+            into.copy_(values)
+
     def has(self, flat: Tensor) -> bool:
         """Return False if a buffer is freed, even if it keeps its memory because of `poison`."""
         return flat.untyped_storage()._cdata not in self._freed
@@ -184,6 +202,7 @@ class ParamChunk:
         shards_params: bool = False,
     ) -> None:
         self.chunk, self.groups, self.home = chunk, groups, home
+        self._memory = memory
         is_sharded = shards_params and groups.shard_group.size > 1
         self.is_transient = is_sharded or home is not Tier.DEVICE
         self.params = memory.new(chunk.length, dtype)
@@ -209,7 +228,7 @@ class ParamChunk:
         Return the buffer itself if it is on the device and the shard group has one rank. A
         collective of the shard group.
         """
-        flat = flat.to(self.params.device)
+        flat = self._memory.on_device(flat)
         if self.groups.shard_group.size == 1:
             return flat
         out = flat.new_empty(self.chunk.length)

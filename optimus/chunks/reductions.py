@@ -233,28 +233,24 @@ class ReducePerMicrobatch:
         self._complete_arrivals(0)
         for buffer in self._buffers:
             self._prepare(buffer)
-            groups, device = buffer.groups, buffer.grads.device
+            groups, memory = buffer.groups, self.memory
             if buffer in self._pieces:
                 if buffer.grad is buffer.grads and not self.memory.has(buffer.grads):
                     self.memory.allocate(buffer.grads)
                 whole = self._pieces[buffer]
                 if groups.replica_group.size > 1:
+                    piece = memory.on_device(whole)
                     is_here = buffer.home is Tier.DEVICE
-                    whole = buffer.grad if is_here else torch.empty_like(buffer.grad, device=device)
-                    all_gather(whole, self._pieces[buffer].to(device), groups.replica_group)
-                _copy_if_other(buffer.grad, whole)
-            if groups.partial_group.size > 1:  # `.to` returns a tensor on the device itself
-                whole = buffer.grad.to(device)
+                    whole = buffer.grad if is_here else piece.new_empty(len(buffer.grad))
+                    all_gather(whole, piece, groups.replica_group)
+                memory.store(buffer.grad, whole)
+            if groups.partial_group.size > 1:
+                whole = memory.on_device(buffer.grad)
                 all_reduce_sum(whole, groups.partial_group)
-                _copy_if_other(buffer.grad, whole)
+                memory.store(buffer.grad, whole)
 
     def release(self) -> None:
         """Free the buffers that `finish` has allocated for the update."""
         for buffer in self._pieces:
             if self.memory.has(buffer.grads):
                 self._clear(buffer)
-
-
-def _copy_if_other(into: Tensor, values: Tensor) -> None:
-    if into.data_ptr() != values.data_ptr():
-        into.copy_(values)

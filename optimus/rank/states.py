@@ -98,6 +98,7 @@ def states_of_rank(
     `optimus.checkpoint` need."""
     return RankStates(
         groups,
+        states.device,
         states.shards(),
         ("master", *states.optimizer.moments),
         {name: placement.intervals for name, placement in layout.placements.items()},

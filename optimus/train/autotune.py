@@ -123,7 +123,8 @@ def autotune_kernels(config: Config, world: World, checkpoint: Manifest | None) 
     """Choose the kernel backend and the implementation of the grouped GEMM, and activate them.
 
     A collective of all ranks. Every rank makes the same choices. If the model has no experts and no
-    rank selects a backend by name, return the configured values and activate nothing.
+    rank selects a backend by name, return the configured values and activate nothing on the device.
+    With offloading on an accelerator, also activate the kernels of the host's CPU.
 
     Args:
         config: The run's configuration.
@@ -141,10 +142,12 @@ def autotune_kernels(config: Config, world: World, checkpoint: Manifest | None) 
     requests = all_gather_objects(request, world.everyone, Answer)
     if problem := _failure(requests):
         raise ConfigError(problem)
+    if config.offload.mode != "off" and world.device.type != "cpu":
+        _agree_on_backend(world, "cpu")  # the host updates chunks
     if not sparse and all(request.name == "auto" for request in requests):
         return KernelChoices(config.kernels.backend, config.kernels.grouped_gemm)
     stored = checkpoint.settings if checkpoint is not None else {}
-    name = _agree_on_backend(world).name
+    name = _agree_on_backend(world, world.device.type).name
     form = _agree_on_form(config, world, stored) if sparse else config.kernels.grouped_gemm
     choices = KernelChoices(name, form)
     logger.info("kernels: %s%s", name, f", grouped GEMM: {form}" if sparse else "")
@@ -161,17 +164,20 @@ def autotune_kernels(config: Config, world: World, checkpoint: Manifest | None) 
     return choices
 
 
-def _agree_on_backend(world: World) -> backend.Backend:
-    """Activate the same kernel backend on all ranks and return it. Raises ConfigError if a rank
-    cannot use any backend or if the backends of two ranks differ."""
-    kind, builds = world.device.type, world.launch.local_rank == 0
+def _agree_on_backend(world: World, kind: str) -> backend.Backend:
+    """Activate the same kernel backend for the device type `kind` on all ranks and return it.
+    Raises ConfigError if a rank cannot use any backend or if the backends of two ranks differ."""
+    builds = world.launch.local_rank == 0
+    # A setting such as `cuda` is for the accelerator. Its host then uses the kernels of the CPU.
+    is_host = kind != world.device.type
+    name = "auto" if is_host and backend.chosen()[0] != "torch" else ""
     chosen, answer = backend.Backend("torch"), Answer()
     # The first rank of each machine may compile missing kernels; the others wait in the collective.
     if builds:
-        chosen, answer = _find(kind, world.size <= backend.MAX_BUILDING_WORLD)
+        chosen, answer = _find(kind, world.size <= backend.MAX_BUILDING_WORLD, name=name)
     key = all_gather_objects(answer.key, world.everyone, str)[0]
     if not builds:
-        chosen, answer = _find(kind, False, key)
+        chosen, answer = _find(kind, False, key, name)
     answers = all_gather_objects(answer, world.everyone, Answer)
     if problem := disagreement(answers):
         raise ConfigError(problem)
@@ -204,9 +210,11 @@ def _request(config: Config) -> Answer:
         return Answer(failure=str(error))
 
 
-def _find(kind: str, may_build: bool, key: str = "") -> tuple[backend.Backend, Answer]:
+def _find(
+    kind: str, may_build: bool, key: str = "", name: str = ""
+) -> tuple[backend.Backend, Answer]:
     try:
-        chosen = backend.find(kind, may_build, key)
+        chosen = backend.find(kind, may_build, key, name)
     except KernelError as error:
         return backend.Backend("torch"), Answer(failure=str(error))
     return chosen, Answer(chosen.name, chosen.key, chosen.why_not)

@@ -59,7 +59,9 @@ def masters_of(shapes: dict[str, tuple[int, ...]]) -> RankStates:
     chunks = lay_out([Parameter(name, shape) for name, shape in shapes.items()], 1 << 24).chunks
     shards = [StateShard(chunk, 0, home, {"master": torch.ones(chunk.length)}) for chunk in chunks]
     boxes = {name: whole_box(shape) for name, shape in shapes.items()}
-    return RankStates(plan_groups(Mesh(), 0), shards, ADAMW_STATES, boxes, shapes)
+    return RankStates(
+        plan_groups(Mesh(), 0), torch.device("cpu"), shards, ADAMW_STATES, boxes, shapes
+    )
 
 
 def peak_of_saving(tree: dict[str, Any], folder: str, staged: bool) -> tuple[int, int]:

@@ -15,12 +15,15 @@ from optimus.checkpoint import store
 from optimus.cli import main as optimus
 from optimus.config import dump_toml, make_config
 from optimus.distributed.agreement import RunEnded
+from optimus.distributed.collectives import ALONE
+from optimus.distributed.world import World
 from optimus.errors import OutcomeKind
-from optimus.launch.environment import read_launch_env
+from optimus.launch.environment import LaunchEnv, read_launch_env
 from optimus.train import autotune
 from optimus.train.autotune import Answer, disagreement
 from optimus.train.loop import train
-from optimus_kernels import experts_grouped, experts_loop
+from optimus_kernels import backend, experts_grouped, experts_loop
+from optimus_kernels.backend import Backend
 from optimus_kernels.grouped_mm import form
 from tests.kernels.op_checks import TORCH_FORM_WORKS, needs_torch_form
 from tests.kit.runs.tiny import DENSE, tiny_config, tiny_tree
@@ -95,6 +98,27 @@ def test_unavailable_kernels_on_a_rank_end_a_dense_run(ranks, tiny_data, tmp_pat
     environ = {"1": {"OPTIMUS_KERNELS": name}}
     errors = ranks(2, run_with, tree, environ, start_world=False, timeout_s=120)
     assert len(set(errors)) == 1 and errors[0].startswith(message)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@pytest.mark.parametrize(
+    ("setting", "of_host"), [("auto", "cpu"), ("cuda", "cpu"), ("torch", "torch")]
+)
+def test_host_of_an_accelerator_uses_the_kernels_of_its_cpu(monkeypatch, setting, of_host):
+    monkeypatch.setattr(backend, "_active", {})
+    monkeypatch.setattr(backend, "_configured", "auto")
+    gpu = Backend("cuda", "cuda-1")
+    find = backend.find
+
+    def find_without_gpu(kind, *args, **kwargs):
+        return gpu if kind == "cuda" else find(kind, *args, **kwargs)
+
+    monkeypatch.setattr(backend, "find", find_without_gpu)
+    offload = {"offload__mode": "manual", "offload__host_share": 1.0}
+    config = tiny_config("d", "r", **DENSE, **offload, kernels__backend=setting)
+    launch = LaunchEnv(0, 1, 0, 1, "")
+    autotune.autotune_kernels(config, World(launch, torch.device("cuda"), "", ALONE), None)
+    assert backend.active("cpu").name == of_host
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")

@@ -4,11 +4,14 @@ bit-identical to other runs."""
 from __future__ import annotations
 
 import re
+from unittest import mock
 
 import pytest
 import torch
 
+from optimus.chunks.buffers import Memory, Tier
 from optimus.config import make_config
+from optimus.distributed import collectives
 from optimus.distributed.mesh import make_mesh
 from optimus.errors import ConfigError, NonFiniteError
 from optimus.observe.events import TrafficMeter
@@ -135,6 +138,40 @@ def test_run_resumes_under_another_residency_with_equal_evaluations_and_samples(
     assert read_json_lines(single / "eval.jsonl") == read_json_lines(many / "eval.jsonl")
     samples, expected_samples = (re.findall("sample at step .*", text) for text in (log, expected))
     assert samples == expected_samples and len(samples) == 3
+
+
+def host_tensors_in_collectives(tree: dict) -> list[str]:
+    """Run a training run. Return the collectives of which this rank passed a tensor in the memory
+    of the host's tier."""
+    host, found = {}, []
+    record, new = collectives._record, Memory.new
+
+    def new_and_note(self, length, dtype, tier=Tier.DEVICE):
+        flat = new(self, length, dtype, tier)
+        if tier is Tier.HOST:
+            host[flat.untyped_storage()._cdata] = flat  # keep it, so that no tensor reuses the key
+        return flat
+
+    def record_and_check(operation, group, payload, contribution=None):
+        for tensor in (payload, contribution):
+            if tensor is not None and tensor.untyped_storage()._cdata in host:
+                found.append(f"{operation} over {group.axes}")
+        record(operation, group, payload, contribution)
+
+    checking = mock.patch.object(collectives, "_record", record_and_check)
+    with checking, mock.patch.object(Memory, "new", new_and_note):
+        printed_by(tree)
+    assert host, "no buffer is in the host's tier"
+    return found
+
+
+def test_collectives_exchange_no_tensor_of_the_host(ranks, tiny_data, tmp_path):
+    run = PIPELINE | {"model__tie_embeddings": True, "optim__sharding": "so"}
+    run |= {"optim__chunk_length": 2000, "train__max_steps": 4}
+    run |= {"offload__mode": "manual", "offload__host_share": 1.0}
+    for stop in (2, 4):  # the second run loads the checkpoint of the first
+        tree = tiny_tree(tiny_data, tmp_path, **run, train__stop_at_step=stop)
+        assert ranks(4, host_tensors_in_collectives, tree, **ALONE) == [[]] * 4
 
 
 def test_measurements_at_the_start_gather_their_parameters(ranks, tiny_data, tmp_path):

@@ -51,7 +51,7 @@ def make_states(step: int, group: Group = ALONE) -> RankStates:
     mesh = Mesh(dp=group.size)
     along = {axes: group if "dp" in axes else ALONE for axes in mesh.groups_of(group.rank)}
     groups = Groups(mesh, mesh.coordinate(group.rank), group, along)
-    return RankStates(groups, shards, ADAMW_STATES, boxes, SHAPES)
+    return RankStates(groups, torch.device("cpu"), shards, ADAMW_STATES, boxes, SHAPES)
 
 
 def write_config(directory: Path) -> None:
