@@ -143,7 +143,7 @@ def test_run_resumes_under_another_residency_with_equal_evaluations_and_samples(
 def host_tensors_in_collectives(tree: dict) -> list[str]:
     """Run a training run. Return the collectives of which this rank passed a tensor in the memory
     of the host's tier."""
-    host, found = {}, []
+    host, passed = {}, []
     record, new = collectives._record, Memory.new
 
     def new_and_note(self, length, dtype, tier=Tier.DEVICE):
@@ -155,14 +155,14 @@ def host_tensors_in_collectives(tree: dict) -> list[str]:
     def record_and_check(operation, group, payload, contribution=None):
         for tensor in (payload, contribution):
             if tensor is not None and tensor.untyped_storage()._cdata in host:
-                found.append(f"{operation} over {group.axes}")
+                passed.append(f"{operation} over {group.axes}")
         record(operation, group, payload, contribution)
 
     checking = mock.patch.object(collectives, "_record", record_and_check)
     with checking, mock.patch.object(Memory, "new", new_and_note):
         printed_by(tree)
     assert host, "no buffer is in the host's tier"
-    return found
+    return passed
 
 
 def test_collectives_exchange_no_tensor_of_the_host(ranks, tiny_data, tmp_path):
