@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
+import mmap
 import os
 import resource
 import stat
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 
-from optimus.errors import ConfigError, one_line
+from optimus.errors import ConfigError, counted, one_line
 from optimus.launch.environment import available_cores
 
 _IPEX = "intel_extension_for_pytorch"
@@ -185,6 +186,35 @@ def synchronize(device: torch.device) -> None:
     """Wait until the device has finished all submitted work."""
     if device.type != "cpu":
         getattr(torch, device.type).synchronize(device)
+
+
+def host_zeros(length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return a 1-D tensor of zeros in host memory, from and to which `device` can copy in the
+    background.
+
+    For an accelerator, the memory is page-locked until the process ends. On CUDA, exactly the pages
+    of the tensor are locked, whereas torch's allocator rounds up to a power of two.
+
+    Raises:
+        ConfigError: The operating system does not allow to lock the memory.
+    """
+    if device.type == "cpu":
+        return torch.zeros(length, dtype=dtype)
+    size = max(length * dtype.itemsize, 1)
+    try:
+        if device.type != "cuda":
+            return torch.zeros(length, dtype=dtype, pin_memory=True)
+        pages = mmap.mmap(-1, -(-size // mmap.PAGESIZE) * mmap.PAGESIZE)  # filled with zeros
+        flat = torch.frombuffer(pages, dtype=dtype)[:length]
+        runtime: Any = torch.cuda.cudart()
+        torch.cuda.check_error(runtime.cudaHostRegister(flat.data_ptr(), len(pages), 0))
+        return flat
+    except (OSError, RuntimeError) as error:
+        raise ConfigError(
+            f"the host does not lock {counted(size, 'byte')} of memory ({one_line(error)}); "
+            "offload less, raise the limit of locked memory (ulimit -l), or request more memory "
+            "for the job"
+        ) from error
 
 
 def peak_memory_bytes(device: torch.device) -> int:

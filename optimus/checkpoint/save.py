@@ -142,11 +142,11 @@ class Staging:
 
         Args:
             slices: The (state, slice) pairs to copy in each save.
-            device: Device of the states. The memory is pinned unless this device is the CPU.
+            device: Device of the states. The memory is page-locked unless this device is the CPU.
             dtype: Dtype of the copies.
         """
         size = staging_bytes(slices, dtype) // dtype.itemsize
-        self._flat = torch.empty(size, dtype=dtype, pin_memory=device.type != "cpu")
+        self._flat = platform.host_zeros(size, dtype, device)
         self._flat.zero_()  # makes the system allocate the pages before the first copy
         self._copies: dict[tuple[str, StateSlice], Tensor] = {}
         offset = 0

@@ -15,18 +15,16 @@ reduction.
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
-from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from optimus.chunks.groups import ParamProcessGroups
 from optimus.chunks.layout import Chunk, Parameter, Slot, lay_out
+from optimus.chunks.memory import Memory, Tier
 from optimus.distributed.collectives import ALONE, all_gather
 
 KINDS = ("parameters", "gradients", "masters", "moments", "deterministic", "tied")
@@ -44,121 +42,6 @@ class StateTensor(NamedTuple):
     chunk: Chunk | None = None
     """The chunk to which the tensor belongs, so that the padding can be counted; None for a tensor
     outside of chunks."""
-
-
-class Tier(Enum):
-    """Memory in which a buffer is."""
-
-    DEVICE = "device"
-    HOST = "host"
-
-
-class Copy:
-    """A copy from one tier to the other, which may be in progress."""
-
-    def __init__(self, run: Callable[[], Any]) -> None:
-        self._run: Callable[[], Any] | None = run
-
-    def wait(self) -> None:
-        """Wait until the copy is complete. May be called more than once."""
-        if self._run is not None:
-            run, self._run = self._run, None
-            run()
-
-
-class Memory:
-    """Allocates, frees and copies flat buffers, and counts their bytes in each tier.
-
-    A read of a freed buffer crashes the process. With `poison`, which tests set, a freed buffer
-    keeps its memory and is filled with NaN, and so is the target of a copy until the copy is
-    complete. A read of it then causes NaN in the results.
-
-    Args:
-        device: Device of the tier DEVICE. On the meta device, the host buffers are meta tensors,
-            too.
-        poison: True to fill freed buffers with NaN.
-        copies: Time at which copies on a CPU take place, for tests: "early", at their start;
-            "late", in `Copy.wait`; "random", at one of both.
-    """
-
-    def __init__(self, device: torch.device, poison: bool = False, copies: str = "early") -> None:
-        host = device if device.type == "meta" else torch.device("cpu")
-        self._devices = {Tier.DEVICE: device, Tier.HOST: host}
-        self.poison = poison
-        self._copies, self._chance = copies, random.Random(0)
-        self.num_copied = 0
-        """Bytes copied from one tier to the other."""
-        self._tiers: dict[int, Tier] = {}
-        """Tier of each buffer that this object has made, by its storage."""
-        self._freed: set[int] = set()
-        self.num_bytes = dict.fromkeys(Tier, 0)
-        """Bytes of the buffers that are not freed."""
-
-    def new(self, length: int, dtype: torch.dtype, tier: Tier = Tier.DEVICE) -> Tensor:
-        """Return a new buffer of `length` zeros. This object keeps no reference to it."""
-        flat = torch.zeros(length, dtype=dtype, device=self._devices[tier])
-        self._tiers[flat.untyped_storage()._cdata] = tier
-        self.num_bytes[tier] += flat.nbytes
-        return flat
-
-    def tier_of(self, flat: Tensor) -> Tier | None:
-        """Return the tier of a buffer; None if it is freed."""
-        return self._tiers[flat.untyped_storage()._cdata] if self.has(flat) else None
-
-    def free(self, flat: Tensor) -> None:
-        """Free the memory of a buffer; its values are lost."""
-        storage = flat.untyped_storage()
-        assert storage._cdata not in self._freed, "the buffer is freed already"
-        self._freed.add(storage._cdata)
-        self.num_bytes[self._tiers[storage._cdata]] -= flat.nbytes
-        if self.poison:
-            flat.fill_(torch.nan)
-        else:
-            storage.resize_(0)
-
-    def allocate(self, flat: Tensor) -> None:
-        """Allocate memory for a freed buffer; its values are undefined."""
-        storage = flat.untyped_storage()
-        self._freed.remove(storage._cdata)
-        self.num_bytes[self._tiers[storage._cdata]] += flat.nbytes
-        if not self.poison:
-            storage.resize_(flat.nbytes)
-
-    def copy(self, into: Tensor, values: Tensor) -> Copy:
-        """Start to copy `values` to a tensor in the other tier.
-
-        Until `wait` of the returned Copy, the memory of both must not be used otherwise.
-        """
-        self.num_copied += values.nbytes
-        copy = Copy(partial(into.copy_, values))
-        is_random = self._copies == "random"
-        if self._copies == "early" or (is_random and self._chance.random() < 0.5):
-            copy.wait()
-        elif self.poison:
-            into.fill_(torch.nan)
-        return copy
-
-    def on_device(self, flat: Tensor) -> Tensor:
-        """Return a buffer itself if it is on the device, otherwise a copy of it on the device."""
-        if self.tier_of(flat) is Tier.DEVICE:
-            return flat
-        copy = torch.empty_like(flat, device=self._devices[Tier.DEVICE])
-        self.copy(copy, flat).wait()
-        return copy
-
-    def store(self, into: Tensor, values: Tensor) -> None:
-        """Copy `values`, a tensor on the device, to a buffer in any tier. Do nothing if `values` is
-        the buffer itself."""
-        if into.data_ptr() == values.data_ptr():
-            return
-        if self.tier_of(into) is Tier.HOST:
-            self.copy(into, values).wait()
-        else:
-            into.copy_(values)
-
-    def has(self, flat: Tensor) -> bool:
-        """Return False if a buffer is freed, even if it keeps its memory because of `poison`."""
-        return flat.untyped_storage()._cdata not in self._freed
 
 
 class GradBuffer(Protocol):

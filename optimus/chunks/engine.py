@@ -17,17 +17,16 @@ from optimus.chunks.buffers import (
     ChunkState,
     FrozenParams,
     FurtherUse,
-    Memory,
     ParamChunk,
     ShardSlice,
     StateShard,
-    Tier,
     count_bytes,
     write_slice,
 )
 from optimus.chunks.grad_reducer import GradReducer
 from optimus.chunks.groups import ParamProcessGroups, check_same_params, groups_of_params
 from optimus.chunks.layout import Chunk, Parameter, lay_out
+from optimus.chunks.memory import Memory, Tier
 from optimus.chunks.norm import exact_norm, fast_norm
 from optimus.chunks.optimizer import Optimizer, UpdateQueue
 from optimus.chunks.param_store import ParamStore
@@ -98,7 +97,7 @@ class ChunkEngine:
         )
         self.slots = {slot.name: slot for slot in self.layout.slots}
         self.residency = residency
-        self.memory = Memory(self.device, residency.poison, residency.copies)
+        self.memory = Memory(self.device, residency.poison, residency.copies, residency.links)
         position = {name: number for number, name in enumerate(named)}
         by_first_use = sorted(self.layout.chunks, key=lambda c: position[c.slots[0].name])
         away = len(by_first_use) - math.ceil(residency.host_share * len(by_first_use))
@@ -113,7 +112,9 @@ class ChunkEngine:
         self.frozen = FrozenParams([c for c in self._all if not isinstance(c, ChunkState)])
         self._frozen_uses: dict[str, str] = {}
         """For each further use of a frozen parameter, the parameter."""
-        self._updates = UpdateQueue(optimizer)
+        is_paced = residency.links is not None and self.device.type == "cpu"
+        rate = residency.links.host_adam if residency.links is not None and is_paced else None
+        self._updates = UpdateQueue(optimizer, rate)
         self.params = ParamStore(self._all, self.memory, self._updates)
         ordered = [self._all[chunk.number] for chunk in by_first_use]
         self._by_first_use = [chunk for chunk in ordered if isinstance(chunk, ChunkState)]

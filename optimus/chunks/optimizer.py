@@ -9,13 +9,16 @@ shard group, with a sum (Adafactor) or a maximum (SM3).
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Protocol
 
 import torch
 
 from optimus.chunks.buffers import ChunkState
+from optimus.chunks.memory import Pace, worker
 from optimus.config import OptimConfig
 from optimus_kernels import adamw_
 
@@ -72,10 +75,16 @@ class UpdateQueue:
 
     The next forward may begin before all updates are complete. Code that reads or writes the states
     or the gradients of a chunk must first wait for its update.
+
+    Args:
+        optimizer: Updates a chunk.
+        rate: Elements that the host of an emulated device updates per second; None to update as
+            fast as this machine does.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, rate: float | None = None) -> None:
         self._optimizer = optimizer
+        self._pace = None if rate is None else Pace(rate)
         self._thread: ThreadPoolExecutor | None = None
         self._pending: dict[int, Future[None]] = {}
         self._error: BaseException | None = None
@@ -84,25 +93,29 @@ class UpdateQueue:
     def add(self, state: ChunkState, lr: float, grad_scale: float) -> None:
         """Add a chunk to the queue. The arguments are those of `Optimizer.update`."""
         if self._thread is None:
-            # OpenMP in a new thread would use all cores.
-            threads = torch.get_num_threads()
-            self._thread = ThreadPoolExecutor(1, "optimizer", torch.set_num_threads, (threads,))
+            self._thread = worker("optimizer")
         self._raise_error()
         number = state.chunk.number
         assert number not in self._pending, f"chunk {number} is in the queue already"
-        self._pending[number] = self._thread.submit(self._optimizer.update, state, lr, grad_scale)
+        update = partial(self._optimizer.update, state, lr, grad_scale)
+        if self._pace is not None:
+            update = partial(self._pace.run, update, len(state.shard), time.monotonic())
+        self._pending[number] = self._thread.submit(update)
 
     def is_done(self, number: int) -> bool:
         """Return True unless the update of chunk `number` is in progress or in the queue."""
         return number not in self._pending or self._pending[number].done()
 
     def wait(self, number: int) -> None:
-        """Wait for the update of chunk `number`, if it is in the queue. Raises the first error of
-        an update; the updates that are still in the queue are then not done."""
+        """Wait for the update of chunk `number`, if it is in the queue. Several threads may call
+        this. Raises the first error of an update; the updates that are still in the queue are then
+        not done."""
         self._raise_error()
-        if self._pending and (update := self._pending.pop(number, None)) is not None:
+        if self._pending and (update := self._pending.get(number)) is not None:
             try:
                 update.result()
+                if self._pending.get(number) is update:
+                    del self._pending[number]
             except BaseException as error:
                 self._error = error
                 if self._thread is not None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Sequence
+from functools import partial
 
-from optimus.chunks.buffers import Copy, Memory, ParamChunk, Tier
+from optimus.chunks.buffers import ParamChunk
+from optimus.chunks.memory import Copy, Memory, Tier
 from optimus.chunks.optimizer import UpdateQueue
 from optimus.chunks.residency import ResidencyPlan, Use, farthest, plan_residency
 from optimus.distributed.collectives import Transfer, all_gather
@@ -41,8 +43,8 @@ class ParamStore:
         self._chunks = {state.chunk.number: state for state in chunk_states}
         self._memory, self._updates = memory, updates
         self._in_flight: dict[int, Transfer] = {}
-        self._uploads: dict[int, Copy | None] = {}
-        """Copies of shards to the device, by chunk; None while the chunk is being updated."""
+        self._uploads: dict[int, Copy] = {}
+        """Copies of shards to the device, by chunk. A copy begins when the chunk is updated."""
         self._overlaps = False
         self._needs: Sequence[frozenset[int]] = ()
         """Chunks of each segment."""
@@ -90,7 +92,6 @@ class ParamStore:
             if self._overlaps:
                 self._wait_for(self._needs[segment])
             return
-        self._start_uploads()
         if self._next == len(self.plan.steps):
             self.num_unplanned += 1
             self.gather(self._needs[segment], segment)
@@ -161,23 +162,11 @@ class ParamStore:
     def _wait_for(self, numbers: Collection[int]) -> None:
         for number in sorted(numbers):
             if number in self._uploads:
-                self._updates.wait(number)
-                self._start_uploads()
-                chunk, copy = self._chunks[number], self._uploads.pop(number)
-                assert copy is not None, "an upload starts after the update"
-                copy.wait()
+                chunk = self._chunks[number]
+                self._uploads.pop(number).wait()
                 all_gather(chunk.params, chunk.params[chunk.shard_range], chunk.groups.shard_group)
             if (transfer := self._in_flight.pop(number, None)) is not None:
                 transfer.wait()
-
-    def _start_uploads(self) -> None:
-        """Start the uploads that have waited for an update which is now complete."""
-        for number, copy in self._uploads.items():
-            if copy is None and self._updates.is_done(number):
-                self._updates.wait(number)  # raises the error of an update
-                chunk = self._chunks[number]
-                into = chunk.params[chunk.shard_range]
-                self._uploads[number] = self._memory.copy(into, chunk.shard)
 
     def _begin_gather(self, numbers: Collection[int]) -> None:
         for number in numbers:
@@ -186,9 +175,18 @@ class ParamStore:
             if state.home is Tier.DEVICE:
                 self._start_gather(state)
             else:
-                self._uploads[number] = None
+                self._uploads[number] = self._upload(state)
             self._cached.add(number)
-        self._start_uploads()
+
+    def _upload(self, state: ParamChunk) -> Copy:
+        """Start to copy the shard of a chunk to the device, when its update is complete."""
+        number, into = state.chunk.number, state.params[state.shard_range]
+        after = None
+        if self._updates.is_done(number):
+            self._updates.wait(number)  # raises the error of an update
+        else:
+            after = partial(self._updates.wait, number)
+        return self._memory.copy(into, state.shard, after)
 
     def _start_gather(self, state: ParamChunk) -> None:
         """Start to gather the parameters of a chunk."""

@@ -17,7 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from optimus.chunks.buffers import ChunkState, Copy, GradBuffer, Memory, StateTensor, Tier
+from optimus.chunks.buffers import ChunkState, GradBuffer, StateTensor
+from optimus.chunks.memory import Copy, Memory, Tier
 from optimus.chunks.optimizer import UpdateQueue
 from optimus.distributed.collectives import (
     Transfer,
@@ -102,13 +103,10 @@ class ReduceOnce:
 
 
 class _Arrival(NamedTuple):
-    """Gradients of a buffer that are being copied to the host."""
+    """Gradients of a buffer that are being copied to the host and added to its piece there."""
 
     buffer: GradBuffer
     copy: Copy
-    values: Tensor
-    """Contributions of the ranks, one after the other."""
-    num_contributions: int
 
 
 class ReducePerMicrobatch:
@@ -207,18 +205,21 @@ class ReducePerMicrobatch:
             return
         values = torch.empty(len(received), dtype=received.dtype, device=piece.device)
         self._complete_arrivals(_MAX_ARRIVING - 1)
-        copy = self.memory.copy(values, received)
-        self._arriving.append(_Arrival(buffer, copy, values, num_contributions))
 
-    def _complete_arrivals(self, remaining: int) -> None:
-        """Add gradients that arrive on the host to their pieces, the oldest first, until only
-        `remaining` are being copied."""
-        while len(self._arriving) > remaining:
-            buffer, copy, values, num_contributions = self._arriving.popleft()
-            copy.wait()
+        def add() -> None:
             self._prepare(buffer)
             for contribution in values.chunk(num_contributions):
-                self._pieces[buffer].add_(contribution)
+                piece.add_(contribution)
+
+        copy = self.memory.copy(values, received, then=add)
+        self._arriving.append(_Arrival(buffer, copy))
+
+    def _complete_arrivals(self, remaining: int) -> None:
+        """Wait for gradients that arrive on the host, the oldest first, until only `remaining` are
+        being copied, and free their buffers on the device."""
+        while len(self._arriving) > remaining:
+            buffer, copy = self._arriving.popleft()
+            copy.wait()
             self._clear(buffer)
 
     def _prepare(self, buffer: GradBuffer) -> None:

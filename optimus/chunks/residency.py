@@ -29,6 +29,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
+from optimus.config.machine import Links
+
 NEVER = float("inf")
 
 
@@ -50,6 +52,8 @@ class Residency:
     """True to fill freed buffers with NaN, for tests."""
     copies: str = "early"
     """Time of the copies between host and device on a CPU, as for `Memory`."""
+    links: Links | None = None
+    """Rates of an emulated device, as for `Memory`."""
 
     def __post_init__(self) -> None:
         is_transient = self.divides_parameters or self.host_share > 0

@@ -350,6 +350,10 @@ def _residency(optim: OptimConfig, train: TrainConfig, offload: OffloadConfig) -
         "use offload.mode = 'manual'",
     )
     refuse_if(
+        offload.links and offload.mode == "off",
+        f"offload.links = {offload.links!r} has no meaning with offload.mode = 'off'; leave it out",
+    )
+    refuse_if(
         offload.mode == "manual" and not offload.host_share,
         "offload.mode = 'manual' needs offload.host_share above 0; set it, or use "
         "offload.mode = 'off'",

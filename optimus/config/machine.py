@@ -81,6 +81,21 @@ class Environment(Section):
     """True to also set variables that have a value already; False to keep their values."""
 
 
+Rate = Annotated[float, Field(gt=0)]
+
+
+class Links(Section):
+    """Rates of a rank between the tiers of memory, for offloading. `optimus bench links` measures
+    them."""
+
+    to_device: Rate = 25e9
+    """Bytes per second that are copied from page-locked host memory to the device."""
+    to_host: Rate = 25e9
+    """Bytes per second that are copied from the device to page-locked host memory."""
+    host_adam: Rate = 1e9
+    """Elements per second that the host updates with AdamW."""
+
+
 class Machine(Section):
     """Settings of a machine and its scheduler, from a file in `configs/machine`."""
 
@@ -106,6 +121,8 @@ class Machine(Section):
     """Request that PBS does not end a supervised job when a node is lost."""
     heartbeat_s: Annotated[float, Field(gt=0)] = 3.0
     """Default of `resilience.heartbeat_s`."""
+    links: Links | None = None
+    """Rates between the tiers of memory; none: not measured."""
     queues: Annotated[tuple[Queue, ...], Field(strict=False)] = ()
     """Limits of queues. Jobs in other queues are not checked."""
     environment: Annotated[tuple[Environment, ...], Field(strict=False)] = ()
@@ -177,11 +194,12 @@ class Machine(Section):
         )
 
 
-def load_machine(name: str) -> Machine:
+def load_machine(name: str, key: str = "--machine") -> Machine:
     """Read the definition of a machine.
 
     Args:
         name: Name of a file in configs/machine without `.toml`, or the path of a TOML file.
+        key: Option or key that has the value `name`, for messages.
 
     Raises:
         ConfigError: There is no such machine, or its file has an unknown key or a wrong value.
@@ -191,12 +209,31 @@ def load_machine(name: str) -> Machine:
     if not is_path and not path.exists():
         known = ", ".join(sorted(file.stem for file in FOLDER.glob("*.toml"))) or "none"
         raise ConfigError(
-            f"--machine {name}: no such machine; use one of {known}, or the path of a TOML file"
+            f"{key} {name}: no such machine; use one of {known}, or the path of a TOML file"
         )
     try:
         return Machine.model_validate(read_tree(path))
     except ValidationError as error:
         raise ConfigError(f"{path}: {explain(error, Machine)}") from None
+
+
+def load_links(name: str) -> Links:
+    """Read the table `links` of a machine.
+
+    Args:
+        name: As for `load_machine`, or the path of a file that `optimus bench links --out` has
+            written.
+
+    Raises:
+        ConfigError: There is no such machine or table, or the table has a wrong key or value.
+    """
+    links = load_machine(name, "offload.links").links
+    if links is None:
+        raise ConfigError(
+            f"offload.links {name}: the file has no table [links]; write one with optimus bench "
+            "links --out FILE on this machine"
+        )
+    return links
 
 
 def shell_settings(

@@ -550,12 +550,17 @@ class OffloadConfig(Section):
     """Offloading of chunks to host memory, as in Elixir."""
 
     mode: Literal["off", "auto", "manual"] = "off"
-    """Placement of model states. `off`: all on the device. `manual`: as `host_share` states; this
-    version accepts it only on a CPU. `auto` is not available in this version."""
+    """Placement of model states. `off`: all on the device. `manual`: as `host_share` states. `auto`
+    is not available in this version."""
     host_share: Annotated[float, Field(ge=0, le=1)] = 0.0
     """With mode = `manual`, the share of the chunks whose parameters and optimizer states are in
     host memory. The host updates these chunks. Their parameters are copied to the device before
     each use, unless they are still in the cache (`optim.cache_chunks`)."""
+    links: str = ""
+    """On a CPU, which emulates a device: the rates of the link between the device and the host, and
+    of the updates on the host. Copies and updates then take the time that these rates determine.
+    The value is the path of a file that `optimus bench links` has written, or the name of a file in
+    configs/machine. Empty: copies and updates are as fast as this machine."""
 
 
 class Config(Section):

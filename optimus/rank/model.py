@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -31,6 +32,8 @@ from optimus.platform import dtype_of
 from optimus.rank.segments import segments_of
 from optimus.rank.states import make_states
 from optimus_kernels import WeightGrads
+
+logger = logging.getLogger(__name__)
 
 
 def uncompiled(is_compiled: bool) -> AbstractContextManager:
@@ -101,11 +104,18 @@ class RankModel:
             poison: True to fill freed chunks with NaN, for tests.
         """
         config, schedule = self._config, self.layout.schedule
-        refuse_if(
-            config.offload.host_share > 0 and self._device.type != "cpu",
-            f"offload.mode = {config.offload.mode!r} is not available on {self._device.type} in "
-            "this version, only on a CPU; use offload.mode = 'off'",
-        )
+        if config.offload.mode != "off" and self._device.type != "cpu":
+            refuse_if(
+                config.offload.links != "",
+                f"offload.links = {config.offload.links!r} has an effect only on a CPU, not on "
+                f"{self._device.type}; remove offload.links",
+            )
+            if self._groups.everyone.rank == 0:
+                logger.warning(
+                    "offloading is not tested on %s yet: first compare the metrics of a short run "
+                    "with those of offload.mode = 'off', both with train.deterministic = true",
+                    self._device.type,
+                )
         engine = make_states(
             config.optim,
             config.train,

@@ -26,6 +26,7 @@ from optimus.chunks.options import check_patterns, options_of
 from optimus.chunks.residency import Residency, fewest_slots
 from optimus.config import Config, ModelConfig, OffloadConfig, OptimConfig, TrainConfig
 from optimus.config.axes import UNEQUAL
+from optimus.config.machine import load_links
 from optimus.distributed.groups import Groups, plan_groups
 from optimus.distributed.mesh import Coordinate, Mesh
 from optimus.errors import ConfigError, counted
@@ -83,6 +84,7 @@ def make_states(
             host_share=offload.host_share,
             slots=optim.cache_chunks,
             poison=poison,
+            links=load_links(offload.links) if offload.links else None,
         ),
     )
     model.separate_uses()

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from optimus.chunks.buffers import ChunkState, Memory
+from optimus.chunks.buffers import ChunkState
 from optimus.chunks.grad_reducer import GradReducer
 from optimus.chunks.groups import ParamProcessGroups
 from optimus.chunks.layout import Parameter, lay_out
+from optimus.chunks.memory import Memory
 from optimus.chunks.optimizer import AdamW, UpdateQueue
 from optimus.chunks.segments import ModelSegment, register_module, register_uses
 from optimus.config import OptimConfig

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
-from optimus.chunks.buffers import Memory, Tier
+from optimus.chunks.memory import Memory, Tier
 from optimus.config import make_config
 from optimus.distributed import collectives
 from optimus.distributed.mesh import make_mesh

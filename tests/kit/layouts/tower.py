@@ -23,6 +23,7 @@ from optimus.chunks.optimizer import AdamW
 from optimus.chunks.residency import Pass, Residency, ResidencyPlan
 from optimus.chunks.segments import ModelSegment, register_module
 from optimus.config import OptimConfig
+from optimus.config.machine import Links
 from optimus.distributed.collectives import ALONE, Group
 from optimus.distributed.world import start_world
 from optimus.observe.events import TrafficMeter
@@ -97,6 +98,8 @@ class Case(NamedTuple):
     """Time of the copies between host and device."""
     delay_s: float = 0.0
     """Time that each update of a chunk takes in addition."""
+    links: Links | None = None
+    """Rates of an emulated device."""
 
 
 class Outcome(NamedTuple):
@@ -183,6 +186,7 @@ def make_engine(
             case.slots,
             case.poison,
             case.copies,
+            case.links,
         ),
     )
     passes = [Pass(0, False), Pass(0, True)] * case.microbatches

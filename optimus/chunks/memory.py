@@ -1,0 +1,291 @@
+"""Memory tiers of model states, and copies between them.
+
+Each buffer is in the tier DEVICE or in the tier HOST. On a CPU, both tiers are the memory of the
+machine, and the device is emulated: a copy moves the same bytes between the same buffers as on an
+accelerator. With `Links`, copies and updates on an emulated device also take the time that the
+rates of the links determine.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from enum import Enum
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from optimus import platform
+from optimus.config.machine import Links
+
+Action = Callable[[], Any]
+
+
+class Tier(Enum):
+    """Memory in which a buffer is."""
+
+    DEVICE = "device"
+    HOST = "host"
+
+
+class Copy:
+    """A copy from one tier to the other, which may be in progress."""
+
+    def __init__(self, complete: Action) -> None:
+        self._complete: Action | None = complete
+
+    def wait(self) -> None:
+        """Wait until the copy is complete. May be called more than once. Raises the error of an
+        action that belongs to the copy."""
+        if self._complete is not None:
+            complete, self._complete = self._complete, None
+            complete()
+
+
+class Pace:
+    """Makes jobs take as long as on a resource with a fixed rate, such as a link.
+
+    Args:
+        rate: Units, such as bytes, per second.
+    """
+
+    def __init__(self, rate: float) -> None:
+        self._rate, self._free_at = rate, 0.0
+
+    def run(self, job: Action, size: int, ready: float) -> None:
+        """Run a job and return when the resource would have completed it.
+
+        Args:
+            job: The job.
+            size: Units that the job takes.
+            ready: Time of `time.monotonic` from which the resource can begin the job, if it has
+                completed the previous one.
+        """
+        job()
+        self._free_at = max(ready, self._free_at) + size / self._rate
+        time.sleep(max(0.0, self._free_at - time.monotonic()))
+
+
+def worker(name: str) -> ThreadPoolExecutor:
+    """Return a thread that runs jobs in their order. Its operations use as many cores as those of
+    this thread."""
+    threads = torch.get_num_threads()  # OpenMP in a new thread would use all cores
+    return ThreadPoolExecutor(1, name, torch.set_num_threads, (threads,))
+
+
+class _Lane:
+    """One direction of the link between the device and the host: a thread that makes copies one
+    after the other.
+
+    On an accelerator, copies use a stream of this lane. They begin when the operations that the
+    caller has launched before are complete.
+    """
+
+    def __init__(self, name: str, device: torch.device, rate: float) -> None:
+        self._thread, self._device = worker(name), device
+        self._pace = Pace(rate) if device.type == "cpu" else None
+        self._stream = None if device.type == "cpu" else torch.Stream(device)
+
+    def copy(self, into: Tensor, values: Tensor, after: Action | None, then: Action | None) -> Copy:
+        if self._stream is None:
+            now = time.monotonic()
+            paced = self._thread.submit(self._copy_at_rate, into, values, after, then, now)
+            return Copy(paced.result)
+        ready = torch.Event(self._device)
+        ready.record()
+        job = self._thread.submit(self._copy_on_stream, into, values, after, then, ready)
+        return Copy(lambda: self._complete(job.result(), into))
+
+    def _copy_at_rate(
+        self,
+        into: Tensor,
+        values: Tensor,
+        after: Action | None,
+        then: Action | None,
+        ready: float,
+    ) -> None:
+        if after is not None:
+            after()
+            ready = time.monotonic()
+        assert self._pace is not None
+        self._pace.run(partial(into.copy_, values), values.nbytes, ready)
+        if then is not None:
+            then()
+
+    def _copy_on_stream(
+        self,
+        into: Tensor,
+        values: Tensor,
+        after: Action | None,
+        then: Action | None,
+        ready: torch.Event,
+    ) -> torch.Event:
+        if after is not None:
+            after()
+        assert self._stream is not None
+        done = torch.Event(self._device)
+        with self._stream:
+            self._stream.wait_event(ready)
+            into.copy_(values, non_blocking=True)
+            done.record(self._stream)
+        if not into.is_cpu:
+            return done
+        done.synchronize()
+        if then is not None:
+            then()
+        return done
+
+    def _complete(self, done: torch.Event, into: Tensor) -> None:
+        if not into.is_cpu:  # later operations of the caller wait on the device
+            torch.accelerator.current_stream(self._device).wait_event(done)
+
+
+class Memory:
+    """Allocates, frees and copies flat buffers, and counts their bytes in each tier.
+
+    A read of a freed buffer crashes the process. With `poison`, which tests set, a freed buffer
+    keeps its memory and is filled with NaN, and so is the target of a copy until the copy is
+    complete. A read of it then causes NaN in the results.
+
+    Args:
+        device: Device of the tier DEVICE. On the meta device, the host buffers are meta tensors,
+            too.
+        poison: True to fill freed buffers with NaN.
+        copies: Time at which copies on a CPU without `links` take place, for tests: "early", at
+            their start, or in `Copy.wait` if they must wait for an action; "late", in `Copy.wait`;
+            "random", at one of both.
+        links: Rates of the links of an emulated device. Copies then take place in the background.
+            They have no effect on an accelerator.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        poison: bool = False,
+        copies: str = "early",
+        links: Links | None = None,
+    ) -> None:
+        self._device = device
+        self.poison = poison
+        self._copies, self._chance = copies, random.Random(0)
+        self._links = links
+        self._lanes: dict[Tier, _Lane] = {}
+        """The lanes by the tier of the target. They are made at the first copy."""
+        self.num_copied = 0
+        """Bytes copied from one tier to the other."""
+        self._tiers: dict[int, Tier] = {}
+        """Tier of each buffer that this object has made, by its storage."""
+        self._freed: set[int] = set()
+        self.num_bytes = dict.fromkeys(Tier, 0)
+        """Bytes of the buffers that are not freed."""
+
+    def new(self, length: int, dtype: torch.dtype, tier: Tier = Tier.DEVICE) -> Tensor:
+        """Return a new buffer of `length` zeros. This object keeps no reference to it."""
+        device = self._device
+        if tier is Tier.DEVICE or device.type == "meta":
+            flat = torch.zeros(length, dtype=dtype, device=device)
+        else:
+            flat = platform.host_zeros(length, dtype, device)
+        self._tiers[flat.untyped_storage()._cdata] = tier
+        self.num_bytes[tier] += flat.nbytes
+        return flat
+
+    def tier_of(self, flat: Tensor) -> Tier | None:
+        """Return the tier of a buffer; None if it is freed."""
+        return self._tiers[flat.untyped_storage()._cdata] if self.has(flat) else None
+
+    def free(self, flat: Tensor) -> None:
+        """Free the memory of a buffer; its values are lost."""
+        storage = flat.untyped_storage()
+        assert storage._cdata not in self._freed, "the buffer is freed already"
+        self._freed.add(storage._cdata)
+        self.num_bytes[self._tiers[storage._cdata]] -= flat.nbytes
+        if self.poison:
+            flat.fill_(torch.nan)
+        else:
+            storage.resize_(0)
+
+    def allocate(self, flat: Tensor) -> None:
+        """Allocate memory for a freed buffer; its values are undefined."""
+        storage = flat.untyped_storage()
+        self._freed.remove(storage._cdata)
+        self.num_bytes[self._tiers[storage._cdata]] += flat.nbytes
+        if not self.poison:
+            storage.resize_(flat.nbytes)
+
+    def copy(
+        self,
+        into: Tensor,
+        values: Tensor,
+        after: Action | None = None,
+        then: Action | None = None,
+    ) -> Copy:
+        """Start to copy `values` to a tensor in the other tier.
+
+        Until `wait` of the returned Copy, the memory of both must not be used otherwise.
+
+        Args:
+            into: The target.
+            values: A tensor of the same dtype.
+            after: Waits until `values` may be read; None if they may be read now.
+            then: Called on the host when `into`, which must be in host memory, is filled.
+        """
+        self.num_copied += values.nbytes
+        if (lane := self._lane_of(values)) is not None:
+            if self.poison:
+                into.fill_(torch.nan)
+            return lane.copy(into, values, after, then)
+
+        def complete() -> None:
+            if after is not None:
+                after()
+            into.copy_(values)
+            if then is not None:
+                then()
+
+        copy = Copy(complete)
+        is_random = self._copies == "random" and self._chance.random() < 0.5
+        if (self._copies == "early" and after is None) or is_random:
+            copy.wait()
+        elif self.poison:
+            into.fill_(torch.nan)
+        return copy
+
+    def _lane_of(self, values: Tensor) -> _Lane | None:
+        """Return the lane for a copy of `values`; None if copies have no thread."""
+        device = self._device
+        if device.type == "meta" or (device.type == "cpu" and self._links is None):
+            return None
+        is_on_host = self._tiers.get(values.untyped_storage()._cdata) is Tier.HOST
+        target = Tier.DEVICE if is_on_host else Tier.HOST
+        if target not in self._lanes:
+            rates = self._links or Links()
+            rate = rates.to_device if target is Tier.DEVICE else rates.to_host
+            self._lanes[target] = _Lane(f"to {target.value}", device, rate)
+        return self._lanes[target]
+
+    def on_device(self, flat: Tensor) -> Tensor:
+        """Return a buffer itself if it is on the device, otherwise a copy of it on the device."""
+        if self.tier_of(flat) is Tier.DEVICE:
+            return flat
+        copy = torch.empty_like(flat, device=self._device)
+        self.copy(copy, flat).wait()
+        return copy
+
+    def store(self, into: Tensor, values: Tensor) -> None:
+        """Copy `values`, a tensor on the device, to a buffer in any tier. Do nothing if `values` is
+        the buffer itself."""
+        if into.data_ptr() == values.data_ptr():
+            return
+        if self.tier_of(into) is Tier.HOST:
+            self.copy(into, values).wait()
+        else:
+            into.copy_(values)
+
+    def has(self, flat: Tensor) -> bool:
+        """Return False if a buffer is freed, even if it keeps its memory because of `poison`."""
+        return flat.untyped_storage()._cdata not in self._freed
