@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from optimus.errors import ConfigError, OptimusError
+from optimus.errors import ConfigError, OptimusError, refuse_if
 
 _MOVED = {
     "checkpoint": "python scripts/bench/checkpoint.py",
@@ -19,17 +20,21 @@ _MOVED = {
 """Maps each removed benchmark NAME of `optimus bench NAME` to the script that replaces it."""
 
 
-_OF_STEP = ("steps", "nproc", "profile")
-_OF_SUPERVISION = (
-    "only", "rounds", "nodes", "ranks_per_node", "updates", "alarm_s", "load", "seed", "dir",
-)  # fmt: skip
-"""Options that only `bench supervision` accepts, as names of attributes of the parsed arguments.
-_OF_STEP contains those that only `bench step` accepts."""
+_OPTIONS = {
+    "step": ("steps", "nproc", "profile"),
+    "supervision": (
+        *("only", "rounds", "nodes", "ranks_per_node", "updates"),
+        *("alarm_s", "load", "seed", "dir"),
+    ),
+    "links": ("out",),
+    "offload": ("steps", "mixes", "seed"),
+}
+"""Options that each benchmark accepts, as names of attributes of the parsed arguments."""
 
 
 def add_to(commands: argparse._SubParsersAction) -> None:
     """Add the command `bench` to `commands`, the subcommands of `optimus`."""
-    text = "Measure an update of a training run, or how fast a supervised run restarts."
+    text = "Measure an update of a training run, restarts of a supervised run, or offloading."
     parser = commands.add_parser("bench", help=text, description=text)
     parser.set_defaults(run=_bench)
     parser.add_argument(
@@ -37,18 +42,25 @@ def add_to(commands: argparse._SubParsersAction) -> None:
         metavar="NAME",
         type=_benchmark,
         help="step: an update against a plain torch loop; supervision: times of detection and "
-        "restart after failures, on nodes that this machine emulates",
+        "restart after failures, on nodes that this machine emulates; links: rates of copies and "
+        "updates for offloading; offload: steps with random work on an emulated device, against "
+        "their predicted times",
     )
     parser.add_argument(
         "config",
         nargs="?",
         help="a TOML file; configs/run has examples. supervision: only for the NaN check, and "
-        "optional",
+        "optional; links: for the device and the number of threads, and optional",
     )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     _add_step_options(parser.add_argument_group("step"))
     _add_supervision_options(parser.add_argument_group("supervision"))
+    offloading = parser.add_argument_group("links and offload")
+    text = "links: write the rates to this file, for offload.links"
+    offloading.add_argument("--out", metavar="FILE", help=text)
+    text = "offload: random mixes of work (20); also accepts --steps (6) and --seed"
+    offloading.add_argument("--mixes", type=int, metavar="N", help=text)
 
 
 def _add_step_options(group: argparse._ArgumentGroup) -> None:
@@ -96,20 +108,52 @@ def _add_supervision_options(group: argparse._ArgumentGroup) -> None:
 def _benchmark(name: str) -> str:
     if name in _MOVED:
         raise ConfigError(f"bench {name} is a script now; run {_MOVED[name]}")
-    if name not in ("step", "supervision"):
-        raise ConfigError(
-            f"bench {name} does not exist; use optimus bench step or optimus bench supervision"
-        )
+    if name not in _OPTIONS:
+        known = " or ".join(f"optimus bench {name}" for name in _OPTIONS)
+        raise ConfigError(f"bench {name} does not exist; use {known}")
     return name
 
 
 def _bench(args: argparse.Namespace, arguments: list[str]) -> int:
-    others = _OF_SUPERVISION if args.name == "step" else _OF_STEP
-    for name in others:
-        if getattr(args, name) is not None:
+    for name in dict.fromkeys(itertools.chain.from_iterable(_OPTIONS.values())):
+        if name not in _OPTIONS[args.name] and getattr(args, name) is not None:
             option = f"--{name.replace('_', '-')}"
             raise ConfigError(f"{option} has no effect on bench {args.name}; remove {option}")
-    return _bench_step(args, arguments) if args.name == "step" else _bench_supervision(args)
+    if args.name == "step":
+        return _bench_step(args, arguments)
+    return {
+        "supervision": _bench_supervision,
+        "links": _bench_links,
+        "offload": _bench_offload,
+    }[args.name](args)
+
+
+def _bench_links(args: argparse.Namespace) -> int:
+    from optimus import platform
+    from optimus.bench.links import bench_links, format_links, write_links
+    from optimus.config import TrainConfig, load_config
+
+    train = TrainConfig()
+    if args.config is not None:
+        train = load_config(args.config, args.overrides).train
+    device = platform.pick_device(0, train.device)
+    result = bench_links(device, platform.set_threads(train.threads, False, 1))
+    if args.out is not None:
+        write_links(result, Path(args.out))
+    print(json.dumps(result) if args.json else format_links(result))
+    return 0
+
+
+def _bench_offload(args: argparse.Namespace) -> int:
+    from optimus.bench.offload import bench_offload, format_offload
+
+    refuse_if(args.config is not None, "bench offload draws its work; remove the configuration")
+    mixes, steps = (20 if args.mixes is None else args.mixes), args.steps or 6
+    refuse_if(mixes < 1, f"--mixes {mixes} must be at least 1")
+    refuse_if(steps < 1, f"--steps {steps} must be at least 1")
+    result = bench_offload(mixes, steps, args.seed or 0)
+    print(json.dumps(result) if args.json else format_offload(result))
+    return 0
 
 
 def _bench_supervision(args: argparse.Namespace) -> int:

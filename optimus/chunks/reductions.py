@@ -30,7 +30,7 @@ from optimus.distributed.collectives import (
 
 _MAX_IN_FLIGHT = 2
 """Number of buffers that may be reduced at the same time. A backend may keep a copy of each."""
-_MAX_ARRIVING = 2
+MAX_ARRIVING = 2
 """Number of gradients that may be copied to the host at the same time."""
 
 
@@ -204,7 +204,7 @@ class ReducePerMicrobatch:
             self._clear(buffer)
             return
         values = torch.empty(len(received), dtype=received.dtype, device=piece.device)
-        self._complete_arrivals(_MAX_ARRIVING - 1)
+        self._complete_arrivals(MAX_ARRIVING - 1)
 
         def add() -> None:
             self._prepare(buffer)

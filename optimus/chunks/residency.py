@@ -15,9 +15,8 @@ Gathers in a step with n chunks, one for each segment, and B slots (tests/chunks
       chunk that its recomputation has gathered            3n - n/m
     recomputed regions, B >= m                             2n - B
 
-Gathers begin early. The gathers for the next use with missing chunks begin as soon as slots are
-free. The gathers for the uses after it do not begin yet. With B >= 2, gathers overlap with
-computation. Early gathers do not change the number of gathers.
+Gathers begin early, in the order of the uses that need them, as soon as slots are free. With
+B >= 2, gathers overlap with computation. Early gathers do not change the number of gathers.
 """
 
 from __future__ import annotations
@@ -149,8 +148,8 @@ def fewest_slots(needs: Iterable[Collection[int]]) -> int:
 
 
 def plan_residency(uses: Sequence[Use], slots: int) -> ResidencyPlan:
-    """Return the plan with the fewest gathers (Belady's rule). The gathers for the next use with
-    missing chunks begin as soon as there are slots for them."""
+    """Return the plan with the fewest gathers (Belady's rule). In the order of the uses that need
+    them, gathers begin as soon as there are slots for them."""
     assert slots >= fewest_slots(use.need for use in uses), "a use needs more slots"
     future = Future(uses)
     on_demand: list[_Demand] = []
@@ -205,8 +204,8 @@ def _begin_early(
 ) -> Iterable[Step]:
     """Yield the steps of the plan, in which gathers begin early.
 
-    Gathers begin early only for the next use with missing chunks. Each begins as soon as there is a
-    slot for it: a free slot, or the slot of a victim that is not needed before that use.
+    Gathers begin in the order of the uses that need them. Each begins as soon as there is a slot
+    for it: a free slot, or the slot of a victim that is not needed before that use.
     """
     waiting = [index for index, demand in enumerate(on_demand) if demand.missing]
     resident: set[int] = set()
@@ -215,10 +214,11 @@ def _begin_early(
         resident = (resident - set(evict)) | set(gather)
         while waiting and waiting[0] <= now:
             waiting.pop(0)
-        evicted, started = [], []
-        if waiting:
+        evicted: list[int] = []
+        started: list[int] = []
+        while waiting:
             ahead = on_demand[waiting[0]]
-            for chunk in list(ahead.missing):
+            while ahead.missing and ahead.missing[0] not in resident:
                 if len(resident) >= slots:
                     idle = [v for v in ahead.victims if future.next_use(v, now) > waiting[0]]
                     if not idle:
@@ -226,7 +226,9 @@ def _begin_early(
                     ahead.victims.remove(idle[0])
                     resident.remove(idle[0])
                     evicted.append(idle[0])
-                ahead.missing.remove(chunk)
-                resident.add(chunk)
-                started.append(chunk)
+                started.append(ahead.missing.pop(0))
+                resident.add(started[-1])
+            if ahead.missing:
+                break
+            waiting.pop(0)
         yield Step(use, evict, gather, tuple(evicted), tuple(started), frozenset(resident))

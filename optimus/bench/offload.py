@@ -1,0 +1,239 @@
+"""Time of training steps with offloaded chunks on an emulated device, for `optimus bench offload`.
+
+Segments sleep instead of computing, and copies and updates keep the rates of an emulated link. The
+result shows how well the schedule overlaps them, not how fast a device is.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from optimus.chunks.engine import ChunkEngine
+from optimus.chunks.groups import ParamProcessGroups
+from optimus.chunks.optimizer import AdamW
+from optimus.chunks.residency import Pass, Residency, plan_residency, use_order
+from optimus.chunks.segments import ModelSegment, register_module
+from optimus.chunks.step_time import StepTime, StepWork, predict_step
+from optimus.config import OptimConfig
+from optimus.config.machine import Links
+from optimus.errors import counted
+
+_ELEMENTS = 1 << 14
+"""Elements of a chunk. The real copies and updates are short compared with their emulated times."""
+_PARAM_BYTES, _GRAD_BYTES = 2 * _ELEMENTS, 4 * _ELEMENTS
+_WARMUP = 2
+BAR = 1.10
+"""Longest time of a step as a multiple of the predicted time."""
+HIDDEN = 0.90
+"""Smallest share of the copies that computation hides if it takes longer than they do."""
+
+
+class Mix(NamedTuple):
+    """Work of a training step."""
+
+    segments: int
+    """Number of segments, each with one chunk."""
+    slots: int
+    """Size of the cache, in chunks."""
+    microbatches: int
+    forward_s: float
+    """Seconds of the forward of a segment. The backward takes twice as long."""
+    upload_s: float
+    """Seconds of the copy of a chunk to the device."""
+    download_s: float
+    """Seconds of the copy of the gradients of a chunk to the host."""
+    adam_s: float
+    """Seconds of the update of a chunk on the host."""
+
+    @property
+    def passes(self) -> list[Pass]:
+        """The forward and backward passes of a step."""
+        return [Pass(0, False), Pass(0, True)] * self.microbatches
+
+    @property
+    def work(self) -> StepWork:
+        """The work for a prediction."""
+        n = self.segments
+        needs = [frozenset({segment}) for segment in range(n)]
+        return StepWork(
+            plan_residency(use_order(self.passes, [0] * n, needs, [True] * n), self.slots),
+            needs,
+            [self.forward_s] * n,
+            [2 * self.forward_s] * n,
+            [_PARAM_BYTES] * n,
+            [_GRAD_BYTES] * n,
+            [_ELEMENTS] * n,
+        )
+
+    @property
+    def links(self) -> Links:
+        """The rates with which copies and updates take the times of this mix."""
+        return Links(
+            to_device=_PARAM_BYTES / self.upload_s,
+            to_host=_GRAD_BYTES / self.download_s,
+            host_adam=_ELEMENTS / self.adam_s,
+        )
+
+
+def draw_mixes(count: int, seed: int) -> list[Mix]:
+    """Return `count` random mixes. In about half of them, computation takes the longest."""
+    chance = random.Random(seed)
+    mixes = []
+    for _ in range(count):
+        segments = chance.randint(4, 10)
+        forward_s = chance.uniform(0.004, 0.012)
+        others = (forward_s * 2 ** chance.uniform(-2.5, 1.5) for _ in range(3))
+        slots, microbatches = chance.randint(2, segments), chance.choice((1, 1, 2))
+        mixes.append(Mix(segments, slots, microbatches, forward_s, *others))
+    return mixes
+
+
+class _Sleep(torch.autograd.Function):
+    """Identity that takes a fixed time in forward and twice this time in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        time.sleep(seconds)
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        time.sleep(2 * ctx.seconds)
+        return grads[0], None
+
+
+class _Segment(nn.Module):
+    """Multiplies its input by a weight, and sleeps."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(_ELEMENTS, dtype=torch.bfloat16))
+        self.seconds = seconds
+
+    def forward(self, values: Tensor) -> Tensor:
+        return _Sleep.apply(values * self.weight, self.seconds)
+
+
+def format_offload(result: dict[str, Any]) -> str:
+    """Return the result of `bench_offload` as text, with one line per figure."""
+    lines = [counted(len(result["mixes"]), "random mix", "random mixes")]
+    for key, text in (
+        ("of_prediction", "step by predicted step"),
+        ("of_shortest", "step by the shortest possible step"),
+    ):
+        figure = result[key]
+        lines.append(
+            f"{text}: median {figure['median']:.3f}, largest {figure['max']:.3f} "
+            f"(bar {figure['bar']:.2f})"
+        )
+    lines.append(f"step by the busiest resource: median {result['of_limit']['median']:.3f}")
+    hidden = result["hidden"]
+    if hidden["count"]:
+        mixes = counted(hidden["count"], "mix", "mixes")
+        lines.append(
+            f"copies hidden where computation takes longer ({mixes}): "
+            f"median {hidden['median']:.1%}, least {hidden['min']:.1%} (bar {hidden['bar']:.0%})"
+        )
+    return "\n".join(lines)
+
+
+def run_mix(mix: Mix, steps: int) -> tuple[list[float], StepTime]:
+    """Train with the work of a mix.
+
+    Args:
+        mix: The work.
+        steps: Number of timed steps.
+
+    Returns:
+        The seconds of each timed step, and the prediction.
+    """
+    model = nn.Sequential(*(_Segment(mix.forward_s) for _ in range(mix.segments)))
+    engine = ChunkEngine(
+        dict(model.named_parameters()),
+        lambda name: ParamProcessGroups(),
+        AdamW(OptimConfig()),
+        dtype=torch.bfloat16,
+        chunk_length=_ELEMENTS,
+        deterministic=True,
+        residency=Residency(
+            divides_gradients=True, host_share=1.0, slots=mix.slots, links=mix.links
+        ),
+    )
+    segments = [
+        ModelSegment(str(n), 0, (f"{n}.weight",), lambda *hooks, m=m: register_module(m, *hooks))
+        for n, m in enumerate(model)
+    ]
+    engine.attach(segments, mix.passes)
+    values = torch.ones(_ELEMENTS, dtype=torch.bfloat16, requires_grad=True)
+    times = []
+    for step in range(steps + _WARMUP):
+        start = time.perf_counter()
+        engine.start_step()
+        for _ in range(mix.microbatches):
+            model(values).sum().backward()
+            engine.gradients.reduce(0)
+        engine.gradients.finish()
+        engine.grad_norm()
+        engine.update(1e-3)
+        if step >= _WARMUP:
+            times.append(time.perf_counter() - start)
+    engine.wait()
+    return times, predict_step(mix.work, mix.links)
+
+
+def bench_offload(count: int, steps: int, seed: int) -> dict[str, Any]:
+    """Train with `count` random mixes, and compare the times of steps with the predictions.
+
+    Returns:
+        A dict for JSON. `mixes` has an entry for each mix, with its work and these figures:
+        `step_s`, the median time of a step; `of_prediction`, this time as a multiple of the
+        predicted one; `of_limit`, as a multiple of the time of the resource that is used the
+        longest; `of_shortest`, as a multiple of `StepTime.shortest`; and, if computation takes
+        longer than the copies, `hidden`, the share of the copies' time by which the step is not
+        longer than with instantaneous copies.
+    """
+    entries = []
+    for mix in draw_mixes(count, seed):
+        times, predicted = run_mix(mix, steps)
+        median = statistics.median(times)
+        entry = {
+            **mix._asdict(),
+            "step_s": median,
+            "predicted_s": predicted.step,
+            "limit_s": predicted.limit,
+            "of_prediction": median / predicted.step,
+            "of_limit": median / predicted.limit,
+            "of_shortest": median / predicted.shortest,
+        }
+        copies = predicted.to_device + predicted.to_host
+        if predicted.compute > copies:
+            instant = Links(to_device=1e30, to_host=1e30, host_adam=mix.links.host_adam)
+            without = predict_step(mix.work, instant).step
+            entry["hidden"] = min(1.0, 1 - (median - without) / copies)
+        entries.append(entry)
+    ratios = [entry["of_prediction"] for entry in entries]
+    shortest = [entry["of_shortest"] for entry in entries]
+    hidden = [entry["hidden"] for entry in entries if "hidden" in entry]
+    return {
+        "mixes": entries,
+        "of_prediction": {"median": statistics.median(ratios), "max": max(ratios), "bar": BAR},
+        "of_limit": {"median": statistics.median(entry["of_limit"] for entry in entries)},
+        "of_shortest": {
+            "median": statistics.median(shortest),
+            "max": max(shortest),
+            "bar": BAR,
+        },
+        "hidden": {
+            "count": len(hidden),
+            "median": statistics.median(hidden) if hidden else None,
+            "min": min(hidden) if hidden else None,
+            "bar": HIDDEN,
+        },
+    }

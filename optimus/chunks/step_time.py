@@ -1,0 +1,183 @@
+"""Predicted time of a training step with offloaded chunks, from a simulation of its copies, updates
+and computation."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from optimus.chunks.reductions import MAX_ARRIVING
+from optimus.chunks.residency import ResidencyPlan
+from optimus.config.machine import Links
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """Work of a training step on a rank whose chunks all have their home on the host.
+
+    Chunks and segments are numbered in order of first use.
+    """
+
+    plan: ResidencyPlan
+    """Uses of the segments in the step, and the actions of the cache."""
+    needs: Sequence[frozenset[int]]
+    """Chunks of each segment."""
+    forward_s: Sequence[float]
+    """Seconds that the forward of each segment computes."""
+    backward_s: Sequence[float]
+    """Seconds that the backward of each segment computes."""
+    param_bytes: Sequence[int]
+    """Bytes of each chunk that are copied to the device."""
+    grad_bytes: Sequence[int]
+    """Bytes of each chunk that are copied to the host after each backward."""
+    elements: Sequence[int]
+    """Elements of each chunk that the host updates."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a training step."""
+
+    step: float
+    """Time of the step in a long run, from the simulation."""
+    compute: float
+    """Time for which the device computes."""
+    to_device: float
+    """Time for which the link copies to the device."""
+    to_host: float
+    """Time for which the link copies to the host."""
+    host_adam: float
+    """Time for which the host updates chunks."""
+    chain: float
+    """Least time of the first forward pass, with the updates and the copies before it, plus that of
+    the last backward pass, with the copies after it, plus the computation between them. The norm of
+    all gradients separates steps."""
+
+    @property
+    def limit(self) -> float:
+        """Time of the resource that is used the longest."""
+        return max(self.compute, self.to_device, self.to_host, self.host_adam)
+
+    @property
+    def shortest(self) -> float:
+        """Time below which no schedule can be that clips gradients by their norm before any
+        update."""
+        return max(self.limit, self.chain)
+
+
+def predict_step(work: StepWork, links: Links) -> StepTime:
+    """Simulate some steps and return the times of the last one.
+
+    The simulation does the actions of `ParamStore`, `ReducePerMicrobatch` and `UpdateQueue` in
+    their order. Each of the device, the two directions of the link, and the host does one action at
+    a time. A copy to the device begins when its chunk is updated and the previous copy is complete.
+    The update of the first chunk begins when all gradients are on the host, because clipping needs
+    the norm of all gradients.
+    """
+    simulation, ends = _Simulation(work, links), [0.0]
+    for _ in range(_STEPS):
+        simulation.run_step()
+        ends.append(simulation.now)
+    return StepTime(
+        ends[-1] - ends[-2],
+        simulation.computed / _STEPS,
+        simulation.uploaded / _STEPS,
+        simulation.reduced / _STEPS,
+        sum(work.elements) / links.host_adam,
+        _longest_chain(work, links, simulation.computed / _STEPS),
+    )
+
+
+def _longest_chain(work: StepWork, links: Links, compute_s: float) -> float:
+    updated = uploaded = computed = 0.0
+    for needs, forward_s in zip(work.needs, work.forward_s, strict=True):
+        for chunk in sorted(needs):
+            updated += work.elements[chunk] / links.host_adam
+            uploaded = max(uploaded, updated) + work.param_bytes[chunk] / links.to_device
+        computed = max(computed, uploaded) + forward_s
+    forward, gradients, backward = computed, 0.0, 0.0
+    for segment in reversed(range(len(work.needs))):
+        backward += work.backward_s[segment]
+        earlier = frozenset[int]().union(*work.needs[:segment])
+        for chunk in work.needs[segment] - earlier:
+            seconds = work.grad_bytes[chunk] / links.to_host
+            gradients = max(gradients, backward) + seconds
+    others = compute_s - sum(work.forward_s) - sum(work.backward_s)
+    return forward + others + max(backward, gradients)
+
+
+class _Simulation:
+    """Times at which the resources of a rank have completed their work so far, in seconds."""
+
+    def __init__(self, work: StepWork, links: Links) -> None:
+        self._work, self._links = work, links
+        self.now = 0.0
+        """Time of the device."""
+        self._up = self._down = self._host = 0.0
+        self.computed = self.uploaded = self.reduced = 0.0
+        """Seconds for which the device has computed, and the link has copied in each direction."""
+        self._updated = [0.0] * len(work.elements)
+        """For each chunk, the time at which its update is complete."""
+        self._on_device: dict[int, float] = {}
+        """For each chunk, the time at which its last copy to the device is complete."""
+        self._arriving: deque[tuple[int, float]] = deque()
+        """Chunks whose gradients are being copied to the host, and the ends of these copies."""
+        self._gradients: list[int] = []
+        """Chunks whose gradients are on the device."""
+        numbers = reversed(range(len(work.needs)))
+        self._first = {chunk: n for n in numbers for chunk in work.needs[n]}
+
+    def run_step(self) -> None:
+        """Do the work of a step."""
+        work, steps = self._work, self._work.plan.steps
+        for step, following in zip(steps, [*steps[1:], None], strict=True):
+            segment, is_backward, _ = step.use
+            needs = work.needs[segment]
+            if is_backward:
+                self._reduce([c for c in self._gradients if self._first[c] > segment])
+                while any(chunk in needs for chunk, _ in self._arriving):
+                    self._wait_for_arrival()
+                self._gradients += sorted(needs.difference(self._gradients))
+            self._wait_for(step.evict)
+            self._upload(step.gather)
+            self._wait_for(needs)
+            self._wait_for(step.evict_early)
+            self._upload(step.prefetch)
+            seconds = (work.backward_s if is_backward else work.forward_s)[segment]
+            self.now += seconds
+            self.computed += seconds
+            if is_backward and (following is None or not following.use.backward):
+                self._reduce(list(self._gradients))
+        while self._arriving:
+            self._wait_for_arrival()
+        for chunk, elements in enumerate(work.elements):
+            self._host = max(self.now, self._host) + elements / self._links.host_adam
+            self._updated[chunk] = self._host
+
+    def _upload(self, chunks: Iterable[int]) -> None:
+        for chunk in chunks:
+            seconds = self._work.param_bytes[chunk] / self._links.to_device
+            self._up = max(self.now, self._updated[chunk], self._up) + seconds
+            self._on_device[chunk] = self._up
+            self.uploaded += seconds
+
+    def _wait_for(self, chunks: Iterable[int]) -> None:
+        self.now = max([self.now, *(self._on_device.get(chunk, 0.0) for chunk in chunks)])
+
+    def _reduce(self, chunks: Iterable[int]) -> None:
+        for chunk in chunks:
+            while len(self._arriving) >= MAX_ARRIVING:
+                self._wait_for_arrival()
+            seconds = self._work.grad_bytes[chunk] / self._links.to_host
+            self._down = max(self.now, self._down) + seconds
+            self._arriving.append((chunk, self._down))
+            self._gradients.remove(chunk)
+            self.reduced += seconds
+
+    def _wait_for_arrival(self) -> None:
+        self.now = max(self.now, self._arriving.popleft()[1])
+
+
+_STEPS = 4
+"""Number of simulated steps. After the second, all steps take the same time."""

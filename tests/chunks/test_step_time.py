@@ -1,0 +1,66 @@
+"""Predicted times of steps with offloaded chunks."""
+
+from __future__ import annotations
+
+import pytest
+
+from optimus.bench.offload import draw_mixes
+from optimus.chunks.residency import Pass, plan_residency, use_order
+from optimus.chunks.step_time import StepWork, predict_step
+from optimus.config.machine import Links
+
+F, B = Pass(0, False), Pass(0, True)
+
+
+def work_of(n: int, slots: int, microbatches: int = 1) -> StepWork:
+    """Return the work of n segments with a chunk each. A forward takes 1 s, a backward 2 s; a chunk
+    has 8 bytes of parameters, 16 bytes of gradients and 4 elements."""
+    needs = [frozenset({segment}) for segment in range(n)]
+    plan = plan_residency(use_order([F, B] * microbatches, [0] * n, needs, [True] * n), slots)
+    return StepWork(plan, needs, [1.0] * n, [2.0] * n, [8] * n, [16] * n, [4] * n)
+
+
+INSTANT = {"to_device": 1e30, "to_host": 1e30, "host_adam": 1e30}
+
+
+@pytest.mark.parametrize(
+    ("rates", "slots", "expected"),
+    [
+        ({}, 3, 9.0),
+        # All of 3 updates and copies are in a row before the forward of the last segment.
+        ({"host_adam": 1.0}, 3, 3 * 4 + 1 + 6),
+        ({"to_device": 2.0}, 3, 3 * 4 + 1 + 6),
+        ({"to_device": 2.0, "host_adam": 1.0}, 3, 4 + 3 * 4 + 1 + 6),
+        # Copies of gradients begin after each backward of 2 s.
+        ({"to_host": 4.0}, 3, 3 + 2 + 3 * 4),
+        ({"to_host": 16.0}, 3, 9 + 1),
+        # With one slot, each use waits for its copy, except the first backward, whose chunk is in
+        # the cache.
+        ({"to_device": 8.0}, 1, 9 + 5),
+        # With two slots, backward waits for no copy, and forward only for the first one.
+        ({"to_device": 8.0}, 2, 9 + 1),
+    ],
+)
+def test_prediction_of_three_segments_is_the_time_computed_by_hand(rates, slots, expected):
+    predicted = predict_step(work_of(3, slots), Links(**(INSTANT | rates)))
+    assert predicted.step == pytest.approx(expected)
+    assert predicted.shortest <= predicted.step + 1e-9
+
+
+def test_times_of_the_resources_equal_the_formulas():
+    """A step with k microbatches of n segments and B slots copies 2kn - (2k-1)B chunks to the
+    device, and the gradients of kn chunks to the host."""
+    n, slots, k = 5, 3, 2
+    predicted = predict_step(work_of(n, slots, k), Links(to_device=8, to_host=16, host_adam=4))
+    assert predicted.to_device == 2 * k * n - (2 * k - 1) * slots
+    assert predicted.to_host == k * n and predicted.host_adam == n
+    assert predicted.compute == k * n * 3 and predicted.limit == k * n * 3
+
+
+def test_no_random_mix_is_faster_than_possible_and_most_are_as_fast():
+    ratios = []
+    for mix in draw_mixes(100, seed=3):
+        predicted = predict_step(mix.work, mix.links)
+        ratios.append(predicted.step / predicted.shortest)
+    assert min(ratios) > 1 - 1e-9
+    assert sum(ratio < 1.1 for ratio in ratios) >= 90
