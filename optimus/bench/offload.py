@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import statistics
 import time
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -50,11 +51,22 @@ class Mix(NamedTuple):
     """Seconds of the copy of the gradients of a chunk to the host."""
     adam_s: float
     """Seconds of the update of a chunk on the host."""
+    by_layer: bool = False
+    """True if all microbatches pass a segment before the next segment begins. Each segment is then
+    a stage."""
+
+    @property
+    def stages(self) -> list[int]:
+        """The stage of each segment."""
+        return [n if self.by_layer else 0 for n in range(self.segments)]
 
     @property
     def passes(self) -> list[Pass]:
         """The forward and backward passes of a step."""
-        return [Pass(0, False), Pass(0, True)] * self.microbatches
+        if not self.by_layer:
+            return [Pass(0, False), Pass(0, True)] * self.microbatches
+        forward = [Pass(stage, False) for stage in self.stages for _ in range(self.microbatches)]
+        return forward + [Pass(stage, True) for stage, _ in reversed(forward)]
 
     @property
     def work(self) -> StepWork:
@@ -62,7 +74,7 @@ class Mix(NamedTuple):
         n = self.segments
         needs = [frozenset({segment}) for segment in range(n)]
         return StepWork(
-            plan_residency(use_order(self.passes, [0] * n, needs, [True] * n), self.slots),
+            plan_residency(use_order(self.passes, self.stages, needs, [True] * n), self.slots),
             needs,
             [self.forward_s] * n,
             [2 * self.forward_s] * n,
@@ -88,9 +100,13 @@ def draw_mixes(count: int, seed: int) -> list[Mix]:
     for _ in range(count):
         segments = chance.randint(4, 10)
         forward_s = chance.uniform(0.004, 0.012)
-        others = (forward_s * 2 ** chance.uniform(-2.5, 1.5) for _ in range(3))
+        upload_s, download_s, adam_s = (
+            forward_s * 2 ** chance.uniform(-2.5, 1.5) for _ in range(3)
+        )
         slots, microbatches = chance.randint(2, segments), chance.choice((1, 1, 2))
-        mixes.append(Mix(segments, slots, microbatches, forward_s, *others))
+        by_layer = microbatches > 1 and chance.random() < 0.5
+        work = Mix(segments, slots, microbatches, forward_s, upload_s, download_s, adam_s, by_layer)
+        mixes.append(work)
     return mixes
 
 
@@ -167,18 +183,21 @@ def run_mix(mix: Mix, steps: int) -> tuple[list[float], StepTime]:
         ),
     )
     segments = [
-        ModelSegment(str(n), 0, (f"{n}.weight",), lambda *hooks, m=m: register_module(m, *hooks))
-        for n, m in enumerate(model)
+        ModelSegment(str(n), stage, (f"{n}.weight",), partial(register_module, model[n]))
+        for n, stage in enumerate(mix.stages)
     ]
-    engine.attach(segments, mix.passes)
+    engine.attach(segments, mix.passes, reduces_each=not mix.by_layer)
     values = torch.ones(_ELEMENTS, dtype=torch.bfloat16, requires_grad=True)
     times = []
     for step in range(steps + _WARMUP):
         start = time.perf_counter()
         engine.start_step()
-        for _ in range(mix.microbatches):
-            model(values).sum().backward()
-            engine.gradients.reduce(0)
+        if mix.by_layer:
+            _run_by_layer(model, engine, [values] * mix.microbatches)
+        else:
+            for _ in range(mix.microbatches):
+                model(values).sum().backward()
+                engine.gradients.reduce(0)
         engine.gradients.finish()
         engine.grad_norm()
         engine.update(1e-3)
@@ -186,6 +205,22 @@ def run_mix(mix: Mix, steps: int) -> tuple[list[float], StepTime]:
             times.append(time.perf_counter() - start)
     engine.wait()
     return times, predict_step(mix.work, mix.links)
+
+
+def _run_by_layer(model: nn.Sequential, engine: ChunkEngine, inputs: list[Tensor]) -> None:
+    """Run forward and backward of all microbatches, segment by segment."""
+    runs: list[list[tuple[Tensor, Tensor]]] = []
+    for segment in model:
+        inputs = [values.detach().requires_grad_() for values in inputs]
+        outputs = [segment(values) for values in inputs]
+        runs.append(list(zip(inputs, outputs, strict=True)))
+        inputs = outputs
+    grads = [torch.ones_like(values) for values in inputs]
+    for stage in reversed(range(len(runs))):
+        for (_, output), grad in zip(runs[stage], grads, strict=True):
+            output.backward(grad)
+        engine.gradients.reduce(stage)
+        grads = [values.grad for values, _ in runs[stage] if values.grad is not None]
 
 
 def bench_offload(count: int, steps: int, seed: int) -> dict[str, Any]:

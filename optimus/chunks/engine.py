@@ -180,6 +180,7 @@ class ChunkEngine:
         passes: Sequence[Pass],
         *,
         early: bool = True,
+        reduces_each: bool = True,
         regions: Sequence[range] = (),
         overlap: bool = False,
     ) -> None:
@@ -190,7 +191,7 @@ class ChunkEngine:
             segments: All segments in order of first use. Together, they have all parameters and
                 further uses.
             passes: The forward and backward passes of this rank in a training step, in order.
-            early: As for `GradReducer.attach`.
+            early, reduces_each: As for `GradReducer.attach`.
             regions: Ranges of indices of segments. Backward recomputes the segments of a range
                 together.
             overlap: True to let the gathers of updated parameters continue until their first use.
@@ -207,7 +208,7 @@ class ChunkEngine:
             uses = use_order(passes, stages, transient, receives, regions)
             slots = self.residency.slots or sum(chunk.is_transient for chunk in self._all)
             self.params.cache(self._needs(segments), uses, slots)
-        self.gradients.attach(segments, early)
+        self.gradients.attach(segments, early, reduces_each)
         frees_early = early and self.residency.divides_gradients
         in_backward = frees_early or self.params.plan is not None
         if overlap or in_backward:

@@ -125,7 +125,7 @@ class GradReducer:
         self._segments: list[tuple[int, tuple[GradBuffer, ...]]] = []
         """Stage and buffers of each segment."""
         self._first_segment: dict[GradBuffer, int] = {}
-        self._frees_early = False
+        self._frees_early, self._reduces_each = False, True
         self._allocated: dict[GradBuffer, None] = {}
         self._in_step = False
 
@@ -139,7 +139,9 @@ class GradReducer:
         self._uses.append(buffer)
         self._add_bucket(buffer, {use.name: use.leaf})
 
-    def attach(self, segments: Sequence[ModelSegment], early: bool) -> None:
+    def attach(
+        self, segments: Sequence[ModelSegment], early: bool, reduces_each: bool = True
+    ) -> None:
         """Register the buffers of each segment, so that they have memory only when it is needed. Do
         nothing unless `frees_buffers`.
 
@@ -152,6 +154,8 @@ class GradReducer:
         Args:
             segments: All segments in order of first use.
             early: True to allocate and free buffers by segment, False by stage.
+            reduces_each: False if several microbatches add to the buffers of a stage before
+                `reduce`. The buffers are then reduced only by `reduce`.
         """
         if not self._frees_buffers:
             return
@@ -163,7 +167,7 @@ class GradReducer:
             self._segments.append((segment.stage, buffers))
             for buffer in buffers:
                 self._first_segment.setdefault(buffer, index)
-        self._frees_early = early
+        self._frees_early, self._reduces_each = early, reduces_each
 
     def _add_bucket(self, buffer: GradBuffer, named: Mapping[str, Tensor]) -> None:
         """Let backward add into a buffer. Buckets are added in order of first use."""
@@ -226,8 +230,9 @@ class GradReducer:
         """Reduce the buffers that are complete before the backward of a segment, and allocate those
         of the segment."""
         if self._frees_early and self._in_step:
-            later = [b for b in self._allocated if self._first_segment[b] > segment]
-            self._reduce_allocated(later)
+            if self._reduces_each:
+                later = [b for b in self._allocated if self._first_segment[b] > segment]
+                self._reduce_allocated(later)
             self._allocate(self._segments[segment][1])
 
     @contextmanager

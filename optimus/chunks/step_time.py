@@ -3,6 +3,7 @@ and computation."""
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -50,9 +51,9 @@ class StepTime:
     host_adam: float
     """Time for which the host updates chunks."""
     chain: float
-    """Least time of the first forward pass, with the updates and the copies before it, plus that of
-    the last backward pass, with the copies after it, plus the computation between them. The norm of
-    all gradients separates steps."""
+    """Least time of the uses before the first backward, with the updates and copies before them,
+    plus that of the uses after the last forward, with the copies after them, plus the computation
+    between them. The norm of all gradients separates steps."""
 
     @property
     def limit(self) -> float:
@@ -85,26 +86,35 @@ def predict_step(work: StepWork, links: Links) -> StepTime:
         simulation.uploaded / _STEPS,
         simulation.reduced / _STEPS,
         sum(work.elements) / links.host_adam,
-        _longest_chain(work, links, simulation.computed / _STEPS),
+        _longest_chain(work, links),
     )
 
 
-def _longest_chain(work: StepWork, links: Links, compute_s: float) -> float:
-    updated = uploaded = computed = 0.0
-    for needs, forward_s in zip(work.needs, work.forward_s, strict=True):
-        for chunk in sorted(needs):
+def _longest_chain(work: StepWork, links: Links) -> float:
+    """Return `StepTime.chain`."""
+    uses = [step.use for step in work.plan.steps]
+    leading = list(itertools.takewhile(lambda use: not use.backward, uses))
+    trailing = list(itertools.takewhile(lambda use: use.backward, reversed(uses)))[::-1]
+    updated = uploaded = forward = 0.0
+    ready: dict[int, float] = {}
+    for segment, _, needs in leading:
+        for chunk in sorted(needs - ready.keys()):
             updated += work.elements[chunk] / links.host_adam
             uploaded = max(uploaded, updated) + work.param_bytes[chunk] / links.to_device
-        computed = max(computed, uploaded) + forward_s
-    forward, gradients, backward = computed, 0.0, 0.0
-    for segment in reversed(range(len(work.needs))):
+            ready[chunk] = uploaded
+        forward = max([forward, *(ready[chunk] for chunk in needs)]) + work.forward_s[segment]
+    last = {chunk: number for number, use in enumerate(trailing) for chunk in use.need}
+    backward = copied = 0.0
+    for number, (segment, _, needs) in enumerate(trailing):
         backward += work.backward_s[segment]
-        earlier = frozenset[int]().union(*work.needs[:segment])
-        for chunk in work.needs[segment] - earlier:
-            seconds = work.grad_bytes[chunk] / links.to_host
-            gradients = max(gradients, backward) + seconds
-    others = compute_s - sum(work.forward_s) - sum(work.backward_s)
-    return forward + others + max(backward, gradients)
+        for chunk in needs:
+            if last[chunk] == number:
+                copied = max(copied, backward) + work.grad_bytes[chunk] / links.to_host
+    between = uses[len(leading) : len(uses) - len(trailing)]
+    others = sum(
+        (work.backward_s if use.backward else work.forward_s)[use.segment] for use in between
+    )
+    return forward + others + max(backward, copied)
 
 
 class _Simulation:

@@ -45,7 +45,7 @@ def check(config: Config) -> None:
     _loss_scale(optim, train)
     _kernels(config)
     _compile(config)
-    _pipeline(config.parallel, model)
+    _pipeline(config.parallel, model, config.offload)
     _recompute(config.recompute, model)
     checkpoint = config.checkpoint
     refuse_if(
@@ -420,7 +420,30 @@ def _recompute(recompute: RecomputeConfig, model: ModelConfig) -> None:
         )
 
 
-def _pipeline(parallel: ParallelConfig, model: ModelConfig) -> None:
+def _pipeline(parallel: ParallelConfig, model: ModelConfig, offload: OffloadConfig) -> None:
+    if offload.order == "layer":
+        refuse_if(
+            offload.mode == "off",
+            "offload.order = 'layer' has no meaning with offload.mode = 'off'; use offload.mode = "
+            "'manual', or parallel.schedule = 'gpipe' with virtual_stages = model.num_layers",
+        )
+        for key, value in (("pp", parallel.pp), ("virtual_stages", parallel.virtual_stages)):
+            refuse_if(
+                value > 1,
+                f"offload.order = 'layer' makes a stage of each layer on one rank, but "
+                f"parallel.{key} = {value}; use parallel.{key} = 1, or offload.order = "
+                "'microbatch'",
+            )
+        refuse_if(
+            bool(parallel.stage_layers),
+            f"parallel.stage_layers = {list(parallel.stage_layers)} has no meaning with "
+            "offload.order = 'layer', which makes a stage of each layer; leave it out",
+        )
+        refuse_if(
+            model.aux_loss_form == "hf" and model.num_layers > 1,
+            "model.aux_loss_form = 'hf' needs all layers on one pipeline stage; use 'olmo', or "
+            "offload.order = 'microbatch'",
+        )
     stages = parallel.pp * parallel.virtual_stages
     refuse_if(
         model.aux_loss_form == "hf" and stages > 1,

@@ -556,6 +556,13 @@ class OffloadConfig(Section):
     """With mode = `manual`, the share of the chunks whose parameters and optimizer states are in
     host memory. The host updates these chunks. Their parameters are copied to the device before
     each use, unless they are still in the cache (`optim.cache_chunks`)."""
+    order: Literal["microbatch", "layer"] = "microbatch"
+    """Order of the microbatches of a step. `microbatch`: forward and backward of a microbatch, then
+    those of the next one. `layer`: all microbatches pass a layer before the next layer begins, as
+    in the schedule `gpipe` with one stage for each layer. Then each chunk is copied to the device
+    at most twice per step and its gradients to the host once, for any number of microbatches, but
+    the activations of all microbatches are kept; `recompute.modules` = ["block"] keeps only the
+    inputs of the blocks."""
     links: str = ""
     """On a CPU, which emulates a device: the rates of the link between the device and the host, and
     of the updates on the host. Copies and updates then take the time that these rates determine.

@@ -136,6 +136,7 @@ class RankModel:
             segments_of(self.model, self.layout),
             passes,
             early=not (schedule.splits_backward or config.train.compile),
+            reduces_each=schedule.reduce_each,
             overlap=config.optim.overlap,
         )
         return engine

@@ -109,6 +109,47 @@ def test_sharded_chunks_train_to_the_same_bits(ranks, layout):
         assert result.final == whole.final, sharding
 
 
+LAYER_ORDER = {"offload__mode": "manual", "offload__order": "layer"}
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_layer_order_trains_to_the_same_bits(ranks, size):
+    """All microbatches pass a layer before the next layer begins."""
+    run = {"model__tie_embeddings": True, "model__num_layers": 3, "train__dtype": "bf16"}
+    changes: list[dict] = [
+        {},
+        {"offload__host_share": 0.5},
+        {"offload__host_share": 1.0} | BLOCK,
+        {"offload__host_share": 1.0, "optim__cache_chunks": 12, "optim__sharding": "so"},
+    ]
+    changes = changes[:1] + [LAYER_ORDER | change for change in changes[1:]]
+    trees = [tiny_tree("d", "r", **SMALL, **run, **change) for change in changes]
+    poison = [False, True, True, True]
+    whole, *others = ranks(size, run_several, trees, poison, **ALONE)[0]
+    for change, result in zip(changes[1:], others, strict=True):
+        assert result.metrics == whole.metrics, change
+        assert result.final == whole.final, change
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_layer_order_copies_each_gradient_once(microbatches):
+    """A step copies each chunk to the device at most twice, and its gradients to the host once, for
+    any number of microbatches."""
+    offload = LAYER_ORDER | {"offload__host_share": 1.0, "optim__cache_chunks": 8}
+    batch = {"train__global_batch_tokens": microbatches * CONTEXT, "optim__chunk_length": 2000}
+    tree = tiny_tree("d", "r", **DENSE, **batch, **offload, model__num_layers=4)
+    _, _, _, plan, _, states, updater = make_updater(tree)
+    assert plan.microbatches_per_rank == microbatches
+    before = states.memory.num_copied
+    updater.run(1, [make_microbatch(number) for number in range(microbatches)])
+    states.wait()
+    gathers = planned_gathers(states.params.plan)
+    uploaded = sum(4 * states.chunks[number].chunk.length for number in gathers)
+    gradients = sum(4 * chunk.chunk.length for chunk in states.chunks)
+    assert states.memory.num_copied - before == uploaded + gradients
+    assert len(gathers) <= 2 * len(states.chunks) - 8
+
+
 def test_losses_agree_without_deterministic_mode(ranks):
     fast = {"train__deterministic": False, "train__threads": 1, "parallel__ep": 2}
     trees = [tiny_tree("d", "r", **SMALL, **fast, **sharding) for sharding in SHARDINGS]

@@ -24,6 +24,8 @@ def plan_stages(config: Config, num_ranks: int) -> tuple[range, ...]:
         ConfigError: parallel.stage_layers does not match the number of stages or layers.
     """
     parallel, model = config.parallel, config.model
+    if config.offload.order == "layer":
+        return tuple(range(layer, layer + 1) for layer in range(model.num_layers))
     num_stages = num_ranks * parallel.virtual_stages
     if parallel.stage_layers:
         return layers_by_hand(parallel.stage_layers, model.num_layers, num_stages)
@@ -103,9 +105,16 @@ def layers_by_hand(counts: Sequence[int], num_layers: int, num_stages: int) -> t
 def schedule_of(config: Config, mesh: Mesh, num_microbatches: int) -> Schedule:
     """Return the pipeline schedule that a configuration selects.
 
-    If the pipeline has only one stage, the schedule is always 1f1b.
+    If the pipeline has only one stage, the schedule is always 1f1b. With `offload.order` = "layer",
+    the schedule is gpipe with one stage for each layer.
     """
     parallel = config.parallel
+    if config.offload.order == "layer":
+        # If several ranks add to a sum, deterministic mode adds microbatch by microbatch.
+        is_ordered = config.train.deterministic and mesh.dp * mesh.ep > 1
+        return make_schedule(
+            "gpipe", mesh.pp, config.model.num_layers, num_microbatches, reduce_each=is_ordered
+        )
     several = mesh.pp * parallel.virtual_stages > 1
     return make_schedule(
         parallel.schedule if several else "1f1b",
