@@ -128,7 +128,8 @@ class ShardReader:
 
     @contextlib.contextmanager
     def _readable(self, path: Path) -> Iterator[None]:
-        """Return a context that converts an OSError of the shard `path` to a DataError."""
+        """Return a context manager that converts an OSError to a DataError about the shard at
+        `path`."""
         try:
             yield
         except OSError as error:

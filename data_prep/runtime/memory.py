@@ -141,12 +141,13 @@ def bytes_for(workers: int, tokenizer: Path) -> int:
 
 
 def bytes_of_line(line: bytes) -> int:
-    """Return the bytes of memory that it takes to read a JSON line.
+    """Return the memory, in bytes, that is needed to read a document from a JSON line.
 
-    The line, its decoded string and the text in it are in memory at the same time. A string takes
-    1, 2 or 4 bytes per character, depending on its widest character. A line of ASCII may contain
-    wide characters as escapes. The JSON decoder enlarges the text by a quarter at a time, and
-    copies it once when a wider character follows.
+    Three copies are in memory at the same time: the bytes of the line, the line as a Python string,
+    and the text of the document. Python strings take 1, 2 or 4 bytes per character, depending on
+    their widest character. An ASCII line may contain wide characters as escape sequences. While the
+    JSON decoder builds the text, it enlarges its buffer by a quarter at a time, and copies the
+    buffer once if a wider character follows. The text therefore counts 1.5 times.
     """
     width = _width(line)
     text = max(width, 4) if b"\\u" in line else width

@@ -191,8 +191,8 @@ class Order(InShards):
         return (self,)
 
     def split(self, instances: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-        """Yield one group with all `instances`, as instances of source 0. The format is that of
-        `BlendOrder.split`."""
+        """Group `instances` by source, like `BlendOrder.split`. This order has a single source, so
+        yield one group: source 0 with all `instances`."""
         yield 0, np.arange(len(instances)), instances
 
     @property
@@ -286,12 +286,13 @@ def check_in_shards(order: InShards, path: Path) -> None:
 
 
 def rows_of_shard(num_instances: int, row_bytes: int, shard_bytes: int) -> int:
-    """Return the number of instances of each shard except the last, which may have fewer.
+    """Return the number of instances (rows) per shard. Only the last shard may have fewer.
 
     Args:
-        num_instances: The number of instances of the data set.
-        row_bytes: Bytes of an instance.
-        shard_bytes: Bytes of a shard. 0: a 64th of the data, at least 4 MiB and at most 1 GiB.
+        num_instances: Number of instances in the data set.
+        row_bytes: Size of an instance in bytes.
+        shard_bytes: Maximum size of a shard in bytes, but a shard has at least one instance. 0
+            selects 1/64 of the size of the data set, limited to the range from 4 MiB to 1 GiB.
     """
     shard_bytes = shard_bytes or min(max(num_instances * row_bytes // 64, 4 << 20), 1 << 30)
     return max(1, shard_bytes // row_bytes)

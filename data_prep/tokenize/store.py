@@ -54,14 +54,14 @@ def array_path(tokens_dir: Path, unit: int, packed: bool = False) -> Path:
 
 
 def docs_path(tokens_dir: Path, unit: int) -> Path:
-    """Return the path of the table of documents of a unit."""
+    """Return the path of a unit's document table."""
     return tokens_dir / f"{unit_name(unit)}.docs.npy"
 
 
 def ids_path(tokens_dir: Path, unit: int) -> Path:
-    """Return the path of the hashes of document ids of a unit.
+    """Return the path of the file that contains the hashes of a unit's document ids.
 
-    The file exists if any document has an id.
+    The file exists only if at least one document of the unit has an id.
     """
     return tokens_dir / f"{unit_name(unit)}.ids.npy"
 
@@ -408,7 +408,7 @@ def hash_of_id(value: Any) -> bytes:
 
 
 def read_docs(tokens_dir: Path, unit: int, xxh3: str | None = None) -> np.ndarray:
-    """Read the table of documents of a unit.
+    """Read a unit's document table.
 
     Args:
         tokens_dir: The folder of token arrays.
@@ -416,7 +416,8 @@ def read_docs(tokens_dir: Path, unit: int, xxh3: str | None = None) -> np.ndarra
         xxh3: The hash that the file must have. None: any hash.
 
     Returns:
-        int64 [D, 3]: end, input and line of each document.
+        int64 [D, 3]: for each document, the index after its last token, the number of its input in
+            the plan, and its line in this input (0: the whole input).
 
     Raises:
         DataError: the file is missing or damaged.
@@ -507,8 +508,8 @@ class TokenArrayReader:
         return out
 
     def read_rows(self, out: np.ndarray, rows: np.ndarray, unit: int, starts: np.ndarray) -> None:
-        """Copy the ids [starts[i], starts[i] + C) of the token array of `unit` to out[rows[i]], for
-        each i. `out` is [R, C]."""
+        """For each i, copy C ids, which begin at index starts[i] of the token array of `unit`, to
+        the row out[rows[i]]. `out` is [R, C]."""
         self._opened(unit).read_rows(out, rows, starts)
 
     def _opened(self, unit: int) -> _PlainArray | PackedArray:

@@ -65,7 +65,8 @@ class Exclusions(Protocol):
 
 @dataclass(frozen=True)
 class TokenizeWork:
-    """The values that a worker process needs to tokenize any unit, which is a range of inputs."""
+    """The settings with which a worker process tokenizes units. A unit is a range of input
+    files."""
 
     plan: TokenPlan
     plan_xxh3: str

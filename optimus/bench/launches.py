@@ -174,8 +174,8 @@ class Launch:
             )
 
     def remember(self) -> None:
-        """Record all processes of the launch that run now. Call this before a process ends, because
-        the children of an ended process cannot be found."""
+        """Record which processes of the launch are running, for `alive`. Call this method before a
+        process is killed, because the children of an ended process can no longer be found."""
         for process in list(self._seen.values()):
             with contextlib.suppress(psutil.NoSuchProcess):
                 self._seen.update({p.pid: p for p in process.children(recursive=True)})

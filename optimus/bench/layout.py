@@ -69,7 +69,8 @@ def bench_layout(config: Config, steps: int, launch: LaunchEnv) -> dict[str, Any
 
 
 def _measure(config: Config, steps: int, world: World) -> dict[str, Any]:
-    """Time the updates. Return, on every rank, the dict that `bench_layout` returns on rank 0."""
+    """Measure the time of the updates. Return on every rank the dict that `bench_layout` returns on
+    rank 0."""
     mesh, plan = divide(config, world.size)
     threads = platform.set_threads(
         config.train.threads, config.train.deterministic, world.launch.local_world_size

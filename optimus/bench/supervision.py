@@ -253,8 +253,8 @@ def _launch(
     evals: int = 0,
     **plan: Any,
 ) -> Iterator[Launch]:
-    """Return a context manager that starts a launch, and yields it when its first checkpoint is
-    committed."""
+    """Return a context manager that starts a launch, waits until the launch has committed its first
+    checkpoint, and yields the launch."""
     config = tiny_config(data, folder / "run", shape.ranks, interval, evals)
     probe = Plan(str(folder / "bench"), str(folder / "run"), **plan)
     with Launch(config, shape, probe) as launch:

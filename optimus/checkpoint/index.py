@@ -216,14 +216,14 @@ def encode(
     reports: Sequence[ShardReport],
     shapes: Mapping[str, Sequence[int]],
 ) -> bytes:
-    """Return the content of the index file of a checkpoint.
+    """Return the content of a checkpoint's index file.
 
     Args:
         generation: Random name of the save.
         step: Number of completed updates.
-        states: Names of the states, an element of KNOWN_STATES.
-        reports: The reports of all writers.
-        shapes: Shapes of the whole parameters, by name.
+        states: Names of the saved states: one of the tuples in KNOWN_STATES.
+        reports: Reports of all ranks that wrote a shard file.
+        shapes: Maps the name of each parameter to the shape of the whole parameter.
     """
     head = {
         "generation": generation,

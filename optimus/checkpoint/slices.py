@@ -98,7 +98,8 @@ WHOLE = Share(0, 1)
 
 
 def whole_box(shape: Sequence[int]) -> Box:
-    """Return the index ranges of all elements of a parameter with this shape."""
+    """Return the box that contains all elements of a parameter with this shape: the index range
+    [0, size) for each dim."""
     return tuple(((0, size),) for size in shape)
 
 

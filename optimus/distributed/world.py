@@ -280,8 +280,11 @@ def _unmet(launch: LaunchEnv, timeout_s: float, reason: str = "") -> LostPeerErr
 
 
 def _unconnected(error: RuntimeError, backend: str, seconds: float) -> OptimusError:
-    """Convert `error`, which init_process_group has raised although all ranks have connected to the
-    store, to an OptimusError with a message for the user. `seconds` is the time until the error."""
+    """Return the OptimusError that explains to the user why init_process_group raised `error`.
+
+    All ranks had already connected to the store. `seconds` is the time from the call of
+    init_process_group to the error.
+    """
     text = one_line(error)
     interface = re.search(r"Unable to find address for: (\S+)", text)  # a message of gloo
     if interface is not None:

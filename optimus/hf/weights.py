@@ -55,9 +55,10 @@ def is_expert(name: str) -> bool:
 
 
 def hf_name(name: str) -> str:
-    """Return the name that the Optimus parameter `name` has in a model of transformers 5.
+    """Return the name that transformers 5 uses for the Optimus parameter `name`.
 
-    Like Optimus, transformers 5 has merged parameters for all experts of a layer.
+    Both libraries merge the weights of all experts of a layer into two parameters (`gate_up` and
+    `down`), so every Optimus parameter has one counterpart.
     """
     if name in _OUTSIDE:
         return _OUTSIDE[name]

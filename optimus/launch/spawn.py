@@ -106,8 +106,11 @@ def prepare_rank(spawner: int) -> None:
 
 @contextlib.contextmanager
 def _passing_signals(ranks: list[subprocess.Popen]) -> Iterator[list[int]]:
-    """Return a context in which this process passes stop signals on to the ranks. The context value
-    is a list, to which the number of each received stop signal is appended."""
+    """Return a context manager that forwards received stop signals to `ranks`.
+
+    It yields a list, to which it appends the number of each received signal. At the end of the
+    context, it kills the ranks that still run.
+    """
     passed: list[int] = []
 
     def pass_on(number: int, frame: object) -> None:

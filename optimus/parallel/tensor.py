@@ -137,10 +137,10 @@ def slices(module: nn.Module, index: int, size: int) -> Iterator[tuple[str, int,
 
 
 def sees_share_of_sequence(name: str) -> bool:
-    """Return True if each tp rank applies the parameter `name` only to the rank's share of the
-    sequence, under sequence parallelism.
+    """Return True if, with sequence parallelism, each tp rank applies the parameter `name` only to
+    its own share of the sequence.
 
-    Each rank then computes only one summand of the parameter's gradient.
+    The gradient of such a parameter is the sum of the gradients that the tp ranks compute.
     """
     module, _, leaf = name.rpartition(".")
     last = module.rpartition(".")[2]

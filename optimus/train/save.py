@@ -403,8 +403,8 @@ class Saves:
         (directory / name).write_bytes(self._plan.data.tokenizer)
 
     def _write_model_sidecar_files(self, directory: Path) -> None:
-        """Write the sidecar files that make a model-only checkpoint a complete Hugging Face
-        directory."""
+        """Write the configuration, the tokenizer, and the other files that a model-only checkpoint
+        in `directory` needs to be a complete Hugging Face directory."""
         self._write_sidecar_files(directory)
         try:
             lines = complete_hf(directory, self._exported)

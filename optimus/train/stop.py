@@ -71,9 +71,13 @@ class StopRequest:
         )
 
     def agreed(self, group: Group, device: torch.device) -> str | None:
-        """Decide on all ranks together whether the run stops after this step. Return the reason for
-        the stop as text, the same on all ranks; None if the run continues. A collective of
-        `group`."""
+        """Decide together with the other ranks of `group` whether the run stops after this step.
+        All ranks of `group` must call this method.
+
+        Returns:
+            The reason for the stop, as text. None if the run continues. All ranks return the same
+            value.
+        """
         from optimus.distributed.collectives import greatest
 
         reason = self._reason

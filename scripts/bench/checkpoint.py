@@ -121,9 +121,11 @@ class SaveStall:
 
 
 def measure_checkpoint(world: World, folder: Path, hidden: int, rounds: int) -> dict[str, Any]:
-    """Measure the times to save and load the states of a model with Optimus, with other libraries
-    and with plain file operations. Also compare the verification of a checkpoint with hashing of
-    files, and the start of an asynchronous save with a copy in memory. A collective of all ranks.
+    """Measure how fast Optimus, other libraries and plain file operations save and load the states
+    of a model. All ranks must call this function.
+
+    In addition, compare the time to verify a checkpoint with the time to hash plain files, and the
+    time to start an asynchronous save with the time to copy the states in memory.
 
     Args:
         world: All ranks.
@@ -132,7 +134,7 @@ def measure_checkpoint(world: World, folder: Path, hidden: int, rounds: int) -> 
         rounds: Number of timed rounds.
 
     Returns:
-        The results for this number of ranks. Times are in seconds, peaks of memory in bytes.
+        The results for this number of ranks. Times are in seconds, memory peaks in bytes.
     """
     states = _make_states(world, hidden)
     methods = _make_methods(states, world)

@@ -152,7 +152,9 @@ def race(
     clock: Callable[[], float] = time.perf_counter,
     before: Mapping[str, Callable[[], object]] | None = None,
 ) -> dict[str, list[float]]:
-    """Time the functions `contestants` in turn on all ranks. A collective of all ranks.
+    """Measure the time of each function in `contestants`. All ranks must call `race`.
+
+    In each round, every function runs once, on all ranks at the same time.
 
     Args:
         contestants: The functions by name.

@@ -177,16 +177,17 @@ def _in_copies(
 
 
 def _judge(fault: Fault, copy: Path, skipped: dict[str, str]) -> tuple[str, str]:
-    """Plant a fault in a copy of the checkout, run the tests of the fault, and restore the file.
+    """Insert `fault` into a source file of `copy`, run the tests that should fail because of it,
+    and restore the file.
 
     Args:
         fault: The fault.
-        copy: The copy of the checkout.
-        skipped: Maps each test that is skipped on this machine to the reason.
+        copy: A copy of the checkout.
+        skipped: Tests that are skipped on this machine: maps the name of each to the reason.
 
     Returns:
         The verdict ("caught", "MISSED", "NO VERDICT" or "not decidable here"), and the reason for
-        the verdict.
+        the verdict; "" for "caught".
     """
     tests = [node for node in fault.tests if node not in skipped]
     if not tests:

@@ -122,8 +122,8 @@ class Version:
         return done.stdout.decode(errors="replace")
 
     def prepare(self, text: Path) -> None:
-        """Train a tokenizer on the Markdown files in `text`, and prepare a data set with held-out
-        instances from these files."""
+        """Train a tokenizer on the Markdown files in the folder `text`. Then make a data set, which
+        includes held-out instances, from the same files."""
         source = ["--input", str(text / "**" / "*.md")]
         vocabulary = ["--vocab-size", "512", "--out", "tokenizer.json"]
         self.run("data_prep.cli", "train-tokenizer", *source, *vocabulary)

@@ -466,8 +466,11 @@ def _attempts_without_progress(history: History) -> int:
 
 
 def _usable(history: History, reachable: Sequence[str], marks: Marks) -> list[str]:
-    """Return the reachable nodes that are not excluded. Suspect nodes come last. `marks` are new
-    standings that `history` does not contain yet."""
+    """Return the reachable nodes that are not excluded, with the suspect nodes last.
+
+    `marks` has nodes whose standing ("good", "suspect" or "excluded") has just changed. It takes
+    precedence over `history`, which does not contain these changes yet.
+    """
 
     def standing(node: str) -> Standing:
         return marks[node][0] if node in marks else history.standing(node)
