@@ -46,8 +46,8 @@ DTYPES = ("uint16", "uint32")
 MAX_CONTEXT = 1 << 31
 """Largest number of tokens in an instance."""
 MAX_COUNT = 1 << 56
-"""Counts of tokens, bytes or instances must be below MAX_COUNT, so that 64 * count fits into
-int64."""
+"""Exclusive upper limit of counts of tokens, bytes or instances. It ensures that 64 * count fits
+into int64."""
 
 ARRAY_BYTES, TOKENIZER_BYTES, _JSON_BYTES = 1 << 34, 1 << 28, 1 << 28
 """Largest accepted sizes in bytes of files that are read into memory as a whole. ARRAY_BYTES: the
@@ -69,12 +69,12 @@ def tokenizer_file(folder: Path) -> Path:
 
 
 def unit_name(unit: int) -> str:
-    """Return the stem of the names of the files of unit number `unit`, such as "unit-00000"."""
+    """Return the stem of the file names of unit number `unit`, such as "unit-00000"."""
     return f"unit-{unit:05d}"
 
 
 def shard_name(shard: int) -> str:
-    """Return the stem of the names of the files of shard number `shard`, such as "shard-00000"."""
+    """Return the stem of the file names of shard number `shard`, such as "shard-00000"."""
     return f"shard-{shard:05d}"
 
 

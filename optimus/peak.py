@@ -209,8 +209,8 @@ def _timed(run: Callable[[], Any], clock: Callable[[], float]) -> float:
 
 
 def _thread_times(size: int, dtype: torch.dtype, budget_s: float) -> list[float]:
-    """Time products of two [size, size] matrices on a CPU for `budget_s` seconds, at least
-    _MIN_RUNS products. Return the processor seconds that this thread used for each product."""
+    """Multiply two [size, size] matrices on a CPU for `budget_s` seconds, at least _MIN_RUNS times.
+    Return the processor seconds that this thread used for each product."""
     run = _product(size, dtype, torch.device("cpu"))
     times_s: list[float] = []
     end = time.perf_counter() + budget_s
@@ -220,7 +220,7 @@ def _thread_times(size: int, dtype: torch.dtype, budget_s: float) -> list[float]
 
 
 def _uninterrupted_times(size: int, dtype: torch.dtype, threads: int) -> list[float]:
-    """Time products of two [size, size] matrices on all intra-op threads of a CPU.
+    """Multiply two [size, size] matrices repeatedly on all intra-op threads of a CPU.
 
     Return the wall-clock seconds of those products that no other program interrupted.
     """
@@ -235,8 +235,8 @@ def _uninterrupted_times(size: int, dtype: torch.dtype, threads: int) -> list[fl
 
 
 def _device_times(size: int, dtype: torch.dtype, device: torch.device) -> list[float]:
-    """Time products of two [size, size] matrices on an accelerator. Return the wall-clock seconds
-    of each product."""
+    """Multiply two [size, size] matrices repeatedly on an accelerator. Return the wall-clock
+    seconds of each product."""
     run = _product(size, dtype, device)
     times_s: list[float] = []
 

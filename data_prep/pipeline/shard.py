@@ -263,8 +263,8 @@ class ShardTask:
 
 
 def _check_arrays(dataset: Path, order: Order | BlendOrder) -> None:
-    """Compare the hashes of a sample of the token arrays of `order`. Raises DamageError if one of
-    these arrays is damaged."""
+    """Compare a sample of the token arrays in `order` with their hashes. Raises DamageError if one
+    of these arrays is damaged."""
     for source in order.sources:
         paths = plain_arrays(dataset / source.tokens_dir, range(len(source.units)))
         chosen = sample([path.stat().st_size for path in paths.values()])

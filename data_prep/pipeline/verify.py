@@ -96,7 +96,7 @@ def verify(dataset: Path) -> Iterator[str]:
 
 
 class Repairs:
-    """Texts with the shell commands by which a user can repair damaged files of a data set. A
+    """The texts with the shell commands by which a user can repair damaged files of a data set. A
     repaired file has the same bytes as the original file."""
 
     def __init__(self, dataset: Path, order: Order | BlendOrder | None = None):

@@ -1,4 +1,4 @@
-"""Calls in a forked child process, for functions that may crash, hang or fill the memory."""
+"""Run functions that may crash, hang or fill the memory in a forked child process."""
 
 from __future__ import annotations
 
@@ -138,12 +138,12 @@ def _pipe() -> tuple[int, int]:
 
 @contextlib.contextmanager
 def _child_statuses() -> Iterator[None]:
-    """Return a context in which the system keeps the exit status of a child process.
+    """Return a context manager that makes the system keep the exit status of a child process.
 
-    The system discards the status if this process ignores SIGCHLD, so the context restores the
-    default action. Only the main thread can do this. In another thread, the status is discarded,
-    and `run` reports a crash as a lack of memory. Other children of this process that end while the
-    context is active remain zombies.
+    The system discards the status if this process ignores SIGCHLD, so the context manager restores
+    the default action. Only the main thread can do this. In another thread, the status is
+    discarded, and `run` reports a crash as a lack of memory. Other children of this process that
+    end while the context is active remain zombies.
     """
     is_ignored = signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN
     if not is_ignored or threading.current_thread() is not threading.main_thread():
@@ -158,10 +158,10 @@ def _child_statuses() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _blocked_signals() -> Iterator[set[int]]:
-    """Return a context in which this thread receives no signals. The value of the context is the
-    signal mask that the thread had before.
+    """Return a context manager that blocks all signals to this thread, and yields the signal mask
+    that the thread had before.
 
-    A child that is forked in the context therefore cannot call a signal handler of its parent.
+    A child that is forked within the context therefore cannot call a signal handler of its parent.
     """
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:

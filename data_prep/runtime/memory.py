@@ -26,7 +26,7 @@ def usable_memory() -> int:
 
 
 def _limits() -> Iterator[int]:
-    """Yield the memory limits of the control group of this process and of all groups above it.
+    """Yield the memory limits of this process's control group and of all groups above it.
 
     A line of /proc/self/cgroup is `0::/PATH` for control groups v2 and `N:memory:/PATH` for v1.
     """
@@ -62,7 +62,7 @@ _LEAVE_OUT = "leave such documents out with --max-document SIZE --on-error quara
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of the size of a document and of the memory that it takes. None: no limit."""
+    """The limits on the size of a document and on the memory that it takes. None: no limit."""
 
     room_bytes: int | None = None
     """Bytes of memory that a worker has for one document."""

@@ -1,5 +1,5 @@
-"""Calls of a function (jobs) in local worker processes. With one worker, this process does all
-jobs."""
+"""Run jobs, which are calls of one function, in local worker processes. With one worker, this
+process does all jobs."""
 
 from __future__ import annotations
 

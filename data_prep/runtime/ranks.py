@@ -1,4 +1,4 @@
-"""Processes (ranks) that share work only through files in the output directory.
+"""The ranks of a command: processes that share work only through files in the output directory.
 
 The ranks may be on any number of machines. A rank that ends in an error writes its message to the
 output directory. A rank that works regularly updates a file there, as a sign of life. A waiting
@@ -37,7 +37,7 @@ with the file system."""
 
 
 class RankFiles:
-    """Files in an output directory by which the ranks of a command inform each other.
+    """The files in an output directory by which the ranks of a command inform each other.
 
     A rank that ends in an error writes its message to `.failed-rank-R.*.tmp`. As a sign of life, a
     rank that works regularly updates the modification time of `.alive-rank-R.*.tmp`.
@@ -87,8 +87,8 @@ class RankFiles:
 
     @contextlib.contextmanager
     def alive(self, rank: int, every_s: float) -> Iterator[None]:
-        """Return a context in which a thread updates the file `.alive-rank-R.*.tmp` of `rank` every
-        `every_s` seconds, as a sign of life."""
+        """Return a context manager that runs a thread. Every `every_s` seconds, the thread updates
+        the file `.alive-rank-R.*.tmp` of `rank`, as a sign of life."""
         path, end = files.temporary_name(self._out / f"{_ALIVE[1:]}{rank}"), threading.Event()
 
         def give_signs() -> None:
@@ -122,7 +122,7 @@ class RankFiles:
             thread.join(_END_S)
 
     def signs(self, ranks: Collection[int]) -> dict[int, set[tuple[str, int]]]:
-        """Return the signs of life of each of `ranks`: its files `.alive-rank-R.*.tmp`.
+        """Return each rank's signs of life, which are its files `.alive-rank-R.*.tmp`.
 
         Clocks of machines differ, so compare a time only with an earlier time of the same file.
 
@@ -188,7 +188,7 @@ class WorkerGroup:
     """Seconds without a sign of life (an update of the file `.alive-rank-R.*.tmp`) after which a
     rank is lost. A rank that waits for a lost rank ends with an error."""
     files: RankFiles | None = None
-    """Files by which the ranks inform each other; set by `failure_scope`."""
+    """The files by which the ranks inform each other; set by `failure_scope`."""
 
     @property
     def poll_s(self) -> float:
@@ -215,11 +215,12 @@ ALONE = WorkerGroup()
 
 @contextlib.contextmanager
 def failure_scope(group: WorkerGroup, out: Path) -> Iterator[WorkerGroup]:
-    """Return a context for a command that writes to `out`. Its value is the group that the command
-    must use: if there are several ranks, a copy of `group` that detects failures of other ranks.
+    """Return a context manager for a command that writes to `out`. It yields the group that the
+    command must use: if there are several ranks, a copy of `group` that detects failures of other
+    ranks.
 
-    If a rank fails or is killed in the context, the other ranks finish their shares, which a later
-    run can use. They then raise LostPeerError instead of waiting for the lost rank.
+    If a rank fails or is killed within the context, the other ranks finish their shares, which a
+    later run can use. They then raise LostPeerError instead of waiting for the lost rank.
     """
     if group.world == 1 or group.files is not None:
         yield group
@@ -350,7 +351,7 @@ class _Watch:
         """For each rank, the number of calls of `look` since its last sign of life or completed
         item."""
         self._heard: set[int] = set()
-        """Ranks that gave a sign of life or completed an item in this run."""
+        """The ranks that gave a sign of life or completed an item in this run."""
         self._progress: object = None
         self._idle = 0
         """Number of consecutive periods without progress. A period is `_SIGNS_PER_SILENCE` calls of

@@ -46,14 +46,14 @@ def make_folder(folder: Path, out: Path) -> None:
 
 @contextlib.contextmanager
 def working_in(directory: str | os.PathLike, rank: int = 0) -> Iterator[Path]:
-    """Return a context for work in `directory`, which is made if it does not exist.
+    """Return a context manager for work in `directory`. The directory is made if it does not exist.
 
-    At its start and end, the context removes the incomplete files of killed runs. Several runs at
-    once are allowed: every commit is atomic, and all runs write the same bytes. A lock shows
-    whether another run of this user works in the directory. If no other run does, the context
-    removes all incomplete files that this user wrote from this machine. The lock may not be visible
-    on other machines. Rank 0 therefore removes any other incomplete file only if no process has
-    written to it for a day.
+    At the start and at the end of its context, the context manager removes the incomplete files of
+    killed runs. Several runs at once are allowed: every commit is atomic, and all runs write the
+    same bytes. A lock shows whether another run of this user works in the directory. If no other
+    run does, the context manager removes all incomplete files that this user wrote from this
+    machine. The lock may not be visible on other machines. Rank 0 therefore removes any other
+    incomplete file only if no process has written to it for a day.
 
     Raises:
         DataError: the directory cannot be made, is not writable or stays locked.

@@ -1,4 +1,4 @@
-"""Reads of instances from token arrays in the order of the shards, in bounded memory.
+"""Read instances from token arrays in the order of the shards, in bounded memory.
 
 A row is an instance. Legend: R requested rows, C tokens of a row (context). Two strategies produce
 the same bytes. `gather` reads rows at random positions. `bucket` first writes sorted runs, like an
@@ -137,7 +137,7 @@ class _SourceReader:
 
 SPILL_DIR = "spill"
 _VERSION = 2
-"""Version of the layout of the files of runs. Runs of another version are not read."""
+"""Version of the layout of run files. Runs of another version are not read."""
 
 
 @dataclass(frozen=True)
@@ -342,7 +342,7 @@ def choose_strategy(
         order: Its order.
         strategy: "gather", "bucket" or "auto".
         group: The ranks that share the work.
-        run_rows: Number of rows of a run of `bucket`.
+        run_rows: Number of rows in a run, for the strategy `bucket`.
     """
     piece_rows = run_rows * order.instances_per_shard / max(1, order.num_instances)
     small = order.num_instances > run_rows and piece_rows < _LEAST_PIECE_ROWS

@@ -164,7 +164,7 @@ class InShards(ABC):
 
 @dataclass(frozen=True)
 class Order(InShards):
-    """Order of the instances of a set of token arrays. The order and the token arrays determine the
+    """Order of the instances in a set of token arrays. The order and the token arrays determine the
     bytes of all shards."""
 
     part: str

@@ -148,7 +148,7 @@ class InputReader:
         advance: Function that is called after each read from disk with the number of bytes that
             were read.
         start: The position to start from. None: the start of the file.
-        limits: Limits of the size of a document and of the memory to read it.
+        limits: Limits on the size of a document and on the memory to read it.
         id_field: The JSON field or Parquet column that contains the id. "": documents have no ids.
     """
 

@@ -25,7 +25,7 @@ _EVERYTHING = "**"
 
 @dataclass
 class _Skipped:
-    """Paths that a search for input files left out."""
+    """The paths that a search for input files left out."""
 
     hidden: list[str] = field(default_factory=list)
     """Paths whose last component has a leading dot."""

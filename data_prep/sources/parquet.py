@@ -72,7 +72,7 @@ def read_column(
         column: The name of the text column.
         id_column: The name of the id column. If the table has no such column, each id is None.
         skip: The number of rows to skip at the start of the table.
-        limits: Limits of the size of a document and of the memory to read it.
+        limits: Limits on the size of a document and on the memory to read it.
 
     Yields:
         For each row: its text and its id as pyarrow scalars, and the bytes of memory that it takes

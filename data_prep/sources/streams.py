@@ -1,4 +1,4 @@
-"""Streams of the bytes of an input file: as stored on disk, and decompressed from gzip or zstd.
+"""Byte streams of an input file: as stored on disk, and decompressed from gzip or zstd.
 
 A damaged or truncated file raises DamagedStream. The stream reader of `zstandard` is not used,
 because it ends without an error at a truncated frame.
@@ -91,7 +91,7 @@ class HashingFile(io.RawIOBase):
 
 
 class _ZstdReader(io.RawIOBase):
-    """Stream of the decompressed content of a file of consecutive zstd frames.
+    """Stream of the decompressed content of a file that consists of consecutive zstd frames.
 
     A call of `zstandard` decompresses all its input at once, and four bytes of input may become 128
     KiB. Each call therefore receives a single block, whose content is at most 128 KiB. The

@@ -35,7 +35,7 @@ _FORM = "optimus-duplicates"
 _MARK = "duplicates.json"
 _TABLE = "duplicates.npy"
 _ROW_BYTES = 120
-"""Bytes of memory that the sorting of a bucket of hashes takes for each document in the bucket."""
+"""Memory, in bytes per document, that it takes to sort a bucket of document hashes."""
 _LEAST_BYTES_TO_COMPARE = 64 << 20
 _SHOWN_CHARS = 80
 
@@ -246,12 +246,13 @@ class _Mark(TypedDict):
 
 
 def duplicates_files(tokens_dir: Path) -> list[Path]:
-    """Return the paths of the two files of the list of duplicates: a JSON file and a table."""
+    """Return the paths of the two files that contain the list of duplicates: a JSON file and a
+    table."""
     return [tokens_dir / _MARK, tokens_dir / _TABLE]
 
 
 def read_duplicates(tokens_dir: Path, plan: TokenPlan, plan_xxh3: str) -> np.ndarray:
-    """Read the list of duplicates of a folder of token arrays.
+    """Read the list of duplicates from a folder of token arrays.
 
     Returns:
         int64 [n, 4], in the format of the result of `find`.

@@ -1,4 +1,4 @@
-"""Sets of token arrays: writing of sidecars, and the check and removal of the arrays.
+"""Write the sidecars of token arrays, and check and remove the arrays.
 
 A unit is a range of input files that becomes one token array per split. Its sidecar, one for each
 split, is a JSON file with the sizes and hashes of its other files. A unit is complete when its
@@ -123,7 +123,7 @@ class _Repairs(TypedDict, total=False):
 
 
 class _EveryUnit(TypedDict):
-    """Keys that the sidecar of every unit has. Keys that no code reads are omitted here."""
+    """The keys that the sidecar of every unit has. Keys that no code reads are omitted here."""
 
     plan: str
     part: str

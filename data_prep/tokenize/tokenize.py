@@ -52,7 +52,7 @@ from optimus.io import files
 
 
 class Exclusions(Protocol):
-    """Documents that are excluded from a unit, although they can be read."""
+    """The documents that are excluded from a unit, although they can be read."""
 
     @property
     def documents(self) -> Mapping[tuple[int, int], tuple[int, int]]:

@@ -68,7 +68,7 @@ points, the classes of the pattern therefore do not contain them."""
 
 @dataclass(frozen=True)
 class Recipe:
-    """Rules by which a recognised tokenizer divides a text into the pieces that its model
+    """The rules by which a recognised tokenizer divides a text into the pieces that its model
     encodes."""
 
     template: str
@@ -334,7 +334,7 @@ REFERENCE_ONLY = "OPTIMUS_DATA_ENCODER"
 texts."""
 
 _MEMO_PIECES = 1 << 19
-"""Largest number of pieces of text in the cache of a process. A full cache takes 90 MB."""
+"""Largest number of text pieces in the cache of a process. A full cache takes 90 MB."""
 _MEMO_CHARS = 64
 _WINDOW_CHARS = 1 << 18
 _BATCH_CHARS = 1 << 16

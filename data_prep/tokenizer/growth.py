@@ -28,9 +28,9 @@ _MAP_KEY_BYTES = 5
 """Bytes of the longest key that the tokenizers library looks up in a character map. The library
 looks up single characters, and clusters of characters that have fewer than 6 bytes."""
 _MAX_KEY_BYTES, _MAX_NODES = 256, 1 << 21
-"""Limits of a character map: the bytes of a key, and the nodes of the trie that stores the keys. A
-node with two parents counts twice. In the maps of the sentencepiece package, keys have up to 12
-bytes."""
+"""The limits of a character map: the bytes of a key, and the nodes of the trie that stores the
+keys. A node with two parents counts twice. In the maps of the sentencepiece package, keys have up
+to 12 bytes."""
 _UNICODE_GROWTH = {"NFC": 3.0, "NFD": 3.0, "NFKC": 11.0, "NFKD": 11.0, "Lowercase": 1.5}
 """For each normalization, the largest factor by which it lengthens a character in UTF-8. The
 characters with these factors are U+1D1C0 (NFC), U+0DDD (NFD), U+FDFA (NFKC, NFKD) and U+023E
@@ -42,9 +42,9 @@ _NEVER_LONGER = frozenset(
     ("BertPreTokenizer",),
 )
 _CHINESE = ((0x3400, 0xA000), (0xF900, 0xFB00), (0x20000, 0x2FA20))
-"""Ranges of code points that include all characters around which BertNormalizer puts spaces."""
+"""Code point ranges that include all characters around which BertNormalizer puts spaces."""
 _CHANGED = ((0, 0x3400), (0xA000, 0xD7A4), (0xF900, 0x20000), (0x2F800, 0x2FA20))
-"""Ranges of code points that include all characters that the steps of `_UNICODE_GROWTH` change."""
+"""Code point ranges that include all characters that the steps of `_UNICODE_GROWTH` change."""
 
 
 def max_growth(component: dict[str, Any]) -> float:

@@ -40,7 +40,7 @@ EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 """Names of tokens that are taken as the end-of-document token without `--eos`."""
 
 _CHECK_S, _CHECK_BYTES = 300.0, 192 << 20
-"""Limits of the check of a tokenizer file: wall-clock time in seconds, and memory in bytes. For
+"""The limits of the check of a tokenizer file: wall-clock time in seconds, and memory in bytes. For
 each byte of the tokenizer file, the memory limit increases by _BYTES_PER_BYTE bytes."""
 _CHECK_CPU_S, _LOAD_BYTES_PER_S = 4, 4 << 20
 """Limit of the processor time of the check: _CHECK_CPU_S seconds, plus the time to load the
@@ -118,8 +118,9 @@ def _load(path: str | os.PathLike, content: bytes) -> Tokenizer:
 
 
 def _in_child(path: str | os.PathLike, size: int, work: Callable[[], object]) -> None:
-    """Call `work` in a child process with limits of processor time and of memory for a file of
-    `size` bytes. Raise DataError if `work` raises an exception, crashes or exceeds the limits."""
+    """Call `work` in a child process with limited processor time and memory. Both limits increase
+    with `size`, the size of the file in bytes. Raise DataError if `work` raises an exception,
+    crashes or exceeds the limits."""
 
     def call() -> None:
         try:
@@ -211,7 +212,8 @@ def _check_growth(path: str | os.PathLike, name: str, component: Any) -> None:
 
 @contextlib.contextmanager
 def library_errors(path: str | os.PathLike) -> Iterator[None]:
-    """Return a context that converts an error or a panic of the tokenizers library to DataError.
+    """Return a context manager that converts an error or a panic of the tokenizers library to
+    DataError.
 
     For an error, the library raises an instance of `Exception`, and not of a subclass. An example
     is a text with an unknown word if the vocabulary has no unknown token. The library panics on a
@@ -223,7 +225,7 @@ def library_errors(path: str | os.PathLike) -> Iterator[None]:
         path: The tokenizer, for the message.
 
     Raises:
-        DataError: The library failed in the context.
+        DataError: The library failed within the context.
     """
     try:
         yield

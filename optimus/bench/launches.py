@@ -1,4 +1,4 @@
-"""Runs of a tiny model that `optimus bench supervision` launches on emulated nodes.
+"""Launch runs of a tiny model on emulated nodes, for `optimus bench supervision`.
 
 This module imports no torch.
 """

@@ -40,7 +40,7 @@ axes of a process group, such as `dp x ep`."""
 
 
 def bench_layout(config: Config, steps: int, launch: LaunchEnv) -> dict[str, Any] | None:
-    """Time updates on random tokens. All ranks of the run call this.
+    """Measure the time of updates on random tokens. All ranks of the run must call this function.
 
     Args:
         config: Configuration of the run.

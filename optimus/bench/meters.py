@@ -28,10 +28,10 @@ GEMMS = (
 def clocked(
     run: Callable[[], Any], device: torch.device, grad: Tensor | None = None
 ) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Time a function and, if `grad` is given, the backward pass of its result.
+    """Measure the time of a function and, if `grad` is given, of the backward pass of its result.
 
     Args:
-        run: Function to time. With `grad`, it returns a tensor.
+        run: Function to measure. With `grad`, it returns a tensor.
         device: Device on which the function runs.
         grad: Gradient with respect to the result, for the backward pass; None for no backward pass.
 

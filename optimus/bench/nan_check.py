@@ -1,5 +1,5 @@
-"""Time of the NaN check as a share of the time of a training update, for `optimus bench
-supervision`."""
+"""Measurement of the NaN check, which checks a training update for non-finite values: its share of
+the update's time, for `optimus bench supervision`."""
 
 from __future__ import annotations
 

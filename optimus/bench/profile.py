@@ -196,8 +196,8 @@ def _bounds(config: Config, plan: BatchPlan, peak: float, bandwidth: float) -> d
 
 @contextlib.contextmanager
 def _named_modules(model: Transformer) -> Iterator[None]:
-    """Return a context manager. In its context, the profiler marks the forward of each module with
-    the module's component."""
+    """Return a context manager. Within its context, the profiler marks the forward of each module
+    with the module's component."""
     handles = []
     for module in model.modules():
         name = next((name for kind, name in _MODULES if isinstance(module, kind)), None)

@@ -134,8 +134,8 @@ class PlainLoop:
 
 
 def bench_step(config: Config, steps: int) -> dict[str, Any]:
-    """Time pairs of updates on random tokens in this process, one in Optimus and one in the plain
-    loop.
+    """Measure the time of pairs of updates on random tokens in this process. In each pair, Optimus
+    computes one update and the plain loop the other.
 
     Args:
         config: Configuration of the run.
@@ -143,8 +143,8 @@ def bench_step(config: Config, steps: int) -> dict[str, Any]:
 
     Returns:
         A dict with the conditions of the measurement, median seconds, and the ratios Optimus /
-        plain loop of wall-clock time and of the CPU time of all threads. If other programs run, CPU
-        time is more reliable. `ours_tflops` is the rate of an Optimus update in TFLOP/s, by
+        plain loop of the wall-clock time and of the CPU time (all threads). If other programs run,
+        CPU time is more reliable. `ours_tflops` is the rate of an Optimus update in TFLOP/s, by
         wall-clock time.
     """
     world = start_world(SINGLE, device=config.train.device)

@@ -53,9 +53,10 @@ _SIGNALS = {"kill": signal.SIGKILL, "segv": signal.SIGSEGV}
 _SAVE_INTERVAL = 20
 _ALARM_INTERVAL = 10
 _DETECTION_S, _RIGHT, _WARM_S, _COLD_S, _NAN_SHARE = 1.0, 0.99, 4.0, 6.0, 0.01
-"""Limits that figures must meet: maximum seconds to detect a failed rank; minimum share of faults
-after which the right node is excluded; maximum seconds from detection to the first update, with and
-without a warm process; maximum time of the NaN check as a share of the time of an update."""
+"""The limits that figures must meet: maximum seconds to detect a failed rank; minimum share of
+faults after which the right node is excluded; maximum seconds from detection to the first update,
+with and without a warm process; maximum time of the NaN check as a share of the time of an
+update."""
 _SILENCE_S = 1.0
 """A silent node must be detected within `resilience.heartbeat_s` plus this number of seconds."""
 _SMALL, _LARGE = 2, 8
@@ -63,7 +64,7 @@ _SMALL, _LARGE = 2, 8
 
 
 class Options(NamedTuple):
-    """Figures to measure, and settings of the measurements."""
+    """The figures to measure, and the settings of the measurements."""
 
     figures: tuple[str, ...] = FIGURES
     nodes: int = 4
@@ -238,8 +239,8 @@ def _measure_faults(options: Options, work: Path, data: Path, result: dict[str, 
 
 
 def summarise_phases(restarts: Sequence[dict[str, float]]) -> dict[str, dict[str, Any]]:
-    """Return the statistics (see `summarise`) of the seconds of each phase, by the name of the
-    phase. Each dict of `restarts` has the seconds of the phases of one restart."""
+    """Return statistics (see `summarise`) of the seconds of each phase, by the name of the phase.
+    Each dict in `restarts` maps the phases of one restart to their seconds."""
     names = dict.fromkeys(name for seconds in restarts for name in seconds)
     return {name: summarise([s[name] for s in restarts if name in s]) for name in names}
 
@@ -413,7 +414,7 @@ def _measure_files(work: Path, data: Path, result: dict[str, Any]) -> None:
 
 
 class Files(NamedTuple):
-    """Files that were opened and created in an attempt, in which warm processes forked the
+    """The files that were opened and created in an attempt, in which warm processes forked the
     ranks."""
 
     modules: list[str]

@@ -1,4 +1,4 @@
-"""Saves of checkpoints in background threads, and the state machine that all ranks share.
+"""Save checkpoints in background threads, with a state machine that all ranks share.
 
 The states are those of the enum `State`, and the table TRANSITIONS has the transitions. All ranks
 are in the same state. In `poll`, between two updates of the model, the ranks compute the greatest
@@ -155,7 +155,7 @@ class AsyncSave:
     def poll(self) -> Outcome | None:
         """Advance the save. Return the outcome if this call finds a commit or a failure, else None.
 
-        A collective of all ranks.
+        All ranks must call this method.
         """
         before, status = self._state, self._transition()
         if self._state is before:
@@ -184,7 +184,7 @@ class AsyncSave:
     def drain(self) -> Outcome | None:
         """Call `poll` until the save has ended, or has failed and a thread does not stop in time.
 
-        A collective of all ranks.
+        All ranks must call this method.
 
         Returns:
             The last outcome that `poll` returned, or None if every `poll` returned None.

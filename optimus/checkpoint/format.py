@@ -71,8 +71,8 @@ _READ_SETTINGS = {
     **dict.fromkeys(("train.dtype", "checkpoint.scatter", "data.identity"), str),
     FROZEN: list,
 }
-"""Types of those settings in a manifest that code reads. All other settings in a manifest are only
-compared with the settings of a run."""
+"""The types of those settings in a manifest that code reads. All other settings in a manifest are
+only compared with the settings of a run."""
 _SETTING = re.compile(r"[a-z_]+(\.[a-z0-9_]+)+")
 _MOST_RANKS, _MOST_BATCH_TOKENS = 1 << 22, 1 << 40
 _MANIFEST_BYTES = 4 << 20

@@ -151,7 +151,7 @@ class ShardFile(NamedTuple):
     writer: int
     size: int
     hashes: str
-    """Hashes (xxh3-64, hexadecimal) of all blocks of the file, concatenated in order."""
+    """The hashes (xxh3-64, hexadecimal) of all blocks of the file, concatenated in order."""
 
     @property
     def name(self) -> str:

@@ -1,4 +1,5 @@
-"""Slices of model states: which rank writes or reads which elements, and where two slices overlap.
+"""The slices of model states: which rank writes or reads which elements, and where two slices
+overlap.
 
 Terms of this package (lengths and offsets are in elements):
 

@@ -1,4 +1,5 @@
-"""Checkpoints in the directory of a run: commit, choice of the checkpoint to start from, removal.
+"""The checkpoints in the directory of a run: commit, choice of the checkpoint to start from,
+removal.
 
 `checkpoints/step-00001000/` is a full checkpoint. `checkpoints/model-00001000/` is a model-only
 checkpoint, which is also a Hugging Face directory. Names that start with a dot are temporary. This

@@ -172,8 +172,8 @@ class Weights(files.Closing, ABC):
     shapes: Mapping[str, tuple[int, ...]]
     """Shapes of the parameters, by name."""
     slices: Sequence[ParamSlice]
-    """Slices of at most BATCH_ELEMENTS elements. Together they contain every element of every
-    parameter exactly once."""
+    """The slices, each of at most BATCH_ELEMENTS elements. Together they contain every element of
+    every parameter exactly once."""
 
     @abstractmethod
     def __iter__(self) -> Iterator[tuple[ParamSlice, Tensor]]: ...
@@ -191,8 +191,8 @@ class Weights(files.Closing, ABC):
 
 
 class FileWeights(Weights):
-    """Reader of weights in safetensors files. The names of the tensors are those of transformers or
-    those of Optimus."""
+    """Reader of weights in safetensors files. The tensors have the names of transformers or of
+    Optimus."""
 
     def __init__(self, config: ModelConfig, path: Path) -> None:
         """Open the files of a directory that `check_weights` has accepted."""

@@ -58,8 +58,8 @@ Walltime = Annotated[str, AfterValidator(_check_walltime)]
 
 
 class Queue(Section):
-    """Limits of a job in a queue of the scheduler. If the limits depend on the number of nodes, the
-    queue has several entries with the same name."""
+    """The limits of a job in a queue of the scheduler. If the limits depend on the number of nodes,
+    the queue has several entries with the same name."""
 
     name: str
     """Name of the queue in the scheduler."""
@@ -124,7 +124,7 @@ class Machine(Section):
     links: Links | None = None
     """Rates between the tiers of memory; none: not measured."""
     queues: Annotated[tuple[Queue, ...], Field(strict=False)] = ()
-    """Limits of queues. Jobs in other queues are not checked."""
+    """The limits of queues. Jobs in other queues are not checked."""
     environment: Annotated[tuple[Environment, ...], Field(strict=False)] = ()
     """Environment variables to set, with the conditions for setting them."""
 

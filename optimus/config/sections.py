@@ -149,7 +149,7 @@ class ModelConfig(Section):
     num_experts_per_tok: CountOrZero = 0
     """Number of experts to which each token is routed (K); must be 0 for `olmo`."""
     vocab_size: Count
-    """Number of rows of the embedding and of the output head (V)."""
+    """Vocabulary size (V): the number of rows in the embedding and in the output head."""
     tie_embeddings: bool = False
     """Use the weights of the embedding as the output head."""
     attention_bias: bool = False
@@ -308,8 +308,8 @@ class ParallelConfig(Section):
     virtual_stages: Count = 1
     """Number of pipeline stages per pipeline rank; must be 1 for `1f1b` and `zb-h1`."""
     stage_layers: Annotated[tuple[Count, ...], Field(strict=False)] = ()
-    """Number of layers of each of the pp * virtual_stages stages, in order; empty: stages are
-    balanced by cost."""
+    """Number of layers in each pipeline stage, in order: pp * virtual_stages numbers; empty: stages
+    are balanced by cost."""
     ep_dispatch: Literal["auto", "allgather", "alltoall"] = "auto"
     """Method that sends tokens to expert-parallel ranks. `allgather`: send all tokens to all ranks.
     `alltoall`: send each token only to the ranks of its experts. `auto`: measure both methods when
@@ -469,9 +469,9 @@ class KernelsConfig(Section):
     or cpu devices. `torch`: torch operations. `auto`: the kernels for the device or, if they are
     not available, `torch`. The environment variable OPTIMUS_KERNELS takes precedence."""
     grouped_gemm: Literal["auto", "torch", "loop"] = "auto"
-    """Implementation of the matrix products of all experts of a layer. `torch`: the grouped GEMM of
-    torch. `loop`: a loop over the experts. `auto`: `loop` in deterministic mode. In other modes,
-    `auto` measures both when a new run starts and uses the faster one."""
+    """Implementation that computes the matrix products of all experts in a layer. `torch`: the
+    grouped GEMM of torch. `loop`: a loop over the experts. `auto`: `loop` in deterministic mode. In
+    other modes, `auto` measures both when a new run starts and uses the faster one."""
 
 
 class CheckpointConfig(Section):
@@ -538,7 +538,7 @@ class ResilienceConfig(Section):
 
 
 class ObserveConfig(Section):
-    """Logs and metrics of a run."""
+    """Logging and metrics of a run."""
 
     tensorboard: bool = True
     """Write TensorBoard events to `tb/` in the run directory."""

@@ -36,7 +36,7 @@ n * _SUM_UNIT. Sums below 3e10 in magnitude fit into int64."""
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that communicate, and the index of this rank among them.
+    """A set of ranks that communicate, and the index of this rank in the set.
 
     Attributes:
         size: Number of ranks.
@@ -86,8 +86,8 @@ _observers: list[Callable[[torch.Tensor], None]] = []
 
 @contextlib.contextmanager
 def observing_contributions(observe: Callable[[torch.Tensor], None]) -> Iterator[None]:
-    """Return a context in which `observe` is called with this rank's input tensor before each
-    collective starts, except before broadcasts and point-to-point messages."""
+    """Return a context manager. Within its context, `observe` is called with this rank's input
+    tensor before each collective starts, except before broadcasts and point-to-point messages."""
     _observers.append(observe)
     try:
         yield
@@ -133,8 +133,8 @@ def _why_lost(error: RuntimeError) -> str:
 
 @contextlib.contextmanager
 def raising_lost_peers(operation: str, group: Group) -> Iterator[None]:
-    """Return a context that converts a RuntimeError to a LostPeerError if the error shows that
-    another rank is lost. Any other RuntimeError is raised again with a note that names
+    """Return a context manager that converts a RuntimeError to a LostPeerError if the error shows
+    that another rank is lost. Any other RuntimeError is raised again with a note that names
     `operation`."""
     try:
         yield
@@ -465,8 +465,8 @@ def _device_of(process_group: distributed.ProcessGroup) -> torch.device:
 
 
 def _all_sizes(data: bytes, group: Group) -> list[int]:
-    """Return the length in bytes of the `data` of each rank, in rank order. A collective of
-    `group`."""
+    """Return the length in bytes of the `data` of each rank, in rank order. All ranks of `group`
+    must call this function."""
     size = torch.tensor([len(data)], device=_device_of(group.process_group))
     sizes = size.new_empty(group.size)
     _gather_into(sizes, size, group)

@@ -93,7 +93,8 @@ class Groups:
 def join_groups(
     mesh: Mesh, world: World, virtual_stages: int = 1, recorder: Recorder = NO_RECORDER
 ) -> Groups:
-    """Create the process groups of this rank and its channels along pp. A collective of all ranks.
+    """Create the process groups of this rank and its channels along pp. All ranks must call this
+    function.
 
     Args:
         mesh: Sizes of the axes.
@@ -155,7 +156,8 @@ def _label(axes: Axes, mesh: Mesh) -> str:
 
 
 def _make(ranks: tuple[int, ...], world: World, axes: str) -> weakref.ref:
-    """Create the torch process group of the global ranks `ranks`. A collective of these ranks."""
+    """Create the torch process group of the global ranks `ranks`. All of these ranks must call this
+    function."""
     limit = timedelta(seconds=world.timeout_s)
     group = Group(len(ranks), ranks.index(world.rank), axes=axes)
     with raising_lost_peers("join_groups", group), silent_libraries():
@@ -166,7 +168,8 @@ def _make(ranks: tuple[int, ...], world: World, axes: str) -> weakref.ref:
 def _open_channels(
     line: Sequence[int], is_ring: bool, world: World, recorder: Recorder
 ) -> Channels:
-    """Create this rank's channels to its neighbours along pp. A collective of the ranks in `line`.
+    """Create this rank's channels to its neighbours along pp. All ranks in `line` must call this
+    function.
 
     Args:
         line: Global ranks along pp. Before this call, all these ranks must have created the same

@@ -49,7 +49,8 @@ else:
 
 
 class Mesh(_Sizes):
-    """Sizes of the axes of parallelism. Ranks are numbered with tp innermost, then ep, dp, pp."""
+    """The sizes of the axes of parallelism. Ranks are numbered with tp innermost, then ep, dp,
+    pp."""
 
     __slots__ = ()
 

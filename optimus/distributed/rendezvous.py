@@ -1,4 +1,4 @@
-"""Checks that ranks can meet at the rendezvous address (MASTER_ADDR and MASTER_PORT).
+"""Check that ranks can meet at the rendezvous address (MASTER_ADDR and MASTER_PORT).
 
 This module imports no torch, so that its import is fast.
 """

@@ -218,8 +218,8 @@ def _connect(launch: LaunchEnv, store: distributed.Store, backend: str, timeout_
 
 @contextlib.contextmanager
 def silent_libraries() -> Iterator[None]:
-    """Return a context that redirects standard output, to which libraries print, to standard
-    error."""
+    """Return a context manager that redirects standard output to standard error, because libraries
+    print to standard output."""
     if sys.stdout is None or sys.stderr is None:  # closed: descriptors 1 and 2 may be any files
         yield
         return

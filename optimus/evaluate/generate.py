@@ -35,7 +35,7 @@ def generate(
     group: Group = ALONE,
     source: int = 0,
 ) -> Tensor:
-    """Sample tokens that continue `prompt`. A collective of `group`.
+    """Sample tokens that continue `prompt`. All ranks of `group` must call this function.
 
     Args:
         model: Function that computes logits. All ranks of `group` call it.

@@ -42,8 +42,8 @@ def held_out_loss(
     max_instances: int = 0,
     document_mask: bool = False,
 ) -> HeldOutLoss:
-    """Return the mean loss on the first instances (token sequences) of a data set. A collective of
-    `group`.
+    """Return the mean loss on the first instances (token sequences) of a data set. All ranks of
+    `group` must call this function.
 
     The batches do not depend on the number of ranks, and their losses are summed exactly. The
     result is therefore bit-identical for all numbers of data ranks and pipeline stages.

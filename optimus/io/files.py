@@ -133,8 +133,8 @@ def commit(temporary: str | os.PathLike, final: str | os.PathLike) -> None:
 
 @contextlib.contextmanager
 def atomic_writer(path: str | os.PathLike, temporary: Path | None = None) -> Iterator[BinaryIO]:
-    """Return a context with a temporary binary file. If the `with` block ends without an exception,
-    the file replaces `path` durably. Raises OSError.
+    """Return a context manager that yields a temporary binary file to write. If the `with` block
+    ends without an exception, this file replaces `path` durably. Raises OSError.
 
     Args:
         path: The file to replace.

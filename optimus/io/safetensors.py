@@ -39,7 +39,7 @@ _DTYPE_ORDER = tuple(DTYPES)
 _NFS_MAGIC = 0x6969
 """File system type of NFS, as in statfs(2)."""
 _WEIGHTS = numpy.arange(1, 65522, dtype=numpy.float64)
-"""Factors by which `_weighted_sum` multiplies the 16-bit values of a block of at most 65,521
+"""The factors by which `_weighted_sum` multiplies the 16-bit values of a block of at most 65,521
 values. The weighted sum of a block is below 2^53 and therefore exact in fp64."""
 
 
@@ -174,7 +174,7 @@ class ParamSlice(NamedTuple):
 
 @dataclass(frozen=True)
 class FilePlan:
-    """Names, sizes and headers of safetensors files, and the position of each parameter in the
+    """The names, sizes and headers of safetensors files, and the position of each parameter in the
     files; the result of `plan_files`."""
 
     headers: dict[str, bytes]

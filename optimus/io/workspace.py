@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 _PREFIX = ".work-"
 _OLD = ".old-"
-"""Prefix of the names of workspaces of earlier starts while a later start removes them."""
+"""Name prefix of the workspaces of earlier starts while a later start removes them."""
 _FENCE_S = 60.0
 """Maximum time, in seconds, for which a start tries to empty the workspace of an earlier start. A
 process of the earlier start may still create files in that workspace."""

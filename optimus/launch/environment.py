@@ -70,7 +70,7 @@ address, which begins with `file://`."""
 
 @dataclass(frozen=True)
 class _Launcher:
-    """Names of the environment variables by which a launcher passes ranks and world sizes. If a
+    """The names of the environment variables by which a launcher passes ranks and world sizes. If a
     field has several names, the first variable that is set is used."""
 
     rank: str

@@ -83,8 +83,9 @@ def exit_on_signals(numbers: Iterable[int], report: Callable[[int], int]) -> Non
 
 @contextlib.contextmanager
 def raising_keyboard_interrupt() -> Iterator[None]:
-    """Return a context in which Ctrl-C raises KeyboardInterrupt, so that a command can remove its
-    incomplete files. If the process ignores Ctrl-C (nohup), the context has no effect."""
+    """Return a context manager. Within its context, Ctrl-C raises KeyboardInterrupt, so that a
+    command can remove its incomplete files. If the process ignores Ctrl-C (nohup), the context
+    manager has no effect."""
     before = signal.getsignal(signal.SIGINT)
     if before is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

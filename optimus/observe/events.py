@@ -1,4 +1,4 @@
-"""Records of a training run, and `Recorder`, the base class of the objects that write records.
+"""The records of a training run, and `Recorder`, the base class of the objects that write records.
 
 The training loop, the pipeline executor and the collectives pass records to a `Recorder`. The
 subclasses of `Recorder`, called sinks, write metrics files, TensorBoard events, progress and the
@@ -152,7 +152,7 @@ class Traffic(NamedTuple):
 
 
 class PipelineTimes(NamedTuple):
-    """Time that one rank spent in the actions of the pipeline schedule in one update.
+    """The time that one rank spent in the actions of the pipeline schedule in one update.
 
     An action is, for example, the forward pass of one microbatch. On a GPU, the time of an action
     includes only the kernel launches.
@@ -194,7 +194,7 @@ class ActionEvent(NamedTuple):
 
 
 Record = StepRecord | EvalRecord | ExpertLoad | Traffic | PipelineTimes | StartUpRecord
-"""Types of records that `Recorder.record` receives."""
+"""The types of records that `Recorder.record` receives."""
 
 
 class Recorder:

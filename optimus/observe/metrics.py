@@ -1,4 +1,4 @@
-"""Files with the metrics of a run: metrics.jsonl, eval.jsonl and TensorBoard events.
+"""The metrics files of a run: metrics.jsonl, eval.jsonl and TensorBoard events.
 
 metrics.jsonl and eval.jsonl contain one JSON object per line. When a run resumes at step n, it
 removes the lines of steps after n.

@@ -28,7 +28,8 @@ def time_dispatchers(
     everyone: Group,
     seed: int,
 ) -> dict[str, float]:
-    """Time forward and backward of the first MoE layer's experts with each dispatcher.
+    """Measure the time of forward and backward of the first MoE layer's experts with each
+    dispatcher.
 
     All ranks must call this function. The function does not change `model`.
 

@@ -17,8 +17,8 @@ from optimus.distributed.mesh import ParameterKind
 from optimus.model.transformer import Transformer
 
 Intervals = tuple[tuple[int, int], ...]
-"""Ranges [start, stop) of indices along one dim of a parameter. A rank's slice contains the
-elements of all ranges, in this order."""
+"""Index ranges [start, stop) along one dim of a parameter. A rank's slice contains the elements of
+all ranges, in this order."""
 
 
 @dataclass(frozen=True)

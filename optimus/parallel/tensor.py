@@ -198,9 +198,9 @@ class TensorParallelMLP(MLP):
 class TensorParallelMoE(FastSparseMoE):
     """Mixture of experts with this rank's share of each expert's intermediate size.
 
-    Every rank routes all tokens. In backward, each rank computes only one summand of the gradient
-    of the experts' input and of the gradient of the routing weights. Both are then summed over all
-    ranks.
+    Every rank routes all tokens. In backward, each rank computes only one summand of two gradients:
+    that of the experts' input and that of the routing weights. Both gradients are then summed over
+    all ranks.
     """
 
     def __init__(self, config: ModelConfig, style: TensorParallel) -> None:

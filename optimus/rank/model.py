@@ -96,7 +96,7 @@ class RankModel:
     def make_states(self, initial: bool = True, poison: bool = False) -> ChunkEngine:
         """Create the model states of this rank: parameters, gradients and optimizer states.
 
-        The parameters of `model` become views of these states. A collective of all ranks.
+        The parameters of `model` become views of these states. All ranks must call this method.
 
         Args:
             initial: True to set the parameters to the initial values that `train.seed` determines.

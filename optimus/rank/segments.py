@@ -1,4 +1,4 @@
-"""Segments of a rank's model: modules whose parameters are needed at the same time."""
+"""The segments of a rank's model: modules whose parameters are needed at the same time."""
 
 from __future__ import annotations
 

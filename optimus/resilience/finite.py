@@ -1,4 +1,4 @@
-"""Checks for non-finite values in large buffers and in the optimizer states of all ranks."""
+"""Check large buffers and the optimizer states of all ranks for non-finite values."""
 
 from __future__ import annotations
 

@@ -71,7 +71,8 @@ class ForwardWatch(Recorder):
 
     @contextlib.contextmanager
     def over(self, model: nn.Module) -> Iterator[None]:
-        """Return a context that checks the outputs of all modules in forward passes of `model`."""
+        """Return a context manager that checks the outputs of all modules in forward passes of
+        `model`."""
         handles = []
         for name, module in model.named_modules():
             if name:

@@ -49,8 +49,8 @@ starts."""
 
 
 class KernelChoices(NamedTuple):
-    """Values of the settings `kernels.backend` and `kernels.grouped_gemm` that a run uses, the same
-    on all ranks. If the model has no experts, a value may still be "auto"."""
+    """The values of the settings `kernels.backend` and `kernels.grouped_gemm` that a run uses, the
+    same on all ranks. If the model has no experts, a value may still be "auto"."""
 
     backend: str
     grouped_gemm: str
@@ -58,8 +58,8 @@ class KernelChoices(NamedTuple):
 
 @dataclass(frozen=True)
 class MeasuredChoices:
-    """Values of `kernels.backend`, `kernels.grouped_gemm` and `parallel.ep_dispatch` with which a
-    run replaces "auto" in the configuration when it starts."""
+    """The values of `kernels.backend`, `kernels.grouped_gemm` and `parallel.ep_dispatch` with which
+    a run replaces "auto" in the configuration when it starts."""
 
     kernels: KernelChoices
     ep_dispatch: str
@@ -122,9 +122,9 @@ def choices_before_start(config: Config, checkpoint: Manifest | None) -> Measure
 def autotune_kernels(config: Config, world: World, checkpoint: Manifest | None) -> KernelChoices:
     """Choose the kernel backend and the implementation of the grouped GEMM, and activate them.
 
-    A collective of all ranks. Every rank makes the same choices. If the model has no experts and no
-    rank selects a backend by name, return the configured values and activate nothing on the device.
-    With offloading on an accelerator, also activate the kernels of the host's CPU.
+    All ranks must call this function. Every rank makes the same choices. If the model has no
+    experts and no rank selects a backend by name, return the configured values and activate nothing
+    on the device. With offloading on an accelerator, also activate the kernels of the host's CPU.
 
     Args:
         config: The run's configuration.
@@ -406,8 +406,8 @@ def autotune_dispatch(
     """Choose the dispatcher of expert parallelism if `parallel.ep_dispatch` is "auto", and make
     `model` use this dispatcher.
 
-    A collective of all ranks. Every rank makes the same choice. The dispatchers are timed only if
-    `choose_dispatch` returns None.
+    All ranks must call this function. Every rank makes the same choice. The dispatchers are timed
+    only if `choose_dispatch` returns None.
 
     Args:
         config: The run's configuration.
@@ -547,7 +547,8 @@ def recompute_report(config: Config, groups: Groups, model: Transformer) -> str:
     """Measure the memory that recomputation saves and the additional time for recomputation. Return
     a log line with the results.
 
-    A collective of this rank's ep and tp groups. Returns "" if `recompute.modules` is empty.
+    All ranks of this rank's ep and tp groups must call this function. Returns "" if
+    `recompute.modules` is empty.
     """
     modules, train = config.recompute.modules, config.train
     if not modules:

@@ -47,7 +47,7 @@ def load_start(
     """Load the model states of every rank from the checkpoint or the weights at `plan.start.path`.
 
     If a full checkpoint is damaged, an older checkpoint is loaded instead. If `plan.start.path` is
-    None, the states keep their initial values. A collective of all ranks.
+    None, the states keep their initial values. All ranks must call this function.
 
     Returns:
         `plan`, or a copy with another `start` if the checkpoint of `plan.start` is damaged. The
@@ -83,8 +83,8 @@ def _resolve_without(
     damaged: Mapping[Path, str], config: Config, world: World, plan: RunPlan
 ) -> RunPlan:
     """Choose a checkpoint that is not in `damaged`, and return a copy of `plan` that starts from
-    this checkpoint. A collective of all ranks. Raises CheckpointError if no other checkpoint can be
-    used."""
+    this checkpoint. All ranks must call this function. Raises CheckpointError if no other
+    checkpoint can be used."""
     start, refused = ResolvedStart(plan.start, plan.changes, plan.skipped_steps), ""
     if world.is_first:
         problem = list(damaged.values())[-1]
@@ -110,7 +110,8 @@ def load_weights(
     distribute: Distribute = "broadcast",
     origin: object = "the weights",
 ) -> None:
-    """Read weights on the first rank and distribute them to all ranks. A collective of all ranks.
+    """Read weights on the first rank and distribute them to all ranks. All ranks must call this
+    function.
 
     Args:
         layout: The slices of the parameters that this rank has.
@@ -222,7 +223,7 @@ def _nonfinite(batch: Sequence[ParamSlice], flat: Tensor, origin: object) -> Che
 
 def _raise_on_all(problem: OptimusError | None, everyone: Group) -> None:
     """Broadcast rank 0's error `problem` and raise it on all ranks; do nothing if rank 0's
-    `problem` is None. A collective of all ranks."""
+    `problem` is None. All ranks must call this function."""
     received = (type(problem).__name__, str(problem)) if problem else None
     if received := broadcast_object(received, everyone, tuple[str, str] | None):
         raise getattr(errors, received[0])(received[1])

@@ -376,7 +376,7 @@ class Run:
 
     def evaluate(self, step: int) -> None:
         """Compute and record the loss on the held-out data, if there is any, when `step` is the
-        last step or a multiple of `train.eval_interval`. A collective of all ranks."""
+        last step or a multiple of `train.eval_interval`. All ranks must call this method."""
         train, dataset = self.config.train, self.plan.data.held_out
         due = step == self.last_step or (train.eval_interval and step % train.eval_interval == 0)
         if dataset is None or not due:
@@ -398,7 +398,7 @@ class Run:
         """Generate and log a sample of text if `step` is a multiple of `train.sample_interval`.
 
         The sample continues the first held-out instance. Without held-out data, it continues the
-        first training instance. A collective of all ranks.
+        first training instance. All ranks must call this method.
         """
         train, mesh = self.config.train, self.plan.mesh
         if not train.sample_interval or step % train.sample_interval:

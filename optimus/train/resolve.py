@@ -105,7 +105,7 @@ class PartialPlan:
     """Log lines about settings whose values differ from those in the checkpoint, and about a
     changed learning rate."""
     skipped_steps: tuple[int, ...]
-    """Steps whose updates are skipped. They are listed in the file SKIPPED_STEPS of the run
+    """The steps whose updates are skipped. They are listed in the file SKIPPED_STEPS of the run
     directory."""
 
     def tokens_after(self, step: int) -> int:

@@ -81,13 +81,13 @@ class _PendingSave:
         self.saver, self.path_of, self.write_sidecar_files = saver, path_of, write_sidecar_files
         self.save: AsyncSave | None = None
         self.failures = 0
-        """Number of failed saves of this kind of checkpoint since the last committed save."""
+        """Number of saves of this kind of checkpoint that failed since the last committed save."""
 
     def poll(self, wait: bool = False) -> Outcome | None:
         """Return the outcome of the save in progress if it was committed or failed since the last
         call, else None.
 
-        A collective of all ranks.
+        All ranks must call this method.
 
         Args:
             wait: True to wait until the save ends.
@@ -115,7 +115,8 @@ class Saves:
         workspace: Workspace,
         sync_logs: Callable[[], None],
     ) -> None:
-        """Determine which values each rank writes to the checkpoints. A collective of all ranks.
+        """Determine which values each rank writes to the checkpoints. All ranks must construct a
+        `Saves` at the same time.
 
         Args:
             config: The run's configuration, with the values that ranks chose by measurement.
@@ -164,7 +165,7 @@ class Saves:
 
         The model-only checkpoint of a step is missing if an earlier process of the run was killed
         after it committed the full checkpoint of the step and before it committed the model-only
-        checkpoint. A collective of all ranks.
+        checkpoint. All ranks must call this method.
         """
         start, settings = self._plan.start, self._config.checkpoint
         run_dir, interval = self._config.train.run_dir, settings.model_interval
@@ -180,7 +181,7 @@ class Saves:
         """Handle the checkpoint saves that have ended, and start the saves that are due after
         `step`.
 
-        A collective of all ranks.
+        All ranks must call this method.
 
         Args:
             step: The last completed step.
@@ -218,7 +219,8 @@ class Saves:
     def end(self) -> None:
         """Wait until all saves in progress have ended, and log each failed save.
 
-        A collective of all ranks. After an error, call this only if every rank raises that error.
+        All ranks must call this method. After an error, call it only if every rank raises that
+        error.
         """
         for pending in (self._fulls, self._models):
             if (outcome := pending.poll(wait=True)) and outcome.failure:

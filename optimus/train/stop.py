@@ -1,4 +1,4 @@
-"""Requests to stop a run: Ctrl-C, signals and the deadline.
+"""Handle requests to stop a run: Ctrl-C, signals and the deadline.
 
 A run finishes the current update and saves a checkpoint before it stops.
 """
@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 
 _DEADLINE = -1
 _PRIORITY = (0, _DEADLINE, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)
-"""Reasons to stop, in ascending order of priority: 0 (no reason), _DEADLINE and signal numbers. If
-ranks have different reasons, all ranks report the reason with the highest priority."""
+"""The reasons to stop, in ascending order of priority: 0 (no reason), _DEADLINE and signal numbers.
+If ranks have different reasons, all ranks report the reason with the highest priority."""
 
 
 class StopRequest:

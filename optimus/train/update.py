@@ -169,8 +169,8 @@ class Updater:
     def _result(
         self, step: int, terms: dict[tuple[int, int], Terms], lr: float, scale: float
     ) -> UpdateResult:
-        """Combine the loss terms of all ranks and return the figures of the update. A collective of
-        all ranks.
+        """Combine the loss terms of all ranks and return the figures of the update. All ranks must
+        call this method.
 
         Args:
             step: Number of the update.
@@ -210,7 +210,7 @@ class Updater:
 
     def _expert_rows(self, terms: dict[tuple[int, int], Terms]) -> Tensor:
         """Return the number of tokens that all ranks have routed to each expert, in the format of
-        `UpdateResult.expert_rows`. A collective of all ranks."""
+        `UpdateResult.expert_rows`. All ranks must call this method."""
         model = self._config.model
         sparse = model.sparse_layers
         if not sparse:

@@ -112,7 +112,7 @@ class SaveStall:
             memory.copy_(flat)
 
     def wait(self) -> None:
-        """Wait until the save that `start` started is complete. A collective of all ranks."""
+        """Wait until the save that `start` started is complete. All ranks must call this method."""
         if self._save is not None:
             outcome = self._save.drain()
             assert outcome is not None
@@ -296,8 +296,8 @@ def _compare(
     rounds: int,
     world: World,
 ) -> dict[str, Any]:
-    """Time the functions `contestants` in turn. The function with the name `ours` is that of
-    Optimus.
+    """Measure the time of each function in `contestants`, in turn. The function with the name
+    `ours` is that of Optimus.
 
     Returns:
         `s`: Seconds of each contestant in each round. `ours_by`: For each other contestant, the

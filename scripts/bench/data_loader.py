@@ -79,7 +79,7 @@ def make_data(folder: Path, tokens: int, context: int) -> None:
 
 
 def read_ours(folder: Path, variant: str) -> dict[str, Any]:
-    """Time our Loader on the data sets that `make_data` made in `folder`.
+    """Measure the time of the Loader of Optimus on the data sets that `make_data` made in `folder`.
 
     Args:
         folder: Folder that contains the data sets.

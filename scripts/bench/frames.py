@@ -93,7 +93,7 @@ def reduce_scatter_frames() -> Iterator[list[list[str]]]:
 
 def measure_ranks(world: World, folder: Path) -> dict[str, Any]:
     """Run a training step, a save and a load, and record the source files that they use. Also
-    record the call stack of a reduce-scatter. A collective of all ranks.
+    record the call stack of a reduce-scatter. All ranks must call this function.
 
     Returns:
         `files`: For each operation, the source files whose functions the operation calls.

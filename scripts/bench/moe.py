@@ -77,7 +77,7 @@ _LIMITS = {"fp32": 1e-5, "bf16": 1e-2}
 
 @dataclass(frozen=True)
 class Case:
-    """Sizes and dtype of one MoE block, and the number of tokens in a batch."""
+    """The sizes and the dtype of one MoE block, and the number of tokens in a batch."""
 
     name: str
     dtype: str
@@ -342,7 +342,7 @@ def _race(
     grad: Tensor,
     device: torch.device,
 ) -> tuple[dict, list]:
-    """Time all blocks and a large matrix product in turn.
+    """Measure the time of all blocks and of a large matrix product, in turn.
 
     Returns:
         `times`: For each block, a list with an entry for each round. An entry contains two pairs

@@ -64,8 +64,8 @@ _CLASS_HYPERPARAMETERS: dict[str, Any] = {
     "eps": 1e-8,
     "weight_decay": 0.1,
 }
-"""The same values as _HYPERPARAMETERS, with the names of the arguments of the optimizer classes of
-torch and DeepSpeed."""
+"""The same values as _HYPERPARAMETERS, but with the argument names that the optimizer classes of
+torch and DeepSpeed use."""
 PEERS = ("ours", "torch", "deepspeed", "bound")
 
 
@@ -289,8 +289,9 @@ def _race(
     clock: int,
     device: torch.device,
 ) -> dict[str, list[float]]:
-    """Time the programs in `runs` in turn. Return, for each program, the seconds of one step in
-    each round. If a program has several functions, the time of the fastest function is used."""
+    """Measure the time of the programs in `runs`, in turn. Return, for each program, the seconds of
+    one step in each round. If a program has several functions, the time of the fastest function is
+    used."""
 
     def repeated(run: Callable[[], Any]) -> None:
         for _ in range(repeat):

@@ -73,7 +73,7 @@ class FsdpLoop(PlainLoop):
 
 def measure_ranks(world: World, folder: Path, hidden: int, rounds: int) -> dict[str, Any]:
     """Measure the peak memory of a training step, compare optim.sharding "epso" with "so", and
-    compare Optimus with FSDP2. A collective of all ranks."""
+    compare Optimus with FSDP2. All ranks must call this function."""
     size = world.size
     peak = measure_peak(
         common.mula_config(hidden, size, sharding="epso"),
@@ -92,7 +92,7 @@ def measure_ranks(world: World, folder: Path, hidden: int, rounds: int) -> dict[
 
 
 def measure_peak(config: Config, small: Config, world: World) -> dict[str, Any]:
-    """Measure the peak of resident memory in a training step. A collective of all ranks.
+    """Measure the peak of resident memory in a training step. All ranks must call this function.
 
     Args:
         config: Configuration of the model.
@@ -134,7 +134,7 @@ def _train(config: Config, world: World, meter: common.MemoryMeter) -> tuple[int
 
 
 def compare_shardings(so: Config, epso: Config, world: World, rounds: int) -> dict[str, Any]:
-    """Compare `optim.sharding` "epso" with "so". A collective of all ranks.
+    """Compare `optim.sharding` "epso" with "so". All ranks must call this function.
 
     Returns:
         `update`: CPU seconds in which AdamW updates the shard of a rank. `step`: Wall-clock seconds
@@ -194,7 +194,8 @@ def _make_step(states: ChunkEngine) -> Callable[[], None]:
 
 
 def compare_fsdp(config: Config, world: World, rounds: int) -> dict[str, Any]:
-    """Compare the times of a training step with Optimus and with FSDP2. A collective of all ranks.
+    """Compare the times of a training step with Optimus and with FSDP2. All ranks must call this
+    function.
 
     Returns:
         Seconds of a training step with each library, the ratios Optimus / FSDP2 of these times, and

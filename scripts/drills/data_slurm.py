@@ -44,7 +44,7 @@ JOB_SCRIPT = jobs.ROOT / "scripts" / "slurm" / "data.sh"
 
 @dataclass
 class Drill:
-    """Inputs of all cases: `base`, the folder with the corpus and the tokenizer; `program`, the
+    """The inputs of all cases: `base`, the folder with the corpus and the tokenizer; `program`, the
     command `optimus-data`; and `expected`, the files of the data set that one process prepares from
     the corpus, by relative path."""
 

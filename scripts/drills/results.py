@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Results:
-    """Records of a drill, in a file with one JSON object per line.
+    """The records of a drill, in a file with one JSON object per line.
 
     Args:
         path: The file, which may contain records of earlier runs. With "-", the records are not

@@ -38,8 +38,8 @@ LAYOUT = ("parallel.pp=2", "parallel.dp=2")
 
 @dataclass
 class Drill:
-    """Inputs of all cases: the configuration of the jobs, the command `optimus`, and the expected
-    metrics, which are those of a run on one process."""
+    """The inputs of all cases: the configuration of the jobs, the command `optimus`, and the
+    expected metrics, which are those of a run on one process."""
 
     base: Path
     config: Path

@@ -115,8 +115,8 @@ class Executor:
             opt_step: called for the OPT_STEP action.
             before_backward: called before each backward action (B, I or W) with the index of the
                 action's stage.
-            last_backward: returns the context in which each stage's last action of kind B or W
-                runs. `LastBackward` describes the arguments.
+            last_backward: returns the context manager within which each stage's last action of kind
+                B or W runs. `LastBackward` describes the arguments.
 
         Returns:
             The loss terms of this rank's stages, by (stage, microbatch).

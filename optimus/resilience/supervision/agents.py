@@ -173,7 +173,7 @@ class Agents:
         environment of this process."""
         self._code = hash_code()
         self._problems: set[str] = set()
-        """Reasons for which agents were refused."""
+        """The reasons for which agents were refused."""
         self._unauthenticated: list[asyncio.StreamWriter] = []
         self._refused = self._num_ended = 0
         self._log_attempt = 0

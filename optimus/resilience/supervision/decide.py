@@ -83,7 +83,7 @@ class Evidence:
     step: int
     """Last step that a rank of the attempt has reached."""
     ends: tuple[RankEnd, ...] = ()
-    """Ends of ranks, the earliest first."""
+    """The ends of ranks, the earliest first."""
     markers: tuple[Marker, ...] = ()
     nodes: tuple[str, ...] = ()
     """All nodes with ranks of the attempt."""

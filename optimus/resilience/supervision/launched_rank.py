@@ -1,4 +1,4 @@
-"""Ranks that mpiexec starts instead of the agent.
+"""Process that mpiexec runs for each rank, and that starts the rank in place of the agent.
 
 Some transports need ranks that the launcher starts. For example, oneCCL over MPI gets addresses
 from MPI's process manager. A single mpiexec per attempt then starts `python -P -m

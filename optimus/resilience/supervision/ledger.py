@@ -86,7 +86,7 @@ class AttemptStarted(_Record):
     load: Literal["newest", "older"] = "newest"
     """Checkpoint from which the attempt starts: the newest, or the one before it."""
     skipped_steps: tuple[_Count, ...] = ()
-    """Steps whose update is skipped, because their data gives non-finite values."""
+    """The steps whose update is skipped, because their data gives non-finite values."""
 
 
 class Progress(_Record):
@@ -189,7 +189,7 @@ class History:
         """Index in `attempts` of the first attempt of the present job."""
         self.job = ""
         self.ends: dict[int, AttemptEnded] = {}
-        """Ends of attempts, by the number of the attempt."""
+        """The ends of attempts, by the number of the attempt."""
         self.checkpoints: dict[int, int] = {}
         """Last committed step of each attempt that has committed a checkpoint."""
         self.verdict: VerdictReached | None = None

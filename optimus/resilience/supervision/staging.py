@@ -1,4 +1,4 @@
-"""Copies of the Python environment on the disks of nodes.
+"""Copy the Python environment to the disks of the nodes.
 
 Thousands of ranks that import from a shared file system open millions of files there. The
 supervisor therefore packs the environment into an archive once per job, each agent unpacks it on

@@ -121,7 +121,7 @@ class Supervisor:
                 "the same configuration, or another train.run_dir"
             )
         self._skipped_steps = read_skipped_steps(job.run_dir)
-        """Steps in the file SKIPPED_STEPS when this supervisor started. The user may have added
+        """The steps in the file SKIPPED_STEPS when this supervisor started. The user may have added
         steps that are not in the ledger."""
         files.make_dirs(job.run_dir / "log")
         _make_private(self._folder)
