@@ -173,7 +173,7 @@ def as_optimus_error(error: Exception) -> OptimusError | None:
     reason = reason_of(error)
     if error.filename:
         reason = f"{error.filename}: {reason}"
-    return OptimusError(f"{reason}; fix this problem and give the same command again to continue")
+    return OptimusError(f"{reason}; fix this problem and run the same command again to continue")
 
 
 def reason_of(error: OSError) -> str:

@@ -119,7 +119,7 @@ def test_signal_before_the_first_step_ends_training_with_a_single_line(number, l
     _, errors = process.communicate(timeout=30)
     assert process.returncode == status
     assert errors == (
-        f"optimus: stopped before the first step ({label}); give the same command again to start\n"
+        f"optimus: stopped before the first step ({label}); run the same command again to start\n"
     )
 
 

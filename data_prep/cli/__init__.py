@@ -99,7 +99,7 @@ def _stop_line(number: int, kept: Iterable[object] = ()) -> str:
     name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
     line = f"optimus-data: stopped by {name}"
     if folders := ", ".join(map(str, kept)):
-        line += f"; complete files in {folders} are kept; give the same command again to continue"
+        line += f"; complete files in {folders} are kept; run the same command again to continue"
     return line
 
 

@@ -367,8 +367,8 @@ def _do_shard(work: ShardWork, shard: int, advance: Callable[[int], None]) -> No
         size = file.tell()
         if (promised := _promised_hash(work, shard)) not in (None, digest.hexdigest()):
             raise DamageError(
-                f"{path}: written again, it differs from the earlier shard (hash {promised}), so a "
-                "token array is damaged; run optimus-data verify "
+                f"{path}: the new shard differs from the shard that an earlier run wrote (hash "
+                f"{promised}), so a token array is damaged; run optimus-data verify "
                 f"{work.dataset} to see how to repair it"
             )
     record = {

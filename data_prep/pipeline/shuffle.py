@@ -188,11 +188,12 @@ def check_order(dataset: Path, order: Order | BlendOrder, tokenizer: Path) -> No
         if key == "units":
             raise DataError(
                 f"{path}: the token arrays have changed since they were shuffled; remove this file "
-                "and give the command again"
+                "and run the same command again"
             )
         if key == "blended":
             raise DataError(
-                f"{dataset} is a blend of other sources or shares; choose another --out"
+                f"{dataset} already contains another blend: its sources, their weights or the "
+                "number of instances differ; choose another --out"
             )
         raise DataError(_another_order(dataset, key, value, new.get(key), then))
 
@@ -263,7 +264,10 @@ def _parse(sources: Sequence[str], out: Path) -> tuple[list[Path], list[str]]:
     for text in sources:
         name, sign, weight = text.rpartition("=")
         if not sign or not name:
-            raise ConfigError(f"--source {text!r} is not DIR=WEIGHT, such as data/code=0.3")
+            raise ConfigError(
+                f"--source {text!r} does not have the form DIR=WEIGHT; give a directory and its "
+                "weight, for example data/code=0.3"
+            )
         parse_weight(weight)
         folders.append(Path(name))
         weights.append(weight)

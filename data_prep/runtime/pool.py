@@ -75,7 +75,7 @@ def run_jobs(
         return {index: future.result() for future, index in futures.items()}
     except BrokenProcessPool:
         raise OptimusError(
-            "a worker process was killed (out of memory?); give the same command again to "
+            "a worker process was killed (out of memory?); run the same command again to "
             "continue, perhaps with fewer --workers"
         ) from None
     finally:

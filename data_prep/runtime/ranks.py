@@ -67,8 +67,8 @@ class RankFiles:
                 )
                 rank = name.removeprefix(_FAILED).partition(".")[0]
                 raise LostPeerError(
-                    f"rank {rank} failed: {reason}; remove the cause and give the command again on "
-                    "all ranks"
+                    f"rank {rank} failed: {reason}; remove the cause and run the same command "
+                    "again on all ranks"
                 )
 
     def write_failure(self, rank: int, error: Exception) -> None:

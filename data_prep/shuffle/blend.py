@@ -63,8 +63,8 @@ def integer_weights(weights: Sequence[int | float | str | Fraction]) -> tuple[in
     whole = [weight // divisor for weight in whole]
     if sum(whole) > MAX_PERIOD:
         raise ConfigError(
-            f"weights {', '.join(map(str, weights))} as whole numbers have the sum {sum(whole)}, "
-            f"more than {MAX_PERIOD}; round them to fewer digits"
+            f"the weights {', '.join(map(str, weights))} correspond to whole numbers with the sum "
+            f"{sum(whole)}, above the limit of {MAX_PERIOD}; round the weights to fewer digits"
         )
     return tuple(whole)
 

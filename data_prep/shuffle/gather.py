@@ -313,7 +313,7 @@ class SpillReader:
         if _signed(self._digests.pop(run).intdigest()) != self._xxh3[run]:
             raise DamageError(
                 f"{array_path(self._folder, run)}: its content is damaged (hash differs); remove "
-                f"{self._folder} and give the command again"
+                f"{self._folder} and run the same command again"
             )
 
 

@@ -211,7 +211,7 @@ def _check_metadata(name: str, metadata: Any) -> None:
     except child.UnfinishedError as error:
         raise OptimusError(
             f"{name}: cannot check the metadata of its columns: {error}; make more memory "
-            "available or end other processes, and give the command again"
+            "available or end other processes, and run the same command again"
         ) from None
     if is_damaged:
         raise DamagedTable("the description of its columns cannot be read")

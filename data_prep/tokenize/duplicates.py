@@ -343,5 +343,5 @@ def require_distinct(tokens_dir: Path) -> None:
             return
     raise DataError(
         f"{tokens_dir}: tokenization is not complete: document ids were not compared, or documents "
-        "with the same id remain; give the tokenize or run command again"
+        "with the same id remain; run optimus-data tokenize or optimus-data run again"
     )

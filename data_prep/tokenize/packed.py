@@ -208,7 +208,7 @@ class PackedArray:
         self._file.close()
 
     def _damaged(self, why: str) -> DamageError:
-        return DamageError(f"{self._path}: {why}; remove it and give the command again")
+        return DamageError(f"{self._path}: {why}; remove it and run the same command again")
 
     def read_into(self, out: np.ndarray, start: int) -> None:
         """Fill `out` [n] with the n ids that begin at `start`.

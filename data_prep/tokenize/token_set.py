@@ -337,9 +337,9 @@ def check_arrays(tokens_dir: Path) -> None:
             if files.xxh3_file(path) != read_unit(tokens_dir, unit, plan_xxh3)["array"]["xxh3"]:
                 shards = tokens_dir.parent / layout.SHARDS_DIR
                 raise DamageError(
-                    f"{path}: its content is damaged (hash differs), and shards made of it may be "
-                    f"wrong; remove it and {shards} and {tokens_dir.parent / layout.MANIFEST}, and "
-                    "give the command again"
+                    f"{path}: its content is damaged (hash differs), so shards that were made from "
+                    f"this file may be wrong; remove this file, {shards} and "
+                    f"{tokens_dir.parent / layout.MANIFEST}, and run the same command again"
                 )
             bar.advance(path.stat().st_size)
 

@@ -440,7 +440,7 @@ class MemoEncoder:
                     raise OptimusError(
                         "the cached encoder of Optimus and the tokenizers library return different "
                         f"ids for {text[:60]!r}; set {REFERENCE_ONLY}=reference, remove the "
-                        "output, give the command again, and please report this error"
+                        "output, run the same command again, and please report this error"
                     )
             encoded.append(ids)
         return encoded

@@ -146,7 +146,9 @@ class _Weights:
         elif kind == "ByteLevel":  # a byte becomes a character of at most 2 bytes
             self._raise_all((4 if step.get("add_prefix_space") else 2) * self.top)
         elif kind not in _NEVER_LONGER:
-            raise ValueError(f"has a step of type {kind}, which Optimus does not support")
+            raise ValueError(
+                f"the component has a step of type {kind}, which Optimus does not support"
+            )
 
     def map_characters(self, charsmap: bytes, key_bytes: int) -> None:
         """Add a sentencepiece character map as a step. Keys of more than `key_bytes` bytes are

@@ -62,7 +62,7 @@ class SentencePieceTokenizer:
             growth = _max_growth(content)
             self._model = sentencepiece.SentencePieceProcessor(model_proto=content)
         except (RuntimeError, ValueError, OSError) as error:
-            raise DataError(f"{path}: is not a sentencepiece model: {one_line(error)}") from None
+            raise DataError(f"{path} is not a sentencepiece model: {one_line(error)}") from None
         if growth > MAX_GROWTH:
             raise DataError(
                 f"{path}: its normalizer or denormalizer makes texts up to {growth:.3g} times as "

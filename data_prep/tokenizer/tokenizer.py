@@ -139,7 +139,7 @@ def _in_child(path: str | os.PathLike, size: int, work: Callable[[], object]) ->
     except child.UnfinishedError as error:
         raise OptimusError(
             f"{path}: cannot check the tokenizer: {error}; make more memory "
-            "available or end other processes, and give the command again"
+            "available or end other processes, and run the same command again"
         ) from None
     if problem is not None:
         raise DataError(problem)

@@ -180,8 +180,8 @@ def obtain(backend: str, may_build: bool, key: str = "") -> Entry:
     ]
     hint = f" ({others[0]})" if others else ""
     raise KernelError(
-        f"{cache.cache_dir()} has no compatible library{hint}; run `optimus kernels build` once, "
-        f"because a run of more than {MAX_BUILDING_WORLD} ranks does not compile"
+        f"{cache.cache_dir()} has no compatible kernel library{hint}, and a run of more than "
+        f"{MAX_BUILDING_WORLD} ranks compiles none; run `optimus kernels build` once before the run"
     )
 
 

@@ -245,7 +245,9 @@ class Launch:
         """Raise OptimusError if the launch has ended. The message names `event`, for which the
         caller waits."""
         if self._process.poll() is not None:
-            raise OptimusError(f"the launch has ended before {event}{self._tail()}")
+            raise OptimusError(
+                f"the launch ended while the benchmark waited for {event}{self._tail()}"
+            )
 
     def wait_for_checkpoint(self) -> History:
         """Wait until the ranks of the running attempt (launch of all ranks) have committed a
@@ -260,7 +262,8 @@ class Launch:
         return history
 
     def _tail(self) -> str:
-        return f"; the end of its output:\n{self._out.read_text(errors='replace')[-_TAIL_CHARS:]}"
+        output = self._out.read_text(errors="replace")
+        return f"; the end of the launch's output:\n{output[-_TAIL_CHARS:]}"
 
 
 def kill(processes: Iterable[psutil.Process], number: int = signal.SIGKILL) -> None:

@@ -236,7 +236,7 @@ def verify(path: str | os.PathLike, threads: int = 0) -> dict[str, Any]:
     checked = [result for checkpoint, result in results if checkpoint.is_dir()]  # not removed
     if not checked:
         raise CheckpointError(
-            f"{path}: every checkpoint was removed while it was read; give the command again"
+            f"{path}: every checkpoint was removed while it was read; run the same command again"
         )
     damaged = [result["name"] for result in checked if result["problems"]]
     return {"path": str(path), "valid": not damaged, "damaged": damaged, "checkpoints": checked}

@@ -470,7 +470,7 @@ def _set_aside(path: Path, workspace: Workspace) -> None:
     except OSError as error:
         raise CheckpointError(
             f"{path}: cannot be moved to {QUARANTINE}/: {error.strerror}; this run does not "
-            "continue from it, so move it away by hand, and give the same command again"
+            "continue from it, so move it away by hand, and run the same command again"
         ) from None
     logger.info("moved %s to set-aside/: this run does not continue from it", path.name)
 

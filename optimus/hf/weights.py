@@ -246,8 +246,8 @@ def write_all(directory: Path, plan: FilePlan, weights: Iterable[tuple[str, int,
             for name, start, values in weights:
                 if name not in missing:
                     raise CheckpointError(
-                        f"cannot write the weights: the model has no parameter {name}; "
-                        "use weights of this model"
+                        f"cannot write the weights: the input contains {name}, which is not a "
+                        "parameter of the model; use weights that belong to this model"
                     )
                 missing[name] -= values.numel()
                 if missing[name] < 0:
@@ -261,5 +261,5 @@ def write_all(directory: Path, plan: FilePlan, weights: Iterable[tuple[str, int,
             raise CheckpointError(
                 f"cannot write the weights: the input for {name} has "
                 f"{counted(abs(num_missing), 'element')} too {'few' if num_missing > 0 else 'many'}"
-                "; use weights of this model"
+                "; use weights that belong to this model"
             )

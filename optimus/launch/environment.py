@@ -267,8 +267,8 @@ def _launched(environ: Mapping[str, str], world: int | None = None) -> JobRank:
     if launcher is None:
         if "WORLD_SIZE" in environ and _integer(environ, "WORLD_SIZE") > 1:
             raise LaunchError(
-                f"WORLD_SIZE={environ['WORLD_SIZE']} is set, but RANK is not; start the command by "
-                "srun, mpiexec or torchrun, or unset WORLD_SIZE"
+                f"WORLD_SIZE={environ['WORLD_SIZE']} is set, but RANK is not set; start the "
+                "command with srun, mpiexec or torchrun; for a single process, unset WORLD_SIZE"
             )
         return ALONE
     names = [name for name in launcher.worlds if name in environ]

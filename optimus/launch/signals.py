@@ -48,7 +48,7 @@ def report_early_stop(number: int) -> int:
     """Log that the run stopped before its first update; return the exit status."""
     _start_new_line(number)
     logger.info(
-        "stopped before the first step (%s); give the same command again to start",
+        "stopped before the first step (%s); run the same command again to start",
         signal_label(number),
     )
     kind = OutcomeKind.INTERRUPTED if number == signal.SIGINT else OutcomeKind.STOPPED

@@ -198,7 +198,7 @@ class JsonLines:
                 path,
                 f"the lines of {spell_steps(missing)} are missing, in {copy} too; the run "
                 "continues with this gap; to close it, stop the run, put the lines back from a "
-                "backup and give the same command again",
+                "backup and run the same command again",
             )
         return cls(path, fd, copy, copy_fd)
 

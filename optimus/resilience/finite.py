@@ -164,12 +164,12 @@ def _explanation(bad: BadState, dtype: str, optim: OptimConfig, step: int) -> tu
     if bad.state == "exp_avg_sq" and bad.value == "inf" and unclipped:
         return (
             f"{text}: the square of a gradient overflowed, or the state is damaged",
-            "set optim.clip_norm and give the same command again to resume from the newest "
+            "set optim.clip_norm and run the same command again to resume from the newest "
             "checkpoint",
         )
     return (
         f"{text}: the state is damaged, since all gradients were finite",
-        "give the same command again to resume from the newest checkpoint, or from the start if "
+        "run the same command again to resume from the newest checkpoint, or from the start if "
         "there is none; if it happens again, suspect the device or the memory of "
         f"{bad.host}",
     )

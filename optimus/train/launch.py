@@ -163,8 +163,8 @@ def _make_launcher(options: LaunchOptions) -> Launcher:
     mpi_ranks = options.mpi_ranks or (machine is not None and machine.mpi_ranks)
     if mpi_ranks and name != Mpiexec.name:
         raise ConfigError(
-            f"{option} needs --launcher mpiexec, not {name}; remove {option}, or start the run in "
-            "a PBS job or with --launcher mpiexec"
+            f"{option} needs the launcher mpiexec, but this run uses the launcher {name}; use "
+            f"--launcher mpiexec, or remove {option}"
         )
     refuse_if(
         machine is not None and machine.cpu_bind and not mpi_ranks,

@@ -328,7 +328,7 @@ class Run:
                     is_complete = True
                     where = full_path(self.config.train.run_dir, step)
                     raise Stopped(
-                        f"stopped after step {step} ({stopping}), checkpoint at {where}; give the "
+                        f"stopped after step {step} ({stopping}), checkpoint at {where}; run the "
                         "same command again to continue",
                     )
             self._print_end(max(self.plan.start.step, self.last_step), began)

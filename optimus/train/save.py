@@ -312,7 +312,7 @@ class Saves:
         pending.failures += 1
         limit = self._config.checkpoint.max_failures
         message = f"step {step} is not saved: {reason}; the newest checkpoint is {self._newest}"
-        again = "fix the problem and give the same command again to continue"
+        again = "fix the problem and run the same command again to continue"
         if step == self._last_step:
             # `after` raises this error when all saves of the last step have ended.
             self._end_failed = self._end_failed or f"{message}; {again}"

@@ -117,7 +117,7 @@ def test_impossible_blends_are_refused(made, second, tmp_path, capsys):
         (blend_arguments(made.data, second, out, *late, "--carry-tails"), "carry_tails"),
         (blend_arguments(made.data, second, out, *late, "--instances", "9"), "now 9;"),
         (blend_arguments(made.data, second, out, *late, "--shard-size", "64"), "now 2;"),
-        (blend_arguments(second, made.data, out), "blend of other sources"),
+        (blend_arguments(second, made.data, out), "already contains another blend"),
         (["shuffle", str(out), "--context", "16"], "has no token arrays"),
         (["shuffle", str(second), "--context", "16", "--to", str(out)], "already contains a blend"),
         (blend_arguments(made.data, leaky, tmp_path / "y"), "0 of its documents"),
@@ -125,7 +125,10 @@ def test_impossible_blends_are_refused(made, second, tmp_path, capsys):
         (blend_arguments(made.data, made.data / "eval", tmp_path / "z"), "is a held-out split"),
         (blend_arguments(made.data, second, second), "is a source"),
         (blend_arguments(made.data, other, tmp_path / "x"), "another tokenizer"),
-        (["blend", "--source", "a", "--out", "b", "--context", "4"], "not DIR=WEIGHT"),
+        (
+            ["blend", "--source", "a", "--out", "b", "--context", "4"],
+            "not have the form DIR=WEIGHT",
+        ),
         (["blend", "--source", "a=x", "--out", "b", "--context", "4"], "weight 'x'"),
         (["blend", "--source", "a=1", "--out", "b", "--context", "4"], "a/tokens/plan.json"),
     ]

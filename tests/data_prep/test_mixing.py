@@ -94,7 +94,7 @@ def test_weights_become_whole_numbers(weights, whole):
         (["x"], "weight = 'x' is not a number"),
         (["1/0"], "weight = '1/0' is not a number"),
         ([float("nan")], "weight = nan is not a number"),
-        ([0.1234567, 1], "round them to fewer digits"),
+        ([0.1234567, 1], "round the weights to fewer digits"),
     ],
 )
 def test_impossible_weights_are_refused(weights, needle):

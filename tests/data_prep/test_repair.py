@@ -203,7 +203,7 @@ def test_shards_are_not_made_from_a_damaged_token_array(made, tmp_path, capsys, 
     for array in (out / "tokens").glob("unit-?????.npy"):
         flip(array, 0.5)
     shard.unlink()
-    for needle in ("unit-0000", "shard-00001.npy: written again, it differs"):
+    for needle in ("unit-0000", "shard-00001.npy: the new shard differs"):
         assert main(["shard", str(out), "--workers", "1"]) == 1
         error = capsys.readouterr().err.splitlines()[-1]
         assert needle in error and f"run optimus-data verify {out} to see" in error

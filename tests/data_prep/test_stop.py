@@ -106,7 +106,7 @@ def test_signal_during_a_write_leaves_no_temporary_file(made, tmp_path, name, wo
     arguments = run_arguments(made.text, made.tokenizer, out, "--workers", workers)
     words = ["-c", SIGNAL_AT_COMMIT, "7", name, *arguments]
     line = assert_stopped(start(words), "Ctrl-C" if name == "SIGINT" else name)
-    assert f"complete files in {out} are kept; give the same command again" in line
+    assert f"complete files in {out} are kept; run the same command again" in line
     assert not any(files.is_temporary(path) for path in out.rglob("*"))
     assert main(arguments) == 0 and tree(out) == tree(made.data)
 

@@ -298,7 +298,7 @@ def test_refused_export_overwrites_and_leaves_no_file(tmp_path):
     wrong = {**state, "head.weight": torch.zeros(1, 32)}
     with pytest.raises(CheckpointError, match=r"head\.weight has 1,920 elements too few"):
         write_hf(tmp_path / "out", model.config, wrong, "fp32", LIMIT)
-    with pytest.raises(CheckpointError, match="the model has no parameter extra"):
+    with pytest.raises(CheckpointError, match="extra, which is not a parameter"):
         write_hf(tmp_path / "out", model.config, {**state, "extra": torch.zeros(1)}, "fp32")
     assert [path.name for path in tmp_path.iterdir()] == ["full"]
 

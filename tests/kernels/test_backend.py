@@ -105,7 +105,7 @@ def test_number_of_ranks_is_read_from_the_variables_of_all_launchers(
 ):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.setenv(launcher, str(backend.MAX_BUILDING_WORLD + 1))
-    assert "has no compatible library" in backend.active("cpu").why_not
+    assert "has no compatible kernel library" in backend.active("cpu").why_not
 
 
 def test_without_a_home_directory_auto_uses_torch_and_a_name_is_refused(

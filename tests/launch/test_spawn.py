@@ -97,7 +97,7 @@ def test_stop_signal_ends_in_a_checkpoint_and_names_the_signal(
     assert checkpoint.is_dir()
     assert f"optimus: {label}: finishing this step and saving a checkpoint" in errors
     assert errors.splitlines()[-1] == (
-        f"optimus: stopped after step {last} ({label}), checkpoint at {checkpoint}; give the same "
+        f"optimus: stopped after step {last} ({label}), checkpoint at {checkpoint}; run the same "
         "command again to continue"
     )
     assert "error" not in errors and "SIGTERM" not in errors
@@ -195,7 +195,7 @@ def test_ctrl_c_before_the_first_step_prints_a_single_line(tiny_data, tmp_path):
     _, errors = process.communicate(timeout=30)
     assert process.returncode == 130, errors
     assert errors == (
-        "optimus: starting 2 ranks\noptimus: stopped before the first step (Ctrl-C); give the same "
+        "optimus: starting 2 ranks\noptimus: stopped before the first step (Ctrl-C); run the same "
         "command again to start\n"
     )
     assert_gone(ranks)

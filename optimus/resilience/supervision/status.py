@@ -174,7 +174,7 @@ def _next_decision(history: History) -> str:
         }[history.verdict.verdict]
     if history.running is not None:
         return "the supervisor waits for the end or a failure of the attempt"
-    return "the supervisor starts an attempt; without a supervisor, give the same command again"
+    return "the supervisor starts an attempt; without a supervisor, run the same command again"
 
 
 def format_status(status: dict[str, Any]) -> str:
