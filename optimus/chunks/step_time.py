@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from optimus.chunks.reductions import MAX_ARRIVING
-from optimus.chunks.residency import ResidencyPlan
+from optimus.chunks.residency import ResidencyPlan, Use
 from optimus.config.machine import Links
 
 
@@ -34,6 +34,10 @@ class StepWork:
     """Bytes of each chunk that are copied to the host after each backward."""
     elements: Sequence[int]
     """Elements of each chunk that the host updates."""
+
+    def seconds_of(self, use: Use) -> float:
+        """Return the seconds that a use computes."""
+        return (self.backward_s if use.backward else self.forward_s)[use.segment]
 
 
 @dataclass(frozen=True)
@@ -111,9 +115,7 @@ def _longest_chain(work: StepWork, links: Links) -> float:
             if last[chunk] == number:
                 copied = max(copied, backward) + work.grad_bytes[chunk] / links.to_host
     between = uses[len(leading) : len(uses) - len(trailing)]
-    others = sum(
-        (work.backward_s if use.backward else work.forward_s)[use.segment] for use in between
-    )
+    others = sum(work.seconds_of(use) for use in between)
     return forward + others + max(backward, copied)
 
 
@@ -154,7 +156,7 @@ class _Simulation:
             self._wait_for(needs)
             self._wait_for(step.evict_early)
             self._upload(step.prefetch)
-            seconds = (work.backward_s if is_backward else work.forward_s)[segment]
+            seconds = work.seconds_of(step.use)
             self.now += seconds
             self.computed += seconds
             if is_backward and (following is None or not following.use.backward):
