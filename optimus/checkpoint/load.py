@@ -135,7 +135,8 @@ def plan_reads(index: Index, requests: Sequence[ReadRequest]) -> numpy.ndarray:
 
 
 def load_full(states: RankStates, manifest: Manifest, method: Distribute) -> str:
-    """Load the states of all ranks from a full checkpoint. A collective of all ranks.
+    """Load the states of all ranks from a full checkpoint. All ranks must call this
+    function.
 
     The run that saved the checkpoint may have had another number of ranks or another mesh. The
     first rank reads the index for all ranks. Every block that is read is compared with its hash.
@@ -233,8 +234,8 @@ def _batches(
 def broadcast_to_replicas(
     shard: ChunkShard, flats: Iterable[Tensor], states: RankStates, method: Distribute
 ) -> None:
-    """Exchange the shares of a shard between all ranks that have the same shard. A collective of
-    these ranks.
+    """Exchange the shares of a shard between all ranks that have the same shard. All of
+    these ranks must call this function.
 
     Args:
         shard: The shard. Each of the ranks has read a different share of it.
@@ -276,7 +277,8 @@ def send_to_later_stages(
     name: str, states: RankStates, stage_group: Group, method: Distribute
 ) -> None:
     """Copy the states of a parameter that several pipeline stages have from the first of these
-    stages to the others. A collective of `stage_group` and of the shard groups.
+    stages to the others. All ranks of `stage_group` and of the shard groups must call this
+    function.
 
     The shards of the stages may contain different elements. Therefore each rank of the later stages
     receives all elements of the parameter, one stripe at a time, and keeps those in its shard.
@@ -309,7 +311,8 @@ def send_to_later_stages(
 
 
 def broadcast_from_first(tensor: Tensor, group: Group, method: Distribute) -> None:
-    """Copy a tensor of integers from the first rank to all ranks. A collective of `group`.
+    """Copy a tensor of integers from the first rank to all ranks. All ranks of `group` must call
+    this function.
 
     Args:
         tensor: The integers. With `all_reduce`, the tensors of all ranks except the first must

@@ -279,7 +279,8 @@ class Saver(ABC):
         step: int,
         **facts: Any,
     ) -> AsyncSave:
-        """Start a save. A collective of all ranks. The previous save of this Saver must have ended.
+        """Start a save. All ranks must call this method. The previous save of this Saver must have
+        ended.
 
         The first rank creates a directory, to which every rank writes its slices. Then the first
         rank writes the other files, checks all files and commits. With `staged` (see the
@@ -430,8 +431,8 @@ class FullSaver(Saver):
     def __init__(
         self, states: RankStates, scatter: Scatter, *, direct: bool = True, **limits: Any
     ) -> None:
-        """Determine the slices of this rank and the size of the checkpoint. A collective of all
-        ranks.
+        """Determine the slices of this rank and the size of the checkpoint. All ranks must
+        call this constructor.
 
         Args:
             states: The states of this rank.

@@ -220,7 +220,7 @@ class ChunkEngine:
         self.params.use(segment, backward)
 
     def transient_needs(self, segments: Iterable[ModelSegment]) -> list[frozenset[int]]:
-        """Return the numbers of the transient chunks that each segment needs."""
+        """Return, for each segment, the numbers of the transient chunks with its parameters."""
         return [
             frozenset(number for number in needs if self._all[number].is_transient)
             for needs in self._needs(segments)
@@ -238,7 +238,7 @@ class ChunkEngine:
 
     def gather(self, names: Collection[str]) -> None:
         """Gather parameters that code outside of any segment reads. They stay whole until the next
-        use of a segment. A collective of the ranks that shard them."""
+        use of a segment. All ranks that shard these parameters must call this method."""
         self.params.gather({self.slots[name].chunk for name in names if name in self.slots})
 
     def wait(self) -> None:
@@ -271,8 +271,8 @@ class ChunkEngine:
             self.params.start_step()
 
     def grad_norm(self) -> float:
-        """Return the 2-norm of the whole model's gradient, in which each parameter counts once. A
-        collective of all ranks. In deterministic mode, all data- and pipeline-parallel layouts give
+        """Return the 2-norm of the whole model's gradient, in which each parameter counts once. All
+        ranks must call this method. In deterministic mode, all data- and pipeline-parallel layouts give
         the same bits."""
         counted = [state.grad for state in self.chunks if state.groups.counts]
         norm = exact_norm if self._deterministic else fast_norm
@@ -294,8 +294,8 @@ class ChunkEngine:
         self.params.invalidate()
 
     def sync_params(self) -> None:
-        """Set the parameters from the masters, after a load for example. A collective of all
-        ranks."""
+        """Set the parameters from the masters, after a load for example. All ranks must call this
+        method."""
         self.frozen.settle()
         self.wait()
         for state in self._by_first_use:

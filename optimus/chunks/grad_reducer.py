@@ -239,12 +239,12 @@ class GradReducer:
     def last_backward(
         self, stage: int, expected: Collection[Tensor] | None = None
     ) -> Iterator[None]:
-        """Return a context for the last backward of a stage in a step. With overlap, a bucket is
-        reduced as soon as its gradients are complete.
+        """Return a context manager for the last backward of a stage in a step. Within its context,
+        with overlap, a bucket is reduced as soon as its gradients are complete.
 
         Args:
             stage: The stage.
-            expected: The leaves that receive a gradient in this context; None if all may. A bucket
+            expected: The leaves that receive a gradient in the context; None if all may. A bucket
                 without any of them is complete at once.
         """
         buckets = self._buckets.get(stage, []) if self._overlaps else []
@@ -310,7 +310,8 @@ class GradReducer:
                 yield bucket.buffer
 
     def _on_grad(self, bucket: GradBucket, name: str, leaf: Tensor) -> None:
-        """Note that backward has added the gradient of a leaf, and launch the buckets that are
+        """Record that backward has added the gradient of `leaf`, the parameter `name`. If it was
+        the last missing gradient of `bucket`, launch the reductions of the buckets that are
         ready."""
         assert not bucket.is_launched, f"the gradient of {name} came after its bucket was reduced"
         if name in bucket.missing:

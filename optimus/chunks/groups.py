@@ -84,7 +84,7 @@ def check_same_params(
 ) -> None:
     """Check that the ranks of each reduce group have the same parameters in the same order.
 
-    A collective of all ranks: they exchange a few hashes. Parameters on the meta device are not
+    All ranks must call this function, in which they exchange a few hashes. Parameters on the meta device are not
     checked, since `optimus plan` computes in a single process.
 
     Raises:
@@ -115,10 +115,13 @@ def check_same_params(
 
 
 def _refuse(label: str, of_ranks: list[list[str] | None]) -> None:
-    """Raise ConfigError for the first difference between the ranks of a reduce group.
+    """Raise ConfigError with the first difference between the parameters of the ranks in a reduce
+    group.
 
-    `label` describes the group. `of_ranks` has an entry for each rank of the run: a list with one
-    line for each parameter that the rank reduces in this group, or None if there are none.
+    Args:
+        label: Description of the group, for the message.
+        of_ranks: For each rank of the run, one line for each parameter that the rank reduces in
+            this group; None if the rank reduces none.
     """
     present = [(rank, lines) for rank, lines in enumerate(of_ranks) if lines is not None]
     first, reference = present[0]

@@ -89,8 +89,8 @@ class Chunk:
 
     @cached_property
     def _limits(self) -> tuple[list[int], list[int]]:
-        """Starts and stops of the parameters. They are cached because a plan of thousands of ranks
-        reads them often."""
+        """The start and stop indices of the parameters in the chunk, as two lists. They are cached,
+        because a plan of thousands of ranks reads them often."""
         return [slot.start for slot in self.slots], [slot.stop for slot in self.slots]
 
 
@@ -117,13 +117,14 @@ class ChunkLayout:
 
 
 def lay_out(parameters: Iterable[Parameter], target_length: int) -> ChunkLayout:
-    """Return chunks of about `target_length` elements, at least as long as the largest parameter.
+    """Divide parameters into chunks, and return the layout.
 
-    The length is chosen for each class so that there is little padding. The last chunk of a class
-    is only as long as its parameters need.
+    All chunks of a class have the same length, except the last, which is only as long as its
+    parameters need. The length is near `target_length`, at least that of the largest parameter of
+    the class, and chosen so that there is little padding.
 
     Args:
-        parameters: The parameters in order of first use, each name once.
+        parameters: The parameters in order of first use. Each name occurs once.
         target_length: Desired number of elements of a chunk.
     """
     assert target_length >= 1, target_length

@@ -28,8 +28,8 @@ class ParamStore:
     With transient chunks, a training step normally uses the model's segments in the order of
     `plan`. From the first use in another order to the end of the step, and outside of a step, the
     plan does not apply. Then the store assumes that another forward pass follows, and first frees
-    the chunk whose next use is the latest. `use` is a collective of the shard groups of the chunks
-    that it gathers, so all ranks of a shard group must use segments in the same order.
+    the chunk whose next use is the latest. All ranks of the shard groups of the gathered chunks
+    must call `use`, so all ranks of a shard group must use segments in the same order.
 
     Args:
         chunk_states: All chunks of this rank.
@@ -138,8 +138,8 @@ class ParamStore:
         self._wait_for(numbers)
 
     def gather_updated(self, state: ParamChunk) -> None:
-        """Gather a chunk after the update of its shards, unless it is transient. A collective of
-        the shard group; all ranks gather chunks in the same order."""
+        """Gather a chunk after the update of its shards, unless it is transient. All
+        ranks of the shard group must call this method, and gather chunks in the same order."""
         if state.is_transient:
             return
         self._start_gather(state)

@@ -173,7 +173,8 @@ class ReducePerMicrobatch:
                 self._outdated.add(buffer)
 
     def allocate(self, buffer: GradBuffer) -> None:
-        """Allocate a freed buffer and set it to zero, before a backward adds to it."""
+        """Allocate `buffer` and fill it with zeros if its memory is freed. Call this method before a
+        backward adds gradients to the buffer."""
         while any(arrival.buffer is buffer for arrival in self._arriving):
             self._complete_arrivals(len(self._arriving) - 1)
         if not self.memory.has(buffer.grads):
@@ -223,7 +224,8 @@ class ReducePerMicrobatch:
             self._clear(buffer)
 
     def _prepare(self, buffer: GradBuffer) -> None:
-        """Set a piece that has the sum of the last step to zero, after the update has read it."""
+        """If this rank's piece of the sum still contains the sum of the last step, wait until the
+        update has read it, then set it to zero."""
         if buffer in self._outdated:
             self._outdated.remove(buffer)
             if isinstance(buffer, ChunkState):

@@ -37,11 +37,11 @@ def register_uses(
 
 
 def register_module(module: nn.Module, before_forward: Hook, before_backward: Hook | None) -> None:
-    """Register the hooks of a segment that is one module.
+    """Register the hooks of a segment that consists of one module.
 
-    `before_backward` runs when backward has the first gradient of the module's outputs. If backward
-    recomputes something inside the module, this runs no more hooks. If it recomputes several
-    modules together, `before_forward` of each module runs again.
+    `before_backward` runs when backward has computed the first gradient of the module's outputs. If
+    backward recomputes only operations inside the module, no hook runs again. If backward
+    recomputes several modules together, `before_forward` of each of these modules runs again.
     """
     module.register_forward_pre_hook(lambda *_: before_forward())
     if before_backward is not None:

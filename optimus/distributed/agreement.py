@@ -135,8 +135,12 @@ def end_without_store(outcome: Outcome, launch: LaunchEnv) -> RunEnded:
 
 
 def _mark_printed(launch: LaunchEnv) -> bool:
-    """Create a file which records that a rank of this machine prints the message about the lost
-    store. Return False if another rank of this run has already created the file."""
+    """Return True if this rank must print the message about the lost store, False if another rank
+    of this machine does.
+
+    The first rank that calls this function creates a file, which shows the other ranks that the
+    message is printed. Return True also if the file cannot be created.
+    """
     # The mark is a file, because it must outlive the process. A file older than this process is
     # from an earlier run at the same address.
     user = os.geteuid()
@@ -161,7 +165,8 @@ def outcome_of(error: OptimusError, rank: int, phase: Phase, step: int = 0) -> O
 
 
 class Agreement:
-    """Publishes the Outcome of this rank and returns the Outcome on which the ranks agree.
+    """Agreement of all ranks on one Outcome, with which the run ends. Each rank publishes its
+    Outcome in the store. All ranks then end with the same one.
 
     Args:
         store: torch's store, which all ranks share.
