@@ -272,8 +272,8 @@ class ChunkEngine:
 
     def grad_norm(self) -> float:
         """Return the 2-norm of the whole model's gradient, in which each parameter counts once. All
-        ranks must call this method. In deterministic mode, all data- and pipeline-parallel layouts give
-        the same bits."""
+        ranks must call this method. In deterministic mode, all data- and pipeline-parallel layouts
+        give the same bits."""
         counted = [state.grad for state in self.chunks if state.groups.counts]
         norm = exact_norm if self._deterministic else fast_norm
         return norm(counted, self.device, self._everyone)

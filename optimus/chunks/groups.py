@@ -84,8 +84,8 @@ def check_same_params(
 ) -> None:
     """Check that the ranks of each reduce group have the same parameters in the same order.
 
-    All ranks must call this function, in which they exchange a few hashes. Parameters on the meta device are not
-    checked, since `optimus plan` computes in a single process.
+    All ranks must call this function, in which they exchange a few hashes. Parameters on the meta
+    device are not checked, since `optimus plan` computes in a single process.
 
     Raises:
         ConfigError: The ranks differ. The message, the same on all ranks, names the first

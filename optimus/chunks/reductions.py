@@ -173,8 +173,8 @@ class ReducePerMicrobatch:
                 self._outdated.add(buffer)
 
     def allocate(self, buffer: GradBuffer) -> None:
-        """Allocate `buffer` and fill it with zeros if its memory is freed. Call this method before a
-        backward adds gradients to the buffer."""
+        """Allocate `buffer` and fill it with zeros if its memory is freed. Call this method before
+        a backward adds gradients to the buffer."""
         while any(arrival.buffer is buffer for arrival in self._arriving):
             self._complete_arrivals(len(self._arriving) - 1)
         if not self.memory.has(buffer.grads):

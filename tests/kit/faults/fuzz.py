@@ -78,6 +78,8 @@ LAYOUT: dict[str, tuple[Any, ...]] = {
     "resident": ("all", "parameters", "cache"),
     "cache_chunks": (0, 3, 8),
     "host_share": (0.0, 0.0, 0.4, 1.0),
+    "order": ("microbatch", "layer"),
+    "has_links": (False, True),
     "chunk_length": (1 << 24, 1 << 13, 5003),
     "overlap": (True, False),
     "recompute": ((), ("block",), ("norm",), ("attention", "moe"), ("experts",)),
@@ -85,6 +87,8 @@ LAYOUT: dict[str, tuple[Any, ...]] = {
     "distribute": ("broadcast", "all_reduce"),
     "async_save": (False, True),
 }
+LINKS = Path(__file__).with_name("links.toml")
+"""Rates with which copies and updates of a case take some milliseconds."""
 _SIZES = ("pp", "dp", "ep", "tp")
 
 
@@ -288,6 +292,10 @@ def _set_layout(tree: dict[str, Any], layout: dict[str, Any]) -> None:
     tree["recompute"] = {"modules": list(layout["recompute"])}
     if layout["host_share"]:
         tree["offload"] = {"mode": "manual", "host_share": layout["host_share"]}
+        if layout["pp"] == layout["virtual_stages"] == 1:
+            tree["offload"]["order"] = layout["order"]
+        if layout["has_links"]:
+            tree["offload"]["links"] = str(LINKS)
 
 
 class CaseRunner:
