@@ -208,7 +208,7 @@ class ChunkEngine:
             uses = use_order(passes, stages, transient, receives, regions)
             slots = self.residency.slots or sum(chunk.is_transient for chunk in self._all)
             self.params.cache(self._needs(segments), uses, slots)
-        self.gradients.attach(segments, early, reduces_each)
+        self.gradients.attach(segments, passes, early, reduces_each)
         frees_early = early and self.residency.divides_gradients
         in_backward = frees_early or self.params.plan is not None
         if overlap or in_backward:
@@ -274,9 +274,10 @@ class ChunkEngine:
         """Return the 2-norm of the whole model's gradient, in which each parameter counts once. All
         ranks must call this method. In deterministic mode, all data- and pipeline-parallel layouts
         give the same bits."""
-        counted = [state.grad for state in self.chunks if state.groups.counts]
+        counted = [state for state in self.chunks if state.groups.counts]
         norm = exact_norm if self._deterministic else fast_norm
-        return norm(counted, self.device, self._everyone)
+        known = [self.gradients.squares_of(state) for state in counted]
+        return norm([state.grad for state in counted], known, self.device, self._everyone)
 
     def update(self, lr: float, grad_scale: float = 1.0) -> None:
         """Update this rank's shards from the gradients times `grad_scale`, and gather the updated

@@ -30,6 +30,7 @@ from optimus.chunks.groups import ParamProcessGroups
 from optimus.chunks.layout import Slot
 from optimus.chunks.optimizer import UpdateQueue
 from optimus.chunks.reductions import ReduceOnce, ReducePerMicrobatch
+from optimus.chunks.residency import Pass
 from optimus.chunks.segments import ModelSegment
 from optimus.distributed.collectives import (
     Group,
@@ -140,7 +141,11 @@ class GradReducer:
         self._add_bucket(buffer, {use.name: use.leaf})
 
     def attach(
-        self, segments: Sequence[ModelSegment], early: bool, reduces_each: bool = True
+        self,
+        segments: Sequence[ModelSegment],
+        passes: Sequence[Pass],
+        early: bool,
+        reduces_each: bool = True,
     ) -> None:
         """Register the buffers of each segment, so that they have memory only when it is needed. Do
         nothing unless `frees_buffers`.
@@ -153,6 +158,7 @@ class GradReducer:
 
         Args:
             segments: All segments in order of first use.
+            passes: The forward and backward passes of this rank in a step.
             early: True to allocate and free buffers by segment, False by stage.
             reduces_each: False if several microbatches add to the buffers of a stage before
                 `reduce`. The buffers are then reduced only by `reduce`.
@@ -168,6 +174,13 @@ class GradReducer:
             for buffer in buffers:
                 self._first_segment.setdefault(buffer, index)
         self._frees_early, self._reduces_each = early, reduces_each
+        shared = (*self._stage_groups, *self.owner_of.values())
+        changed = {self._by_name[name][0] for name in shared}  # by `finish`
+        assert isinstance(self._strategy, ReducePerMicrobatch)
+        for buffer in self._first_segment:
+            if isinstance(buffer, ChunkState) and buffer not in changed:
+                backwards = sum(p.backward and p.stage == buffer.groups.stage for p in passes)
+                self._strategy.expect(buffer, backwards if reduces_each else min(backwards, 1))
 
     def _add_bucket(self, buffer: GradBuffer, named: Mapping[str, Tensor]) -> None:
         """Let backward add into a buffer. Buckets are added in order of first use."""
@@ -292,6 +305,13 @@ class GradReducer:
                 state, slot = self._by_name[buffer.use.owner]
                 if (local := state.local_slice(state.grad, slot)) is not None:
                     local[0].add_(buffer.total.flatten()[local[1]])
+
+    def squares_of(self, state: ChunkState) -> Tensor | None:
+        """Return the sum of the squares of a chunk's gradient, as `optimus.chunks.norm.squares_of`
+        does, if the host has computed it during the backward pass. Call this after `finish`."""
+        if isinstance(self._strategy, ReducePerMicrobatch):
+            return self._strategy.squares.get(state)
+        return None
 
     def release(self) -> None:
         """Free the gradients after the update, if this reducer frees them."""

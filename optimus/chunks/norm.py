@@ -15,19 +15,32 @@ from optimus_kernels import new_bins, square_bins_, total_of
 _BLOCK = 1 << 16
 
 
-def fast_norm(flats: Sequence[Tensor], device: torch.device, group: Group) -> float:
+def squares_of(flat: Tensor, exact: bool) -> Tensor:
+    """Return the sum of the squares of a 1-D tensor, on the device of the tensor, for the argument
+    `known` of `exact_norm` or, if `exact` is False, of `fast_norm`."""
+    if exact:
+        bins = new_bins(flat.device)
+        square_bins_(bins, flat)
+        return bins
+    # Norms of blocks in fp32 are fast. Their squares are added in fp64.
+    return _block_norms(flat).double().square().sum()
+
+
+def fast_norm(
+    flats: Sequence[Tensor], known: Sequence[Tensor | None], device: torch.device, group: Group
+) -> float:
     """Return the 2-norm of 1-D tensors over the ranks of a group.
 
     Args:
         flats: The tensors of this rank, on the device or on the host.
+        known: For each tensor, the result of `squares_of` if it is known.
         device: Device of collectives.
         group: The ranks.
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
     squares = []
-    for flat in flats:
-        # Norms of blocks in fp32 are fast. Their squares are added in fp64.
-        squares.append(_block_norms(flat).double().square().sum().to(device))
+    for flat, square in zip(flats, known, strict=True):
+        squares.append((squares_of(flat, False) if square is None else square).to(device))
     # Finite values may have squares that overflow fp32. All tensors are checked at once, so that
     # the host waits for the device only once.
     if squares and not bool(torch.stack(squares).isfinite().all()):
@@ -51,16 +64,22 @@ def _block_norms(flat: Tensor) -> Tensor:
     return norms if whole == flat.numel() else torch.cat([norms, norm(flat[whole:]).view(1)])
 
 
-def exact_norm(flats: Sequence[Tensor], device: torch.device, group: Group) -> float:
+def exact_norm(
+    flats: Sequence[Tensor], known: Sequence[Tensor | None], device: torch.device, group: Group
+) -> float:
     """Return the 2-norm of fp32 tensors over the ranks of a group; NaN if a value is not finite.
 
     The result has the same bits for all ways to cut the tensors at multiples of 32 elements and to
-    distribute them over ranks.
+    distribute them over ranks. The arguments are those of `fast_norm`.
     """
     total = new_bins(device)
     on_host = total if device.type == "cpu" else new_bins(torch.device("cpu"))
-    for flat in flats:
-        square_bins_(on_host if flat.is_cpu else total, flat)
+    for flat, bins in zip(flats, known, strict=True):
+        into = on_host if flat.is_cpu else total
+        if bins is None:
+            square_bins_(into, flat)
+        else:
+            into += bins
     if on_host is not total:
         total += on_host.to(device)
     all_reduce_sum(total, group)

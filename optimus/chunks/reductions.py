@@ -10,7 +10,7 @@ shard that they update.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from optimus.chunks.buffers import ChunkState, GradBuffer, StateTensor
 from optimus.chunks.memory import Copy, Memory, Tier
+from optimus.chunks.norm import squares_of
 from optimus.chunks.optimizer import UpdateQueue
 from optimus.distributed.collectives import (
     Transfer,
@@ -138,6 +139,23 @@ class ReducePerMicrobatch:
         """Buffers on the host whose piece still has the sum of the last step. The update may still
         read it."""
         self._arriving: deque[_Arrival] = deque()
+        self._expected: dict[GradBuffer, int] = {}
+        self._num_reduced: Counter[GradBuffer] = Counter()
+        """Number of reductions of each buffer in the present step."""
+        self.squares: dict[GradBuffer, Tensor] = {}
+        """Results of `squares_of` for sums that are complete, by buffer."""
+
+    def expect(self, buffer: GradBuffer, reductions: int) -> None:
+        """Let the host compute the squares of the sum of a buffer in the background, after
+        `reductions` reductions in a step.
+
+        This has an effect only if the home of the buffer is the host, and its piece is complete
+        then. Code outside of this class must not change the sum.
+        """
+        groups = buffer.groups
+        is_whole = groups.replica_group.size == groups.partial_group.size == 1
+        if buffer.home is not Tier.DEVICE and is_whole:
+            self._expected[buffer] = reductions
 
     def add(self, buffer: GradBuffer) -> None:
         self._buffers.append(buffer)
@@ -166,6 +184,8 @@ class ReducePerMicrobatch:
     def start(self) -> None:
         self._complete_arrivals(0)  # of a step that was abandoned
         self.release()
+        self._num_reduced.clear()
+        self.squares.clear()
         for buffer in self._buffers:
             if buffer.home is Tier.DEVICE:
                 self._pieces.get(buffer, buffer.grads).zero_()
@@ -204,6 +224,8 @@ class ReducePerMicrobatch:
                 piece.add_(contribution)
             self._clear(buffer)
             return
+        self._num_reduced[buffer] += 1
+        is_last = self._num_reduced[buffer] == self._expected.get(buffer)
         values = torch.empty(len(received), dtype=received.dtype, device=piece.device)
         self._complete_arrivals(MAX_ARRIVING - 1)
 
@@ -211,6 +233,10 @@ class ReducePerMicrobatch:
             self._prepare(buffer)
             for contribution in values.chunk(num_contributions):
                 piece.add_(contribution)
+            if is_last:
+                self.squares[buffer] = squares_of(piece, self._is_ordered)
+            else:
+                self.squares.pop(buffer, None)
 
         copy = self.memory.copy(values, received, then=add)
         self._arriving.append(_Arrival(buffer, copy))

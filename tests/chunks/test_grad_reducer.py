@@ -222,7 +222,7 @@ def test_buffers_that_an_abandoned_step_allocated_are_not_reduced():
     net = Net()
     reducer, launched = make_reducer(net, frees_buffers=True)
     segment = ModelSegment("all layers", 0, tuple(dict(net.named_parameters())), lambda *_: None)
-    reducer.attach([segment], early=False)
+    reducer.attach([segment], [], early=False)
     reducer.before_backward(0)
     reducer.start()
     reducer.reduce(0)

@@ -11,6 +11,7 @@ import torch
 
 from optimus.chunks.buffers import ChunkState
 from optimus.chunks.memory import Copy, Tier
+from optimus.chunks.norm import squares_of
 from optimus.chunks.optimizer import AdamW, UpdateQueue
 from optimus.config import OptimConfig
 from optimus.config.machine import Links
@@ -22,6 +23,7 @@ from tests.kit.layouts.tower import (
     Case,
     Outcome,
     Tower,
+    batch,
     count_gathers,
     make_engine,
     run_with_missing_hooks,
@@ -145,6 +147,29 @@ def test_copies_of_an_emulated_link_change_no_bit(order, to_device_s, to_host_s)
     for share in (0.4, 1.0):
         offloaded = train_in_order(case._replace(host_share=share, links=links), order)
         assert offloaded[:2] == whole[:2]
+
+
+@pytest.mark.parametrize(("microbatches", "share"), [(1, 1.0), (3, 0.5)])
+def test_host_computes_the_squares_of_gradients_in_backward(microbatches, share):
+    """The squares of the chunks on the host are those of the whole sum of all microbatches. A step
+    with another number of microbatches than planned has none."""
+    case = Case(4, 2, microbatches, parameters=False, host_share=share)
+    tower = Tower(4)
+    engine = make_engine(tower, case, Group(1, 0))
+    for extra in (0, 1):
+        engine.start_step()
+        for number in range(microbatches + extra):
+            tower(batch(number, case.dtype)).square().sum().backward()
+            engine.gradients.reduce(0)
+        engine.gradients.finish()
+        for state in engine.chunks:
+            squares = engine.gradients.squares_of(state)
+            assert (squares is not None) == (state.home is Tier.HOST and not extra)
+            if squares is not None:
+                assert torch.equal(squares, squares_of(state.grad, exact=True))
+        known = engine.grad_norm()
+        engine.gradients._strategy.squares.clear()
+        assert known == engine.grad_norm() > 0
 
 
 @pytest.mark.parametrize("user", ["optimus.chunks.param_store", "optimus.chunks.reductions"])
