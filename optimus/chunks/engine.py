@@ -395,12 +395,14 @@ class ChunkEngine:
 
         Returns:
             The bytes of each of KINDS and "padding", in all tiers; "host", the bytes in host
-            memory; and "total", the bytes on the device.
+            memory, with the memory to which gradients are copied; and "total", the bytes on the
+            device.
         """
         tensors = [tensor for chunk in self._all for tensor in chunk.state_tensors()]
         sizes = count_bytes([*tensors, *self.gradients.state_tensors()])
-        host = self.memory.num_bytes[Tier.HOST]
-        return sizes | {"total": sizes["total"] - host, "host": host}
+        landing, allocated = self.gradients.landing_bytes
+        states = self.memory.num_bytes[Tier.HOST] - allocated
+        return sizes | {"total": sizes["total"] - states, "host": states + landing}
 
     @property
     def cache_bytes(self) -> int:

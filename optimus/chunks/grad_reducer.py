@@ -219,6 +219,12 @@ class GradReducer:
         for buffer in self._uses:
             yield from buffer.state_tensors()
 
+    @property
+    def landing_bytes(self) -> tuple[int, int]:
+        """As for `ReducePerMicrobatch`."""
+        strategy = self._strategy
+        return strategy.landing_bytes if isinstance(strategy, ReducePerMicrobatch) else (0, 0)
+
     # -- a step ----------------------------------------------------------------------------------
 
     def start(self) -> None:

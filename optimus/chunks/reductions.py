@@ -108,6 +108,8 @@ class _Arrival(NamedTuple):
 
     buffer: GradBuffer
     copy: Copy
+    landing: Tensor
+    """The host memory to which the gradients are copied."""
 
 
 class ReducePerMicrobatch:
@@ -139,6 +141,10 @@ class ReducePerMicrobatch:
         """Buffers on the host whose piece still has the sum of the last step. The update may still
         read it."""
         self._arriving: deque[_Arrival] = deque()
+        self._landing: list[Tensor] = []
+        """Host memory to which no gradients are being copied now, page-locked."""
+        self._landing_bytes = 0
+        """Bytes of the largest gradients that are copied to the host."""
         self._expected: dict[GradBuffer, int] = {}
         self._num_reduced: Counter[GradBuffer] = Counter()
         """Number of reductions of each buffer in the present step."""
@@ -164,6 +170,11 @@ class ReducePerMicrobatch:
             if buffer.groups.replica_group.size > 1:
                 piece = self.memory.new(len(buffer.grads) // count, buffer.grad.dtype, buffer.home)
             self._pieces[buffer] = piece
+            if buffer.home is not Tier.DEVICE:
+                is_sum = count > 1 and not self._is_ordered
+                dtype = self._dtype if is_sum else buffer.grads.dtype
+                length = len(piece) if is_sum else len(buffer.grads)
+                self._landing_bytes = max(self._landing_bytes, length * dtype.itemsize)
             if self.memory.has(buffer.grads):
                 self._clear(buffer)
 
@@ -185,12 +196,18 @@ class ReducePerMicrobatch:
         self._complete_arrivals(0)  # of a step that was abandoned
         self.release()
         self._num_reduced.clear()
-        self.squares.clear()
         for buffer in self._buffers:
             if buffer.home is Tier.DEVICE:
                 self._pieces.get(buffer, buffer.grads).zero_()
             else:
                 self._outdated.add(buffer)
+
+    @property
+    def landing_bytes(self) -> tuple[int, int]:
+        """Bytes of host memory to which gradients are copied: those of the first step on, and those
+        that are allocated now."""
+        allocated = len(self._landing) + len(self._arriving)
+        return MAX_ARRIVING * self._landing_bytes, allocated * self._landing_bytes
 
     def allocate(self, buffer: GradBuffer) -> None:
         """Allocate `buffer` and fill it with zeros if its memory is freed. Call this method before
@@ -226,8 +243,11 @@ class ReducePerMicrobatch:
             return
         self._num_reduced[buffer] += 1
         is_last = self._num_reduced[buffer] == self._expected.get(buffer)
-        values = torch.empty(len(received), dtype=received.dtype, device=piece.device)
         self._complete_arrivals(MAX_ARRIVING - 1)
+        while len(self._landing) < MAX_ARRIVING - len(self._arriving):
+            self._landing.append(self.memory.new(self._landing_bytes, torch.uint8, Tier.HOST))
+        landing = self._landing.pop()
+        values = landing[: received.nbytes].view(received.dtype)
 
         def add() -> None:
             self._prepare(buffer)
@@ -239,14 +259,15 @@ class ReducePerMicrobatch:
                 self.squares.pop(buffer, None)
 
         copy = self.memory.copy(values, received, then=add)
-        self._arriving.append(_Arrival(buffer, copy))
+        self._arriving.append(_Arrival(buffer, copy, landing))
 
     def _complete_arrivals(self, remaining: int) -> None:
         """Wait for gradients that arrive on the host, the oldest first, until only `remaining` are
         being copied, and free their buffers on the device."""
         while len(self._arriving) > remaining:
-            buffer, copy = self._arriving.popleft()
+            buffer, copy, landing = self._arriving.popleft()
             copy.wait()
+            self._landing.append(landing)
             self._clear(buffer)
 
     def _prepare(self, buffer: GradBuffer) -> None:
@@ -279,7 +300,8 @@ class ReducePerMicrobatch:
                 memory.store(buffer.grad, whole)
 
     def release(self) -> None:
-        """Free the buffers that `finish` has allocated for the update."""
+        """Free the buffers that `finish` has allocated for the update, and the squares."""
+        self.squares.clear()
         for buffer in self._pieces:
             if self.memory.has(buffer.grads):
                 self._clear(buffer)
