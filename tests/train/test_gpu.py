@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from optimus import platform
 from optimus.config.load import dump_toml
 from optimus.observe.metrics import read_json_lines
 from tests.kit.runs.tiny import DENSE, tiny_config
@@ -16,7 +17,9 @@ from tests.kit.runs.tiny import DENSE, tiny_config
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason=f"torch {torch.__version__} finds no CUDA device"
 )
+DEVICE = "cuda"
 FAST = {"train__deterministic": False}
+MANUAL = {"offload__mode": "manual"}
 RUNS = {
     "fp32": ({}, 1e-4),
     "bf16": (FAST | {"train__dtype": "bf16"}, 1e-2),
@@ -46,3 +49,24 @@ def test_a_run_on_a_gpu_has_the_losses_of_the_cpu(tiny_data, tmp_path, name):
     actual = losses(tiny_data, tmp_path / "gpu", "cuda", settings)
     assert len(actual) == 6
     assert actual == pytest.approx(expected, rel=tolerance)
+
+
+@pytest.mark.parametrize(
+    "offload",
+    [
+        {"offload__host_share": 1.0},
+        {"offload__host_share": 0.5, "optim__cache_chunks": 8, "optim__chunk_length": 4096},
+        {"offload__host_share": 1.0, "offload__order": "layer", "checkpoint__async_save": True},
+    ],
+    ids=["all", "half", "layer"],
+)
+def test_offloading_on_a_gpu_changes_no_bit(tiny_data, tmp_path, offload):
+    """The host updates chunks with the same bits as the device, and each copy is waited for."""
+    run = {"train__dtype": "bf16", "train__deterministic": True}
+    expected = losses(tiny_data, tmp_path / "whole", DEVICE, run)
+    assert losses(tiny_data, tmp_path / "off", DEVICE, run | offload | MANUAL) == expected
+
+
+def test_host_memory_is_locked_at_its_exact_size():
+    flat = platform.host_zeros((1 << 20) + 1, torch.uint8, torch.device("cuda"))
+    assert flat.is_pinned() and len(flat) == (1 << 20) + 1 and not flat.any()
