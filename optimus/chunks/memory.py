@@ -71,9 +71,12 @@ class Pace:
 
 
 def worker(name: str) -> ThreadPoolExecutor:
-    """Return a thread that runs jobs in their order. Its operations use as many cores as those of
-    this thread."""
-    threads = torch.get_num_threads()  # OpenMP in a new thread would use all cores
+    """Return a thread that runs jobs in their order.
+
+    Its operations use one core less than those of this thread, if this thread uses several, so that
+    this thread can go on. In deterministic mode, the results do not depend on the number of cores.
+    """
+    threads = max(1, torch.get_num_threads() - 1)  # OpenMP in a new thread would use all cores
     return ThreadPoolExecutor(1, name, torch.set_num_threads, (threads,))
 
 

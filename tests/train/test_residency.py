@@ -3,6 +3,7 @@ bit-identical to other runs."""
 
 from __future__ import annotations
 
+import math
 import re
 from unittest import mock
 
@@ -148,6 +149,20 @@ def test_layer_order_copies_each_gradient_once(microbatches):
     gradients = sum(4 * chunk.chunk.length for chunk in states.chunks)
     assert states.memory.num_copied - before == uploaded + gradients
     assert len(gathers) <= 2 * len(states.chunks) - 8
+
+
+def test_updates_that_overflow_are_skipped_with_offloading(ranks):
+    """In fp16, the loss scale is too large for the first update and for a later one."""
+    run = {"train__dtype": "fp16", "optim__loss_scale": 2.0**22, "train__deterministic": False}
+    changes: list[dict] = [{"offload__host_share": 1.0}, {"offload__host_share": 0.5} | LAYER_ORDER]
+    changes = [{}, *({"offload__mode": "manual"} | change for change in changes)]
+    trees = [tiny_tree("d", "r", **SMALL, **run, **change) for change in changes]
+    whole, *others = ranks(1, run_several, trees, [False, True, True], **ALONE)[0]
+    norms = [metrics[3] for metrics in whole.metrics]
+    assert math.isnan(norms[0]) and 0 < sum(map(math.isnan, norms)) < len(norms)
+    for result in others:
+        for actual, expected in zip(result.metrics, whole.metrics, strict=True):
+            assert actual == pytest.approx(expected, rel=1e-6, nan_ok=True)
 
 
 def test_losses_agree_without_deterministic_mode(ranks):
