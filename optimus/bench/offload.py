@@ -204,7 +204,11 @@ def run_mix(mix: Mix, steps: int) -> tuple[list[float], StepTime]:
         if step >= _WARMUP:
             times.append(time.perf_counter() - start)
     engine.wait()
-    return times, predict_step(mix.work, mix.links)
+    predicted = predict_step(mix.work, mix.links)
+    planned = predicted.to_device * mix.links.to_device + predicted.to_host * mix.links.to_host
+    copied = engine.memory.num_copied / (steps + _WARMUP)
+    assert abs(copied - planned) < 0.5, f"a step copied {copied} bytes, not {planned}"
+    return times, predicted
 
 
 def _run_by_layer(model: nn.Sequential, engine: ChunkEngine, inputs: list[Tensor]) -> None:
