@@ -82,7 +82,7 @@ def _main(argv: Sequence[str] | None) -> int:
 
 
 def _discard_output() -> None:
-    """Flush stdout and stderr. Connect a stream whose pipe is closed to /dev/null.
+    """Flush stdout and stderr. If the pipe of a stream is closed, redirect the stream to /dev/null.
 
     Otherwise, the flush that Python performs at exit would fail.
     """

@@ -85,7 +85,7 @@ class Mix(NamedTuple):
 
     @property
     def links(self) -> Links:
-        """The rates with which copies and updates take the times of this mix."""
+        """The rates that result in `upload_s`, `download_s` and `adam_s`."""
         return Links(
             to_device=_PARAM_BYTES / self.upload_s,
             to_host=_GRAD_BYTES / self.download_s,

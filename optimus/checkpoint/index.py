@@ -198,7 +198,7 @@ class Index:
         )
         if differs[compared].any() or wrong[same_shard].any():
             raise CheckpointError(
-                f"{INDEX}: the distance between two states differs in two neighboring rows"
+                f"{INDEX}: two consecutive rows have different distances between their states"
             )
 
     def open(self, directory: Path, number: int) -> ShardReader:

@@ -61,13 +61,13 @@ class StepTime:
 
     @property
     def limit(self) -> float:
-        """Time of the resource that is used the longest."""
+        """Time for which the busiest of the four resources works."""
         return max(self.compute, self.to_device, self.to_host, self.host_adam)
 
     @property
     def shortest(self) -> float:
-        """Time below which no schedule can be that clips gradients by their norm before any
-        update."""
+        """Lower limit of the time of any schedule, if all gradients are clipped by their norm before
+        the first update."""
         return max(self.limit, self.chain)
 
 

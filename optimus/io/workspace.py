@@ -172,11 +172,13 @@ class Workspace:
         """Replace the file `path` durably by a new file with the content `data`.
 
         Returns:
-            A file descriptor that appends to the new file. If a later start replaces the file
-            again, bytes appended by this descriptor are lost and do not change the later file.
+            A file descriptor that appends to the new file. When another process calls this method
+            with the same path later, it makes another file. The bytes that this descriptor appends
+            after that are lost.
 
         Raises:
-            OSError: The file cannot be written, or a later start has removed this workspace.
+            OSError: The file cannot be written, or a process that started later has removed this
+                workspace.
         """
         temporary = self.temporary(path)
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC

@@ -270,9 +270,9 @@ def _form_setting(config: Config) -> str:
 
 
 def _form_before_start(config: Config, stored: Mapping[str, Any]) -> str:
-    """Return the implementation of the grouped GEMM that the configuration selects. If the
-    configuration selects "auto", return the implementation in `stored`, the settings of the
-    checkpoint, or "auto" if `stored` has none."""
+    """Return the implementation of the grouped GEMM that the configuration selects. If it selects
+    "auto", return the implementation in `stored`, which contains the settings of the checkpoint. If
+    `stored` contains none, return "auto"."""
     form = _form_setting(config)
     return stored.get(_FORM, "auto") if form == "auto" else form
 

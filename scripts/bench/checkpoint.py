@@ -93,8 +93,8 @@ class SaveFolder:
 
 
 class SaveStall:
-    """Operations that the comparison `stall` times: the start of an asynchronous save, and a copy
-    of the same states in memory."""
+    """Operations of the comparison `stall`, whose times are measured: the start of an asynchronous
+    save, and a copy of the same states in memory."""
 
     def __init__(self, states: RankStates) -> None:
         self._states, self._saver = states, FullSaver(states, "balanced", staged=True)
