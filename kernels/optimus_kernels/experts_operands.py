@@ -117,6 +117,6 @@ def dense(op: str, operands: Operands) -> Operands:
 def dense_backward(
     op: str, grad: Tensor, operands: Operands, h: Tensor | None
 ) -> tuple[Tensor, Operands, Tensor | None]:
-    """Return `grad`, `operands` and `h` with contiguous tensors; gate_up and down are unchanged.
-    Check the indices in `operands` as `dense` does."""
+    """Return `grad`, `operands` and `h` with contiguous tensors, except the weights `gate_up` and
+    `down` in `operands`, which are returned as they are. Check the indices in `operands` as `dense` does."""
     return grad.contiguous(), dense(op, operands), None if h is None else h.contiguous()

@@ -338,11 +338,13 @@ def decide_start(
         text = load.removeprefix("model@")
         available = [str(_step_of(path)) for path in _of_kind(run_dir, "model")]
         if text not in available:
-            remedy = f"set a step with a model-only checkpoint: {', '.join(available)}"
-            raise CheckpointError(
-                f"checkpoint.load = {load!r}: the run has no model-only checkpoint of this step; "
-                f"{remedy if available else 'it has no model-only checkpoint; set auto or a path'}"
-            )
+            remedy = "the run has no model-only checkpoint at all; set auto or a path"
+            if available:
+                remedy = (
+                    "the run has no model-only checkpoint of this step; set a step with a "
+                    f"model-only checkpoint: {', '.join(available)}"
+                )
+            raise CheckpointError(f"checkpoint.load = {load!r}: {remedy}")
         model = read_manifest(model_path(run_dir, int(text)))
         model.check(weights=False)
         return replace(_start_at(load, model, model.step), full=None)

@@ -66,8 +66,8 @@ class StepTime:
 
     @property
     def shortest(self) -> float:
-        """Lower limit of the time of any schedule, if all gradients are clipped by their norm before
-        the first update."""
+        """Lower limit of the time of any schedule, if all gradients are clipped by their norm
+        before the first update."""
         return max(self.limit, self.chain)
 
 

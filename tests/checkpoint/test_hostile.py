@@ -298,9 +298,9 @@ FIRST, SECOND = [0, 0, 0, 12, 4096, 4352, 4608], [0, 1, 0, 12, 4160, 4416, 4672]
         (set_rows([*FIRST[:4], 4160, 4416, 4672], SECOND), "two rows refer to the same bytes"),
         (set_rows([*FIRST[:4], 4160, *FIRST[5:]], SECOND), "two rows refer to the same bytes"),
         (set_rows([*FIRST[:4], 4160, *FIRST[5:]], [*SECOND[:4], 4096, *SECOND[5:]]),
-         "differs in two neighboring rows"),
-        (set_rows([*FIRST[:5], 4416, 4608], [*SECOND[:5], 4352, 4672]), "differs in two neigh"),
-        (set_rows([*FIRST[:6], 4672], [*SECOND[:6], 4608]), "differs in two neighboring rows"),
+         "two consecutive rows"),
+        (set_rows([*FIRST[:5], 4416, 4608], [*SECOND[:5], 4352, 4672]), "two consecutive rows"),
+        (set_rows([*FIRST[:6], 4672], [*SECOND[:6], 4608]), "two consecutive rows"),
         (set_rows([*FIRST[:4], 4352, 4096, 4608], [*SECOND[:4], 4416, 4160, 4672]),
          "the states of a row are not in the order master, exp_avg"),
         (set_rows([*FIRST[:4], 4096, 4608, 4352], [*SECOND[:4], 4160, 4672, 4416]),
@@ -354,7 +354,7 @@ def test_states_on_both_sides_of_a_frozen_row_are_not_exchanged(tmp_path, capsys
             first[column], second[column] = second[column], first[column]
 
     rewrite_index(path, change)
-    assert "differs in two neighboring rows" in problem_of(path, capsys)
+    assert "two consecutive rows" in problem_of(path, capsys)
 
 
 def write_model(directory: Path, num_files: int) -> None:
