@@ -118,5 +118,6 @@ def dense_backward(
     op: str, grad: Tensor, operands: Operands, h: Tensor | None
 ) -> tuple[Tensor, Operands, Tensor | None]:
     """Return `grad`, `operands` and `h` with contiguous tensors, except the weights `gate_up` and
-    `down` in `operands`, which are returned as they are. Check the indices in `operands` as `dense` does."""
+    `down` in `operands`, which are returned as they are. Check the indices in `operands` as `dense`
+    does."""
     return grad.contiguous(), dense(op, operands), None if h is None else h.contiguous()
