@@ -40,7 +40,7 @@ def resolved(data, run_dir, world_size=1, **overrides):
             {"data__path": "", "data__mix": [*MIX, {"path": "a", "weight": 1.2345678}]},
             1,
             ConfigError,
-            r"data.mix: weights .* round them",
+            r"data.mix: the weights .* round the weights",
         ),
         ({"train__run_dir": ""}, 1, ConfigError, r"train.run_dir is missing"),
         (
