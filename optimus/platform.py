@@ -188,6 +188,11 @@ def synchronize(device: torch.device) -> None:
         getattr(torch, device.type).synchronize(device)
 
 
+_locked_pages: list[mmap.mmap] = []
+"""Memory that CUDA has registered. It must stay mapped: CUDA would take other memory at the same
+addresses for locked memory."""
+
+
 def host_zeros(length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return a 1-D tensor of zeros in host memory, from and to which `device` can copy in the
     background.
@@ -196,11 +201,11 @@ def host_zeros(length: int, dtype: torch.dtype, device: torch.device) -> torch.T
     of the tensor are locked, whereas torch's allocator rounds up to a power of two.
 
     Raises:
-        ConfigError: The operating system does not allow to lock the memory.
+        ConfigError: The memory cannot be locked.
     """
-    if device.type == "cpu":
+    if device.type == "cpu" or length == 0:
         return torch.zeros(length, dtype=dtype)
-    size = max(length * dtype.itemsize, 1)
+    size = length * dtype.itemsize
     try:
         if device.type != "cuda":
             return torch.zeros(length, dtype=dtype, pin_memory=True)
@@ -208,11 +213,12 @@ def host_zeros(length: int, dtype: torch.dtype, device: torch.device) -> torch.T
         flat = torch.frombuffer(pages, dtype=dtype)[:length]
         runtime: Any = torch.cuda.cudart()
         torch.cuda.check_error(runtime.cudaHostRegister(flat.data_ptr(), len(pages), 0))
+        _locked_pages.append(pages)
         return flat
     except (OSError, RuntimeError) as error:
         raise ConfigError(
-            f"the host does not lock {counted(size, 'byte')} of memory ({one_line(error)}); "
-            "offload less, raise the limit of locked memory (ulimit -l), or request more memory "
+            f"the host cannot lock {counted(size, 'byte')} of memory ({one_line(error)}); set a "
+            "smaller offload.host_share, or checkpoint.async_save = false, or request more memory "
             "for the job"
         ) from error
 

@@ -144,3 +144,42 @@ def test_compiled_libraries_are_kept_where_no_other_user_can_put_some(tmp_path, 
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/chosen")
     use_private_compile_cache()
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/chosen"
+
+
+class Runtime:
+    """CUDA's runtime, which registers host memory and refuses the address 0."""
+
+    def __init__(self) -> None:
+        self.registered: list[tuple[int, int]] = []
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        self.registered.append((address, size))
+        return 0 if address else 1
+
+
+def check_error(status: int) -> None:
+    if status:
+        raise RuntimeError("invalid argument")
+
+
+def test_host_memory_for_cuda_is_registered_once_and_stays_mapped(monkeypatch):
+    runtime = Runtime()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "check_error", check_error)
+    monkeypatch.setattr(platform, "_locked_pages", [])
+    device = torch.device("cuda")
+    for length in (5, 0, 5000, 5):
+        flat = platform.host_zeros(length, torch.float32, device)
+        assert len(flat) == length and flat.dtype is torch.float32 and not flat.any()
+        del flat
+    first, second, third = runtime.registered
+    assert len({address for address, _ in (first, second, third)}) == 3
+    assert [size for _, size in (first, second, third)] == [4096, 20480, 4096]
+    assert len(platform._locked_pages) == 3
+
+
+def test_memory_that_cannot_be_locked_is_a_single_line(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    monkeypatch.setattr(torch.cuda, "check_error", lambda status: check_error(1))
+    with pytest.raises(ConfigError, match="cannot lock 20 bytes of memory .invalid argument.; set"):
+        platform.host_zeros(5, torch.float32, torch.device("cuda"))

@@ -148,7 +148,8 @@ def _bench_offload(args: argparse.Namespace) -> int:
     from optimus.bench.offload import bench_offload, format_offload
 
     refuse_if(args.config is not None, "bench offload draws its work; remove the configuration")
-    mixes, steps = (20 if args.mixes is None else args.mixes), args.steps or 6
+    mixes = 20 if args.mixes is None else args.mixes
+    steps = 6 if args.steps is None else args.steps
     refuse_if(mixes < 1, f"--mixes {mixes} must be at least 1")
     refuse_if(steps < 1, f"--steps {steps} must be at least 1")
     result = bench_offload(mixes, steps, args.seed or 0)

@@ -37,8 +37,8 @@ def bench_links(device: torch.device, threads: int) -> dict[str, Any]:
     """
     host = platform.host_zeros(_COPIED_BYTES, torch.uint8, device)
     on_device = torch.zeros(_COPIED_BYTES, dtype=torch.uint8, device=device)
-    states = [torch.full((_UPDATED,), 0.01) for _ in range(4)]
-    param = torch.zeros(_UPDATED, dtype=torch.bfloat16)
+    states = [platform.host_zeros(_UPDATED, torch.float32, device).fill_(0.01) for _ in range(4)]
+    param = platform.host_zeros(_UPDATED, torch.bfloat16, device)
 
     def update() -> None:
         master, exp_avg, exp_avg_sq, grad = states

@@ -112,9 +112,8 @@ class ChunkEngine:
         self.frozen = FrozenParams([c for c in self._all if not isinstance(c, ChunkState)])
         self._frozen_uses: dict[str, str] = {}
         """For each further use of a frozen parameter, the parameter."""
-        is_paced = residency.links is not None and self.device.type == "cpu"
-        rate = residency.links.host_adam if residency.links is not None and is_paced else None
-        self._updates = UpdateQueue(optimizer, rate)
+        links = residency.links if self.device.type == "cpu" else None
+        self._updates = UpdateQueue(optimizer, None if links is None else links.host_adam)
         self.params = ParamStore(self._all, self.memory, self._updates)
         ordered = [self._all[chunk.number] for chunk in by_first_use]
         self._by_first_use = [chunk for chunk in ordered if isinstance(chunk, ChunkState)]
@@ -400,9 +399,9 @@ class ChunkEngine:
         """
         tensors = [tensor for chunk in self._all for tensor in chunk.state_tensors()]
         sizes = count_bytes([*tensors, *self.gradients.state_tensors()])
-        landing, allocated = self.gradients.landing_bytes
+        staging, allocated = self.gradients.staging_bytes
         states = self.memory.num_bytes[Tier.HOST] - allocated
-        return sizes | {"total": sizes["total"] - states, "host": states + landing}
+        return sizes | {"total": sizes["total"] - states, "host": states + staging}
 
     @property
     def cache_bytes(self) -> int:

@@ -220,10 +220,10 @@ class GradReducer:
             yield from buffer.state_tensors()
 
     @property
-    def landing_bytes(self) -> tuple[int, int]:
+    def staging_bytes(self) -> tuple[int, int]:
         """As for `ReducePerMicrobatch`."""
         strategy = self._strategy
-        return strategy.landing_bytes if isinstance(strategy, ReducePerMicrobatch) else (0, 0)
+        return strategy.staging_bytes if isinstance(strategy, ReducePerMicrobatch) else (0, 0)
 
     # -- a step ----------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -42,8 +42,8 @@ class Copy:
         """Wait until the copy is complete. May be called more than once. Raises the error of an
         action that belongs to the copy."""
         if self._complete is not None:
-            complete, self._complete = self._complete, None
-            complete()
+            self._complete()
+            self._complete = None
 
 
 class Pace:
@@ -74,59 +74,69 @@ def worker(name: str) -> ThreadPoolExecutor:
     """Return a thread that runs jobs in their order.
 
     Its operations use one core less than those of this thread, if this thread uses several, so that
-    this thread can go on. In deterministic mode, the results do not depend on the number of cores.
+    this thread can continue. In deterministic mode, the results do not depend on the number of
+    cores.
     """
     threads = max(1, torch.get_num_threads() - 1)  # OpenMP in a new thread would use all cores
     return ThreadPoolExecutor(1, name, torch.set_num_threads, (threads,))
 
 
-class _Lane:
+class _CopyThread:
     """One direction of the link between the device and the host: a thread that makes copies one
-    after the other.
+    after the other, and a second thread for the work that follows a copy.
 
-    On an accelerator, copies use a stream of this lane. They begin when the operations that the
-    caller has launched before are complete.
+    On an accelerator, copies use a separate stream. They begin when the operations that the caller
+    has launched before are complete.
     """
 
     def __init__(self, name: str, device: torch.device, rate: float) -> None:
-        self._thread, self._device = worker(name), device
+        self._copies, self._followers = worker(name), worker(f"after {name}")
+        self._device = device
         self._pace = Pace(rate) if device.type == "cpu" else None
         self._stream = None if device.type == "cpu" else torch.Stream(device)
 
     def copy(self, into: Tensor, values: Tensor, after: Action | None, then: Action | None) -> Copy:
+        """Start a copy. The arguments are those of `Memory.copy`."""
         if self._stream is None:
-            now = time.monotonic()
-            paced = self._thread.submit(self._copy_at_rate, into, values, after, then, now)
-            return Copy(paced.result)
+            paced = self._copies.submit(self._copy_at_rate, into, values, after, time.monotonic())
+            return Copy(partial(self._wait_for, paced, self._followed_by(then, paced)))
         ready = torch.Event(self._device)
         ready.record()
-        job = self._thread.submit(self._copy_on_stream, into, values, after, then, ready)
-        return Copy(lambda: self._complete(job.result(), into))
+        job = self._copies.submit(self._copy_on_stream, into, values, after, ready)
+        return Copy(partial(self._wait_for, job, self._followed_by(then, job)))
+
+    def _followed_by(self, then: Action | None, job: Future[torch.Event | None]) -> Future | None:
+        """Run `then` in the second thread when a copy is complete."""
+        if then is None:
+            return None
+
+        def follow() -> None:
+            job.result()
+            then()
+
+        return self._followers.submit(follow)
+
+    def _wait_for(self, job: Future[torch.Event | None], follower: Future | None) -> None:
+        done = job.result()
+        if follower is not None:
+            follower.result()
+        elif done is not None:  # later operations of the caller wait on the device
+            torch.accelerator.current_stream(self._device).wait_event(done)
 
     def _copy_at_rate(
-        self,
-        into: Tensor,
-        values: Tensor,
-        after: Action | None,
-        then: Action | None,
-        ready: float,
-    ) -> None:
+        self, into: Tensor, values: Tensor, after: Action | None, ready: float
+    ) -> torch.Event | None:
         if after is not None:
             after()
             ready = time.monotonic()
         assert self._pace is not None
         self._pace.run(partial(into.copy_, values), values.nbytes, ready)
-        if then is not None:
-            then()
+        return None
 
     def _copy_on_stream(
-        self,
-        into: Tensor,
-        values: Tensor,
-        after: Action | None,
-        then: Action | None,
-        ready: torch.Event,
-    ) -> torch.Event:
+        self, into: Tensor, values: Tensor, after: Action | None, ready: torch.Event
+    ) -> torch.Event | None:
+        """Copy, and return the event that marks the end of a copy to the device."""
         if after is not None:
             after()
         assert self._stream is not None
@@ -135,16 +145,10 @@ class _Lane:
             self._stream.wait_event(ready)
             into.copy_(values, non_blocking=True)
             done.record(self._stream)
-        if not into.is_cpu:
-            return done
-        done.synchronize()
-        if then is not None:
-            then()
+        if into.is_cpu:
+            done.synchronize()
+            return None
         return done
-
-    def _complete(self, done: torch.Event, into: Tensor) -> None:
-        if not into.is_cpu:  # later operations of the caller wait on the device
-            torch.accelerator.current_stream(self._device).wait_event(done)
 
 
 class Memory:
@@ -176,8 +180,8 @@ class Memory:
         self.poison = poison
         self._copies, self._chance = copies, random.Random(0)
         self._links = links
-        self._lanes: dict[Tier, _Lane] = {}
-        """The lanes by the tier of the target. They are made at the first copy."""
+        self._threads: dict[Tier, _CopyThread] = {}
+        """The threads by the tier of the target. They are started at the first copy."""
         self.num_copied = 0
         """Bytes copied from one tier to the other."""
         self._tiers: dict[int, Tier] = {}
@@ -238,10 +242,10 @@ class Memory:
             then: Called on the host when `into`, which must be in host memory, is filled.
         """
         self.num_copied += values.nbytes
-        if (lane := self._lane_of(values)) is not None:
+        if (thread := self._thread_of(values)) is not None:
             if self.poison:
                 into.fill_(torch.nan)
-            return lane.copy(into, values, after, then)
+            return thread.copy(into, values, after, then)
 
         def complete() -> None:
             if after is not None:
@@ -258,18 +262,18 @@ class Memory:
             into.fill_(torch.nan)
         return copy
 
-    def _lane_of(self, values: Tensor) -> _Lane | None:
-        """Return the lane for a copy of `values`; None if copies have no thread."""
+    def _thread_of(self, values: Tensor) -> _CopyThread | None:
+        """Return the thread for a copy of `values`; None if copies have none."""
         device = self._device
         if device.type == "meta" or (device.type == "cpu" and self._links is None):
             return None
         is_on_host = self._tiers.get(values.untyped_storage()._cdata) is Tier.HOST
         target = Tier.DEVICE if is_on_host else Tier.HOST
-        if target not in self._lanes:
+        if target not in self._threads:
             rates = self._links or Links()
             rate = rates.to_device if target is Tier.DEVICE else rates.to_host
-            self._lanes[target] = _Lane(f"to {target.value}", device, rate)
-        return self._lanes[target]
+            self._threads[target] = _CopyThread(f"to {target.value}", device, rate)
+        return self._threads[target]
 
     def on_device(self, flat: Tensor) -> Tensor:
         """Return a buffer itself if it is on the device, otherwise a copy of it on the device."""

@@ -9,6 +9,7 @@ shard group, with a sum (Adafactor) or a maximum (SM3).
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -87,6 +88,8 @@ class UpdateQueue:
         self._pace = None if rate is None else Pace(rate)
         self._thread: ThreadPoolExecutor | None = None
         self._pending: dict[int, Future[None]] = {}
+        self._lock = threading.Lock()
+        """Protects changes of `_pending` and `_error`."""
         self._error: BaseException | None = None
         """First error of an update. The states are then partly updated and must not be used."""
 
@@ -104,23 +107,28 @@ class UpdateQueue:
 
     def is_done(self, number: int) -> bool:
         """Return True unless the update of chunk `number` is in progress or in the queue."""
-        return number not in self._pending or self._pending[number].done()
+        update = self._pending.get(number)
+        return update is None or update.done()
 
     def wait(self, number: int) -> None:
         """Wait for the update of chunk `number`, if it is in the queue. Several threads may call
         this. Raises the first error of an update; the updates that are still in the queue are then
         not done."""
+        update = self._pending.get(number)
         self._raise_error()
-        if self._pending and (update := self._pending.get(number)) is not None:
-            try:
-                update.result()
-                if self._pending.get(number) is update:
-                    del self._pending[number]
-            except BaseException as error:
-                self._error = error
-                if self._thread is not None:
-                    self._thread.shutdown(wait=False, cancel_futures=True)
-                raise
+        if update is None:
+            return
+        try:
+            update.result()
+        except BaseException as error:
+            with self._lock:
+                self._error = self._error or error  # a later update is only cancelled
+            if self._thread is not None:
+                self._thread.shutdown(wait=False, cancel_futures=True)
+            raise self._error from None
+        with self._lock:
+            if self._pending.get(number) is update:
+                del self._pending[number]
 
     def wait_for_all(self) -> None:
         """Wait for the updates of all chunks in the queue. Raises as `wait` does."""

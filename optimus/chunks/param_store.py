@@ -163,7 +163,8 @@ class ParamStore:
         for number in sorted(numbers):
             if number in self._uploads:
                 chunk = self._chunks[number]
-                self._uploads.pop(number).wait()
+                self._uploads[number].wait()
+                del self._uploads[number]
                 all_gather(chunk.params, chunk.params[chunk.shard_range], chunk.groups.shard_group)
             if (transfer := self._in_flight.pop(number, None)) is not None:
                 transfer.wait()

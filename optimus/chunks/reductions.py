@@ -11,7 +11,8 @@ shard that they update.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -31,7 +32,7 @@ from optimus.distributed.collectives import (
 
 _MAX_IN_FLIGHT = 2
 """Number of buffers that may be reduced at the same time. A backend may keep a copy of each."""
-MAX_ARRIVING = 2
+MAX_COPYING = 2
 """Number of gradients that may be copied to the host at the same time."""
 
 
@@ -103,12 +104,12 @@ class ReduceOnce:
                 self._pieces.append((buffer, result))
 
 
-class _Arrival(NamedTuple):
+class _GradCopy(NamedTuple):
     """Gradients of a buffer that are being copied to the host and added to its piece there."""
 
     buffer: GradBuffer
     copy: Copy
-    landing: Tensor
+    staging: Tensor
     """The host memory to which the gradients are copied."""
 
 
@@ -140,10 +141,10 @@ class ReducePerMicrobatch:
         self._outdated: set[GradBuffer] = set()
         """Buffers on the host whose piece still has the sum of the last step. The update may still
         read it."""
-        self._arriving: deque[_Arrival] = deque()
-        self._landing: list[Tensor] = []
+        self._copying: deque[_GradCopy] = deque()
+        self._staging: list[Tensor] = []
         """Host memory to which no gradients are being copied now, page-locked."""
-        self._landing_bytes = 0
+        self._staging_bytes = 0
         """Bytes of the largest gradients that are copied to the host."""
         self._expected: dict[GradBuffer, int] = {}
         self._num_reduced: Counter[GradBuffer] = Counter()
@@ -174,7 +175,7 @@ class ReducePerMicrobatch:
                 is_sum = count > 1 and not self._is_ordered
                 dtype = self._dtype if is_sum else buffer.grads.dtype
                 length = len(piece) if is_sum else len(buffer.grads)
-                self._landing_bytes = max(self._landing_bytes, length * dtype.itemsize)
+                self._staging_bytes = max(self._staging_bytes, length * dtype.itemsize)
             if self.memory.has(buffer.grads):
                 self._clear(buffer)
 
@@ -193,7 +194,7 @@ class ReducePerMicrobatch:
             yield StateTensor("tied" if chunk is None else kept, piece, chunk)
 
     def start(self) -> None:
-        self._complete_arrivals(0)  # of a step that was abandoned
+        self._complete_copies(0)  # of a step that was abandoned
         self.release()
         self._num_reduced.clear()
         for buffer in self._buffers:
@@ -203,17 +204,17 @@ class ReducePerMicrobatch:
                 self._outdated.add(buffer)
 
     @property
-    def landing_bytes(self) -> tuple[int, int]:
+    def staging_bytes(self) -> tuple[int, int]:
         """Bytes of host memory to which gradients are copied: those of the first step on, and those
         that are allocated now."""
-        allocated = len(self._landing) + len(self._arriving)
-        return MAX_ARRIVING * self._landing_bytes, allocated * self._landing_bytes
+        allocated = len(self._staging) + len(self._copying)
+        return MAX_COPYING * self._staging_bytes, allocated * self._staging_bytes
 
     def allocate(self, buffer: GradBuffer) -> None:
         """Allocate `buffer` and fill it with zeros if its memory is freed. Call this method before
         a backward adds gradients to the buffer."""
-        while any(arrival.buffer is buffer for arrival in self._arriving):
-            self._complete_arrivals(len(self._arriving) - 1)
+        while any(copying.buffer is buffer for copying in self._copying):
+            self._complete_copies(len(self._copying) - 1)
         if not self.memory.has(buffer.grads):
             self.memory.allocate(buffer.grads)
             buffer.grads.zero_()
@@ -243,46 +244,52 @@ class ReducePerMicrobatch:
             return
         self._num_reduced[buffer] += 1
         is_last = self._num_reduced[buffer] == self._expected.get(buffer)
-        self._complete_arrivals(MAX_ARRIVING - 1)
-        while len(self._landing) < MAX_ARRIVING - len(self._arriving):
-            self._landing.append(self.memory.new(self._landing_bytes, torch.uint8, Tier.HOST))
-        landing = self._landing.pop()
-        values = landing[: received.nbytes].view(received.dtype)
+        self._complete_copies(MAX_COPYING - 1)
+        while len(self._staging) < MAX_COPYING - len(self._copying):
+            self._staging.append(self.memory.new(self._staging_bytes, torch.uint8, Tier.HOST))
+        staging = self._staging.pop()
+        values = staging[: received.nbytes].view(received.dtype)
+        then = partial(self._add, buffer, values.chunk(num_contributions), is_last)
+        copy = self.memory.copy(values, received, then=then)
+        self._copying.append(_GradCopy(buffer, copy, staging))
 
-        def add() -> None:
-            self._prepare(buffer)
-            for contribution in values.chunk(num_contributions):
-                piece.add_(contribution)
-            if is_last:
-                self.squares[buffer] = squares_of(piece, self._is_ordered)
-            else:
-                self.squares.pop(buffer, None)
+    def _add(self, buffer: GradBuffer, contributions: Sequence[Tensor], is_last: bool) -> None:
+        """Add contributions on the host to a piece. `is_last` is True if the sum is complete."""
+        piece = self._pieces[buffer]
+        if self._is_outdated(buffer):  # one pass over the memory instead of two; the bits of 0 + x
+            torch.add(contributions[0], 0.0, out=piece)
+            contributions = contributions[1:]
+        for contribution in contributions:
+            piece.add_(contribution)
+        if is_last:
+            self.squares[buffer] = squares_of(piece, self._is_ordered)
+        else:
+            self.squares.pop(buffer, None)
 
-        copy = self.memory.copy(values, received, then=add)
-        self._arriving.append(_Arrival(buffer, copy, landing))
-
-    def _complete_arrivals(self, remaining: int) -> None:
-        """Wait for gradients that arrive on the host, the oldest first, until only `remaining` are
-        being copied, and free their buffers on the device."""
-        while len(self._arriving) > remaining:
-            buffer, copy, landing = self._arriving.popleft()
+    def _complete_copies(self, remaining: int) -> None:
+        """Wait for gradients that are being copied to the host, the oldest first, until only
+        `remaining` are left, and free their buffers on the device."""
+        while len(self._copying) > remaining:
+            buffer, copy, staging = self._copying.popleft()
             copy.wait()
-            self._landing.append(landing)
+            self._staging.append(staging)
             self._clear(buffer)
 
-    def _prepare(self, buffer: GradBuffer) -> None:
-        """If this rank's piece of the sum still contains the sum of the last step, wait until the
-        update has read it, then set it to zero."""
-        if buffer in self._outdated:
-            self._outdated.remove(buffer)
-            if isinstance(buffer, ChunkState):
-                self._updates.wait(buffer.chunk.number)
-            self._pieces[buffer].zero_()
+    def _is_outdated(self, buffer: GradBuffer) -> bool:
+        """Return True if this rank's piece of the sum still contains the sum of the last step, and
+        the caller must replace it. Wait until the update has read it."""
+        if buffer not in self._outdated:
+            return False
+        self._outdated.remove(buffer)
+        if isinstance(buffer, ChunkState):
+            self._updates.wait(buffer.chunk.number)
+        return True
 
     def finish(self) -> None:
-        self._complete_arrivals(0)
+        self._complete_copies(0)
         for buffer in self._buffers:
-            self._prepare(buffer)
+            if self._is_outdated(buffer):
+                self._pieces[buffer].zero_()
             groups, memory = buffer.groups, self.memory
             if buffer in self._pieces:
                 if buffer.grad is buffer.grads and not self.memory.has(buffer.grads):

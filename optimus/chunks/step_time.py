@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from optimus.chunks.reductions import MAX_ARRIVING
+from optimus.chunks.reductions import MAX_COPYING
 from optimus.chunks.residency import ResidencyPlan, Use
 from optimus.config.machine import Links
 
@@ -133,7 +133,7 @@ class _Simulation:
         """For each chunk, the time at which its update is complete."""
         self._on_device: dict[int, float] = {}
         """For each chunk, the time at which its last copy to the device is complete."""
-        self._arriving: deque[tuple[int, float]] = deque()
+        self._copying: deque[tuple[int, float]] = deque()
         """Chunks whose gradients are being copied to the host, and the ends of these copies."""
         self._gradients: list[int] = []
         """Chunks whose gradients are on the device."""
@@ -148,8 +148,8 @@ class _Simulation:
             needs = work.needs[segment]
             if is_backward:
                 self._reduce([c for c in self._gradients if self._first[c] > segment])
-                while any(chunk in needs for chunk, _ in self._arriving):
-                    self._wait_for_arrival()
+                while any(chunk in needs for chunk, _ in self._copying):
+                    self._wait_for_gradient_copy()
                 self._gradients += sorted(needs.difference(self._gradients))
             self._wait_for(step.evict)
             self._upload(step.gather)
@@ -161,8 +161,8 @@ class _Simulation:
             self.computed += seconds
             if is_backward and (following is None or not following.use.backward):
                 self._reduce(list(self._gradients))
-        while self._arriving:
-            self._wait_for_arrival()
+        while self._copying:
+            self._wait_for_gradient_copy()
         for chunk, elements in enumerate(work.elements):
             self._host = max(self.now, self._host) + elements / self._links.host_adam
             self._updated[chunk] = self._host
@@ -179,16 +179,16 @@ class _Simulation:
 
     def _reduce(self, chunks: Iterable[int]) -> None:
         for chunk in chunks:
-            while len(self._arriving) >= MAX_ARRIVING:
-                self._wait_for_arrival()
+            while len(self._copying) >= MAX_COPYING:
+                self._wait_for_gradient_copy()
             seconds = self._work.grad_bytes[chunk] / self._links.to_host
             self._down = max(self.now, self._down) + seconds
-            self._arriving.append((chunk, self._down))
+            self._copying.append((chunk, self._down))
             self._gradients.remove(chunk)
             self.reduced += seconds
 
-    def _wait_for_arrival(self) -> None:
-        self.now = max(self.now, self._arriving.popleft()[1])
+    def _wait_for_gradient_copy(self) -> None:
+        self.now = max(self.now, self._copying.popleft()[1])
 
 
 _STEPS = 4

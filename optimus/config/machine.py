@@ -227,11 +227,15 @@ def load_links(name: str) -> Links:
     Raises:
         ConfigError: There is no such machine or table, or the table has a wrong key or value.
     """
-    links = load_machine(name, "offload.links").links
+    problem = "the file has no table [links]"
+    try:
+        links = load_machine(name, "file").links
+    except ConfigError as error:
+        links, problem = None, str(error)
     if links is None:
         raise ConfigError(
-            f"offload.links {name}: the file has no table [links]; write one with optimus bench "
-            "links --out FILE on this machine"
+            f"offload.links = {name!r}: {problem}; optimus bench links --out FILE writes a file "
+            "with the rates of this machine"
         )
     return links
 

@@ -95,7 +95,8 @@ class RunEnded(OptimusError):
         A rank whose `prints` is True must print `line` before this call. On the other ranks, the
         call waits until `line` is printed, because a launcher ends all ranks when the first rank
         exits. On rank 0, the call also waits until all ranks, or all but a lost rank, have called
-        `leave`. Both waits have a time limit.
+        `leave`. Both waits have a time limit. If several ranks are lost, rank 0 waits for the whole
+        limit, because it cannot know whether a slow rank still needs the store.
         """
         if self._agreement is not None:
             self._agreement.leave(self.prints)

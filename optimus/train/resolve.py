@@ -19,6 +19,7 @@ from data_prep.dataset import SPLITS, held_out_problem, integer_weights, read_ma
 from optimus.checkpoint.format import DATA_EOS
 from optimus.checkpoint.store import NOTHING, Start, decide_start
 from optimus.config import FREE_IN_LOGITS, Config, DataConfig, MixSource, ModelConfig, TrainConfig
+from optimus.config.machine import load_links
 from optimus.data.batch import BatchPlan, plan_batch
 from optimus.data.dataset import FiniteSource, InstanceSource, TokenDataset
 from optimus.data.mixture import MixedDataset
@@ -230,6 +231,8 @@ def divide(config: Config, world_size: int) -> tuple[Mesh, BatchPlan]:
     batch = plan_batch(config.train, mesh.num_data_ranks)
     schedule_of(config, mesh, batch.microbatches_per_rank)
     plan_stages(config, mesh.pp)
+    if config.offload.links:
+        load_links(config.offload.links)  # refuse a wrong file before the rendezvous
     return mesh, batch
 
 

@@ -5,6 +5,10 @@ from __future__ import annotations
 
 import itertools
 import sys
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -170,6 +174,85 @@ def test_host_computes_the_squares_of_gradients_in_backward(microbatches, share)
         known = engine.grad_norm()
         engine.gradients._strategy.squares.clear()
         assert known == engine.grad_norm() > 0
+
+
+def test_squares_of_a_chunk_without_backward_are_not_those_of_the_last_step():
+    """Some layers do not compute in the third step. Their squares of the second step would change
+    the norm."""
+    case = Case(4, 2, parameters=False, host_share=1.0)
+    tower = Tower(4)
+    engine = make_engine(tower, case, Group(1, 0))
+    for layers in (tower.layers, tower.layers, tower.layers[:2]):
+        engine.start_step()
+        values = batch(0, case.dtype)
+        for layer in layers:
+            values = layer(values)
+        values.square().sum().backward()
+        engine.gradients.reduce(0)
+        engine.gradients.finish()
+        known = engine.grad_norm()
+        num_known = len(engine.gradients._strategy.squares)
+        assert num_known == len(layers)
+        engine.gradients._strategy.squares.clear()
+        assert known == engine.grad_norm()
+        engine.update(1e-3)
+
+
+class SlowUpdate:
+    """Optimizer whose update takes half a millisecond, or fails for chunk 1."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.moments: dict = {}
+        self.num_updates, self.fails = 0, fails
+
+    def update(self, state: Any, lr: float, grad_scale: float) -> None:
+        time.sleep(0.0005)
+        if self.fails and state.chunk.number == 1:
+            raise MemoryError("no memory")
+
+
+def numbered(number: int) -> Any:
+    return SimpleNamespace(chunk=SimpleNamespace(number=number), shard=[])
+
+
+def waiting_at_once(queue: UpdateQueue, numbers: list[int]) -> list[BaseException]:
+    """Wait for each of the chunks in a separate thread. Return the errors of all threads."""
+    errors: list[BaseException] = []
+
+    def wait(number: int) -> None:
+        try:
+            queue.wait(number)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=wait, args=(number,)) for number in numbers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return errors
+
+
+def test_several_threads_wait_for_an_update():
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        queue = UpdateQueue(SlowUpdate())
+        for _ in range(300):
+            queue.add(numbered(1), 1.0, 1.0)
+            assert not waiting_at_once(queue, [1, 1, 1])
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def test_each_thread_gets_the_first_error_of_an_update():
+    queue = UpdateQueue(SlowUpdate(fails=True))
+    for number in range(5):
+        queue.add(numbered(number), 1.0, 1.0)
+    errors = waiting_at_once(queue, [4, 3, 1, 2])
+    assert {str(error) for error in errors} == {"no memory"} and len(errors) >= 3
+    with pytest.raises(MemoryError, match="no memory"):
+        queue.wait_for_all()
 
 
 @pytest.mark.parametrize("user", ["optimus.chunks.param_store", "optimus.chunks.reductions"])
