@@ -217,9 +217,9 @@ def host_zeros(length: int, dtype: torch.dtype, device: torch.device) -> torch.T
         return flat
     except (OSError, RuntimeError) as error:
         raise ConfigError(
-            f"the host cannot lock {counted(size, 'byte')} of memory ({one_line(error)}); set a "
-            "smaller offload.host_share, or checkpoint.async_save = false, or request more memory "
-            "for the job"
+            f"the host cannot lock {counted(size, 'byte')} of memory ({one_line(error)}); "
+            "offload fewer states, or set checkpoint.async_save = false, or raise the limit of "
+            "locked memory (ulimit -l), or request more memory for the job"
         ) from error
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from optimus import platform
+from optimus.chunks.memory import update_threads
 from optimus.errors import ConfigError, counted, reason_of
 from optimus.io import files
 from optimus_kernels import adamw_
@@ -28,12 +29,12 @@ def bench_links(device: torch.device, threads: int) -> dict[str, Any]:
 
     Args:
         device: The device. On a CPU, a copy between the tiers is a copy within its memory.
-        threads: Number of threads of an update on the host.
+        threads: Number of threads of the run. An update on the host uses `update_threads` of it.
 
     Returns:
         A dict for JSON: `links`, the median rates, with the keys of the table `links` of a machine;
         `spread`, for each of them the difference between the quartiles of all runs, as a share of
-        the median; and `device`, `host` and `threads`.
+        the median; and `device`, `host` and `threads`, the number of threads of an update.
     """
     host = platform.host_zeros(_COPIED_BYTES, torch.uint8, device)
     on_device = torch.zeros(_COPIED_BYTES, dtype=torch.uint8, device=device)
@@ -45,6 +46,7 @@ def bench_links(device: torch.device, threads: int) -> dict[str, Any]:
         lr, betas, eps, decay = 1e-3, (0.9, 0.95), 1e-8, 0.1
         adamw_(master, exp_avg, exp_avg_sq, grad, param, lr, *betas, eps, decay, step=1)
 
+    threads = update_threads(threads)
     torch.set_num_threads(threads)
     runs = {
         "to_device": (lambda: on_device.copy_(host, non_blocking=True), _COPIED_BYTES, device),

@@ -256,9 +256,11 @@ def bench_offload(count: int, steps: int, seed: int) -> dict[str, Any]:
         copies = predicted.to_device + predicted.to_host
         if predicted.compute > copies:
             instant = mix._replace(upload_s=_INSTANT_S, download_s=_INSTANT_S)
-            times, shortest = run_mix(instant, steps)
-            fill = predicted.shortest - shortest.shortest  # no schedule hides the first copy
-            entry["hidden"] = 1 - (median - statistics.median(times) - fill) / copies
+            instant_times, ideal = run_mix(instant, steps)
+            fill = predicted.shortest - ideal.shortest  # no schedule hides the first copy
+            if copies > fill:
+                visible = median - statistics.median(instant_times) - fill
+                entry["hidden"] = 1 - visible / (copies - fill)
         entries.append(entry)
     ratios = [entry["of_prediction"] for entry in entries]
     of_shortest = [entry["of_shortest"] for entry in entries]

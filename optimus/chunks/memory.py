@@ -73,12 +73,18 @@ class Pace:
 def worker(name: str) -> ThreadPoolExecutor:
     """Return a thread that runs jobs in their order.
 
-    Its operations use one core less than those of this thread, if this thread uses several, so that
-    this thread can continue. In deterministic mode, the results do not depend on the number of
-    cores.
+    Its operations use `update_threads` of the threads of this thread. In deterministic mode, their
+    results do not depend on this number.
     """
-    threads = max(1, torch.get_num_threads() - 1)  # OpenMP in a new thread would use all cores
+    # OpenMP in a new thread would use all cores.
+    threads = update_threads(torch.get_num_threads())
     return ThreadPoolExecutor(1, name, torch.set_num_threads, (threads,))
+
+
+def update_threads(threads: int) -> int:
+    """Return the number of threads for work on the host while the model computes with `threads`:
+    one less, so that the main thread can launch operations."""
+    return max(1, threads - 1)
 
 
 class _CopyThread:
@@ -98,23 +104,19 @@ class _CopyThread:
     def copy(self, into: Tensor, values: Tensor, after: Action | None, then: Action | None) -> Copy:
         """Start a copy. The arguments are those of `Memory.copy`."""
         if self._stream is None:
-            paced = self._copies.submit(self._copy_at_rate, into, values, after, time.monotonic())
-            return Copy(partial(self._wait_for, paced, self._followed_by(then, paced)))
-        ready = torch.Event(self._device)
-        ready.record()
-        job = self._copies.submit(self._copy_on_stream, into, values, after, ready)
-        return Copy(partial(self._wait_for, job, self._followed_by(then, job)))
+            now = time.monotonic()
+            job = self._copies.submit(self._copy_at_rate, into, values, after, now)
+        else:
+            ready = torch.Event(self._device)
+            ready.record()
+            job = self._copies.submit(self._copy_on_stream, into, values, after, ready)
+        follower = None if then is None else self._followers.submit(self._follow, job, then)
+        return Copy(partial(self._wait_for, job, follower))
 
-    def _followed_by(self, then: Action | None, job: Future[torch.Event | None]) -> Future | None:
-        """Run `then` in the second thread when a copy is complete."""
-        if then is None:
-            return None
-
-        def follow() -> None:
-            job.result()
-            then()
-
-        return self._followers.submit(follow)
+    @staticmethod
+    def _follow(job: Future[torch.Event | None], then: Action) -> None:
+        job.result()
+        then()
 
     def _wait_for(self, job: Future[torch.Event | None], follower: Future | None) -> None:
         done = job.result()
@@ -239,7 +241,8 @@ class Memory:
             into: The target.
             values: A tensor of the same dtype.
             after: Waits until `values` may be read; None if they may be read now.
-            then: Called on the host when `into`, which must be in host memory, is filled.
+            then: Called on the host when `into`, which must be in host memory, is filled. It may
+                run in another thread, in the order of the copies; `Copy.wait` waits for it.
         """
         self.num_copied += values.nbytes
         if (thread := self._thread_of(values)) is not None:

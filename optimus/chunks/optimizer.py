@@ -89,7 +89,7 @@ class UpdateQueue:
         self._thread: ThreadPoolExecutor | None = None
         self._pending: dict[int, Future[None]] = {}
         self._lock = threading.Lock()
-        """Protects changes of `_pending` and `_error`."""
+        """Protects `_error` and removals from `_pending`."""
         self._error: BaseException | None = None
         """First error of an update. The states are then partly updated and must not be used."""
 
@@ -122,10 +122,12 @@ class UpdateQueue:
             update.result()
         except BaseException as error:
             with self._lock:
-                self._error = self._error or error  # a later update is only cancelled
+                self._error = self._error or error
             if self._thread is not None:
                 self._thread.shutdown(wait=False, cancel_futures=True)
-            raise self._error from None
+            if self._error is error:
+                raise
+            raise self._error from None  # this update was only cancelled
         with self._lock:
             if self._pending.get(number) is update:
                 del self._pending[number]

@@ -33,7 +33,7 @@ from optimus.distributed.collectives import (
 _MAX_IN_FLIGHT = 2
 """Number of buffers that may be reduced at the same time. A backend may keep a copy of each."""
 MAX_COPYING = 2
-"""Number of gradients that may be copied to the host at the same time."""
+"""Number of gradients that may be copied to the host, or added there, at the same time."""
 
 
 class ReduceOnce:
@@ -256,7 +256,7 @@ class ReducePerMicrobatch:
     def _add(self, buffer: GradBuffer, contributions: Sequence[Tensor], is_last: bool) -> None:
         """Add contributions on the host to a piece. `is_last` is True if the sum is complete."""
         piece = self._pieces[buffer]
-        if self._is_outdated(buffer):  # one pass over the memory instead of two; the bits of 0 + x
+        if self._is_outdated(buffer):  # without a pass that sets it to zero; the bits of 0 + x
             torch.add(contributions[0], 0.0, out=piece)
             contributions = contributions[1:]
         for contribution in contributions:
@@ -270,8 +270,9 @@ class ReducePerMicrobatch:
         """Wait for gradients that are being copied to the host, the oldest first, until only
         `remaining` are left, and free their buffers on the device."""
         while len(self._copying) > remaining:
-            buffer, copy, staging = self._copying.popleft()
+            buffer, copy, staging = self._copying[0]
             copy.wait()
+            self._copying.popleft()
             self._staging.append(staging)
             self._clear(buffer)
 

@@ -227,16 +227,13 @@ def load_links(name: str) -> Links:
     Raises:
         ConfigError: There is no such machine or table, or the table has a wrong key or value.
     """
-    problem = "the file has no table [links]"
+    remedy = "optimus bench links --out FILE writes a file with the rates of this machine"
     try:
-        links = load_machine(name, "file").links
+        links = load_machine(name, "offload.links").links
     except ConfigError as error:
-        links, problem = None, str(error)
+        raise ConfigError(f"offload.links = {name!r}: {error}; {remedy}") from error
     if links is None:
-        raise ConfigError(
-            f"offload.links = {name!r}: {problem}; optimus bench links --out FILE writes a file "
-            "with the rates of this machine"
-        )
+        raise ConfigError(f"offload.links = {name!r}: the file has no table [links]; {remedy}")
     return links
 
 

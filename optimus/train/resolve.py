@@ -198,6 +198,8 @@ def check_settings(config: Config, world_size: int) -> tuple[Mesh, BatchPlan]:
             All ranks raise the same error.
     """
     mesh, batch = divide(config, world_size)
+    if config.offload.links:
+        load_links(config.offload.links)  # refuse a wrong file before the rendezvous
     for key, value in (
         ("data.path", config.data.path or config.data.mix),
         ("train.run_dir", config.train.run_dir),
@@ -231,8 +233,6 @@ def divide(config: Config, world_size: int) -> tuple[Mesh, BatchPlan]:
     batch = plan_batch(config.train, mesh.num_data_ranks)
     schedule_of(config, mesh, batch.microbatches_per_rank)
     plan_stages(config, mesh.pp)
-    if config.offload.links:
-        load_links(config.offload.links)  # refuse a wrong file before the rendezvous
     return mesh, batch
 
 

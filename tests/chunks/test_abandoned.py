@@ -75,7 +75,9 @@ def masters(case: Case, seed: int | None) -> torch.Tensor:
     return torch.cat([values.flatten() for values in whole_of(engine, "master").values()])
 
 
-@pytest.mark.parametrize("links", [None, Links(to_device=RATE, to_host=RATE)], ids=["", "links"])
+@pytest.mark.parametrize(
+    "links", [None, Links(to_device=RATE, to_host=RATE)], ids=["instant", "links"]
+)
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_abandoned_steps_change_no_bit(microbatches, links):
     case = Case(5, 2, microbatches, steps=4, parameters=False, poison=True)

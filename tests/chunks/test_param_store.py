@@ -17,6 +17,7 @@ from optimus.chunks.buffers import ChunkState
 from optimus.chunks.memory import Copy, Tier
 from optimus.chunks.norm import squares_of
 from optimus.chunks.optimizer import AdamW, UpdateQueue
+from optimus.chunks.reductions import ReducePerMicrobatch
 from optimus.config import OptimConfig
 from optimus.config.machine import Links
 from optimus.distributed.collectives import Group
@@ -197,25 +198,32 @@ def test_squares_of_a_chunk_without_backward_are_not_those_of_the_last_step(monk
         engine.update(1e-3)
 
 
-class SlowUpdate:
-    """Optimizer whose update takes half a millisecond, or fails for chunk 1."""
+class ScriptedUpdate:
+    """Optimizer whose updates do nothing, except that of chunk 1, which fails when `failing` is
+    set, and that of chunk 2, which waits for `last`."""
 
-    def __init__(self, fails: bool = False) -> None:
+    def __init__(self) -> None:
         self.moments: dict = {}
-        self.num_updates, self.fails = 0, fails
+        self.num_updates = 0
+        self.failing, self.last = threading.Event(), threading.Event()
 
     def update(self, state: Any, lr: float, grad_scale: float) -> None:
-        time.sleep(0.0005)
-        if self.fails and state.chunk.number == 1:
+        if state.chunk.number == 1:
+            assert self.failing.wait(30)
             raise MemoryError("no memory")
+        if state.chunk.number == 2:
+            assert self.last.wait(30)
 
 
 def numbered(number: int) -> Any:
     return SimpleNamespace(chunk=SimpleNamespace(number=number), shard=[])
 
 
-def waiting_at_once(queue: UpdateQueue, numbers: list[int]) -> list[BaseException]:
-    """Wait for each of the chunks in a separate thread. Return the errors of all threads."""
+def start_waiting(
+    queue: UpdateQueue, numbers: list[int]
+) -> tuple[list[threading.Thread], list[BaseException]]:
+    """Start a thread for each of the chunks that waits for its update. Return the threads, and the
+    list to which they add their errors."""
     errors: list[BaseException] = []
 
     def wait(number: int) -> None:
@@ -227,31 +235,71 @@ def waiting_at_once(queue: UpdateQueue, numbers: list[int]) -> list[BaseExceptio
     threads = [threading.Thread(target=wait, args=(number,)) for number in numbers]
     for thread in threads:
         thread.start()
+    return threads, errors
+
+
+def join(threads: list[threading.Thread]) -> None:
     for thread in threads:
         thread.join(30)
-    return errors
+        assert not thread.is_alive()
 
 
 def test_several_threads_wait_for_an_update():
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
-        queue = UpdateQueue(SlowUpdate())
+        queue = UpdateQueue(ScriptedUpdate())
         for _ in range(300):
-            queue.add(numbered(1), 1.0, 1.0)
-            assert not waiting_at_once(queue, [1, 1, 1])
+            queue.add(numbered(3), 1.0, 1.0)
+            threads, errors = start_waiting(queue, [3, 3, 3])
+            join(threads)
+            assert not errors
     finally:
         sys.setswitchinterval(interval)
 
 
 def test_each_thread_gets_the_first_error_of_an_update():
-    queue = UpdateQueue(SlowUpdate(fails=True))
+    """Updates 3 and 4 are cancelled, because update 1 fails while update 2 is in progress."""
+    optimizer = ScriptedUpdate()
+    queue = UpdateQueue(optimizer)
     for number in range(5):
         queue.add(numbered(number), 1.0, 1.0)
-    errors = waiting_at_once(queue, [4, 3, 1, 2])
-    assert {str(error) for error in errors} == {"no memory"} and len(errors) >= 3
+    threads, errors = start_waiting(queue, [4, 3, 1])
+    optimizer.failing.set()
+    join(threads)
+    optimizer.last.set()
+    assert [str(error) for error in errors] == ["no memory"] * 3
     with pytest.raises(MemoryError, match="no memory"):
         queue.wait_for_all()
+
+
+FAST = Links(to_device=1e12, to_host=1e12)
+
+
+def test_sums_of_gradients_in_their_thread_are_waited_for(monkeypatch):
+    """Each sum begins 10 ms after its copy. The norm, the update and the next copy to the same
+    memory wait for it."""
+    case = Case(4, 2, 2, parameters=False, host_share=1.0, poison=True, links=FAST)
+    expected = train_in_order(case, "forward")
+    add = ReducePerMicrobatch._add
+
+    def add_late(*args: Any) -> None:
+        time.sleep(0.01)
+        add(*args)
+
+    monkeypatch.setattr(ReducePerMicrobatch, "_add", add_late)
+    assert train_in_order(case, "forward")[:2] == expected[:2]
+
+
+def test_an_error_of_a_sum_is_raised(monkeypatch):
+    case = Case(4, 2, 2, parameters=False, host_share=1.0, links=FAST)
+
+    def fail(*args: Any) -> None:
+        raise MemoryError("no memory")
+
+    monkeypatch.setattr(ReducePerMicrobatch, "_add", fail)
+    with pytest.raises(MemoryError, match="no memory"):
+        train_in_order(case, "forward")
 
 
 @pytest.mark.parametrize("user", ["optimus.chunks.param_store", "optimus.chunks.reductions"])
