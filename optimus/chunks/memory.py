@@ -70,15 +70,14 @@ class Pace:
         time.sleep(max(0.0, self._free_at - time.monotonic()))
 
 
-def worker(name: str) -> ThreadPoolExecutor:
+def worker(name: str, threads: int) -> ThreadPoolExecutor:
     """Return a thread that runs jobs in their order.
 
-    Its operations use `update_threads` of the threads of this thread. In deterministic mode, their
-    results do not depend on this number.
+    Its operations use `update_threads(threads)` threads, where `threads` is the number that the
+    main thread uses. In deterministic mode, their results do not depend on this number.
     """
     # OpenMP in a new thread would use all cores.
-    threads = update_threads(torch.get_num_threads())
-    return ThreadPoolExecutor(1, name, torch.set_num_threads, (threads,))
+    return ThreadPoolExecutor(1, name, torch.set_num_threads, (update_threads(threads),))
 
 
 def update_threads(threads: int) -> int:
@@ -95,8 +94,8 @@ class _CopyThread:
     has launched before are complete.
     """
 
-    def __init__(self, name: str, device: torch.device, rate: float) -> None:
-        self._copies, self._followers = worker(name), worker(f"after {name}")
+    def __init__(self, name: str, device: torch.device, rate: float, threads: int) -> None:
+        self._copies, self._followers = worker(name, threads), worker(f"after {name}", threads)
         self._device = device
         self._pace = Pace(rate) if device.type == "cpu" else None
         self._stream = None if device.type == "cpu" else torch.Stream(device)
@@ -182,6 +181,7 @@ class Memory:
         self.poison = poison
         self._copies, self._chance = copies, random.Random(0)
         self._links = links
+        self._num_threads = torch.get_num_threads()  # autograd's threads may have another number
         self._threads: dict[Tier, _CopyThread] = {}
         """The threads by the tier of the target. They are started at the first copy."""
         self.num_copied = 0
@@ -275,7 +275,9 @@ class Memory:
         if target not in self._threads:
             rates = self._links or Links()
             rate = rates.to_device if target is Tier.DEVICE else rates.to_host
-            self._threads[target] = _CopyThread(f"to {target.value}", device, rate)
+            self._threads[target] = _CopyThread(
+                f"to {target.value}", device, rate, self._num_threads
+            )
         return self._threads[target]
 
     def on_device(self, flat: Tensor) -> Tensor:

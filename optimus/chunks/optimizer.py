@@ -96,7 +96,7 @@ class UpdateQueue:
     def add(self, state: ChunkState, lr: float, grad_scale: float) -> None:
         """Add a chunk to the queue. The arguments are those of `Optimizer.update`."""
         if self._thread is None:
-            self._thread = worker("optimizer")
+            self._thread = worker("optimizer", torch.get_num_threads())
         self._raise_error()
         number = state.chunk.number
         assert number not in self._pending, f"chunk {number} is in the queue already"
