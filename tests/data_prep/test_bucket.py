@@ -53,6 +53,6 @@ def test_a_flipped_bit_in_a_run_reaches_no_shard(made, tmp_path, monkeypatch, ca
     message = capsys.readouterr().err.splitlines()[-1]
     assert "unit-00000.npy: its content is damaged (hash differs); remove " in message
     monkeypatch.undo()
-    shutil.rmtree(message.split("; remove ")[1].split(" and give")[0])
+    shutil.rmtree(message.split("; remove ")[1].split(" and run")[0])
     assert main(arguments) == 0
     assert tree(out) == tree(made.data)

@@ -278,7 +278,7 @@ def test_fused_does_not_remove_a_damaged_plain_array(made, tmp_path, capsys, mon
     message = capsys.readouterr().err.splitlines()[-1]
     assert (
         f"{path}: its content is damaged" in message
-        and f"remove it and {out / 'shards'}" in message
+        and f"remove this file, {out / 'shards'} and" in message
     )
     assert path.exists() and not (out / "tokens" / "removed.json").exists()
     path.unlink()

@@ -431,7 +431,7 @@ def test_failure_with_a_non_utf8_name_reaches_the_other_ranks(made, tmp_path, ca
     mark.with_name(".failed-rank-2.a.1.b.tmp").write_bytes(b"\xff")
     for rank in ("1", "2"):
         with pytest.raises(
-            LostPeerError, match=f"rank {rank} failed: .+; remove the cause and give"
+            LostPeerError, match=f"rank {rank} failed: .+; remove the cause and run"
         ):
             rank_files.check()
         next(out.glob(f".failed-rank-{rank}.*")).unlink()
