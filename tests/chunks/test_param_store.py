@@ -302,24 +302,6 @@ def test_an_error_of_a_sum_is_raised(monkeypatch):
         train_in_order(case, "forward")
 
 
-@pytest.mark.parametrize("user", ["optimus.chunks.param_store", "optimus.chunks.reductions"])
-def test_a_missing_wait_for_an_emulated_link_changes_bits(monkeypatch, user):
-    """A copy of a chunk takes 20 ms. Without the wait, a layer reads NaN, or the update begins
-    before all gradients are on the host."""
-    rate = 4 * CHUNK / 0.02
-    links = Links(to_device=rate, to_host=rate)
-    case = Case(5, 2, 2, parameters=False, host_share=1.0, poison=True, links=links)
-    expected = train_in_order(case, "forward")
-    wait = Copy.wait
-
-    def wait_unless_user(copy: Copy) -> None:
-        if sys._getframe(1).f_globals["__name__"] != user:
-            wait(copy)
-
-    monkeypatch.setattr(Copy, "wait", wait_unless_user)
-    assert train_in_order(case, "forward")[:2] != expected[:2]
-
-
 class FailingAdamW(AdamW):
     """AdamW whose update of chunk 1 fails."""
 
@@ -380,10 +362,16 @@ def test_a_missing_wait_for_an_update_is_noticed(monkeypatch, user, order):
     assert train_in_order(case, order)[:2] != expected[:2]
 
 
+SLOW = Links(to_device=4 * CHUNK / 0.02, to_host=4 * CHUNK / 0.02)
+"""Rates with which the copy of a chunk takes 20 ms."""
+
+
+@pytest.mark.parametrize("changes", [{"copies": "late"}, {"links": SLOW}], ids=["late", "link"])
 @pytest.mark.parametrize("user", ["optimus.chunks.param_store", "optimus.chunks.reductions"])
-def test_a_missing_wait_for_a_copy_changes_bits(monkeypatch, user):
-    """Copies take place when they are waited for. Until then, their targets are NaN."""
-    case = Case(5, 2, 2, parameters=False, host_share=1.0, poison=True, copies="late")
+def test_a_missing_wait_for_a_copy_changes_bits(monkeypatch, user, changes):
+    """Copies take place when they are waited for, or later on an emulated link. Without the wait, a
+    layer reads NaN, or the update begins before all gradients are on the host."""
+    case = Case(5, 2, 2, parameters=False, host_share=1.0, poison=True)._replace(**changes)
     expected = train_in_order(case, "forward")
     wait = Copy.wait
 
