@@ -221,6 +221,8 @@ def reference_backward(
 def _implementation(x: Tensor, gate_up: Tensor) -> ModuleType:
     """Return the module that implements forward and backward: experts_grouped or experts_loop."""
     # Rows have D, F or 2F elements. Rows of 2F elements are aligned if rows of F elements are.
+    if x.is_meta:  # a plan needs the memory of accelerators
+        return experts_grouped
     chosen = form(x, gate_up.shape[2], gate_up.shape[1] // 2)
     return experts_grouped if chosen == "torch" else experts_loop
 

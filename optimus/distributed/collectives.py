@@ -1,5 +1,7 @@
 """Collectives over a `Group`. A group of a single rank does not communicate.
 
+Collectives of tensors on the meta device report to the group's recorder, but do not communicate.
+
 A collective raises LostPeerError if another rank ends or the time limit is reached. Other errors
 are raised unchanged, with a note that names the operation. Reductions use only SUM and MAX, because
 not every backend supports AVG.
@@ -216,6 +218,8 @@ def all_reduce_max(tensor: torch.Tensor, group: Group) -> None:
 
 def _all_reduce(tensor: torch.Tensor, operator: Any, group: Group, async_op: bool = False) -> Any:
     _record("all_reduce", group, tensor)
+    if tensor.is_meta:
+        return None
     return distributed.all_reduce(tensor, operator, group=group.process_group, async_op=async_op)
 
 
@@ -260,7 +264,8 @@ def all_gather(
     work = None
     if group.size > 1:
         _record("all_gather", group, out, shard)
-        work = _gather_into(out, shard, group, async_op)
+        if not out.is_meta:
+            work = _gather_into(out, shard, group, async_op)
     elif out.data_ptr() != shard.data_ptr():
         out.copy_(shard)
     return Transfer(out, work, group, "all_gather", shard)
@@ -284,7 +289,8 @@ def all_to_all(out: torch.Tensor, sent: torch.Tensor, group: Group) -> None:
         out.copy_(sent)
         return
     _record("all_to_all", group, sent)
-    distributed.all_to_all_single(out, sent, group=group.process_group)
+    if not out.is_meta:
+        distributed.all_to_all_single(out, sent, group=group.process_group)
 
 
 @_collective
@@ -306,7 +312,8 @@ def all_to_all_rows(
         return rows.clone()
     _record("all_to_all", group, rows)
     out = rows.new_empty(sum(received), *rows.shape[1:])
-    distributed.all_to_all_single(out, rows, received, sent, group=group.process_group)
+    if not out.is_meta:
+        distributed.all_to_all_single(out, rows, received, sent, group=group.process_group)
     return out
 
 
@@ -325,8 +332,9 @@ def reduce_scatter_sum(
         scatter = (
             getattr(distributed, "reduce_scatter_single", None) or distributed.reduce_scatter_tensor
         )
-        total, handle = distributed.ReduceOp.SUM, group.process_group
-        work = scatter(out, whole, total, group=handle, async_op=async_op)
+        if not out.is_meta:
+            total, handle = distributed.ReduceOp.SUM, group.process_group
+            work = scatter(out, whole, total, group=handle, async_op=async_op)
     elif out.data_ptr() != whole.data_ptr():
         out.copy_(whole)
     return Transfer(out, work, group, "reduce_scatter_sum", whole)

@@ -119,10 +119,11 @@ def join_groups(
     return _gather(mesh, world.rank, everyone, handles, channels)
 
 
-def plan_groups(mesh: Mesh, rank: int) -> Groups:
+def plan_groups(mesh: Mesh, rank: int, recorder: Recorder = NO_RECORDER) -> Groups:
     """Return the Groups that the global rank `rank` would have on `mesh`, without torch process
-    groups. No communication."""
-    return _gather(mesh, rank, Group(mesh.world_size, rank), {}, Channels())
+    groups. They support only collectives of meta tensors, which `recorder` receives."""
+    everyone = Group(mesh.world_size, rank, recorder=recorder)
+    return _gather(mesh, rank, everyone, {}, Channels())
 
 
 def _gather(

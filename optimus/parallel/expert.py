@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from optimus.config import ModelConfig
 from optimus.distributed.collectives import Group, all_to_all
 from optimus.model.moe import Experts, FastSparseMoE
+from optimus.model.router import uniform
 from optimus.model.transformer import Transformer
 from optimus.parallel.exchange import (
     exchange_rows,
@@ -164,12 +165,15 @@ class AllToAllDispatcher(Dispatcher):
 
     def run(self, compute: Compute, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         group = self._group
-        tokens, counts = self._destinations(chosen)
-        # The counts are exchanged first, because they are the sizes of the other exchanges.
-        # `chosen`, unlike x and the weights, is int64 and has no gradient.
-        arriving = torch.empty_like(counts)
-        all_to_all(arriving, counts, group)
-        sent, received = torch.stack([counts, arriving]).tolist()
+        if chosen.is_meta:
+            tokens, sent, received = self._uniform_destinations(chosen)
+        else:
+            tokens, counts = self._destinations(chosen)
+            # The counts are exchanged first, because they are the sizes of the other exchanges.
+            # `chosen`, unlike x and the weights, is int64 and has no gradient.
+            arriving = torch.empty_like(counts)
+            all_to_all(arriving, counts, group)
+            sent, received = torch.stack([counts, arriving]).tolist()
         rows = [values.index_select(0, tokens) for values in (x, weights, chosen)]
         dispatched = [exchange_rows(values, sent, received, group) for values in rows]
         back = exchange_rows(compute(*dispatched), received, sent, group)
@@ -186,6 +190,19 @@ class AllToAllDispatcher(Dispatcher):
         needed = torch.zeros(size, len(chosen), dtype=torch.bool, device=chosen.device)
         needed[rank_of.t(), torch.arange(len(chosen), device=chosen.device)] = True
         return needed.nonzero()[:, 1], needed.sum(1)
+
+    def _uniform_destinations(self, chosen: Tensor) -> tuple[Tensor, list[int], list[int]]:
+        """Return the indices of the tokens to send, without values, and the numbers of tokens to
+        send to and to receive from each rank, for uniform routing. Tensors on the meta device have
+        no values, so a plan assumes this routing."""
+        probs = torch.empty(len(chosen), self._num_experts)
+        _, assumed = uniform(probs, chosen.shape[1])
+        tokens, counts = self._destinations(assumed)
+        all_to_all(torch.empty_like(counts, device="meta"), counts.to("meta"), self._group)
+        # All ranks route in the same way, so each sends as many tokens to this rank as this rank
+        # sends to itself.
+        received = [int(counts[self._group.rank])] * self._group.size
+        return tokens.to("meta"), counts.tolist(), received
 
 
 DISPATCHERS: Mapping[str, type[Dispatcher]] = {

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -19,8 +18,6 @@ from optimus.distributed.collectives import all_reduce_sum
 from optimus.distributed.groups import Groups
 from optimus.errors import refuse_if
 from optimus.model.deferred_gradients import defer_whole_gradients
-from optimus.model.layers import Embedding
-from optimus.model.moe import Experts
 from optimus.model.transformer import Transformer
 from optimus.parallel.apply import build_model, make_layout
 from optimus.parallel.layout import Layout
@@ -30,8 +27,7 @@ from optimus.parallel.pipeline.stage import Objective, Stage
 from optimus.parallel.placement import share
 from optimus.platform import dtype_of
 from optimus.rank.segments import segments_of
-from optimus.rank.states import make_states
-from optimus_kernels import WeightGrads
+from optimus.rank.states import make_states, write_gradients_to
 
 logger = logging.getLogger(__name__)
 
@@ -163,11 +159,7 @@ class RankModel:
         The direct addition avoids a separate pass over the gradients. The change cannot be undone:
         afterwards, `torch.autograd.grad` returns no gradient for these weights.
         """
-        for name, module in self.model.named_modules():
-            if isinstance(module, Experts):
-                module.write_gradients_to(partial(_chunk_gradients, states, name))
-            elif isinstance(module, Embedding):
-                module.write_gradients_to(partial(states.gradient, f"{name}.weight"))
+        write_gradients_to(self.model, states)
 
     def to_device(self, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
         """Return copies of the microbatches with the tokens on the device of the model. Document
@@ -208,10 +200,3 @@ class RankModel:
         whole[..., start:stop] = logits
         all_reduce_sum(whole, self._groups.over("tp"))
         return whole
-
-
-def _chunk_gradients(states: ChunkEngine, name: str) -> WeightGrads:
-    """Return the gradient memory in `states` for the weights of the experts module `name`. Backward
-    adds the weight gradients to this memory."""
-    gate_up, down = (states.gradient(f"{name}.{weight}") for weight in ("gate_up", "down"))
-    return WeightGrads(gate_up, down, add=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -31,6 +32,8 @@ from optimus.distributed.groups import Groups, plan_groups
 from optimus.distributed.mesh import Coordinate, Mesh
 from optimus.errors import ConfigError, counted
 from optimus.model.init import initial_value
+from optimus.model.layers import Embedding
+from optimus.model.moe import Experts
 from optimus.model.transformer import Transformer
 from optimus.parallel.apply import build_model, make_layout
 from optimus.parallel.divisible import check_divisible
@@ -38,6 +41,7 @@ from optimus.parallel.layout import Layout
 from optimus.parallel.placement import whole_model
 from optimus.platform import dtype_of
 from optimus.rank.segments import segments_of
+from optimus_kernels import WeightGrads
 
 
 def make_states(
@@ -91,6 +95,22 @@ def make_states(
     for name, leaf in model.separated_uses().items():
         engine.add_use(FurtherUse(name, leaf, model.shared_uses[name], layout.stage_of(name)))
     return engine
+
+
+def write_gradients_to(model: Transformer, states: ChunkEngine) -> None:
+    """Make the backward of the experts and the embedding of `model` add the weight gradients to the
+    gradient memory of `states`, without autograd."""
+    for name, module in model.named_modules():
+        if isinstance(module, Experts):
+            module.write_gradients_to(partial(_gradients_of_experts, states, name))
+        elif isinstance(module, Embedding):
+            module.write_gradients_to(partial(states.gradient, f"{name}.weight"))
+
+
+def _gradients_of_experts(states: ChunkEngine, name: str) -> WeightGrads:
+    """Return the gradient memory for the weights of the module `name`."""
+    gate_up, down = (states.gradient(f"{name}.{weight}") for weight in ("gate_up", "down"))
+    return WeightGrads(gate_up, down, add=True)
 
 
 def states_of_rank(

@@ -8,6 +8,7 @@ Dims: B batch, S sequence, D hidden, E experts.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -66,7 +67,7 @@ class Stage:
     def __init__(
         self,
         model: Transformer,
-        layers: range,
+        layers: Collection[int],
         is_first: bool,
         is_last: bool,
         objective: Objective,
