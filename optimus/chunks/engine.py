@@ -404,6 +404,12 @@ class ChunkEngine:
         return sizes | {"total": sizes["total"] - states, "host": states + staging}
 
     @property
+    def temporary_bytes(self) -> int:
+        """Largest device memory that gradients and their reductions need during a backward in
+        addition to `state_bytes`. Call this after `attach`."""
+        return self.gradients.temporary_bytes()
+
+    @property
     def cache_bytes(self) -> int:
         """Upper limit of the bytes in the cache of transient parameters: the bytes of the largest
         chunks, one for each slot."""

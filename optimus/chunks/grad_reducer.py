@@ -28,8 +28,9 @@ from optimus.chunks.buffers import (
 )
 from optimus.chunks.groups import ParamProcessGroups
 from optimus.chunks.layout import Slot
+from optimus.chunks.memory import Tier
 from optimus.chunks.optimizer import UpdateQueue
-from optimus.chunks.reductions import ReduceOnce, ReducePerMicrobatch
+from optimus.chunks.reductions import MAX_COPYING, ReduceOnce, ReducePerMicrobatch
 from optimus.chunks.residency import Pass
 from optimus.chunks.segments import ModelSegment
 from optimus.distributed.collectives import (
@@ -224,6 +225,32 @@ class GradReducer:
         """As for `ReducePerMicrobatch`."""
         strategy = self._strategy
         return strategy.staging_bytes if isinstance(strategy, ReducePerMicrobatch) else (0, 0)
+
+    def temporary_bytes(self) -> int:
+        """Return the largest device memory that gradients and their reductions need during a
+        backward in addition to the tensors between steps. Call this after `attach`.
+
+        A freed buffer has memory from the backward of its last segment to its reduction after the
+        backward of its first segment, and while its gradients are copied to the host.
+        """
+        strategy = self._strategy
+        buffers = [bucket.buffer for of_stage in self._buckets.values() for bucket in of_stage]
+        reductions = sorted(strategy.temporary_bytes(buffer) for buffer in buffers)
+        most = sum(reductions[-strategy.max_in_flight :])
+        if not self._frees_buffers:
+            return most
+        assert isinstance(strategy, ReducePerMicrobatch)
+        freed = {buffer for buffer in buffers if strategy.frees(buffer)}
+        last = {b: n for n, (_, of_segment) in enumerate(self._segments) for b in of_segment}
+        live = []
+        for number, (stage, _) in enumerate(self._segments):
+            if self._frees_early:
+                now = {b for b in freed if self._first_segment[b] <= number <= last[b]}
+            else:
+                now = {b for b in freed if b.groups.stage == stage}
+            copied = sorted(b.grads.nbytes for b in freed - now if b.home is not Tier.DEVICE)
+            live.append(sum(b.grads.nbytes for b in now) + sum(copied[-MAX_COPYING:]))
+        return most + max(live, default=0)
 
     # -- a step ----------------------------------------------------------------------------------
 

@@ -59,6 +59,19 @@ class ReduceOnce:
         """Yield nothing: the strategy has no memory between steps."""
         return iter(())
 
+    def temporary_bytes(self, buffer: GradBuffer) -> int:
+        """Return the device memory that the reduction of a buffer needs until it is complete."""
+        group, element = buffer.groups.reduce_group, self._dtype.itemsize
+        if group.size == 1:
+            return 0
+        sent = 0 if buffer.grads.dtype is self._dtype else len(buffer.grads) * element
+        return sent + len(buffer.grads) // group.size * element
+
+    @property
+    def max_in_flight(self) -> int:
+        """Number of buffers that may be reduced at the same time."""
+        return max(1, self._max_in_flight)
+
     def start(self) -> None:
         self._wait(0)  # for the reductions of a step that was abandoned
         self._pieces.clear()
@@ -193,6 +206,21 @@ class ReducePerMicrobatch:
             chunk = buffer.chunk if isinstance(buffer, ChunkState) else None
             yield StateTensor("tied" if chunk is None else kept, piece, chunk)
 
+    def temporary_bytes(self, buffer: GradBuffer) -> int:
+        """Return the device memory that the reduction of a buffer needs until it is complete."""
+        group, length = buffer.groups.reduce_group, len(buffer.grads)
+        if group.size == 1:
+            return 0
+        if self._is_ordered:
+            return buffer.grads.element_size() * length
+        sent = 0 if buffer.grads.dtype is self._dtype else length
+        return self._dtype.itemsize * (sent + length // group.size)
+
+    @property
+    def max_in_flight(self) -> int:
+        """Number of buffers that may be reduced at the same time."""
+        return 1
+
     def start(self) -> None:
         self._complete_copies(0)  # of a step that was abandoned
         self.release()
@@ -202,6 +230,10 @@ class ReducePerMicrobatch:
                 self._pieces.get(buffer, buffer.grads).zero_()
             else:
                 self._outdated.add(buffer)
+
+    def frees(self, buffer: GradBuffer) -> bool:
+        """Return True if a buffer has memory only from a backward to its reduction."""
+        return self._frees and buffer in self._pieces
 
     @property
     def staging_bytes(self) -> tuple[int, int]:

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 
 from optimus.chunks.engine import ChunkEngine
-from optimus.chunks.residency import Pass
 from optimus.config import Config
 from optimus.data.batch import BatchPlan
 from optimus.data.loader import Microbatch
@@ -21,13 +20,12 @@ from optimus.model.deferred_gradients import defer_whole_gradients
 from optimus.model.transformer import Transformer
 from optimus.parallel.apply import build_model, make_layout
 from optimus.parallel.layout import Layout
-from optimus.parallel.pipeline.actions import Kind
 from optimus.parallel.pipeline.executor import Executor
 from optimus.parallel.pipeline.stage import Objective, Stage
 from optimus.parallel.placement import share
 from optimus.platform import dtype_of
 from optimus.rank.segments import segments_of
-from optimus.rank.states import make_states, write_gradients_to
+from optimus.rank.states import attach, make_states, write_gradients_to
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +97,7 @@ class RankModel:
                 False to leave the parameters NaN until a checkpoint or weights are loaded.
             poison: True to fill freed chunks with NaN, for tests.
         """
-        config, schedule = self._config, self.layout.schedule
+        config = self._config
         if config.offload.mode != "off" and self._device.type != "cpu":
             refuse_if(
                 config.offload.links != "",
@@ -122,19 +120,7 @@ class RankModel:
             initial,
             poison,
         )
-        backward = {Kind.F: False, Kind.B: True, Kind.I: True}
-        passes = [
-            Pass(action.stage, backward[action.kind])
-            for action in schedule.ranks[self._groups.coordinate.pp]
-            if action.kind in backward
-        ]
-        engine.attach(
-            segments_of(self.model, self.layout),
-            passes,
-            early=not (schedule.splits_backward or config.train.compile),
-            reduces_each=schedule.reduce_each,
-            overlap=config.optim.overlap,
-        )
+        attach(engine, segments_of(self.model, self.layout), self.layout, config)
         return engine
 
     def keep_microbatches_apart(self) -> None:

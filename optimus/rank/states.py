@@ -9,7 +9,7 @@ allocates no memory, and their bytes are counted.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -24,7 +24,8 @@ from optimus.chunks.engine import ChunkEngine
 from optimus.chunks.groups import ParamProcessGroups
 from optimus.chunks.optimizer import make_optimizer
 from optimus.chunks.options import check_patterns, options_of
-from optimus.chunks.residency import Residency, fewest_slots
+from optimus.chunks.residency import Pass, Residency, fewest_slots
+from optimus.chunks.segments import ModelSegment
 from optimus.config import Config, ModelConfig, OffloadConfig, OptimConfig, TrainConfig
 from optimus.config.axes import UNEQUAL
 from optimus.config.machine import load_links
@@ -38,6 +39,7 @@ from optimus.model.transformer import Transformer
 from optimus.parallel.apply import build_model, make_layout
 from optimus.parallel.divisible import check_divisible
 from optimus.parallel.layout import Layout
+from optimus.parallel.pipeline.actions import Kind
 from optimus.parallel.placement import whole_model
 from optimus.platform import dtype_of
 from optimus.rank.segments import segments_of
@@ -199,20 +201,46 @@ class PlannedRank(NamedTuple):
     """The model states on the meta device."""
     layout: Layout
     groups: Groups
+    segments: list[ModelSegment]
     fewest_slots: int
     """Smallest number of chunks in the parameter cache with which the rank can run."""
 
 
-def plan_rank(config: Config, mesh: Mesh, coordinate: Coordinate) -> PlannedRank:
+def plan_rank(
+    config: Config, mesh: Mesh, coordinate: Coordinate, num_microbatches: int = 0
+) -> PlannedRank:
     """Create the model states of the rank at `coordinate` on the meta device, which allocates no
-    memory. Return the states, the layout and the process groups of the rank."""
-    # The number of microbatches does not affect the states.
-    layout = make_layout(config, mesh, coordinate, num_microbatches=mesh.pp)
+    memory. Return the states, the layout and the process groups of the rank.
+
+    The number of microbatches of a step (0: that of the pipeline stages) affects only the cache.
+    """
+    layout = make_layout(config, mesh, coordinate, num_microbatches or mesh.pp)
     groups = plan_groups(mesh, mesh.rank_at(coordinate))
     model = build_model(config, layout, groups, torch.device("meta"))
     engine = make_states(config.optim, config.train, config.offload, layout, groups, model)
-    fewest = fewest_slots(engine.transient_needs(segments_of(model, layout)))
-    return PlannedRank(engine, layout, groups, fewest)
+    segments = segments_of(model, layout)
+    fewest = fewest_slots(engine.transient_needs(segments))
+    return PlannedRank(engine, layout, groups, segments, fewest)
+
+
+def attach(
+    engine: ChunkEngine, segments: Sequence[ModelSegment], layout: Layout, config: Config
+) -> None:
+    """Register the hooks of a rank's model that provide its segments with parameters and gradient
+    buffers."""
+    schedule = layout.schedule
+    backward = {Kind.F: False, Kind.B: True, Kind.I: True}
+    engine.attach(
+        segments,
+        [
+            Pass(action.stage, backward[action.kind])
+            for action in schedule.ranks[layout.coordinate.pp]
+            if action.kind in backward
+        ],
+        early=not (schedule.splits_backward or config.train.compile),
+        reduces_each=schedule.reduce_each,
+        overlap=config.optim.overlap,
+    )
 
 
 def _kinds(mesh: Mesh) -> Iterator[Coordinate]:

@@ -1,0 +1,83 @@
+"""Tests of the planned memory of a training step: it equals that of real steps."""
+
+from __future__ import annotations
+
+import pytest
+
+from optimus.chunks.memory import Memory, Tier
+from optimus.config import make_config
+from optimus.planner.memory import rank_memory
+from optimus.rank.profile import _TensorTracker
+from tests.kit.runs.tiny import DENSE, tiny_tree
+from tests.kit.runs.training import local_batch, make_updater
+
+WIDE = {
+    "model__hidden_size": 128,
+    "model__intermediate_size": 192,
+    "model__num_layers": 4,
+    "train__seq_len": 256,
+    "train__global_batch_tokens": 8 * 256,
+    "optim__chunk_length": 100_000,
+    "train__deterministic": False,
+}
+
+
+class _Peak(_TensorTracker):
+    """Largest number of bytes on the device: those of the buffers of `memory`, and those of all
+    tensors that operations create."""
+
+    def __init__(self, memory: Memory) -> None:
+        super().__init__()
+        self._memory, self._host = memory, memory.num_bytes[Tier.HOST]
+        self.most = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = super().__torch_dispatch__(function, types, args, kwargs)
+        num_bytes = self._memory.num_bytes
+        # `live` contains the buffers that the step has made in host memory.
+        made = num_bytes[Tier.HOST] - self._host
+        self.most = max(self.most, num_bytes[Tier.DEVICE] + self.live - made)
+        return out
+
+
+def measure(tree: dict) -> tuple[int, int]:
+    """Return the planned bytes of this rank, and the most bytes in two updates."""
+    config, _, groups, plan, _, states, updater = make_updater(tree)
+    planned = rank_memory(config, groups.mesh, groups.coordinate, plan.microbatches_per_rank, "cpu")
+    peak = _Peak(states.memory)
+    with peak:
+        for step in (1, 2):
+            updater.run(step, local_batch(groups, first=8 * step, length=config.train.seq_len))
+    return planned.device, peak.most
+
+
+def offload(share: float, slots: int, **more) -> dict:
+    return {
+        "offload__mode": "manual",
+        "offload__host_share": share,
+        "optim__cache_chunks": slots,
+        **more,
+    }
+
+
+@pytest.mark.parametrize(
+    ("size", "settings"),
+    [
+        pytest.param(1, {}, id="one"),
+        pytest.param(1, DENSE | {"model__tie_embeddings": True}, id="dense-tied"),
+        pytest.param(1, {"recompute__modules": ["block"]}, id="recomputed"),
+        pytest.param(1, offload(1.0, 10), id="host"),
+        pytest.param(1, offload(0.5, 6), id="half-on-host"),
+        pytest.param(1, offload(1.0, 10, offload__order="layer"), id="host-by-layer"),
+        pytest.param(2, {"parallel__pp": 2}, id="pp2"),
+        pytest.param(2, {"parallel__pp": 2, "parallel__schedule": "zb-h1"}, id="pp2-zb"),
+        pytest.param(2, {"optim__sharding": "so"}, id="dp2"),
+        pytest.param(2, {"optim__sharding": "so", "optim__resident": "cache"}, id="dp2-cache"),
+        pytest.param(2, {"train__deterministic": True, "optim__sharding": "so"}, id="dp2-exact"),
+    ],
+)
+def test_the_planned_memory_is_that_of_a_step(ranks, size: int, settings: dict) -> None:
+    tree = tiny_tree("d", "r", **{**WIDE, **settings})
+    assert make_config(tree)
+    for planned, most in ranks(size, measure, tree, start_world=False):
+        assert 0.94 * planned < most <= planned
