@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from optimus.errors import ConfigError, counted, one_line
-from optimus.launch.environment import available_cores
+from optimus.launch.environment import available_cores, usable_memory
 
 _IPEX = "intel_extension_for_pytorch"
 
@@ -221,6 +221,22 @@ def host_zeros(length: int, dtype: torch.dtype, device: torch.device) -> torch.T
             "offload fewer states, or set checkpoint.async_save = false, or raise the limit of "
             "locked memory (ulimit -l), or request more memory for the job"
         ) from error
+
+
+def device_memory(device: torch.device) -> int:
+    """Return the bytes of memory of an accelerator; for a CPU, of the memory that this process can
+    use."""
+    if device.type == "cpu":
+        return usable_memory()
+    return getattr(torch, device.type).mem_get_info(device)[1]
+
+
+def limit_device_memory(device: torch.device, size: int) -> None:
+    """Make allocations on an accelerator fail if torch would use more than `size` bytes. No effect
+    on a CPU, and on accelerators for which torch has no limit."""
+    limit = getattr(getattr(torch, device.type), "set_per_process_memory_fraction", None)
+    if device.type != "cpu" and limit is not None:
+        limit(min(1.0, size / device_memory(device)), device)
 
 
 def peak_memory_bytes(device: torch.device) -> int:

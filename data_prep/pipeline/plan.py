@@ -22,7 +22,7 @@ from data_prep import layout
 from data_prep.pipeline.run import TokenizeRequest, memory_of
 from data_prep.pipeline.shard import divide_memory
 from data_prep.pipeline.shuffle import ShuffleRequest
-from data_prep.runtime.memory import Limits, usable_memory
+from data_prep.runtime.memory import Limits
 from data_prep.runtime.progress import say, short
 from data_prep.shuffle.order import rows_of_shard
 from data_prep.sources.documents import DamagedFile, InputReader, LongText, Problem
@@ -31,6 +31,7 @@ from data_prep.tokenize.packed import packed_share, require_zstd
 from data_prep.tokenizer.tokenizer import read_facts, shared_encoder
 from optimus.errors import DataError, counted
 from optimus.io import files
+from optimus.launch.environment import usable_memory
 
 _SAMPLE_FILES = 16
 _SAMPLE_TEXT_BYTES = 256 << 10

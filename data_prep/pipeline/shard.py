@@ -26,7 +26,6 @@ from data_prep.dataset.manifest import (
     read_manifest,
 )
 from data_prep.pipeline.begin import write_once
-from data_prep.runtime.memory import usable_memory
 from data_prep.runtime.pool import run_jobs
 from data_prep.runtime.progress import Progress, say
 from data_prep.runtime.ranks import WorkerGroup, run_task
@@ -52,6 +51,7 @@ from data_prep.tokenize.token_set import (
 )
 from optimus.errors import ConfigError, DamageError, DataError, counted
 from optimus.io import files
+from optimus.launch.environment import usable_memory
 
 FORM = "optimus-shard"
 PROCESS_BYTES = 100 << 20

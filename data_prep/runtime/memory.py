@@ -1,53 +1,12 @@
-"""The memory of this machine, and the memory that a worker has for a document.
-
-A container or a Slurm job may allow less than the memory of the machine. `Limits` contains the part
-of `--memory` that a worker can use for a document: docs/formats/dataset.md, "Memory".
-"""
+"""The memory that a worker has for a document: docs/formats/dataset.md, "Memory"."""
 
 from __future__ import annotations
 
-import contextlib
-import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from optimus.errors import ConfigError, DataError
-
-_CGROUPS = Path("/sys/fs/cgroup")
-_OWN = Path("/proc/self/cgroup")
-
-
-def usable_memory() -> int:
-    """Return the bytes of physical memory that this process can use: the minimum of the memory of
-    the machine and the limits of its control groups."""
-    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min([physical, *_limits()])
-
-
-def _limits() -> Iterator[int]:
-    """Yield the memory limits of this process's control group and of all groups above it.
-
-    A line of /proc/self/cgroup is `0::/PATH` for control groups v2 and `N:memory:/PATH` for v1.
-    """
-    try:
-        lines = _OWN.read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        root, name = _CGROUPS, "memory.max"
-        if controllers:
-            root, name = _CGROUPS / "memory", "memory.limit_in_bytes"
-        group = root / path.lstrip("/")
-        for folder in (group, *group.parents):
-            with contextlib.suppress(OSError, ValueError):  # the file is missing or contains `max`
-                yield int((folder / name).read_text())
-            if folder == root:
-                break
-
+from optimus.launch.environment import usable_memory
 
 _PARENT_BYTES = 64 << 20
 _BASE_BYTES = 192 << 20

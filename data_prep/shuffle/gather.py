@@ -31,7 +31,6 @@ import xxhash
 
 from data_prep import layout
 from data_prep.layout import HEADER_BYTES, little_endian
-from data_prep.runtime.memory import usable_memory
 from data_prep.runtime.pool import run_jobs
 from data_prep.runtime.progress import Progress
 from data_prep.runtime.ranks import WorkerGroup
@@ -40,6 +39,7 @@ from data_prep.shuffle.order import Order
 from data_prep.tokenize.store import TokenArrayReader, array_path, plain_arrays
 from optimus.errors import DamageError
 from optimus.io import files
+from optimus.launch.environment import usable_memory
 
 INDEX_BYTES = 80
 """Bytes of memory per row, in addition to its tokens: ten 8-byte temporaries of `Gatherer.rows`."""

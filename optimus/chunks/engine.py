@@ -30,6 +30,8 @@ from optimus.chunks.memory import Memory, Tier
 from optimus.chunks.norm import exact_norm, fast_norm
 from optimus.chunks.optimizer import Optimizer, UpdateQueue
 from optimus.chunks.param_store import ParamStore
+from optimus.chunks.placement import ChunkCost, Workload
+from optimus.chunks.reductions import MAX_COPYING
 from optimus.chunks.residency import ALL_RESIDENT, Pass, Residency, use_order
 from optimus.chunks.segments import ModelSegment, register_uses
 from optimus.distributed.collectives import ALONE, Group
@@ -115,8 +117,9 @@ class ChunkEngine:
         links = residency.links if self.device.type == "cpu" else None
         self._updates = UpdateQueue(optimizer, None if links is None else links.host_adam)
         self.params = ParamStore(self._all, self.memory, self._updates)
-        ordered = [self._all[chunk.number] for chunk in by_first_use]
-        self._by_first_use = [chunk for chunk in ordered if isinstance(chunk, ChunkState)]
+        self._all_by_first_use = [self._all[chunk.number] for chunk in by_first_use]
+        trained = (chunk for chunk in self._all_by_first_use if isinstance(chunk, ChunkState))
+        self._by_first_use = list(trained)
         self.gradients = GradReducer(
             {name: p for name, p in named.items() if name not in self.frozen},
             self._by_first_use,
@@ -402,6 +405,64 @@ class ChunkEngine:
         staging, allocated = self.gradients.staging_bytes
         states = self.memory.num_bytes[Tier.HOST] - allocated
         return sizes | {"total": sizes["total"] - states, "host": states + staging}
+
+    def workload(
+        self,
+        order: str,
+        chunk_length: int,
+        segments: Sequence[ModelSegment],
+        forward_s: Sequence[float],
+        backward_s: Sequence[float],
+        device_bytes: int,
+        reductions: int,
+    ) -> Workload:
+        """Return the work of a training step for a search of the placement of the chunks. Call this
+        after `attach`, on an engine whose chunks are all on the host.
+
+        Args:
+            order: Order of the microbatches.
+            chunk_length: Target length of the chunks.
+            segments: As for `attach`.
+            forward_s, backward_s: Seconds that each segment computes for one microbatch.
+            device_bytes: Bytes of activations and other tensors on the device.
+            reductions: Number of times that the gradients of a chunk are reduced in a step.
+        """
+        assert self.params.plan is not None
+        numbers = {chunk.chunk.number: n for n, chunk in enumerate(self._all_by_first_use)}
+
+        def renumber(chunks: frozenset[int]) -> frozenset[int]:
+            return frozenset(numbers[chunk] for chunk in chunks)
+
+        costs = [self._cost_of(chunk) for chunk in self._all_by_first_use]
+        sizes = self.state_bytes()
+        copied = max(cost.copied for cost in costs)
+        return Workload(
+            order,
+            chunk_length,
+            costs,
+            [step.use._replace(need=renumber(step.use.need)) for step in self.params.plan.steps],
+            [renumber(needs) for needs in self.transient_needs(segments)],
+            forward_s,
+            backward_s,
+            device_bytes + sizes["total"] + self.gradients.reduction_bytes,
+            sizes["host"] - sum(cost.host for cost in costs) - MAX_COPYING * copied,
+            reductions,
+        )
+
+    def _cost_of(self, chunk: ParamChunk) -> ChunkCost:
+        """Return the cost of a chunk whose home is the host."""
+        assert chunk.home is not Tier.DEVICE
+        unique = {t.untyped_storage()._cdata: t for _, t, _ in chunk.state_tensors()}
+        tensors = [t for t in unique.values() if self.memory.tier_of(t) is Tier.HOST]
+        host = sum(tensor.nbytes for tensor in tensors)
+        params, shard = chunk.params.nbytes, chunk.shard.nbytes
+        is_sharded = self.residency.divides_parameters and shard < params
+        resident = host if is_sharded else host - shard + params
+        gradients = copied = elements = 0
+        if isinstance(chunk, ChunkState):
+            gradients, elements = chunk.grads.nbytes, len(chunk.shard)
+            copied = self.gradients.copied_bytes(chunk)
+        return ChunkCost(resident, host, params, shard, gradients, copied, elements)
 
     @property
     def temporary_bytes(self) -> int:

@@ -234,13 +234,10 @@ class GradReducer:
         backward of its first segment, and while its gradients are copied to the host.
         """
         strategy = self._strategy
-        buffers = [bucket.buffer for of_stage in self._buckets.values() for bucket in of_stage]
-        reductions = sorted(strategy.temporary_bytes(buffer) for buffer in buffers)
-        most = sum(reductions[-strategy.max_in_flight :])
         if not self._frees_buffers:
-            return most
+            return self.reduction_bytes
         assert isinstance(strategy, ReducePerMicrobatch)
-        freed = {buffer for buffer in buffers if strategy.frees(buffer)}
+        freed = {buffer for buffer in self._buffers() if strategy.frees(buffer)}
         last = {b: n for n, (_, of_segment) in enumerate(self._segments) for b in of_segment}
         live = []
         for number, (stage, _) in enumerate(self._segments):
@@ -250,7 +247,22 @@ class GradReducer:
                 now = {b for b in freed if b.groups.stage == stage}
             copied = sorted(b.grads.nbytes for b in freed - now if b.home is not Tier.DEVICE)
             live.append(sum(b.grads.nbytes for b in now) + sum(copied[-MAX_COPYING:]))
-        return most + max(live, default=0)
+        return self.reduction_bytes + max(live, default=0)
+
+    @property
+    def reduction_bytes(self) -> int:
+        """Largest device memory of the temporary tensors of reductions."""
+        sizes = sorted(self._strategy.temporary_bytes(buffer) for buffer in self._buffers())
+        return sum(sizes[-self._strategy.max_in_flight :])
+
+    def copied_bytes(self, buffer: GradBuffer) -> int:
+        """As for `ReducePerMicrobatch`."""
+        assert isinstance(self._strategy, ReducePerMicrobatch)
+        return self._strategy.copied_bytes(buffer)
+
+    def _buffers(self) -> Iterator[GradBuffer]:
+        for buckets in self._buckets.values():
+            yield from (bucket.buffer for bucket in buckets)
 
     # -- a step ----------------------------------------------------------------------------------
 

@@ -185,12 +185,16 @@ class ReducePerMicrobatch:
                 piece = self.memory.new(len(buffer.grads) // count, buffer.grad.dtype, buffer.home)
             self._pieces[buffer] = piece
             if buffer.home is not Tier.DEVICE:
-                is_sum = count > 1 and not self._is_ordered
-                dtype = self._dtype if is_sum else buffer.grads.dtype
-                length = len(piece) if is_sum else len(buffer.grads)
-                self._staging_bytes = max(self._staging_bytes, length * dtype.itemsize)
+                self._staging_bytes = max(self._staging_bytes, self.copied_bytes(buffer))
             if self.memory.has(buffer.grads):
                 self._clear(buffer)
+
+    def copied_bytes(self, buffer: GradBuffer) -> int:
+        """Return the size of the gradients that a reduction of a buffer copies to the host."""
+        count = buffer.groups.reduce_group.size
+        if count > 1 and not self._is_ordered:
+            return len(buffer.grads) // count * self._dtype.itemsize
+        return buffer.grads.nbytes
 
     def _clear(self, buffer: GradBuffer) -> None:
         """Free a buffer, or set it to zero."""

@@ -340,10 +340,19 @@ def _determinism(config: Config) -> None:
 
 
 def _residency(optim: OptimConfig, train: TrainConfig, offload: OffloadConfig) -> None:
-    refuse_if(
-        offload.mode == "auto",
-        "offload.mode = 'auto' is not available in this version; use 'manual' or 'off'",
-    )
+    for key in ("device_memory", "host_memory"):
+        value = getattr(offload, key)
+        refuse_if(
+            value and offload.mode == "off",
+            f"offload.{key} = {value!r} has no meaning with offload.mode = 'off'; use "
+            "offload.mode = 'auto'",
+        )
+    for key, value in (("host_share", offload.host_share), ("order", offload.order)):
+        refuse_if(
+            offload.mode == "auto" and value not in (0.0, "microbatch"),
+            f"offload.{key} = {value!r}: offload.mode = 'auto' chooses it; leave it out, or use "
+            "offload.mode = 'manual'",
+        )
     refuse_if(
         offload.host_share and offload.mode == "off",
         f"offload.host_share = {offload.host_share} has no meaning with offload.mode = 'off'; "

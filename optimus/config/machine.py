@@ -94,6 +94,10 @@ class Links(Section):
     """Bytes per second that are copied from the device to page-locked host memory."""
     host_adam: Rate = 1e9
     """Elements per second that the host updates with AdamW."""
+    flops: Rate = 100e12
+    """FLOP/s of matrix products of the device."""
+    memory: Rate = 1e12
+    """Bytes per second that the device reads and writes in its memory."""
 
 
 class Machine(Section):

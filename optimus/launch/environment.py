@@ -5,11 +5,12 @@ This module imports no torch, so that its import is fast.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -239,6 +240,41 @@ def read_job_rank(environ: Mapping[str, str] = os.environ, world: int | None = N
     except LaunchError as error:
         raise LaunchError(f"{error}, or pass --rank and --world") from None
     return JobRank(outer.rank * inner.world + inner.rank, outer.world * inner.world)
+
+
+_CGROUPS = Path("/sys/fs/cgroup")
+_OWN_CGROUP = Path("/proc/self/cgroup")
+
+
+def usable_memory() -> int:
+    """Return the bytes of physical memory that this process can use: the minimum of the memory of
+    the machine and the limits of its control groups."""
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([physical, *_limits()])
+
+
+def _limits() -> Iterator[int]:
+    """Yield the memory limits of this process's control group and of all groups above it.
+
+    A line of /proc/self/cgroup is `0::/PATH` for control groups v2 and `N:memory:/PATH` for v1.
+    """
+    try:
+        lines = _OWN_CGROUP.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        root, name = _CGROUPS, "memory.max"
+        if controllers:
+            root, name = _CGROUPS / "memory", "memory.limit_in_bytes"
+        group = root / path.lstrip("/")
+        for folder in (group, *group.parents):
+            with contextlib.suppress(OSError, ValueError):  # the file is missing or contains `max`
+                yield int((folder / name).read_text())
+            if folder == root:
+                break
 
 
 def available_cores() -> int:

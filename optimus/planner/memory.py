@@ -14,7 +14,7 @@ from optimus.distributed.mesh import Coordinate, Mesh
 from optimus.parallel.pipeline.actions import Kind, Schedule
 from optimus.platform import dtype_of
 from optimus.rank.profile import StageProfile, UseProfile, profile_stages
-from optimus.rank.states import attach, plan_rank
+from optimus.rank.states import attach, plan_rank, staging_of
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,20 @@ class RankMemory:
     """Gradients that have memory only during a backward, and temporary tensors of reductions."""
     activations: int
     """Activations of all microbatches in progress, and temporary tensors of operations."""
-    host: int
+    states_on_host: int
     """Model states in host memory, and the memory to which gradients are copied."""
+    staging: int
+    """Host memory for the copies of checkpoint.async_save."""
 
     @property
     def device(self) -> int:
+        """Bytes on the device."""
         return self.states + self.cache + self.gradients + self.activations
+
+    @property
+    def host(self) -> int:
+        """Bytes of page-locked host memory."""
+        return self.states_on_host + self.staging
 
 
 def rank_memory(
@@ -77,6 +85,7 @@ def rank_memory(
         engine.temporary_bytes,
         activations + inputs,
         sizes["host"],
+        staging_of(config, planned),
     )
 
 

@@ -292,32 +292,49 @@ def profile_stages(config: Config, mesh: Mesh, coordinate: Coordinate) -> dict[i
     # Each choice of a token is computed by one of the ep ranks, which have equal loads.
     tracker.count_expert_rows(tokens.numel() * kind.num_experts_per_tok)
     boundary = torch.empty(shape, dtype=dtype_of(train.dtype), device="meta")
-    profiles = {}
+    profiles: dict[int, StageProfile] = {}
+    profiled: dict[Any, tuple[StageProfile, Sequence[int]]] = {}
+    """Profiles by kind of stage, and the segments of the profiled stage."""
     with tracker:
         register_uses(segments, tracker.use, True)
         for number in layout.stages:
-            profiled = _layers_to_profile(model, layout.layers[number])
-            is_last = number == layout.schedule.num_stages - 1
-            stage = Stage(model, set(profiled.values()), number == 0, is_last, objective)
             of_stage = [n for n, segment in enumerate(segments) if segment.stage == number]
-            run = _profile_stage(tracker, stage, of_stage, tokens, boundary, layout.schedule)
-            copies = {numbers[f"block {n}"]: numbers[f"block {o}"] for n, o in profiled.items()}
-            profiles[number] = _with_all_layers(run, of_stage, copies)
+            kinds = _kinds_of_layers(model, layout.layers[number])
+            is_last = number == layout.schedule.num_stages - 1
+            key = tuple(kinds.values()), number == 0, is_last
+            if key not in profiled:
+                of_kind = {
+                    n: same[min(at, 1)] for same in _grouped(kinds) for at, n in enumerate(same)
+                }
+                stage = Stage(model, set(of_kind.values()), number == 0, is_last, objective)
+                run = _profile_stage(tracker, stage, of_stage, tokens, boundary, layout.schedule)
+                copies = {numbers[f"block {n}"]: numbers[f"block {o}"] for n, o in of_kind.items()}
+                profiled[key] = _with_all_layers(run, of_stage, copies), of_stage
+            profile, theirs = profiled[key]
+            profiles[number] = _renumbered(profile, dict(zip(theirs, of_stage, strict=True)))
     return profiles
 
 
-def _layers_to_profile(model: Transformer, layers: range) -> dict[int, int]:
-    """Return, for each layer of a stage, the layer whose figures it has."""
-    of_kind: dict[Any, list[int]] = {}
+def _kinds_of_layers(model: Transformer, layers: range) -> dict[int, Any]:
+    """Return a value for each layer of a stage. Layers with equal values have the same figures,
+    except for the first of them."""
+    kinds = {}
     embedding = [] if model.embed is None else [model.embed]
     trains_before = layers[0] > 0 and not embedding
     trains_before |= any(p.requires_grad for module in embedding for p in module.parameters())
     for number in layers:
         trained = tuple(p.requires_grad for p in model.blocks[str(number)].parameters())
-        kind = model.config.layer(number), trained, trains_before
-        of_kind.setdefault(kind, []).append(number)
+        kinds[number] = model.config.layer(number), trained, trains_before
         trains_before |= any(trained)
-    return {n: same[min(at, 1)] for same in of_kind.values() for at, n in enumerate(same)}
+    return kinds
+
+
+def _grouped(kinds: Mapping[int, Any]) -> Iterable[list[int]]:
+    """Return the layers of each kind."""
+    groups: dict[Any, list[int]] = {}
+    for number, kind in kinds.items():
+        groups.setdefault(kind, []).append(number)
+    return groups.values()
 
 
 def _profile_stage(
@@ -370,3 +387,11 @@ def _with_all_layers(
     return StageProfile(
         forward, tuple(expand(profile.backward, reversed(segments))), profile.weights
     )
+
+
+def _renumbered(profile: StageProfile, segments: Mapping[int, int]) -> StageProfile:
+    """Return a profile with other indices of segments."""
+    forward, backward = (
+        tuple(use._replace(segment=segments[use.segment]) for use in uses) for uses in profile[:2]
+    )
+    return profile._replace(forward=forward, backward=backward)

@@ -243,6 +243,18 @@ def attach(
     )
 
 
+def staging_of(config: Config, planned: PlannedRank) -> int:
+    """Return the bytes of host memory that checkpoint.async_save needs on a rank; 0 without it."""
+    if not config.checkpoint.async_save:
+        return 0
+    scatter = config.checkpoint.scatter
+    of_rank = states_of_rank(config.model, planned.layout, planned.groups, planned.engine)
+    staging = staging_bytes(states_to_write(of_rank, scatter))
+    if config.checkpoint.model_interval:
+        staging += staging_bytes(masters_to_write(of_rank, scatter), MODEL_DTYPE)
+    return staging
+
+
 def _kinds(mesh: Mesh) -> Iterator[Coordinate]:
     """Yield the mesh coordinate with dp = ep = 0 for each pair of a pp index and a tp index."""
     # Ranks that differ only along dp or ep have states of the same size.
@@ -274,12 +286,7 @@ def plan_ranks(config: Config, mesh: Mesh) -> Iterator[tuple[Coordinate, dict[st
             coordinate = coordinate._replace(dp=writer_in_paper(mesh, coordinate))
         planned = plan_rank(config, mesh, coordinate)
         sizes, cache = planned.engine.state_bytes(), planned.engine.cache_bytes
-        staging = 0
-        if config.checkpoint.async_save:
-            of_rank = states_of_rank(config.model, planned.layout, planned.groups, planned.engine)
-            staging = staging_bytes(states_to_write(of_rank, scatter))
-            if config.checkpoint.model_interval:
-                staging += staging_bytes(masters_to_write(of_rank, scatter), MODEL_DTYPE)
+        staging = staging_of(config, planned)
         yield (
             coordinate,
             sizes | {"cache": cache, "total": sizes["total"] + cache, "staging": staging},

@@ -48,6 +48,7 @@ from optimus.observe.events import (
 from optimus.observe.health import TrainingHealth, measure_expert_load
 from optimus.observe.log import indented
 from optimus.peak import RunPeak
+from optimus.planner.offload import settle_placement
 from optimus.platform import dtype_of
 from optimus.rank.model import RankModel, uncompiled
 from optimus.rank.states import check_names, check_slots, states_of_rank
@@ -239,7 +240,15 @@ class Run:
             if config.observe.tensorboard and plan.mesh.pp > 1:
                 self.recorder.add(self.trace)
         self.groups = join_groups(plan.mesh, world, config.parallel.virtual_stages, self.recorder)
-        self.rank_model = RankModel(config, self.groups, plan.batch, world.device)
+        placed = settle_placement(
+            config,
+            self.groups,
+            plan.batch.microbatches_per_rank,
+            world.device,
+            world.launch.local_world_size,
+            logger.info if world.is_first else lambda line: None,
+        )
+        self.rank_model = RankModel(placed, self.groups, plan.batch, world.device)
         self.model, layout = self.rank_model.model, self.rank_model.layout
         # A run that starts from weights alone also needs initial values, because the dispatchers
         # are timed before the weights are loaded. If the states were NaN, the router would send all

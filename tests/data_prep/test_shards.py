@@ -17,12 +17,12 @@ from data_prep.cli import main
 from data_prep.dataset.manifest import read_manifest
 from data_prep.pipeline.shard import PROCESS_BYTES, divide_memory, memory_for
 from data_prep.pipeline.verify import verify
-from data_prep.runtime import memory
 from data_prep.shuffle import gather as gather_module
 from data_prep.shuffle.gather import Gatherer
 from data_prep.shuffle.order import Permutation, read_order, rows_of_shard
 from data_prep.tokenize.store import array_path
 from optimus.errors import ConfigError, DataError
+from optimus.launch import environment
 from tests.data_prep.corpus import CONTEXT, peak_memory, run_arguments, run_killed_at, shards, tree
 
 
@@ -207,18 +207,18 @@ def test_shard_is_synced_before_its_rename_and_the_rename_before_its_mark(
 
 
 def test_usable_memory_is_the_limit_of_the_control_group(tmp_path, monkeypatch):
-    physical = memory.usable_memory()
-    monkeypatch.setattr(memory, "_CGROUPS", tmp_path)
-    monkeypatch.setattr(memory, "_OWN", cgroup_file := tmp_path / "own")
+    physical = environment.usable_memory()
+    monkeypatch.setattr(environment, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(environment, "_OWN_CGROUP", cgroup_file := tmp_path / "own")
     for lines, path in (("0::/job/step", "job"), ("3:cpu:/\n4:memory:/a/b", "memory/a")):
         cgroup_file.write_text(lines + "\n")
         folder = tmp_path / path
         folder.mkdir(parents=True)
         name = "memory.max" if path == "job" else "memory.limit_in_bytes"
         (folder / name).write_text("max" if path == "job" else str(1 << 62))
-        assert memory.usable_memory() <= physical
+        assert environment.usable_memory() <= physical
         (folder / name).write_text("123456789\n")
-        assert memory.usable_memory() == 123456789
+        assert environment.usable_memory() == 123456789
 
 
 def test_default_shard_size_is_a_64th_within_limits():

@@ -1,0 +1,128 @@
+"""Tests of offload.mode = "auto": placements fit, and train to the bits of other placements."""
+
+from __future__ import annotations
+
+import pytest
+
+from optimus.config import make_config
+from optimus.config.machine import Links
+from optimus.distributed.mesh import Coordinate, make_mesh
+from optimus.errors import ConfigError
+from optimus.planner.memory import rank_memory
+from optimus.planner.offload import Limits, decide_placement
+from tests.kit.runs.results import assert_same_run
+from tests.kit.runs.tiny import tiny_tree
+from tests.kit.runs.training import printed_by, run_and_catch
+from tests.planner.test_memory import WIDE, measure
+
+FIRST = Coordinate(0, 0, 0, 0)
+LINKS = Links(to_device=1e9, to_host=1e9, host_adam=1e8, flops=1e10, memory=1e10)
+HOST = 1 << 30
+AUTO = {"offload__mode": "auto"}
+
+
+def decide(
+    device: int, host: int = HOST, microbatches: int = 8, device_type: str = "cpu", **settings
+):
+    config = make_config(tiny_tree("d", "r", **{**WIDE, **AUTO, **settings}))
+    mesh = make_mesh(config.parallel)
+    limits = Limits(device, host, LINKS)
+    return decide_placement(config, mesh, FIRST, microbatches, limits, device_type)
+
+
+def needed(**settings) -> int:
+    """Return the bytes that a run without offloading needs."""
+    config = make_config(tiny_tree("d", "r", **{**WIDE, **settings}))
+    return rank_memory(config, make_mesh(config.parallel), FIRST, 8, "cpu").device
+
+
+def test_nothing_is_offloaded_where_all_fits() -> None:
+    decision = decide(needed())
+    assert decision.config.offload.mode == "off" and decision.time is None
+    assert decision.memory.device == needed()
+    decision = decide(needed() - 1)
+    assert decision.config.offload.mode == "manual" and decision.config.offload.host_share > 0
+
+
+@pytest.mark.parametrize("settings", [{}, {"train__deterministic": True, "train__dtype": "bf16"}])
+def test_memory_is_limited_down_to_the_smallest_limit(settings: dict) -> None:
+    with pytest.raises(ConfigError) as refused:
+        decide(1000, **settings)
+    text = str(refused.value)
+    least = int(text.split("at least ")[1].split(" byte")[0].replace(",", ""))
+    assert f"{least - 1000:,} bytes more than now" in text and "\n" not in text
+    for limit in (least, (least + needed(**settings)) // 2):
+        decision = decide(limit, **settings)
+        assert decision.memory.device <= limit
+        share = decision.config.offload.host_share
+        assert 0 < share < 1
+    with pytest.raises(ConfigError, match="1 byte more than now"):
+        decide(least - 1, **settings)
+
+
+def test_a_plan_for_an_accelerator_leaves_memory_to_its_allocator() -> None:
+    limit = needed() * 20 // 19 + 1
+    assert decide(limit, device_type="cuda").config.offload.mode == "off"
+    assert decide(limit - 20, device_type="cuda").config.offload.mode == "manual"
+
+
+def test_host_memory_is_limited() -> None:
+    decision = decide(needed() * 6 // 10)
+    used = decision.memory.host
+    assert used > 0
+    with pytest.raises(ConfigError, match=r"offload\.host_memory must be at least [\d,]+ bytes"):
+        decide(needed() * 6 // 10, host=used // 4)
+
+
+def test_the_limit_holds_in_a_step(ranks) -> None:
+    limit = needed() * 6 // 10
+    decision = decide(limit)
+    chosen = {f"offload__{key}": value for key, value in decision.config.offload if value}
+    chosen |= {f"optim__{key}": getattr(decision.config.optim, key) for key in SIZES}
+    tree = tiny_tree("d", "r", **{**WIDE, **chosen})
+    ((planned, most),) = ranks(1, measure, tree, start_world=False)
+    assert 0.9 * planned < most <= planned == decision.memory.device <= limit
+
+
+SIZES = ("cache_chunks", "chunk_length")
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_auto_trains_to_the_same_bits(ranks, tiny_data, tmp_path, size: int) -> None:
+    run = {"train__max_steps": 4, "optim__chunk_length": 4000, "optim__sharding": "so"}
+    plain, auto = tmp_path / "plain", tmp_path / "auto"
+    alone = {"start_world": False, "timeout_s": 120}
+    ranks(size, printed_by, tiny_tree(tiny_data, plain, **run), **alone)
+    capped = {**run, **AUTO, "offload__device_memory": "650000"}
+    log = ranks(size, printed_by, tiny_tree(tiny_data, auto, **capped), **alone)[0]
+    assert "of the chunks on the host" in log
+    assert_same_run(plain, auto)
+
+
+def test_a_run_that_does_not_fit_is_refused_before_its_first_step(ranks, tiny_data, tmp_path):
+    tree = tiny_tree(tiny_data, tmp_path / "run", **AUTO, offload__device_memory="1kB")
+    tree["offload"]["device_memory"] = "1000"
+    ((status, message),) = ranks(1, run_and_catch, tree, start_world=False)
+    assert status == 2
+    assert message.startswith("offload.mode = 'auto': the run does not fit: ")
+
+
+def test_limits_apply_to_manual_placements(ranks, tiny_data, tmp_path) -> None:
+    manual = {"offload__mode": "manual", "offload__host_share": 0.5}
+    tree = tiny_tree(tiny_data, tmp_path / "run", **manual, offload__host_memory="1000")
+    ((status, message),) = ranks(1, run_and_catch, tree, start_world=False)
+    assert status == 2 and "offload.host_memory must be at least" in message
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"offload__device_memory": "20 bananas", **AUTO}, "must be a size such as"),
+        ({"offload__device_memory": "20GB"}, "has no meaning with offload.mode = 'off'"),
+        ({"offload__host_share": 0.5, **AUTO}, "offload.mode = 'auto' chooses it"),
+        ({"offload__order": "layer", **AUTO}, "offload.mode = 'auto' chooses it"),
+    ],
+)
+def test_wrong_settings_are_refused(settings: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_config(tiny_tree("d", "r", **settings))
