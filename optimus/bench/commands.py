@@ -21,7 +21,7 @@ _MOVED = {
 
 
 _OPTIONS = {
-    "step": ("steps", "nproc", "profile"),
+    "step": ("steps", "nproc", "profile", "trace"),
     "supervision": (
         *("only", "rounds", "nodes", "ranks_per_node", "updates"),
         *("alarm_s", "load", "seed", "dir"),
@@ -71,6 +71,12 @@ def _add_step_options(group: argparse._ArgumentGroup) -> None:
         metavar="N",
         help="start N local ranks and measure time, payload bytes by mesh axis and pipeline bubble "
         "instead of comparing with plain torch",
+    )
+    group.add_argument(
+        "--trace",
+        metavar="FILE",
+        help="with --nproc: write the pipeline actions of all ranks in the last update to this "
+        "file, for ui.perfetto.dev; optimus plan --trace writes the planned actions",
     )
     group.add_argument(
         "--profile",
@@ -204,6 +210,8 @@ def _bench_step(args: argparse.Namespace, arguments: list[str]) -> int:
         ranks = max(nproc, launch.world_size)
         if args.profile and ranks > 1:
             raise ConfigError(f"--profile measures one process, not {ranks}; remove --profile")
+        if args.trace and (args.profile or (ranks == 1 and not args.nproc)):
+            raise ConfigError(f"--trace {args.trace} needs ranks; add --nproc N")
     except OptimusError as error:
         refuse_together(launch, error)
     if nproc and not args.profile:
@@ -225,7 +233,8 @@ def _bench_step(args: argparse.Namespace, arguments: list[str]) -> int:
     else:
         from optimus.bench.layout import bench_layout, format_layout
 
-        result, text = bench_layout(config, steps, launch), format_layout
+        trace = None if args.trace is None else Path(args.trace)
+        result, text = bench_layout(config, steps, launch, trace), format_layout
     if result is not None:
         print(json.dumps(result) if args.json else text(result))
     return 0

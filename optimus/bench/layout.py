@@ -13,6 +13,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import defaultdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from optimus.distributed.groups import Groups
 from optimus.distributed.world import World, end_run, end_world, start_world
 from optimus.errors import OptimusError, counted
 from optimus.launch.environment import LaunchEnv
+from optimus.observe.chrome_trace import TracedAction, write_trace
 from optimus.observe.events import ActionEvent, ActionTrace, Recorders, TrafficMeter
 from optimus.parallel.pipeline.actions import COMPUTE, Action, Kind, Schedule
 from optimus.parallel.pipeline.simulate import simulate, unit_costs
@@ -39,13 +41,17 @@ Traffic = dict[str, dict[str, list[int]]]
 axes of a process group, such as `dp x ep`."""
 
 
-def bench_layout(config: Config, steps: int, launch: LaunchEnv) -> dict[str, Any] | None:
+def bench_layout(
+    config: Config, steps: int, launch: LaunchEnv, trace: Path | None = None
+) -> dict[str, Any] | None:
     """Measure the time of updates on random tokens. All ranks of the run must call this function.
 
     Args:
         config: Configuration of the run.
         steps: Number of timed updates.
         launch: Rank of this process, world size and rendezvous address.
+        trace: File to which rank 0 writes the pipeline actions of all ranks in the last update;
+            None to write no file.
 
     Returns:
         On rank 0, a dict with the conditions and the results, for `format_layout`. None on all
@@ -61,14 +67,14 @@ def bench_layout(config: Config, steps: int, launch: LaunchEnv) -> dict[str, Any
         failure = error
     world = start_world(launch, config.parallel.timeout_s, config.train.device, failure)
     try:
-        result = _measure(config, steps, world)
+        result = _measure(config, steps, world, trace)
     except Exception as error:
         raise end_run(error, launch, world.agreement, "benchmark") from error
     end_world()
     return result if launch.is_first else None
 
 
-def _measure(config: Config, steps: int, world: World) -> dict[str, Any]:
+def _measure(config: Config, steps: int, world: World, path: Path | None) -> dict[str, Any]:
     """Measure the time of the updates. Return on every rank the dict that `bench_layout` returns on
     rank 0."""
     mesh, plan = divide(config, world.size)
@@ -86,16 +92,21 @@ def _measure(config: Config, steps: int, world: World) -> dict[str, Any]:
         meter.clear()
         trace.events.clear()
         barrier(world.everyone)
-        start = time.perf_counter()
+        start_ns = time.perf_counter_ns()
         updater.run(step, microbatches)
         platform.synchronize(world.device)
-        elapsed_s = time.perf_counter() - start
+        elapsed_s = (time.perf_counter_ns() - start_ns) / 1e9
         if step <= _WARMUP:
             continue
         seconds.append(max(all_gather_objects(elapsed_s, world.everyone, float)))
         bubbles.append(_measured_bubble(trace.events, groups))
         for event in trace.events:
             costs[Kind[event.kind], event.stage].append(event.busy_ns / 1e9)
+    if path is not None:
+        actions = [_traced(event, start_ns) for event in trace.events if event.kind in _TRACED]
+        ranks = all_gather_objects(actions, world.everyone, list[TracedAction])
+        if world.is_first:
+            write_trace(path, ranks, "measured")
     by_axes: Traffic = {}
     for (axes, operation), count in meter.counts.items():
         by_axes.setdefault(axes, {})[operation] = list(count)
@@ -124,6 +135,18 @@ def _measure(config: Config, steps: int, world: World) -> dict[str, Any]:
         ),
         "bubble": _bubbles(schedule, bubbles, all_means),
     }
+
+
+_TRACED = {kind.name for kind in (*COMPUTE, Kind.REDUCE_GRAD, Kind.OPT_STEP)}
+"""The kinds of actions that a simulation of the schedule has, too."""
+
+
+def _traced(event: ActionEvent, start_ns: int) -> TracedAction:
+    """Return an action for a trace that begins at `start_ns`. An action waits at its beginning."""
+    begin, end = (
+        ns / 1e9 for ns in (event.end_ns - event.busy_ns - start_ns, event.end_ns - start_ns)
+    )
+    return TracedAction(event.kind, event.stage, event.microbatch, begin, end)
 
 
 def _measured_bubble(events: list[ActionEvent], groups: Groups) -> float:

@@ -214,8 +214,8 @@ def decide_placement(
 
 
 _DIVISORS = (1, 4, 16)
-"""Chunk lengths that `decide_placement` tries, as fractions of `optim.chunk_length`. Small chunks need
-a smaller cache."""
+"""`decide_placement` tries chunks of `optim.chunk_length` divided by these numbers. Smaller chunks
+need a smaller cache."""
 
 
 def reserve_of(device_memory: int, device: str) -> int:
