@@ -9,7 +9,6 @@ two ratios of benefit to memory instead, which assume that nothing overlaps: `ca
 
 from __future__ import annotations
 
-import bisect
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,8 +16,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
+
 from optimus.chunks.reductions import MAX_COPYING
-from optimus.chunks.residency import Use, fewest_slots, plan_residency
+from optimus.chunks.residency import Use, plan_residency
 from optimus.chunks.step_time import StepTime, StepWork, predict_step
 from optimus.config.machine import Links
 
@@ -90,38 +91,77 @@ class Workload:
     def device(self, num_host: int, slots: int) -> int:
         """Return the bytes on the device if the last `num_host` chunks are on the host and the
         cache has `slots` slots."""
-        first = len(self.chunks) - num_host
-        cached = sorted(chunk.cached for chunk in self.chunks[first:])
-        resident = sum(chunk.resident for chunk in self.chunks[:first])
-        gathered = sum(cached[len(cached) - slots :])
-        return self.device_bytes + resident + gathered + self._gradients(first)
+        return int(self._uncached[num_host]) + sum(self._largest(num_host)[:slots].tolist())
 
-    def _gradients(self, first: int) -> int:
-        """Return the largest size of the gradients that are on the device during a backward, for
-        the chunks from number `first` on."""
-        sizes = {number: self.chunks[number].gradients for number in range(first, len(self.chunks))}
-        largest = sorted(sizes, key=lambda number: sizes[number])[-MAX_COPYING - self._most :]
-        most = 0
-        for needs in self.needs:
-            now = {number for number in needs if number >= first}
-            copying = [sizes[number] for number in largest if number not in now][-MAX_COPYING:]
-            most = max(most, sum(sizes[number] for number in now) + sum(copying))
-        return most
-
-    @cached_property
-    def _most(self) -> int:
-        return fewest_slots(self.needs)
-
-    def host(self, num_host: int) -> int:
-        """Return the bytes on the host if the last `num_host` chunks are there."""
-        chunks = self.chunks[len(self.chunks) - num_host :]
-        copied = max((chunk.copied for chunk in chunks), default=0)
-        return self.host_bytes + sum(chunk.host for chunk in chunks) + MAX_COPYING * copied
+    def most_slots(self, num_host: int, device_memory: int) -> int | None:
+        """Return the size of the largest cache that fits if the last `num_host` chunks are on the
+        host; None if none fits."""
+        gathered = self._largest(num_host).cumsum()
+        slots = int(gathered.searchsorted(device_memory - self._uncached[num_host], "right"))
+        return slots if slots >= self.fewest_slots(num_host) else None
 
     def fewest_slots(self, num_host: int) -> int:
         """Return the smallest cache for the last `num_host` chunks."""
-        first = len(self.chunks) - num_host
-        return fewest_slots([frozenset(n for n in needs if n >= first) for needs in self.needs])
+        return int(self._counts[num_host])
+
+    def host(self, num_host: int) -> int:
+        """Return the bytes on the host if the last `num_host` chunks are there."""
+        total = self._total("host")[num_host] + MAX_COPYING * self._most_copied[num_host]
+        return self.host_bytes + int(total)
+
+    def _largest(self, num_host: int) -> np.ndarray:
+        """Return the sizes of the last `num_host` chunks, with the largest first."""
+        return np.sort(self._cached[len(self.chunks) - num_host :])[::-1]
+
+    @cached_property
+    def _cached(self) -> np.ndarray:
+        return np.array([chunk.cached for chunk in self.chunks])
+
+    @cached_property
+    def _most_copied(self) -> np.ndarray:
+        copied = [0, *(chunk.copied for chunk in reversed(self.chunks))]
+        return np.maximum.accumulate(copied)
+
+    def _total(self, name: str) -> np.ndarray:
+        """Return, for each number of chunks on the host, the sum of a cost of these chunks."""
+        if name not in self._totals:
+            costs = [getattr(chunk, name) for chunk in reversed(self.chunks)]
+            self._totals[name] = np.concatenate([[0], np.cumsum(costs)])
+        return self._totals[name]
+
+    @cached_property
+    def _totals(self) -> dict[str, np.ndarray]:
+        return {}
+
+    @cached_property
+    def _is_needed(self) -> np.ndarray:
+        """[segments, chunks + 1]: True where a segment needs a chunk. The chunks are in reverse
+        order after a column of False."""
+        needed = np.zeros((len(self.needs), len(self.chunks) + 1), dtype=bool)
+        for segment, needs in enumerate(self.needs):
+            needed[segment, [len(self.chunks) - chunk for chunk in needs]] = True
+        return needed
+
+    @cached_property
+    def _counts(self) -> np.ndarray:
+        """For each number of chunks on the host, the largest number of them in a segment."""
+        return self._is_needed.cumsum(axis=1).max(axis=0)
+
+    @cached_property
+    def _uncached(self) -> np.ndarray:
+        """For each number of chunks on the host, the bytes on the device without the cache: those
+        of resident chunks, and the largest gradients during a backward."""
+        resident = self._total("resident")
+        gradients = np.array([0, *(chunk.gradients for chunk in reversed(self.chunks))])
+        now = np.where(self._is_needed, gradients, 0).cumsum(axis=1)
+        # While a segment computes, the largest gradients of others may be copied to the host.
+        others = np.where(self._is_needed, 0, gradients)
+        copying = np.zeros_like(now)
+        for _ in range(MAX_COPYING):
+            largest = np.maximum.accumulate(others, axis=1)
+            copying += largest
+            others = _without(others, largest)
+        return self.device_bytes + resident[-1] - resident + (now + copying).max(axis=0)
 
     def estimate(self, num_host: int, slots: int, links: Links) -> float:
         """Return the estimated time of a step, in seconds: the largest time of a resource, or of
@@ -130,13 +170,12 @@ class Workload:
         The number of gathers is that of a step with one chunk for each segment, as in
         `optimus.chunks.residency`.
         """
-        chunks = self.chunks[len(self.chunks) - num_host :]
-        if not chunks:
+        if not num_host:
             return self.compute_s
         gathers = self._sweeps * num_host - (self._sweeps - 1) * slots
-        uploaded = sum(chunk.uploaded for chunk in chunks) / num_host * gathers
-        copied = sum(chunk.copied for chunk in chunks) * self.reductions
-        updates = sum(chunk.elements for chunk in chunks) / links.host_adam
+        uploaded = self._total("uploaded")[num_host] / num_host * gathers
+        copied = self._total("copied")[num_host] * self.reductions
+        updates = self._total("elements")[num_host] / links.host_adam
         return max(
             uploaded / links.to_device,
             copied / links.to_host,
@@ -211,7 +250,7 @@ def search(
     workloads = list(workloads)
     fitting: list[tuple[float, int, int, int, Workload]] = []
     for workload, num_host in _numbers(workloads):
-        slots = _most_slots(workload, num_host, device_memory)
+        slots = workload.most_slots(num_host, device_memory)
         if slots is not None and workload.host(num_host) <= host_memory:
             estimate = workload.estimate(num_host, slots, links)
             fitting.append((estimate, num_host, -slots, len(fitting), workload))
@@ -248,12 +287,11 @@ def _numbers(workloads: Sequence[Workload]) -> Iterator[tuple[Workload, int]]:
             yield workload, num_host
 
 
-def _most_slots(workload: Workload, num_host: int, device_memory: int) -> int | None:
-    """Return the size of the largest cache that fits; None if none fits."""
-    fewest = workload.fewest_slots(num_host)
-    sizes = range(fewest, num_host + 1)
-    at = bisect.bisect_right(sizes, device_memory, key=lambda n: workload.device(num_host, n))
-    return sizes[at - 1] if at else None
+def _without(values: np.ndarray, largest: np.ndarray) -> np.ndarray:
+    """Replace, in each row, the values that have become the largest by the largest before them.
+    `largest` are the cumulative maxima of the rows."""
+    before = np.concatenate([np.zeros_like(largest[:, :1]), largest[:, :-1]], axis=1)
+    return np.minimum(values, before)
 
 
 def _nearest(workloads: Sequence[Workload], device_memory: int, host_memory: int) -> NoPlacement:
