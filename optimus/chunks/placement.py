@@ -2,7 +2,7 @@
 the order of the microbatches.
 
 The search minimises the time of a step: the largest of the times for which the device computes, the
-link copies in each direction, and the host updates. Elixir (arXiv 2212.05339, section 5) compares
+link copies in each direction, and the host updates. Elixir (arXiv 2212.05339, section 5.1) compares
 two ratios of benefit to memory instead, which assume that nothing overlaps: `cache_benefit` and
 `upload_benefit`.
 """
@@ -307,7 +307,7 @@ def _nearest(workloads: Sequence[Workload], device_memory: int, host_memory: int
 
 
 class Rates(NamedTuple):
-    """Aggregate rates of n processes, for Elixir's benefits (section 5.2 of the paper)."""
+    """Aggregate rates of n processes, for Elixir's benefits (section 5.1 of the paper)."""
 
     to_device: float
     """Parameters per second from the host to the device, times the bytes of a parameter."""
