@@ -1,7 +1,8 @@
-"""Definitions of machines in TOML: environment variables, core binding, queues and addresses.
+"""Definitions of machines in TOML: environment variables, core binding, queues, addresses and rates
+of the hardware.
 
-`configs/machine/NAME.toml` defines the machine NAME. `optimus launch` and the job scripts for PBS
-read this file.
+`configs/machine/NAME.toml` defines the machine NAME. `optimus launch`, the job scripts for PBS and
+the planner read this file.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ import re
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, ValidationError
 
+from optimus.config.hardware import Device, Figure, Level, Storage, check_levels
 from optimus.config.load import explain, read_tree
 from optimus.config.sections import Count, CountOrZero, Section
 from optimus.errors import ConfigError, counted, refuse_if
@@ -127,6 +129,20 @@ class Machine(Section):
     """Default of `resilience.heartbeat_s`."""
     links: Links | None = None
     """Rates between the tiers of memory; none: not measured."""
+    device: Device | None = None
+    """The device of a rank; none: no figures."""
+    levels: Annotated[tuple[Level, ...], Field(strict=False), AfterValidator(check_levels)] = ()
+    """Levels of the network, from the fastest to the slowest."""
+    algorithm: Literal["ring", "halving", "hierarchical"] = "ring"
+    """Algorithm of large collectives, for the planner. `ring`: each rank sends to the next rank of
+    the group. `halving`: recursive halving and doubling (Rabenseifner). `hierarchical`: within a
+    domain of each level first."""
+    host_memory_bytes: Figure | None = None
+    """Memory of a node's host."""
+    storage: Annotated[tuple[Storage, ...], Field(strict=False)] = ()
+    """File systems."""
+    failures_per_node_day: Figure | None = None
+    """Mean number of failures of a node in a day."""
     queues: Annotated[tuple[Queue, ...], Field(strict=False)] = ()
     """The limits of queues. Jobs in other queues are not checked."""
     environment: Annotated[tuple[Environment, ...], Field(strict=False)] = ()

@@ -40,7 +40,7 @@ def test_wrong_file_is_refused_in_a_line(tmp_path, capsys, text, message):
 
 
 def test_unknown_machine_is_refused_with_the_known_names(tmp_path):
-    with pytest.raises(ConfigError, match="no such machine; use one of aurora"):
+    with pytest.raises(ConfigError, match="no such machine; use one of a100-80, aurora, "):
         load_machine("auror")
     with pytest.raises(ConfigError, match="no such configuration file"):
         load_machine(str(tmp_path / "absent.toml"))
@@ -75,7 +75,8 @@ def test_each_value_of_aurora_has_a_source_with_a_date():
     """A source is above its values; after an empty line, the next values need another one."""
     blocks = (FOLDER / "aurora.toml").read_text().split("\n\n")
     for block in blocks[1:]:
-        if "=" in block and not block.startswith("[[queues]]"):
+        # The figures of the hardware have keys for the source and the date, which are required.
+        if "=" in block and not block.startswith("[[queues]]") and 'source = "' not in block:
             assert "20" in block.partition("#")[2], block
     text = "\n".join(blocks)
     assert text.count("2026-") >= 10

@@ -1,0 +1,193 @@
+"""Figures of a machine's hardware, each with its source: rates of devices, network and storage.
+
+The tables belong to the file of a machine, `configs/machine/NAME.toml`. A figure that has no source
+is left out of the file; `optimus.planner.step_time` lists the figures that it misses.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field, model_validator
+
+from optimus.config.sections import Count, CountOrZero, Section
+
+Positive = Annotated[float, Field(gt=0)]
+Dtype = Literal["fp32", "bf16", "fp16"]
+BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
+"""Bytes of an element of each dtype."""
+
+
+def _check_source(text: str) -> str:
+    if len(text.strip()) < 4:
+        raise ValueError("must name the page, paper or command that gives the figure")
+    return text
+
+
+class Figure(Section):
+    """A number with its source."""
+
+    value: Positive
+    """The number, in the unit of the key."""
+    source: Annotated[str, AfterValidator(_check_source)]
+    """Page, paper or command that gives the number."""
+    date: Annotated[str, Field(pattern=r"^\d{4}-\d{2}(-\d{2})?$")]
+    """Date of the source as YYYY-MM or YYYY-MM-DD. If the source has no date, the date on which it
+    was read."""
+    fitted_on: str = ""
+    """Published rows from which the number was fitted; empty if it was measured or specified. These
+    rows cannot test a prediction that uses the number."""
+
+
+def _refuse_above(name: str, achieved: float, limit: float) -> None:
+    if achieved > limit:
+        raise ValueError(
+            f"{name} = {achieved:.6g} is above the peak {limit:.6g}; correct one of the figures"
+        )
+
+
+class MeasuredProduct(Section):
+    """Rate of a matrix product [rows, inner] x [inner, columns]."""
+
+    rows: Count
+    inner: Count
+    columns: Count
+    flops: Figure
+    """FLOP/s, where a multiply-add is 2 FLOPs."""
+
+
+class Products(Section):
+    """Rates of matrix products in a dtype on one device, with all devices of a node busy.
+
+    The model of the rate is efficiency * peak, divided by (1 + half_size / size) for each of the
+    sizes `rows`, `inner` and `columns` of the product.
+    """
+
+    peak: Figure
+    """FLOP/s of the device that no product exceeds."""
+    efficiency: Figure | None = None
+    """Share of `peak` that very large products reach, below 1. Default: the share that the fastest
+    of the products in `measured` reaches."""
+    half_size: Figure | None = None
+    """Size, in elements, of a dimension at which a product reaches half of the rate that it reaches
+    if this dimension is very large. Default: the rate does not depend on the sizes."""
+    measured: Annotated[tuple[MeasuredProduct, ...], Field(strict=False)] = ()
+    """Rates by shape."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Products:
+        if self.efficiency is not None and self.efficiency.value >= 1:
+            raise ValueError(
+                f"efficiency = {self.efficiency.value} must be below 1, since products do not "
+                "exceed the peak"
+            )
+        for product in self.measured:
+            _refuse_above("measured.flops", product.flops.value, self.peak.value)
+        return self
+
+    @property
+    def best_share(self) -> float | None:
+        """Share of the peak that very large products reach; None if it is unknown."""
+        if self.efficiency is not None:
+            return self.efficiency.value
+        rates = [product.flops.value for product in self.measured]
+        return max(rates) / self.peak.value if rates else None
+
+
+class Device(Section):
+    """The device of one rank: a GPU, a tile of a GPU, or the cores of a rank on a CPU."""
+
+    name: str
+    """Substring of the name that the driver reports, for the comparison with the device found."""
+    memory_bytes: Figure
+    """Capacity of the memory."""
+    memory_peak: Figure | None = None
+    """Bytes per second that the memory transfers at most."""
+    memory_achieved: Figure | None = None
+    """Bytes per second that element-wise operations transfer. Default: `memory_peak`."""
+    launch_s: Figure | None = None
+    """Seconds in which the host starts one operation. Operations queue: if they run longer than
+    this, the launch takes no additional time."""
+    threads: CountOrZero = 0
+    """Number of threads of a rank during the measurement; 0 for accelerators."""
+    products: Annotated[dict[Dtype, Products], Field(default_factory=dict)]
+    """Rates of matrix products, by dtype."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Device:
+        if self.memory_achieved is not None and self.memory_peak is not None:
+            achieved, peak = self.memory_achieved.value, self.memory_peak.value
+            _refuse_above("memory_achieved", achieved, peak)
+        return self
+
+    @property
+    def memory_rate(self) -> float | None:
+        """Bytes per second of element-wise operations; None if it is unknown."""
+        figure = self.memory_achieved or self.memory_peak
+        return None if figure is None else figure.value
+
+
+class Level(Section):
+    """A level of the network: domains of ranks that reach each other at the same rate.
+
+    The domains of a level consist of domains of the previous level. The ranks of a domain have
+    consecutive numbers.
+    """
+
+    name: str
+    """Name of the domains, such as node or group."""
+    ranks: CountOrZero = 0
+    """Number of ranks in a domain; 0: all ranks of the machine."""
+    peak: Figure
+    """Bytes per second that one rank sends to other domains of the previous level, if all ranks
+    send."""
+    achieved: Figure | None = None
+    """Measured value of the same rate. Default: `peak`."""
+    taper: Figure | None = None
+    """Share of the rate that remains if all ranks send to other domains of the previous level, at
+    most 1, because the domains have too few links. Default: 1."""
+    latency_s: Figure | None = None
+    """Seconds of a step of a collective, apart from the transfer. Default: 0."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Level:
+        if self.achieved is not None:
+            _refuse_above("achieved", self.achieved.value, self.peak.value)
+        if self.taper is not None and self.taper.value > 1:
+            raise ValueError(f"taper = {self.taper.value} must be at most 1")
+        return self
+
+    @property
+    def rate(self) -> float:
+        """Bytes per second that one rank sends if all ranks send."""
+        rate = (self.achieved or self.peak).value
+        return rate if self.taper is None else rate * self.taper.value
+
+    @property
+    def step_s(self) -> float:
+        """Latency of a step of a collective in seconds."""
+        return 0.0 if self.latency_s is None else self.latency_s.value
+
+
+class Storage(Section):
+    """A file system."""
+
+    name: str
+    """Name of the file system."""
+    write: Figure
+    """Bytes per second that all nodes together write at most."""
+    read: Figure | None = None
+    """Bytes per second that all nodes together read at most."""
+
+
+def check_levels(levels: tuple[Level, ...]) -> tuple[Level, ...]:
+    """Check that the domains of each level consist of domains of the previous level. Raises
+    ValueError."""
+    for inner, outer in pairwise(levels):
+        if inner.ranks == 0 or (outer.ranks and outer.ranks % inner.ranks):
+            raise ValueError(
+                f"levels: {outer.name} with ranks = {outer.ranks} must be a multiple of "
+                f"{inner.name} with ranks = {inner.ranks}; 0 is for the last level only"
+            )
+    return levels

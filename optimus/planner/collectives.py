@@ -1,0 +1,202 @@
+"""Times of collectives, computed from the levels of a machine's network and the ranks of the group.
+
+All groups of the same kind communicate at the same time, as in training: a domain of S ranks, of
+which k belong to a group, contains S / k groups, and these share the links that leave the domain.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+from optimus.config.hardware import Level
+
+Operation = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"]
+Algorithm = Literal["ring", "halving", "hierarchical"]
+
+
+class Link(NamedTuple):
+    """Rates of one level of the network, from the machine file (`Level`)."""
+
+    name: str
+    ranks: int
+    """Number of ranks in a domain of the level; 0: all ranks."""
+    rate: float
+    """Bytes per second that one rank sends to other domains of the previous level, if all ranks
+    send."""
+    step_s: float = 0.0
+    """Latency of a step of a collective."""
+
+
+Links = tuple[Link, ...]
+"""Levels of a network, from the fastest to the slowest."""
+
+
+def links_of(levels: Sequence[Level]) -> Links:
+    """Return the rates of the levels in a machine file, each with its taper."""
+    return tuple(Link(level.name, level.ranks, level.rate, level.step_s) for level in levels)
+
+
+class GroupPath(NamedTuple):
+    """Links of one level that the ranks of a group use."""
+
+    link: Link
+    domains: int
+    """Number of domains of the previous level that hold ranks of the group, within a domain of this
+    level."""
+    per_domain: int
+    """Smallest number of ranks of the group in a domain of the previous level."""
+
+
+@lru_cache(maxsize=4096)
+def paths_of(ranks: tuple[int, ...], links: Links) -> tuple[GroupPath, ...]:
+    """Return the levels that the group of the global ranks `ranks` crosses, from the fastest level.
+
+    Raises:
+        ValueError: `links` is empty, or its last level does not contain all ranks.
+    """
+    if not links:
+        raise ValueError("the machine has no levels of its network")
+    paths, size = [], 1
+    for link in links:
+        outer: dict[int, dict[int, int]] = {}
+        for rank in ranks:
+            domain = rank // link.ranks if link.ranks else 0
+            inner = outer.setdefault(domain, {})
+            inner[rank // size] = inner.get(rank // size, 0) + 1
+        domains = max(len(inner) for inner in outer.values())
+        if domains > 1:
+            smallest = min(count for inner in outer.values() for count in inner.values())
+            paths.append(GroupPath(link, domains, smallest))
+        if len(outer) == 1:
+            return tuple(paths)
+        size = link.ranks
+    raise ValueError(f"the domains of the last level, {links[-1].name}, do not hold all ranks")
+
+
+def collective_s(
+    operation: Operation,
+    size_bytes: float,
+    ranks: tuple[int, ...],
+    links: Links,
+    algorithm: Algorithm = "ring",
+) -> float:
+    """Return the seconds of a collective of the global ranks `ranks`.
+
+    Args:
+        operation: The operation. `send` is a transfer from the first rank to the last rank.
+        size_bytes: Bytes of the full buffer of a rank: the input of all_reduce, reduce_scatter,
+            all_to_all, broadcast and send, the output of all_gather.
+        ranks: The group.
+        links: Levels of the network.
+        algorithm: Algorithm of all_reduce, all_gather and reduce_scatter.
+    """
+    if len(ranks) == 1:
+        return 0.0
+    paths = paths_of(ranks, links)
+    if operation == "send":
+        return size_bytes / paths[-1].link.rate + paths[-1].link.step_s
+    if operation == "all_to_all":
+        return _all_to_all(size_bytes, len(ranks), paths)
+    halves = 2 if operation == "all_reduce" else 1
+    if operation == "broadcast":  # a pipelined ring: the whole buffer crosses each edge
+        return size_bytes / _ring_rate(paths) + (len(ranks) - 1) * _slowest_step(paths)
+    if algorithm == "ring":
+        return halves * _ring(size_bytes, len(ranks), paths)
+    if algorithm == "halving":
+        return halves * _halving(size_bytes, ranks, links)
+    return halves * _hierarchical(size_bytes, paths)
+
+
+def _ring_rate(paths: Sequence[GroupPath]) -> float:
+    """Return the bytes per second of each edge of a ring. A ring leaves a domain once, while the
+    domain's k ranks of the group could all send, so the ring has the rate of k ranks. It does not
+    exceed the rate at which one rank sends within the domain."""
+    rate = math.inf
+    for path in paths:
+        rate = min(rate, path.per_domain * path.link.rate)
+    return rate
+
+
+def _slowest_step(paths: Sequence[GroupPath]) -> float:
+    return max(path.link.step_s for path in paths)
+
+
+def _ring(size_bytes: float, n: int, paths: Sequence[GroupPath]) -> float:
+    """Return the seconds of a reduce_scatter or all_gather in a ring: (n - 1) steps, in each of
+    which a rank sends 1/n of the buffer."""
+    return (n - 1) * (size_bytes / n / _ring_rate(paths) + _slowest_step(paths))
+
+
+def _halving(size_bytes: float, ranks: tuple[int, ...], links: Links) -> float:
+    """Return the seconds of a reduce_scatter by recursive halving (Rabenseifner 2004).
+
+    In step s, a rank exchanges 1/2^s of the buffer with a rank at the distance n/2^s. If n is no
+    power of two, the additional ranks exchange the whole buffer with a neighbour first.
+    """
+    whole = 1 << (len(ranks).bit_length() - 1)
+    seconds = 0.0
+    if whole < len(ranks):
+        link = paths_of((ranks[0], ranks[1]), links)[-1].link
+        seconds += size_bytes / link.rate + link.step_s
+    distance, sent = whole // 2, size_bytes / 2
+    while distance:
+        firsts = (i for i in range(whole) if i // distance % 2 == 0)
+        pairs = ((ranks[i], ranks[i + distance]) for i in firsts)
+        steps = {paths_of(pair, links)[-1].link for pair in pairs}
+        seconds += max(sent / link.rate + link.step_s for link in steps)
+        distance, sent = distance // 2, sent / 2
+    return seconds
+
+
+def _hierarchical(size_bytes: float, paths: Sequence[GroupPath]) -> float:
+    """Return the seconds of a reduce_scatter within the domains of each level in turn. The buffer
+    of a rank shrinks by the number of domains at each level."""
+    seconds, sent = 0.0, size_bytes
+    for path in paths:
+        d = path.domains
+        seconds += (d - 1) * (sent / d / path.link.rate + path.link.step_s)
+        sent /= d
+    return seconds
+
+
+def _all_to_all(size_bytes: float, n: int, paths: Sequence[GroupPath]) -> float:
+    """Return the seconds of an all_to_all: a rank sends 1/n of its buffer to each rank. The levels
+    transfer at the same time."""
+    reached, seconds, latency_s = 1, 0.0, 0.0
+    for path in paths:
+        new = min(n, reached * path.domains) - reached
+        seconds = max(seconds, size_bytes * new / n / path.link.rate)
+        latency_s += new * path.link.step_s
+        reached += new
+    return seconds + latency_s
+
+
+def crossing_bytes(
+    operation: Operation, size_bytes: float, ranks: tuple[int, ...], links: Links
+) -> dict[str, float]:
+    """Return the bytes that all ranks of a group together send across each level, by its name.
+
+    The ranks send in a ring or, for all_to_all, directly. Levels that the group does not cross are
+    absent.
+    """
+    n = len(ranks)
+    if n == 1:
+        return {}
+    totals: dict[str, float] = {}
+    halves = 2 if operation == "all_reduce" else 1
+    if operation == "all_to_all":
+        edges = [(a, b, size_bytes / n) for a in ranks for b in ranks if a != b]
+    elif operation == "send":
+        edges = [(ranks[0], ranks[-1], size_bytes)]
+    else:
+        share = size_bytes if operation == "broadcast" else halves * (n - 1) / n * size_bytes
+        edges = [(ranks[i], ranks[(i + 1) % n], share) for i in range(n)]
+        if operation == "broadcast":
+            edges.pop()
+    for a, b, sent in edges:
+        name = paths_of((a, b), links)[-1].link.name
+        totals[name] = totals.get(name, 0.0) + sent
+    return totals

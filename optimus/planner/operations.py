@@ -1,0 +1,302 @@
+"""The operations of a layer: shapes of matrix products, bytes of element-wise passes, collectives.
+
+A list of operations describes the forward pass of a layer on one rank for one microbatch. Its
+backward pass and its recomputation follow from the list. The time model reads these lists, and
+nothing else, so it also serves models that are not Optimus's.
+
+Dims: T tokens of a microbatch, D hidden, S sequence, H heads on the rank, A head size, F
+intermediate, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from optimus.config import ModelConfig
+from optimus.planner.collectives import Operation as CollectiveName
+
+
+class Product(NamedTuple):
+    """`repeats` matrix products [rows, inner] x [inner, columns]."""
+
+    modules: tuple[str, ...]
+    """Names of the modules that contain the operation. Recomputing one of them repeats it."""
+    rows: float
+    inner: float
+    columns: float
+    repeats: float = 1.0
+    launches: float = 1.0
+    """Number of kernels."""
+    share: float = 1.0
+    """Share of the product that the kernel computes: 1/2 for causal attention scores."""
+    backward_repeats: float = 0.0
+    """Share of the forward product that backward computes again, in addition to the products for
+    the two gradients."""
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.rows * self.inner * self.columns * self.repeats * self.share
+
+
+class Pass(NamedTuple):
+    """Element-wise or normalising operations, whose time is that of their memory traffic."""
+
+    modules: tuple[str, ...]
+    forward_bytes: float
+    """Bytes read and written in forward."""
+    backward_bytes: float
+    """Bytes read and written in backward."""
+    launches: float = 1.0
+    backward_launches: float = 1.0
+
+
+class Exchange(NamedTuple):
+    """A collective of the ranks along a mesh axis, which the following operations wait for."""
+
+    modules: tuple[str, ...]
+    axis: str
+    """Name of a mesh axis, such as tp."""
+    name: CollectiveName
+    forward_bytes: float
+    """Bytes of the full buffer in forward; 0 for none."""
+    backward_name: CollectiveName
+    backward_bytes: float
+
+
+Operation = Product | Pass | Exchange
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Attention of a block."""
+
+    heads: int
+    kv_heads: int
+    head_size: int
+    fused: bool = True
+    """True if one kernel computes scores, softmax and weighted sum without writing the scores, and
+    skips masked scores (FlashAttention, arXiv 2307.08691). False: kernels for each, with
+    dropout."""
+
+
+@dataclass(frozen=True)
+class Mlp:
+    """Feed-forward network of a block."""
+
+    intermediate: int
+    gated: bool = True
+    """True for SwiGLU with three weights, False for two weights and a GELU."""
+    experts: int = 0
+    """Number of experts of the layer; 0: a dense network."""
+    experts_per_token: int = 1
+
+
+@dataclass(frozen=True)
+class Block:
+    """A transformer block in a stack of equal blocks.
+
+    Attributes:
+        hidden: D.
+        attention, mlp: The submodules.
+        residual_bytes: Bytes that a residual addition reads and writes for an element in 2-byte
+            training. With dropout and bias as in Megatron-LM, it also writes a mask.
+    """
+
+    hidden: int
+    attention: Attention
+    mlp: Mlp
+    residual_bytes: int = 6
+
+
+class Split(NamedTuple):
+    """Division of a block over ranks."""
+
+    tp: int = 1
+    ep: int = 1
+    sequence_parallel: bool = False
+    """True if norms and residuals work on 1/tp of the tokens (arXiv 2205.05198)."""
+    dispatch: str = "alltoall"
+    """Transport of tokens to experts: alltoall or allgather."""
+
+
+def block_operations(
+    block: Block, tokens: int, seq_len: int, split: Split, element_bytes: int
+) -> tuple[Operation, ...]:
+    """Return the forward operations of a block on one rank for one microbatch.
+
+    Args:
+        block: The block.
+        tokens: T, tokens of a microbatch on the rank, over the tp ranks together.
+        seq_len: S.
+        split: Division over ranks. Routing of tokens to experts is uniform.
+        element_bytes: Bytes of an element of activations and weights.
+    """
+    e, t, d = element_bytes, tokens, block.hidden
+    tp, sp = split.tp, split.tp if split.sequence_parallel else 1
+    norm = Pass(("block", "norm"), 2 * e * t * d / sp, 4 * e * t * d / sp)
+    scale = e / 2
+    residual = block.residual_bytes * scale * t * d / sp
+    residuals = Pass(("block",), residual, residual, 1, 2)
+    size = t * d * e
+    operations: list[Operation] = [norm, *_before("attention", size, split)]
+    operations += _attention(block.attention, d, t, seq_len, tp, e)
+    operations += [*_after("attention", size, split), residuals, norm]
+    if block.mlp.experts:
+        operations += _experts(block.mlp, d, t, split, e)
+    else:
+        operations += _before("mlp", size, split)
+        operations += _dense(block.mlp, d, t, tp, e)
+        operations += _after("mlp", size, split)
+    return (*operations, residuals)
+
+
+def _before(module: str, size_bytes: float, split: Split) -> tuple[Exchange, ...]:
+    """Return the collectives before a module that is divided over tp (arXiv 1909.08053; with
+    sequence parallelism, arXiv 2205.05198). `size_bytes` are those of all tokens."""
+    names = ("block", module)
+    if split.tp == 1:
+        return ()
+    if not split.sequence_parallel:
+        return (Exchange(names, "tp", "all_reduce", 0, "all_reduce", size_bytes),)
+    return (
+        Exchange(names, "tp", "all_gather", size_bytes, "reduce_scatter", size_bytes),
+        # Backward gathers the input again for the gradient of the weight.
+        Exchange(names, "tp", "all_gather", 0, "all_gather", size_bytes),
+    )
+
+
+def _after(module: str, size_bytes: float, split: Split) -> tuple[Exchange, ...]:
+    """Return the collectives after a module that is divided over tp."""
+    names = ("block", module)
+    if split.tp == 1:
+        return ()
+    if not split.sequence_parallel:
+        return (Exchange(names, "tp", "all_reduce", size_bytes, "all_reduce", 0),)
+    return (Exchange(names, "tp", "reduce_scatter", size_bytes, "all_gather", size_bytes),)
+
+
+def _attention(
+    attention: Attention, d: int, t: int, s: int, tp: int, e: int
+) -> Iterable[Operation]:
+    names, core = ("block", "attention"), ("block", "attention", "core")
+    heads, size = attention.heads / tp, attention.head_size
+    width = (attention.heads + 2 * attention.kv_heads) * size / tp
+    inner = heads * size
+    yield Product(names, t, d, width)
+    # Split, transpose and rotation of queries and keys: read and write each element.
+    yield Pass(names, 2 * e * t * width, 2 * e * t * width, 3, 3)
+    sequences = t / s
+    if attention.fused:
+        # One kernel. Backward computes the scores again: 5 products for 2 of forward.
+        count = sequences * heads
+        yield Product(core, s, size, s, count, launches=0.5, share=0.5, backward_repeats=1.0)
+        yield Product(core, s, s, size, count, launches=0.5, share=0.5)
+        traffic = e * t * (width + inner)
+        yield Pass(core, traffic, 2 * traffic, 0, 0)
+    else:
+        yield Product(core, s, size, s, sequences * heads)
+        # Masked softmax reads and writes the scores. Dropout also writes a mask of 1 byte.
+        elements = sequences * heads * s * s
+        yield Pass(core, (4 * e + 1) * elements, (5 * e + 1) * elements, 2, 2)
+        yield Product(core, s, s, size, sequences * heads)
+    yield Product(names, t, inner, d)
+
+
+def _dense(mlp: Mlp, d: int, t: int, tp: int, e: int) -> Iterable[Operation]:
+    names, f = ("block", "mlp"), mlp.intermediate / tp
+    yield Product(names, t, d, 2 * f if mlp.gated else f)
+    # SwiGLU reads 2 F and writes F. Backward reads 3 F and writes 2 F, or 2 F and F for a GELU.
+    forward, backward = (3, 5) if mlp.gated else (2, 3)
+    yield Pass(names, forward * e * t * f, backward * e * t * f)
+    yield Product(names, t, f, d)
+
+
+def _experts(mlp: Mlp, d: int, t: int, split: Split, e: int) -> Iterable[Operation]:
+    """Yield the operations of a mixture of experts (optimus.model.moe) with uniform routing."""
+    names, k, ep = ("block", "moe"), mlp.experts_per_token, split.ep
+    on_rank = mlp.experts / ep
+    # alltoall sends each of the T*K rows to a rank; allgather gathers the tokens of all ep ranks.
+    rows = t * k
+    f = mlp.intermediate / split.tp
+    yield Product(("block", "moe"), t, d, mlp.experts)
+    yield Pass(names, 4 * 4 * t * mlp.experts, 4 * 4 * t * mlp.experts, 6, 6)
+    if ep > 1 and split.dispatch == "alltoall":
+        sent = rows * d * e
+        yield Exchange(names, "ep", "all_to_all", sent, "all_to_all", sent)
+    elif ep > 1:
+        gathered = t * ep * d * e
+        yield Exchange(names, "ep", "all_gather", gathered, "reduce_scatter", gathered)
+    per_expert = rows * ep / mlp.experts
+    yield Pass(names, 2 * e * rows * d, 2 * e * rows * d, 2, 2)
+    inner = ("block", "moe", "experts")
+    yield Product(inner, per_expert, d, 2 * f, on_rank, launches=1)
+    yield Pass(names, 3 * e * rows * f, 5 * e * rows * f)
+    yield Product(names, per_expert, f, d, on_rank, launches=1)
+    yield Pass(names, 2 * e * rows * d, 2 * e * rows * d, 2, 2)
+    if ep > 1 and split.dispatch == "alltoall":
+        sent = rows * d * e
+        yield Exchange(names, "ep", "all_to_all", sent, "all_to_all", sent)
+    elif ep > 1:
+        gathered = t * ep * d * e
+        yield Exchange(names, "ep", "reduce_scatter", gathered, "all_gather", gathered)
+    if split.tp > 1:
+        yield Exchange(names, "tp", "all_reduce", t * d * e, "all_reduce", t * d * e)
+
+
+def head_operations(
+    hidden: int, vocabulary: float, tokens: int, tp: int, element_bytes: int, loss_bytes: float = 60
+) -> tuple[Operation, ...]:
+    """Return the forward operations of the output head and the cross-entropy.
+
+    Args:
+        hidden, vocabulary, tokens, tp: D, V, T and the number of ranks that divide V.
+        element_bytes: Bytes of an element of activations and weights.
+        loss_bytes: Bytes that the cross-entropy reads and writes in forward and backward for each
+            logit. 60 is the count for fp32 logits in unfused torch operations: conversion (6),
+            maximum (4), subtraction (8), exponential (8), sum (4), division (8), and in backward
+            copy (8), scaling (8) and conversion (6).
+    """
+    columns = vocabulary / tp
+    logits = tokens * columns
+    return (
+        Product(("head",), tokens, hidden, columns),
+        Pass(("head",), 38 / 60 * loss_bytes * logits, 22 / 60 * loss_bytes * logits, 8, 4),
+    )
+
+
+def gpt_block(hidden: int, heads: int) -> Block:
+    """Return the block of GPT-3 in Megatron-LM of 2021 and 2022.
+
+    It has separate attention kernels, a GELU, and dropout in the residual additions, which read
+    2 x 2 bytes and write 2 + 1.
+    """
+    attention = Attention(heads, heads, hidden // heads, fused=False)
+    return Block(hidden, attention, Mlp(4 * hidden, gated=False), residual_bytes=7)
+
+
+def model_block(config: ModelConfig, layer: int, fused: bool = True) -> Block:
+    """Return the block with index `layer` of a model.
+
+    Args:
+        config: The model.
+        layer: Index of the layer, starting at 0.
+        fused: As for `Attention`.
+    """
+    experts = config.experts_by_layer[layer]
+    mlp = Mlp(
+        config.layer(layer).intermediate_size,
+        experts=experts,
+        experts_per_token=config.num_experts_per_tok if experts else 1,
+    )
+    attention = Attention(
+        config.num_attention_heads, config.num_kv_heads, config.head_size, fused=fused
+    )
+    return Block(config.hidden_size, attention, mlp)
+
+
+def repeated(operations: Iterable[Operation], modules: Collection[str]) -> tuple[Operation, ...]:
+    """Return the operations that backward repeats if it recomputes `modules`: those in one of these
+    modules. The name `core` is attention without its projections (selective recomputation)."""
+    return tuple(op for op in operations if not set(modules).isdisjoint(op.modules))

@@ -1,0 +1,362 @@
+"""Time of a training step, from the operations of its stages and the figures of a machine.
+
+A step is compute + exposed communication by mesh axis + pipeline bubble + optimizer, on the rank
+that takes longest. All functions are pure. Every rate is at most the peak in the machine file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Literal, NamedTuple
+
+from optimus.config.hardware import BYTES, Device, Dtype
+from optimus.config.machine import Machine
+from optimus.errors import ConfigError
+from optimus.parallel.pipeline.actions import Action, Kind
+from optimus.parallel.pipeline.schedules import make_schedule
+from optimus.parallel.pipeline.simulate import simulate
+from optimus.planner.collectives import Algorithm, Links, Operation, collective_s, links_of
+from optimus.planner.operations import Operation as LayerOperation
+from optimus.planner.operations import Pass, Product, repeated
+
+Groups = Mapping[str, tuple[int, ...]]
+"""Global ranks of the group of each axis."""
+Overlap = Literal["nothing", "forward", "backward"]
+
+
+class Layers(NamedTuple):
+    """Equal layers of a stage."""
+
+    operations: tuple[LayerOperation, ...]
+    """Forward operations of one layer for one microbatch."""
+    number: float = 1.0
+    """Number of layers."""
+    recompute: tuple[str, ...] = ()
+    """Modules that backward recomputes."""
+
+
+class Reduction(NamedTuple):
+    """A collective of gradients or parameters, once in a step."""
+
+    axis: str
+    """Name of the group in `Step.groups`, such as dp."""
+    name: Operation
+    size_bytes: float
+    """Bytes of the full buffer of a rank."""
+    overlaps: Overlap = "nothing"
+    """Pass of one microbatch during which it runs: the last backward or the first forward."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """The work of a step on one rank of each pipeline stage."""
+
+    stages: tuple[tuple[Layers, ...], ...]
+    """The layers of each stage, in the order of the model. With p pipeline ranks, stage s is on
+    rank s mod p."""
+    microbatches: int
+    """m, for each data rank."""
+    groups: Groups
+    """Global ranks of the group of each axis that the operations name. `pp` has the ranks of one
+    pipeline."""
+    dtype: Dtype = "bf16"
+    schedule: str = "1f1b"
+    virtual_stages: int = 1
+    transfer_bytes: float = 0.0
+    """Bytes of a stage's output that a rank sends to the next stage for one microbatch."""
+    transfers_block: bool = False
+    """True if a rank waits for its transfers (Megatron-LM); False if they overlap with compute."""
+    reductions: tuple[Reduction, ...] = ()
+    optimizer_bytes: float = 0.0
+    """Bytes that the optimizer reads and writes on a rank."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step on the slowest rank, by component."""
+
+    compute_s: float
+    """Matrix products, element-wise operations and recomputation."""
+    exposed_s: dict[str, float]
+    """Communication that no computation hides, by mesh axis."""
+    bubble_s: float
+    """Idle time of the pipeline."""
+    optimizer_s: float
+    missing: tuple[str, ...] = field(default=())
+    """Keys of figures that the machine file does not have. Their place is taken by the peak rate or
+    by no latency, so the time is a lower bound in this respect."""
+
+    @property
+    def total_s(self) -> float:
+        return self.compute_s + sum(self.exposed_s.values()) + self.bubble_s + self.optimizer_s
+
+
+class ProductRates(NamedTuple):
+    """Rates of matrix products, from the machine file (`Products`)."""
+
+    peak: float
+    share: float
+    """Share of `peak` that very large products reach."""
+    half_size: float
+
+    def rate(self, rows: float, inner: float, columns: float) -> float:
+        """Return the FLOP/s of a product [rows, inner] x [inner, columns]."""
+        half = self.half_size
+        small = (1 + half / rows) * (1 + half / inner) * (1 + half / columns)
+        return self.peak * self.share / small
+
+
+@dataclass(frozen=True)
+class Rates:
+    """The figures of a machine that a step in one dtype needs."""
+
+    products: ProductRates
+    memory: float
+    """Bytes per second of element-wise operations."""
+    launch_s: float
+    element_bytes: int
+    links: Links
+    algorithm: Algorithm
+    missing: tuple[str, ...]
+
+
+def rates_of(machine: Machine, dtype: Dtype, name: str = "the machine file") -> Rates:
+    """Return the rates of a machine in a dtype.
+
+    Args:
+        machine: The machine.
+        dtype: Dtype of the products.
+        name: Name of the machine, for messages.
+
+    Raises:
+        ConfigError: The machine has no figures for products in this dtype, for its memory or for
+            its network.
+    """
+    device: Device | None = machine.device
+    remedy = "add it with its source, or measure it with optimus bench machine --out FILE"
+    if device is None or dtype not in device.products:
+        raise ConfigError(f"{name}: device.products.{dtype} is missing; {remedy}")
+    memory, products = device.memory_rate, device.products[dtype]
+    if memory is None:
+        raise ConfigError(f"{name}: device.memory_peak is missing; {remedy}")
+    if not machine.levels:
+        raise ConfigError(f"{name}: levels is missing; {remedy}")
+    missing = []
+    if products.best_share is None:
+        missing.append(f"device.products.{dtype}.efficiency")
+    if products.half_size is None:
+        missing.append(f"device.products.{dtype}.half_size")
+    if device.memory_achieved is None:
+        missing.append("device.memory_achieved")
+    if device.launch_s is None:
+        missing.append("device.launch_s")
+    for index, level in enumerate(machine.levels):
+        if level.achieved is None:
+            missing.append(f"levels.{index}.achieved")
+        if level.latency_s is None:
+            missing.append(f"levels.{index}.latency_s")
+    launch_s = 0.0 if device.launch_s is None else device.launch_s.value
+    return Rates(
+        ProductRates(
+            products.peak.value,
+            1.0 if products.best_share is None else products.best_share,
+            0.0 if products.half_size is None else products.half_size.value,
+        ),
+        memory,
+        launch_s,
+        BYTES[dtype],
+        links_of(machine.levels),
+        machine.algorithm,
+        tuple(missing),
+    )
+
+
+class PassTime(NamedTuple):
+    """Seconds of a forward or backward pass for one microbatch."""
+
+    compute_s: float
+    exposed_s: dict[str, float]
+    """Communication within the pass, by axis."""
+
+    @property
+    def total_s(self) -> float:
+        return self.compute_s + sum(self.exposed_s.values())
+
+
+def _product_s(product: Product, rates: Rates, rows: float, inner: float, columns: float) -> float:
+    """Return the seconds of one product [rows, inner] x [inner, columns], which is limited by the
+    FLOP/s or by the memory (roofline)."""
+    flops = 2.0 * rows * inner * columns * product.share
+    moved = rates.element_bytes * (rows * inner + inner * columns + rows * columns)
+    moved *= product.share if product.share < 1 else 1.0
+    return max(flops / rates.products.rate(rows, inner, columns), moved / rates.memory)
+
+
+def _add(
+    operations: Iterable[LayerOperation],
+    rates: Rates,
+    groups: Mapping[str, tuple[int, ...]],
+    backward: bool,
+) -> tuple[float, float, dict[str, float]]:
+    """Return the device's seconds, the number of launches and the communication by axis."""
+    device_s, launches, exposed_s = 0.0, 0.0, dict[str, float]()
+    for op in operations:
+        if isinstance(op, Product):
+            m, k, n = op.rows, op.inner, op.columns
+            shapes = [(m, k, n)]
+            if backward:
+                shapes = [(m, n, k), (k, m, n)]
+                device_s += op.backward_repeats * op.repeats * _product_s(op, rates, m, k, n)
+            device_s += op.repeats * sum(_product_s(op, rates, *shape) for shape in shapes)
+            launches += op.launches * len(shapes)
+        elif isinstance(op, Pass):
+            device_s += (op.backward_bytes if backward else op.forward_bytes) / rates.memory
+            launches += op.backward_launches if backward else op.launches
+        else:
+            name = op.backward_name if backward else op.name
+            size = op.backward_bytes if backward else op.forward_bytes
+            if size:
+                seconds = collective_s(name, size, groups[op.axis], rates.links, rates.algorithm)
+                exposed_s[op.axis] = exposed_s.get(op.axis, 0.0) + seconds
+                launches += 1
+    return device_s, launches, exposed_s
+
+
+def pass_time(layers: Layers, rates: Rates, groups: Groups, backward: bool) -> PassTime:
+    """Return the time of a forward or backward pass of `layers` for one microbatch.
+
+    The host starts the operations while the device runs earlier ones. A pass therefore takes the
+    longer of the two times. Backward includes the recomputation.
+    """
+    device_s, launches, exposed_s = _add(layers.operations, rates, groups, backward)
+    if backward and layers.recompute:
+        again = repeated(layers.operations, layers.recompute)
+        more_s, more, more_exposed_s = _add(again, rates, groups, False)
+        device_s, launches = device_s + more_s, launches + more
+        for axis, seconds in more_exposed_s.items():
+            exposed_s[axis] = exposed_s.get(axis, 0.0) + seconds
+    waiting_s = sum(exposed_s.values())
+    compute_s = max(device_s, launches * rates.launch_s - waiting_s)
+    scaled = {axis: seconds * layers.number for axis, seconds in exposed_s.items()}
+    return PassTime(compute_s * layers.number, scaled)
+
+
+def _sum(times: Iterable[PassTime]) -> PassTime:
+    compute_s, exposed_s = 0.0, dict[str, float]()
+    for time in times:
+        compute_s += time.compute_s
+        for axis, seconds in time.exposed_s.items():
+            exposed_s[axis] = exposed_s.get(axis, 0.0) + seconds
+    return PassTime(compute_s, exposed_s)
+
+
+def pipeline_s(
+    schedule: str,
+    num_ranks: int,
+    virtual_stages: int,
+    num_microbatches: int,
+    forward_s: Sequence[float],
+    backward_s: Sequence[float],
+) -> float:
+    """Return the span of a pipeline step without transfers.
+
+    For gpipe, 1f1b and interleaved, the span is a closed formula: the busiest rank runs all
+    microbatches, and one microbatch passes through the other ranks. It is exact for equal stages,
+    where the bubble is (p-1)/v microbatches (arXiv 2104.04473). Other schedules are simulated.
+
+    Args:
+        schedule: Name of the schedule.
+        num_ranks: p.
+        virtual_stages: v.
+        num_microbatches: m.
+        forward_s, backward_s: Seconds of each stage for one microbatch, p*v values.
+    """
+    p, v, m = num_ranks, virtual_stages, num_microbatches
+    if schedule == "gpipe":
+        return _filled(forward_s, p, v, m) + _filled(backward_s, p, v, m)
+    if p == 1 or schedule in ("1f1b", "interleaved"):
+        both = [f + b for f, b in zip(forward_s, backward_s, strict=True)]
+        return _filled(both, p, v, m)
+    return simulate(make_schedule(schedule, p, v, m), _costs(forward_s, backward_s)).end
+
+
+def _filled(stage_s: Sequence[float], p: int, v: int, m: int) -> float:
+    of_ranks = [sum(stage_s[rank::p]) for rank in range(p)]
+    busiest = max(of_ranks)
+    return m * busiest + (sum(of_ranks) - busiest) / v
+
+
+def _costs(forward_s: Sequence[float], backward_s: Sequence[float]) -> Callable[[Action], float]:
+    """Return the costs of actions. The two halves of a divided backward pass take equal times."""
+
+    def cost(action: Action) -> float:
+        if action.kind is Kind.F:
+            return forward_s[action.stage]
+        if action.kind is Kind.B:
+            return backward_s[action.stage]
+        return backward_s[action.stage] / 2 if action.kind in (Kind.I, Kind.W) else 0.0
+
+    return cost
+
+
+def step_time(step: Step, rates: Rates) -> StepTime:
+    """Return the time of a step by component."""
+    p, v, m = len(step.groups.get("pp", (0,))), step.virtual_stages, step.microbatches
+    assert len(step.stages) == p * v, (len(step.stages), p, v)
+    passes = {
+        layers: (
+            pass_time(layers, rates, step.groups, False),
+            pass_time(layers, rates, step.groups, True),
+        )
+        for layers in {layers for stage in step.stages for layers in stage}
+    }
+    forward = [_sum(passes[layers][0] for layers in stage) for stage in step.stages]
+    backward = [_sum(passes[layers][1] for layers in stage) for stage in step.stages]
+    transfer_s = _transfer_s(step, rates)
+    blocking_s = transfer_s if step.transfers_block else 0.0
+    span_s = pipeline_s(
+        step.schedule,
+        p,
+        v,
+        m,
+        [time.total_s + blocking_s for time in forward],
+        [time.total_s + blocking_s for time in backward],
+    )
+    of_rank = [_sum((*forward[rank::p], *backward[rank::p])) for rank in range(p)]
+    busiest = max(of_rank, key=lambda time: time.total_s)
+    exposed_s = {axis: m * seconds for axis, seconds in busiest.exposed_s.items()}
+    busy_s = m * (busiest.total_s + 2 * v * blocking_s)
+    bubble_s = span_s - busy_s
+    if p > 1:
+        filling_s = 2 * (p - 1) * transfer_s if not step.transfers_block else 0.0
+        exposed_s["pp"] = m * 2 * v * blocking_s + filling_s
+    window_s = {
+        "nothing": 0.0,
+        "forward": sum(time.total_s for time in forward[0::p]),
+        "backward": sum(time.total_s for time in backward[0::p]),
+    }
+    for reduction in step.reductions:
+        seconds = collective_s(
+            reduction.name,
+            reduction.size_bytes,
+            step.groups[reduction.axis],
+            rates.links,
+            rates.algorithm,
+        )
+        hidden_s = min(seconds, window_s[reduction.overlaps])
+        window_s[reduction.overlaps] -= hidden_s
+        exposed_s[reduction.axis] = exposed_s.get(reduction.axis, 0.0) + seconds - hidden_s
+    optimizer_s = step.optimizer_bytes / rates.memory
+    return StepTime(m * busiest.compute_s, exposed_s, bubble_s, optimizer_s, rates.missing)
+
+
+def _transfer_s(step: Step, rates: Rates) -> float:
+    ranks = step.groups.get("pp", (0,))
+    if len(ranks) == 1:
+        return 0.0
+    hops = [
+        collective_s("send", step.transfer_bytes, pair, rates.links) for pair in pairwise(ranks)
+    ]
+    return max(hops)

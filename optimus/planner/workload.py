@@ -1,0 +1,171 @@
+"""The work of a training step of a configuration, for `optimus.planner.step_time`."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from optimus.config import Config, ModelConfig
+from optimus.config.hardware import BYTES
+from optimus.distributed.mesh import Mesh
+from optimus.errors import ConfigError
+from optimus.parallel.pipeline.plan import plan_stages
+from optimus.planner.operations import (
+    Pass,
+    Split,
+    block_operations,
+    head_operations,
+    model_block,
+)
+from optimus.planner.step_time import Layers, Overlap, Reduction, Step
+
+_STATE_BYTES = 24
+"""Bytes of AdamW's fp32 master and moments of a parameter, read and written."""
+
+
+class Weights(NamedTuple):
+    """Number of parameters of a stage on one rank."""
+
+    experts: float
+    """Parameters of experts, which are divided over ep."""
+    others: float
+
+
+def step_of(config: Config, mesh: Mesh, stages: tuple[range, ...] | None = None) -> Step:
+    """Return the work of a step on the ranks of `mesh`, with uniform routing to experts.
+
+    Args:
+        config: The run.
+        mesh: Sizes of the axes.
+        stages: Layers of each pipeline stage; None for those of the configuration.
+
+    Raises:
+        ConfigError: train.seq_len is not set, or the global batch is not a multiple of the tokens
+            of a microbatch on all data ranks.
+    """
+    model, parallel, train = config.model, config.parallel, config.train
+    if not train.seq_len:
+        raise ConfigError("train.seq_len = 0: set it, so that the time of a step can be planned")
+    tokens, e = train.microbatch_size * train.seq_len, BYTES[train.dtype]
+    split = Split(
+        mesh.tp,
+        mesh.ep,
+        parallel.sequence_parallel,
+        "alltoall" if parallel.ep_dispatch == "alltoall" else "allgather",
+    )
+    stages = plan_stages(config, mesh.pp) if stages is None else stages
+    blocks = {
+        layer: block_operations(model_block(model, layer), tokens, train.seq_len, split, e)
+        for stage in stages
+        for layer in stage
+    }
+    recompute = tuple(config.recompute.modules)
+    work = [
+        [Layers(operations, count, recompute) for operations, count in _grouped(stage, blocks)]
+        for stage in stages
+    ]
+    embedded = tokens * model.hidden_size / (mesh.tp if split.sequence_parallel else 1)
+    # The embedding's gradient is summed in fp32: zero, read, add and write.
+    work[0].append(Layers((Pass(("embedding",), 2 * e * embedded, (e + 12) * embedded, 1, 3),)))
+    work[-1].append(
+        Layers(head_operations(model.hidden_size, model.vocab_size, tokens, mesh.tp, e))
+    )
+    fullest = max(stage_weights(config, mesh, stages), key=sum)
+    return Step(
+        stages=tuple(map(tuple, work)),
+        microbatches=_microbatches(config, mesh, tokens),
+        groups={
+            "pp": mesh.group_of(0, ("pp",)),
+            "tp": mesh.group_of(0, ("tp",)),
+            "ep": mesh.group_of(0, ("ep",)),
+            "dp": mesh.group_of(0, ("dp",)),
+            "dp x ep": mesh.group_of(0, ("dp", "ep")),
+        },
+        dtype=train.dtype,
+        schedule=parallel.schedule,
+        virtual_stages=parallel.virtual_stages,
+        transfer_bytes=e * embedded,
+        reductions=_reductions(config, mesh, fullest),
+        optimizer_bytes=updated_parameters(config.optim.sharding, mesh, fullest)
+        * (_STATE_BYTES + e + 2 * BYTES[config.optim.grad_reduce_dtype]),
+    )
+
+
+def _grouped(stage: range, blocks: dict[int, tuple]) -> list[tuple[tuple, int]]:
+    """Return pairs (operations, number of layers) of the different layers of a stage."""
+    counts: dict[tuple, int] = {}
+    for layer in stage:
+        counts[blocks[layer]] = counts.get(blocks[layer], 0) + 1
+    return list(counts.items())
+
+
+def _microbatches(config: Config, mesh: Mesh, tokens: int) -> int:
+    batch = config.train.global_batch_tokens
+    together = tokens * mesh.num_data_ranks
+    if batch % together:
+        raise ConfigError(
+            f"train.global_batch_tokens = {batch} must be a multiple of {together}, the tokens of "
+            "a microbatch on all data ranks; change it, train.microbatch_size or the ranks"
+        )
+    return max(1, batch // together)
+
+
+def stage_weights(
+    config: Config, mesh: Mesh, stages: tuple[range, ...] | None = None
+) -> list[Weights]:
+    """Return the number of parameters on a rank of each pipeline rank. Arguments as for
+    `step_of`."""
+    model = config.model
+    stages = plan_stages(config, mesh.pp) if stages is None else stages
+    weights = [_weights(model, stage, mesh) for stage in stages]
+    tables = [0] if model.tie_embeddings and mesh.pp == 1 else [0, -1]
+    for stage in tables:  # the embedding and the head
+        table = model.vocab_size * model.hidden_size / mesh.tp
+        weights[stage] = weights[stage]._replace(others=weights[stage].others + table)
+    return [Weights(*map(sum, zip(*weights[r :: mesh.pp], strict=True))) for r in range(mesh.pp)]
+
+
+def _weights(model: ModelConfig, stage: range, mesh: Mesh) -> Weights:
+    hidden, size = model.hidden_size, model.head_size
+    attention = 2 * hidden * (model.num_attention_heads + model.num_kv_heads) * size
+    experts, others = 0.0, 0.0
+    for layer in stage:
+        swiglu = 3 * hidden * model.layer(layer).intermediate_size
+        count = model.experts_by_layer[layer]
+        experts += count * swiglu / mesh.ep / mesh.tp
+        others += attention / mesh.tp + hidden * count + 2 * hidden
+        others += 0 if count else swiglu / mesh.tp
+    return Weights(experts, others)
+
+
+def updated_parameters(sharding: str, mesh: Mesh, weights: Weights) -> float:
+    """Return the number of parameters whose states a rank updates, for `optim.sharding`."""
+    if sharding == "none":
+        return weights.experts + weights.others
+    divided = mesh.dp * (mesh.ep if sharding == "epso" else 1)
+    return weights.experts / mesh.dp + weights.others / divided
+
+
+def _reductions(config: Config, mesh: Mesh, weights: Weights) -> tuple[Reduction, ...]:
+    """Return the reductions of gradients and the gathers of updated parameters of a step."""
+    optim, e = config.optim, BYTES[config.train.dtype]
+    grad = BYTES[optim.grad_reduce_dtype]
+    reduces: Overlap = "backward" if optim.overlap and not config.train.deterministic else "nothing"
+    gathering: Overlap = "forward" if optim.overlap else "nothing"
+    experts, others = weights
+    if optim.sharding == "none":
+        return (
+            Reduction("dp", "all_reduce", grad * experts, reduces),
+            Reduction("dp x ep", "all_reduce", grad * others, reduces),
+        )
+    over = "dp x ep" if optim.sharding == "epso" else "dp"
+    reductions = [
+        Reduction("dp", "reduce_scatter", grad * experts, reduces),
+        Reduction(over, "reduce_scatter", grad * others, reduces),
+    ]
+    if optim.sharding == "so":  # the shards of dp ranks are still to be summed over ep
+        reductions.append(Reduction("ep", "all_reduce", grad * others / mesh.dp, reduces))
+    gathers = [
+        Reduction("dp", "all_gather", e * experts, gathering),
+        Reduction(over, "all_gather", e * others, gathering),
+    ]
+    return (*reductions, *gathers)

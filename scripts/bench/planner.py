@@ -1,0 +1,414 @@
+#!/usr/bin/env python3
+"""Compare the planner's step times with published ones, and write docs/benchmarks/planner.md.
+
+    python scripts/bench/planner.py --anchors DIR [--fit] [--out FILE]
+
+DIR contains vtrain_single.csv and vtrain_multi.csv, the step times of vTrain (MIT licence).
+With --fit, the constants of configs/machine/a100-80.toml are fitted first and written to that file.
+No row both fits a constant and tests a prediction.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import random
+import re
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import common
+import planner_paper
+from planner_rows import Row, gpt_step, table_1, table_5, vtrain_rows
+
+from optimus.config import Config
+from optimus.config.machine import FOLDER, load_machine
+from optimus.distributed.mesh import make_mesh
+from optimus.errors import ConfigError
+from optimus.io import files
+from optimus.model.flops import flops_per_token
+from optimus.planner.step_time import Rates, rates_of, step_time
+from optimus.planner.workload import step_of
+
+ROOT = Path(__file__).resolve().parents[2]
+SEED, CALIBRATED = 0, 50
+"""Seed and number of the one-node rows that set the latency and the small-product constant."""
+VTRAIN_RANK_RATE = 800e9 / 8 / 8
+"""Bytes per second between nodes for each GPU: 800 Gbit/s for 8 GPUs (arXiv 2312.12391)."""
+
+
+class Constant(NamedTuple):
+    """A figure of a100-80.toml that is fitted, with the limits of its value."""
+
+    key: str
+    """Key in the file."""
+    start: float
+    low: float
+    high: float
+    get: Callable[[Rates], float]
+    put: Callable[[Rates, float], Rates]
+
+
+def _node_rate(rates: Rates, value: float) -> Rates:
+    return dataclasses.replace(rates, links=(rates.links[0]._replace(rate=value), *rates.links[1:]))
+
+
+ON_TABLE_5 = (
+    Constant(
+        "efficiency",
+        0.75,
+        0.3,
+        0.95,
+        lambda rates: rates.products.share,
+        lambda rates, x: dataclasses.replace(rates, products=rates.products._replace(share=x)),
+    ),
+    # NVIDIA states that this GPU's memory reaches 95 % of its peak of 2.039 TB/s.
+    Constant(
+        "memory_achieved",
+        1.5e12,
+        0.5e12,
+        0.95 * 2.039e12,
+        lambda rates: rates.memory,
+        lambda rates, x: dataclasses.replace(rates, memory=x),
+    ),
+    # NCCL limits the rate of its rings on this GPU to 235 GB/s (src/graph/tuning.cc).
+    Constant("achieved", 150e9, 50e9, 235e9, lambda rates: rates.links[0].rate, _node_rate),
+)
+"""Constants that are fitted on the full-recomputation rows of arXiv 2205.05198, Table 5."""
+ON_SINGLE_NODE = (
+    Constant(
+        "launch_s",
+        3e-5,
+        1e-6,
+        2e-4,
+        lambda rates: rates.launch_s,
+        lambda rates, x: dataclasses.replace(rates, launch_s=x),
+    ),
+    Constant(
+        "half_size",
+        100.0,
+        1.0,
+        1e4,
+        lambda rates: rates.products.half_size,
+        lambda rates, x: dataclasses.replace(rates, products=rates.products._replace(half_size=x)),
+    ),
+)
+"""Constants that are fitted on 50 of vTrain's one-node rows."""
+
+
+def predict(row: Row, rates: Rates) -> float:
+    """Return the predicted seconds of a row."""
+    return step_time(gpt_step(row), rates).total_s
+
+
+def errors_of(rows: Sequence[Row], rates: Rates) -> list[float]:
+    """Return (predicted - published) / published of each row."""
+    return [predict(row, rates) / row.seconds - 1 for row in rows]
+
+
+def fit(rates: Rates, constants: Sequence[Constant], rows: Sequence[Row]) -> Rates:
+    """Return the rates with the constants that minimise the squared errors of log(seconds), by a
+    search along one constant at a time."""
+
+    def loss(candidate: Rates) -> float:
+        return sum(math.log1p(error) ** 2 for error in errors_of(rows, candidate))
+
+    steps, best = {constant.key: 0.2 for constant in constants}, loss(rates)
+    while max(steps.values()) > 1e-4:
+        for constant in constants:
+            improved = False
+            for sign in (1, -1):
+                value = constant.get(rates) * math.exp(sign * steps[constant.key])
+                candidate = constant.put(rates, min(max(value, constant.low), constant.high))
+                if (new := loss(candidate)) < best - 1e-12:
+                    best, rates, improved = new, candidate, True
+            if not improved:
+                steps[constant.key] /= 2
+    return rates
+
+
+def split_single_node(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
+    """Return the one-node rows that fit constants, and the others."""
+    chosen = set(random.Random(SEED).sample(range(len(rows)), CALIBRATED))
+    fitting = [row for index, row in enumerate(rows) if index in chosen]
+    return fitting, [row for index, row in enumerate(rows) if index not in chosen]
+
+
+def fit_a100(rates: Rates, single_node: Sequence[Row]) -> Rates:
+    """Fit all constants: those of each set of rows in turn, until they no longer change."""
+    for constant in (*ON_TABLE_5, *ON_SINGLE_NODE):
+        rates = constant.put(rates, constant.start)
+    for _ in range(8):
+        rates = fit(rates, ON_TABLE_5, table_5("full"))
+        rates = fit(rates, ON_SINGLE_NODE, single_node)
+    return rates
+
+
+def write_constants(rates: Rates, path: Path) -> None:
+    """Write the fitted constants to the machine file `path`. A fitted figure is the only one of its
+    key that has `fitted_on`."""
+    lines = path.read_text().splitlines()
+    for constant in (*ON_TABLE_5, *ON_SINGLE_NODE):
+        value = f"{constant.get(rates):.4g}"
+        for index, line in enumerate(lines):
+            if line.startswith(f"{constant.key} = ") and "fitted_on" in line:
+                lines[index] = re.sub(r"value = [^,]+,", f"value = {value},", line)
+    files.write_bytes(path, "\n".join([*lines, ""]).encode())
+
+
+class Bar(NamedTuple):
+    """The required accuracy of a table."""
+
+    mean: float
+    p90: float | None = None
+    worst: float | None = None
+
+
+def verdict(errors: Sequence[float], bar: Bar) -> str:
+    """Return a line with mean, 90th percentile and worst of the absolute errors, and whether they
+    are within the bar. The percentile interpolates linearly between the rows."""
+    sizes = sorted(map(abs, errors))
+    p90 = statistics.quantiles(sizes, n=10, method="inclusive")[-1]
+    figures = [("mean", statistics.mean(sizes), bar.mean), ("90th percentile", p90, bar.p90)]
+    figures.append(("worst", sizes[-1], bar.worst))
+    texts = []
+    for name, figure, limit in figures:
+        required = ""
+        if limit is not None:
+            required = f" (required {limit:.0%}: {'met' if figure <= limit else 'MISSED'})"
+        texts.append(f"{name} {figure:.1%}{required}")
+    bias = statistics.mean(errors)
+    return f"{len(sizes)} rows: {', '.join(texts)}; mean signed error {bias:+.1%}."
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return a Markdown table."""
+    rule = ["---"] * len(head)
+    return [f"| {' | '.join(row)} |" for row in (head, rule, *rows)]
+
+
+def report_table_5(rates: Rates) -> list[str]:
+    lines = ["## arXiv 2205.05198, Table 5 (A100)", ""]
+    rows = []
+    for recompute in ("full", "selective"):
+        for row in table_5(recompute):
+            seconds = predict(row, rates)
+            use = "fits" if recompute == "full" else "judges"
+            error = f"{seconds / row.seconds - 1:+.1%}"
+            rows.append((row.name, recompute, use, str(row.seconds), f"{seconds:.2f}", error))
+    lines += table(("model", "recomputation", "row", "published s", "predicted s", "error"), rows)
+    errors = errors_of(table_5("selective"), rates)
+    return [*lines, "", "Selective rows. " + verdict(errors, Bar(0.05, worst=0.08)), ""]
+
+
+def report_vtrain(rates: Rates, single_node: Sequence[Row], many: Sequence[Row]) -> list[str]:
+    lines = ["## vTrain's step times (A100)", ""]
+    links = (rates.links[0], rates.links[1]._replace(rate=VTRAIN_RANK_RATE))
+    errors = errors_of(many, dataclasses.replace(rates, links=links))
+    nearest = sorted(map(abs, errors))[math.ceil(0.9 * len(errors)) - 1]
+    lines += [
+        "64 to 512 GPUs, untouched. " + verdict(errors, Bar(0.10, p90=0.20)),
+        f"The percentile interpolates between two rows; 90 % of the rows are within {nearest:.2%}.",
+        "",
+    ]
+    rows = []
+    for low, high in ((1, 1), (2, 2), (4, 4), (8, 8), (16, 16)):
+        of_size = [e for row, e in zip(many, errors, strict=True) if low <= row.tp <= high]
+        sizes = list(map(abs, of_size))
+        rows.append(
+            (
+                f"tp {low}",
+                str(len(sizes)),
+                f"{statistics.mean(sizes):.1%}",
+                f"{max(sizes):.1%}",
+                f"{statistics.mean(of_size):+.1%}",
+            )
+        )
+    lines += table(("layouts", "rows", "mean", "worst", "signed"), rows)
+    ranked = sorted(zip(errors, many, strict=True), key=lambda pair: -abs(pair[0]))
+    worst = [(row.label, f"{row.seconds:.2f}", f"{error:+.1%}") for error, row in ranked[:5]]
+    lines += ["", "The five largest errors:", ""]
+    lines += table(("layout", "published s", "error"), worst)
+    fitting, judging = split_single_node(single_node)
+    lines += [
+        "",
+        f"One node: {len(fitting)} rows, drawn with seed {SEED}, set `launch_s` and `half_size`. "
+        + verdict(errors_of(fitting, rates), Bar(1.0)).replace(" (required 100%: met)", ""),
+        "",
+        "The other one-node rows. " + verdict(errors_of(judging, rates), Bar(0.12)),
+        "",
+        single_node_warning(single_node),
+        "",
+    ]
+    return lines
+
+
+def single_node_warning(rows: Sequence[Row]) -> str:
+    """Return a sentence that says how many one-node rows are exactly linear in the number of
+    microbatches, as the output of a simulator is and a measurement is not."""
+    series: dict[tuple, dict[int, float]] = {}
+    for row in rows:
+        if row.pp == 1:
+            key = row.tp, row.dp, row.hidden, row.layers, row.microbatch
+            series.setdefault(key, {})[row.batch // (row.dp * row.microbatch)] = row.seconds
+    exact = triples = 0
+    for points in series.values():
+        for m in points:
+            if {m, 2 * m, 4 * m} <= set(points):
+                triples += 1
+                first, second = points[2 * m] - points[m], points[4 * m] - points[2 * m]
+                exact += abs(second - 2 * first) < 2e-9
+    return (
+        f"Caution: of {triples} triples of rows without a pipeline that differ only in the number "
+        f"of microbatches (m, 2m, 4m), {exact} have step times that are linear in m to a "
+        "nanosecond. vTrain calls the file ground truth, but such times are computed, not "
+        "measured: these rows test agreement with vTrain's profiles and composition."
+    )
+
+
+def report_table_1(rates: Rates) -> list[str]:
+    lines = ["## arXiv 2104.04473, Table 1 (A100)", ""]
+    lines += ["The paper does not give microbatches: each row has the fastest of 1 to 16.", ""]
+    rows, errors = [], []
+    for candidates, flops in table_1():
+        seconds, best = min((predict(row, rates), row.microbatch) for row in candidates)
+        published = candidates[0].seconds
+        errors.append(published / seconds - 1)
+        rows.append(
+            (
+                candidates[0].name,
+                str(candidates[0].ranks),
+                str(best),
+                f"{flops / published / 1e12:.0f}",
+                f"{flops / seconds / 1e12:.0f}",
+                f"{errors[-1]:+.1%}",
+            )
+        )
+    head = ("model", "GPUs", "microbatch", "published TFLOP/s", "predicted", "error")
+    lines += table(head, rows)
+    return [*lines, "", verdict(errors, Bar(0.08, worst=0.12)), ""]
+
+
+LLAMA = {
+    "architecture": "olmo",
+    "num_layers": 126,
+    "hidden_size": 16384,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 8,
+    "intermediate_size": 53248,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+}
+"""Llama-3 405B (arXiv 2407.21783, Table 3) with the sizes of an `olmo` model."""
+
+
+def llama_tflops(dp: int, rates: Rates) -> float:
+    """Return the TFLOP/s of a GPU for Llama-3 405B on 128 * dp GPUs.
+
+    The pipeline has 16 ranks of 8 stages with one layer each, except the first stage, which has
+    only the embedding, and the last stage, which has only the head (section 3.3.2).
+    """
+    parallel = {"pp": 16, "dp": dp, "tp": 8, "schedule": "interleaved", "virtual_stages": 8}
+    train = {"seq_len": 8192, "global_batch_tokens": 1 << 24}
+    config = Config.model_validate(
+        {
+            "model": LLAMA,
+            "parallel": parallel | {"sequence_parallel": True},
+            "train": train,
+            "optim": {"sharding": "so"},
+        }
+    )
+    mesh = make_mesh(config.parallel)
+    stages = (range(0), *(range(layer, layer + 1) for layer in range(126)), range(0))
+    seconds = step_time(step_of(config, mesh, stages), rates).total_s
+    return flops_per_token(config.model, 8192) * (1 << 24) / mesh.world_size / seconds / 1e12
+
+
+def report_llama() -> list[str]:
+    rates = rates_of(load_machine("h100"), "bf16", "h100")
+    rows, ratios = [], []
+    for dp, published in ((64, 430), (128, 400)):
+        tflops = llama_tflops(dp, rates)
+        error = tflops / published - 1
+        ratios.append((published, tflops))
+        text = "met" if abs(error) <= 0.15 else "MISSED"
+        rows.append((str(128 * dp), str(published), f"{tflops:.0f}", f"{error:+.1%} ({text})"))
+    published, ours = (second / first for first, second in zip(*ratios, strict=True))
+    away = 100 * abs(ours - published)
+    return [
+        "## arXiv 2407.21783, Table 4 (Llama-3 405B, H100)",
+        "",
+        *table(("GPUs", "published TFLOP/s", "predicted", "error (required 15%)"), rows),
+        "",
+        f"Ratio of the rows: published {published:.3f}, predicted {ours:.3f}, {away:.1f} points "
+        f"apart (required 3: {'met' if away <= 3 else 'MISSED'}). The rates are those of "
+        "`configs/machine/h100.toml`; no row of this table has fitted a figure. Figures without a "
+        f"source there: {', '.join(rates.missing)}.",
+        "",
+    ]
+
+
+def report_constants(rates: Rates) -> list[str]:
+    rows = []
+    for source, constants in (
+        ("arXiv 2205.05198 Table 5, four full-recomputation rows", ON_TABLE_5),
+        (f"{CALIBRATED} of vTrain's one-node rows, seed {SEED}", ON_SINGLE_NODE),
+    ):
+        for constant in constants:
+            limits = f"{constant.low:.3g} to {constant.high:.3g}"
+            rows.append((f"`{constant.key}`", f"{constant.get(rates):.4g}", limits, source))
+    return [
+        "## Fitted constants of configs/machine/a100-80.toml",
+        "",
+        *table(("constant", "value", "limits", "fitted on"), rows),
+        "",
+    ]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--anchors", type=Path, required=True, metavar="DIR")
+    parser.add_argument(
+        "--fit", action="store_true", help="fit the constants of a100-80.toml first"
+    )
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "benchmarks" / "planner.md")
+    args = parser.parse_args(arguments)
+    report = make_report(args.anchors, args.fit)
+    print(report)
+    files.write_bytes(args.out, (report + "\n").encode())
+
+
+def make_report(anchors: Path, fits: bool) -> str:
+    """Return docs/benchmarks/planner.md. With `fits`, fit the constants of a100-80.toml first."""
+    paths = [anchors / f"vtrain_{name}.csv" for name in ("single", "multi")]
+    for path in paths:
+        if not path.is_file():
+            raise ConfigError(f"--anchors {anchors}: {path.name} is missing; use vTrain's files")
+    single_node, many = (list(vtrain_rows(path)) for path in paths)
+    rates = rates_of(load_machine("a100-80"), "bf16", "a100-80")
+    if fits:
+        write_constants(fit_a100(rates, split_single_node(single_node)[0]), FOLDER / "a100-80.toml")
+        rates = rates_of(load_machine("a100-80"), "bf16", "a100-80")
+    lines = [
+        "# Planned step times against published ones",
+        "",
+        "`python scripts/bench/planner.py --anchors DIR` writes this page. DIR has vTrain's step "
+        "times (github.com/VIA-Research/vTrain, MIT licence). An error is predicted / published - "
+        "1. A row that fits a constant judges nothing.",
+        "",
+        *report_constants(rates),
+        *report_table_5(rates),
+        *report_vtrain(rates, single_node, many),
+        *report_table_1(rates),
+        *report_llama(),
+        *planner_paper.report(),
+    ]
+    return "\n".join(lines).rstrip()
+
+
+if __name__ == "__main__":
+    sys.exit(common.run_script(main))

@@ -1,0 +1,159 @@
+"""Published step times and the steps that they measure, for scripts/bench/planner.py."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from optimus.planner.operations import Split, block_operations, gpt_block, head_operations
+from optimus.planner.step_time import Layers, Reduction, Step
+
+VOCABULARY = 51200
+"""Padded vocabulary of the GPT models in Megatron-LM."""
+OPTIMIZER_BYTES = 34
+"""Bytes that Adam with fp32 masters reads and writes for a parameter: the 2-byte gradient for the
+norm and for the update (4), master, moments (24), the 2-byte parameter (2), and the zeroed
+gradient with its copy in fp32 (4)."""
+
+
+class Row(NamedTuple):
+    """A published step of a GPT model."""
+
+    hidden: int
+    layers: int
+    heads: int
+    seq_len: int
+    tp: int
+    dp: int
+    pp: int
+    virtual_stages: int
+    batch: int
+    """Sequences of the step over all ranks."""
+    microbatch: int
+    """Sequences of a microbatch."""
+    recompute: str
+    """full or selective (with sequence parallelism)."""
+    seconds: float
+    """Published time of the step."""
+    name: str = ""
+
+    @property
+    def ranks(self) -> int:
+        return self.tp * self.dp * self.pp
+
+    @property
+    def label(self) -> str:
+        return self.name or (
+            f"{self.ranks} GPUs, h {self.hidden}, L {self.layers}, t {self.tp} d {self.dp} "
+            f"p {self.pp}, b {self.microbatch}, batch {self.batch}"
+        )
+
+
+def gpt_step(row: Row) -> Step:
+    """Return the step of a row: Megatron-LM with 2-byte floats, blocking transfers of 1/tp of the
+    activation, and an all_reduce of 2-byte gradients after backward. The ranks are in the order of
+    Megatron-LM: tp innermost, then dp, then pp."""
+    tokens, tp, dp, pp = row.microbatch * row.seq_len, row.tp, row.dp, row.pp
+    is_selective = row.recompute == "selective"
+    split = Split(tp, sequence_parallel=is_selective)
+    block = gpt_block(row.hidden, row.heads)
+    operations = block_operations(block, tokens, row.seq_len, split, 2)
+    recompute = ("core",) if is_selective else ("block",)
+    stages = pp * row.virtual_stages
+    layers = Layers(operations, row.layers / stages, recompute)
+    head = Layers(head_operations(row.hidden, VOCABULARY, tokens, tp, 2))
+    all_stages = [(layers,)] * (stages - 1) + [(layers, head)]
+    parameters = 12 * row.hidden**2 * row.layers / pp / tp + VOCABULARY * row.hidden / tp
+    return Step(
+        stages=tuple(all_stages),
+        microbatches=row.batch // (dp * row.microbatch),
+        groups={
+            "tp": tuple(range(tp)),
+            "dp": tuple(range(0, dp * tp, tp)),
+            "pp": tuple(range(0, row.ranks, dp * tp)),
+        },
+        schedule="interleaved" if row.virtual_stages > 1 else "1f1b",
+        virtual_stages=row.virtual_stages,
+        transfer_bytes=2 * tokens * row.hidden / tp,
+        transfers_block=True,
+        reductions=(Reduction("dp", "all_reduce", 2 * parameters),),
+        optimizer_bytes=OPTIMIZER_BYTES * parameters,
+    )
+
+
+_TABLE_5 = (
+    ("22B", 6144, 48, 64, 8, 1, 4, 4, 1, 1.42, 1.10),
+    ("175B", 12288, 96, 96, 8, 8, 64, 1, 3, 18.13, 13.75),
+    ("530B", 20480, 105, 128, 8, 35, 280, 1, 3, 49.05, 37.83),
+    ("1T", 25600, 128, 160, 8, 64, 512, 1, 1, 94.42, 71.49),
+)
+"""arXiv 2205.05198, tables 3 and 5: name, h, layers, heads, tp, pp, batch, microbatch, virtual
+stages, seconds with full recomputation, seconds with sequence parallelism and selective
+recomputation."""
+
+
+def table_5(recompute: str) -> list[Row]:
+    """Return the rows of arXiv 2205.05198, Table 5, with `recompute` = full or selective."""
+    rows = []
+    for name, h, layers, heads, tp, pp, batch, micro, v, full, selective in _TABLE_5:
+        seconds = full if recompute == "full" else selective
+        rows.append(
+            Row(h, layers, heads, 2048, tp, 1, pp, v, batch, micro, recompute, seconds, name)
+        )
+    return rows
+
+
+_TABLE_1 = (
+    (1.7, 24, 2304, 24, 1, 1, 32, 512, 137),
+    (3.6, 32, 3072, 30, 2, 1, 64, 512, 138),
+    (7.5, 32, 4096, 36, 4, 1, 128, 512, 142),
+    (18.4, 48, 6144, 40, 8, 1, 256, 1024, 135),
+    (39.1, 64, 8192, 48, 8, 2, 512, 1536, 138),
+    (76.1, 80, 10240, 60, 8, 4, 1024, 1792, 140),
+    (145.6, 96, 12288, 80, 8, 8, 1536, 2304, 148),
+    (310.1, 128, 16384, 96, 8, 16, 1920, 2160, 155),
+    (529.6, 128, 20480, 105, 8, 35, 2520, 2520, 163),
+    (1008.0, 160, 25600, 128, 8, 64, 3072, 3072, 163),
+)
+"""arXiv 2104.04473, Table 1: billions of parameters, heads, h, layers, tp, pp, GPUs, batch, TFLOP/s
+of a GPU. The paper does not give the microbatch sizes."""
+
+
+def table_1() -> list[tuple[list[Row], float]]:
+    """Return for each row of arXiv 2104.04473, Table 1, the step with each possible microbatch, and
+    the FLOPs of a GPU in the step by the paper's equation 3, with the published seconds."""
+    result = []
+    for billions, heads, h, layers, tp, pp, gpus, batch, tflops in _TABLE_1:
+        s, v, dp = 2048, VOCABULARY, gpus // (tp * pp)
+        flops = 96 * batch * s * layers * h**2 * (1 + s / (6 * h) + v / (16 * layers * h)) / gpus
+        seconds = flops / (tflops * 1e12)
+        rows = [
+            Row(h, layers, heads, s, tp, dp, pp, 1, batch, b, "full", seconds, f"{billions}B")
+            for b in (1, 2, 4, 8, 16)
+            if batch % (dp * b) == 0
+        ]
+        result.append((rows, flops))
+    return result
+
+
+def vtrain_rows(path: Path) -> Iterator[Row]:
+    """Yield the rows of one of vTrain's CSV files, vtrain_single.csv or vtrain_multi.csv."""
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        for fields in csv.DictReader(file):
+            value = {key: float(text) for key, text in fields.items()}
+            yield Row(
+                hidden=int(value["hidden size"]),
+                layers=int(value["# layers"]),
+                heads=int(value["attention heads"]),
+                seq_len=int(value["sequence length"]),
+                tp=int(value["tensor parallelism"]),
+                dp=int(value["data parallelism"]),
+                pp=int(value["pipeline parallelism"]),
+                virtual_stages=1,
+                batch=int(value["global batch"]),
+                microbatch=int(value["micro batch"]),
+                recompute="full",
+                seconds=value["iteration time (ms)"] / 1e3,
+            )

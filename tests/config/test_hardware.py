@@ -1,0 +1,137 @@
+"""Tests of the figures of machines: sources, bounds, and messages for wrong files."""
+
+from __future__ import annotations
+
+import pytest
+
+from optimus.cli import main
+from optimus.config.hardware import Figure
+from optimus.config.machine import FOLDER, Machine, load_machine
+
+MACHINES = sorted(path.stem for path in FOLDER.glob("*.toml"))
+_SOURCE = 'source = "a page", date = "2026-01"'
+
+
+def figures(section: object) -> list[Figure]:
+    """Return all figures in a section, at any depth."""
+    if isinstance(section, Figure):
+        return [section]
+    if isinstance(section, dict):
+        return [figure for value in section.values() for figure in figures(value)]
+    if isinstance(section, tuple):
+        return [figure for value in section for figure in figures(value)]
+    fields = getattr(type(section), "model_fields", {})
+    return [figure for name in fields for figure in figures(getattr(section, name))]
+
+
+def test_the_machines_of_the_planner_exist():
+    assert {"a100-80", "aurora", "h100", "h200"} <= set(MACHINES)
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_each_figure_has_a_source_and_a_date_and_is_within_bounds(name):
+    machine = load_machine(name)
+    assert machine.device is not None and machine.levels
+    all_figures = figures(machine)
+    assert len(all_figures) >= 10
+    assert all(figure.source and figure.date and figure.value > 0 for figure in all_figures)
+    device = machine.device
+    for products in device.products.values():
+        assert (products.best_share or 0.5) < 1
+    if device.memory_achieved is not None and device.memory_peak is not None:
+        assert device.memory_achieved.value <= device.memory_peak.value
+    for level in machine.levels:
+        assert 0 < level.rate <= level.peak.value < 1e13
+
+
+def test_fitted_figures_name_the_rows():
+    fitted = [figure for figure in figures(load_machine("a100-80")) if figure.fitted_on]
+    assert len(fitted) == 5
+    assert sum("Table 5, full recomputation" in figure.fitted_on for figure in fitted) == 3
+    assert sum("seed 0" in figure.fitted_on for figure in fitted) == 2
+    assert not any(figure.fitted_on for figure in figures(load_machine("aurora")))
+    for name in ("h100", "h200"):  # one figure of the A100, because none is published
+        (transferred,) = [f for f in figures(load_machine(name)) if f.fitted_on]
+        device = load_machine("a100-80").device
+        assert device is not None and device.products["bf16"].half_size is not None
+        assert transferred.value == device.products["bf16"].half_size.value
+
+
+def test_taper_of_aurora_is_the_ratio_of_its_links():
+    machine = load_machine("aurora")
+    group, whole = machine.levels[-2:]
+    links = 165 * 2 * 25 / (64 * 8 * 25)
+    assert whole.taper is not None and whole.taper.value == pytest.approx(links, abs=0.001)
+    assert whole.rate == pytest.approx(links * group.rate, rel=0.002)
+    assert group.ranks == 64 * machine.ranks_per_node
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "[device]\nname = 'x'\nmemory_bytes = { value = 1e9, date = '2026-01' }",
+            "device.memory_bytes.source is missing",
+        ),
+        (
+            "[device]\nname = 'x'\nmemory_bytes = { value = 1e9, source = ' ', date = '2026-01' }",
+            "must name the page, paper or command that gives the figure",
+        ),
+        (
+            "[device]\nname = 'x'\n"
+            "memory_bytes = { value = 1e9, source = 'a page', date = '1/26' }",
+            "device.memory_bytes.date = '1/26'",
+        ),
+        (
+            f"[device]\nname = 'x'\nmemory_bytes = {{ value = 0.0, {_SOURCE} }}",
+            "device.memory_bytes.value = 0.0",
+        ),
+        (
+            f"[device]\nname = 'x'\nmemory_bytes = {{ value = 1e9, {_SOURCE} }}\n"
+            f"memory_peak = {{ value = 1e12, {_SOURCE} }}\n"
+            f"memory_achieved = {{ value = 2e12, {_SOURCE} }}",
+            "memory_achieved = 2e+12 is above the peak 1e+12",
+        ),
+        (
+            f"[device]\nname = 'x'\nmemory_bytes = {{ value = 1e9, {_SOURCE} }}\n"
+            f"[device.products.bf16]\npeak = {{ value = 1e12, {_SOURCE} }}\n"
+            f"efficiency = {{ value = 1.0, {_SOURCE} }}",
+            "efficiency = 1.0 must be below 1",
+        ),
+        (
+            f"[device]\nname = 'x'\nmemory_bytes = {{ value = 1e9, {_SOURCE} }}\n"
+            f"[device.products.bf16]\npeak = {{ value = 1e12, {_SOURCE} }}\n"
+            "[[device.products.bf16.measured]]\nrows = 1\ninner = 1\ncolumns = 1\n"
+            f"flops = {{ value = 2e12, {_SOURCE} }}",
+            "measured.flops = 2e+12 is above the peak 1e+12",
+        ),
+        (
+            f"[[levels]]\nname = 'node'\npeak = {{ value = 1.0, {_SOURCE} }}\n"
+            f"achieved = {{ value = 2.0, {_SOURCE} }}",
+            "achieved = 2 is above the peak 1",
+        ),
+        (
+            f"[[levels]]\nname = 'node'\npeak = {{ value = 1.0, {_SOURCE} }}\n"
+            f"taper = {{ value = 1.5, {_SOURCE} }}",
+            "taper = 1.5 must be at most 1",
+        ),
+        (
+            f"[[levels]]\nname = 'node'\nranks = 8\npeak = {{ value = 1.0, {_SOURCE} }}\n"
+            f"[[levels]]\nname = 'group'\nranks = 12\npeak = {{ value = 1.0, {_SOURCE} }}",
+            "group with ranks = 12 must be a multiple of node with ranks = 8",
+        ),
+        ("algorithm = 'tree'", "algorithm = 'tree'"),
+        ("[device]\nnames = 'x'", "unknown key device.names"),
+    ],
+)
+def test_wrong_figure_is_refused_in_a_line(tmp_path, capsys, text, message):
+    path = tmp_path / "m.toml"
+    path.write_text(text + "\n")
+    assert main(["machine", str(path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line and str(path) in line
+
+
+def test_machine_without_figures_is_valid():
+    machine = Machine()
+    assert machine.device is None and machine.levels == () and machine.algorithm == "ring"

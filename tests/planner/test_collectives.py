@@ -1,0 +1,109 @@
+"""Tests of the times of collectives: closed formulas, levels of the network, shared links."""
+
+from __future__ import annotations
+
+import math
+from typing import get_args
+
+import pytest
+
+from optimus.planner.collectives import Link, Operation, collective_s, crossing_bytes, paths_of
+
+# Nodes of 4 ranks, groups of 16 ranks, a machine of any size.
+LINKS = (Link("node", 4, 100.0), Link("group", 16, 10.0), Link("machine", 0, 5.0))
+SIZE = 1000.0
+
+
+def row(count: int, stride: int = 1) -> tuple[int, ...]:
+    return tuple(range(0, count * stride, stride))
+
+
+def test_ring_within_a_node_has_the_closed_formula():
+    """Patarasuk and Yuan 2009: 2 (n - 1) / n of the buffer crosses each link in an all_reduce."""
+    links = (LINKS[0]._replace(step_s=0.5), *LINKS[1:])
+    for n in (2, 3, 4):
+        expected = (n - 1) * (SIZE / n / 100.0 + 0.5)
+        assert collective_s("all_gather", SIZE, row(n), links) == pytest.approx(expected)
+        assert collective_s("all_reduce", SIZE, row(n), links) == pytest.approx(2 * expected)
+
+
+def test_halving_has_log2_steps_and_the_bytes_of_a_ring():
+    """Rabenseifner 2004: log2(n) steps, (n - 1) / n of the buffer in all."""
+    links = (Link("machine", 0, 10.0, 0.5),)
+    for n in (2, 4, 8, 16):
+        expected = (n - 1) / n * SIZE / 10.0 + math.log2(n) * 0.5
+        assert collective_s("reduce_scatter", SIZE, row(n), links, "halving") == pytest.approx(
+            expected
+        )
+
+
+def test_halving_sends_half_of_the_buffer_over_the_slowest_level():
+    """The first step of halving exchanges half of the buffer between the two groups at a rank's
+    rate. A ring crosses between them with the rate of all the ranks of a domain."""
+    ranks = row(32)
+    halving = collective_s("reduce_scatter", SIZE, ranks, LINKS, "halving")
+    # 1/2 between groups at 5, 1/4 and 1/8 between nodes at 10, the rest within nodes at 100.
+    assert halving == pytest.approx(500 / 5 + 250 / 10 + 125 / 10 + 62.5 / 100 + 31.25 / 100)
+    ring = collective_s("reduce_scatter", SIZE, ranks, LINKS)
+    assert ring == pytest.approx(31 / 32 * SIZE / min(100.0, 4 * 10.0, 16 * 5.0))
+
+
+def test_ring_of_a_rank_of_each_node_has_the_rate_of_a_rank():
+    assert collective_s("all_gather", SIZE, row(4, 4), LINKS) == pytest.approx(3 / 4 * SIZE / 10)
+    assert collective_s("all_gather", SIZE, row(2, 16), LINKS) == pytest.approx(1 / 2 * SIZE / 5)
+
+
+def test_hierarchical_shrinks_the_buffer_at_each_level():
+    expected = 3 * (SIZE / 4 / 100) + 3 * (SIZE / 4 / 4 / 10)
+    assert collective_s("reduce_scatter", SIZE, row(16), LINKS, "hierarchical") == pytest.approx(
+        expected
+    )
+
+
+def test_all_to_all_is_limited_by_the_slowest_level():
+    # Of 16 ranks, 3 are in the node and 12 in other nodes.
+    expected = max(3 / 16 * SIZE / 100, 12 / 16 * SIZE / 10)
+    assert collective_s("all_to_all", SIZE, row(16), LINKS) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("operation", get_args(Operation))
+@pytest.mark.parametrize("algorithm", ["ring", "halving", "hierarchical"])
+@pytest.mark.parametrize("ranks", [row(1), row(2), row(6), row(16), row(24), row(5, 16), row(3, 7)])
+def test_more_bandwidth_is_never_slower_and_less_latency_neither(operation, algorithm, ranks):
+    base = collective_s(operation, SIZE, ranks, LINKS, algorithm)
+    assert base >= 0 and (base > 0) == (len(ranks) > 1)
+    for index, link in enumerate(LINKS):
+        faster = (*LINKS[:index], link._replace(rate=2 * link.rate), *LINKS[index + 1 :])
+        slower = (*LINKS[:index], link._replace(step_s=1.0), *LINKS[index + 1 :])
+        assert collective_s(operation, SIZE, ranks, faster, algorithm) <= base
+        assert collective_s(operation, SIZE, ranks, slower, algorithm) >= base
+    assert collective_s(operation, 2 * SIZE, ranks, LINKS, algorithm) >= base
+
+
+def test_no_collective_is_faster_than_its_bytes_on_the_fastest_link():
+    for algorithm in ("ring", "halving", "hierarchical"):
+        for ranks in (row(2), row(16), row(64), row(8, 4)):
+            n = len(ranks)
+            bound = (n - 1) / n * SIZE / 100.0
+            assert collective_s("all_gather", SIZE, ranks, LINKS, algorithm) >= bound * (1 - 1e-12)
+
+
+def test_paths_name_the_levels_that_a_group_crosses():
+    assert [path.link.name for path in paths_of(row(3), LINKS)] == ["node"]
+    assert [path.link.name for path in paths_of(row(4, 4), LINKS)] == ["group"]
+    path = paths_of(row(8, 2), LINKS)[-1]
+    assert (path.link.name, path.domains, path.per_domain) == ("group", 4, 2)
+    with pytest.raises(ValueError, match="do not hold all ranks"):
+        paths_of(row(3, 16), LINKS[:2])
+    with pytest.raises(ValueError, match="no levels"):
+        paths_of(row(2), ())
+
+
+def test_ranks_in_a_row_cross_less_than_ranks_that_alternate():
+    """A dp ring of 8 ranks within 2 nodes crosses twice; with alternating nodes, always."""
+    ordered = crossing_bytes("all_reduce", SIZE, row(8), LINKS)
+    alternating = crossing_bytes("all_reduce", SIZE, (0, 4, 1, 5, 2, 6, 3, 7), LINKS)
+    edge = 2 * 7 / 8 * SIZE
+    assert ordered == pytest.approx({"node": 6 * edge, "group": 2 * edge})
+    assert alternating == pytest.approx({"group": 8 * edge})
+    assert crossing_bytes("all_to_all", SIZE, row(8), LINKS)["group"] == pytest.approx(4 * SIZE)

@@ -1,0 +1,238 @@
+"""Tests of the time of a step: bounds, closed formulas of pipelines, operations, monotony."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from optimus.config import Config
+from optimus.config.load import load_config
+from optimus.config.machine import FOLDER, Machine, load_machine
+from optimus.distributed.mesh import Mesh, make_mesh
+from optimus.errors import ConfigError
+from optimus.model.flops import head_multiply_adds, layer_multiply_adds
+from optimus.parallel.pipeline.schedules import make_schedule
+from optimus.parallel.pipeline.simulate import simulate, unit_costs
+from optimus.planner.operations import (
+    Exchange,
+    Product,
+    Split,
+    block_operations,
+    gpt_block,
+    head_operations,
+    model_block,
+    repeated,
+)
+from optimus.planner.step_time import (
+    Layers,
+    ProductRates,
+    Rates,
+    Reduction,
+    Step,
+    pass_time,
+    pipeline_s,
+    rates_of,
+    step_time,
+)
+from optimus.planner.workload import Weights, step_of, updated_parameters
+
+RUNS = FOLDER.parent / "run"
+MACHINES = ("a100-80", "aurora", "h100", "h200")
+
+
+def a100() -> Rates:
+    return rates_of(load_machine("a100-80"), "bf16")
+
+
+def demo(**parallel: object) -> tuple[Config, Mesh]:
+    overrides = [f"parallel.{axis}={value}" for axis, value in parallel.items()]
+    config = load_config(
+        RUNS / "mula-7b-a1b.toml", [*overrides, "train.global_batch_tokens=131072"]
+    )
+    return config, make_mesh(config.parallel)
+
+
+@pytest.mark.parametrize(("p", "v", "m"), [(1, 1, 3), (4, 1, 8), (4, 2, 8), (8, 4, 16), (3, 1, 1)])
+def test_span_of_equal_stages_equals_the_simulation(p, v, m):
+    """Forward takes 1/v, backward 2/v: the bubble is (p - 1) / v microbatches of 3."""
+    name = "interleaved" if v > 1 else "1f1b"
+    simulated = simulate(make_schedule(name, p, v, m), unit_costs(v)).end
+    stages = p * v
+    span = pipeline_s(name, p, v, m, [1 / v] * stages, [2 / v] * stages)
+    assert span == pytest.approx(simulated) == pytest.approx(3 * m + 3 * (p - 1) / v)
+
+
+def test_span_of_gpipe_and_of_zero_bubble():
+    simulated = simulate(make_schedule("gpipe", 4, 1, 6), unit_costs()).end
+    assert pipeline_s("gpipe", 4, 1, 6, [1.0] * 4, [2.0] * 4) == pytest.approx(simulated)
+    plain_s = pipeline_s("1f1b", 4, 1, 6, [1.0] * 4, [2.0] * 4)
+    assert 18 < pipeline_s("zb-h1", 4, 1, 6, [1.0] * 4, [2.0] * 4) < plain_s
+
+
+def test_span_of_unequal_stages_is_close_to_the_simulation():
+    """The head makes the last stage 30 % longer. The formula ignores small waits."""
+    forward, backward = [1.0, 1.0, 1.0, 1.3], [2.0, 2.0, 2.0, 2.6]
+    costs = {"F": forward, "B": backward}
+    timeline = simulate(
+        make_schedule("1f1b", 4, 1, 12),
+        lambda action: costs.get(action.kind.name, [0.0] * 4)[action.stage],
+    )
+    assert pipeline_s("1f1b", 4, 1, 12, forward, backward) == pytest.approx(timeline.end, rel=0.02)
+
+
+@pytest.mark.parametrize("model", ["mula-1b", "mula-7b-a1b", "olmo-1b"])
+def test_products_of_a_layer_have_the_flops_of_the_model(model):
+    """Fused attention skips masked scores, so the test uses separate kernels."""
+    config = load_config(FOLDER.parent / "model" / f"{model}.toml", []).model
+    tokens, seq_len = 4096, 2048
+    operations = block_operations(model_block(config, 0, fused=False), tokens, seq_len, Split(), 2)
+    flops = sum(op.flops for op in operations if isinstance(op, Product))
+    assert flops == pytest.approx(2 * tokens * layer_multiply_adds(config, seq_len, 0))
+    head = head_operations(config.hidden_size, config.vocab_size, tokens, 1, 2)
+    flops = sum(op.flops for op in head if isinstance(op, Product))
+    assert flops == pytest.approx(2 * tokens * head_multiply_adds(config))
+
+
+def test_division_over_ranks_divides_the_products():
+    config = load_config(FOLDER.parent / "model" / "mula-7b-a1b.toml", []).model
+    block = model_block(config, 0, fused=False)
+
+    def flops(split: Split) -> float:
+        operations = block_operations(block, 2048, 2048, split, 2)
+        return sum(op.flops for op in operations if isinstance(op, Product))
+
+    router = 2 * 2048 * config.hidden_size * config.experts_by_layer[0]
+    assert flops(Split(ep=8)) == pytest.approx(flops(Split()))  # with uniform routing
+    assert flops(Split(tp=4)) - router == pytest.approx((flops(Split()) - router) / 4)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_tensor_parallel_traffic_is_two_all_reduces_in_each_direction(sequence_parallel):
+    """arXiv 2205.05198, section 4.2.2: sequence parallelism moves the same bytes."""
+    split = Split(8, sequence_parallel=sequence_parallel)
+    operations = block_operations(gpt_block(1024, 16), 2048, 2048, split, 2)
+    exchanges = [op for op in operations if isinstance(op, Exchange)]
+    weight = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
+    size = 2048 * 1024 * 2
+    forward = sum(weight[op.name] * op.forward_bytes for op in exchanges)
+    assert forward == 2 * 2 * size
+    backward = sum(weight[op.backward_name] * op.backward_bytes for op in exchanges)
+    # With sequence parallelism, backward gathers two inputs again.
+    assert backward == 2 * 2 * size + 2 * size * sequence_parallel
+
+
+def test_recomputation_adds_the_forward_of_its_modules():
+    rates = a100()
+    operations = block_operations(gpt_block(2048, 16), 4096, 1024, Split(), 2)
+    kept = pass_time(Layers(operations), rates, {}, True).total_s
+    forward = pass_time(Layers(operations), rates, {}, False).total_s
+    full = pass_time(Layers(operations, 1, ("block",)), rates, {}, True).total_s
+    core = pass_time(Layers(operations, 1, ("core",)), rates, {}, True).total_s
+    assert full == pytest.approx(kept + forward)
+    assert kept < core < full
+    assert repeated(operations, ("block",)) == operations
+
+
+def test_short_operations_take_the_time_of_their_launches():
+    rates = a100()
+    operations = block_operations(gpt_block(64, 4), 64, 64, Split(), 2)
+    with_launches = pass_time(Layers(operations), rates, {}, False).total_s
+    without = pass_time(
+        Layers(operations), dataclasses.replace(rates, launch_s=0.0), {}, False
+    ).total_s
+    assert with_launches > 10 * without
+
+
+@pytest.mark.parametrize("name", MACHINES)
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 1), (16, 4096, 16), (128, 128, 128), (8192, 8192, 8192), (1e6, 1e6, 1e6)]
+)
+def test_no_product_is_faster_than_the_peak(name, shape):
+    rates = rates_of(load_machine(name), "bf16", name)
+    assert 0 < rates.products.rate(*shape) < rates.products.peak
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda r: dataclasses.replace(r, memory=2 * r.memory),
+        lambda r: dataclasses.replace(r, launch_s=r.launch_s / 2),
+        lambda r: dataclasses.replace(r, products=r.products._replace(peak=2 * r.products.peak)),
+        lambda r: dataclasses.replace(r, products=r.products._replace(half_size=0.0)),
+        lambda r: dataclasses.replace(
+            r, links=tuple(link._replace(rate=2 * link.rate) for link in r.links)
+        ),
+        lambda r: dataclasses.replace(
+            r, links=tuple(link._replace(step_s=0.0) for link in r.links)
+        ),
+    ],
+    ids=["memory", "launches", "peak", "small products", "links", "latency"],
+)
+def test_a_better_machine_is_never_slower(change):
+    for parallel in ({"dp": 4}, {"dp": 2, "ep": 8}, {"pp": 4, "dp": 2, "ep": 4}, {"tp": 2}):
+        config, mesh = demo(**parallel)
+        step, rates = step_of(config, mesh), a100()
+        assert step_time(step, change(rates)).total_s <= step_time(step, rates).total_s * (
+            1 + 1e-12
+        )
+
+
+def test_step_is_the_sum_of_its_components_and_within_bounds():
+    config, mesh = demo(pp=4, dp=2, ep=4)
+    rates = a100()
+    time = step_time(step_of(config, mesh), rates)
+    components = (time.compute_s, *time.exposed_s.values(), time.bubble_s, time.optimizer_s)
+    assert min(components) >= 0 and time.total_s == pytest.approx(sum(components))
+    assert time.bubble_s > 0 and time.exposed_s["ep"] > 0
+    flops = 6 * layer_multiply_adds(config.model, 2048, 0) * config.model.num_layers * 131072
+    assert time.total_s > 0.9 * flops / mesh.world_size / rates.products.peak
+
+
+def test_overlap_hides_at_most_the_pass():
+    layers = Layers(block_operations(gpt_block(2048, 16), 4096, 1024, Split(), 2))
+    groups = {"dp": tuple(range(8))}
+    rates = a100()
+
+    def dp_s(size_bytes: float, overlaps) -> float:
+        reduction = Reduction("dp", "all_reduce", size_bytes, overlaps)
+        step = Step(((layers,),), 2, groups, reductions=(reduction,))
+        return step_time(step, rates).exposed_s["dp"]
+
+    backward = pass_time(layers, rates, groups, True).total_s
+    assert dp_s(1e6, "backward") == 0.0
+    assert dp_s(1e12, "backward") == pytest.approx(dp_s(1e12, "nothing") - backward)
+
+
+def test_epso_updates_fewer_parameters_than_so():
+    mesh = Mesh(1, 4, 8, 1)
+    weights = Weights(experts=800.0, others=320.0)
+    assert updated_parameters("none", mesh, weights) == 1120
+    assert updated_parameters("so", mesh, weights) == 280
+    assert updated_parameters("epso", mesh, weights) == 210
+
+
+def test_missing_figures_are_named_and_needed_figures_are_demanded():
+    missing = rates_of(load_machine("aurora"), "bf16", "aurora").missing
+    assert "device.launch_s" in missing and "levels.3.latency_s" in missing
+    assert step_time(Step(((),), 1, {}), a100()).missing == a100().missing
+    with pytest.raises(ConfigError, match=r"x: device.products.fp16 is missing; add it with its"):
+        rates_of(load_machine("aurora"), "fp16", "x")
+    with pytest.raises(ConfigError, match=r"device.products.bf16 is missing"):
+        rates_of(Machine(), "bf16")
+    device = load_machine("aurora").device
+    with pytest.raises(ConfigError, match="levels is missing"):
+        rates_of(Machine(device=device), "bf16")
+
+
+def test_batch_that_is_not_a_multiple_of_the_microbatches_is_refused():
+    config, _ = demo(dp=1)
+    with pytest.raises(ConfigError, match="train.global_batch_tokens = 131072 must be a multiple"):
+        step_of(config, Mesh(1, 3, 1, 1))
+
+
+def test_rate_of_a_product_halves_at_the_half_size():
+    rates = ProductRates(100.0, 0.5, 64.0)
+    large = rates.rate(1e12, 1e12, 1e12)
+    assert large == pytest.approx(50.0)
+    assert rates.rate(64, 1e12, 1e12) == pytest.approx(large / 2)
