@@ -27,6 +27,7 @@ _OPTIONS = {
         *("alarm_s", "load", "seed", "dir"),
     ),
     "links": ("out",),
+    "machine": ("out", "nproc", "dir"),
     "offload": ("steps", "mixes", "seed"),
 }
 """Options that each benchmark accepts, as names of attributes of the parsed arguments."""
@@ -34,7 +35,10 @@ _OPTIONS = {
 
 def add_to(commands: argparse._SubParsersAction) -> None:
     """Add the command `bench` to `commands`, the subcommands of `optimus`."""
-    text = "Measure an update of a training run, restarts of a supervised run, or offloading."
+    text = (
+        "Measure an update of a training run, restarts of a supervised run, offloading, or the "
+        "rates of this machine."
+    )
     parser = commands.add_parser("bench", help=text, description=text)
     parser.set_defaults(run=_bench)
     parser.add_argument(
@@ -44,20 +48,21 @@ def add_to(commands: argparse._SubParsersAction) -> None:
         help="step: an update against a plain torch loop; supervision: times of detection and "
         "restart after failures, on nodes that this machine emulates; links: rates of copies and "
         "updates for offloading; offload: steps with random work on an emulated device, against "
-        "their predicted times",
+        "their predicted times; machine: rates of products, memory, network and disk, for the "
+        "planner",
     )
     parser.add_argument(
         "config",
         nargs="?",
         help="a TOML file; configs/run has examples. supervision: only for the NaN check, and "
-        "optional; links: for the device and the number of threads, and optional",
+        "optional; links, machine: for the device and the number of threads, and optional",
     )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     _add_step_options(parser.add_argument_group("step"))
     _add_supervision_options(parser.add_argument_group("supervision"))
     offloading = parser.add_argument_group("links and offload")
-    text = "links: write the rates to this file, for offload.links"
+    text = "links: write the rates to this file, for offload.links; machine: write a machine file"
     offloading.add_argument("--out", metavar="FILE", help=text)
     text = "offload: random mixes of work (20); also accepts --steps (6) and --seed"
     offloading.add_argument("--mixes", type=int, metavar="N", help=text)
@@ -70,7 +75,8 @@ def _add_step_options(group: argparse._ArgumentGroup) -> None:
         type=int,
         metavar="N",
         help="start N local ranks and measure time, payload bytes by mesh axis and pipeline bubble "
-        "instead of comparing with plain torch",
+        "instead of comparing with plain torch; machine: number of local ranks (one for each "
+        "accelerator, or 2)",
     )
     group.add_argument(
         "--trace",
@@ -107,7 +113,10 @@ def _add_supervision_options(group: argparse._ArgumentGroup) -> None:
         ("seed", "seed of the times, nodes and ranks of faults (0)"),
     ):
         group.add_argument(f"--{name}", type=int, metavar="N", help=text)
-    text = "folder for temporary run directories (default: the folder of temporary files)"
+    text = (
+        "folder for temporary run directories (default: the folder of temporary files); machine: "
+        "folder on the disk to measure (default: the current folder)"
+    )
     group.add_argument("--dir", metavar="DIR", help=text)
 
 
@@ -127,6 +136,8 @@ def _bench(args: argparse.Namespace, arguments: list[str]) -> int:
             raise ConfigError(f"{option} has no effect on bench {args.name}; remove {option}")
     if args.name == "step":
         return _bench_step(args, arguments)
+    if args.name == "machine":
+        return _bench_machine(args, arguments)
     return {
         "supervision": _bench_supervision,
         "links": _bench_links,
@@ -147,6 +158,42 @@ def _bench_links(args: argparse.Namespace) -> int:
     if args.out is not None:
         write_links(result, Path(args.out))
     print(json.dumps(result) if args.json else format_links(result))
+    return 0
+
+
+def _bench_machine(args: argparse.Namespace, arguments: list[str]) -> int:
+    from optimus import platform
+    from optimus.bench.machine import (
+        bench_machine,
+        format_machine,
+        ranks_to_measure,
+        write_machine,
+    )
+    from optimus.config import TrainConfig, load_config
+    from optimus.launch.environment import is_launched, read_launch_env
+    from optimus.train.startup import ranks_to_start, refuse_together
+
+    launch = read_launch_env()
+    try:
+        train = TrainConfig()
+        if args.config is not None:
+            train = load_config(args.config, args.overrides).train
+        nproc = ranks_to_start(args.nproc, launch.world_size)
+        if not nproc and not is_launched():
+            device = platform.pick_device(launch.local_rank, train.device)
+            nproc = ranks_to_measure(device.type)
+    except OptimusError as error:
+        refuse_together(launch, error)
+    if nproc > 1:
+        from optimus.launch.spawn import spawn_local
+
+        return spawn_local(arguments, nproc)
+    folder = Path.cwd() if args.dir is None else Path(args.dir)
+    result = bench_machine(launch, train.device, train.threads, folder)
+    if result is not None:
+        if args.out is not None:
+            write_machine(result, Path(args.out))
+        print(json.dumps(result) if args.json else format_machine(result))
     return 0
 
 

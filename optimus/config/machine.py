@@ -102,6 +102,35 @@ class Links(Section):
     """Bytes per second that the device reads and writes in its memory."""
 
 
+class Measurement(Section):
+    """Conditions under which `optimus bench machine` has measured the figures of a file."""
+
+    device: str
+    """Name of the device, as the driver reports it."""
+    cores: Count
+    """Number of cores that the ranks of a node could use."""
+    threads: Count
+    """Number of threads of a rank."""
+    ranks: Count
+    """Number of ranks on each node."""
+    nodes: Count
+    """Number of nodes."""
+    torch: str
+    """Version of torch."""
+    date: str
+    """Day of the measurement, as YYYY-MM-DD."""
+
+    def differences(self, device: str, cores: int, threads: int, torch: str) -> list[str]:
+        """Return a phrase for each condition that differs from the given one, such as `threads: 1
+        measured, 2 now`."""
+        now = {"device": device, "cores": cores, "threads": threads, "torch": torch}
+        return [
+            f"{key}: {getattr(self, key)} measured, {value} now"
+            for key, value in now.items()
+            if getattr(self, key) != value
+        ]
+
+
 class Machine(Section):
     """Settings of a machine and its scheduler, from a file in `configs/machine`."""
 
@@ -129,6 +158,8 @@ class Machine(Section):
     """Default of `resilience.heartbeat_s`."""
     links: Links | None = None
     """Rates between the tiers of memory; none: not measured."""
+    measured: Measurement | None = None
+    """Conditions of the measurement; none: the figures are not from `optimus bench machine`."""
     device: Device | None = None
     """The device of a rank; none: no figures."""
     levels: Annotated[tuple[Level, ...], Field(strict=False), AfterValidator(check_levels)] = ()

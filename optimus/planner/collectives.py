@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from optimus.config.hardware import Level
+from optimus.errors import ConfigError, counted
 
 Operation = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"]
 Algorithm = Literal["ring", "halving", "hierarchical"]
@@ -55,10 +56,11 @@ def paths_of(ranks: tuple[int, ...], links: Links) -> tuple[GroupPath, ...]:
     """Return the levels that the group of the global ranks `ranks` crosses, from the fastest level.
 
     Raises:
-        ValueError: `links` is empty, or its last level does not contain all ranks.
+        ConfigError: `links` is empty, or a domain of its last level does not hold all ranks.
     """
+    remedy = "add it with its source, or measure it with optimus bench machine on several nodes"
     if not links:
-        raise ValueError("the machine has no levels of its network")
+        raise ConfigError(f"levels of the machine file is missing; {remedy}")
     paths, size = [], 1
     for link in links:
         outer: dict[int, dict[int, int]] = {}
@@ -73,7 +75,10 @@ def paths_of(ranks: tuple[int, ...], links: Links) -> tuple[GroupPath, ...]:
         if len(outer) == 1:
             return tuple(paths)
         size = link.ranks
-    raise ValueError(f"the domains of the last level, {links[-1].name}, do not hold all ranks")
+    raise ConfigError(
+        f"levels of the machine file: the last level, {links[-1].name}, connects only "
+        f"{counted(links[-1].ranks, 'rank')}, but the plan has a group of more; {remedy}"
+    )
 
 
 def collective_s(

@@ -116,6 +116,9 @@ class Rates:
     memory: float
     """Bytes per second of element-wise operations."""
     launch_s: float
+    launches_queue: bool
+    """True if the device runs operations while the host starts later ones, as an accelerator does.
+    False: a CPU computes an operation only after its launch, and the times add up."""
     element_bytes: int
     links: Links
     algorithm: Algorithm
@@ -131,8 +134,7 @@ def rates_of(machine: Machine, dtype: Dtype, name: str = "the machine file") -> 
         name: Name of the machine, for messages.
 
     Raises:
-        ConfigError: The machine has no figures for products in this dtype, for its memory or for
-            its network.
+        ConfigError: The machine has no figures for products in this dtype or for its memory.
     """
     device: Device | None = machine.device
     remedy = "add it with its source, or measure it with optimus bench machine --out FILE"
@@ -141,8 +143,6 @@ def rates_of(machine: Machine, dtype: Dtype, name: str = "the machine file") -> 
     memory, products = device.memory_rate, device.products[dtype]
     if memory is None:
         raise ConfigError(f"{name}: device.memory_peak is missing; {remedy}")
-    if not machine.levels:
-        raise ConfigError(f"{name}: levels is missing; {remedy}")
     missing = []
     if products.best_share is None:
         missing.append(f"device.products.{dtype}.efficiency")
@@ -166,6 +166,7 @@ def rates_of(machine: Machine, dtype: Dtype, name: str = "the machine file") -> 
         ),
         memory,
         launch_s,
+        device.threads == 0,
         BYTES[dtype],
         links_of(machine.levels),
         machine.algorithm,
@@ -227,8 +228,8 @@ def _add(
 def pass_time(layers: Layers, rates: Rates, groups: Groups, backward: bool) -> PassTime:
     """Return the time of a forward or backward pass of `layers` for one microbatch.
 
-    The host starts the operations while the device runs earlier ones. A pass therefore takes the
-    longer of the two times. Backward includes the recomputation.
+    On an accelerator, the host starts operations while the device runs earlier ones, so a pass
+    takes the longer of the two times. Backward includes the recomputation.
     """
     device_s, launches, exposed_s = _add(layers.operations, rates, groups, backward)
     if backward and layers.recompute:
@@ -238,7 +239,10 @@ def pass_time(layers: Layers, rates: Rates, groups: Groups, backward: bool) -> P
         for axis, seconds in more_exposed_s.items():
             exposed_s[axis] = exposed_s.get(axis, 0.0) + seconds
     waiting_s = sum(exposed_s.values())
-    compute_s = max(device_s, launches * rates.launch_s - waiting_s)
+    launch_s = launches * rates.launch_s
+    compute_s = device_s + launch_s
+    if rates.launches_queue:
+        compute_s = max(device_s, launch_s - waiting_s)
     scaled = {axis: seconds * layers.number for axis, seconds in exposed_s.items()}
     return PassTime(compute_s * layers.number, scaled)
 

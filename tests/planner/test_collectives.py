@@ -7,6 +7,7 @@ from typing import get_args
 
 import pytest
 
+from optimus.errors import ConfigError
 from optimus.planner.collectives import Link, Operation, collective_s, crossing_bytes, paths_of
 
 # Nodes of 4 ranks, groups of 16 ranks, a machine of any size.
@@ -93,9 +94,9 @@ def test_paths_name_the_levels_that_a_group_crosses():
     assert [path.link.name for path in paths_of(row(4, 4), LINKS)] == ["group"]
     path = paths_of(row(8, 2), LINKS)[-1]
     assert (path.link.name, path.domains, path.per_domain) == ("group", 4, 2)
-    with pytest.raises(ValueError, match="do not hold all ranks"):
+    with pytest.raises(ConfigError, match="group, connects only 16 ranks"):
         paths_of(row(3, 16), LINKS[:2])
-    with pytest.raises(ValueError, match="no levels"):
+    with pytest.raises(ConfigError, match="levels of the machine file is missing"):
         paths_of(row(2), ())
 
 

@@ -220,9 +220,10 @@ def test_missing_figures_are_named_and_needed_figures_are_demanded():
         rates_of(load_machine("aurora"), "fp16", "x")
     with pytest.raises(ConfigError, match=r"device.products.bf16 is missing"):
         rates_of(Machine(), "bf16")
-    device = load_machine("aurora").device
-    with pytest.raises(ConfigError, match="levels is missing"):
-        rates_of(Machine(device=device), "bf16")
+    rates = rates_of(Machine(device=load_machine("aurora").device), "bf16")
+    config, mesh = demo(dp=2)
+    with pytest.raises(ConfigError, match="levels of the machine file is missing"):
+        step_time(step_of(config, mesh), rates)
 
 
 def test_batch_that_is_not_a_multiple_of_the_microbatches_is_refused():
@@ -236,3 +237,10 @@ def test_rate_of_a_product_halves_at_the_half_size():
     large = rates.rate(1e12, 1e12, 1e12)
     assert large == pytest.approx(50.0)
     assert rates.rate(64, 1e12, 1e12) == pytest.approx(large / 2)
+
+
+def test_launches_add_up_on_a_cpu():
+    rates = dataclasses.replace(a100(), launches_queue=False, launch_s=1.0)
+    layers = Layers((Product((), 64, 64, 64), Product((), 64, 64, 64)))
+    without = pass_time(layers, dataclasses.replace(rates, launch_s=0.0), {}, False).total_s
+    assert pass_time(layers, rates, {}, False).total_s == pytest.approx(2.0 + without)

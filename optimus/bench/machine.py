@@ -1,0 +1,434 @@
+"""`optimus bench machine`: the figures of this machine for the planner, measured with all ranks
+busy.
+
+All ranks run the same operation at the same time. A time is the median of a rank's runs, and a rate
+is that of the slowest rank.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+import time
+import tomllib
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from optimus import platform
+from optimus.bench.links import bench_links
+from optimus.config.machine import Machine
+from optimus.distributed.collectives import (
+    Group,
+    all_gather_objects,
+    all_reduce_sum,
+    all_to_all,
+    barrier,
+    receive,
+    send,
+)
+from optimus.distributed.groups import join_groups
+from optimus.distributed.mesh import Mesh
+from optimus.distributed.world import World, end_run, end_world, start_world
+from optimus.errors import ConfigError, OptimusError, counted, reason_of
+from optimus.io import files
+from optimus.launch.environment import LaunchEnv, available_cores
+from optimus.peak import find_peak
+
+SOURCE = "optimus bench machine"
+_BUDGET_S = 0.3
+"""Seconds for which a rank repeats an operation."""
+_ROUNDS = 3
+"""Number of rounds of all products, so that other load affects all shapes."""
+_MIN_RUNS, _MAX_RUNS = 3, 50
+_DISK_BYTES = 1 << 26
+
+
+class Shape(NamedTuple):
+    """Shape of a matrix product [rows, inner] x [inner, columns]."""
+
+    rows: int
+    inner: int
+    columns: int
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.rows * self.inner * self.columns
+
+
+def shapes_for(device_type: str) -> tuple[Shape, ...]:
+    """Return the measured shapes: cubes, and products with one short dimension."""
+    large = 1024 if device_type == "cpu" else 8192
+    cubes = (Shape(size, size, size) for size in (large, large // 2, large // 4, large // 8))
+    medium, short = large // 2, large // 16
+    return (
+        *cubes,
+        Shape(short, medium, medium),
+        Shape(medium, short, medium),
+        Shape(medium, medium, short),
+        Shape(large, medium, medium),
+    )
+
+
+def fit_products(peak: float, rates: Sequence[tuple[Shape, float]]) -> tuple[float, float]:
+    """Fit the model of `optimus.config.hardware.Products` to measured rates.
+
+    Args:
+        peak: FLOP/s that no product exceeds.
+        rates: Shapes with the measured FLOP/s.
+
+    Returns:
+        `efficiency`, below 1, and `half_size` with the smallest squared errors of log(rate).
+    """
+
+    def fitted(half: float) -> tuple[float, float]:
+        logs = [
+            math.log(rate / peak) + sum(math.log1p(half / size) for size in shape)
+            for shape, rate in rates
+        ]
+        share = min(statistics.fmean(logs), math.log(0.999))
+        return sum((value - share) ** 2 for value in logs), math.exp(share)
+
+    candidates = [0.01 * 1.1**step for step in range(150)]
+    half = min(candidates, key=lambda size: fitted(size)[0])
+    return fitted(half)[1], half
+
+
+def bench_machine(
+    launch: LaunchEnv, device: str, threads: int, folder: Path
+) -> dict[str, Any] | None:
+    """Measure this machine. All ranks of the run must call this function.
+
+    Args:
+        launch: Rank of this process, world size and rendezvous address.
+        device: Value of the setting `train.device`.
+        threads: Value of the setting `train.threads`.
+        folder: Folder in which each rank writes a file to measure the disk.
+
+    Returns:
+        On rank 0, a dict for JSON: `machine`, the tables of a machine file, and `network`, the
+        rates of each collective by level. None on all other ranks.
+
+    Raises:
+        RunEnded: A rank raised an OptimusError. Every rank raises RunEnded.
+    """
+    failure: OptimusError | None = None
+    if launch.rank % launch.local_world_size != launch.local_rank:
+        failure = ConfigError(
+            f"rank {launch.rank} is local rank {launch.local_rank}, but the ranks of a node must "
+            "have consecutive numbers; start the same number of ranks on each node, node by node"
+        )
+    world = start_world(launch, 300.0, device, failure)
+    try:
+        result = _measure(world, threads, folder)
+    except Exception as error:
+        raise end_run(error, launch, world.agreement, "benchmark") from error
+    end_world()
+    return result if launch.is_first else None
+
+
+def _measure(world: World, threads: int, folder: Path) -> dict[str, Any]:
+    local = world.launch.local_world_size
+    threads = platform.set_threads(threads, False, local)
+    bench = _Bench(world)
+    day = time.strftime("%Y-%m-%d", time.gmtime())
+
+    def figure(value: float) -> dict[str, Any]:
+        return {"value": float(f"{value:.4g}"), "source": SOURCE, "date": day}
+
+    products = {
+        name: _product_tables(bench, dtype, figure)
+        for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32))
+    }
+    memory, launch_s = _memory_rate(bench), _launch_s(bench)
+    network = _network(bench, world)
+    disk = bench.slowest(_disk_s(folder, world.rank))
+    links = bench_links(world.device, threads)["links"]
+    torch.set_num_threads(threads)
+    rates = all_gather_objects(links, world.everyone, dict[str, float])
+    is_cpu = world.device.type == "cpu"
+    host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    device_bytes = host_bytes / local
+    if not is_cpu:
+        properties = getattr(torch, world.device.type).get_device_properties(world.device)
+        device_bytes = properties.total_memory
+    machine = {
+        "ranks_per_node": local,
+        "links": {name: float(f"{min(r[name] for r in rates):.4g}") for name in links},
+        "measured": {
+            "device": platform.device_name(world.device),
+            "cores": available_cores(),
+            "threads": threads,
+            "ranks": local,
+            "nodes": world.size // local,
+            "torch": torch.__version__,
+            "date": day,
+        },
+        "device": {
+            "name": platform.device_name(world.device),
+            "memory_bytes": figure(device_bytes),
+            "memory_achieved": figure(memory),
+            "launch_s": figure(launch_s),
+            "threads": threads if is_cpu else 0,
+            "products": products,
+        },
+        "levels": [
+            {
+                "name": name,
+                "ranks": local if name == "node" else 0,
+                "peak": figure(max(level["all_reduce"], level["all_to_all"], level["send"])),
+                "achieved": figure(level["all_reduce"]),
+                "latency_s": figure(level["latency_s"]),
+            }
+            for name, level in network.items()
+        ],
+        "host_memory_bytes": figure(host_bytes),
+        "storage": [{"name": "disk", "write": figure(world.size * _DISK_BYTES / disk)}],
+    }
+    machine = {key: value for key, value in machine.items() if value != []}
+    Machine.model_validate(machine)
+    return {"machine": machine, "network": network}
+
+
+class _Bench:
+    """Timing of operations on all ranks at the same time."""
+
+    def __init__(self, world: World) -> None:
+        self.world, self.device = world, world.device
+
+    def slowest(self, seconds: float) -> float:
+        """Return the largest of the values of all ranks."""
+        return max(all_gather_objects(seconds, self.world.everyone, float))
+
+    def times(self, run: Callable[[], Any]) -> list[float]:
+        """Return the seconds of each run on this rank. Short runs are timed in batches."""
+        run()
+        first = self._batch(run, 1)
+        size = max(1, min(200, math.ceil(0.002 / max(first, 1e-9))))
+        barrier(self.world.everyone)
+        seconds = list[float]()
+        end = time.perf_counter() + _BUDGET_S
+        while len(seconds) < _MIN_RUNS or (time.perf_counter() < end and len(seconds) < _MAX_RUNS):
+            seconds.append(self._batch(run, size))
+        barrier(self.world.everyone)
+        return seconds
+
+    def median(self, run: Callable[[], Any]) -> float:
+        """Return the median seconds of a run on the slowest rank."""
+        return self.slowest(statistics.median(self.times(run)))
+
+    def together(self, run: Callable[[], Any], runs: int = 9) -> float:
+        """Return the median seconds of an operation in which all ranks take part, each run on its
+        slowest rank."""
+        run()
+        seconds = []
+        for _ in range(runs):
+            barrier(self.world.everyone)
+            seconds.append(self._batch(run, 1))
+        return self.slowest(statistics.median(seconds))
+
+    def _batch(self, run: Callable[[], Any], size: int) -> float:
+        platform.synchronize(self.device)
+        start = time.perf_counter()
+        for _ in range(size):
+            run()
+        platform.synchronize(self.device)
+        return (time.perf_counter() - start) / size
+
+
+def _product_tables(
+    bench: _Bench, dtype: torch.dtype, figure: Callable[[float], dict[str, Any]]
+) -> dict[str, Any]:
+    """Return the table `products` of a dtype."""
+    device, products = bench.device, {}
+    for shape in shapes_for(device.type):
+        a = torch.randn(shape.rows, shape.inner, device=device).to(dtype)
+        b = torch.randn(shape.inner, shape.columns, device=device).to(dtype)
+        out = torch.empty(shape.rows, shape.columns, device=device, dtype=dtype)
+        products[shape] = partial(torch.mm, a, b, out=out)
+    times: dict[Shape, list[float]] = {shape: [] for shape in products}
+    for _ in range(_ROUNDS):
+        for shape, product in products.items():
+            times[shape] += bench.times(product)
+    medians = {shape: bench.slowest(statistics.median(times[shape])) for shape in times}
+    rates = [(shape, shape.flops / seconds) for shape, seconds in medians.items()]
+    fastest = max(shape.flops / -bench.slowest(-min(seconds)) for shape, seconds in times.items())
+    peak = fastest
+    if device.type != "cpu" and dtype is torch.bfloat16:  # the data sheet, if it is known
+        peak = max(peak, find_peak(device, dtype, "torch", lambda line: None).flops)
+    peak *= 1.0005  # measured rates are rounded to four digits, and must not exceed it
+    efficiency, half_size = fit_products(peak, rates)
+    return {
+        "peak": figure(peak),
+        "efficiency": figure(efficiency),
+        "half_size": figure(half_size),
+        "measured": [shape._asdict() | {"flops": figure(rate)} for shape, rate in rates],
+    }
+
+
+def _memory_rate(bench: _Bench) -> float:
+    """Return the bytes per second of a sum of two large tensors."""
+    length = 1 << (24 if bench.device.type == "cpu" else 27)
+    a, b, out = (torch.ones(length, device=bench.device) for _ in range(3))
+    return 3 * 4 * length / bench.median(lambda: torch.add(a, b, out=out))
+
+
+def _launch_s(bench: _Bench) -> float:
+    """Return the seconds in which the host starts a small operation that autograd records."""
+    x = torch.ones(8, device=bench.device, requires_grad=True)
+    count = 200
+
+    def run() -> None:
+        y = x
+        for _ in range(count):
+            y = y * 1.0
+
+    return bench.median(run) / count
+
+
+def _network(bench: _Bench, world: World) -> dict[str, dict[str, float]]:
+    """Return the rates of each level of the network by its name, in bytes per second of a rank."""
+    if world.size == 1:
+        return {}
+    local = world.launch.local_world_size
+    groups = join_groups(Mesh(pp=world.size // local, dp=local), world)
+    levels = {"node": groups.over("dp"), "cluster": groups.over("pp")}
+    return {
+        name: _collective_rates(bench, group) for name, group in levels.items() if group.size > 1
+    }
+
+
+def _collective_rates(bench: _Bench, group: Group) -> dict[str, float]:
+    """Return the rates of collectives of all groups at the same time, and the latency of a step.
+
+    An all_reduce in a ring has 2 (n - 1) steps, in each of which a rank sends 1/n of the buffer.
+    """
+    n, is_cpu = group.size, bench.device.type == "cpu"
+    dtype = torch.float32 if is_cpu else torch.bfloat16
+    length = (1 << (24 if is_cpu else 28)) // dtype.itemsize // n * n
+    whole, other = (torch.zeros(length, dtype=dtype, device=bench.device) for _ in range(2))
+    little = torch.zeros(n, dtype=dtype, device=bench.device)
+    size = length * dtype.itemsize
+    short_s = bench.together(lambda: all_reduce_sum(little, group), 25)
+    reduce_s = bench.together(lambda: all_reduce_sum(whole, group))
+    exchange_s = bench.together(lambda: all_to_all(other, whole, group))
+
+    def pairs() -> None:
+        """Exchange the buffers of ranks 2 i and 2 i + 1 of the group."""
+        peer = group.rank ^ 1
+        if peer < n:
+            transfers = [send(whole, group, peer), receive(other, group, peer)]
+            for transfer in transfers if group.rank < peer else reversed(transfers):
+                transfer.wait()
+
+    send_s = bench.together(pairs)
+    return {
+        "all_reduce": 2 * (n - 1) / n * size / max(reduce_s - short_s, 1e-9),
+        "all_to_all": (n - 1) / n * size / max(exchange_s - short_s, 1e-9),
+        "send": size / send_s,
+        "latency_s": short_s / (2 * (n - 1)),
+    }
+
+
+def _disk_s(folder: Path, rank: int) -> float:
+    """Return the seconds in which this rank writes _DISK_BYTES to the disk."""
+    path, data = folder / f".bench-machine-{os.getpid()}-{rank}", os.urandom(1 << 20)
+    try:
+        start = time.perf_counter()
+        with path.open("wb") as file:
+            for _ in range(_DISK_BYTES >> 20):
+                file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        return time.perf_counter() - start
+    except OSError as error:
+        raise ConfigError(f"--dir {folder}: {reason_of(error)}; use another folder") from error
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def write_machine(result: dict[str, Any], path: Path) -> None:
+    """Write the tables to a machine file. Raises ConfigError if the file cannot be written."""
+    text = "\n".join(_toml_lines(result["machine"])) + "\n"
+    assert tomllib.loads(text) == result["machine"]
+    try:
+        files.write_bytes(path, text.encode())
+    except OSError as error:
+        raise ConfigError(f"--out {path}: {reason_of(error)}; use another file") from error
+
+
+def _toml_lines(machine: dict[str, Any]) -> Iterator[str]:
+    """Yield the lines of a machine file. Figures are inline tables."""
+    tables = {"links", "measured", "device"}
+    for key, value in machine.items():
+        if key not in tables and not isinstance(value, list):
+            yield f"{key} = {_toml(value)}"
+    for name in ("links", "measured", "device"):
+        yield from ("", f"[{name}]")
+        for key, value in machine[name].items():
+            if key != "products":
+                yield f"{key} = {_toml(value)}"
+    for dtype, products in machine["device"]["products"].items():
+        yield from ("", f"[device.products.{dtype}]")
+        yield from (f"{k} = {_toml(v)}" for k, v in products.items() if k != "measured")
+        for product in products["measured"]:
+            yield from ("", f"[[device.products.{dtype}.measured]]")
+            yield from (f"{key} = {_toml(value)}" for key, value in product.items())
+    for name in ("levels", "storage"):
+        for table in machine.get(name, []):
+            yield from ("", f"[[{name}]]")
+            yield from (f"{key} = {_toml(value)}" for key, value in table.items())
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{key} = {_toml(v)}" for key, v in value.items()) + " }"
+    return json.dumps(value)  # the same syntax for these numbers and texts
+
+
+def format_machine(result: dict[str, Any]) -> str:
+    """Return the result of `bench_machine` as text, with one line per figure."""
+    machine = result["machine"]
+    measured, device = machine["measured"], machine["device"]
+    nodes = counted(measured["nodes"], "node")
+    lines = [
+        f"{measured['device']}, {counted(measured['cores'], 'core')}, "
+        f"{counted(measured['ranks'], 'rank')} of {counted(measured['threads'], 'thread')} on "
+        f"{nodes}, torch {measured['torch']}, {measured['date']}"
+    ]
+    for dtype, products in device["products"].items():
+        peak, share = products["peak"]["value"], products["efficiency"]["value"]
+        half = products["half_size"]["value"]
+        lines.append(
+            f"{dtype} products: peak {peak / 1e12:.4g} TFLOP/s, large products {share:.0%} of it, "
+            f"half of that at size {half:.3g}"
+        )
+        for product in products["measured"]:
+            shape = f"{product['rows']} x {product['inner']} x {product['columns']}"
+            lines.append(f"  {shape:<20} {product['flops']['value'] / 1e12:>9.4g} TFLOP/s")
+    lines.append(f"memory: {device['memory_achieved']['value'] / 1e9:.4g} GB/s")
+    lines.append(f"launch: {1e6 * device['launch_s']['value']:.3g} us for an operation")
+    for name, rates in result["network"].items():
+        texts = (f"{key} {rates[key] / 1e9:.3g} GB/s" for key in ("all_reduce", "all_to_all"))
+        lines.append(
+            f"{name}: {', '.join(texts)}, send {rates['send'] / 1e9:.3g} GB/s, "
+            f"{1e6 * rates['latency_s']:.3g} us for a step"
+        )
+    for name, rate in machine["links"].items():
+        unit = "elements/s" if name == "host_adam" else "bytes/s"
+        lines.append(f"{name}: {rate:.3g} {unit}")
+    lines.append(f"disk: {machine['storage'][0]['write']['value'] / 1e9:.3g} GB/s")
+    return "\n".join(lines)
+
+
+def ranks_to_measure(device_type: str) -> int:
+    """Return the number of local ranks that keep this machine busy: one for each accelerator; on a
+    CPU two, which divide the cores."""
+    if device_type == "cpu":
+        return min(2, available_cores())
+    return int(getattr(torch, device_type).device_count())

@@ -1,0 +1,107 @@
+"""The command `optimus bench machine`: the file that it writes, the fit of products, mistakes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from optimus.bench import machine as bench
+from optimus.bench.machine import Shape, fit_products, format_machine, write_machine
+from optimus.cli import main as optimus
+from optimus.config.machine import load_links, load_machine
+from optimus.launch.environment import SINGLE, read_launch_env
+from optimus.planner.collectives import collective_s
+from optimus.planner.step_time import ProductRates, rates_of
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Shorten the measurement."""
+    shorten(monkeypatch)
+
+
+def shorten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "_BUDGET_S", 0.001)
+    monkeypatch.setattr(bench, "_ROUNDS", 1)
+    monkeypatch.setattr(bench, "_DISK_BYTES", 1 << 20)
+
+
+def test_fit_finds_the_constants_of_the_model():
+    truth = ProductRates(100.0, 0.8, 40.0)
+    shapes = [Shape(1024, 1024, 1024), Shape(64, 1024, 1024), Shape(256, 64, 512)]
+    share, half = fit_products(100.0, [(shape, truth.rate(*shape)) for shape in shapes])
+    assert share == pytest.approx(0.8, rel=0.03) and half == pytest.approx(40.0, rel=0.06)
+
+
+def test_fitted_share_is_below_the_peak():
+    share, _ = fit_products(100.0, [(Shape(64, 64, 64), 100.0), (Shape(512, 512, 512), 99.0)])
+    assert share < 1
+
+
+def test_a_single_rank_writes_a_machine_file(quick, tmp_path, capsys):
+    result = bench.bench_machine(SINGLE, "cpu", 1, tmp_path)
+    assert result is not None and result["network"] == {}
+    assert list(tmp_path.iterdir()) == []  # the file for the disk's rate is removed
+    path = tmp_path / "m.toml"
+    write_machine(result, path)
+    machine = load_machine(str(path))
+    assert machine.model_dump(exclude_none=True)["device"]["name"] == machine.measured.device
+    rates = rates_of(machine, "fp32", str(path))
+    assert 0 < rates.products.rate(512, 512, 512) < rates.products.peak
+    assert len(machine.device.products["bf16"].measured) == 8
+    assert load_links(str(path)) == machine.links
+    assert machine.measured.differences("x", machine.measured.cores, 1, machine.measured.torch) == [
+        f"device: {machine.measured.device} measured, x now"
+    ]
+    assert "fp32 products: peak" in format_machine(result)
+
+
+def measure(folder: str) -> dict | None:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        shorten(monkeypatch)
+        return bench.bench_machine(read_launch_env(), "cpu", 1, Path(folder))
+
+
+def test_two_ranks_measure_their_collectives(ranks, tmp_path):
+    result, nothing = ranks(2, measure, str(tmp_path), start_world=False)
+    assert nothing is None and set(result["network"]) == {"node"}
+    write_machine(result, tmp_path / "m.toml")
+    machine = load_machine(str(tmp_path / "m.toml"))
+    (node,) = machine.levels
+    assert (node.ranks, machine.ranks_per_node, machine.measured.ranks) == (2, 2, 2)
+    assert node.achieved.value <= node.peak.value
+    rates = rates_of(machine, "fp32")
+    seconds = collective_s("all_reduce", 1 << 24, (0, 1), rates.links)
+    measured = result["network"]["node"]
+    expected = (1 << 24) / measured["all_reduce"] + 2 * measured["latency_s"]
+    assert seconds == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--mixes", "3"], "--mixes has no effect on bench machine; remove --mixes"),
+        (["--nproc", "0"], "--nproc 0 must be at least 1"),
+        (["absent.toml"], "absent.toml"),
+    ],
+)
+def test_mistakes_are_refused(options, message, capsys):
+    assert optimus(["bench", "machine", *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_folder_and_file_that_cannot_be_written_are_refused(quick, tmp_path, capsys):
+    options = ["bench", "machine", "--nproc", "1"]
+    assert optimus([*options, "--dir", "/absent"]) == 2
+    assert "--dir /absent: No such file or directory; use another folder" in capsys.readouterr().err
+    assert optimus([*options, "--dir", str(tmp_path), "--out", "/absent/f", "--json"]) == 2
+    assert "--out /absent/f: No such file or directory; use" in capsys.readouterr().err
+
+
+def test_json_has_the_tables_of_the_file(quick, tmp_path, capsys):
+    options = ["bench", "machine", "--nproc", "1", "--dir", str(tmp_path), "--json"]
+    assert optimus(options) == 0
+    machine = json.loads(capsys.readouterr().out)["machine"]
+    assert {"links", "device", "measured", "storage", "host_memory_bytes"} <= set(machine)
