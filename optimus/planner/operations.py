@@ -10,6 +10,7 @@ intermediate, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -109,6 +110,17 @@ class Block:
     mlp: Mlp
     residual_bytes: int = 6
 
+    @property
+    def parameters(self) -> tuple[int, int]:
+        """Numbers of parameters of the experts and of all other submodules, without biases."""
+        attention, mlp = self.attention, self.mlp
+        heads = attention.heads + attention.kv_heads
+        feed_forward = (3 if mlp.gated else 2) * self.hidden * mlp.intermediate
+        others = 2 * self.hidden * heads * attention.head_size + 2 * self.hidden
+        if mlp.experts:
+            return mlp.experts * feed_forward, others + self.hidden * mlp.experts
+        return 0, others + feed_forward
+
 
 class Split(NamedTuple):
     """Division of a block over ranks."""
@@ -117,12 +129,20 @@ class Split(NamedTuple):
     ep: int = 1
     sequence_parallel: bool = False
     """True if norms and residuals work on 1/tp of the tokens (arXiv 2205.05198)."""
+    gathers_again: bool = False
+    """With sequence parallelism, True if backward gathers the inputs of products again, as
+    Megatron-LM does to save memory. False if the gathered inputs are kept."""
     dispatch: str = "alltoall"
     """Transport of tokens to experts: alltoall or allgather."""
 
 
 def block_operations(
-    block: Block, tokens: int, seq_len: int, split: Split, element_bytes: int
+    block: Block,
+    tokens: int,
+    seq_len: int,
+    split: Split,
+    element_bytes: int,
+    grad_bytes: int = 0,
 ) -> tuple[Operation, ...]:
     """Return the forward operations of a block on one rank for one microbatch.
 
@@ -132,6 +152,9 @@ def block_operations(
         seq_len: S.
         split: Division over ranks. Routing of tokens to experts is uniform.
         element_bytes: Bytes of an element of activations and weights.
+        grad_bytes: Bytes of an element of the sums of gradients over microbatches; 0 if the
+            products for the gradients of weights add to the sums themselves, as the kernels of
+            Megatron-LM do.
     """
     e, t, d = element_bytes, tokens, block.hidden
     tp, sp = split.tp, split.tp if split.sequence_parallel else 1
@@ -149,7 +172,18 @@ def block_operations(
         operations += _before("mlp", size, split)
         operations += _dense(block.mlp, d, t, tp, e)
         operations += _after("mlp", size, split)
-    return (*operations, residuals)
+    experts, others = block.parameters
+    sums = _sums(experts / tp / split.ep + others / tp, e, grad_bytes)
+    return (*operations, residuals, *sums)
+
+
+def _sums(parameters: float, element_bytes: int, grad_bytes: int) -> tuple[Pass, ...]:
+    """Return the pass in which backward adds the gradients of a microbatch to their sums: it
+    converts them to the dtype of the sums, reads both and writes the sums."""
+    if not grad_bytes:
+        return ()
+    converted = element_bytes + grad_bytes if element_bytes != grad_bytes else 0
+    return (Pass(("gradients",), 0, parameters * (converted + 3 * grad_bytes), 0, 4),)
 
 
 def _before(module: str, size_bytes: float, split: Split) -> tuple[Exchange, ...]:
@@ -160,11 +194,9 @@ def _before(module: str, size_bytes: float, split: Split) -> tuple[Exchange, ...
         return ()
     if not split.sequence_parallel:
         return (Exchange(names, "tp", "all_reduce", 0, "all_reduce", size_bytes),)
-    return (
-        Exchange(names, "tp", "all_gather", size_bytes, "reduce_scatter", size_bytes),
-        # Backward gathers the input again for the gradient of the weight.
-        Exchange(names, "tp", "all_gather", 0, "all_gather", size_bytes),
-    )
+    gather = Exchange(names, "tp", "all_gather", size_bytes, "reduce_scatter", size_bytes)
+    again = Exchange(names, "tp", "all_gather", 0, "all_gather", size_bytes)
+    return (gather, again) if split.gathers_again else (gather,)
 
 
 def _after(module: str, size_bytes: float, split: Split) -> tuple[Exchange, ...]:
@@ -217,16 +249,14 @@ def _experts(mlp: Mlp, d: int, t: int, split: Split, e: int) -> Iterable[Operati
     """Yield the operations of a mixture of experts (optimus.model.moe) with uniform routing."""
     names, k, ep = ("block", "moe"), mlp.experts_per_token, split.ep
     on_rank = mlp.experts / ep
-    # alltoall sends each of the T*K rows to a rank; allgather gathers the tokens of all ep ranks.
     rows = t * k
     f = mlp.intermediate / split.tp
     yield Product(("block", "moe"), t, d, mlp.experts)
     yield Pass(names, 4 * 4 * t * mlp.experts, 4 * 4 * t * mlp.experts, 6, 6)
+    sent, gathered = t * ranks_of_token(mlp.experts, k, ep) * d * e, t * ep * d * e
     if ep > 1 and split.dispatch == "alltoall":
-        sent = rows * d * e
         yield Exchange(names, "ep", "all_to_all", sent, "all_to_all", sent)
     elif ep > 1:
-        gathered = t * ep * d * e
         yield Exchange(names, "ep", "all_gather", gathered, "reduce_scatter", gathered)
     per_expert = rows * ep / mlp.experts
     yield Pass(names, 2 * e * rows * d, 2 * e * rows * d, 2, 2)
@@ -236,34 +266,67 @@ def _experts(mlp: Mlp, d: int, t: int, split: Split, e: int) -> Iterable[Operati
     yield Product(names, per_expert, f, d, on_rank, launches=1)
     yield Pass(names, 2 * e * rows * d, 2 * e * rows * d, 2, 2)
     if ep > 1 and split.dispatch == "alltoall":
-        sent = rows * d * e
         yield Exchange(names, "ep", "all_to_all", sent, "all_to_all", sent)
     elif ep > 1:
-        gathered = t * ep * d * e
         yield Exchange(names, "ep", "reduce_scatter", gathered, "all_gather", gathered)
     if split.tp > 1:
         yield Exchange(names, "tp", "all_reduce", t * d * e, "all_reduce", t * d * e)
 
 
+def ranks_of_token(experts: int, experts_per_token: int, ep: int) -> float:
+    """Return the mean number of ep ranks that have an expert of a token, if each set of experts is
+    equally likely. alltoall sends a token once to each of these ranks."""
+    others = experts - experts // ep
+    if experts_per_token > others:
+        return float(ep)
+    return ep * (1 - math.comb(others, experts_per_token) / math.comb(experts, experts_per_token))
+
+
+def embedding_operations(
+    hidden: int, vocabulary: int, tokens: int, split: Split, element_bytes: int, grad_bytes: int = 0
+) -> tuple[Operation, ...]:
+    """Return the forward operations of the embedding. Arguments as for `head_operations`."""
+    e, size = element_bytes, element_bytes * tokens * hidden
+    # A rank looks up the tokens of its share of the vocabulary. The gradient of the table is
+    # summed row by row and then added to its sum over microbatches.
+    look_up = Pass(("embedding",), 2 * size, (e + 2 * grad_bytes) * tokens * hidden, 1, 2)
+    sums = _sums(hidden * vocabulary / split.tp, e, grad_bytes)
+    return (look_up, *_after("embedding", size, split), *sums)
+
+
 def head_operations(
-    hidden: int, vocabulary: float, tokens: int, tp: int, element_bytes: int, loss_bytes: float = 60
+    hidden: int,
+    vocabulary: int,
+    tokens: int,
+    split: Split,
+    element_bytes: int,
+    grad_bytes: int = 0,
+    loss_bytes: tuple[float, float] = (14, 44),
 ) -> tuple[Operation, ...]:
     """Return the forward operations of the output head and the cross-entropy.
 
     Args:
-        hidden, vocabulary, tokens, tp: D, V, T and the number of ranks that divide V.
-        element_bytes: Bytes of an element of activations and weights.
-        loss_bytes: Bytes that the cross-entropy reads and writes in forward and backward for each
-            logit. 60 is the count for fp32 logits in unfused torch operations: conversion (6),
-            maximum (4), subtraction (8), exponential (8), sum (4), division (8), and in backward
-            copy (8), scaling (8) and conversion (6).
+        hidden, vocabulary, tokens: D, V and T.
+        split: Division over ranks. The tp ranks divide V.
+        element_bytes, grad_bytes: As for `block_operations`.
+        loss_bytes: Bytes that the cross-entropy reads and writes for each logit, in forward and in
+            backward. The default is Optimus's: conversion to fp32 (6), logsumexp (4), gather (4),
+            and in backward conversion (6), subtraction, exponential, scatter and scaling (32),
+            conversion (6).
     """
-    columns = vocabulary / tp
+    columns = vocabulary / split.tp
     logits = tokens * columns
     return (
+        *_before("head", element_bytes * tokens * hidden, split),
         Product(("head",), tokens, hidden, columns),
-        Pass(("head",), 38 / 60 * loss_bytes * logits, 22 / 60 * loss_bytes * logits, 8, 4),
+        Pass(("head",), loss_bytes[0] * logits, loss_bytes[1] * logits, 3, 6),
+        *_sums(hidden * columns, element_bytes, grad_bytes),
     )
+
+
+MEGATRON_LOSS_BYTES = (38, 22)
+"""`loss_bytes` of Megatron-LM: conversion to fp32 (6), maximum (4), subtraction (8), exponential
+(8), sum (4), division (8), and in backward copy (8), scaling (8), conversion (6)."""
 
 
 def gpt_block(hidden: int, heads: int) -> Block:

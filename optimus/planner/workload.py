@@ -10,9 +10,9 @@ from optimus.distributed.mesh import Mesh
 from optimus.errors import ConfigError
 from optimus.parallel.pipeline.plan import plan_stages
 from optimus.planner.operations import (
-    Pass,
     Split,
     block_operations,
+    embedding_operations,
     head_operations,
     model_block,
 )
@@ -50,11 +50,14 @@ def step_of(config: Config, mesh: Mesh, stages: tuple[range, ...] | None = None)
         mesh.tp,
         mesh.ep,
         parallel.sequence_parallel,
-        "alltoall" if parallel.ep_dispatch == "alltoall" else "allgather",
+        dispatch="alltoall" if parallel.ep_dispatch == "alltoall" else "allgather",
     )
+    grad_bytes = BYTES[config.optim.grad_dtype]
     stages = plan_stages(config, mesh.pp) if stages is None else stages
     blocks = {
-        layer: block_operations(model_block(model, layer), tokens, train.seq_len, split, e)
+        layer: block_operations(
+            model_block(model, layer), tokens, train.seq_len, split, e, grad_bytes
+        )
         for stage in stages
         for layer in stage
     }
@@ -63,12 +66,9 @@ def step_of(config: Config, mesh: Mesh, stages: tuple[range, ...] | None = None)
         [Layers(operations, count, recompute) for operations, count in _grouped(stage, blocks)]
         for stage in stages
     ]
-    embedded = tokens * model.hidden_size / (mesh.tp if split.sequence_parallel else 1)
-    # The embedding's gradient is summed in fp32: zero, read, add and write.
-    work[0].append(Layers((Pass(("embedding",), 2 * e * embedded, (e + 12) * embedded, 1, 3),)))
-    work[-1].append(
-        Layers(head_operations(model.hidden_size, model.vocab_size, tokens, mesh.tp, e))
-    )
+    shape = model.hidden_size, model.vocab_size, tokens, split, e, grad_bytes
+    work[0].append(Layers(embedding_operations(*shape)))
+    work[-1].append(Layers(head_operations(*shape)))
     fullest = max(stage_weights(config, mesh, stages), key=sum)
     return Step(
         stages=tuple(map(tuple, work)),
@@ -83,7 +83,7 @@ def step_of(config: Config, mesh: Mesh, stages: tuple[range, ...] | None = None)
         dtype=train.dtype,
         schedule=parallel.schedule,
         virtual_stages=parallel.virtual_stages,
-        transfer_bytes=e * embedded,
+        transfer_bytes=e * tokens * model.hidden_size / (mesh.tp if split.sequence_parallel else 1),
         reductions=_reductions(config, mesh, fullest),
         optimizer_bytes=updated_parameters(config.optim.sharding, mesh, fullest)
         * (_STATE_BYTES + e + 2 * BYTES[config.optim.grad_reduce_dtype]),
@@ -125,16 +125,9 @@ def stage_weights(
 
 
 def _weights(model: ModelConfig, stage: range, mesh: Mesh) -> Weights:
-    hidden, size = model.hidden_size, model.head_size
-    attention = 2 * hidden * (model.num_attention_heads + model.num_kv_heads) * size
-    experts, others = 0.0, 0.0
-    for layer in stage:
-        swiglu = 3 * hidden * model.layer(layer).intermediate_size
-        count = model.experts_by_layer[layer]
-        experts += count * swiglu / mesh.ep / mesh.tp
-        others += attention / mesh.tp + hidden * count + 2 * hidden
-        others += 0 if count else swiglu / mesh.tp
-    return Weights(experts, others)
+    parameters = [model_block(model, layer).parameters for layer in stage]
+    experts = sum(of_experts for of_experts, _ in parameters) / mesh.ep / mesh.tp
+    return Weights(experts, sum(others for _, others in parameters) / mesh.tp)
 
 
 def updated_parameters(sharding: str, mesh: Mesh, weights: Weights) -> float:

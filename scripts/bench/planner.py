@@ -149,8 +149,8 @@ def fit_a100(rates: Rates, single_node: Sequence[Row]) -> Rates:
 
 
 def write_constants(rates: Rates, path: Path) -> None:
-    """Write the fitted constants to the machine file `path`. A fitted figure is the only one of its
-    key that has `fitted_on`."""
+    """Write the fitted constants to the machine file `path`. In a file, a fitted figure is the only
+    one of its key that has `fitted_on`. Files of other GPUs have some of the figures."""
     lines = path.read_text().splitlines()
     for constant in (*ON_TABLE_5, *ON_SINGLE_NODE):
         value = f"{constant.get(rates):.4g}"
@@ -391,7 +391,9 @@ def make_report(anchors: Path, fits: bool) -> str:
     single_node, many = (list(vtrain_rows(path)) for path in paths)
     rates = rates_of(load_machine("a100-80"), "bf16", "a100-80")
     if fits:
-        write_constants(fit_a100(rates, split_single_node(single_node)[0]), FOLDER / "a100-80.toml")
+        fitted = fit_a100(rates, split_single_node(single_node)[0])
+        for name in ("a100-80", "h100", "h200"):
+            write_constants(fitted, FOLDER / f"{name}.toml")
         rates = rates_of(load_machine("a100-80"), "bf16", "a100-80")
     lines = [
         "# Planned step times against published ones",

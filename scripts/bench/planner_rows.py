@@ -7,7 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from optimus.planner.operations import Split, block_operations, gpt_block, head_operations
+from optimus.planner.operations import (
+    MEGATRON_LOSS_BYTES,
+    Split,
+    block_operations,
+    gpt_block,
+    head_operations,
+)
 from optimus.planner.step_time import Layers, Reduction, Step
 
 VOCABULARY = 51200
@@ -57,13 +63,15 @@ def gpt_step(row: Row) -> Step:
     Megatron-LM: tp innermost, then dp, then pp."""
     tokens, tp, dp, pp = row.microbatch * row.seq_len, row.tp, row.dp, row.pp
     is_selective = row.recompute == "selective"
-    split = Split(tp, sequence_parallel=is_selective)
+    split = Split(tp, sequence_parallel=is_selective, gathers_again=True)
     block = gpt_block(row.hidden, row.heads)
     operations = block_operations(block, tokens, row.seq_len, split, 2)
     recompute = ("core",) if is_selective else ("block",)
     stages = pp * row.virtual_stages
     layers = Layers(operations, row.layers / stages, recompute)
-    head = Layers(head_operations(row.hidden, VOCABULARY, tokens, tp, 2))
+    head = Layers(
+        head_operations(row.hidden, VOCABULARY, tokens, split, 2, loss_bytes=MEGATRON_LOSS_BYTES)
+    )
     all_stages = [(layers,)] * (stages - 1) + [(layers, head)]
     parameters = 12 * row.hidden**2 * row.layers / pp / tp + VOCABULARY * row.hidden / tp
     return Step(

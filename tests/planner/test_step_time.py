@@ -89,7 +89,7 @@ def test_products_of_a_layer_have_the_flops_of_the_model(model):
     operations = block_operations(model_block(config, 0, fused=False), tokens, seq_len, Split(), 2)
     flops = sum(op.flops for op in operations if isinstance(op, Product))
     assert flops == pytest.approx(2 * tokens * layer_multiply_adds(config, seq_len, 0))
-    head = head_operations(config.hidden_size, config.vocab_size, tokens, 1, 2)
+    head = head_operations(config.hidden_size, config.vocab_size, tokens, Split(), 2)
     flops = sum(op.flops for op in head if isinstance(op, Product))
     assert flops == pytest.approx(2 * tokens * head_multiply_adds(config))
 
@@ -110,7 +110,7 @@ def test_division_over_ranks_divides_the_products():
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_tensor_parallel_traffic_is_two_all_reduces_in_each_direction(sequence_parallel):
     """arXiv 2205.05198, section 4.2.2: sequence parallelism moves the same bytes."""
-    split = Split(8, sequence_parallel=sequence_parallel)
+    split = Split(8, sequence_parallel=sequence_parallel, gathers_again=True)
     operations = block_operations(gpt_block(1024, 16), 2048, 2048, split, 2)
     exchanges = [op for op in operations if isinstance(op, Exchange)]
     weight = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
