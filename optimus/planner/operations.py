@@ -88,7 +88,8 @@ class Mlp:
 
     intermediate: int
     gated: bool = True
-    """True for SwiGLU with three weights, False for two weights and a GELU."""
+    """True for SwiGLU with three weights, False for two weights and a GELU. A SwiGLU outside of
+    experts is not fused: torch computes SiLU and product separately."""
     experts: int = 0
     """Number of experts of the layer; 0: a dense network."""
     experts_per_token: int = 1
@@ -103,12 +104,19 @@ class Block:
         attention, mlp: The submodules.
         residual_bytes: Bytes that a residual addition reads and writes for an element in 2-byte
             training. With dropout and bias as in Megatron-LM, it also writes a mask.
+        norm_bytes: Bytes that a norm reads and writes for an element in 2-byte training, in forward
+            and in backward. The default is Optimus's: conversion to fp32 (6), norm (8), conversion
+            (6), and in backward conversions (12) and the gradient (14). A fused norm has (4, 8).
+        rotary_bytes: Bytes for an element of queries, keys and values, for their division and the
+            rotary embedding. Without the latter, 4.
     """
 
     hidden: int
     attention: Attention
     mlp: Mlp
     residual_bytes: int = 6
+    norm_bytes: tuple[int, int] = (20, 26)
+    rotary_bytes: int = 12
 
     @property
     def parameters(self) -> tuple[int, int]:
@@ -158,13 +166,13 @@ def block_operations(
     """
     e, t, d = element_bytes, tokens, block.hidden
     tp, sp = split.tp, split.tp if split.sequence_parallel else 1
-    norm = Pass(("block", "norm"), 2 * e * t * d / sp, 4 * e * t * d / sp)
     scale = e / 2
+    norm = Pass(("block", "norm"), *(b * scale * t * d / sp for b in block.norm_bytes))
     residual = block.residual_bytes * scale * t * d / sp
     residuals = Pass(("block",), residual, residual, 1, 2)
     size = t * d * e
     operations: list[Operation] = [norm, *_before("attention", size, split)]
-    operations += _attention(block.attention, d, t, seq_len, tp, e)
+    operations += _attention(block, t, seq_len, tp, e)
     operations += [*_after("attention", size, split), residuals, norm]
     if block.mlp.experts:
         operations += _experts(block.mlp, d, t, split, e)
@@ -209,16 +217,15 @@ def _after(module: str, size_bytes: float, split: Split) -> tuple[Exchange, ...]
     return (Exchange(names, "tp", "reduce_scatter", size_bytes, "all_gather", size_bytes),)
 
 
-def _attention(
-    attention: Attention, d: int, t: int, s: int, tp: int, e: int
-) -> Iterable[Operation]:
+def _attention(block: Block, t: int, s: int, tp: int, e: int) -> Iterable[Operation]:
+    attention, d = block.attention, block.hidden
     names, core = ("block", "attention"), ("block", "attention", "core")
     heads, size = attention.heads / tp, attention.head_size
     width = (attention.heads + 2 * attention.kv_heads) * size / tp
     inner = heads * size
     yield Product(names, t, d, width)
-    # Split, transpose and rotation of queries and keys: read and write each element.
-    yield Pass(names, 2 * e * t * width, 2 * e * t * width, 3, 3)
+    arranged = block.rotary_bytes * e / 2 * t * width
+    yield Pass(names, arranged, arranged, 3, 3)
     sequences = t / s
     if attention.fused:
         # One kernel. Backward computes the scores again: 5 products for 2 of forward.
@@ -239,8 +246,9 @@ def _attention(
 def _dense(mlp: Mlp, d: int, t: int, tp: int, e: int) -> Iterable[Operation]:
     names, f = ("block", "mlp"), mlp.intermediate / tp
     yield Product(names, t, d, 2 * f if mlp.gated else f)
-    # SwiGLU reads 2 F and writes F. Backward reads 3 F and writes 2 F, or 2 F and F for a GELU.
-    forward, backward = (3, 5) if mlp.gated else (2, 3)
+    # SiLU (2) and product (3), and in backward two products (6) and SiLU's gradient (3). A GELU
+    # reads F and writes F, and in backward reads 2 F and writes F.
+    forward, backward = (5, 9) if mlp.gated else (2, 3)
     yield Pass(names, forward * e * t * f, backward * e * t * f)
     yield Product(names, t, f, d)
 
@@ -336,7 +344,8 @@ def gpt_block(hidden: int, heads: int) -> Block:
     2 x 2 bytes and write 2 + 1.
     """
     attention = Attention(heads, heads, hidden // heads, fused=False)
-    return Block(hidden, attention, Mlp(4 * hidden, gated=False), residual_bytes=7)
+    mlp = Mlp(4 * hidden, gated=False)
+    return Block(hidden, attention, mlp, 7, norm_bytes=(4, 8), rotary_bytes=4)
 
 
 def model_block(config: ModelConfig, layer: int, fused: bool = True) -> Block:
