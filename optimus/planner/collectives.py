@@ -177,31 +177,3 @@ def _all_to_all(size_bytes: float, n: int, paths: Sequence[GroupPath]) -> float:
         latency_s += new * path.link.step_s
         reached += new
     return seconds + latency_s
-
-
-def crossing_bytes(
-    operation: Operation, size_bytes: float, ranks: tuple[int, ...], links: Links
-) -> dict[str, float]:
-    """Return the bytes that all ranks of a group together send across each level, by its name.
-
-    The ranks send in a ring or, for all_to_all, directly. Levels that the group does not cross are
-    absent.
-    """
-    n = len(ranks)
-    if n == 1:
-        return {}
-    totals: dict[str, float] = {}
-    halves = 2 if operation == "all_reduce" else 1
-    if operation == "all_to_all":
-        edges = [(a, b, size_bytes / n) for a in ranks for b in ranks if a != b]
-    elif operation == "send":
-        edges = [(ranks[0], ranks[-1], size_bytes)]
-    else:
-        share = size_bytes if operation == "broadcast" else halves * (n - 1) / n * size_bytes
-        edges = [(ranks[i], ranks[(i + 1) % n], share) for i in range(n)]
-        if operation == "broadcast":
-            edges.pop()
-    for a, b, sent in edges:
-        name = paths_of((a, b), links)[-1].link.name
-        totals[name] = totals.get(name, 0.0) + sent
-    return totals

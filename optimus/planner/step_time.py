@@ -123,6 +123,9 @@ class Rates:
     links: Links
     algorithm: Algorithm
     missing: tuple[str, ...]
+    """Keys of figures that the machine file does not have."""
+    fitted_on: tuple[str, ...] = ()
+    """Published rows to which figures were fitted."""
 
 
 def rates_of(machine: Machine, dtype: Dtype, name: str = "the machine file") -> Rates:
@@ -171,7 +174,19 @@ def rates_of(machine: Machine, dtype: Dtype, name: str = "the machine file") -> 
         links_of(machine.levels),
         machine.algorithm,
         tuple(missing),
+        _fitted_on(machine, dtype),
     )
+
+
+def _fitted_on(machine: Machine, dtype: Dtype) -> tuple[str, ...]:
+    """Return the rows to which the figures of a machine were fitted, without duplicates."""
+    assert machine.device is not None
+    products = machine.device.products[dtype]
+    figures = [products.efficiency, products.half_size]
+    figures += [machine.device.memory_achieved, machine.device.launch_s]
+    figures += [level.achieved for level in machine.levels]
+    rows = (figure.fitted_on for figure in figures if figure is not None and figure.fitted_on)
+    return tuple(dict.fromkeys(rows))
 
 
 class PassTime(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import NamedTuple
 
 from optimus.config import Config, ModelConfig
@@ -54,16 +55,19 @@ def step_of(config: Config, mesh: Mesh, stages: tuple[range, ...] | None = None)
     )
     grad_bytes = BYTES[config.optim.grad_dtype]
     stages = plan_stages(config, mesh.pp) if stages is None else stages
-    blocks = {
-        layer: block_operations(
+    # Layers with the same number of experts are equal.
+    operations = {
+        experts: block_operations(
             model_block(model, layer), tokens, train.seq_len, split, e, grad_bytes
         )
-        for stage in stages
-        for layer in stage
+        for experts, layer in _first_layers(model).items()
     }
     recompute = tuple(config.recompute.modules)
     work = [
-        [Layers(operations, count, recompute) for operations, count in _grouped(stage, blocks)]
+        [
+            Layers(operations[experts], number, recompute)
+            for experts, number in _kinds(model, stage).items()
+        ]
         for stage in stages
     ]
     shape = model.hidden_size, model.vocab_size, tokens, split, e, grad_bytes
@@ -90,12 +94,18 @@ def step_of(config: Config, mesh: Mesh, stages: tuple[range, ...] | None = None)
     )
 
 
-def _grouped(stage: range, blocks: dict[int, tuple]) -> list[tuple[tuple, int]]:
-    """Return pairs (operations, number of layers) of the different layers of a stage."""
-    counts: dict[tuple, int] = {}
-    for layer in stage:
-        counts[blocks[layer]] = counts.get(blocks[layer], 0) + 1
-    return list(counts.items())
+def _first_layers(model: ModelConfig) -> dict[int, int]:
+    """Return the index of the first layer with each number of experts."""
+    layers: dict[int, int] = {}
+    for layer, experts in enumerate(model.experts_by_layer):
+        layers.setdefault(experts, layer)
+    return layers
+
+
+def _kinds(model: ModelConfig, stage: range) -> Counter[int]:
+    """Return the number of layers of a stage with each number of experts."""
+    experts_by_layer = model.experts_by_layer
+    return Counter(experts_by_layer[layer] for layer in stage)
 
 
 def _microbatches(config: Config, mesh: Mesh, tokens: int) -> int:
@@ -116,18 +126,21 @@ def stage_weights(
     `step_of`."""
     model = config.model
     stages = plan_stages(config, mesh.pp) if stages is None else stages
-    weights = [_weights(model, stage, mesh) for stage in stages]
+    parameters = {
+        experts: model_block(model, layer).parameters
+        for experts, layer in _first_layers(model).items()
+    }
+    weights = []
+    for stage in stages:
+        kinds = _kinds(model, stage).items()
+        of_experts = sum(number * parameters[kind][0] for kind, number in kinds)
+        others = sum(number * parameters[kind][1] for kind, number in kinds)
+        weights.append(Weights(of_experts / mesh.ep / mesh.tp, others / mesh.tp))
     tables = [0] if model.tie_embeddings and mesh.pp == 1 else [0, -1]
-    for stage in tables:  # the embedding and the head
+    for number in tables:  # the embedding and the head
         table = model.vocab_size * model.hidden_size / mesh.tp
-        weights[stage] = weights[stage]._replace(others=weights[stage].others + table)
+        weights[number] = weights[number]._replace(others=weights[number].others + table)
     return [Weights(*map(sum, zip(*weights[r :: mesh.pp], strict=True))) for r in range(mesh.pp)]
-
-
-def _weights(model: ModelConfig, stage: range, mesh: Mesh) -> Weights:
-    parameters = [model_block(model, layer).parameters for layer in stage]
-    experts = sum(of_experts for of_experts, _ in parameters) / mesh.ep / mesh.tp
-    return Weights(experts, sum(others for _, others in parameters) / mesh.tp)
 
 
 def updated_parameters(sharding: str, mesh: Mesh, weights: Weights) -> float:

@@ -8,7 +8,7 @@ from typing import get_args
 import pytest
 
 from optimus.errors import ConfigError
-from optimus.planner.collectives import Link, Operation, collective_s, crossing_bytes, paths_of
+from optimus.planner.collectives import Link, Operation, collective_s, paths_of
 
 # Nodes of 4 ranks, groups of 16 ranks, a machine of any size.
 LINKS = (Link("node", 4, 100.0), Link("group", 16, 10.0), Link("machine", 0, 5.0))
@@ -98,13 +98,3 @@ def test_paths_name_the_levels_that_a_group_crosses():
         paths_of(row(3, 16), LINKS[:2])
     with pytest.raises(ConfigError, match="levels of the machine file is missing"):
         paths_of(row(2), ())
-
-
-def test_ranks_in_a_row_cross_less_than_ranks_that_alternate():
-    """A dp ring of 8 ranks within 2 nodes crosses twice; with alternating nodes, always."""
-    ordered = crossing_bytes("all_reduce", SIZE, row(8), LINKS)
-    alternating = crossing_bytes("all_reduce", SIZE, (0, 4, 1, 5, 2, 6, 3, 7), LINKS)
-    edge = 2 * 7 / 8 * SIZE
-    assert ordered == pytest.approx({"node": 6 * edge, "group": 2 * edge})
-    assert alternating == pytest.approx({"group": 8 * edge})
-    assert crossing_bytes("all_to_all", SIZE, row(8), LINKS)["group"] == pytest.approx(4 * SIZE)

@@ -1,0 +1,100 @@
+"""The time of a run's step on a machine, as figures for `optimus plan`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from optimus.config import Config
+from optimus.config.machine import Machine
+from optimus.distributed.mesh import Mesh
+from optimus.errors import counted
+from optimus.model.flops import flops_per_token
+from optimus.planner.step_time import rates_of, step_time
+from optimus.planner.workload import step_of
+
+
+def plan_step(config: Config, mesh: Mesh, machine: Machine, name: str) -> dict[str, Any]:
+    """Return the time of a step on a machine as a dict for JSON.
+
+    Args:
+        config: The run, with `train.seq_len`. If `train.global_batch_tokens` is 0, a step has one
+            microbatch on each data rank.
+        mesh: Sizes of all axes.
+        machine: The machine.
+        name: Name of the machine, for messages.
+
+    Returns:
+        - `step_s`: seconds of a step with uniform routing to experts, and its components
+          `compute_s`, `exposed_s` (by axis), `bubble_s` and `optimizer_s`.
+        - `tokens_per_s` and `tokens_per_day` of the run, `tflops_per_device` and `mfu`, whose
+          denominator is `peak_flops` of a device.
+        - `nodes`; with train.max_steps `run_s` and `node_hours`, without checkpoints, evaluation
+          and failures.
+        - `fitted_on`: the published rows to which figures of the machine were fitted, and
+          `missing`: keys of figures without a source, which make `step_s` a lower bound.
+
+    Raises:
+        ConfigError: The machine has no figures for the run's dtype, memory or network, or the batch
+            does not fit the mesh.
+    """
+    train = config.train
+    rates = rates_of(machine, train.dtype, name)
+    step = step_of(config, mesh)
+    time = step_time(step, rates)
+    tokens = step.microbatches * train.microbatch_size * train.seq_len * mesh.num_data_ranks
+    flops = flops_per_token(config.model, train.seq_len) * tokens / mesh.world_size
+    nodes = math.ceil(mesh.world_size / machine.ranks_per_node)
+    result: dict[str, Any] = {
+        "machine": name,
+        "nodes": nodes,
+        "step_s": time.total_s,
+        "compute_s": time.compute_s,
+        "exposed_s": {axis: s for axis, s in time.exposed_s.items() if s},
+        "bubble_s": time.bubble_s,
+        "optimizer_s": time.optimizer_s,
+        "tokens_per_s": tokens / time.total_s,
+        "tokens_per_day": 86400 * tokens / time.total_s,
+        "tflops_per_device": flops / time.total_s / 1e12,
+        "mfu": flops / time.total_s / rates.products.peak,
+        "peak_flops": rates.products.peak,
+        "fitted_on": list(rates.fitted_on),
+        "missing": list(time.missing),
+    }
+    if train.max_steps:
+        result["run_s"] = train.max_steps * time.total_s
+        result["node_hours"] = nodes * result["run_s"] / 3600
+    return result
+
+
+def step_lines(result: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the result of `plan_step` as pairs (name, value) for a table."""
+    step_s = result["step_s"]
+
+    def share(seconds: float) -> str:
+        return f"{seconds:,.4g} s, {seconds / step_s:.1%}"
+
+    lines = [
+        (f"step on {result['machine']}", f"{step_s:,.4g} s on {counted(result['nodes'], 'node')}"),
+        ("  compute", share(result["compute_s"])),
+        *((f"  exposed {axis}", share(seconds)) for axis, seconds in result["exposed_s"].items()),
+        ("  pipeline bubble", share(result["bubble_s"])),
+        ("  optimizer", share(result["optimizer_s"])),
+        (
+            "throughput",
+            f"{result['tokens_per_s']:,.0f} tokens/s, {result['tokens_per_day']:.3g} tokens a day",
+        ),
+        (
+            "MFU",
+            f"{result['mfu']:.1%}: {result['tflops_per_device']:,.4g} of "
+            f"{result['peak_flops'] / 1e12:,.4g} TFLOP/s",
+        ),
+    ]
+    if "node_hours" in result:
+        hours = result["run_s"] / 3600
+        lines.append(("whole run", f"{hours:,.4g} h, {result['node_hours']:,.4g} node-hours"))
+    if result["fitted_on"]:
+        lines.append(("figures fitted on", "; ".join(result["fitted_on"])))
+    if result["missing"]:
+        lines.append(("figures without a source", ", ".join(result["missing"])))
+    return lines
