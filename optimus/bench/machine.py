@@ -47,6 +47,9 @@ _ROUNDS = 3
 """Number of rounds of all products, so that other load affects all shapes."""
 _MIN_RUNS, _MAX_RUNS = 3, 50
 _DISK_BYTES = 1 << 26
+_CPU_BYTES, _DEVICE_BYTES = 1 << 26, 1 << 29
+"""Size of a tensor for the rate of the memory, which exceeds the caches. Collectives have a quarter
+of it."""
 
 
 class Shape(NamedTuple):
@@ -271,9 +274,13 @@ def _product_tables(
     }
 
 
+def _tensor_bytes(device: torch.device) -> int:
+    return _CPU_BYTES if device.type == "cpu" else _DEVICE_BYTES
+
+
 def _memory_rate(bench: _Bench) -> float:
     """Return the bytes per second of a sum of two large tensors."""
-    length = 1 << (24 if bench.device.type == "cpu" else 27)
+    length = _tensor_bytes(bench.device) // 4
     a, b, out = (torch.ones(length, device=bench.device) for _ in range(3))
     return 3 * 4 * length / bench.median(lambda: torch.add(a, b, out=out))
 
@@ -310,7 +317,7 @@ def _collective_rates(bench: _Bench, group: Group) -> dict[str, float]:
     """
     n, is_cpu = group.size, bench.device.type == "cpu"
     dtype = torch.float32 if is_cpu else torch.bfloat16
-    length = (1 << (24 if is_cpu else 28)) // dtype.itemsize // n * n
+    length = _tensor_bytes(bench.device) // 4 // dtype.itemsize // n * n
     whole, other = (torch.zeros(length, dtype=dtype, device=bench.device) for _ in range(2))
     little = torch.zeros(n, dtype=dtype, device=bench.device)
     size = length * dtype.itemsize

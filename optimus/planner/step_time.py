@@ -347,7 +347,7 @@ def step_time(step: Step, rates: Rates) -> StepTime:
     busiest = max(of_rank, key=lambda time: time.total_s)
     exposed_s = {axis: m * seconds for axis, seconds in busiest.exposed_s.items()}
     busy_s = m * (busiest.total_s + 2 * v * blocking_s)
-    bubble_s = span_s - busy_s
+    bubble_s = max(0.0, span_s - busy_s)  # without rounding errors
     if p > 1:
         filling_s = 2 * (p - 1) * transfer_s if not step.transfers_block else 0.0
         exposed_s["pp"] = m * 2 * v * blocking_s + filling_s

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from optimus.bench import machine as bench
 from optimus.bench.machine import Shape, fit_products, format_machine, write_machine
 from optimus.cli import main as optimus
 from optimus.config.machine import load_links, load_machine
+from optimus.errors import ConfigError
 from optimus.launch.environment import SINGLE, read_launch_env
 from optimus.planner.collectives import collective_s
 from optimus.planner.step_time import ProductRates, rates_of
@@ -26,6 +28,7 @@ def shorten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "_BUDGET_S", 0.001)
     monkeypatch.setattr(bench, "_ROUNDS", 1)
     monkeypatch.setattr(bench, "_DISK_BYTES", 1 << 20)
+    monkeypatch.setattr(bench, "_CPU_BYTES", 1 << 20)
 
 
 def test_fit_finds_the_constants_of_the_model():
@@ -58,14 +61,18 @@ def test_a_single_rank_writes_a_machine_file(quick, tmp_path, capsys):
     assert "fp32 products: peak" in format_machine(result)
 
 
-def measure(folder: str) -> dict | None:
+def measure(folder: str, ranks_per_node: int) -> dict | None:
+    launch = read_launch_env()
+    launch = replace(
+        launch, local_rank=launch.rank % ranks_per_node, local_world_size=ranks_per_node
+    )
     with pytest.MonkeyPatch.context() as monkeypatch:
         shorten(monkeypatch)
-        return bench.bench_machine(read_launch_env(), "cpu", 1, Path(folder))
+        return bench.bench_machine(launch, "cpu", 1, Path(folder))
 
 
 def test_two_ranks_measure_their_collectives(ranks, tmp_path):
-    result, nothing = ranks(2, measure, str(tmp_path), start_world=False)
+    result, nothing = ranks(2, measure, str(tmp_path), 2, start_world=False)
     assert nothing is None and set(result["network"]) == {"node"}
     write_machine(result, tmp_path / "m.toml")
     machine = load_machine(str(tmp_path / "m.toml"))
@@ -77,6 +84,24 @@ def test_two_ranks_measure_their_collectives(ranks, tmp_path):
     measured = result["network"]["node"]
     expected = (1 << 24) / measured["all_reduce"] + 2 * measured["latency_s"]
     assert seconds == pytest.approx(expected, rel=1e-3)
+
+
+def test_ranks_of_two_nodes_measure_two_levels(ranks, tmp_path):
+    """The ranks of this machine act as two nodes of two ranks."""
+    result, *_ = ranks(4, measure, str(tmp_path), 2, start_world=False)
+    assert set(result["network"]) == {"node", "cluster"}
+    write_machine(result, tmp_path / "m.toml")
+    machine = load_machine(str(tmp_path / "m.toml"))
+    assert [(level.name, level.ranks) for level in machine.levels] == [("node", 2), ("cluster", 0)]
+    assert (machine.measured.nodes, machine.measured.ranks) == (2, 2)
+    links = rates_of(machine, "fp32").links
+    assert collective_s("all_reduce", 1 << 20, (0, 1, 2, 3, 4, 5), links) > 0
+
+
+def test_ranks_that_are_not_in_the_order_of_the_nodes_are_refused():
+    launch = replace(SINGLE, rank=1, local_rank=0, local_world_size=2)
+    with pytest.raises(ConfigError, match="must have consecutive numbers"):
+        bench.bench_machine(replace(launch, world_size=1), "cpu", 1, Path("."))
 
 
 @pytest.mark.parametrize(
