@@ -174,12 +174,13 @@ def block_operations(
     operations: list[Operation] = [norm, *_before("attention", size, split)]
     operations += _attention(block, t, seq_len, tp, e)
     operations += [*_after("attention", size, split), residuals, norm]
+    module = "moe" if block.mlp.experts else "mlp"
+    operations += _before(module, size, split)
     if block.mlp.experts:
         operations += _experts(block.mlp, d, t, split, e)
     else:
-        operations += _before("mlp", size, split)
         operations += _dense(block.mlp, d, t, tp, e)
-        operations += _after("mlp", size, split)
+    operations += _after(module, size, split)
     experts, others = block.parameters
     sums = _sums(experts / tp / split.ep + others / tp, e, grad_bytes)
     return (*operations, residuals, *sums)
@@ -202,7 +203,9 @@ def _before(module: str, size_bytes: float, split: Split) -> tuple[Exchange, ...
         return ()
     if not split.sequence_parallel:
         return (Exchange(names, "tp", "all_reduce", 0, "all_reduce", size_bytes),)
-    gather = Exchange(names, "tp", "all_gather", size_bytes, "reduce_scatter", size_bytes)
+    # Every tp rank routes all tokens, so a mixture of experts sums the gradient of its whole input.
+    backward: CollectiveName = "all_reduce" if module == "moe" else "reduce_scatter"
+    gather = Exchange(names, "tp", "all_gather", size_bytes, backward, size_bytes)
     again = Exchange(names, "tp", "all_gather", 0, "all_gather", size_bytes)
     return (gather, again) if split.gathers_again else (gather,)
 
@@ -277,8 +280,6 @@ def _experts(mlp: Mlp, d: int, t: int, split: Split, e: int) -> Iterable[Operati
         yield Exchange(names, "ep", "all_to_all", sent, "all_to_all", sent)
     elif ep > 1:
         yield Exchange(names, "ep", "reduce_scatter", gathered, "all_gather", gathered)
-    if split.tp > 1:
-        yield Exchange(names, "tp", "all_reduce", t * d * e, "all_reduce", t * d * e)
 
 
 def ranks_of_token(experts: int, experts_per_token: int, ep: int) -> float:

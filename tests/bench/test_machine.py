@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from optimus.bench import links
 from optimus.bench import machine as bench
 from optimus.bench.machine import Shape, fit_products, format_machine, write_machine
 from optimus.cli import main as optimus
@@ -29,6 +30,8 @@ def shorten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "_ROUNDS", 1)
     monkeypatch.setattr(bench, "_DISK_BYTES", 1 << 20)
     monkeypatch.setattr(bench, "_CPU_BYTES", 1 << 20)
+    monkeypatch.setattr(links, "_RUNS", 3)
+    monkeypatch.setattr(links, "_COPIED_BYTES", 1 << 20)
 
 
 def test_fit_finds_the_constants_of_the_model():
@@ -94,8 +97,8 @@ def test_ranks_of_two_nodes_measure_two_levels(ranks, tmp_path):
     machine = load_machine(str(tmp_path / "m.toml"))
     assert [(level.name, level.ranks) for level in machine.levels] == [("node", 2), ("cluster", 0)]
     assert (machine.measured.nodes, machine.measured.ranks) == (2, 2)
-    links = rates_of(machine, "fp32").links
-    assert collective_s("all_reduce", 1 << 20, (0, 1, 2, 3, 4, 5), links) > 0
+    rates = rates_of(machine, "fp32")
+    assert collective_s("all_reduce", 1 << 20, (0, 1, 2, 3, 4, 5), rates.links) > 0
 
 
 def test_ranks_that_are_not_in_the_order_of_the_nodes_are_refused():

@@ -68,6 +68,7 @@ CASES = [
     ("mula-1b", ("parallel.tp=2",)),
     ("mula-1b", ("parallel.tp=2", "parallel.sequence_parallel=true")),
     ("mula-7b-a1b", ("parallel.tp=2",)),
+    ("mula-7b-a1b", ("parallel.tp=2", "parallel.sequence_parallel=true")),
     ("mula-7b-a1b", ("parallel.ep=4", "parallel.ep_dispatch=allgather")),
 ]
 
