@@ -1,0 +1,52 @@
+"""Share of a run's time that advances it, if nodes fail and checkpoints take time.
+
+Failures are a Poisson process. A failure loses the work since the last checkpoint, and the restart
+takes a constant time, during which nodes may fail again. With the rate of failures r, work w
+between checkpoints, c for a checkpoint and d for a restart, an interval takes in the mean
+exp(r d) (exp(r (w + c)) - 1) / r (Daly 2006, doi 10.1016/j.future.2004.11.016).
+"""
+
+from __future__ import annotations
+
+import math
+
+_LONGEST = 500.0
+"""Largest exponent. With a larger one, an interval practically never ends."""
+
+
+def goodput(
+    interval_s: float, checkpoint_s: float, restart_s: float, failures_per_s: float
+) -> float:
+    """Return the share of the time that is work which no failure loses.
+
+    Args:
+        interval_s: Seconds of work between two checkpoints.
+        checkpoint_s: Seconds for which a checkpoint stops the work.
+        restart_s: Seconds from a failure to the first work after it.
+        failures_per_s: Mean number of failures of all nodes of the run in a second.
+    """
+    exponent = failures_per_s * (interval_s + checkpoint_s)
+    if exponent + failures_per_s * restart_s > _LONGEST:
+        return 0.0
+    if exponent < 1e-12:  # no failures
+        return interval_s / (interval_s + checkpoint_s)
+    mean_s = math.exp(failures_per_s * restart_s) * math.expm1(exponent) / failures_per_s
+    return interval_s / mean_s
+
+
+def best_interval(checkpoint_s: float, restart_s: float, failures_per_s: float) -> float:
+    """Return the seconds of work between checkpoints with the largest goodput.
+
+    The result is close to sqrt(2 c / r) (Young 1974, doi 10.1145/361147.361115) if checkpoints are
+    short. It does not depend on the restart. Both `checkpoint_s` and `failures_per_s` are above 0.
+    """
+    low, high = 0.0, math.sqrt(2 * checkpoint_s / failures_per_s) + checkpoint_s
+    # The derivative of the goodput has the sign of 1 - exp(-r (w + c)) - r w, which decreases.
+    while high - low > 1e-9 * high:
+        middle = (low + high) / 2
+        exponent = failures_per_s * (middle + checkpoint_s)
+        if -math.expm1(-exponent) > failures_per_s * middle:
+            low = middle
+        else:
+            high = middle
+    return (low + high) / 2
