@@ -162,7 +162,11 @@ def _measure(world: World, threads: int, folder: Path) -> dict[str, Any]:
         device_bytes = properties.total_memory
     machine = {
         "ranks_per_node": local,
-        "links": {name: float(f"{min(r[name] for r in rates):.4g}") for name in links},
+        "links": {
+            **{name: float(f"{min(r[name] for r in rates):.4g}") for name in links},
+            "flops": max(product["flops"]["value"] for product in products["bf16"]["measured"]),
+            "memory": float(f"{memory:.4g}"),
+        },
         "measured": {
             "device": platform.device_name(world.device),
             "cores": available_cores(),
@@ -426,9 +430,9 @@ def format_machine(result: dict[str, Any]) -> str:
             f"{name}: {', '.join(texts)}, send {rates['send'] / 1e9:.3g} GB/s, "
             f"{1e6 * rates['latency_s']:.3g} us for a step"
         )
-    for name, rate in machine["links"].items():
+    for name in ("to_device", "to_host", "host_adam"):
         unit = "elements/s" if name == "host_adam" else "bytes/s"
-        lines.append(f"{name}: {rate:.3g} {unit}")
+        lines.append(f"{name}: {machine['links'][name]:.3g} {unit}")
     lines.append(f"disk: {machine['storage'][0]['write']['value'] / 1e9:.3g} GB/s")
     return "\n".join(lines)
 
