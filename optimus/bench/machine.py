@@ -46,6 +46,8 @@ _BUDGET_S = 0.3
 _ROUNDS = 3
 """Number of rounds of all products, so that other load affects all shapes."""
 _MIN_RUNS, _MAX_RUNS = 3, 50
+_STEADY = 0.7
+"""Below this steadiness, other programs use the machine."""
 _DISK_BYTES = 1 << 26
 _CPU_BYTES, _DEVICE_BYTES = 1 << 26, 1 << 29
 """Size of a tensor for the rate of the memory, which exceeds the caches. Collectives have a quarter
@@ -114,8 +116,9 @@ def bench_machine(
         folder: Folder in which each rank writes a file to measure the disk.
 
     Returns:
-        On rank 0, a dict for JSON: `machine`, the tables of a machine file, and `network`, the
-        rates of each collective by level. None on all other ranks.
+        On rank 0, a dict for JSON: `machine`, the tables of a machine file; `network`, the rates of
+        each collective by level; and `steadiness`, the rate of the fastest fp32 product in the
+        median as a share of its fastest run. None on all other ranks.
 
     Raises:
         RunEnded: A rank raised an OptimusError. Every rank raises RunEnded.
@@ -199,7 +202,10 @@ def _measure(world: World, threads: int, folder: Path) -> dict[str, Any]:
     }
     machine = {key: value for key, value in machine.items() if value != []}
     Machine.model_validate(machine)
-    return {"machine": machine, "network": network}
+    fp32 = products["fp32"]
+    best = max(product["flops"]["value"] for product in fp32["measured"])
+    steadiness = best / fp32["peak"]["value"]
+    return {"machine": machine, "network": network, "steadiness": steadiness}
 
 
 class _Bench:
@@ -434,6 +440,11 @@ def format_machine(result: dict[str, Any]) -> str:
         unit = "elements/s" if name == "host_adam" else "bytes/s"
         lines.append(f"{name}: {machine['links'][name]:.3g} {unit}")
     lines.append(f"disk: {machine['storage'][0]['write']['value'] / 1e9:.3g} GB/s")
+    if result["steadiness"] < _STEADY:
+        lines.append(
+            f"warning: products reach only {result['steadiness']:.0%} of their fastest run in the "
+            "median, because other programs use this machine; measure again when it is idle"
+        )
     return "\n".join(lines)
 
 

@@ -63,6 +63,9 @@ def test_a_single_rank_writes_a_machine_file(quick, tmp_path, capsys):
         f"device: {machine.measured.device} measured, x now"
     ]
     assert "fp32 products: peak" in format_machine(result)
+    assert 0 < result["steadiness"] <= 1
+    assert "warning" not in format_machine(result | {"steadiness": 0.9})
+    assert "only 30% of their fastest run" in format_machine(result | {"steadiness": 0.3})
 
 
 def measure(folder: str, ranks_per_node: int) -> dict | None:
