@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 import statistics
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,9 @@ from optimus import platform
 from optimus.chunks.memory import update_threads
 from optimus.errors import ConfigError, counted, reason_of
 from optimus.io import files
-from optimus_kernels import adamw_
-
-_COPIED_BYTES = 1 << 26
-"""Bytes of a timed copy, as of a chunk of 32 Mi bf16 elements."""
-_UPDATED = 1 << 22
-"""Elements of a timed update. The states, 18 bytes for each element, exceed the caches of a CPU."""
-_RUNS = 15
+from optimus.peak import find_peak
+from optimus.planner.rates import measure_links
+from optimus_kernels import library_of
 
 
 def bench_links(device: torch.device, threads: int) -> dict[str, Any]:
@@ -36,47 +31,18 @@ def bench_links(device: torch.device, threads: int) -> dict[str, Any]:
         `spread`, for each of them the difference between the quartiles of all runs, as a share of
         the median; and `device`, `host` and `threads`, the number of threads of an update.
     """
-    host = platform.host_zeros(_COPIED_BYTES, torch.uint8, device)
-    on_device = torch.zeros(_COPIED_BYTES, dtype=torch.uint8, device=device)
-    states = [platform.host_zeros(_UPDATED, torch.float32, device).fill_(0.01) for _ in range(4)]
-    param = platform.host_zeros(_UPDATED, torch.bfloat16, device)
-
-    def update() -> None:
-        master, exp_avg, exp_avg_sq, grad = states
-        lr, betas, eps, decay = 1e-3, (0.9, 0.95), 1e-8, 0.1
-        adamw_(master, exp_avg, exp_avg_sq, grad, param, lr, *betas, eps, decay, step=1)
-
-    threads = update_threads(threads)
-    torch.set_num_threads(threads)
-    runs = {
-        "to_device": (lambda: on_device.copy_(host, non_blocking=True), _COPIED_BYTES, device),
-        "to_host": (lambda: host.copy_(on_device, non_blocking=True), _COPIED_BYTES, device),
-        "host_adam": (update, _UPDATED, torch.device("cpu")),
-    }
-    rates = {name: [size / s for s in _times(run, on)] for name, (run, size, on) in runs.items()}
-    spread = {}
-    for name, values in rates.items():
-        low, middle, high = statistics.quantiles(values, n=4)
-        spread[name] = (high - low) / middle
+    rates = measure_links(device, threads)
+    quartiles = {name: statistics.quantiles(values, n=4) for name, values in rates.items()}
+    peak = find_peak(device, torch.bfloat16, library_of(torch.empty(0, device=device)), print)
+    links = {name: middle for name, (_, middle, _) in quartiles.items()}
+    spread = {name: (high - low) / middle for name, (low, middle, high) in quartiles.items()}
     return {
-        "links": {name: statistics.median(values) for name, values in rates.items()},
-        "spread": spread,
+        "links": links | {"flops": peak.flops},
+        "spread": spread | {"flops": peak.spread or 0.0},
         "device": platform.device_name(device),
         "host": socket.gethostname(),
-        "threads": threads,
+        "threads": update_threads(threads),
     }
-
-
-def _times(run: Callable[[], Any], device: torch.device) -> list[float]:
-    """Return the seconds of _RUNS runs."""
-    times = []
-    for _ in range(_RUNS + 2):
-        platform.synchronize(device)
-        start = time.perf_counter()
-        run()
-        platform.synchronize(device)
-        times.append(time.perf_counter() - start)
-    return times[2:]
 
 
 def write_links(result: dict[str, Any], path: Path) -> None:
@@ -97,7 +63,8 @@ def write_links(result: dict[str, Any], path: Path) -> None:
 
 def format_links(result: dict[str, Any]) -> str:
     """Return the result of `bench_links` as text, with one line per rate."""
-    units = {name: "elements/s" if name == "host_adam" else "bytes/s" for name in result["links"]}
+    other = {"host_adam": "elements/s", "flops": "FLOP/s"}
+    units = {name: other.get(name, "bytes/s") for name in result["links"]}
     lines = [f"{result['device']} of {result['host']}, {counted(result['threads'], 'thread')}"]
     lines += [
         f"{name:<10} {rate:>9.3g} {units[name]}, quartiles differ by {result['spread'][name]:.1%}"

@@ -5,10 +5,11 @@ For optional settings, 0 means "off" or "derived from other settings", as each d
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from optimus.config.sizes import Size
 
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
@@ -20,30 +21,6 @@ MAX_PATTERNS, MAX_PATTERN_CHARS = 1000, 256
 """Maximum number of patterns in each of `optim.frozen` and `optim.groups`, and maximum number of
 characters in a pattern. The limits bound the time to match patterns with parameter names. They also
 apply to the patterns in a checkpoint, because checkpoints may be untrusted."""
-
-
-_UNITS = {"": 1, "B": 1} | {
-    f"{prefix}{suffix}": base**power
-    for power, prefix in enumerate("KMGT", start=1)
-    for suffix, base in (("B", 1000), ("iB", 1024))
-}
-_BYTES = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]i?B|B)?")
-
-
-def parse_bytes(text: str) -> int:
-    """Convert a size such as "500GB", "1.5TiB" or "4096" to a number of bytes; "" to 0. Raises
-    ValueError for another text."""
-    if not text:
-        return 0
-    match = _BYTES.fullmatch(text)
-    if match is None:
-        raise ValueError('must be a size such as "500GB" or "1.5TiB"')
-    return int(float(match[1]) * _UNITS[match[2] or ""])
-
-
-def _check_bytes(text: str) -> str:
-    parse_bytes(text)
-    return text
 
 
 def _experts(value: Any) -> Any:
@@ -579,11 +556,11 @@ class OffloadConfig(Section):
     `auto`: on the device if they fit there together with activations and temporary tensors;
     otherwise the placement with the shortest predicted step, for which `auto` sets `host_share`,
     `order`, `optim.cache_chunks` and `optim.chunk_length`. `optimus plan` prints the placement."""
-    device_memory: Annotated[str, AfterValidator(_check_bytes)] = ""
+    device_memory: Size = ""
     """Device memory that a rank may use for model states, activations and temporary tensors, as a
     number with a unit, such as "20GB" or "20GiB". A run that needs more does not start. Empty: the
     memory of the device; on a CPU, the memory of the machine, divided by its ranks."""
-    host_memory: Annotated[str, AfterValidator(_check_bytes)] = ""
+    host_memory: Size = ""
     """Host memory that a rank may use for model states and for copies of checkpoints and gradients.
     A run that needs more does not start. Empty: the memory of the machine, divided by its ranks."""
     host_share: Annotated[float, Field(ge=0, le=1)] = 0.0

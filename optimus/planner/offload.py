@@ -14,7 +14,7 @@ from optimus.chunks.step_time import StepTime
 from optimus.config import Config
 from optimus.config.checks import check
 from optimus.config.machine import Links, load_links
-from optimus.config.sections import parse_bytes
+from optimus.config.sizes import parse_bytes
 from optimus.distributed.collectives import broadcast_object, greatest
 from optimus.distributed.groups import Groups
 from optimus.distributed.mesh import Coordinate, Mesh

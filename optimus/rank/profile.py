@@ -2,8 +2,8 @@
 
 Tensors on the meta device have shapes but no memory, so a profile needs neither an accelerator nor
 the memory of the model. It counts the bytes of all tensors that operations create. Model states are
-not counted, because they exist before. Elixir's pre-runtime profiler (arXiv 2212.05339, section 3.1)
-provides the same figures.
+not counted, because they exist before. Elixir's pre-runtime profiler provides the same figures
+(arXiv 2212.05339, section 3.1).
 
 Attention is profiled as the fused kernels of accelerators: it keeps its inputs, its output and, for
 each row, the logarithm of the sum of the exponentials, but not the scores. For meta tensors, torch

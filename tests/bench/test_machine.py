@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from optimus.bench import links
 from optimus.bench import machine as bench
 from optimus.bench.machine import Shape, fit_products, format_machine, write_machine
 from optimus.cli import main as optimus
 from optimus.config.machine import load_links, load_machine
 from optimus.errors import ConfigError
 from optimus.launch.environment import SINGLE, read_launch_env
+from optimus.planner import rates as planner_rates
 from optimus.planner.collectives import collective_s
 from optimus.planner.step_time import ProductRates, rates_of
 
@@ -30,8 +30,8 @@ def shorten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "_ROUNDS", 1)
     monkeypatch.setattr(bench, "_DISK_BYTES", 1 << 20)
     monkeypatch.setattr(bench, "_CPU_BYTES", 1 << 20)
-    monkeypatch.setattr(links, "_RUNS", 3)
-    monkeypatch.setattr(links, "_COPIED_BYTES", 1 << 20)
+    monkeypatch.setattr(planner_rates, "_RUNS", 3)
+    monkeypatch.setattr(planner_rates, "_COPIED_BYTES", 1 << 20)
 
 
 def test_fit_finds_the_constants_of_the_model():
