@@ -7,7 +7,7 @@ are available.
 
 from __future__ import annotations
 
-from optimus_kernels.adamw import adamw_
+from optimus_kernels.adamw import adamw_, adamw_into
 from optimus_kernels.cache import KernelError
 from optimus_kernels.experts import Destination, WeightGrads, WeightWork, experts
 from optimus_kernels.grouped_mm import form, grouped_mm, grouped_mm_weight, set_form
@@ -24,6 +24,7 @@ __all__ = [
     "WeightGrads",
     "WeightWork",
     "adamw_",
+    "adamw_into",
     "experts",
     "fastest_library",
     "form",

@@ -195,3 +195,56 @@ def adamw_(
         "adamw", master, library.DTYPES[grad.dtype], out[0], ctypes.addressof(packed),
         master.numel(), *states, out[1],
     )  # fmt: skip
+
+
+def adamw_into(
+    into: tuple[Tensor, Tensor, Tensor],
+    master: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    grad: Tensor,
+    param_out: Tensor | None,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+    grad_scale: float = 1.0,
+) -> None:
+    """Compute the update of `adamw_`, but write the new master, exp_avg and exp_avg_sq to the
+    tensors of `into`, fp32 [n] each. The bits are those of `adamw_`.
+
+    The compiled kernel for CPUs streams its results to memory: it does not read the memory of
+    `into` and `param_out` first, as other stores do. Without this kernel, the states are copied and
+    updated in place.
+
+    Args:
+        into: The outputs. They must not overlap the other tensors.
+        master, exp_avg, exp_avg_sq: The states before the update; they do not change.
+        grad, param_out, lr, beta1, beta2, eps, weight_decay, step, grad_scale: As for `adamw_`.
+
+    Raises:
+        ValueError, TypeError: As for `adamw_`, for these tensors and for those of `into`.
+    """
+    numbers = lr, beta1, beta2, eps, weight_decay, step, grad_scale
+    kernels = library.native(master)
+    if kernels is None or kernels.adamw_into is None:
+        for output, values in zip(into, (master, exp_avg, exp_avg_sq), strict=True):
+            output.copy_(values)
+        new_master, new_exp_avg, new_exp_avg_sq = into
+        adamw_(new_master, new_exp_avg, new_exp_avg_sq, grad, param_out, *numbers)
+        return
+    for states in (into, (master, exp_avg, exp_avg_sq)):
+        _check(states[0], states[1], states[2], grad, param_out, *numbers)
+    coefficients = coefficients_of(*numbers)
+    packed = (ctypes.c_float * len(coefficients))(*coefficients)
+    out = (
+        (0, None) if param_out is None else (library.DTYPES[param_out.dtype], param_out.data_ptr())
+    )
+    code = kernels.adamw_into(
+        library.DTYPES[grad.dtype], out[0], ctypes.addressof(packed), master.numel(),
+        *(tensor.data_ptr() for tensor in (grad, master, exp_avg, exp_avg_sq)), out[1],
+        *(tensor.data_ptr() for tensor in into),
+    )  # fmt: skip
+    assert code == 0, code

@@ -39,11 +39,15 @@ class Native:
             self._functions[name] = function
         self.route_scratch = library.optimus_route_scratch
         self.route_scratch.argtypes, self.route_scratch.restype = (_L, _L, _L), _L
-        # Only the CPU library has this function, which is not in interface.h. It always succeeds.
-        # Libraries of tests may lack it.
+        # Only the CPU library has these functions, which are not in interface.h. With valid
+        # arguments, they always succeed. Libraries of tests may lack them.
         self.square_bins = getattr(library, "optimus_cpu_square_bins", None)
         if self.square_bins is not None:
             self.square_bins.argtypes, self.square_bins.restype = (_P, _L, _P), _I
+        self.adamw_into = getattr(library, "optimus_cpu_adamw_into", None)
+        if self.adamw_into is not None:
+            self.adamw_into.argtypes = (*SIGNATURES["adamw"][:-1], _P, _P, _P)
+            self.adamw_into.restype = _I
 
     def call(self, name: str, on: Tensor, *arguments: int | None) -> None:
         """Launch the kernel optimus_<name> on the current stream of `on`'s device.

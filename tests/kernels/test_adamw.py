@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import optimus_kernels.adamw as module
-from optimus_kernels import adamw_, build, library
+from optimus_kernels import adamw_, adamw_into, build, library
 from optimus_kernels.library import Native
 from tests.kernels.on_cpu import CudaOnCpu
 
@@ -253,3 +253,36 @@ def test_invalid_tensor_is_refused_by_name(index, wrong, error, message):
 def test_settings_that_divide_by_zero_are_refused(change):
     with pytest.raises(ValueError, match="adamw_: step"):
         adamw_(*make_states(8), None, **{**NUMBERS, "step": 1, **change})
+
+
+@pytest.mark.parametrize("kind", ["native", "reference"])
+@pytest.mark.parametrize("grad_dtype", [torch.float32, *HALVES])
+@pytest.mark.parametrize("param_dtype", [None, *HALVES])
+@pytest.mark.parametrize(("size", "offset"), [(SIZE, 0), (70_001, 0), (1000, 3), (1, 0), (0, 0)])
+def test_adamw_into_has_the_bits_of_adamw(
+    native, monkeypatch, kind, grad_dtype, param_dtype, size, offset
+):
+    """The outputs begin `offset` elements after an address that is a multiple of 64. The inputs do
+    not change."""
+    monkeypatch.setattr(library, "native", lambda *_, **__: native if kind == "native" else None)
+    states = make_states(size, grad_dtype)
+    expected, before = copies(states), copies(states)
+    into = tuple(torch.full((size + offset,), math.nan)[offset:] for _ in range(3))
+    params = [None, None]
+    if param_dtype is not None:
+        params = [torch.full((size + offset,), math.nan).to(param_dtype)[offset:] for _ in range(2)]
+    adamw_into(into, *states, params[0], **NUMBERS, step=3, grad_scale=0.3)
+    adamw_(*expected, params[1], **NUMBERS, step=3, grad_scale=0.3)
+    assert_same(list(into), expected[:3])
+    assert_same(states, before)
+    if param_dtype is not None:
+        assert_same(params[:1], params[1:])
+
+
+@pytest.mark.parametrize("bad", [0, 1, 2])
+def test_adamw_into_refuses_outputs_of_another_shape(bad):
+    states = make_states(64)
+    into = [torch.zeros(64) for _ in range(3)]
+    into[bad] = torch.zeros(63)
+    with pytest.raises(ValueError, match=r"adamw_: .* must be contiguous and have the shape"):
+        adamw_into(tuple(into), *states, None, **NUMBERS, step=1)

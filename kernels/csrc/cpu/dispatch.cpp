@@ -94,6 +94,18 @@ OPTIMUS_API int optimus_cpu_square_bins(const float* x, int64_t size, int64_t* b
   return 0;
 }
 
+// Only in the CPU library: as optimus_adamw, but writes the states after the update to other
+// memory, with stores that do not read it into a cache.
+OPTIMUS_API int optimus_cpu_adamw_into(int grad_dtype, int param_dtype, const OptimusAdamw* with,
+                                       int64_t size, const void* grad, const float* master,
+                                       const float* exp_avg, const float* exp_avg_sq, void* param,
+                                       float* new_master, float* new_exp_avg,
+                                       float* new_exp_avg_sq) {
+  if (negative(size)) return OPTIMUS_BAD_SIZE;
+  return kernels().adamw(grad_dtype, param_dtype, with, size, grad, {master, exp_avg, exp_avg_sq},
+                         {new_master, new_exp_avg, new_exp_avg_sq}, param);
+}
+
 int64_t optimus_route_scratch(int64_t tokens, int64_t top_k, int64_t num_experts) {
   return pieces_of(tokens * top_k) * num_experts;
 }
@@ -146,7 +158,7 @@ int optimus_adamw(int grad_dtype, int param_dtype, const OptimusAdamw* with, int
                   const void* grad, float* master, float* exp_avg, float* exp_avg_sq, void* param,
                   void*) {
   if (negative(size)) return OPTIMUS_BAD_SIZE;
-  return kernels().adamw(grad_dtype, param_dtype, with, size, grad, master, exp_avg, exp_avg_sq,
-                         param);
+  return kernels().adamw(grad_dtype, param_dtype, with, size, grad, {master, exp_avg, exp_avg_sq},
+                         {master, exp_avg, exp_avg_sq}, param);
 }
 }

@@ -8,8 +8,20 @@ struct OptimusAdamw;
 
 namespace optimus_cpu {
 
+// Flat states of AdamW.
+template <class T>
+struct States {
+  T *master, *exp_avg, *exp_avg_sq;
+  States operator+(int64_t offset) const {
+    return {master + offset, exp_avg + offset, exp_avg_sq + offset};
+  }
+};
+
+// Reads the states `from` and writes the states `to`: the same memory, or memory that does not
+// overlap.
 using Adamw = int(int grad_dtype, int param_dtype, const OptimusAdamw* with, int64_t size,
-                  const void* grad, float* master, float* exp_avg, float* exp_avg_sq, void* param);
+                  const void* grad, const States<const float>& from, const States<float>& to,
+                  void* param);
 
 struct Kernels {
   void (*route)(const int64_t* chosen, int64_t tokens, int64_t top_k, int64_t first_expert,
