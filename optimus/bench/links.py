@@ -41,7 +41,7 @@ def bench_links(device: torch.device, threads: int) -> dict[str, Any]:
         "spread": spread | {"flops": peak.spread or 0.0},
         "device": platform.device_name(device),
         "host": socket.gethostname(),
-        "threads": update_threads(threads),
+        "threads": update_threads(threads, device),
     }
 
 

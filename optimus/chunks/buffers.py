@@ -136,6 +136,34 @@ class ParamChunk:
         return flat[start - first : stop - first], slice(start - slot.start, stop - slot.start)
 
 
+class ShardBuffers(NamedTuple):
+    """The states that an update of a chunk's shard replaces."""
+
+    shard: Tensor
+    """The shard of the parameters."""
+    master: Tensor
+    """The master weights; `shard` itself for fp32 parameters."""
+    moments: dict[str, Tensor]
+    """The moments of the optimizer, by name."""
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All tensors, each once."""
+        masters = () if self.master is self.shard else (self.master,)
+        return self.shard, *masters, *self.moments.values()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    def state_tensors(self) -> Iterator[StateTensor]:
+        """Yield all tensors."""
+        yield StateTensor("parameters", self.shard)
+        yield StateTensor("masters", self.master)
+        yield from (StateTensor("moments", moment) for moment in self.moments.values())
+
+
 class ChunkState(ParamChunk):
     """States of a chunk of L trained elements on one rank.
 
@@ -174,6 +202,27 @@ class ChunkState(ParamChunk):
         self.moments = {
             name: memory.new(length, moment_dtype, home) for name, moment_dtype in moments.items()
         }
+
+    @property
+    def buffers(self) -> ShardBuffers:
+        """The states that an update replaces."""
+        return ShardBuffers(self.shard, self.master, self.moments)
+
+    def new_spare(self, memory: Memory) -> ShardBuffers:
+        """Return new buffers of the lengths, dtypes and tier of `buffers`."""
+        shard, master, moments = self.buffers
+        spare = {n: memory.new(len(m), m.dtype, self.home) for n, m in moments.items()}
+        copy = memory.new(len(shard), shard.dtype, self.home)
+        if master is shard:
+            return ShardBuffers(copy, copy, spare)
+        return ShardBuffers(copy, memory.new(len(master), master.dtype, self.home), spare)
+
+    def exchange(self, other: ShardBuffers) -> None:
+        """Exchange the memory of `buffers` with that of other buffers of the same lengths and
+        dtypes. The tensors stay the same objects, so that code that has them reads the new values.
+        """
+        for tensor, others in zip(self.buffers.tensors, other.tensors, strict=True):
+            tensor.data, others.data = others.data, tensor.data
 
     @property
     def states(self) -> dict[str, Tensor]:

@@ -18,6 +18,7 @@ from optimus.chunks.buffers import (
     FrozenParams,
     FurtherUse,
     ParamChunk,
+    ShardBuffers,
     ShardSlice,
     StateShard,
     count_bytes,
@@ -115,7 +116,12 @@ class ChunkEngine:
         self._frozen_uses: dict[str, str] = {}
         """For each further use of a frozen parameter, the parameter."""
         links = residency.links if self.device.type == "cpu" else None
-        self._updates = UpdateQueue(optimizer, None if links is None else links.host_adam)
+        self._updates = UpdateQueue(
+            optimizer,
+            None if links is None else links.host_adam,
+            self.memory.num_threads,
+            residency.poison,
+        )
         self.params = ParamStore(self._all, self.memory, self._updates)
         self._all_by_first_use = [self._all[chunk.number] for chunk in by_first_use]
         trained = (chunk for chunk in self._all_by_first_use if isinstance(chunk, ChunkState))
@@ -132,7 +138,20 @@ class ChunkEngine:
             compiled=compiled,
             overlap=overlap,
             frees_buffers=residency.divides_gradients,
+            rounds=residency.rounds_gradients,
         )
+        self._spare: dict[int, ShardBuffers] = {}
+        """For each chunk that has spare buffers for early updates, these buffers."""
+
+    def add_spare(self, limit: float) -> None:
+        """Make spare buffers for early updates (`UpdateQueue`) of as many chunks on the host as
+        `limit` bytes allow: the last ones, whose gradients backward completes first."""
+        for state in reversed(self._by_first_use):
+            size = state.buffers.nbytes
+            if state.home is Tier.HOST and size <= limit:
+                limit -= size
+                spare = self._spare[state.chunk.number] = state.new_spare(self.memory)
+                self._updates.add_spare(spare)
 
     def _make_chunk(
         self,
@@ -266,9 +285,15 @@ class ChunkEngine:
         assert isinstance(chunk, ChunkState), f"{name} is frozen and has no gradient"
         return chunk.grad_views[name]
 
-    def start_step(self) -> None:
-        """Clear the gradients and the cache of parameters before the first pass of a step."""
+    def start_step(self, expected: tuple[float, float] | None = None) -> None:
+        """Clear the gradients and the cache of parameters before the first pass of a step.
+
+        Args:
+            expected: The arguments that `update` will probably have, so that the host can begin
+                updates during backward; None to begin no update before `update`.
+        """
         self.gradients.start()
+        self._updates.start_step(expected)
         if self.params.plan is not None:
             self.params.start_step()
 
@@ -287,6 +312,7 @@ class ChunkEngine:
         updates the chunks whose home is the host in the background, until their first use."""
         self.wait()  # for parameters that no forward pass has read since the last update
         self.optimizer.num_updates += 1
+        self._updates.stop_early()
         for state in self._by_first_use:
             if state.home is not Tier.DEVICE:
                 self._updates.add(state, lr, grad_scale)
@@ -401,6 +427,7 @@ class ChunkEngine:
             device.
         """
         tensors = [tensor for chunk in self._all for tensor in chunk.state_tensors()]
+        tensors += [t for buffers in self._spare.values() for t in buffers.state_tensors()]
         sizes = count_bytes([*tensors, *self.gradients.state_tensors()])
         staging, allocated = self.gradients.staging_bytes
         states = self.memory.num_bytes[Tier.HOST] - allocated
@@ -458,6 +485,8 @@ class ChunkEngine:
         params, shard = chunk.params.nbytes, chunk.shard.nbytes
         is_sharded = self.residency.divides_parameters and shard < params
         resident = host if is_sharded else host - shard + params
+        if (spare := self._spare.get(chunk.chunk.number)) is not None:
+            host += spare.nbytes
         gradients = copied = elements = 0
         if isinstance(chunk, ChunkState):
             gradients, elements = chunk.grads.nbytes, len(chunk.shard)

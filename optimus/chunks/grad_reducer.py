@@ -30,7 +30,7 @@ from optimus.chunks.groups import ParamProcessGroups
 from optimus.chunks.layout import Slot
 from optimus.chunks.memory import Tier
 from optimus.chunks.optimizer import UpdateQueue
-from optimus.chunks.reductions import MAX_COPYING, ReduceOnce, ReducePerMicrobatch
+from optimus.chunks.reductions import ReduceOnce, ReducePerMicrobatch, most_in_flight
 from optimus.chunks.residency import Pass
 from optimus.chunks.segments import ModelSegment
 from optimus.distributed.collectives import (
@@ -80,6 +80,7 @@ class GradReducer:
         overlap: `optim.overlap`.
         frees_buffers: True if gradients have memory only between a backward and its reduction. It
             must be True if the home of a chunk is not the device.
+        rounds: True to round gradients to bf16 once, before they are added to the sum of a step.
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class GradReducer:
         compiled: bool,
         overlap: bool,
         frees_buffers: bool,
+        rounds: bool = False,
     ) -> None:
         self.before_reduce: Callable[[GradBuffer], None] = lambda buffer: None
         """Called with each buffer before its reduction, to find the rank that has computed a NaN.
@@ -111,13 +113,13 @@ class GradReducer:
         self._frees_buffers = frees_buffers
         several = any(state.groups.reduce_group.size > 1 for state in chunk_states)
         self._strategy: ReduceOnce | ReducePerMicrobatch
-        if frees_buffers or (deterministic and several):
+        if frees_buffers or rounds or (deterministic and several):
             self._strategy = ReducePerMicrobatch(
-                deterministic, reduce_dtype, memory, frees_buffers, updates
+                deterministic, reduce_dtype, memory, frees_buffers, updates, rounds
             )
         else:
             self._strategy = ReduceOnce(reduce_dtype, overlap)
-        self._overlaps = overlap and several and not (deterministic or frees_buffers)
+        self._overlaps = overlap and several and not (deterministic or frees_buffers or rounds)
         self._buckets: dict[int, list[GradBucket]] = {}
         """Buckets of each stage in the order of their launch."""
         self._num_launched: dict[int, int] = {}
@@ -231,7 +233,7 @@ class GradReducer:
         backward in addition to the tensors between steps. Call this after `attach`.
 
         A freed buffer has memory from the backward of its last segment to its reduction after the
-        backward of its first segment, and while its gradients are copied to the host.
+        backward of its first segment. Then its gradients are copied to the host.
         """
         strategy = self._strategy
         if not self._frees_buffers:
@@ -239,15 +241,16 @@ class GradReducer:
         assert isinstance(strategy, ReducePerMicrobatch)
         freed = {buffer for buffer in self._buffers() if strategy.frees(buffer)}
         last = {b: n for n, (_, of_segment) in enumerate(self._segments) for b in of_segment}
-        live = []
+        live = [self.reduction_bytes]
         for number, (stage, _) in enumerate(self._segments):
             if self._frees_early:
                 now = {b for b in freed if self._first_segment[b] <= number <= last[b]}
             else:
                 now = {b for b in freed if b.groups.stage == stage}
-            copied = sorted(b.grads.nbytes for b in freed - now if b.home is not Tier.DEVICE)
-            live.append(sum(b.grads.nbytes for b in now) + sum(copied[-MAX_COPYING:]))
-        return self.reduction_bytes + max(live, default=0)
+            copied = [self.copied_bytes(b) for b in freed - now if b.home is not Tier.DEVICE]
+            in_flight = most_in_flight(copied, self.reduction_bytes)
+            live.append(sum(b.grads.nbytes for b in now) + in_flight)
+        return max(live)
 
     @property
     def reduction_bytes(self) -> int:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from optimus import platform
 from optimus.config.machine import Links
+from optimus.launch.environment import available_cores, read_local_size
 
 Action = Callable[[], Any]
 
@@ -73,17 +74,25 @@ class Pace:
 def worker(name: str, threads: int) -> ThreadPoolExecutor:
     """Return a thread that runs jobs in their order.
 
-    Its operations use `update_threads(threads)` threads, where `threads` is the number that the
-    main thread uses. In deterministic mode, their results do not depend on this number.
+    Its operations use `threads` threads. In deterministic mode, their results do not depend on this
+    number.
     """
     # OpenMP in a new thread would use all cores.
-    return ThreadPoolExecutor(1, name, torch.set_num_threads, (update_threads(threads),))
+    return ThreadPoolExecutor(1, name, torch.set_num_threads, (threads,))
 
 
-def update_threads(threads: int) -> int:
-    """Return the number of threads for work on the host while the model computes with `threads`:
-    one less, so that the main thread can launch operations."""
-    return max(1, threads - 1)
+def update_threads(threads: int, device: torch.device) -> int:
+    """Return the number of threads for work on the host while the model computes: one less than
+    there are cores, so that the main thread can launch operations.
+
+    Args:
+        threads: Number of threads that the main thread uses. On a CPU, this is the number of cores
+            that this rank may use. With an accelerator, it is the share of this rank in the
+            available cores, because the main thread only launches operations.
+        device: Device of the model.
+    """
+    cores = threads if device.type == "cpu" else available_cores() // read_local_size()
+    return max(1, cores - 1)
 
 
 class _CopyThread:
@@ -181,7 +190,9 @@ class Memory:
         self.poison = poison
         self._copies, self._chance = copies, random.Random(0)
         self._links = links
-        self._num_threads = torch.get_num_threads()  # autograd's threads may have another number
+        # The threads of autograd may have another number.
+        self.num_threads = update_threads(torch.get_num_threads(), device)
+        """Number of threads for work on the host while the model computes."""
         self._threads: dict[Tier, _CopyThread] = {}
         """The threads by the tier of the target. They are started at the first copy."""
         self.num_copied = 0
@@ -276,7 +287,7 @@ class Memory:
             rates = self._links or Links()
             rate = rates.to_device if target is Tier.DEVICE else rates.to_host
             self._threads[target] = _CopyThread(
-                f"to {target.value}", device, rate, self._num_threads
+                f"to {target.value}", device, rate, self.num_threads
             )
         return self._threads[target]
 

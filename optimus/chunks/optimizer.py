@@ -11,17 +11,19 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
-from optimus.chunks.buffers import ChunkState
-from optimus.chunks.memory import Pace, worker
+from optimus.chunks.buffers import ChunkState, ShardBuffers
+from optimus.chunks.memory import Action, Pace, worker
 from optimus.config import OptimConfig
-from optimus_kernels import adamw_
+from optimus_kernels import adamw_, adamw_into
 
 
 class Optimizer(Protocol):
@@ -42,6 +44,17 @@ class Optimizer(Protocol):
             grad_scale: Factor by which the gradient is multiplied, for clipping and the loss scale.
         """
 
+    def update_into(
+        self, into: ShardBuffers, state: ChunkState, lr: float, grad_scale: float, number: int
+    ) -> None:
+        """Write the states after the update to other buffers. The chunk keeps its states.
+
+        Args:
+            into: The buffers, with the lengths and dtypes of `state.buffers`.
+            state, lr, grad_scale: As for `update`.
+            number: Value of `num_updates` that the update uses.
+        """
+
 
 class AdamW:
     """AdamW with decoupled weight decay (arXiv 1711.05101)."""
@@ -53,22 +66,49 @@ class AdamW:
         self.num_updates = 0
 
     def update(self, state: ChunkState, lr: float, grad_scale: float) -> None:
+        self._update(state, None, lr, grad_scale, self.num_updates)
+
+    def update_into(
+        self, into: ShardBuffers, state: ChunkState, lr: float, grad_scale: float, number: int
+    ) -> None:
+        self._update(state, into, lr, grad_scale, number)
+
+    def _update(
+        self,
+        state: ChunkState,
+        into: ShardBuffers | None,
+        lr: float,
+        grad_scale: float,
+        number: int,
+    ) -> None:
         optim, options = self._optim, state.groups.options
+        shard, master, _ = into or state.buffers
+        update = adamw_ if into is None else partial(adamw_into, _states_of(into))
         decay = options.weight_decay
-        has_master = state.shard.data_ptr() != state.master.data_ptr()
-        adamw_(
-            state.master,
-            state.moments["exp_avg"],
-            state.moments["exp_avg_sq"],
+        update(
+            *_states_of(state.buffers),
             state.grad,
-            state.shard if has_master else None,
+            None if master is shard else shard,
             lr * options.lr_scale,
             *optim.betas,
             optim.eps,
             optim.weight_decay if decay is None else decay,
-            self.num_updates,
+            number,
             grad_scale,
         )
+
+
+def _states_of(buffers: ShardBuffers) -> tuple[Tensor, Tensor, Tensor]:
+    return buffers.master, buffers.moments["exp_avg"], buffers.moments["exp_avg_sq"]
+
+
+class _EarlyUpdate(NamedTuple):
+    """An update of a chunk that began before `UpdateQueue.add`."""
+
+    job: Future[None]
+    into: ShardBuffers
+    arguments: tuple[float, float, int]
+    """Learning rate, factor of the gradient, and number of the update."""
 
 
 class UpdateQueue:
@@ -77,33 +117,134 @@ class UpdateQueue:
     The next forward may begin before all updates are complete. Code that reads or writes the states
     or the gradients of a chunk must first wait for its update.
 
+    An update may begin during the backward pass, before the norm of all gradients is known. Such an
+    early update expects that the norm will not be clipped, and writes to spare buffers. `add`
+    exchanges them with the states of the chunk if the expectation was right. Otherwise the chunk is
+    updated as if there had been no early update.
+
     Args:
         optimizer: Updates a chunk.
         rate: Elements that the host of an emulated device updates per second; None to update as
             fast as this machine does.
+        threads: Number of threads of an update.
+        poison: True to fill spare buffers with NaN, for tests.
     """
 
-    def __init__(self, optimizer: Optimizer, rate: float | None = None) -> None:
-        self._optimizer = optimizer
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        rate: float | None = None,
+        threads: int = 1,
+        poison: bool = False,
+    ) -> None:
+        self._optimizer, self._num_threads = optimizer, threads
         self._pace = None if rate is None else Pace(rate)
+        self._poison = poison
         self._thread: ThreadPoolExecutor | None = None
         self._pending: dict[int, Future[None]] = {}
         self._lock = threading.Lock()
-        """Protects `_error` and removals from `_pending`."""
+        """Protects all attributes below, and removals from `_pending`."""
         self._error: BaseException | None = None
         """First error of an update. The states are then partly updated and must not be used."""
+        self._spare: dict[_Sizes, list[ShardBuffers]] = defaultdict(list)
+        """Spare buffers that no early update uses, by their sizes."""
+        self._early: dict[int, _EarlyUpdate] = {}
+        """Early updates of the present step, by chunk."""
+        self._expected: tuple[float, float, int] | None = None
+        """Arguments of early updates of the present step; None if they must not begin."""
+
+    def add_spare(self, buffers: ShardBuffers) -> None:
+        """Add spare buffers, which let one more chunk of the same size be updated early."""
+        self._keep_spare(buffers)
+
+    def start_step(self, expected: tuple[float, float] | None) -> None:
+        """Discard the early updates of a step that has no update, and start a step.
+
+        Args:
+            expected: The arguments `lr` and `grad_scale` that `add` will probably have; None to
+                begin no update early.
+        """
+        self.stop_early()
+        with self._lock:
+            for early in self._early.values():
+                self._keep_spare(early.into)
+            self._early.clear()
+            number = self._optimizer.num_updates + 1
+            self._expected = None if expected is None else (*expected, number)
+
+    def begin_early(self, state: ChunkState) -> None:
+        """Begin to update a chunk whose gradient is complete, if there are spare buffers for it.
+        Any thread may call this."""
+        with self._lock:
+            spare = self._spare[_sizes_of(state.buffers)]
+            if self._expected is None or not spare or self._error is not None:
+                return
+            into = spare.pop()
+            update = partial(self._optimizer.update_into, into, state, *self._expected)
+            job = self._submit(update, len(state.shard))
+            self._early[state.chunk.number] = _EarlyUpdate(job, into, self._expected)
+
+    def discard(self, number: int) -> None:
+        """Discard the early update of a chunk, because its gradient changes. Any thread may call
+        this."""
+        with self._lock:
+            if (early := self._early.pop(number, None)) is not None:
+                early.job.cancel()
+                # A job that still writes to the buffers precedes the next one in the same thread.
+                self._keep_spare(early.into)
+
+    def stop_early(self) -> None:
+        """Cancel the early updates that have not started, and begin no more. Call this before the
+        first `add` of a step, so that the chunks are updated in the order of these calls."""
+        with self._lock:
+            self._expected = None
+            for early in self._early.values():
+                early.job.cancel()
 
     def add(self, state: ChunkState, lr: float, grad_scale: float) -> None:
         """Add a chunk to the queue. The arguments are those of `Optimizer.update`."""
-        if self._thread is None:
-            self._thread = worker("optimizer", torch.get_num_threads())
         self._raise_error()
         number = state.chunk.number
         assert number not in self._pending, f"chunk {number} is in the queue already"
-        update = partial(self._optimizer.update, state, lr, grad_scale)
-        if self._pace is not None:
-            update = partial(self._pace.run, update, len(state.shard), time.monotonic())
-        self._pending[number] = self._thread.submit(update)
+        with self._lock:
+            early = self._early.pop(number, None)
+            if early is not None and early.job.cancel():
+                self._keep_spare(early.into)
+                early = None
+            if early is None:
+                update = partial(self._optimizer.update, state, lr, grad_scale)
+                self._pending[number] = self._submit(update, len(state.shard))
+            else:
+                finish = partial(self._finish, early, state, lr, grad_scale)
+                self._pending[number] = self._submit(finish, 0)
+
+    def _submit(self, job: Action, size: int) -> Future[None]:
+        """Let the thread run a job that updates `size` elements."""
+        if self._thread is None:
+            self._thread = worker("optimizer", self._num_threads)
+        if self._pace is not None and size:
+            job = partial(self._pace.run, job, size, time.monotonic())
+        return self._thread.submit(job)
+
+    def _finish(self, early: _EarlyUpdate, state: ChunkState, lr: float, grad_scale: float) -> None:
+        """Use an early update, which is complete, or update the chunk if it was not the right
+        one."""
+        early.job.result()
+        if early.arguments == (lr, grad_scale, self._optimizer.num_updates):
+            state.exchange(early.into)
+        elif self._pace is None:
+            self._optimizer.update(state, lr, grad_scale)
+        else:
+            update = partial(self._optimizer.update, state, lr, grad_scale)
+            self._pace.run(update, len(state.shard), time.monotonic())
+        with self._lock:
+            self._keep_spare(early.into)
+
+    def _keep_spare(self, buffers: ShardBuffers) -> None:
+        if self._poison:
+            for tensor in buffers.tensors:
+                tensor.fill_(torch.nan)
+        self._spare[_sizes_of(buffers)].append(buffers)
 
     def is_done(self, number: int) -> bool:
         """Return True unless the update of chunk `number` is in progress or in the queue."""
@@ -141,6 +282,13 @@ class UpdateQueue:
     def _raise_error(self) -> None:
         if self._error is not None:
             raise self._error
+
+
+_Sizes = tuple[tuple[int, torch.dtype], ...]
+
+
+def _sizes_of(buffers: ShardBuffers) -> _Sizes:
+    return tuple((len(tensor), tensor.dtype) for tensor in buffers.tensors)
 
 
 def make_optimizer(optim: OptimConfig) -> Optimizer:

@@ -11,7 +11,7 @@ shard that they update.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -121,6 +121,8 @@ class _GradCopy(NamedTuple):
     """Gradients of a buffer that are being copied to the host and added to its piece there."""
 
     buffer: GradBuffer
+    values: Tensor
+    """The tensor on the device that is being copied: `buffer.grads`, or a temporary tensor."""
     copy: Copy
     staging: Tensor
     """The host memory to which the gradients are copied."""
@@ -136,7 +138,9 @@ class ReducePerMicrobatch:
     Therefore, after each backward, every rank receives the contributions of ranks 0 to w-1 and adds
     them in rank order. Without `is_ordered`, the collective adds the contributions in `dtype`.
 
-    A buffer on the device to which only one rank adds is not reduced.
+    With `rounds`, the gradients of each backward are rounded to bf16 once, before they are added:
+    those of a buffer on the host when they leave the device, so that the link carries 2 bytes per
+    element. Without it, a buffer on the device to which only one rank adds is not reduced.
     """
 
     def __init__(
@@ -146,8 +150,9 @@ class ReducePerMicrobatch:
         memory: Memory,
         frees: bool,
         updates: UpdateQueue,
+        rounds: bool = False,
     ) -> None:
-        self._is_ordered, self._dtype = is_ordered, dtype
+        self._is_ordered, self._dtype, self._rounds = is_ordered, dtype, rounds
         self.memory, self._frees, self._updates = memory, frees, updates
         self._buffers: list[GradBuffer] = []
         self._pieces: dict[GradBuffer, Tensor] = {}
@@ -179,9 +184,10 @@ class ReducePerMicrobatch:
 
     def add(self, buffer: GradBuffer) -> None:
         self._buffers.append(buffer)
-        if (count := buffer.groups.reduce_group.size) > 1 or buffer.home is not Tier.DEVICE:
+        count = buffer.groups.reduce_group.size
+        if count > 1 or buffer.home is not Tier.DEVICE or self._rounds:
             piece = buffer.grad
-            if buffer.groups.replica_group.size > 1:
+            if buffer.groups.replica_group.size > 1 or buffer.grad is buffer.grads:
                 piece = self.memory.new(len(buffer.grads) // count, buffer.grad.dtype, buffer.home)
             self._pieces[buffer] = piece
             if buffer.home is not Tier.DEVICE:
@@ -190,11 +196,14 @@ class ReducePerMicrobatch:
                 self._clear(buffer)
 
     def copied_bytes(self, buffer: GradBuffer) -> int:
-        """Return the size of the gradients that a reduction of a buffer copies to the host."""
+        """Return the size of the gradients that a reduction of a buffer copies to the host. They
+        are on the device until the copy is complete, in the buffer or in a temporary tensor."""
         count = buffer.groups.reduce_group.size
-        if count > 1 and not self._is_ordered:
-            return len(buffer.grads) // count * self._dtype.itemsize
-        return buffer.grads.nbytes
+        is_sum = count > 1 and not self._is_ordered
+        length = len(buffer.grads) // count if is_sum else len(buffer.grads)
+        if self._rounds:
+            return length * torch.bfloat16.itemsize
+        return length * (self._dtype if is_sum else buffer.grads.dtype).itemsize
 
     def _clear(self, buffer: GradBuffer) -> None:
         """Free a buffer, or set it to zero."""
@@ -213,12 +222,13 @@ class ReducePerMicrobatch:
     def temporary_bytes(self, buffer: GradBuffer) -> int:
         """Return the device memory that the reduction of a buffer needs until it is complete."""
         group, length = buffer.groups.reduce_group, len(buffer.grads)
+        rounded = self.copied_bytes(buffer) if self._rounds else 0
         if group.size == 1:
-            return 0
+            return rounded
         if self._is_ordered:
-            return buffer.grads.element_size() * length
+            return buffer.grads.element_size() * length + rounded
         sent = 0 if buffer.grads.dtype is self._dtype else length
-        return self._dtype.itemsize * (sent + length // group.size)
+        return self._dtype.itemsize * (sent + length // group.size) + rounded
 
     @property
     def max_in_flight(self) -> int:
@@ -249,7 +259,7 @@ class ReducePerMicrobatch:
     def allocate(self, buffer: GradBuffer) -> None:
         """Allocate `buffer` and fill it with zeros if its memory is freed. Call this method before
         a backward adds gradients to the buffer."""
-        while any(copying.buffer is buffer for copying in self._copying):
+        while any(copying.values is buffer.grads for copying in self._copying):
             self._complete_copies(len(self._copying) - 1)
         if not self.memory.has(buffer.grads):
             self.memory.allocate(buffer.grads)
@@ -260,6 +270,8 @@ class ReducePerMicrobatch:
         free the buffer."""
         if buffer not in self._pieces or not self.memory.has(buffer.grads):
             return
+        if buffer.home is not Tier.DEVICE:  # first, so that their memory can be used again
+            self._complete_copies(MAX_COPYING - 1)
         piece, group = self._pieces[buffer], buffer.groups.reduce_group
         num_contributions = group.size if self._is_ordered else 1
         if group.size == 1:
@@ -273,6 +285,8 @@ class ReducePerMicrobatch:
             sent = buffer.grads.to(self._dtype)
             received = sent.new_empty(len(piece))
             reduce_scatter_sum(received, sent, group)
+        if self._rounds:
+            received = received.to(torch.bfloat16)
         if buffer.home is Tier.DEVICE:
             for contribution in received.chunk(num_contributions):
                 piece.add_(contribution)
@@ -280,37 +294,46 @@ class ReducePerMicrobatch:
             return
         self._num_reduced[buffer] += 1
         is_last = self._num_reduced[buffer] == self._expected.get(buffer)
-        self._complete_copies(MAX_COPYING - 1)
         while len(self._staging) < MAX_COPYING - len(self._copying):
             self._staging.append(self.memory.new(self._staging_bytes, torch.uint8, Tier.HOST))
         staging = self._staging.pop()
         values = staging[: received.nbytes].view(received.dtype)
         then = partial(self._add, buffer, values.chunk(num_contributions), is_last)
         copy = self.memory.copy(values, received, then=then)
-        self._copying.append(_GradCopy(buffer, copy, staging))
+        self._copying.append(_GradCopy(buffer, received, copy, staging))
+        if received is not buffer.grads:
+            self._clear(buffer)
 
     def _add(self, buffer: GradBuffer, contributions: Sequence[Tensor], is_last: bool) -> None:
         """Add contributions on the host to a piece. `is_last` is True if the sum is complete."""
         piece = self._pieces[buffer]
         if self._is_outdated(buffer):  # without a pass that sets it to zero; the bits of 0 + x
-            torch.add(contributions[0], 0.0, out=piece)
+            for into, values in _blocks(piece, contributions[0]):
+                if values.dtype is into.dtype:
+                    torch.add(values, 0.0, out=into)
+                else:
+                    into.copy_(values).add_(0.0)
             contributions = contributions[1:]
         for contribution in contributions:
-            piece.add_(contribution)
+            for into, values in _blocks(piece, contribution):
+                into.add_(values)
         if is_last:
             self.squares[buffer] = squares_of(piece, self._is_ordered)
-        else:
-            self.squares.pop(buffer, None)
+            if isinstance(buffer, ChunkState):
+                self._updates.begin_early(buffer)
+        elif self.squares.pop(buffer, None) is not None and isinstance(buffer, ChunkState):
+            self._updates.discard(buffer.chunk.number)
 
     def _complete_copies(self, remaining: int) -> None:
         """Wait for gradients that are being copied to the host, the oldest first, until only
         `remaining` are left, and free their buffers on the device."""
         while len(self._copying) > remaining:
-            buffer, copy, staging = self._copying[0]
+            buffer, values, copy, staging = self._copying[0]
             copy.wait()
             self._copying.popleft()
             self._staging.append(staging)
-            self._clear(buffer)
+            if values is buffer.grads:
+                self._clear(buffer)
 
     def _is_outdated(self, buffer: GradBuffer) -> bool:
         """Return True if this rank's piece of the sum still contains the sum of the last step, and
@@ -349,3 +372,26 @@ class ReducePerMicrobatch:
         for buffer in self._pieces:
             if self.memory.has(buffer.grads):
                 self._clear(buffer)
+
+
+def _blocks(piece: Tensor, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the same elements of both tensors, block by block if their dtypes differ. torch
+    converts a whole operand first, and is three times as fast if it fits in a cache."""
+    length = len(piece) if values.dtype is piece.dtype else _BLOCK
+    return zip(piece.split(length), values.split(length), strict=True)
+
+
+_BLOCK = 1 << 18
+"""Number of elements of a block."""
+
+
+def most_in_flight(copied: Iterable[int], reduction: int) -> int:
+    """Return the largest device memory of gradients that are being copied to the host and of a
+    reduction, which waits until only `MAX_COPYING` - 1 are being copied.
+
+    Args:
+        copied: `ReducePerMicrobatch.copied_bytes` of each buffer that may be copied.
+        reduction: Bytes of the temporary tensors of a reduction.
+    """
+    sizes = sorted(copied)[-MAX_COPYING:]
+    return max(sum(sizes), sum(sizes[-(MAX_COPYING - 1) :]) + reduction)

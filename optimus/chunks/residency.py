@@ -53,6 +53,9 @@ class Residency:
     """Time of the copies between host and device on a CPU, as for `Memory`."""
     links: Links | None = None
     """Rates of an emulated device, as for `Memory`."""
+    rounds_gradients: bool = False
+    """True to round gradients to bf16 once: when they leave the device or, for a chunk on the
+    device, when they are added to the sum over microbatches."""
 
     def __post_init__(self) -> None:
         is_transient = self.divides_parameters or self.host_share > 0

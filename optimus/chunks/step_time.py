@@ -34,6 +34,16 @@ class StepWork:
     """Bytes of each chunk that are copied to the host after each backward."""
     elements: Sequence[int]
     """Elements of each chunk that the host updates."""
+    early_chunks: int = 0
+    """Number of chunks, the last ones, that have spare buffers for early updates (`UpdateQueue`).
+    """
+    clips: bool = False
+    """True if the norm of the gradients is clipped, so that early updates are discarded."""
+
+    @property
+    def early(self) -> range:
+        """The chunks that have spare buffers."""
+        return range(len(self.elements) - self.early_chunks, len(self.elements))
 
     def seconds_of(self, use: Use) -> float:
         """Return the seconds that a use computes."""
@@ -66,8 +76,8 @@ class StepTime:
 
     @property
     def shortest(self) -> float:
-        """Lower limit of the time of any schedule, if all gradients are clipped by their norm
-        before the first update."""
+        """Lower limit of the time of any schedule in which no parameter changes before the norm of
+        all gradients is known, and only chunks with spare buffers are updated before that."""
         return max(self.limit, self.chain)
 
 
@@ -77,8 +87,9 @@ def predict_step(work: StepWork, links: Links) -> StepTime:
     The simulation does the actions of `ParamStore`, `ReducePerMicrobatch` and `UpdateQueue` in
     their order. Each of the device, the two directions of the link, and the host does one action at
     a time. A copy to the device begins when its chunk is updated and the previous copy is complete.
-    The update of the first chunk begins when all gradients are on the host, because clipping needs
-    the norm of all gradients.
+    Clipping needs the norm of all gradients. Therefore the update of the first chunk begins when
+    all gradients are on the host. Chunks with spare buffers are updated in the order in which their
+    gradients arrive there, until the norm is known.
     """
     simulation, ends = _Simulation(work, links), [0.0]
     for _ in range(_STEPS):
@@ -101,9 +112,11 @@ def _longest_chain(work: StepWork, links: Links) -> float:
     trailing = list(itertools.takewhile(lambda use: use.backward, reversed(uses)))[::-1]
     updated = uploaded = forward = 0.0
     ready: dict[int, float] = {}
+    early = set() if work.clips else set(work.early) - uses[-1].need
     for segment, _, needs in leading:
         for chunk in sorted(needs - ready.keys()):
-            updated += work.elements[chunk] / links.host_adam
+            if chunk not in early:
+                updated += work.elements[chunk] / links.host_adam
             uploaded = max(uploaded, updated) + work.param_bytes[chunk] / links.to_device
             ready[chunk] = uploaded
         forward = max([forward, *(ready[chunk] for chunk in needs)]) + work.forward_s[segment]
@@ -137,6 +150,8 @@ class _Simulation:
         """Chunks whose gradients are being copied to the host, and the ends of these copies."""
         self._gradients: list[int] = []
         """Chunks whose gradients are on the device."""
+        self._arrived: dict[int, float] = {}
+        """For each chunk, the time at which its last gradients are on the host."""
         numbers = reversed(range(len(work.needs)))
         self._first = {chunk: n for n in numbers for chunk in work.needs[n]}
 
@@ -163,9 +178,23 @@ class _Simulation:
                 self._reduce(list(self._gradients))
         while self._copying:
             self._wait_for_gradient_copy()
-        for chunk, elements in enumerate(work.elements):
-            self._host = max(self.now, self._host) + elements / self._links.host_adam
+        early = self._update_early()
+        for chunk in range(len(work.elements)):
+            self._host = max(self.now, self._host)
+            if work.clips or chunk not in early:
+                self._host += work.elements[chunk] / self._links.host_adam
             self._updated[chunk] = self._host
+
+    def _update_early(self) -> set[int]:
+        """Do the updates that begin before the norm is known, which is now. Return their chunks."""
+        early = set()
+        for chunk in sorted(self._work.early, key=self._arrived.__getitem__):
+            start = max(self._host, self._arrived[chunk])
+            if start >= self.now:
+                break
+            self._host = start + self._work.elements[chunk] / self._links.host_adam
+            early.add(chunk)
+        return early
 
     def _upload(self, chunks: Iterable[int]) -> None:
         for chunk in chunks:
@@ -184,6 +213,7 @@ class _Simulation:
             seconds = self._work.grad_bytes[chunk] / self._links.to_host
             self._down = max(self.now, self._down) + seconds
             self._copying.append((chunk, self._down))
+            self._arrived[chunk] = self._down
             self._gradients.remove(chunk)
             self.reduced += seconds
 

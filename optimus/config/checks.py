@@ -322,6 +322,11 @@ def _determinism(config: Config) -> None:
             "leave optim.grad_dtype at 'fp32', or use offload.mode = 'off'",
         )
         refuse_if(
+            config.offload.grad_dtype == "bf16",
+            f"optim.grad_dtype = {config.optim.grad_dtype!r}: offload.grad_dtype = 'bf16' sums "
+            "gradients in fp32; leave one of them out",
+        )
+        refuse_if(
             config.optim.resident != "all",
             f"optim.grad_dtype = {config.optim.grad_dtype!r} needs optim.resident = 'all', "
             f"because {config.optim.resident!r} sums gradients in fp32; use "
@@ -361,6 +366,15 @@ def _residency(optim: OptimConfig, train: TrainConfig, offload: OffloadConfig) -
     refuse_if(
         offload.links and offload.mode == "off",
         f"offload.links = {offload.links!r} has no meaning with offload.mode = 'off'; leave it out",
+    )
+    refuse_if(
+        offload.early_adam != "auto" and offload.mode == "off",
+        f"offload.early_adam = {offload.early_adam!r} has no meaning with offload.mode = 'off'; "
+        "leave it out",
+    )
+    refuse_if(
+        offload.grad_dtype == "fp32" and offload.mode == "off",
+        "offload.grad_dtype = 'fp32' has no meaning with offload.mode = 'off'; leave it out",
     )
     refuse_if(
         offload.mode == "manual" and not offload.host_share,

@@ -574,11 +574,32 @@ class OffloadConfig(Section):
     at most twice per step and its gradients to the host once, for any number of microbatches, but
     the activations of all microbatches are kept; `recompute.modules` = ["block"] keeps only the
     inputs of the blocks."""
+    grad_dtype: Literal["auto", "bf16", "fp32"] = "auto"
+    """Dtype in which gradients leave the device, once for each microbatch or, with order = `layer`,
+    once per step. `bf16` rounds them once, and the link carries at most 6 bytes per parameter; with
+    `fp32`, it carries 8. The host adds them in fp32. Gradients on the device, also with mode =
+    `off`, are rounded in the same way, so that results do not depend on the placement. `auto`:
+    `bf16` if mode is not `off`, `train.dtype` = "bf16" and `train.deterministic` = false; otherwise
+    `fp32`."""
+    early_adam: Literal["auto", "on", "off"] = "auto"
+    """Whether the host begins to update a chunk during backward, as soon as its gradients are
+    complete. The new states are written to spare buffers of 14 bytes per parameter in host memory
+    (12 with fp32 parameters). The states do not change if gradients are clipped or not finite;
+    clipped gradients are then applied as with `off`. `on`: in each step, for all chunks. `auto`: in
+    steps that do not clip or follow a step whose norm was not clipped, for as many chunks as fit in
+    half of the host memory that the states leave free. `off`: never. The results are the same."""
     links: str = ""
     """On a CPU, which emulates a device: the rates of the link between the device and the host, and
     of the updates on the host. Copies and updates then take the time that these rates determine.
     The value is the path of a file that `optimus bench links` has written, or the name of a file in
     configs/machine. Empty: copies and updates are as fast as this machine."""
+
+    def rounds_gradients(self, train: TrainConfig) -> bool:
+        """Return True if gradients are rounded to bf16 before they are added to the sum of a
+        step."""
+        if self.grad_dtype != "auto":
+            return self.grad_dtype == "bf16"
+        return self.mode != "off" and train.dtype == "bf16" and not train.deterministic
 
 
 class Config(Section):

@@ -258,6 +258,9 @@ def _workload(
 ) -> Workload:
     """Return the work of a rank whose chunks are all on the host."""
     on_host = _with_offload(config, "manual", 1.0, 0, order)
+    if on_host.offload.early_adam == "auto":  # its spare buffers use memory that is left over
+        offload = on_host.offload.model_copy(update={"early_adam": "off"})
+        on_host = on_host.model_copy(update={"offload": offload})
     planned = plan_rank(on_host, mesh, coordinate, num_microbatches)
     attach(planned.engine, planned.segments, planned.layout, on_host)
     schedule = planned.layout.schedule

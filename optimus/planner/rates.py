@@ -82,7 +82,7 @@ def measure_links(device: torch.device, threads: int) -> dict[str, list[float]]:
         "host_adam": (update, _UPDATED, torch.device("cpu")),
     }
     before = torch.get_num_threads()
-    torch.set_num_threads(update_threads(threads))
+    torch.set_num_threads(update_threads(threads, device))
     try:
         return {name: [size / s for s in _times(run, on)] for name, (run, size, on) in runs.items()}
     finally:

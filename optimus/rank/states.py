@@ -9,6 +9,7 @@ allocates no memory, and their bytes are counted.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -29,9 +30,11 @@ from optimus.chunks.segments import ModelSegment
 from optimus.config import Config, ModelConfig, OffloadConfig, OptimConfig, TrainConfig
 from optimus.config.axes import UNEQUAL
 from optimus.config.machine import load_links
+from optimus.config.sizes import parse_bytes
 from optimus.distributed.groups import Groups, plan_groups
 from optimus.distributed.mesh import Coordinate, Mesh
 from optimus.errors import ConfigError, counted
+from optimus.launch.environment import read_local_size, usable_memory
 from optimus.model.init import initial_value
 from optimus.model.layers import Embedding
 from optimus.model.moe import Experts
@@ -89,6 +92,7 @@ def make_states(
             divides_parameters=optim.resident == "cache",
             host_share=offload.host_share,
             slots=optim.cache_chunks,
+            rounds_gradients=offload.rounds_gradients(train),
             poison=poison,
             links=load_links(offload.links) if offload.links else None,
         ),
@@ -241,6 +245,22 @@ def attach(
         reduces_each=schedule.reduce_each,
         overlap=config.optim.overlap,
     )
+    engine.add_spare(_spare_limit(engine, config))
+
+
+def _spare_limit(engine: ChunkEngine, config: Config) -> float:
+    """Return the most bytes that the spare buffers for early updates may have on a rank."""
+    offload = config.offload
+    if offload.mode == "off" or offload.early_adam == "off":
+        return 0
+    if offload.early_adam == "on":
+        return math.inf
+    limit = parse_bytes(offload.host_memory) or usable_memory() // read_local_size()
+    sizes = engine.state_bytes()
+    others = sizes["host"]
+    if config.checkpoint.async_save:  # an upper limit of `staging_of`
+        others += sizes["parameters"] + sizes["masters"] + sizes["moments"]
+    return (limit - others) // 2
 
 
 def staging_of(config: Config, planned: PlannedRank) -> int:

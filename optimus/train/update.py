@@ -97,6 +97,8 @@ class Updater:
         )
         states.gradients.before_reduce = self._watch.look_at
         self._norm = 0.0
+        self._has_clipped = True
+        """True if the last update clipped the gradients. A new run probably clips at first."""
 
     def run(self, step: int, microbatches: list[Microbatch]) -> UpdateResult:
         """Run one update (optimizer step) and return its figures.
@@ -114,7 +116,11 @@ class Updater:
         on_device = self._rank_model.to_device(microbatches)
         lr = learning_rate(step, self._config.optim, self._config.train.max_steps)
         self._watch.start(step)
-        self._states.start_step()
+        # The host may begin updates that expect that the norm will not be clipped.
+        is_skipped = step in self._skipped_steps
+        clips = self._config.optim.clips_at(step) and self._has_clipped
+        is_off = clips and self._config.offload.early_adam == "auto"
+        self._states.start_step(None if is_skipped or is_off else (lr, 1.0 / scale))
         terms = self._rank_model.executor.run(
             on_device,
             lambda stage, microbatch: self._states.gradients.reduce(stage),
@@ -147,6 +153,7 @@ class Updater:
             return
         limit = self._config.optim.clip_norm
         clips = self._config.optim.clips_at(step) and self._norm > limit
+        self._has_clipped = clips
         self._states.update(lr, (limit / self._norm if clips else 1.0) / scaling.scale)
         scaling.after_update()
 

@@ -35,7 +35,7 @@ def run_step(
     def fail(grad: Any) -> None:
         raise StepError
 
-    engine.start_step()
+    engine.start_step((LR, 0.5))
     for microbatch in range(case.microbatches):
         values = batch(number * case.microbatches + microbatch, case.dtype)
         for index, layer in enumerate(tower.layers):
@@ -84,5 +84,6 @@ def test_abandoned_steps_change_no_bit(microbatches, links):
     whole = masters(case._replace(gradients=False, poison=False), None)
     for seed in range(12):
         share, copies = (0.4, 1.0)[seed % 2], ("early", "late", "random")[seed % 3]
-        changed = case._replace(host_share=share, copies=copies, links=links, delay_s=0.001)
+        changes = {"host_share": share, "copies": copies, "links": links, "delay_s": 0.001}
+        changed = case._replace(**changes, early=seed % 4 > 0)
         assert torch.equal(masters(changed, seed), whole), seed

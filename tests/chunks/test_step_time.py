@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
+from dataclasses import replace
+
 import pytest
 
 from optimus.bench.offload import draw_mixes
@@ -47,6 +50,31 @@ def test_prediction_of_three_segments_is_the_time_computed_by_hand(rates, slots,
     assert predicted.shortest <= predicted.step + 1e-9
 
 
+@pytest.mark.parametrize(
+    ("adam_s", "early_chunks", "clips", "expected"),
+    [
+        (4, 0, False, 3 * 4 + 1 + 6),
+        # Backward completes the gradients of chunk 2 after 2 of 6 s. Its update ends with backward.
+        (4, 1, False, 2 * 4 + 2 + 6),
+        (4, 3, False, 2 * 4 + 2 + 6),
+        (4, 3, True, 3 * 4 + 1 + 6),
+        # The update of chunk 1 begins 1 s before the end of backward, and delays that of chunk 0.
+        (3, 3, False, 2 + 3 + 3 + 6),
+        (3, 3, True, 2 + 3 * 3 + 1 + 6),
+        (3, 1, False, 2 * 3 + 2 + 6),
+        (3, 1, True, 3 * 3 + 1 + 6),
+    ],
+)
+def test_prediction_of_early_updates_is_the_time_computed_by_hand(
+    adam_s, early_chunks, clips, expected
+):
+    """An update takes `adam_s` seconds. The last `early_chunks` of 3 chunks have spare buffers."""
+    work = replace(work_of(3, 3), early_chunks=early_chunks, clips=clips)
+    predicted = predict_step(work, Links(**(INSTANT | {"host_adam": 4 / adam_s})))
+    assert predicted.step == pytest.approx(expected)
+    assert predicted.shortest <= predicted.step + 1e-9
+
+
 def test_times_of_the_resources_equal_the_formulas():
     """A step with k microbatches of n segments and B slots copies 2kn - (2k-1)B chunks to the
     device, and the gradients of kn chunks to the host."""
@@ -57,10 +85,27 @@ def test_times_of_the_resources_equal_the_formulas():
     assert predicted.compute == k * n * 3 and predicted.limit == k * n * 3
 
 
-def test_no_random_mix_is_faster_than_possible_and_most_are_as_fast():
+@pytest.mark.parametrize(
+    "changes", [{}, {"early": True}, {"early": True, "clips": True}], ids=["late", "early", "clip"]
+)
+def test_no_random_mix_is_faster_than_possible_and_most_are_as_fast(changes):
     ratios = []
     for mix in draw_mixes(100, seed=3):
+        mix = mix._replace(**changes)
         predicted = predict_step(mix.work, mix.links)
         ratios.append(predicted.step / predicted.shortest)
     assert min(ratios) > 1 - 1e-9
     assert sum(ratio < 1.1 for ratio in ratios) >= 90
+
+
+def test_early_updates_save_time_where_updates_are_slow():
+    """In mixes whose updates take longer than their forward passes, early updates make a step
+    shorter. A clipped norm costs at most the time of one update."""
+    saved = []
+    for mix in draw_mixes(200, seed=5):
+        late = predict_step(mix.work, mix.links)
+        early, clipped = (mix._replace(early=True, clips=clips) for clips in (False, True))
+        assert predict_step(clipped.work, mix.links).step <= late.step + mix.adam_s + 1e-9
+        if late.host_adam > late.compute / 3:
+            saved.append(1 - predict_step(early.work, mix.links).step / late.step)
+    assert len(saved) > 40 and statistics.median(saved) > 0.05

@@ -69,11 +69,18 @@ def offload(share: float, slots: int, **more) -> dict:
         pytest.param(1, offload(1.0, 10), id="host"),
         pytest.param(1, offload(0.5, 6), id="half-on-host"),
         pytest.param(1, offload(1.0, 10, offload__order="layer"), id="host-by-layer"),
+        pytest.param(1, {"offload__grad_dtype": "bf16"}, id="rounded"),
+        pytest.param(1, offload(1.0, 10, offload__grad_dtype="bf16"), id="host-rounded"),
         pytest.param(2, {"parallel__pp": 2}, id="pp2"),
         pytest.param(2, {"parallel__pp": 2, "parallel__schedule": "zb-h1"}, id="pp2-zb"),
         pytest.param(2, {"optim__sharding": "so"}, id="dp2"),
         pytest.param(2, {"optim__sharding": "so", "optim__resident": "cache"}, id="dp2-cache"),
         pytest.param(2, {"train__deterministic": True, "optim__sharding": "so"}, id="dp2-exact"),
+        pytest.param(
+            2,
+            offload(1.0, 10, train__deterministic=True, optim__sharding="so"),
+            id="dp2-exact-host",
+        ),
     ],
 )
 def test_the_planned_memory_is_that_of_a_step(ranks, size: int, settings: dict) -> None:

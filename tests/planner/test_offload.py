@@ -107,6 +107,26 @@ def test_a_run_that_does_not_fit_is_refused_before_its_first_step(ranks, tiny_da
     assert message.startswith("offload.mode = 'auto': the run does not fit: ")
 
 
+@pytest.mark.parametrize("early", ["auto", "on"])
+def test_early_updates_use_host_memory_that_is_left_over(early: str) -> None:
+    """With "auto", spare buffers have half of the memory that the states leave free up to the
+    limit, and do not affect which placements fit. With "on", all chunks on the host need them."""
+    limit, settings = needed() * 6 // 10, {"train__dtype": "fp32"}
+    late = decide(limit, offload__early_adam="off", **settings).memory
+    spare = late.states_on_host * 12 // 16
+    for host in (late.host, late.host + spare, late.host + 2 * spare + 100_000):
+        capped = {"offload__host_memory": str(host), "offload__early_adam": early, **settings}
+        if early == "on" and host < late.host + spare // 2:
+            with pytest.raises(ConfigError, match="offload.host_memory must be at least"):
+                decide(limit, host, **capped)
+            continue
+        memory = decide(limit, host, **capped).memory
+        assert memory.host <= host
+        assert early == "on" or memory.host - late.host <= (host - late.host) // 2
+        if host > late.host + 2 * spare:
+            assert memory.host > late.host + spare // 2
+
+
 def test_limits_apply_to_manual_placements(ranks, tiny_data, tmp_path) -> None:
     manual = {"offload__mode": "manual", "offload__host_share": 0.5}
     tree = tiny_tree(tiny_data, tmp_path / "run", **manual, offload__host_memory="1000")

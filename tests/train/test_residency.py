@@ -133,10 +133,12 @@ def test_layer_order_trains_to_the_same_bits(ranks, size):
 
 
 @pytest.mark.parametrize("microbatches", [1, 4])
-def test_layer_order_copies_each_gradient_once(microbatches):
+@pytest.mark.parametrize(("grad_dtype", "grad_bytes"), [("fp32", 4), ("bf16", 2)])
+def test_layer_order_copies_each_gradient_once(microbatches, grad_dtype, grad_bytes):
     """A step copies each chunk to the device at most twice, and its gradients to the host once, for
     any number of microbatches."""
     offload = LAYER_ORDER | {"offload__host_share": 1.0, "optim__cache_chunks": 8}
+    offload |= {"offload__grad_dtype": grad_dtype}
     batch = {"train__global_batch_tokens": microbatches * CONTEXT, "optim__chunk_length": 2000}
     tree = tiny_tree("d", "r", **DENSE, **batch, **offload, model__num_layers=4)
     _, _, _, plan, _, states, updater = make_updater(tree)
@@ -146,7 +148,7 @@ def test_layer_order_copies_each_gradient_once(microbatches):
     states.wait()
     gathers = planned_gathers(states.params.plan)
     uploaded = sum(4 * states.chunks[number].chunk.length for number in gathers)
-    gradients = sum(4 * chunk.chunk.length for chunk in states.chunks)
+    gradients = sum(grad_bytes * chunk.chunk.length for chunk in states.chunks)
     assert states.memory.num_copied - before == uploaded + gradients
     assert len(gathers) <= 2 * len(states.chunks) - 8
 

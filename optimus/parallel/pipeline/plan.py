@@ -123,5 +123,6 @@ def schedule_of(config: Config, mesh: Mesh, num_microbatches: int) -> Schedule:
         num_microbatches,
         reduce_each=config.train.deterministic
         or config.optim.resident != "all"
-        or config.offload.host_share > 0,
+        or config.offload.host_share > 0
+        or config.offload.rounds_gradients(config.train),
     )

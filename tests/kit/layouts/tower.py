@@ -6,6 +6,7 @@ The number of gathers of its chunks must follow the formulas in `optimus/chunks/
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from optimus.chunks.buffers import ChunkState
+from optimus.chunks.buffers import ChunkState, ShardBuffers
 from optimus.chunks.engine import ChunkEngine
 from optimus.chunks.groups import ParamProcessGroups
 from optimus.chunks.optimizer import AdamW
@@ -100,6 +101,14 @@ class Case(NamedTuple):
     """Time that each update of a chunk takes in addition."""
     links: Links | None = None
     """Rates of an emulated device."""
+    rounds: bool = False
+    """True if gradients are rounded to bf16."""
+    early: bool = False
+    """True if all chunks on the host may be updated early."""
+    surprises: str = ""
+    """For each step, in `use_in_order`: "c" if the update has another factor of the gradient than
+    expected at the start of the step, as if the norm was clipped, "s" if there is no update, as if
+    a gradient was not finite, and any other character otherwise."""
 
 
 class Outcome(NamedTuple):
@@ -162,6 +171,10 @@ class _SlowAdamW(AdamW):
         time.sleep(self._delay_s)
         super().update(state, lr, grad_scale)
 
+    def update_into(self, into: ShardBuffers, state: ChunkState, *arguments: Any) -> None:
+        time.sleep(self._delay_s)
+        super().update_into(into, state, *arguments)
+
 
 def make_engine(
     tower: Tower, case: Case, world: Group, missing_hook: tuple[int, bool] = ALL_HOOKS
@@ -187,10 +200,12 @@ def make_engine(
             case.poison,
             case.copies,
             case.links,
+            case.rounds,
         ),
     )
     passes = [Pass(0, False), Pass(0, True)] * case.microbatches
     engine.attach(segments_of(tower, missing_hook), passes, regions=tower.regions)
+    engine.add_spare(math.inf if case.early else 0)
     return engine
 
 
@@ -242,7 +257,7 @@ def _train(case: Case, world: Group, meter: TrafficMeter) -> Outcome:
     for step in range(case.steps):
         gradients.clear()
         meter.clear()
-        engine.start_step()
+        engine.start_step((LR, 1.0))
         for microbatch in range(case.microbatches):
             number = (step * case.microbatches + microbatch) * world.size + world.rank
             loss = (tower(batch(number, case.dtype)) - 1).square().float().mean()
@@ -302,7 +317,8 @@ def use_in_order(tower: Tower, engine: ChunkEngine, case: Case, order: str) -> l
     losses = []
     for step in range(case.steps):
         layers["alternate"] = range(2 if step % 2 else case.n)
-        engine.start_step()
+        surprise = case.surprises[step % len(case.surprises)] if case.surprises else ""
+        engine.start_step((LR, 1.0 if surprise == "c" else 0.5))
         for microbatch in range(case.microbatches):
             out = batch(step * case.microbatches + microbatch, case.dtype)
             for layer in layers[order]:
@@ -312,7 +328,8 @@ def use_in_order(tower: Tower, engine: ChunkEngine, case: Case, order: str) -> l
             losses.append(loss.item())
             engine.gradients.reduce(0)
         engine.gradients.finish()
-        engine.update(LR, 0.5)
+        if surprise != "s":
+            engine.update(LR, 0.5)
     return losses
 
 
