@@ -6,6 +6,7 @@ result shows how well the schedule overlaps them, not how fast a device is.
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 import time
@@ -30,6 +31,7 @@ _ELEMENTS = 1 << 14
 _PARAM_BYTES, _GRAD_BYTES = 2 * _ELEMENTS, 4 * _ELEMENTS
 _WARMUP = 2
 _INSTANT_S = 1e-9
+_LR = 1e-3
 BAR = 1.10
 """Longest time of a step as a multiple of the predicted time."""
 HIDDEN = 0.90
@@ -55,6 +57,10 @@ class Mix(NamedTuple):
     by_layer: bool = False
     """True if all microbatches pass a segment before the next segment begins. Each segment is then
     a stage."""
+    early: bool = False
+    """True if all chunks may be updated before the norm of the gradients is known."""
+    clips: bool = False
+    """True if the norm is clipped in each step, so that early updates are discarded."""
 
     @property
     def stages(self) -> list[int]:
@@ -82,6 +88,8 @@ class Mix(NamedTuple):
             [_PARAM_BYTES] * n,
             [_GRAD_BYTES] * n,
             [_ELEMENTS] * n,
+            n if self.early else 0,
+            self.clips,
         )
 
     @property
@@ -151,6 +159,14 @@ def format_offload(result: dict[str, Any]) -> str:
             f"(bar {figure['bar']:.2f})"
         )
     lines.append(f"step by the busiest resource: median {result['of_limit']['median']:.3f}")
+    for key, text in (("early", "never"), ("clipped", "always")):
+        of_late = result[key]["of_late"]
+        of_prediction = result[key]["of_prediction"]
+        lines.append(
+            f"early updates, norm {text} clipped: step by step without them: median "
+            f"{of_late['median']:.3f}, {of_late['min']:.3f} to {of_late['max']:.3f}; by predicted "
+            f"step: largest {of_prediction['max']:.3f} (bar {of_prediction['bar']:.2f})"
+        )
     hidden = result["hidden"]
     if hidden["count"]:
         mixes = counted(hidden["count"], "mix", "mixes")
@@ -188,11 +204,12 @@ def run_mix(mix: Mix, steps: int) -> tuple[list[float], StepTime]:
         for n, stage in enumerate(mix.stages)
     ]
     engine.attach(segments, mix.passes, reduces_each=not mix.by_layer)
+    engine.add_spare(math.inf if mix.early else 0)
     values = torch.ones(_ELEMENTS, dtype=torch.bfloat16, requires_grad=True)
     times = []
     for step in range(steps + _WARMUP):
         start = time.perf_counter()
-        engine.start_step()
+        engine.start_step((_LR, 1.0))
         if mix.by_layer:
             _run_by_layer(model, engine, [values] * mix.microbatches)
         else:
@@ -201,7 +218,7 @@ def run_mix(mix: Mix, steps: int) -> tuple[list[float], StepTime]:
                 engine.gradients.reduce(0)
         engine.gradients.finish()
         engine.grad_norm()
-        engine.update(1e-3)
+        engine.update(_LR, 0.5 if mix.clips else 1.0)
         if step >= _WARMUP:
             times.append(time.perf_counter() - start)
     engine.wait()
@@ -238,7 +255,10 @@ def bench_offload(count: int, steps: int, seed: int) -> dict[str, Any]:
         longest; `of_shortest`, as a multiple of `StepTime.shortest`; and, if computation takes
         longer than the copies, `hidden`, the share of the copies' time by which the step is not
         longer than a measured step with instantaneous copies. Copies that no schedule can hide,
-        such as the first one of a step, are not counted.
+        such as the first one of a step, are not counted. `early` and `clipped` are figures of the
+        same work with early updates of all chunks, if the norm is never or always clipped:
+        `step_s`, `of_prediction`, and `of_late`, the time of a step as a multiple of the first
+        `step_s`.
     """
     entries = []
     for mix in draw_mixes(count, seed):
@@ -261,23 +281,40 @@ def bench_offload(count: int, steps: int, seed: int) -> dict[str, Any]:
             if copies > fill:
                 visible = median - statistics.median(instant_times) - fill
                 entry["hidden"] = 1 - visible / (copies - fill)
+        for key, clips in (("early", False), ("clipped", True)):
+            entry[key] = _run_early(mix._replace(early=True, clips=clips), steps, median)
         entries.append(entry)
-    ratios = [entry["of_prediction"] for entry in entries]
-    of_shortest = [entry["of_shortest"] for entry in entries]
     hidden = [entry["hidden"] for entry in entries if "hidden" in entry]
+    early = {
+        key: {
+            "of_late": _spread([entry[key]["of_late"] for entry in entries]),
+            "of_prediction": _spread([entry[key]["of_prediction"] for entry in entries], BAR),
+        }
+        for key in ("early", "clipped")
+    }
     return {
         "mixes": entries,
-        "of_prediction": {"median": statistics.median(ratios), "max": max(ratios), "bar": BAR},
-        "of_limit": {"median": statistics.median(entry["of_limit"] for entry in entries)},
-        "of_shortest": {
-            "median": statistics.median(of_shortest),
-            "max": max(of_shortest),
-            "bar": BAR,
-        },
+        "of_prediction": _spread([entry["of_prediction"] for entry in entries], BAR),
+        "of_limit": _spread([entry["of_limit"] for entry in entries]),
+        "of_shortest": _spread([entry["of_shortest"] for entry in entries], BAR),
         "hidden": {
             "count": len(hidden),
             "median": statistics.median(hidden) if hidden else None,
             "min": min(hidden) if hidden else None,
             "bar": HIDDEN,
         },
+        **early,
     }
+
+
+def _run_early(mix: Mix, steps: int, late_s: float) -> dict[str, float]:
+    """Return the figures of a mix with early updates. Without them, a step takes `late_s`."""
+    times, predicted = run_mix(mix, steps)
+    median = statistics.median(times)
+    of = {"of_prediction": median / predicted.step, "of_late": median / late_s}
+    return {"step_s": median, "predicted_s": predicted.step, **of}
+
+
+def _spread(values: list[float], bar: float | None = None) -> dict[str, float]:
+    spread = {"median": statistics.median(values), "min": min(values), "max": max(values)}
+    return spread if bar is None else {**spread, "bar": bar}
