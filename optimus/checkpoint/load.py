@@ -179,7 +179,7 @@ def _read(states: RankStates, manifest: Manifest, data: bytes) -> None:
     """Read this rank's shares of its shards from the files of a checkpoint. Raises CheckpointError.
 
     `data` is the content of the checkpoint's index. States in host memory are filled in place.
-    States on an accelerator are first read to host memory, in batches of HOST_BYTES.
+    States on an accelerator or on disk are first read to host memory, in batches of HOST_BYTES.
     """
     index, groups = manifest.index(data), states.groups
     check_shapes(manifest.path, index.shapes, states.shapes)
@@ -192,7 +192,8 @@ def _read(states: RankStates, manifest: Manifest, data: bytes) -> None:
     slices = states.with_states(
         slices_to_read(states.chunk_shards, states.boxes, groups.mesh, groups.coordinate)
     )
-    for batch in [slices] if states.device.type == "cpu" else _batches(slices):
+    is_in_place = states.device.type == "cpu" and states.disk is None
+    for batch in [slices] if is_in_place else _batches(slices):
         targets = [states.view(*pair) for pair in batch]
         hosts = [
             t if t.is_cpu and t.dtype is torch.float32 else torch.empty(t.shape) for t in targets
@@ -210,8 +211,7 @@ def _read(states: RankStates, manifest: Manifest, data: bytes) -> None:
                     "since the file matches its hash"
                 )
         for target, host in zip(targets, hosts, strict=True):
-            if host is not target:
-                target.copy_(host)
+            states.write(target, host)
 
 
 def _batches(
@@ -252,7 +252,8 @@ def broadcast_to_replicas(
     start, stop = share_bounds(shard, share)
     along = [(groups.over(axis), getattr(mesh, axis)) for axis in AXES if axis in shard.copy_axes]
     for values in flats:
-        flat = values.to(states.device)  # `values` itself, unless it is in host memory
+        # `values` itself, unless it is in host memory or on disk
+        flat = states.read(values).to(states.device)
         if method == "all_reduce":
             flat[:start] = 0
             flat[stop:] = 0
@@ -269,8 +270,7 @@ def broadcast_to_replicas(
                 if high > low:
                     broadcast(flat[low:high], group, source)
             stride *= size
-        if flat is not values:
-            values.copy_(flat)
+        states.write(values, flat)
 
 
 def send_to_later_stages(
@@ -303,11 +303,11 @@ def send_to_later_stages(
             local = flat[a - shard.first : b - shard.first] if a < b else None
             if is_source:
                 if local is not None:
-                    stripe[a - start : b - start] = local
+                    stripe[a - start : b - start] = states.read(local)
                 all_reduce_sum(_as_integers(stripe), shard.groups.shard_group)
             broadcast_from_first(_as_integers(stripe), stage_group, method)
             if local is not None and not is_source:
-                local.copy_(stripe[a - start : b - start])
+                states.write(local, stripe[a - start : b - start])
 
 
 def broadcast_from_first(tensor: Tensor, group: Group, method: Distribute) -> None:

@@ -12,12 +12,11 @@ import shutil
 import socket
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy
 import torch
 from torch import Tensor
 
@@ -41,10 +40,12 @@ from optimus.checkpoint.slices import (
     Scatter,
     Share,
     StateSlice,
+    batches_of,
     find_nonfinite,
     slices_to_write,
 )
 from optimus.chunks.buffers import StateShard
+from optimus.chunks.disk import DiskTier, file_bytes
 from optimus.distributed.collectives import (
     Group,
     all_reduce_sum,
@@ -68,7 +69,7 @@ class RankStates:
     groups: Groups
     device: torch.device
     """Device of the rank, on which collectives exchange tensors. Shards of chunks whose home is the
-    host are in host memory."""
+    host are in host memory or on disk."""
     shards: Sequence[StateShard]
     names: tuple[str, ...]
     """Names of the states of a trained parameter, such as "master", in the order in which a shard
@@ -80,6 +81,8 @@ class RankStates:
     """Shape of each whole (unsharded) parameter of the model, by name of the parameter."""
     stage_groups: Mapping[str, Group] = field(default_factory=dict)
     """For each parameter that several pipeline stages have, the group of ranks of these stages."""
+    disk: DiskTier | None = None
+    """Has the states that are on disk; None if there are none."""
 
     @property
     def chunk_shards(self) -> list[ChunkShard]:
@@ -100,9 +103,27 @@ class RankStates:
 
     def view(self, state: str, state_slice: StateSlice) -> Tensor:
         """Return the elements of the state `state` that `state_slice` selects, as a view of this
-        rank's shard."""
+        rank's shard. It is a placeholder if the state is on disk."""
         shard = self.shards[state_slice.shard]
         return shard.states[state][state_slice.start : state_slice.stop]
+
+    def is_on_disk(self, values: Tensor) -> bool:
+        """Return True if a tensor is a placeholder of a state on disk, or a view of it."""
+        return self.disk is not None and self.disk.has(values)
+
+    def read(self, values: Tensor) -> Tensor:
+        """Return a tensor itself, or a copy in host memory if it is a placeholder. Raises
+        OptimusError if the disk cannot be read."""
+        return values if self.disk is None else self.disk.read(values)
+
+    def write(self, into: Tensor, values: Tensor) -> None:
+        """Copy `values` to a tensor in memory or on disk. Do nothing if they are the same tensor.
+        Raises OptimusError if the disk cannot be written."""
+        if self.is_on_disk(into):
+            assert self.disk is not None
+            self.disk.write(into, values)
+        elif into is not values:
+            into.copy_(values)
 
 
 def states_to_write(states: RankStates, scatter: Scatter) -> list[tuple[str, StateSlice]]:
@@ -120,39 +141,61 @@ def states_to_write(states: RankStates, scatter: Scatter) -> list[tuple[str, Sta
     )
 
 
+class StagingBytes(NamedTuple):
+    """Bytes that a `Staging` allocates."""
+
+    host: int
+    disk: int
+
+
 def staging_bytes(
-    slices: Sequence[tuple[str, StateSlice]], dtype: torch.dtype = torch.float32
-) -> int:
+    states: RankStates,
+    slices: Sequence[tuple[str, StateSlice]],
+    dtype: torch.dtype = torch.float32,
+) -> StagingBytes:
     """Return the number of bytes that a `Staging` allocates for copies, of dtype `dtype`, of the
     given (state, slice) pairs."""
-    return sum(aligned((s.stop - s.start) * dtype.itemsize) for _, s in slices)
+    host = disk = 0
+    for state, state_slice in slices:
+        length = state_slice.stop - state_slice.start
+        if states.is_on_disk(states.view(state, state_slice)):
+            disk += file_bytes(length, [dtype])
+        else:
+            host += aligned(length * dtype.itemsize)
+    return StagingBytes(host, disk)
 
 
 class Staging:
     """Host memory to which a save copies the states that a rank writes, so that training can
-    continue during the write. All saves use the same memory."""
+    continue during the write. The copies of states on disk are on disk, too. All saves use the same
+    memory."""
 
     def __init__(
         self,
+        states: RankStates,
         slices: Sequence[tuple[str, StateSlice]],
-        device: torch.device,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         """Allocate the memory.
 
         Args:
+            states: The states of this rank. The memory is page-locked unless their device is the
+                CPU.
             slices: The (state, slice) pairs to copy in each save.
-            device: Device of the states. The memory is page-locked unless this device is the CPU.
             dtype: Dtype of the copies.
         """
-        size = staging_bytes(slices, dtype) // dtype.itemsize
-        self._flat = platform.host_zeros(size, dtype, device)
-        self._flat.zero_()  # makes the system allocate the pages before the first copy
+        size = staging_bytes(states, slices, dtype).host // dtype.itemsize
+        flat = platform.host_zeros(size, dtype, states.device)
+        flat.zero_()  # makes the system allocate the pages before the first copy
         self._copies: dict[tuple[str, StateSlice], Tensor] = {}
         offset = 0
         for state, state_slice in slices:
             length = state_slice.stop - state_slice.start
-            self._copies[state, state_slice] = self._flat[offset : offset + length]
+            if states.is_on_disk(states.view(state, state_slice)):
+                assert states.disk is not None
+                self._copies[state, state_slice] = states.disk.new(length, dtype)
+                continue
+            self._copies[state, state_slice] = flat[offset : offset + length]
             offset += aligned(length * dtype.itemsize) // dtype.itemsize
 
     def fill(self, states: RankStates) -> None:
@@ -162,7 +205,10 @@ class Staging:
             source = states.view(state, state_slice)
             batches = zip(copy.split(BATCH_ELEMENTS), source.split(BATCH_ELEMENTS), strict=True)
             for target, values in batches:
-                target.copy_(values, non_blocking=True)
+                if states.is_on_disk(target):
+                    states.write(target, states.read(values))
+                else:
+                    target.copy_(values, non_blocking=True)
         platform.synchronize(states.device)
 
     def copy_of(self, state: str, state_slice: StateSlice) -> Tensor:
@@ -180,7 +226,7 @@ def write_shard(
     identity: Identity,
     names: Sequence[str],
     slices: Sequence[tuple[str, StateSlice]],
-    bytes_of: Callable[[str, StateSlice], memoryview],
+    batches: Callable[[str, StateSlice], Iterable[memoryview]],
     stop: Stop | None = None,
     direct: bool = True,
 ) -> ShardReport:
@@ -191,7 +237,8 @@ def write_shard(
         identity: The save, the step and the rank that writes the file.
         names: Names of all states of the checkpoint, in the order of its index.
         slices: The (state, slice) pairs to write.
-        bytes_of: Function (state, slice) that returns the bytes to write.
+        batches: Function (state, slice) that returns the bytes to write. The sizes of all batches
+            of a slice except the last are multiples of 64 bytes.
         stop: As for ShardWriter.
         direct: As for ShardWriter.
 
@@ -205,7 +252,8 @@ def write_shard(
     offsets: dict[StateSlice, dict[str, int]] = {}
     with ShardWriter(directory, identity, shard_size(slices), stop, direct) as file:
         for state, state_slice in slices:
-            offsets.setdefault(state_slice, {})[state] = file.write(bytes_of(state, state_slice))
+            written = [file.write(batch) for batch in batches(state, state_slice)]
+            offsets.setdefault(state_slice, {})[state] = written[0]
         shard = file.finish()
     boxes: dict[tuple[str, Box], int] = {}
     rows: list[tuple[int, ...]] = []
@@ -262,7 +310,7 @@ class Saver(ABC):
                 the directory.
         """
         self._slices, self._limit_s, self._begin_s = slices, limit_s, min(limit_s, begin_s)
-        self._staging = Staging(slices, states.device, dtype) if staged else None
+        self._staging = Staging(states, slices, dtype) if staged else None
         self._output = output
         self._directory: Path | None = None
 
@@ -455,12 +503,19 @@ class FullSaver(Saver):
     ) -> ShardReport:
         rank = states.groups.everyone.rank
 
-        def bytes_of(state: str, state_slice: StateSlice) -> memoryview:
-            if self._staging is None:
-                return as_bytes(states.view(state, state_slice).to("cpu", torch.float32))
-            content = as_bytes(self._staging.copy_of(state, state_slice))
-            values = numpy.frombuffer(content, dtype=numpy.float32)
-            if nonfinite := find_nonfinite(values, state_slice):
+        def batches(state: str, state_slice: StateSlice) -> Iterator[memoryview]:
+            for batch in batches_of(state_slice):
+                if self._staging is None:
+                    values = states.read(states.view(state, batch)).to("cpu", torch.float32)
+                else:
+                    start = batch.start - state_slice.start
+                    copy = self._staging.copy_of(state, state_slice)
+                    values = states.read(copy[start : start + batch.stop - batch.start])
+                    check(state, batch, values)
+                yield as_bytes(values)
+
+        def check(state: str, batch: StateSlice, values: Tensor) -> None:
+            if nonfinite := find_nonfinite(values.numpy(), batch):
                 raise NonFiniteError(
                     f"non-finite values on rank {rank} ({socket.gethostname()}): after the copy of "
                     f"the states of step {step} to host memory, {state} of {nonfinite}; no "
@@ -468,12 +523,11 @@ class FullSaver(Saver):
                     "same command again to resume from the newest checkpoint, or from the start if "
                     "there is none"
                 )
-            return content
 
         identity = Identity(generation.name, step, rank)
         return write_shard(
             *(generation.directory, identity, states.names, self._slices),
-            *(bytes_of, stop, self._direct),
+            *(batches, stop, self._direct),
         )
 
     def _describe(

@@ -75,6 +75,22 @@ class StateSlice:
     `start`. Elements that are in none of the parameter slices are padding."""
 
 
+def batches_of(state_slice: StateSlice) -> Iterator[StateSlice]:
+    """Yield the elements of a StateSlice as slices of at most BATCH_ELEMENTS elements, in order."""
+    for start in range(state_slice.start, state_slice.stop, BATCH_ELEMENTS):
+        stop = min(start + BATCH_ELEMENTS, state_slice.stop)
+        low, high = start - state_slice.start, stop - state_slice.start
+        params = []
+        for param, offset in state_slice.params:
+            end = offset + param.stop - param.start
+            first, last = max(offset, low), min(end, high)
+            if first < last:
+                begin = param.start + first - offset
+                clipped = param._replace(start=begin, stop=begin + last - first)
+                params.append((clipped, first - low))
+        yield StateSlice(state_slice.shard, start, stop, tuple(params))
+
+
 class ChunkShard(NamedTuple):
     """A rank's shard of a chunk. The chunk is a flat buffer of parameters."""
 

@@ -381,10 +381,10 @@ class ModelSaver(Saver):
                     selected = slice(offset, offset + param.stop - param.start)
                     if memory is None:
                         assert self._staging is not None
-                        values = self._staging.copy_of(state, state_slice)[selected]
+                        values = states.read(self._staging.copy_of(state, state_slice)[selected])
                     else:
                         values = memory[: param.stop - param.start]
-                        values.copy_(states.view(state, state_slice)[selected])
+                        values.copy_(states.read(states.view(state, state_slice)[selected]))
                     data = as_bytes(values)
                     box = whole_box(states.shapes[param.name])
                     for start, source, length in (2 * intersect(box, param)).tolist():

@@ -15,13 +15,15 @@ reduction.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from optimus.chunks.disk import DiskTier
 from optimus.chunks.groups import ParamProcessGroups
 from optimus.chunks.layout import Chunk, Parameter, Slot, lay_out
 from optimus.chunks.memory import Memory, Tier
@@ -168,13 +170,15 @@ class ChunkState(ParamChunk):
     """States of a chunk of L trained elements on one rank.
 
     Attributes:
-        home: Tier of `shard`, `master`, `moments` and `grad`.
+        home: Tier of `shard` and `grad`, and of `master` and `moments` unless they are on disk.
         grads: [L] in the dtype of gradients, on the device. Backward adds to it.
         grad_views: Views of `grads` by parameter. They are valid whenever `grads` has memory.
         master: fp32 [L / shards], the master weights; `shard` itself for fp32 parameters.
         moments: [L / shards] each, the moments of the optimizer by name.
         grad: fp32 [L / shards], the summed gradient; `grads` itself if the states are not sharded
             and their home is the device.
+        on_disk: The masters and moments that are placeholders of `disk`, by name. The master of
+            fp32 parameters is never on disk.
     """
 
     def __init__(
@@ -187,6 +191,7 @@ class ChunkState(ParamChunk):
         memory: Memory,
         home: Tier = Tier.DEVICE,
         shards_params: bool = False,
+        disk: DiskTier | None = None,
     ) -> None:
         super().__init__(chunk, groups, dtype, memory, home, shards_params)
         length = chunk.shard_length
@@ -196,12 +201,14 @@ class ChunkState(ParamChunk):
         self.grad = self.grads
         if groups.shard_group.size > 1 or home is not Tier.DEVICE:
             self.grad = memory.new(length, torch.float32, home)
-        self.master = self.shard
-        if dtype is not torch.float32:
-            self.master = memory.new(length, torch.float32, home)
-        self.moments = {
-            name: memory.new(length, moment_dtype, home) for name, moment_dtype in moments.items()
+        dtypes = dtypes_apart(moments, dtype)
+        apart = {
+            name: memory.new(length, of_state, home) if disk is None else disk.new(length, of_state)
+            for name, of_state in dtypes.items()
         }
+        self.on_disk = {} if disk is None else apart
+        self.master = apart.get("master", self.shard)
+        self.moments = {name: apart[name] for name in moments}
 
     @property
     def buffers(self) -> ShardBuffers:
@@ -229,6 +236,15 @@ class ChunkState(ParamChunk):
         """The master weights and the moments, by name."""
         return {"master": self.master, **self.moments}
 
+    def with_states(self, states: Mapping[str, Tensor]) -> ChunkState:
+        """Return a copy of this object with other tensors for some of its masters and moments, by
+        name. All other tensors are shared."""
+        other = copy.copy(self)
+        other.on_disk = {}
+        other.master = states.get("master", self.master)
+        other.moments = {name: states.get(name, flat) for name, flat in self.moments.items()}
+        return other
+
     def state_tensors(self) -> Iterator[StateTensor]:
         """Yield all tensors of this chunk."""
         yield from super().state_tensors()
@@ -239,6 +255,12 @@ class ChunkState(ParamChunk):
         }
         for kind, of_kind in tensors.items():
             yield from (StateTensor(kind, tensor, self.chunk) for tensor in of_kind)
+
+
+def dtypes_apart(moments: Mapping[str, torch.dtype], dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """Return the dtypes of the masters and moments of a chunk whose parameters have `dtype`, by
+    name. A master that is the shard of the parameters itself is left out."""
+    return ({} if dtype is torch.float32 else {"master": torch.float32}) | dict(moments)
 
 
 @dataclass(frozen=True)
@@ -295,7 +317,8 @@ class StateShard:
     """Index of the shard's first element in the chunk."""
     groups: ParamProcessGroups
     states: Mapping[str, Tensor]
-    """Flat tensor [L / shards] of each state, by name. A load writes to these tensors."""
+    """Flat tensor [L / shards] of each state, by name. A load writes to these tensors. They may be
+    placeholders of a `DiskTier`."""
 
 
 class ShardSlice(NamedTuple):
@@ -356,20 +379,26 @@ class FrozenParams:
         self._wide = []
 
 
-def write_slice(local: tuple[Tensor, slice] | None, values: Tensor, start: int) -> None:
+def write_slice(
+    local: tuple[Tensor, slice] | None,
+    values: Tensor,
+    start: int,
+    write: Callable[[Tensor, Tensor], object] = Tensor.copy_,
+) -> None:
     """Write elements of a flattened parameter that are in a shard.
 
     Args:
         local: Result of `ParamChunk.local_slice`.
         values: 1-D; elements of the flattened parameter.
         start: Index of the first element of `values` in the flattened parameter.
+        write: Copies its second argument to the first.
     """
     if local is None:
         return
     shard, where = local
     low, high = max(where.start, start), min(where.stop, start + len(values))
     if low < high:
-        shard[low - where.start : high - where.start].copy_(values[low - start : high - start])
+        write(shard[low - where.start : high - where.start], values[low - start : high - start])
 
 
 def count_bytes(tensors: Iterable[StateTensor]) -> dict[str, int]:

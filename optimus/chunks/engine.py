@@ -22,8 +22,10 @@ from optimus.chunks.buffers import (
     ShardSlice,
     StateShard,
     count_bytes,
+    dtypes_apart,
     write_slice,
 )
+from optimus.chunks.disk import DiskTier, file_bytes
 from optimus.chunks.grad_reducer import GradReducer
 from optimus.chunks.groups import ParamProcessGroups, check_same_params, groups_of_params
 from optimus.chunks.layout import Chunk, Parameter, lay_out
@@ -35,6 +37,7 @@ from optimus.chunks.placement import ChunkCost, Workload
 from optimus.chunks.reductions import MAX_COPYING
 from optimus.chunks.residency import ALL_RESIDENT, Pass, Residency, use_order
 from optimus.chunks.segments import ModelSegment, register_uses
+from optimus.config.machine import Links
 from optimus.distributed.collectives import ALONE, Group
 
 
@@ -105,22 +108,26 @@ class ChunkEngine:
         by_first_use = sorted(self.layout.chunks, key=lambda c: position[c.slots[0].name])
         away = len(by_first_use) - math.ceil(residency.host_share * len(by_first_use))
         host = {chunk.number for chunk in by_first_use[away:]}
+        on_disk = self._choose_on_disk(by_first_use[away:])
+        links = residency.links if self.device.type == "cpu" else None
+        self.disk = self._make_disk([self.layout.chunks[n] for n in on_disk], dtype, links)
         self._all: list[ParamChunk] = []
         """All chunks, by their numbers."""
         for chunk in self.layout.chunks:
             home = Tier.HOST if chunk.number in host else Tier.DEVICE
-            self._all.append(self._make_chunk(chunk, home, initial, dtype, grad_dtype))
+            disk = self.disk if chunk.number in on_disk else None
+            self._all.append(self._make_chunk(chunk, home, disk, initial, dtype, grad_dtype))
         self.chunks = [chunk for chunk in self._all if isinstance(chunk, ChunkState)]
         """The chunks of trained parameters."""
         self.frozen = FrozenParams([c for c in self._all if not isinstance(c, ChunkState)])
         self._frozen_uses: dict[str, str] = {}
         """For each further use of a frozen parameter, the parameter."""
-        links = residency.links if self.device.type == "cpu" else None
         self._updates = UpdateQueue(
             optimizer,
             None if links is None else links.host_adam,
             self.memory.num_threads,
             residency.poison,
+            self.disk,
         )
         self.params = ParamStore(self._all, self.memory, self._updates)
         self._all_by_first_use = [self._all[chunk.number] for chunk in by_first_use]
@@ -148,30 +155,61 @@ class ChunkEngine:
         `limit` bytes allow: the last ones, whose gradients backward completes first."""
         for state in reversed(self._by_first_use):
             size = state.buffers.nbytes
-            if state.home is Tier.HOST and size <= limit:
+            if state.home is Tier.HOST and not state.on_disk and size <= limit:
                 limit -= size
                 spare = self._spare[state.chunk.number] = state.new_spare(self.memory)
                 self._updates.add_spare(spare)
+
+    def _choose_on_disk(self, on_host: Sequence[Chunk]) -> set[int]:
+        """Return the numbers of the chunks whose masters and moments are on disk.
+
+        They are distributed evenly over the chunks in order of first use, so that reads and writes
+        overlap with the updates of other chunks.
+        """
+        trained = [chunk for chunk in on_host if not _groups_of(chunk).options.frozen]
+        count, total = math.ceil(self.residency.disk_share * len(trained)), len(trained)
+        return {
+            chunk.number
+            for position, chunk in enumerate(trained)
+            if (position + 1) * count // total > position * count // total
+        }
+
+    def _make_disk(
+        self, chunks: Sequence[Chunk], dtype: torch.dtype, links: Links | None
+    ) -> DiskTier | None:
+        """Return the tier for the masters and moments of `chunks`; None if there are none."""
+        sizes = [
+            file_bytes(
+                chunk.shard_length,
+                dtypes_apart(
+                    self.optimizer.moments, _groups_of(chunk).options.dtype or dtype
+                ).values(),
+            )
+            for chunk in chunks
+        ]
+        if not sum(sizes):
+            return None
+        return DiskTier(self.memory, self.residency.disk, self._everyone.rank, sizes, links)
 
     def _make_chunk(
         self,
         chunk: Chunk,
         home: Tier,
+        disk: DiskTier | None,
         initial: Callable[[str], Tensor],
         dtype: torch.dtype,
         grad_dtype: torch.dtype,
     ) -> ParamChunk:
         """Return a chunk with the initial values of its parameters: a ChunkState, unless they are
         frozen. Only the buffers that have memory between steps have memory."""
-        groups, residency, memory = chunk.key, self.residency, self.memory
-        assert isinstance(groups, ParamProcessGroups)
+        groups, residency, memory = _groups_of(chunk), self.residency, self.memory
         dtype = groups.options.dtype or dtype
         in_tier = memory, home, residency.divides_parameters
         if groups.options.frozen:
             frozen = ParamChunk(chunk, groups, dtype, *in_tier)
             self._fill(frozen, initial)
             return frozen
-        state = ChunkState(chunk, groups, self.optimizer.moments, dtype, grad_dtype, *in_tier)
+        state = ChunkState(chunk, groups, self.optimizer.moments, dtype, grad_dtype, *in_tier, disk)
         self._fill(state, initial)
         is_reduced = chunk.reduce_size > 1 or home is not Tier.DEVICE
         if residency.divides_gradients and is_reduced:
@@ -183,7 +221,8 @@ class ChunkEngine:
         for slot in state.chunk.slots:
             value, view = initial(slot.name), state.view(state.params, slot)
             if isinstance(state, ChunkState):
-                write_slice(state.local_slice(state.master, slot), value.reshape(-1), 0)
+                local = state.local_slice(state.master, slot)
+                write_slice(local, value.reshape(-1), 0, self._write)
             else:
                 self._named[slot.name].requires_grad_(False)
             view.copy_(value)
@@ -329,7 +368,7 @@ class ChunkEngine:
         self.wait()
         for state in self._by_first_use:
             if state.shard.data_ptr() != state.master.data_ptr():
-                state.shard.copy_(state.master)
+                state.shard.copy_(self.read(state.master))
             self.params.gather_updated(state)
         for chunk in self.frozen.chunks:
             self.params.gather_updated(chunk)
@@ -357,7 +396,10 @@ class ChunkEngine:
         self.wait()
         for state in self.chunks:
             for moment in state.moments.values():
-                moment.zero_()
+                if self.disk is not None:
+                    self.disk.zero(moment)
+                else:
+                    moment.zero_()
 
     def put(self, state: str, name: str, values: Tensor, start: int = 0) -> None:
         """Set the elements of a state that are in this rank's shard.
@@ -377,7 +419,23 @@ class ChunkEngine:
         slot = self.slots[name]
         chunk = self._all[slot.chunk]
         assert isinstance(chunk, ChunkState)
-        write_slice(chunk.local_slice(chunk.states[state], slot), values, start)
+        write_slice(chunk.local_slice(chunk.states[state], slot), values, start, self._write)
+
+    def read(self, flat: Tensor) -> Tensor:
+        """Return the elements of a state of a chunk: a copy if it is on disk, otherwise the state
+        itself. Call `wait` first."""
+        return flat if self.disk is None else self.disk.read(flat)
+
+    def _write(self, into: Tensor, values: Tensor) -> None:
+        if self.disk is not None:
+            self.disk.write(into, values)
+        else:
+            into.copy_(values)
+
+    def close(self) -> None:
+        """Remove the file with the states on disk. The engine must not be used afterwards."""
+        if self.disk is not None:
+            self.disk.close()
 
     def first_shard(self, state: str, is_bad: Callable[[Tensor], bool]) -> ShardSlice | None:
         """Return the first bad slice of a parameter in this rank's shards of a state.
@@ -391,7 +449,7 @@ class ChunkEngine:
         """
         self.wait()
         for chunk_state in self.chunks:
-            flat = chunk_state.states[state]
+            flat = self.read(chunk_state.states[state])
             if is_bad(flat):
                 for slot in chunk_state.chunk.slots:
                     local = chunk_state.local_slice(flat, slot)
@@ -423,15 +481,25 @@ class ChunkEngine:
 
         Returns:
             The bytes of each of KINDS and "padding", in all tiers; "host", the bytes in host
-            memory, with the memory to which gradients are copied; and "total", the bytes on the
-            device.
+            memory, with the memory to which gradients are copied and that for states on disk;
+            "disk", the bytes on disk; and "total", the bytes on the device.
         """
         tensors = [tensor for chunk in self._all for tensor in chunk.state_tensors()]
         tensors += [t for buffers in self._spare.values() for t in buffers.state_tensors()]
         sizes = count_bytes([*tensors, *self.gradients.state_tensors()])
         staging, allocated = self.gradients.staging_bytes
-        states = self.memory.num_bytes[Tier.HOST] - allocated
-        return sizes | {"total": sizes["total"] - states, "host": states + staging}
+        staged = 0 if self.disk is None else self.disk.staging_bytes
+        states = self.memory.num_bytes[Tier.HOST] - allocated - staged
+        on_disk = sum(
+            flat.untyped_storage().nbytes()
+            for chunk in self.chunks
+            for flat in chunk.on_disk.values()
+        )
+        return sizes | {
+            "total": sizes["total"] - states - on_disk,
+            "host": states + staging + staged,
+            "disk": on_disk,
+        }
 
     def workload(
         self,
@@ -505,3 +573,9 @@ class ChunkEngine:
         chunks, one for each slot."""
         sizes = sorted(chunk.params.nbytes for chunk in self._all if chunk.is_transient)
         return sum(sizes[-self.residency.slots :])
+
+
+def _groups_of(chunk: Chunk) -> ParamProcessGroups:
+    """Return the process groups of the parameters of a chunk."""
+    assert isinstance(chunk.key, ParamProcessGroups)
+    return chunk.key

@@ -1,9 +1,9 @@
 """Memory tiers of model states, and copies between them.
 
-Each buffer is in the tier DEVICE or in the tier HOST. On a CPU, both tiers are the memory of the
+Each buffer is in the tier DEVICE, HOST or DISK. On a CPU, the first two are the memory of the
 machine, and the device is emulated: a copy moves the same bytes between the same buffers as on an
 accelerator. With `Links`, copies and updates on an emulated device also take the time that the
-rates of the links determine.
+rates of the links determine. `optimus.chunks.disk` reads and writes buffers on disk.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ class Tier(Enum):
 
     DEVICE = "device"
     HOST = "host"
+    DISK = "disk"
 
 
 class Copy:
@@ -204,8 +205,9 @@ class Memory:
         """Bytes of the buffers that are not freed."""
 
     def new(self, length: int, dtype: torch.dtype, tier: Tier = Tier.DEVICE) -> Tensor:
-        """Return a new buffer of `length` zeros. This object keeps no reference to it."""
-        device = self._device
+        """Return a new buffer of `length` zeros. This object keeps no reference to it. A buffer on
+        disk is a meta tensor, a placeholder for `optimus.chunks.disk.DiskTier`."""
+        device = torch.device("meta") if tier is Tier.DISK else self._device
         if tier is Tier.DEVICE or device.type == "meta":
             flat = torch.zeros(length, dtype=dtype, device=device)
         else:

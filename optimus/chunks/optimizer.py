@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from optimus.chunks.buffers import ChunkState, ShardBuffers
+from optimus.chunks.disk import DiskTier
 from optimus.chunks.memory import Action, Pace, worker
 from optimus.config import OptimConfig
 from optimus_kernels import adamw_, adamw_into
@@ -128,6 +129,7 @@ class UpdateQueue:
             fast as this machine does.
         threads: Number of threads of an update.
         poison: True to fill spare buffers with NaN, for tests.
+        disk: Has the states of the chunks with `on_disk`. These chunks are not updated early.
     """
 
     def __init__(
@@ -136,8 +138,9 @@ class UpdateQueue:
         rate: float | None = None,
         threads: int = 1,
         poison: bool = False,
+        disk: DiskTier | None = None,
     ) -> None:
-        self._optimizer, self._num_threads = optimizer, threads
+        self._optimizer, self._num_threads, self._disk = optimizer, threads, disk
         self._pace = None if rate is None else Pace(rate)
         self._poison = poison
         self._thread: ThreadPoolExecutor | None = None
@@ -177,7 +180,7 @@ class UpdateQueue:
         Any thread may call this."""
         with self._lock:
             spare = self._spare[_sizes_of(state.buffers)]
-            if self._expected is None or not spare or self._error is not None:
+            if self._expected is None or not spare or self._error is not None or state.on_disk:
                 return
             into = spare.pop()
             update = partial(self._optimizer.update_into, into, state, *self._expected)
@@ -206,6 +209,12 @@ class UpdateQueue:
         self._raise_error()
         number = state.chunk.number
         assert number not in self._pending, f"chunk {number} is in the queue already"
+        if state.on_disk:
+            assert self._disk is not None
+            self._disk.begin_read(number, state.on_disk)
+            update = partial(self._update_on_disk, self._disk, state, lr, grad_scale)
+            self._pending[number] = self._submit(update, 0)
+            return
         with self._lock:
             early = self._early.pop(number, None)
             if early is not None and early.job.cancel():
@@ -232,13 +241,24 @@ class UpdateQueue:
         early.job.result()
         if early.arguments == (lr, grad_scale, self._optimizer.num_updates):
             state.exchange(early.into)
-        elif self._pace is None:
+        else:
+            self._update_now(state, lr, grad_scale)
+        with self._lock:
+            self._keep_spare(early.into)
+
+    def _update_on_disk(
+        self, disk: DiskTier, state: ChunkState, lr: float, grad_scale: float
+    ) -> None:
+        with disk.updating(state.chunk.number) as tensors:
+            self._update_now(state.with_states(tensors), lr, grad_scale)
+
+    def _update_now(self, state: ChunkState, lr: float, grad_scale: float) -> None:
+        """Update a chunk in this thread, at the rate of an emulated host."""
+        if self._pace is None:
             self._optimizer.update(state, lr, grad_scale)
         else:
             update = partial(self._optimizer.update, state, lr, grad_scale)
             self._pace.run(update, len(state.shard), time.monotonic())
-        with self._lock:
-            self._keep_spare(early.into)
 
     def _keep_spare(self, buffers: ShardBuffers) -> None:
         if self._poison:
@@ -266,6 +286,8 @@ class UpdateQueue:
                 self._error = self._error or error
             if self._thread is not None:
                 self._thread.shutdown(wait=False, cancel_futures=True)
+            if self._disk is not None:
+                self._disk.fail(error)
             if self._error is error:
                 raise
             raise self._error from None  # this update was only cancelled
@@ -274,14 +296,19 @@ class UpdateQueue:
                 del self._pending[number]
 
     def wait_for_all(self) -> None:
-        """Wait for the updates of all chunks in the queue. Raises as `wait` does."""
+        """Wait for the updates of all chunks in the queue, until their states are on disk again.
+        Raises as `wait` does."""
         self._raise_error()
         for number in list(self._pending):
             self.wait(number)
+        if self._disk is not None:
+            self._disk.flush()
 
     def _raise_error(self) -> None:
         if self._error is not None:
             raise self._error
+        if self._disk is not None:
+            self._disk.check()
 
 
 _Sizes = tuple[tuple[int, torch.dtype], ...]

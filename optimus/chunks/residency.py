@@ -45,6 +45,11 @@ class Residency:
     host_share: float = 0.0
     """Share of the chunks whose home is the host: the last ones in the order of first use. They are
     not on the device between uses. A share above 0 requires `divides_gradients`."""
+    disk_share: float = 0.0
+    """Share of the trained chunks whose home is the host that have their masters and moments on
+    disk."""
+    disk: str = ""
+    """Directory of the states on disk."""
     slots: int = 0
     """Size of the cache, in chunks; 0 for a cache of all chunks."""
     poison: bool = False

@@ -344,6 +344,32 @@ def _determinism(config: Config) -> None:
     )
 
 
+def _disk(offload: OffloadConfig) -> None:
+    for key in ("disk_share", "disk", "disk_memory"):
+        value = getattr(offload, key)
+        refuse_if(
+            value and offload.mode == "off",
+            f"offload.{key} = {value!r} has no meaning with offload.mode = 'off'; leave it out",
+        )
+    refuse_if(
+        offload.disk_share and not offload.disk,
+        f"offload.disk_share = {offload.disk_share} needs offload.disk; set it to a directory on a "
+        "local disk",
+    )
+    refuse_if(
+        offload.disk_share and offload.mode == "auto",
+        f"offload.disk_share = {offload.disk_share}: offload.mode = 'auto' does not use the disk; "
+        "use offload.mode = 'manual'",
+    )
+    for key in ("disk", "disk_memory"):
+        value = getattr(offload, key)
+        refuse_if(
+            value and not offload.disk_share,
+            f"offload.{key} = {value!r} has no effect with offload.disk_share = 0; set "
+            "offload.disk_share, or leave it out",
+        )
+
+
 def _residency(optim: OptimConfig, train: TrainConfig, offload: OffloadConfig) -> None:
     for key in ("device_memory", "host_memory"):
         value = getattr(offload, key)
@@ -381,6 +407,7 @@ def _residency(optim: OptimConfig, train: TrainConfig, offload: OffloadConfig) -
         "offload.mode = 'manual' needs offload.host_share above 0; set it, or use "
         "offload.mode = 'off'",
     )
+    _disk(offload)
     refuse_if(
         offload.host_share and train.compile,
         "train.compile = true: offload.mode = 'manual' cannot copy parameters to the device "

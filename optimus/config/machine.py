@@ -100,6 +100,10 @@ class Links(Section):
     """FLOP/s of matrix products of the device."""
     memory: Rate = 1e12
     """Bytes per second that the device reads and writes in its memory."""
+    disk_read: Rate = 5e9
+    """Bytes per second that are read from the disk of `offload.disk`."""
+    disk_write: Rate = 3e9
+    """Bytes per second that are written to this disk."""
 
 
 class Measurement(Section):

@@ -567,6 +567,18 @@ class OffloadConfig(Section):
     """With mode = `manual`, the share of the chunks whose parameters and optimizer states are in
     host memory. The host updates these chunks. Their parameters are copied to the device before
     each use, unless they are still in the cache (`optim.cache_chunks`)."""
+    disk_share: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """With mode = `manual`, the share of the chunks in host memory that have their fp32 master
+    weights and moments on disk. The host reads them for each update and writes them back. The
+    parameters in `train.dtype` and the sums of gradients stay in host memory. With `train.dtype` =
+    "fp32", the parameters are the master weights, and only the moments are on disk."""
+    disk: str = ""
+    """Directory for the states on disk, on a local disk of each node. Each rank creates one file
+    with the full size at the start, and removes it at the end of the run. Checkpoints contain these
+    states, too."""
+    disk_memory: Size = ""
+    """Maximum size of the file of a rank in `disk`, as a number with a unit, such as "500GB" or
+    "1.5TiB". A run whose states need more does not start. Empty: the free space of the disk."""
     order: Literal["microbatch", "layer"] = "microbatch"
     """Order of the microbatches of a step. `microbatch`: forward and backward of a microbatch, then
     those of the next one. `layer`: all microbatches pass a layer before the next layer begins, as

@@ -85,7 +85,7 @@ def rank_memory(
         engine.temporary_bytes,
         activations + inputs,
         sizes["host"],
-        staging_of(config, planned),
+        staging_of(config, planned).host,
     )
 
 

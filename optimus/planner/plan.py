@@ -27,7 +27,8 @@ def plan(config: Config) -> dict[str, Any]:
     - `world`: number of ranks.
     - `ranks`: list with one entry for each pair of pp and tp coordinates. An entry has the bytes of
       the model states on one rank with these coordinates. The `total` of an entry excludes `host`,
-      the states in host memory, and `staging`, the host memory that checkpoint.async_save uses.
+      the states in host memory, `disk`, the states on disk, and `staging`, the host memory that
+      checkpoint.async_save uses.
     - `memory`: the entry of `ranks` with the largest `total`, without its coordinates.
 
     The following keys are present only if settings of `[train]` are given. The FLOPs are those of
@@ -101,6 +102,8 @@ def _memory_lines(result: dict[str, Any]) -> list[tuple[str, str]]:
         lines.append(("in host memory in addition", _size_text(memory["host"])))
     lines += [(f"  {kind}", _size_text(memory[kind])) for kind in (*KINDS, "cache") if memory[kind]]
     lines.append(("  padding, included", _size_text(memory["padding"])))
+    if memory["disk"]:
+        lines.append(("on disk in addition", _size_text(memory["disk"])))
     if memory["staging"]:
         lines.append(
             ("host memory in addition", f"{_size_text(memory['staging'])}, for checkpoints")

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from optimus.checkpoint.save import RankStates, staging_bytes, states_to_write
+from optimus.checkpoint.save import RankStates, StagingBytes, staging_bytes, states_to_write
 from optimus.checkpoint.slices import writer_in_paper
 from optimus.checkpoint.weights import DTYPE as MODEL_DTYPE
 from optimus.checkpoint.weights import masters_to_write
@@ -33,7 +33,7 @@ from optimus.config.machine import load_links
 from optimus.config.sizes import parse_bytes
 from optimus.distributed.groups import Groups, plan_groups
 from optimus.distributed.mesh import Coordinate, Mesh
-from optimus.errors import ConfigError, counted
+from optimus.errors import ConfigError, counted, refuse_if
 from optimus.launch.environment import read_local_size, usable_memory
 from optimus.model.init import initial_value
 from optimus.model.layers import Embedding
@@ -91,6 +91,8 @@ def make_states(
             divides_gradients=optim.resident != "all" or offload.host_share > 0,
             divides_parameters=optim.resident == "cache",
             host_share=offload.host_share,
+            disk_share=offload.disk_share,
+            disk=offload.disk,
             slots=optim.cache_chunks,
             rounds_gradients=offload.rounds_gradients(train),
             poison=poison,
@@ -132,6 +134,7 @@ def states_of_rank(
         {name: placement.intervals for name, placement in layout.placements.items()},
         {name: tuple(p.shape) for name, p in whole_model(model).named_parameters()},
         states.stage_groups,
+        states.disk,
     )
 
 
@@ -194,6 +197,21 @@ def check_slots(config: Config, mesh: Mesh) -> None:
             f"optim.cache_chunks = {slots}: the largest of the embedding, the blocks and the "
             f"head needs {counted(least, 'chunk')} at once; use {least} or more, or a larger "
             "optim.chunk_length",
+        )
+
+
+def check_disk_memory(config: Config, mesh: Mesh) -> None:
+    """Check that the states on disk of each rank do not exceed `offload.disk_memory`. Raises
+    ConfigError."""
+    if most := parse_bytes(config.offload.disk_memory):
+        needed = max(
+            _sizes_of(config, mesh, coordinate)["disk"] for coordinate in _writers(config, mesh)
+        )
+        refuse_if(
+            needed > most,
+            f"offload.disk_memory = {config.offload.disk_memory!r}: the states of a rank need "
+            f"{counted(needed, 'byte')} on disk, {needed - most:,} more; use a larger "
+            "offload.disk_memory, or a smaller offload.disk_share",
         )
 
 
@@ -263,16 +281,18 @@ def _spare_limit(engine: ChunkEngine, config: Config) -> float:
     return (limit - others) // 2
 
 
-def staging_of(config: Config, planned: PlannedRank) -> int:
-    """Return the bytes of host memory that checkpoint.async_save needs on a rank; 0 without it."""
+def staging_of(config: Config, planned: PlannedRank) -> StagingBytes:
+    """Return the bytes that checkpoint.async_save needs on a rank; 0 without it."""
     if not config.checkpoint.async_save:
-        return 0
+        return StagingBytes(0, 0)
     scatter = config.checkpoint.scatter
     of_rank = states_of_rank(config.model, planned.layout, planned.groups, planned.engine)
-    staging = staging_bytes(states_to_write(of_rank, scatter))
+    host, disk = staging_bytes(of_rank, states_to_write(of_rank, scatter))
     if config.checkpoint.model_interval:
-        staging += staging_bytes(masters_to_write(of_rank, scatter), MODEL_DTYPE)
-    return staging
+        masters = masters_to_write(of_rank, scatter)
+        of_model = staging_bytes(of_rank, masters, MODEL_DTYPE)
+        host, disk = host + of_model.host, disk + of_model.disk
+    return StagingBytes(host, disk)
 
 
 def _kinds(mesh: Mesh) -> Iterator[Coordinate]:
@@ -291,23 +311,39 @@ def plan_ranks(config: Config, mesh: Mesh) -> Iterator[tuple[Coordinate, dict[st
         The coordinate of the rank, and a dict of sizes in bytes. Its keys are those of
         `ChunkEngine.state_bytes`, "cache" and "staging". "cache" is the memory of gathered
         parameters with optim.resident = "cache" or with offloading. "staging" is the host memory
-        for checkpoint.async_save. "total" is the device memory, including "cache".
+        for checkpoint.async_save. "disk" includes the copies of states on disk that
+        checkpoint.async_save makes there. "total" is the device memory, including "cache".
 
     Raises:
         ConfigError: A parallel size does not divide a model dimension, a pattern of optim.groups or
-            optim.frozen matches no parameter, or optim.cache_chunks is too small.
+            optim.frozen matches no parameter, optim.cache_chunks is too small, or the states on
+            disk exceed offload.disk_memory.
     """
     check_divisible(config, mesh)
     check_names(config.optim, config.model)
     check_slots(config, mesh)
-    scatter = config.checkpoint.scatter
+    check_disk_memory(config, mesh)
+    for coordinate in _writers(config, mesh):
+        yield coordinate, _sizes_of(config, mesh, coordinate)
+
+
+def _writers(config: Config, mesh: Mesh) -> Iterator[Coordinate]:
+    """Yield the coordinates of `_kinds`, or with checkpoint.scatter = "paper" those of the ranks
+    that write checkpoints: only these ranks have staging memory."""
     for coordinate in _kinds(mesh):
-        if scatter == "paper":  # only ranks that write checkpoints have staging memory
+        if config.checkpoint.scatter == "paper":
             coordinate = coordinate._replace(dp=writer_in_paper(mesh, coordinate))
-        planned = plan_rank(config, mesh, coordinate)
-        sizes, cache = planned.engine.state_bytes(), planned.engine.cache_bytes
-        staging = staging_of(config, planned)
-        yield (
-            coordinate,
-            sizes | {"cache": cache, "total": sizes["total"] + cache, "staging": staging},
-        )
+        yield coordinate
+
+
+def _sizes_of(config: Config, mesh: Mesh, coordinate: Coordinate) -> dict[str, int]:
+    """Return the sizes of a rank that `plan_ranks` yields."""
+    planned = plan_rank(config, mesh, coordinate)
+    sizes, cache = planned.engine.state_bytes(), planned.engine.cache_bytes
+    staging = staging_of(config, planned)
+    return sizes | {
+        "cache": cache,
+        "total": sizes["total"] + cache,
+        "staging": staging.host,
+        "disk": sizes["disk"] + staging.disk,
+    }

@@ -51,7 +51,7 @@ from optimus.peak import RunPeak
 from optimus.planner.offload import settle_placement
 from optimus.platform import dtype_of
 from optimus.rank.model import RankModel, uncompiled
-from optimus.rank.states import check_names, check_slots, states_of_rank
+from optimus.rank.states import check_disk_memory, check_names, check_slots, states_of_rank
 from optimus.resilience.supervision.attempt import ProgressPage, read_attempt
 from optimus.train.autotune import (
     KernelChoices,
@@ -107,6 +107,7 @@ def train(config: Config, launch: LaunchEnv, process: float | None = None) -> No
             inputs.data.check_shards()
             check_names(config.optim, config.model)
             check_slots(config, inputs.mesh)
+            check_disk_memory(config, inputs.mesh)
             if config.train.sample_interval:  # fail before a GPU or the network is used
                 data = inputs.data.held_out or inputs.data.training
                 TextTokenizer(data.tokenizer_file)
@@ -348,6 +349,7 @@ class Run:
         finally:
             self.saves.give_up()
             self.loader.close()
+            self.states.close()
             if self.directory is not None:
                 # After an error, another rank may still be writing a file about a non-finite value.
                 self.directory.close(others_have_ended=is_complete)

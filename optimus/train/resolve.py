@@ -8,8 +8,10 @@ This module imports no torch, so that `optimus train --nproc` finds mistakes bef
 from __future__ import annotations
 
 import difflib
+import errno
 import hashlib
 import os
+import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +26,7 @@ from optimus.data.batch import BatchPlan, plan_batch
 from optimus.data.dataset import FiniteSource, InstanceSource, TokenDataset
 from optimus.data.mixture import MixedDataset
 from optimus.distributed.mesh import Mesh, make_mesh
-from optimus.errors import CheckpointError, ConfigError, DamageError, DataError, counted
+from optimus.errors import CheckpointError, ConfigError, DamageError, DataError, counted, reason_of
 from optimus.io.files import read_regular
 from optimus.parallel.divisible import check_divisible
 from optimus.parallel.pipeline.plan import plan_stages, schedule_of
@@ -186,8 +188,23 @@ def read_inputs(config: Config, world_size: int) -> RunInputs:
     """
     mesh, batch = check_settings(config, world_size)
     check_run_dir(config.train.run_dir)
+    if config.offload.disk:
+        _check_disk(Path(config.offload.disk))
     data = open_data(config.data, config.train.seq_len, config.model.vocab_size)
     return RunInputs(mesh, batch, data)
+
+
+def _check_disk(directory: Path) -> None:
+    try:
+        if not stat.S_ISDIR(directory.stat().st_mode):
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+        if not os.access(directory, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise ConfigError(
+            f"offload.disk = '{directory}': {reason_of(error)}; use a directory on a local disk "
+            "that this user can write"
+        ) from None
 
 
 def check_settings(config: Config, world_size: int) -> tuple[Mesh, BatchPlan]:

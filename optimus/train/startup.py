@@ -54,12 +54,13 @@ def check_run(
     plan = resolve(config, world_size, check_data, check_run_dir)
     # Only these import torch, which takes seconds.
     from optimus.io.workspace import check_not_in_use
-    from optimus.rank.states import check_names, check_slots
+    from optimus.rank.states import check_disk_memory, check_names, check_slots
     from optimus.train.autotune import warn_of_alltoall
     from optimus.train.save import check_saves
 
     check_names(config.optim, config.model)
     check_slots(config, plan.mesh)
+    check_disk_memory(config, plan.mesh)
     warn_of_alltoall(config.parallel, config.train.device)
     if check_run_dir:
         check_not_in_use(Path(config.train.run_dir))

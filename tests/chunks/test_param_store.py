@@ -52,11 +52,11 @@ def train_on_two(ranks, *cases: Case) -> list[list[Outcome]]:
     [(1, 1, 0), (2, 3, 0), (0, 2, 0), (1, 2, 3), (2, 1, 3), (3, 2, 3)],
 )
 def test_sharded_states_train_to_the_bits_of_whole_states(
-    ranks, dtype, slots, microbatches, region
+    ranks, tmp_path, dtype, slots, microbatches, region
 ):
     """Train with whole states, with sharded gradients, also with sharded parameters, and with some
-    or all states on the host. Such training is repeated with NaN in freed buffers. Losses and
-    masters have the same bits."""
+    or all states on the host or on disk. Such training is repeated with NaN in freed buffers.
+    Losses and masters have the same bits."""
     case = Case(6, slots, microbatches, region, dtype=dtype, steps=3)
     changes = (
         WHOLE,
@@ -66,6 +66,7 @@ def test_sharded_states_train_to_the_bits_of_whole_states(
         {"parameters": False, "poison": True},
         {"host_share": 0.5},
         {"parameters": False, "host_share": 1.0, "poison": True, "copies": "late"},
+        {"host_share": 0.8, "disk_share": 0.7, "disk": str(tmp_path), "poison": True},
     )
     whole, *sharded = train_on_two(ranks, *(case._replace(**change) for change in changes))
     for outcomes in sharded:
@@ -77,14 +78,18 @@ def test_sharded_states_train_to_the_bits_of_whole_states(
 @pytest.mark.parametrize(
     ("slots", "microbatches", "region"), [(1, 1, 0), (2, 3, 0), (0, 2, 0), (3, 2, 3)]
 )
-def test_a_single_rank_offloads_to_the_same_bits(ranks, dtype, slots, microbatches, region):
-    """Train without other ranks, with whole states and with some or all states on the host."""
+def test_a_single_rank_offloads_to_the_same_bits(
+    ranks, tmp_path, dtype, slots, microbatches, region
+):
+    """Train without other ranks, with whole states and with some or all states on the host or on
+    disk."""
     case = Case(6, slots, microbatches, region, dtype=dtype, steps=3)
     shares = [{"host_share": 0.33}, {"host_share": 1.0}]
     times = ("early", "late", "random")
     shares += [{"host_share": 0.7, "poison": True, "copies": time} for time in times]
     changes = (WHOLE, *({"parameters": False, **share} for share in shares))
     cases = [case._replace(**change) for change in changes]
+    cases += [case._replace(**changes[1], disk_share=0.6, disk=str(tmp_path), poison=True)]
     whole, *offloaded = ranks(1, train_towers, cases, start_world=False)[0]
     for outcome in offloaded:
         assert outcome.losses == whole.losses and outcome.weights == whole.weights
@@ -105,7 +110,11 @@ def test_copied_bytes_equal_the_formula(slots, microbatches):
     tower = Tower(n)
     engine = make_engine(tower, case, Group(1, 0))
     memory = engine.memory
-    assert memory.num_bytes == {Tier.DEVICE: 0, Tier.HOST: n * CHUNK * (2 + 4 + 4 + 4 + 4)}
+    assert memory.num_bytes == {
+        Tier.DEVICE: 0,
+        Tier.HOST: n * CHUNK * (2 + 4 + 4 + 4 + 4),
+        Tier.DISK: 0,
+    }
     use_in_order(tower, engine, case, "forward")
     copied = (2 * k * n - (2 * k - 1) * slots) * CHUNK * 2 + k * n * CHUNK * 4
     assert memory.num_copied == case.steps * copied
@@ -131,12 +140,14 @@ def test_another_order_of_use_costs_time_and_changes_no_bit(order, caplog):
 
 
 @pytest.mark.parametrize("order", ["forward", "skip", "alternate"])
-def test_updates_of_the_host_in_the_background_change_no_bit(order):
+def test_updates_of_the_host_in_the_background_change_no_bit(tmp_path, order):
     """Each update of a chunk takes 10 ms in addition. The host updates during the next forward."""
     case = Case(5, 2, 2, steps=3, poison=True, parameters=False)
     whole = train_in_order(case._replace(gradients=False), order)
-    for share, copies in ((0.4, "early"), (1.0, "late"), (1.0, "random")):
+    for share, copies, on_disk in ((0.4, "early", 0), (1.0, "late", 0.4), (1.0, "random", 1.0)):
         changes = {"host_share": share, "copies": copies, "delay_s": 0.01}
+        if on_disk:
+            changes |= {"disk_share": on_disk, "disk": str(tmp_path)}
         offloaded = train_in_order(case._replace(**changes), order)
         assert offloaded[:2] == whole[:2]
 
@@ -216,7 +227,7 @@ class ScriptedUpdate:
 
 
 def numbered(number: int) -> Any:
-    return SimpleNamespace(chunk=SimpleNamespace(number=number), shard=[])
+    return SimpleNamespace(chunk=SimpleNamespace(number=number), shard=[], on_disk={})
 
 
 def start_waiting(

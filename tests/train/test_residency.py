@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import re
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -73,6 +74,11 @@ LAYOUTS = {
 `optim.cache_chunks` that a run accepts, with `optim.sharding = "so"` and with "epso"."""
 
 
+def on_disk(share: float, directory: Path) -> dict:
+    """Return settings for the states of a share of the offloaded chunks on disk."""
+    return {"offload__disk_share": share, "offload__disk": str(directory)} if share else {}
+
+
 def sharding_settings(so_slots: int, epso_slots: int) -> list[dict]:
     """Return the tested settings of sharding, residency and offloading, the reference run first.
     The arguments are cache sizes in chunks."""
@@ -98,9 +104,10 @@ ALONE = {"start_world": False, "timeout_s": 120}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_sharded_chunks_train_to_the_same_bits(ranks, layout):
+def test_sharded_chunks_train_to_the_same_bits(ranks, tmp_path, layout):
     size, run, (so_slots, epso_slots) = LAYOUTS[layout]
     shardings = sharding_settings(so_slots, epso_slots)
+    shardings = [*shardings[:-1], shardings[-1] | on_disk(0.6, tmp_path)]
     trees = [tiny_tree("d", "r", **SMALL, **run, **sharding) for sharding in shardings]
     trees[0].pop("recompute", None)
     poison = [sharding["optim__sharding"] == "so" for sharding in shardings]
@@ -114,13 +121,13 @@ LAYER_ORDER = {"offload__mode": "manual", "offload__order": "layer"}
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_layer_order_trains_to_the_same_bits(ranks, size):
+def test_layer_order_trains_to_the_same_bits(ranks, tmp_path, size):
     """All microbatches pass a layer before the next layer begins."""
     run = {"model__tie_embeddings": True, "model__num_layers": 3, "train__dtype": "bf16"}
     changes: list[dict] = [
         {},
         {"offload__host_share": 0.5},
-        {"offload__host_share": 1.0} | BLOCK,
+        {"offload__host_share": 1.0} | BLOCK | on_disk(0.5, tmp_path),
         {"offload__host_share": 1.0, "optim__cache_chunks": 12, "optim__sharding": "so"},
     ]
     changes = changes[:1] + [LAYER_ORDER | change for change in changes[1:]]
@@ -153,10 +160,13 @@ def test_layer_order_copies_each_gradient_once(microbatches, grad_dtype, grad_by
     assert len(gathers) <= 2 * len(states.chunks) - 8
 
 
-def test_updates_that_overflow_are_skipped_with_offloading(ranks):
+def test_updates_that_overflow_are_skipped_with_offloading(ranks, tmp_path):
     """In fp16, the loss scale is too large for the first update and for a later one."""
     run = {"train__dtype": "fp16", "optim__loss_scale": 2.0**22, "train__deterministic": False}
-    changes: list[dict] = [{"offload__host_share": 1.0}, {"offload__host_share": 0.5} | LAYER_ORDER]
+    changes: list[dict] = [
+        {"offload__host_share": 1.0} | on_disk(1.0, tmp_path),
+        {"offload__host_share": 0.5} | LAYER_ORDER,
+    ]
     changes = [{}, *({"offload__mode": "manual"} | change for change in changes)]
     trees = [tiny_tree("d", "r", **SMALL, **run, **change) for change in changes]
     whole, *others = ranks(1, run_several, trees, [False, True, True], **ALONE)[0]

@@ -235,6 +235,7 @@ def _run(world: World, tree: dict[str, Any], poison: bool = False, steps: int = 
         result = updater.run(step, batch)
         metrics.append((result.loss, result.aux_loss, result.z_loss, result.grad_norm))
     final = _digests(whole.gather(states, "master"))
+    states.close()
     local_routes = recorder.routes if groups.coordinate.tp == 0 else {}
     routes_of_ranks: list[Any] = [local_routes] * world.size
     if world.size > 1:

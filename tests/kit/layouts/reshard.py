@@ -141,11 +141,11 @@ def save(
     """Write the shard files of all ranks to a directory. Return their index."""
     reports, mesh = [], holdings.mesh
 
-    def bytes_of(state: str, state_slice: StateSlice) -> memoryview:
+    def batches(state: str, state_slice: StateSlice) -> list[memoryview]:
         memory = numpy.zeros(state_slice.stop - state_slice.start, dtype=numpy.float32)
         for param, at in state_slice.params:
             memory[at : at + param.stop - param.start] = take(states[state][param.name], param)
-        return memory.data.cast("B")
+        return [memory.data.cast("B")]
 
     for rank in range(mesh.world_size):
         holding, coordinate = holdings.of(rank), mesh.coordinate(rank)
@@ -154,7 +154,7 @@ def save(
         if slices:
             identity = Identity(f"generation {step}", step, rank)
             pairs = [(state, state_slice) for state in ADAMW_STATES for state_slice in slices]
-            reports.append(write_shard(directory, identity, ADAMW_STATES, pairs, bytes_of))
+            reports.append(write_shard(directory, identity, ADAMW_STATES, pairs, batches))
     return decode(encode(f"generation {step}", step, ADAMW_STATES, reports, all_shapes(holdings)))
 
 

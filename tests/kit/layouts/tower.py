@@ -95,6 +95,10 @@ class Case(NamedTuple):
     poison: bool = False
     host_share: float = 0.0
     """Share of the layers whose home is the host."""
+    disk_share: float = 0.0
+    """Share of these layers that have their masters and moments on disk."""
+    disk: str = ""
+    """Directory of the states on disk."""
     copies: str = "early"
     """Time of the copies between host and device."""
     delay_s: float = 0.0
@@ -193,14 +197,16 @@ def make_engine(
         reduce_dtype=torch.float32 if case.deterministic else case.dtype,
         everyone=world,
         residency=Residency(
-            case.gradients,
-            case.parameters,
-            case.host_share,
-            case.slots,
-            case.poison,
-            case.copies,
-            case.links,
-            case.rounds,
+            divides_gradients=case.gradients,
+            divides_parameters=case.parameters,
+            host_share=case.host_share,
+            disk_share=case.disk_share,
+            disk=case.disk,
+            slots=case.slots,
+            poison=case.poison,
+            copies=case.copies,
+            links=case.links,
+            rounds_gradients=case.rounds,
         ),
     )
     passes = [Pass(0, False), Pass(0, True)] * case.microbatches
@@ -279,6 +285,7 @@ def _train(case: Case, world: Group, meter: TrafficMeter) -> Outcome:
         ]
     between = resident_bytes(engine)
     masters = torch.cat([master.flatten() for master in whole_of(engine, "master").values()])
+    engine.close()
     digest = hashlib.sha256(masters.numpy().tobytes()).hexdigest()
     return Outcome(losses, digest, traffic, planned, trace, plan, between, gradients)
 
@@ -294,6 +301,7 @@ def train_in_order(case: Case, order: str) -> tuple[list[float], str, int]:
     engine = make_engine(tower, case, ALONE)
     losses = use_in_order(tower, engine, case, order)
     masters = torch.cat([master.flatten() for master in whole_of(engine, "master").values()])
+    engine.close()
     digest = hashlib.sha256(masters.numpy().tobytes()).hexdigest()
     return losses, digest, engine.params.num_unplanned
 

@@ -35,7 +35,11 @@ def whole_of(engine: ChunkEngine, state: str) -> dict[str, Tensor]:
     engine.wait()
     local: dict[str, Tensor] = {}
     for chunk in engine.chunks:
-        flat = chunk.gather(chunk.grad if state == "grad" else chunk.states[state])
+        flat = chunk.grad if state == "grad" else chunk.states[state]
+        if flat is chunk.on_disk.get(state):
+            flat, on_disk = engine.memory.new(len(flat), flat.dtype), flat
+            flat.copy_(engine.read(on_disk))
+        flat = chunk.gather(flat)
         local |= {slot.name: chunk.view(flat, slot) for slot in chunk.chunk.slots}
     if state == "master":
         for frozen in engine.frozen.chunks:
