@@ -26,9 +26,10 @@ _OPTIONS = {
         *("only", "rounds", "nodes", "ranks_per_node", "updates"),
         *("alarm_s", "load", "seed", "dir"),
     ),
-    "links": ("out",),
+    "links": ("out", "disk"),
+    "disk": ("disk", "rounds"),
     "machine": ("out", "nproc", "dir"),
-    "offload": ("steps", "mixes", "seed"),
+    "offload": ("steps", "mixes", "seed", "disk"),
 }
 """Options that each benchmark accepts, as names of attributes of the parsed arguments."""
 
@@ -47,9 +48,9 @@ def add_to(commands: argparse._SubParsersAction) -> None:
         type=_benchmark,
         help="step: an update against a plain torch loop; supervision: times of detection and "
         "restart after failures, on nodes that this machine emulates; links: rates of copies and "
-        "updates for offloading; offload: steps with random work on an emulated device, against "
-        "their predicted times; machine: rates of products, memory, network and disk, for the "
-        "planner",
+        "updates for offloading; disk: updates of states on disk, against raw reads and writes; "
+        "offload: steps with random work on an emulated device, against their predicted times; "
+        "machine: rates of products, memory, network and disk, for the planner",
     )
     parser.add_argument(
         "config",
@@ -61,9 +62,12 @@ def add_to(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     _add_step_options(parser.add_argument_group("step"))
     _add_supervision_options(parser.add_argument_group("supervision"))
-    offloading = parser.add_argument_group("links and offload")
+    offloading = parser.add_argument_group("links, disk and offload")
     text = "links: write the rates to this file, for offload.links; machine: write a machine file"
     offloading.add_argument("--out", metavar="FILE", help=text)
+    text = "links: also measure the disk of this directory; disk: the directory (required), also "
+    text += "accepts --rounds (10); offload: put all states into a file in this directory"
+    offloading.add_argument("--disk", metavar="DIR", help=text)
     text = "offload: random mixes of work (20); also accepts --steps (6) and --seed"
     offloading.add_argument("--mixes", type=int, metavar="N", help=text)
 
@@ -141,6 +145,7 @@ def _bench(args: argparse.Namespace, arguments: list[str]) -> int:
     return {
         "supervision": _bench_supervision,
         "links": _bench_links,
+        "disk": _bench_disk,
         "offload": _bench_offload,
     }[args.name](args)
 
@@ -154,7 +159,8 @@ def _bench_links(args: argparse.Namespace) -> int:
     if args.config is not None:
         train = load_config(args.config, args.overrides).train
     device = platform.pick_device(0, train.device)
-    result = bench_links(device, platform.set_threads(train.threads, False, 1))
+    disk = None if args.disk is None else Path(args.disk)
+    result = bench_links(device, platform.set_threads(train.threads, False, 1), disk)
     if args.out is not None:
         write_links(result, Path(args.out))
     print(json.dumps(result) if args.json else format_links(result))
@@ -197,6 +203,19 @@ def _bench_machine(args: argparse.Namespace, arguments: list[str]) -> int:
     return 0
 
 
+def _bench_disk(args: argparse.Namespace) -> int:
+    from optimus import platform
+    from optimus.bench.disk import bench_disk, format_disk
+
+    refuse_if(args.disk is None, "bench disk needs --disk DIR, a directory on the disk")
+    refuse_if(args.config is not None, "bench disk has no settings; remove the configuration")
+    rounds = 10 if args.rounds is None else args.rounds
+    refuse_if(rounds < 2, f"--rounds {rounds} must be at least 2")
+    result = bench_disk(Path(args.disk), rounds, platform.set_threads(0, False, 1))
+    print(json.dumps(result) if args.json else format_disk(result))
+    return 0
+
+
 def _bench_offload(args: argparse.Namespace) -> int:
     from optimus.bench.offload import bench_offload, format_offload
 
@@ -205,7 +224,7 @@ def _bench_offload(args: argparse.Namespace) -> int:
     steps = 6 if args.steps is None else args.steps
     refuse_if(mixes < 1, f"--mixes {mixes} must be at least 1")
     refuse_if(steps < 1, f"--steps {steps} must be at least 1")
-    result = bench_offload(mixes, steps, args.seed or 0)
+    result = bench_offload(mixes, steps, args.seed or 0, args.disk or "")
     print(json.dumps(result) if args.json else format_offload(result))
     return 0
 

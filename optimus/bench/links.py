@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from optimus import platform
+from optimus.bench.disk import disk_rates
 from optimus.chunks.memory import update_threads
 from optimus.errors import ConfigError, counted, reason_of
 from optimus.io import files
@@ -19,19 +20,25 @@ from optimus.planner.rates import measure_links
 from optimus_kernels import library_of
 
 
-def bench_links(device: torch.device, threads: int) -> dict[str, Any]:
+def bench_links(device: torch.device, threads: int, disk: Path | None = None) -> dict[str, Any]:
     """Measure the rates of a device and its host.
 
     Args:
         device: The device. On a CPU, a copy between the tiers is a copy within its memory.
         threads: Number of threads of the run. An update on the host uses `update_threads` of it.
+        disk: A directory whose disk is measured, too.
 
     Returns:
         A dict for JSON: `links`, the median rates, with the keys of the table `links` of a machine;
         `spread`, for each of them the difference between the quartiles of all runs, as a share of
         the median; and `device`, `host` and `threads`, the number of threads of an update.
+
+    Raises:
+        ConfigError: The directory cannot be used.
     """
     rates = measure_links(device, threads)
+    if disk is not None:
+        rates |= disk_rates(disk)
     quartiles = {name: statistics.quantiles(values, n=4) for name, values in rates.items()}
     peak = find_peak(device, torch.bfloat16, library_of(torch.empty(0, device=device)), print)
     links = {name: middle for name, (_, middle, _) in quartiles.items()}

@@ -29,6 +29,7 @@ from optimus.errors import counted
 _ELEMENTS = 1 << 14
 """Elements of a chunk. The real copies and updates are short compared with their emulated times."""
 _PARAM_BYTES, _GRAD_BYTES = 2 * _ELEMENTS, 4 * _ELEMENTS
+_STATE_BYTES = 12 * _ELEMENTS
 _WARMUP = 2
 _INSTANT_S = 1e-9
 _LR = 1e-3
@@ -61,6 +62,10 @@ class Mix(NamedTuple):
     """True if all chunks may be updated before the norm of the gradients is known."""
     clips: bool = False
     """True if the norm is clipped in each step, so that early updates are discarded."""
+    read_s: float = 0.0
+    """Seconds of the read of the states of a chunk from disk; 0 if no states are on disk."""
+    write_s: float = 0.0
+    """Seconds of the write of the states of a chunk to disk."""
 
     @property
     def stages(self) -> list[int]:
@@ -88,23 +93,27 @@ class Mix(NamedTuple):
             [_PARAM_BYTES] * n,
             [_GRAD_BYTES] * n,
             [_ELEMENTS] * n,
-            n if self.early else 0,
-            self.clips,
+            early_chunks=n if self.early else 0,
+            clips=self.clips,
+            disk_bytes=[_STATE_BYTES] * n if self.read_s else (),
         )
 
     @property
     def links(self) -> Links:
-        """The rates that result in `upload_s`, `download_s` and `adam_s`."""
+        """The rates that result in the seconds of this mix."""
         return Links(
             to_device=_PARAM_BYTES / self.upload_s,
             to_host=_GRAD_BYTES / self.download_s,
             host_adam=_ELEMENTS / self.adam_s,
+            disk_read=_STATE_BYTES / (self.read_s or _INSTANT_S),
+            disk_write=_STATE_BYTES / (self.write_s or _INSTANT_S),
         )
 
 
-def draw_mixes(count: int, seed: int) -> list[Mix]:
-    """Return `count` random mixes. In about half of them, computation takes the longest."""
-    chance = random.Random(seed)
+def draw_mixes(count: int, seed: int, on_disk: bool = False) -> list[Mix]:
+    """Return `count` random mixes, with all states on disk if `on_disk`. Without states on disk,
+    computation takes the longest in about half of them."""
+    chance, disk = random.Random(seed), random.Random(seed)
     mixes = []
     for _ in range(count):
         segments = chance.randint(4, 10)
@@ -115,6 +124,9 @@ def draw_mixes(count: int, seed: int) -> list[Mix]:
         slots, microbatches = chance.randint(2, segments), chance.choice((1, 1, 2))
         by_layer = microbatches > 1 and chance.random() < 0.5
         work = Mix(segments, slots, microbatches, forward_s, upload_s, download_s, adam_s, by_layer)
+        if on_disk:
+            read_s, write_s = (forward_s * 2 ** disk.uniform(-2.5, 1.5) for _ in range(2))
+            work = work._replace(read_s=read_s, write_s=write_s)
         mixes.append(work)
     return mixes
 
@@ -177,12 +189,13 @@ def format_offload(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def run_mix(mix: Mix, steps: int) -> tuple[list[float], StepTime]:
+def run_mix(mix: Mix, steps: int, disk: str = "") -> tuple[list[float], StepTime]:
     """Train with the work of a mix.
 
     Args:
         mix: The work.
         steps: Number of timed steps.
+        disk: Directory for states on disk.
 
     Returns:
         The seconds of each timed step, and the prediction.
@@ -196,7 +209,12 @@ def run_mix(mix: Mix, steps: int) -> tuple[list[float], StepTime]:
         chunk_length=_ELEMENTS,
         deterministic=True,
         residency=Residency(
-            divides_gradients=True, host_share=1.0, slots=mix.slots, links=mix.links
+            divides_gradients=True,
+            host_share=1.0,
+            disk_share=1.0 if mix.read_s else 0.0,
+            disk=disk,
+            slots=mix.slots,
+            links=mix.links,
         ),
     )
     segments = [
@@ -222,6 +240,7 @@ def run_mix(mix: Mix, steps: int) -> tuple[list[float], StepTime]:
         if step >= _WARMUP:
             times.append(time.perf_counter() - start)
     engine.wait()
+    engine.close()
     predicted = predict_step(mix.work, mix.links)
     planned = predicted.to_device * mix.links.to_device + predicted.to_host * mix.links.to_host
     copied = engine.memory.num_copied / (steps + _WARMUP)
@@ -245,8 +264,9 @@ def _run_by_layer(model: nn.Sequential, engine: ChunkEngine, inputs: list[Tensor
         grads = [values.grad for values, _ in runs[stage] if values.grad is not None]
 
 
-def bench_offload(count: int, steps: int, seed: int) -> dict[str, Any]:
-    """Train with `count` random mixes, and compare the times of steps with the predictions.
+def bench_offload(count: int, steps: int, seed: int, disk: str = "") -> dict[str, Any]:
+    """Train with `count` random mixes, and compare the times of steps with the predictions. If
+    `disk` is a directory, all states are on an emulated disk, in a file there.
 
     Returns:
         A dict for JSON. `mixes` has an entry for each mix, with its work and these figures:
@@ -261,8 +281,8 @@ def bench_offload(count: int, steps: int, seed: int) -> dict[str, Any]:
         `step_s`.
     """
     entries = []
-    for mix in draw_mixes(count, seed):
-        times, predicted = run_mix(mix, steps)
+    for mix in draw_mixes(count, seed, bool(disk)):
+        times, predicted = run_mix(mix, steps, disk)
         median = statistics.median(times)
         entry = {
             **mix._asdict(),
@@ -276,7 +296,7 @@ def bench_offload(count: int, steps: int, seed: int) -> dict[str, Any]:
         copies = predicted.to_device + predicted.to_host
         if predicted.compute > copies:
             instant = mix._replace(upload_s=_INSTANT_S, download_s=_INSTANT_S)
-            instant_times, ideal = run_mix(instant, steps)
+            instant_times, ideal = run_mix(instant, steps, disk)
             fill = predicted.shortest - ideal.shortest  # no schedule hides the first copy
             if copies > fill:
                 visible = median - statistics.median(instant_times) - fill

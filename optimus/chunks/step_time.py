@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from optimus.chunks.disk import BUFFERS
 from optimus.chunks.reductions import MAX_COPYING
 from optimus.chunks.residency import ResidencyPlan, Use
 from optimus.config.machine import Links
@@ -39,11 +40,15 @@ class StepWork:
     """
     clips: bool = False
     """True if the norm of the gradients is clipped, so that early updates are discarded."""
+    disk_bytes: Sequence[int] = ()
+    """Bytes of each chunk that are read from disk for its update and written afterwards; empty if
+    no states are on disk."""
 
     @property
-    def early(self) -> range:
-        """The chunks that have spare buffers."""
-        return range(len(self.elements) - self.early_chunks, len(self.elements))
+    def early(self) -> list[int]:
+        """The chunks that have spare buffers. Chunks on disk have none."""
+        numbers = range(len(self.elements) - self.early_chunks, len(self.elements))
+        return [n for n in numbers if not (self.disk_bytes and self.disk_bytes[n])]
 
     def seconds_of(self, use: Use) -> float:
         """Return the seconds that a use computes."""
@@ -68,11 +73,16 @@ class StepTime:
     """Least time of the uses before the first backward, with the updates and copies before them,
     plus that of the uses after the last forward, with the copies after them, plus the computation
     between them. The norm of all gradients separates steps."""
+    disk_read: float = 0.0
+    """Time for which states are read from disk."""
+    disk_write: float = 0.0
+    """Time for which states are written to disk."""
 
     @property
     def limit(self) -> float:
-        """Time for which the busiest of the four resources works."""
-        return max(self.compute, self.to_device, self.to_host, self.host_adam)
+        """Time for which the busiest of the resources works."""
+        disk = max(self.disk_read, self.disk_write)
+        return max(self.compute, self.to_device, self.to_host, self.host_adam, disk)
 
     @property
     def shortest(self) -> float:
@@ -85,11 +95,12 @@ def predict_step(work: StepWork, links: Links) -> StepTime:
     """Simulate some steps and return the times of the last one.
 
     The simulation does the actions of `ParamStore`, `ReducePerMicrobatch` and `UpdateQueue` in
-    their order. Each of the device, the two directions of the link, and the host does one action at
-    a time. A copy to the device begins when its chunk is updated and the previous copy is complete.
-    Clipping needs the norm of all gradients. Therefore the update of the first chunk begins when
-    all gradients are on the host. Chunks with spare buffers are updated in the order in which their
-    gradients arrive there, until the norm is known.
+    their order. Each of the device, the two directions of the link and of the disk, and the host
+    does one action at a time. A copy to the device begins when its chunk is updated and the
+    previous copy is complete. Clipping needs the norm of all gradients. Therefore the update of the
+    first chunk begins when all gradients are on the host, and also when all states of the previous
+    update are on disk. Chunks with spare buffers are updated in the order in which their gradients
+    arrive there, until the norm is known.
     """
     simulation, ends = _Simulation(work, links), [0.0]
     for _ in range(_STEPS):
@@ -102,6 +113,8 @@ def predict_step(work: StepWork, links: Links) -> StepTime:
         simulation.reduced / _STEPS,
         sum(work.elements) / links.host_adam,
         _longest_chain(work, links),
+        sum(work.disk_bytes) / links.disk_read,
+        sum(work.disk_bytes) / links.disk_write,
     )
 
 
@@ -110,11 +123,14 @@ def _longest_chain(work: StepWork, links: Links) -> float:
     uses = [step.use for step in work.plan.steps]
     leading = list(itertools.takewhile(lambda use: not use.backward, uses))
     trailing = list(itertools.takewhile(lambda use: use.backward, reversed(uses)))[::-1]
-    updated = uploaded = forward = 0.0
+    read = updated = uploaded = forward = 0.0
     ready: dict[int, float] = {}
     early = set() if work.clips else set(work.early) - uses[-1].need
     for segment, _, needs in leading:
         for chunk in sorted(needs - ready.keys()):
+            if work.disk_bytes:
+                read += work.disk_bytes[chunk] / links.disk_read
+                updated = max(updated, read)
             if chunk not in early:
                 updated += work.elements[chunk] / links.host_adam
             uploaded = max(uploaded, updated) + work.param_bytes[chunk] / links.to_device
@@ -139,7 +155,9 @@ class _Simulation:
         self._work, self._links = work, links
         self.now = 0.0
         """Time of the device."""
-        self._up = self._down = self._host = 0.0
+        self._up = self._down = self._host = self._read = self._written = 0.0
+        self._buffers = deque([0.0] * BUFFERS)
+        """Times from which the buffers for states on disk are free."""
         self.computed = self.uploaded = self.reduced = 0.0
         """Seconds for which the device has computed, and the link has copied in each direction."""
         self._updated = [0.0] * len(work.elements)
@@ -179,11 +197,24 @@ class _Simulation:
         while self._copying:
             self._wait_for_gradient_copy()
         early = self._update_early()
+        self.now = max(self.now, self._written)
         for chunk in range(len(work.elements)):
-            self._host = max(self.now, self._host)
+            on_disk = work.disk_bytes[chunk] if work.disk_bytes else 0
+            ready = self._read_states(on_disk) if on_disk else self.now
+            self._host = max(ready, self._host)
             if work.clips or chunk not in early:
                 self._host += work.elements[chunk] / self._links.host_adam
             self._updated[chunk] = self._host
+            if on_disk:
+                self._written = max(self._host, self._written) + on_disk / self._links.disk_write
+                self._buffers.append(self._written)
+
+    def _read_states(self, size: int) -> float:
+        """Read the states of a chunk to the buffer that is free first. Return the time at which
+        they are in host memory."""
+        begin = max(self.now, self._read, self._buffers.popleft())
+        self._read = begin + size / self._links.disk_read
+        return self._read
 
     def _update_early(self) -> set[int]:
         """Do the updates that begin before the norm is known, which is now. Return their chunks."""

@@ -67,7 +67,7 @@ class Decision:
             f"{_gb(limits.host)} of host memory"
         ]
         if self.time is not None:
-            step, compute, up, down, update, _ = (
+            step, compute, up, down, update, *_ = (
                 f"{s:.3g}" for s in dataclasses.astuple(self.time)
             )
             clauses.append(

@@ -1,4 +1,4 @@
-"""The commands `optimus bench links` and `optimus bench offload`."""
+"""The commands `optimus bench links`, `optimus bench disk` and `optimus bench offload`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from optimus.bench import disk
 from optimus.bench.offload import Mix, run_mix
 from optimus.cli import main as optimus
 from optimus.config.machine import load_links
@@ -19,7 +20,19 @@ def test_step_of_a_mix_takes_at_least_the_shortest_time():
     assert min(times) >= 0.98 * predicted.shortest
 
 
-def test_offload_prints_its_figures(capsys):
+@pytest.mark.parametrize("changes", [{"read_s": 0.02}, {"write_s": 0.02}], ids=["read", "write"])
+def test_step_with_states_on_disk_takes_at_least_the_time_of_the_disk(tmp_path, changes):
+    mix = Mix(4, 2, 1, 0.002, 0.001, 0.001, 0.001, read_s=0.001, write_s=0.001)._replace(**changes)
+    times, predicted = run_mix(mix, 2, str(tmp_path))
+    assert predicted.limit == pytest.approx(4 * 0.02)
+    assert min(times) >= 0.98 * predicted.shortest
+
+
+def test_offload_prints_its_figures(tmp_path, capsys):
+    command = ["bench", "offload", "--mixes", "1", "--steps", "1", "--disk", str(tmp_path)]
+    assert optimus(command) == 0
+    assert "step by predicted step: median" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
     assert optimus(["bench", "offload", "--mixes", "2", "--steps", "2", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert len(result["mixes"]) == 2 and result["of_prediction"]["bar"] == 1.1
@@ -29,9 +42,26 @@ def test_offload_prints_its_figures(capsys):
 
 def test_links_are_written_to_a_file_that_a_run_reads(tmp_path, capsys):
     out = tmp_path / "links.toml"
-    assert optimus(["bench", "links", "--out", str(out), "--json"]) == 0
+    assert optimus(["bench", "links", "--out", str(out), "--disk", str(tmp_path), "--json"]) == 0
     rates = json.loads(capsys.readouterr().out)["links"]
-    assert load_links(str(out)).model_dump() == pytest.approx(rates, rel=1e-3)
+    assert {"disk_read", "disk_write"} < rates.keys()
+    for name, rate in rates.items():
+        assert getattr(load_links(str(out)), name) == pytest.approx(rate, rel=1e-3)
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def test_disk_prints_its_figures(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(disk, "_CHUNKS", 2)
+    monkeypatch.setattr(disk, "_ELEMENTS", 1 << 20)
+    command = ["bench", "disk", "--disk", str(tmp_path), "--rounds", "2"]
+    assert optimus([*command, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["bytes"] == 2 * 12 << 20 and len(result["ratio"]) == 2
+    for ratio, raw, tier in zip(result["ratio"], result["raw"], result["tier"], strict=True):
+        assert ratio == pytest.approx(tier / raw)
+    assert optimus(command) == 0
+    assert "ratio" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -42,6 +72,11 @@ def test_links_are_written_to_a_file_that_a_run_reads(tmp_path, capsys):
         (["offload", "--mixes", "0"], "--mixes 0 must be at least 1"),
         (["offload", "c.toml"], "bench offload draws its work; remove the configuration"),
         (["links", "--out", "/absent/f"], "--out /absent/f: No such file or directory; use"),
+        (["links", "--disk", "/absent"], "--disk /absent: No such file or directory; use"),
+        (["disk"], "bench disk needs --disk DIR, a directory on the disk"),
+        (["disk", "c.toml", "--disk", "d"], "bench disk has no settings; remove the configuration"),
+        (["disk", "--disk", "d", "--rounds", "1"], "--rounds 1 must be at least 2"),
+        (["disk", "--disk", "/absent"], "cannot create /absent/optimus-states-rank00000: No such"),
     ],
 )
 def test_mistakes_are_refused(options, message, capsys):

@@ -23,7 +23,7 @@ def work_of(n: int, slots: int, microbatches: int = 1) -> StepWork:
     return StepWork(plan, needs, [1.0] * n, [2.0] * n, [8] * n, [16] * n, [4] * n)
 
 
-INSTANT = {"to_device": 1e30, "to_host": 1e30, "host_adam": 1e30}
+INSTANT = dict.fromkeys(("to_device", "to_host", "host_adam", "disk_read", "disk_write"), 1e30)
 
 
 @pytest.mark.parametrize(
@@ -73,6 +73,37 @@ def test_prediction_of_early_updates_is_the_time_computed_by_hand(
     predicted = predict_step(work, Links(**(INSTANT | {"host_adam": 4 / adam_s})))
     assert predicted.step == pytest.approx(expected)
     assert predicted.shortest <= predicted.step + 1e-9
+
+
+@pytest.mark.parametrize(
+    ("rates", "expected"),
+    [
+        ({}, 9.0),
+        # All chunks are read in a row before the forward of the last segment.
+        ({"disk_read": 12.0}, 3 * 4 + 1 + 6),
+        # The writes of an update end before the next update, and are hidden if computation is long.
+        ({"disk_write": 24.0}, 9.0),
+        ({"disk_write": 6.0}, 3 * 8),
+        ({"disk_read": 12.0, "disk_write": 12.0}, 3 * 4 + 1 + 6),
+        ({"disk_read": 24.0, "disk_write": 6.0}, 2 + 3 * 8),
+        ({"disk_read": 48.0, "host_adam": 1.0}, 1 + 3 * 4 + 1 + 6),
+    ],
+)
+def test_prediction_with_states_on_disk_is_the_time_computed_by_hand(rates, expected):
+    """The states of a chunk have 48 bytes."""
+    work = replace(work_of(3, 3), disk_bytes=[48] * 3)
+    predicted = predict_step(work, Links(**(INSTANT | rates)))
+    assert predicted.step == pytest.approx(expected)
+    assert predicted.shortest <= predicted.step + 1e-9
+
+
+def test_reads_wait_for_a_free_buffer():
+    """With 4 buffers, the read of the sixth chunk begins when the second chunk is written, at 7 s.
+    The forward of the last segment begins at 8 s."""
+    work = replace(work_of(6, 6), disk_bytes=[48] * 6)
+    predicted = predict_step(work, Links(**(INSTANT | {"disk_read": 48.0, "disk_write": 16.0})))
+    assert predicted.step == pytest.approx(8 + 1 + 6 * 2)
+    assert predicted.disk_read == 6 and predicted.disk_write == 18
 
 
 def test_times_of_the_resources_equal_the_formulas():

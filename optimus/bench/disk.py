@@ -1,0 +1,202 @@
+"""Rates of a disk, and of optimizer states that stream through it, for `optimus bench disk`."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import mmap
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from optimus.chunks.disk import BLOCK_BYTES, THREADS
+from optimus.chunks.engine import ChunkEngine
+from optimus.chunks.groups import ParamProcessGroups
+from optimus.chunks.memory import update_threads
+from optimus.chunks.optimizer import AdamW
+from optimus.chunks.residency import Residency
+from optimus.config import OptimConfig
+from optimus.distributed.collectives import ALONE
+from optimus.errors import ConfigError, reason_of
+
+_CHUNKS = 12
+_ELEMENTS = 1 << 22
+"""Elements of a chunk. Its states have 48 MiB."""
+_HUGE_PAGE = 2 << 20
+_STATE_BYTES = 12
+"""Bytes of the states of an element: fp32 master, exp_avg and exp_avg_sq."""
+
+
+class RawFile:
+    """A file that threads read and write with O_DIRECT, without any other work.
+
+    Args:
+        path: The file.
+        size: Bytes of the file, a multiple of BLOCK_BYTES.
+
+    Raises:
+        OSError: The file cannot be opened with O_DIRECT.
+    """
+
+    def __init__(self, path: Path, size: int) -> None:
+        self._fd, self._size = os.open(path, os.O_RDWR | os.O_DIRECT), size
+        self._threads = ThreadPoolExecutor(2 * THREADS)
+        # With huge pages, the system divides a block into fewer requests.
+        memory = mmap.mmap(-1, 2 * THREADS * BLOCK_BYTES + _HUGE_PAGE)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with contextlib.suppress(OSError):  # a kernel without huge pages
+                memory.madvise(mmap.MADV_HUGEPAGE)
+        flat = torch.frombuffer(memory, dtype=torch.uint8)
+        flat = flat[-flat.data_ptr() % _HUGE_PAGE :][: 2 * THREADS * BLOCK_BYTES]
+        flat.view(torch.float32).uniform_(0.1, 1.0)  # a disk may move zeros faster
+        self._blocks = flat.split(BLOCK_BYTES)
+
+    def close(self) -> None:
+        self._threads.shutdown()
+        os.close(self._fd)
+
+    def read(self) -> float:
+        """Read the whole file. Return the seconds."""
+        return self._time(os.preadv)
+
+    def write(self) -> float:
+        """Write the whole file. Return the seconds."""
+        return self._time(os.pwritev)
+
+    def read_and_write(self) -> float:
+        """Read and write the whole file, first at the same time and then one after the other.
+        Return the seconds of the faster way."""
+        return min(self._time(os.preadv, os.pwritev), self.read() + self.write())
+
+    def _time(self, *calls: Callable[..., int]) -> float:
+        def move(call: Callable[..., int], thread: int, block: torch.Tensor) -> None:
+            content = block.numpy().data
+            for at in range(thread * BLOCK_BYTES, self._size, THREADS * BLOCK_BYTES):
+                assert call(self._fd, [content], at) == BLOCK_BYTES, "a short read or write"
+
+        start = time.perf_counter()
+        blocks = iter(self._blocks)
+        jobs = [
+            self._threads.submit(move, call, thread, next(blocks))
+            for call in calls
+            for thread in range(THREADS)
+        ]
+        for job in jobs:
+            job.result()
+        return time.perf_counter() - start
+
+
+def disk_rates(directory: Path, runs: int = 7) -> dict[str, list[float]]:
+    """Measure a disk. Return the bytes per second of each run, with the keys of the table `links`
+    of a machine. Raises ConfigError if the directory cannot be used."""
+    size = 32 * BLOCK_BYTES
+    try:
+        with tempfile.NamedTemporaryFile(dir=directory, prefix="optimus-bench-") as file:
+            os.posix_fallocate(file.fileno(), 0, size)
+            with contextlib.closing(RawFile(Path(file.name), size)) as raw:
+                raw.write()  # the first write of an allocated block may be slower
+                seconds = [(raw.read(), raw.write()) for _ in range(runs)]
+    except OSError as error:
+        raise ConfigError(
+            f"--disk {directory}: {reason_of(error)}; use a directory on a local disk that "
+            "supports O_DIRECT"
+        ) from error
+    return {
+        "disk_read": [size / read for read, _ in seconds],
+        "disk_write": [size / write for _, write in seconds],
+    }
+
+
+def bench_disk(directory: Path, rounds: int, threads: int) -> dict[str, Any]:
+    """Compare updates of states on disk with raw reads and writes of the same bytes.
+
+    A round updates all chunks of an engine with their states on disk. Before and after it, threads
+    read and write the same file without any other work, so that both have the same blocks of the
+    disk and the same load of the machine.
+
+    Args:
+        directory: Directory on the disk.
+        rounds: Number of rounds.
+        threads: Number of threads of the run.
+
+    Returns:
+        A dict for JSON: `bytes`, those read and those written in a round; for `raw` and `tier`, the
+        bytes per second of each round; and `ratio`, for each round that of the tier divided by that
+        of the raw file.
+    """
+    torch.set_num_threads(threads)
+    size = _CHUNKS * _ELEMENTS * _STATE_BYTES
+    engine = _make_engine(directory)
+    assert engine.disk is not None
+    try:
+        with contextlib.closing(RawFile(engine.disk.path, size)) as raw:
+            raw.write()  # the first write of an allocated block may be slower
+            _update(engine)
+            raw_s, tier_s = [raw.read_and_write()], []
+            for _ in range(rounds):
+                tier_s.append(_update(engine))
+                raw_s.append(raw.read_and_write())
+    finally:
+        engine.close()
+    around = [(before + after) / 2 for before, after in itertools.pairwise(raw_s)]
+    return {
+        "bytes": size,
+        "threads": update_threads(threads, engine.device),
+        "raw": [2 * size / seconds for seconds in around],
+        "tier": [2 * size / seconds for seconds in tier_s],
+        "ratio": [reference / s for reference, s in zip(around, tier_s, strict=True)],
+        "load": os.getloadavg()[0],
+    }
+
+
+def _make_engine(directory: Path) -> ChunkEngine:
+    named = {
+        str(number): nn.Parameter(torch.randn(_ELEMENTS, dtype=torch.bfloat16))
+        for number in range(_CHUNKS)
+    }
+    groups = ParamProcessGroups(reduce_group=ALONE, shard_group=ALONE)
+    return ChunkEngine(
+        named,
+        lambda name: groups,
+        AdamW(OptimConfig(lr=1e-3, min_lr=0.0)),
+        dtype=torch.bfloat16,
+        chunk_length=_ELEMENTS,
+        residency=Residency(
+            divides_gradients=True, host_share=1.0, disk_share=1.0, disk=str(directory)
+        ),
+    )
+
+
+def _update(engine: ChunkEngine) -> float:
+    """Update all chunks, until their states are on disk. Return the seconds."""
+    engine.start_step()
+    engine.gradients.finish()
+    for state in engine.chunks:  # a disk may move zeros faster than other values
+        state.grad.normal_()
+    start = time.perf_counter()
+    engine.update(1e-3)
+    engine.wait()
+    return time.perf_counter() - start
+
+
+def format_disk(result: dict[str, Any]) -> str:
+    """Return the result of `bench_disk` as text, with one line per figure."""
+    lines = [
+        f"{result['bytes']:,} bytes read and written in each of {len(result['raw'])} rounds, load "
+        f"of the machine {result['load']:.1f}"
+    ]
+    for name, unit in (("raw", "GB/s"), ("tier", "GB/s"), ("ratio", "")):
+        values = [value / 1e9 if unit else value for value in result[name]]
+        low, middle, high = statistics.quantiles(values, n=4)
+        lines.append(
+            f"{name:<6} {middle:.2f} {unit}".rstrip() + f", quartiles {low:.2f} to {high:.2f}"
+        )
+    return "\n".join(lines)
