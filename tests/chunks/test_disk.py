@@ -53,6 +53,7 @@ def random_case(generator: random.Random, directory: Path) -> Case:
         disk=str(directory),
         copies=generator.choice(["early", "late", "random"]),
         delay_s=generator.choice([0.0, 0.003]),
+        early=generator.random() < 0.5,
         links=generator.choice([None, Links(**dict(zip(keys, rates, strict=True)))]),
     )
 
