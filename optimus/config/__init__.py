@@ -2,20 +2,17 @@
 
 from optimus.config.checks import nearest_divisor
 from optimus.config.load import dump_toml, explain, load_config, load_saved_config, make_config
+from optimus.config.model import FREE_IN_LOGITS, ROPE_FIELDS, ModelConfig, RopeScaling
 from optimus.config.sections import (
-    FREE_IN_LOGITS,
     MAX_PATTERN_CHARS,
     MAX_PATTERNS,
-    ROPE_FIELDS,
     Config,
     Count,
     DataConfig,
     MixSource,
-    ModelConfig,
     OffloadConfig,
     OptimConfig,
     ParallelConfig,
-    RopeScaling,
     TrainConfig,
 )
 

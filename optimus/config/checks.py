@@ -9,17 +9,15 @@ from __future__ import annotations
 import math
 
 from optimus.config.axes import WITHIN_BLOCK
+from optimus.config.model import ROPE_FIELDS, ModelConfig, RopeScaling
 from optimus.config.sections import (
     MAX_PATTERN_CHARS,
     MAX_PATTERNS,
-    ROPE_FIELDS,
     Config,
-    ModelConfig,
     OffloadConfig,
     OptimConfig,
     ParallelConfig,
     RecomputeConfig,
-    RopeScaling,
     TrainConfig,
 )
 from optimus.errors import ConfigError, counted, refuse_if

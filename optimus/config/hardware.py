@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from optimus.config.sections import Count, CountOrZero, Section
+from optimus.config.section import Count, CountOrZero, Section
 
 Positive = Annotated[float, Field(gt=0)]
 Dtype = Literal["fp32", "bf16", "fp16"]

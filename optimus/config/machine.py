@@ -18,7 +18,7 @@ from pydantic import AfterValidator, Field, ValidationError
 
 from optimus.config.hardware import Device, Figure, Level, Storage, check_levels
 from optimus.config.load import explain, read_tree
-from optimus.config.sections import Count, CountOrZero, Section
+from optimus.config.section import Count, CountOrZero, Section
 from optimus.errors import ConfigError, counted, refuse_if
 
 FOLDER = Path(__file__).resolve().parents[2] / "configs" / "machine"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from optimus.config.sections import ROPE_FIELDS, ModelConfig
+from optimus.config.model import ROPE_FIELDS, ModelConfig
 from optimus.errors import ConfigError
 from optimus.model.init import initialise_
 from optimus.model.transformer import Transformer
