@@ -16,4 +16,6 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module("optimus.evaluate").load_model
     if name == "hf":
         return importlib.import_module("optimus.hf")
+    if name == "offload":
+        return importlib.import_module("optimus.offloading").offload
     raise AttributeError(f"module 'optimus' has no attribute {name!r}")

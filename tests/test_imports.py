@@ -49,6 +49,7 @@ ALLOWED = {
     "data": f"{COMMON} data_prep",
     "parallel": f"{COMMON} distributed model kernels",
     "chunks": f"{COMMON} distributed kernels",
+    "offloading": f"{COMMON} kernels chunks",
     "checkpoint": f"{COMMON} io distributed chunks model hf data data_prep",
     "observe": f"{COMMON} distributed",
     "rank": f"{COMMON} kernels distributed model data parallel chunks checkpoint",

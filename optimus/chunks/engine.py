@@ -62,6 +62,8 @@ class ChunkEngine:
         overlap: True to reduce gradients during the last backward of a step, not after it.
         residency: Settings for gradients and parameters that are whole only while they are needed.
             If `residency` divides gradients or parameters, call `attach` before the first step.
+        device: Device of the tier DEVICE, to which the parameters are moved; None for the device of
+            the first parameter.
 
     Raises:
         ConfigError: A parameter has no groups, or ranks that add up gradients have different
@@ -84,12 +86,13 @@ class ChunkEngine:
         compiled: bool = False,
         overlap: bool = False,
         residency: Residency = ALL_RESIDENT,
+        device: torch.device | None = None,
     ) -> None:
         is_fp32 = deterministic or residency.divides_gradients
         assert grad_dtype is torch.float32 or (grad_dtype is dtype and not is_fp32), grad_dtype
         groups = groups_of_params(named, groups_of)
         check_same_params(named, groups, everyone)
-        self.device = next(iter(named.values())).device
+        self.device = device or next(iter(named.values())).device
         initial = initial or {name: p.data for name, p in named.items()}.__getitem__
         self._named, self._groups, self._everyone = dict(named), groups, everyone
         self._deterministic, self.optimizer = deterministic, optimizer

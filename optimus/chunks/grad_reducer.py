@@ -354,6 +354,12 @@ class GradReducer:
                 if (local := state.local_slice(state.grad, slot)) is not None:
                     local[0].add_(buffer.total.flatten()[local[1]])
 
+    def settle(self) -> None:
+        """Complete the reductions that have started, so that each `grad` contains the sum of the
+        backward passes so far. More backward passes may follow. All ranks must call this method.
+        """
+        self._strategy.finish()
+
     def squares_of(self, state: ChunkState) -> Tensor | None:
         """Return the sum of the squares of a chunk's gradient, as `optimus.chunks.norm.squares_of`
         does, if the host has computed it during the backward pass. Call this after `finish`."""

@@ -79,6 +79,12 @@ class ParamStore:
         transient = (number for number, state in self._chunks.items() if state.is_transient)
         self._cached = {n for n in transient if self._memory.has(self._chunks[n].params)}
 
+    def replan(self, uses: Sequence[Use]) -> None:
+        """Replace the plan of a training step, between two steps."""
+        assert self.plan is not None, "no chunk is transient"
+        self.plan = plan_residency(uses, self.plan.slots)
+        self._next = len(self.plan.steps)
+
     def start_step(self) -> None:
         """Empty the cache and return to the first use of the plan. Call this before each training
         step."""
@@ -116,7 +122,8 @@ class ParamStore:
         assert self._cached == step.resident, "the cache differs from its plan"
 
     def gather(self, numbers: Collection[int], segment: int = 0) -> None:
-        """Gather chunks while the plan does not apply. They stay whole until the next use.
+        """Gather chunks that the plan does not expect. The plan then does not apply until the next
+        step. The chunks stay whole until the next use.
 
         Args:
             numbers: Numbers of the chunks.
@@ -125,6 +132,7 @@ class ParamStore:
         """
         needed = {number for number in numbers if self._chunks[number].is_transient}
         if self.plan is not None:
+            self._next = len(self.plan.steps)
             missing, others = sorted(needed - self._cached), self._cached - needed
             excess = len(self._cached) + len(missing) - self.plan.slots
             # The first segment follows the last one, as if another forward pass came next.

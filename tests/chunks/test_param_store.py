@@ -18,6 +18,7 @@ from optimus.chunks.memory import Copy, Tier
 from optimus.chunks.norm import squares_of
 from optimus.chunks.optimizer import AdamW, UpdateQueue
 from optimus.chunks.reductions import ReducePerMicrobatch
+from optimus.chunks.residency import Use
 from optimus.config import OptimConfig
 from optimus.config.machine import Links
 from optimus.distributed.collectives import Group
@@ -137,6 +138,51 @@ def test_another_order_of_use_costs_time_and_changes_no_bit(order, caplog):
     assert [r.message for r in caplog.records if "in another order than planned" in r.message] == [
         caplog.records[0].message
     ]
+
+
+def test_a_recorded_order_replaces_the_plan():
+    """The layers compute in reverse. With a plan of the recorded uses, no use is unplanned."""
+    case = Case(5, 2, 2, poison=True, parameters=False, steps=1)
+    results = []
+    for share in (0.0, 1.0):
+        tower = Tower(case.n)
+        engine = make_engine(tower, case._replace(host_share=share), Group(1, 0))
+        losses = use_in_order(tower, engine, case, "reverse")
+        if engine.params.plan is not None:
+            assert engine.params.num_unplanned > 0
+            needs = {step.use.segment: step.use.need for step in engine.params.plan.steps}
+            backward = [Use(n, True, needs[n]) for n in range(case.n)]
+            forward = [Use(n, False, needs[n]) for n in reversed(range(case.n))]
+            engine.params.replan((forward + backward) * case.microbatches)
+        losses += use_in_order(tower, engine, case, "reverse")
+        assert engine.params.num_unplanned == 0
+        results.append(losses)
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("copies", ["early", "late"])
+def test_code_outside_of_segments_gathers_and_reads_sums_within_a_step(copies):
+    """After each microbatch, gather a parameter that the plan does not expect, and read the sums of
+    the gradients so far. The bits do not change."""
+    case = Case(4, 2, 3, poison=True, parameters=False, copies=copies)
+    results = []
+    for share in (0.0, 1.0):
+        tower = Tower(case.n)
+        engine = make_engine(tower, case._replace(host_share=share), Group(1, 0))
+        norms = []
+        for _ in range(case.steps):
+            engine.start_step()
+            for number in range(case.microbatches):
+                tower(batch(number, case.dtype)).square().sum().backward()
+                engine.gradients.reduce(0)
+                engine.gather(["layers.3.linear.weight"])
+                norms.append(float(tower.layers[3].linear.weight.detach().norm()))
+                engine.gradients.settle()
+                norms += [float(state.grad.norm()) for state in engine.chunks]
+            engine.gradients.finish()
+            engine.update(1e-3)
+        results.append(norms)
+    assert results[0] == results[1]
 
 
 @pytest.mark.parametrize("order", ["forward", "skip", "alternate"])

@@ -1,0 +1,143 @@
+"""Checks of the models and parameters that `optimus.offload` is called with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from optimus.errors import ConfigError, counted, refuse_if
+
+TRAINED = (torch.float32, torch.bfloat16, torch.float16)
+MARK = "_optimus_offload"
+"""Attribute of an offloaded model, and of its parameters."""
+
+
+def check_model(model: Any) -> None:
+    """Check that a model can be offloaded.
+
+    Raises:
+        ConfigError: It cannot.
+    """
+    refuse_if(
+        not isinstance(model, nn.Module),
+        f"model is a {type(model).__name__}; use a torch.nn.Module",
+    )
+    modules = dict(model.named_modules())
+    refuse_if(
+        any(hasattr(owner, MARK) for owner in (*modules.values(), *model.parameters())),
+        f"{type(model).__name__} is offloaded already; use the optimizer of the first call of "
+        "optimus.offload",
+    )
+    refuse_if(
+        any(
+            hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None)
+            for module in modules.values()
+        ),
+        f"{type(model).__name__} is compiled, and compiled code calls no hooks; call "
+        "optimus.offload with the model before torch.compile",
+    )
+    refuse_if(
+        getattr(model, "is_quantized", False) or getattr(model, "hf_quantizer", None) is not None,
+        f"{type(model).__name__} is quantized; load it without quantization_config",
+    )
+    placed = getattr(model, "hf_device_map", None)
+    refuse_if(
+        placed is not None or any(hasattr(module, "_hf_hook") for module in modules.values()),
+        f"{type(model).__name__} is dispatched with device_map = {placed!r:.100}; load it without "
+        "device_map",
+    )
+    wrappers = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+    refuse_if(
+        isinstance(model, wrappers),
+        f"{type(model).__name__} replicates the model; use optimus.offload with the model inside",
+    )
+    _check_parameters(dict(model.named_parameters()))
+    for name, module in modules.items():
+        refuse_if(
+            getattr(module, "sparse", False) is True and isinstance(module, nn.Embedding),
+            f"{name} has sparse gradients; use nn.Embedding(..., sparse=False)",
+        )
+
+
+def _check_parameters(named: Mapping[str, nn.Parameter]) -> None:
+    refuse_if(not any(p.requires_grad for p in named.values()), "no parameter requires a gradient")
+    owners: dict[int, str] = {}
+    for name, parameter in named.items():
+        if type(parameter) is not nn.Parameter:
+            raise ConfigError(
+                f"parameter {name} is a {type(parameter).__name__}; use a model with plain "
+                "parameters, neither quantized nor sharded"
+            )
+        refuse_if(
+            parameter.is_meta,
+            f"parameter {name} is on the meta device; load its values before optimus.offload",
+        )
+        refuse_if(
+            not parameter.dtype.is_floating_point
+            or (parameter.requires_grad and parameter.dtype not in TRAINED),
+            f"parameter {name} has the dtype {parameter.dtype}; use fp32, bf16 or fp16",
+        )
+        refuse_if(
+            parameter.grad is not None,
+            f"parameter {name} has a gradient already; call model.zero_grad() before "
+            "optimus.offload",
+        )
+        refuse_if(
+            getattr(parameter, "_post_accumulate_grad_hooks", None) or parameter._backward_hooks,
+            f"parameter {name} has gradient hooks, as an optimizer that steps in backward has; "
+            "remove them before optimus.offload",
+        )
+        pointer = parameter.data_ptr()
+        refuse_if(
+            parameter.numel() and pointer in owners,
+            f"parameters {owners.get(pointer)} and {name} share memory, but are different "
+            "parameters; use the same nn.Parameter for both",
+        )
+        owners[pointer] = name
+
+
+def make_groups(
+    named: Mapping[str, nn.Parameter], params: Iterable[Any] | None
+) -> list[dict[str, Any]]:
+    """Return the parameter groups of the optimizer.
+
+    Args:
+        named: All parameters of the model by name.
+        params: Parameters, or dicts as torch.optim has them; None for all parameters that require
+            a gradient.
+
+    Raises:
+        ConfigError: The groups do not have exactly the parameters that require a gradient.
+    """
+    trained = {id(p): name for name, p in named.items() if p.requires_grad}
+    elements: Sequence[Any] = (
+        [p for p in named.values() if p.requires_grad] if params is None else list(params)
+    )
+    dicts = all(isinstance(element, dict) for element in elements)
+    groups = [dict(g) for g in elements] if dicts else [{"params": list(elements)}]
+    seen: set[int] = set()
+    for index, group in enumerate(groups):
+        members = group.get("params", ())
+        group["params"] = [members] if isinstance(members, torch.Tensor) else list(members)
+        for member in group["params"]:
+            if isinstance(member, tuple):
+                raise ConfigError(f"group {index} has names; use parameters without names")
+            refuse_if(
+                id(member) not in trained,
+                f"group {index} has a tensor that is not a parameter of the model with "
+                "requires_grad = True; remove it from the group",
+            )
+            refuse_if(
+                id(member) in seen, f"parameter {trained[id(member)]} is in two groups; remove one"
+            )
+            seen.add(id(member))
+    missing = [name for key, name in trained.items() if key not in seen]
+    if missing:
+        raise ConfigError(
+            f"{counted(len(missing), 'parameter')}, such as {missing[0]}, require a gradient but "
+            "are in no group; add them to a group, or call requires_grad_(False)"
+        )
+    return groups

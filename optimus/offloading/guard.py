@@ -1,0 +1,250 @@
+"""Guarded tensors: parameters and gradients whose memory on the device is freed between uses.
+
+Code of users, of transformers and of torch may use a parameter or its `.grad` at any time. A read
+of freed memory crashes the process, and a write to the copy on the device would be lost. Therefore
+the class of such a tensor is changed while the tensor is not in use. torch then passes each
+function with this tensor to `__torch_function__`:
+
+- Functions that need no values, such as `shape`, run unchanged.
+- A read of a parameter first gathers it. It is refused if autograd records it, because its backward
+  would read the parameter again, at a time that no hook observes.
+- A write to a parameter is refused.
+- Reads and writes of a gradient use the sum on the host.
+
+The class of a parameter changes back while its segment computes, so that guards cost nothing there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from optimus.errors import ConfigError, refuse_if
+
+_NEEDS_NO_VALUES = frozenset(
+    (
+        *("size", "dim", "ndimension", "numel", "nelement", "stride", "element_size", "__len__"),
+        *("is_contiguous", "storage_offset", "data_ptr", "untyped_storage", "get_device"),
+        *("is_floating_point", "is_complex", "is_signed", "is_shared", "is_pinned", "__hash__"),
+        *("is_inference", "is_same_size", "is_set_to", "_has_compatible_shallow_copy_type"),
+        *("register_hook", "register_post_accumulate_grad_hook", "retain_grad", "requires_grad_"),
+    )
+)
+_ATTRIBUTE = "_optimus_guard"
+_VALUES_OF_GET = frozenset(("data", "T", "mT", "H", "mH", "real", "imag"))
+_CONVERSIONS = frozenset(("to", "cpu", "cuda", "xpu", "float", "half", "bfloat16", "double"))
+
+
+class Owner(Protocol):
+    """The optimizer that manages a guarded tensor."""
+
+    def read(self, name: str) -> None:
+        """Gather the parameter `name`, which stays whole until the next use of a segment."""
+
+    def gradient_sum(self, name: str) -> Tensor:
+        """Return the tensor that has the values of a gradient now."""
+
+
+class Guard:
+    """Attributes of a guarded tensor."""
+
+    __slots__ = ("name", "owner", "storage")
+
+    def __init__(self, name: str, owner: Owner, flat: Tensor) -> None:
+        self.name, self.owner = name, owner
+        self.storage = flat.untyped_storage()._cdata
+
+
+class GuardedParameter(nn.Parameter):
+    """A parameter whose segment does not compute now."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return _run_on_parameters(func, args, kwargs or {})
+
+
+class GuardedView(Tensor):
+    """A view of a parameter, made while no segment with the parameter computed."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return _run_on_parameters(func, args, kwargs or {})
+
+
+class GuardedGradient(Tensor):
+    """The gradient of a parameter whose states are on the host."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not _needs_values(func, args, kwargs):
+            return _call(func, args, kwargs)
+        if _name_of(func) in _CONVERSIONS and _is_same(func, args, kwargs):
+            return args[0]
+        name = _guard_of(args[0]).name if isinstance(args[0], GuardedGradient) else ""
+        refuse_if(
+            _name_of(func) == "data.set",
+            f"the gradient of parameter {name} cannot be replaced; use grad.copy_",
+        )
+        return _call(func, _on_host(args), _on_host(kwargs))
+
+
+def guard(tensor: Tensor, kind: type, name: str, owner: Owner) -> None:
+    """Give a tensor the attributes that it needs while its class is `kind`."""
+    setattr(tensor, _ATTRIBUTE, Guard(name, owner, tensor))
+    if kind is not GuardedParameter:
+        tensor.__class__ = kind
+
+
+def close(parameter: Tensor) -> None:
+    """Guard a parameter."""
+    parameter.__class__ = GuardedParameter
+
+
+def open_(parameter: Tensor) -> None:
+    """Make a guarded parameter a plain parameter, because its values are on the device now."""
+    parameter.__class__ = nn.Parameter
+
+
+def name_of(tensor: Tensor) -> str:
+    """Return the name of the parameter to which a tensor with the attributes of `guard` belongs."""
+    return _guard_of(tensor).name
+
+
+def _guard_of(tensor: Tensor) -> Guard:
+    return getattr(tensor, _ATTRIBUTE)
+
+
+def _run_on_parameters(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    if not _needs_values(func, args, kwargs):
+        return _call(func, args, kwargs)
+    tensors = tensors_in((args, kwargs))
+    parameters = [t for t in tensors if isinstance(t, (GuardedParameter, GuardedView))]
+    name = _name_of(func)
+    if name in _CONVERSIONS and _is_same(func, args, kwargs):
+        return args[0]
+    names = [_guard_of(parameter).name for parameter in parameters]
+    refuse_if(name == "__deepcopy__", "an offloaded model cannot be copied; copy its state_dict()")
+    is_write = (name.endswith("_") and not name.endswith("__")) or name == "__setitem__"
+    is_write = is_write or (name.startswith("__i") and name != "__invert__") or name == "data.set"
+    if is_write or any(t is o for t in parameters for o in tensors_in(kwargs.get("out"))):
+        raise ConfigError(
+            f"parameter {names[0]} is offloaded and cannot be changed by {name}; use "
+            "model.load_state_dict, or change it before the call of optimus.offload"
+        )
+    for parameter in parameters:
+        of_parameter = _guard_of(parameter)
+        of_parameter.owner.read(of_parameter.name)
+    result = _call(func, args, kwargs)
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in(result)):
+        raise ConfigError(
+            f"parameter {names[0]} is used with gradients outside of the forward of its module "
+            f"(in {name}), where an offloaded parameter has no memory in backward; call the module "
+            "that has the parameter (a second nn.Linear may share its weight), or use "
+            "torch.no_grad() to only read it"
+        )
+    storages = {_guard_of(parameter).storage: _guard_of(parameter) for parameter in parameters}
+    for tensor in tensors_in(result):
+        is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
+        of_view = storages.get(tensor.untyped_storage()._cdata) if is_plain else None
+        if of_view is not None:
+            guard(tensor, GuardedView, of_view.name, of_view.owner)
+    return result
+
+
+def _needs_values(func: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Return False if a function reads and writes no values of its tensors."""
+    name = func.__name__
+    if name == "__get__":
+        return func.__self__.__name__ in _VALUES_OF_GET
+    if name in ("__set__", "__delete__"):
+        return func.__self__.__name__ == "data" and not _is_alias(args[0], args[1])
+    return name not in _NEEDS_NO_VALUES and not (name == "type" and len(args) == 1 and not kwargs)
+
+
+def _is_alias(tensor: Tensor, value: Tensor) -> bool:
+    """Return True if two tensors are views of the same elements."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return (
+            tensor.untyped_storage()._cdata == value.untyped_storage()._cdata
+            and tensor.storage_offset() == value.storage_offset()
+            and tensor.shape == value.shape
+            and tensor.dtype is value.dtype
+        )
+
+
+def _is_same(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Return True if a conversion returns its tensor itself."""
+    with torch._C.DisableTorchFunctionSubclass():
+        tensor = args[0]
+        if kwargs.get("copy"):
+            return False
+        device, dtype = tensor.device, tensor.dtype
+        if _name_of(func) == "to":
+            target = {k: v for k, v in kwargs.items() if k in ("device", "dtype")}
+            for value in args[1:]:
+                if isinstance(value, Tensor):
+                    target |= {"device": value.device, "dtype": value.dtype}
+                elif isinstance(value, torch.dtype):
+                    target["dtype"] = value
+                elif value is True:  # copy, or non_blocking with a positional copy
+                    return False
+                elif value is not None and not isinstance(value, bool):
+                    target["device"] = value
+            dtype = target.get("dtype") or dtype
+            device = torch.empty(0, device=target.get("device") or device).device
+        else:
+            small = getattr(torch.empty(0, device=device, dtype=dtype), _name_of(func))
+            converted = small(*args[1:], **kwargs)
+            device, dtype = converted.device, converted.dtype
+        return device == tensor.device and dtype is tensor.dtype
+
+
+def _name_of(func: Any) -> str:
+    """Return the name of a torch function; "data.get" for a read of the attribute data."""
+    if func.__name__ in ("__get__", "__set__", "__delete__"):
+        return f"{func.__self__.__name__}.{func.__name__.strip('_')}"
+    return func.__name__
+
+
+def _call(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+def _on_host(value: Any) -> Any:
+    """Return arguments in which guarded gradients are replaced by their sums on the host, and other
+    tensors of one element by copies on the host."""
+    if isinstance(value, GuardedGradient):
+        of_gradient = _guard_of(value)
+        return of_gradient.owner.gradient_sum(of_gradient.name)
+    if isinstance(value, Tensor):
+        return value.cpu() if value.numel() == 1 else value
+    if isinstance(value, dict):
+        return {key: _on_host(element) for key, element in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_on_host(element) for element in value)
+    return value
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in a value of tuples, lists, dicts and dataclasses."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for element in value:
+            yield from tensors_in(element)
+    elif isinstance(value, dict):
+        yield from tensors_in(list(value.values()))
+    elif dataclasses.is_dataclass(value):
+        yield from tensors_in([getattr(value, f.name) for f in dataclasses.fields(value)])

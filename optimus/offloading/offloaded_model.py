@@ -1,0 +1,512 @@
+"""A module whose states the chunk engine has: hooks, guards, and the gradients of a step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from optimus.chunks.buffers import ChunkState, ParamChunk
+from optimus.chunks.engine import ChunkEngine
+from optimus.chunks.groups import ParamProcessGroups
+from optimus.chunks.layout import Slot
+from optimus.chunks.optimizer import Optimizer
+from optimus.chunks.residency import Residency, Use
+from optimus.chunks.segments import Hook, ModelSegment
+from optimus.errors import ConfigError, counted, refuse_if
+from optimus.offloading import guard
+from optimus.offloading.checks import MARK
+from optimus.offloading.segments import ModuleSegment
+
+logger = logging.getLogger(__name__)
+
+_MAX_USES = 1_000_000
+"""Number of uses of segments in a step that are recorded. Later uses have no plan."""
+_OBSERVED = "_optimus_observed"
+"""Attribute of an output: the operation that made it, if a trigger observes its gradient. An
+operation in place makes the same tensor again."""
+_raw = torch._C.DisableTorchFunctionSubclass
+"""Context manager in which functions on guarded tensors are not intercepted."""
+
+
+class OffloadedModel:
+    """A module whose parameters, gradients and optimizer states are in chunks.
+
+    Args:
+        model: The module.
+        segments: Result of `find_segments`.
+        keys: Result of `chunk_keys`.
+        rule: Updates a chunk.
+        residency: Placement of the states.
+        chunk_length: As for `ChunkEngine`.
+        device: Device on which the model computes.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        segments: Sequence[ModuleSegment],
+        keys: dict[str, ParamProcessGroups],
+        rule: Optimizer,
+        residency: Residency,
+        chunk_length: int,
+        device: torch.device,
+    ) -> None:
+        self._module = model
+        named = dict(model.named_parameters())
+        self.named = {name: named[name] for name in keys}
+        self.trained = [name for name, p in self.named.items() if p.requires_grad]
+        self.engine = ChunkEngine(
+            self.named,
+            keys.__getitem__,
+            rule,
+            initial=lambda name: self.named[name].data,  # read when it is moved, then released
+            dtype=torch.float32,
+            chunk_length=chunk_length,
+            deterministic=True,
+            residency=residency,
+            device=device,
+        )
+        self._slots: dict[str, tuple[ParamChunk, Slot]] = {
+            slot.name: (chunk, slot)
+            for chunk in [*self.engine.chunks, *self.engine.frozen.chunks]
+            for slot in chunk.chunk.slots
+        }
+        self._grads = {name: self.engine.gradient(name) for name in self.trained}
+        self._open: list[nn.Parameter] = []
+        """Parameters on the host whose segment may compute now. They are not guarded."""
+        self._uses: list[tuple[int, bool]] = []
+        self._planned: list[tuple[int, bool]] = []
+        self._in_step = False
+        self._is_updated = False
+        """True from an update until the gradients are cleared."""
+        self._tasks: list[int] = []
+        """Backward passes in progress, as numbers of autograd. Reentrant checkpoints nest them."""
+        self._is_complete = True
+        """False from the start of a backward until it is complete, also if it fails."""
+        self._is_settled = False
+        """True if the sums on the host are complete, because no backward has started since."""
+        self.num_backwards = 0
+        self._received: set[str] = set()
+        """Parameters that have a gradient since the gradients were cleared."""
+        for name in self.trained:
+            self.named[name].register_post_accumulate_grad_hook(partial(self._receive, name))
+        self._device_views: dict[str, Tensor] = {}
+        self._guarded = self._guard_tensors()
+        self._hooks = [
+            _SegmentHooks(self, index, segment, self._guarded)
+            for index, segment in enumerate(segments)
+        ]
+        of_engine = [
+            ModelSegment(s.name, 0, s.parameters + s.inherited, hooks.register)
+            for s, hooks in zip(segments, self._hooks, strict=True)
+        ]
+        self.engine.attach(of_engine, passes=())
+        self._needs = self.engine.transient_needs(of_engine)
+        self.clear_gradients(set_to_none=True)
+        _StateDictHooks(self, model).register()
+        for marked in (model, *self.named.values()):
+            setattr(marked, MARK, self)
+
+    def _guard_tensors(self) -> dict[str, nn.Parameter]:
+        """Guard the parameters and gradients whose home is the host, and return the parameters."""
+        guarded = {}
+        for name, (chunk, _) in self._slots.items():
+            if not chunk.is_transient:
+                continue
+            parameter = guarded[name] = self.named[name]
+            self._device_views[name] = parameter.detach()
+            guard.guard(parameter, guard.GuardedParameter, name, self)
+            guard.close(parameter)
+        self._raw_grads = {name: grad.detach() for name, grad in self._grads.items()}
+        for name, grad in self._grads.items():
+            if name in guarded:
+                guard.guard(grad, guard.GuardedGradient, name, self)
+        return guarded
+
+    def __reduce__(self) -> Any:
+        raise ConfigError("an offloaded model cannot be copied or pickled; use its state_dict()")
+
+    # -- uses of segments ------------------------------------------------------------------------
+
+    def use(self, index: int, backward: bool) -> None:
+        """Provide a segment with its parameters and, for a backward, its gradient buffers."""
+        task = torch._C._current_graph_task_id()
+        if backward:
+            self._begin_backward(task)
+        elif task == -1:
+            self._tasks.clear()  # of a backward that has failed
+            if torch.is_grad_enabled() and not self._in_step:
+                self._begin_step()
+        self._close_all()
+        hooks = self._hooks[index]
+        with _raw():  # the engine itself reads no guarded tensor
+            hooks.before(backward)
+        for parameter in hooks.needed:
+            guard.open_(parameter)
+        self._open = hooks.needed
+        if self._in_step and len(self._uses) < _MAX_USES:
+            self._uses.append((index, backward))
+
+    def close(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Guard parameters whose segment has computed its forward."""
+        for parameter in parameters:
+            guard.close(parameter)
+
+    def read(self, name: str) -> None:
+        """Gather a parameter that code outside of its segment reads."""
+        # Gather the parameters of the present segment again, so that they are not evicted.
+        names = [guard.name_of(parameter) for parameter in self._open]
+        with _raw():
+            self.engine.gather([name, *names])
+
+    def _begin_step(self) -> None:
+        self._in_step = True
+        self._uses = []
+        if self.engine.params.plan is not None:
+            self.engine.params.start_step()
+
+    def _close_all(self) -> None:
+        self.close(self._open)
+        self._open = []
+
+    # -- gradients -------------------------------------------------------------------------------
+
+    def _receive(self, name: str, parameter: Tensor) -> None:
+        self._received.add(name)
+
+    def gradient_sum(self, name: str) -> Tensor:
+        """Return the tensor with the values of a gradient: during the backward of its segment, the
+        buffer on the device; otherwise the sum on the host."""
+        chunk, slot = self._slots[name]
+        assert isinstance(chunk, ChunkState)
+        in_backward = torch._C._current_graph_task_id() != -1
+        if in_backward and self.engine.memory.has(chunk.grads):
+            return self._raw_grads[name]
+        self.engine.wait()  # for updates that read the gradient
+        if not self._is_settled:
+            self.engine.gradients.settle()
+            self._is_settled = not in_backward
+        return chunk.view(chunk.grad, slot)
+
+    def clear_gradients(self, set_to_none: bool) -> None:
+        """Clear all gradients, as `zero_grad` of torch."""
+        if self._received and not self._is_updated:
+            self._in_step = False  # the step is abandoned
+        self._tasks.clear()
+        self._close_all()
+        with _raw():
+            for name in self.trained:
+                self.named[name].grad = None if set_to_none else self._grads[name]
+        if not set_to_none:
+            self._start_gradients()
+
+    def _start_gradients(self) -> None:
+        self.engine.gradients.start()
+        self._received.clear()
+        self._is_updated, self._is_complete, self._is_settled = False, True, False
+
+    def _without_gradient(self) -> list[str]:
+        """Return the trained parameters whose `.grad` is None. Refuse any other `.grad` than that
+        of this object."""
+        missing = []
+        with _raw():
+            for name, grad in self._grads.items():
+                current = self.named[name].grad
+                if current is None:
+                    missing.append(name)
+                elif current is not grad:
+                    raise ConfigError(
+                        f"the gradient of parameter {name} was replaced by another tensor; change "
+                        "it in place, and do not use create_graph=True"
+                    )
+        return missing
+
+    def _begin_backward(self, task: int) -> None:
+        """Prepare the gradients, if this is the first segment of a backward pass."""
+        if task in self._tasks:
+            return
+        self._tasks.append(task)
+        if len(self._tasks) > 1:  # inside of a reentrant checkpoint
+            return
+        missing = self._without_gradient()
+        if len(missing) == len(self.trained):
+            self._start_gradients()
+        elif self._is_updated:
+            self._tasks.clear()
+            raise ConfigError(
+                "backward would add to the gradients of the last step; call optimizer.zero_grad() "
+                "between optimizer.step() and the next backward"
+            )
+        self._clear_some(missing)
+        with _raw():
+            for name in missing:
+                self.named[name].grad = self._grads[name]
+        self._is_complete = self._is_settled = False
+        engine: Any = torch.autograd.Variable._execution_engine
+        engine.queue_callback(partial(self._end_backward, task))
+
+    def _clear_some(self, names: Sequence[str]) -> None:
+        """Set the gradients of parameters to zero that have received one."""
+        for name in self._received.intersection(names):
+            chunk, slot = self._slots[name]
+            assert isinstance(chunk, ChunkState)
+            self.engine.gradients.settle()
+            chunk.view(chunk.grad, slot).zero_()
+            self._received.discard(name)
+
+    def _end_backward(self, task: int) -> None:
+        if not self._tasks or self._tasks[0] != task:
+            return
+        self._close_all()
+        self._tasks.clear()
+        self.num_backwards += 1
+        missing = self._without_gradient()
+        if missing:
+            raise ConfigError(
+                f"the gradient of parameter {missing[0]} was set to None during backward; set it "
+                "to None before or after backward"
+            )
+        with _raw():
+            self.engine.gradients.reduce(0)
+        self._is_complete = True
+
+    # -- a step ----------------------------------------------------------------------------------
+
+    def complete_gradients(self) -> set[str]:
+        """Complete the gradients of a step, and return the names of the parameters that have
+        one."""
+        missing = self._without_gradient()
+        if len(missing) == len(self.trained):
+            self._received.clear()
+        refuse_if(
+            self._is_updated and self._received,
+            "optimizer.step() was called twice for the same gradients; call "
+            "optimizer.zero_grad() after each step",
+        )
+        if not self._received:
+            return set()
+        refuse_if(
+            not self._is_complete,
+            "the last backward has failed, so that gradients are incomplete; call "
+            "optimizer.zero_grad() before the next backward",
+        )
+        self._check_unchanged()
+        self._clear_some(missing)
+        self._close_all()
+        with _raw():
+            self.engine.gradients.finish()
+        return set(self._received)
+
+    def end_step(self) -> None:
+        """Plan the next step after an update. The next step is expected to use the segments in the
+        order of this one."""
+        self._in_step, self._is_updated = False, True
+        if self.engine.params.plan is None or self._uses == self._planned:
+            return
+        log = logger.debug if self._planned else logger.info
+        log(
+            "recorded %s of %s in the step; the next steps prefetch parameters in this order",
+            counted(len(self._uses), "use"),
+            counted(len(self._hooks), "segment"),
+        )
+        self._planned, self._uses = self._uses, []
+        self.engine.params.replan([Use(i, b, self._needs[i]) for i, b in self._planned])
+
+    def _check_unchanged(self) -> None:
+        """Raise ConfigError if the model was converted, moved, frozen, unfrozen or extended."""
+        frozen = self.engine.frozen
+        with _raw():
+            for module in self._module.modules():
+                for name, parameter in module._parameters.items():
+                    refuse_if(
+                        parameter is not None and getattr(parameter, MARK, None) is not self,
+                        f"{type(module).__name__} has a parameter {name} that the model did not "
+                        "have at optimus.offload; change the model before the call",
+                    )
+            for name, parameter in self.named.items():
+                chunk, _ = self._slots[name]
+                in_chunk = (
+                    parameter.untyped_storage()._cdata == chunk.params.untyped_storage()._cdata
+                )
+                refuse_if(
+                    not in_chunk,
+                    f"parameter {name} was moved, converted or replaced after optimus.offload; "
+                    "convert the model before the call",
+                )
+                refuse_if(
+                    parameter.requires_grad == (name in frozen),
+                    f"requires_grad of parameter {name} was changed after optimus.offload; set it "
+                    "before the call",
+                )
+
+    # -- states ----------------------------------------------------------------------------------
+
+    def state_of(self, name: str) -> dict[str, Tensor]:
+        """Return the optimizer states of a trained parameter by name, as views: the moments, and
+        "master" unless the parameter is fp32."""
+        chunk, slot = self._slots[name]
+        assert isinstance(chunk, ChunkState)
+        states = dict(chunk.states)
+        if chunk.master.data_ptr() == chunk.shard.data_ptr():
+            del states["master"]
+        return {state: chunk.view(flat, slot) for state, flat in states.items()}
+
+    def show_values(self, parameters: dict[str, nn.Parameter]) -> None:
+        """Let parameters be views of host memory with all updates, if their home is the host."""
+        self.engine.wait()
+        for name, parameter in parameters.items():
+            if name in self._guarded:
+                chunk, slot = self._slots[name]
+                guard.open_(parameter)
+                parameter.data = chunk.view(chunk.shard, slot)
+
+    def hide_values(self, parameters: dict[str, nn.Parameter]) -> None:
+        """Undo `show_values`."""
+        for name, parameter in parameters.items():
+            if name in self._guarded:
+                guard.open_(parameter)
+                parameter.data = self._device_views[name]
+                guard.close(parameter)
+
+    def adopt_values(self, parameters: dict[str, nn.Parameter]) -> None:
+        """Set the master weights from values that were written to parameters, which are visible."""
+        for name in parameters:
+            chunk, slot = self._slots[name]
+            if isinstance(chunk, ChunkState) and chunk.master.data_ptr() != chunk.shard.data_ptr():
+                master, values = chunk.view(chunk.master, slot), chunk.view(chunk.shard, slot)
+                # A master that has more bits of the same value is kept.
+                is_same = master.to(values.dtype) == values
+                master.copy_(torch.where(is_same, master, values.float()))
+        self.engine.params.invalidate()
+
+
+class _SegmentHooks:
+    """Hooks of a segment.
+
+    Args:
+        owner: The model.
+        index: Index of the segment.
+        segment: The segment.
+        guarded: Guarded parameters by name.
+    """
+
+    def __init__(
+        self,
+        owner: OffloadedModel,
+        index: int,
+        segment: ModuleSegment,
+        guarded: dict[str, nn.Parameter],
+    ) -> None:
+        self._owner, self._index, self._module = owner, index, segment.module
+        self.parameters = [guarded[name] for name in segment.parameters if name in guarded]
+        """Guarded parameters of the segment's module."""
+        self.needed = [guarded[n] for n in segment.parameters + segment.inherited if n in guarded]
+        """Guarded parameters that may be used while the segment computes."""
+        self._of_engine: tuple[Hook, Hook | None] = (lambda: None, None)
+
+    def __reduce__(self) -> Any:
+        return self._owner.__reduce__()
+
+    def register(self, before_forward: Hook, before_backward: Hook | None) -> None:
+        """As `ModelSegment.register`."""
+        self._of_engine = before_forward, before_backward
+        self._module.register_forward_pre_hook(self._before_forward)
+        self._module.register_forward_hook(self._after_forward, always_call=True)
+
+    def before(self, backward: bool) -> None:
+        """Call the hook of the engine."""
+        hook = self._of_engine[backward]
+        assert hook is not None
+        hook()
+
+    def _before_forward(self, module: nn.Module, inputs: Any) -> None:
+        self._owner.use(self._index, False)
+
+    def _after_forward(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
+        self._owner.close(self.parameters)
+        if not torch.is_grad_enabled() or outputs is None:
+            return
+        tensors = list(guard.tensors_in(outputs))
+        refuse_if(
+            not tensors and not isinstance(outputs, (bool, int, float, str)),
+            f"{type(module).__name__} returns a {type(outputs).__name__}, in which no tensor is "
+            "found; return tensors, or tuples, lists, dicts or dataclasses of tensors",
+        )
+        trigger = _BackwardTrigger(self._owner, self._index)
+        for tensor in tensors:
+            # No operation has made a leaf. An output that is also that of an inner segment has a
+            # trigger already: the inner segment needs its parameters then, and those of the modules
+            # above.
+            if not tensor.requires_grad or tensor.is_leaf:
+                continue
+            if getattr(tensor, _OBSERVED, None) is not tensor.grad_fn:
+                setattr(tensor, _OBSERVED, tensor.grad_fn)
+                tensor.register_hook(trigger)
+
+
+class _BackwardTrigger:
+    """Tensor hook of the outputs of a forward. In each backward pass, the first call announces the
+    backward of the segment.
+
+    Autograd runs operations in the reverse order of their creation. Therefore the backward of all
+    later segments is complete at the first call.
+    """
+
+    def __init__(self, owner: OffloadedModel, index: int) -> None:
+        self._owner, self._index = owner, index
+        self._last = -1
+
+    def __call__(self, grad: Tensor) -> None:
+        if self._last != self._owner.num_backwards:
+            self._last = self._owner.num_backwards
+            self._owner.use(self._index, True)
+
+
+class _StateDictHooks:
+    """Hooks that let `state_dict` and `load_state_dict` use the values on the host."""
+
+    def __init__(self, owner: OffloadedModel, model: nn.Module) -> None:
+        self._owner = owner
+        self._names = {id(parameter): name for name, parameter in owner.named.items()}
+        self._modules = [m for m in model.modules() if any(True for _ in m.parameters(False))]
+
+    def __reduce__(self) -> Any:
+        return self._owner.__reduce__()
+
+    def register(self) -> None:
+        """Register the hooks of all modules that have parameters."""
+        for module in self._modules:
+            # torch sets an attribute of these hooks, which a method does not allow.
+            module.register_state_dict_pre_hook(partial(self._show))
+            module.register_state_dict_post_hook(partial(self._hide))
+            module.register_load_state_dict_pre_hook(self._before_load)
+            module.register_load_state_dict_post_hook(self._after_load)
+
+    def _parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
+        named = {self._names.get(id(p), ""): p for p in module.parameters(recurse=False)}
+        return {name: parameter for name, parameter in named.items() if name}
+
+    def _show(self, module: nn.Module, *_: Any) -> None:
+        self._owner.show_values(self._parameters(module))
+
+    def _hide(self, module: nn.Module, *_: Any) -> None:
+        self._owner.hide_values(self._parameters(module))
+
+    def _before_load(
+        self, module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any, *_: Any
+    ) -> None:
+        refuse_if(
+            local_metadata.get("assign_to_params_buffers", False),
+            "load_state_dict(assign=True) would replace offloaded parameters; use assign=False",
+        )
+        self._show(module)
+
+    def _after_load(self, module: nn.Module, *_: Any) -> None:
+        parameters = self._parameters(module)
+        self._owner.adopt_values(parameters)
+        self._owner.hide_values(parameters)

@@ -1,0 +1,200 @@
+"""Models and arguments that `optimus.offload` refuses, each with one line that names the remedy."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import optimus
+from optimus.errors import ConfigError
+from optimus.offloading import optimizer as optimizer_module
+from tests.offloading import models
+from tests.offloading.models import assert_equal, weights
+
+
+def layers(**changes) -> nn.Module:
+    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(3)))
+    for name, value in changes.items():
+        setattr(model, name, value)
+    return model
+
+
+def with_parameter(parameter: nn.Parameter) -> nn.Module:
+    model = layers()
+    model[1].weight = parameter
+    return model
+
+
+def sharing_memory() -> nn.Module:
+    model = layers()
+    model[2].weight = nn.Parameter(model[0].weight.data)
+    return model
+
+
+def with_gradient() -> nn.Module:
+    model = layers()
+    model(torch.ones(1, 32)).sum().backward()
+    return model
+
+
+def with_hook() -> nn.Module:
+    model = layers()
+    model[1].weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    return model
+
+
+def dispatched() -> nn.Module:
+    model = layers()
+    model[1]._hf_hook = object()
+    return model
+
+
+class Int8Parameter(nn.Parameter):
+    pass
+
+
+def refused_models() -> dict:
+    zeros = torch.zeros(32, 32)
+    return {
+        "not a module": (lambda: [1], "use a torch.nn.Module"),
+        "quantized": (lambda: layers(is_quantized=True), "without quantization_config"),
+        "quantized parameter": (
+            lambda: with_parameter(Int8Parameter(zeros)),
+            "parameter 1.weight is a Int8Parameter",
+        ),
+        "integers": (
+            lambda: with_parameter(nn.Parameter(zeros.to(torch.int8), requires_grad=False)),
+            "1.weight has the dtype torch.int8",
+        ),
+        "fp64": (lambda: layers().double(), "0.weight has the dtype torch.float64"),
+        "device_map": (lambda: layers(hf_device_map={"": 0}), "load it without device_map"),
+        "accelerate hook": (dispatched, "load it without device_map"),
+        "DataParallel": (lambda: nn.DataParallel(layers()), "with the model inside"),
+        "frozen": (lambda: layers().requires_grad_(False), "no parameter requires a gradient"),
+        "meta": (lambda: layers().to("meta"), "0.weight is on the meta device"),
+        "shared memory": (sharing_memory, "parameters 0.weight and 2.weight share memory"),
+        "gradient": (with_gradient, "call model.zero_grad"),
+        "optimizer in backward": (with_hook, "1.weight has gradient hooks"),
+        "sparse": (
+            lambda: nn.Sequential(nn.Embedding(8, 32, sparse=True), nn.Linear(32, 32)),
+            "sparse=False",
+        ),
+    }
+
+
+@pytest.mark.parametrize("case", refused_models())
+def test_model_is_refused_in_a_single_line(case):
+    make, message = refused_models()[case]
+    model = make()
+    with pytest.raises(ConfigError, match=message) as error:
+        optimus.offload(model, host_share=1.0)
+    assert "\n" not in str(error.value)
+
+
+def test_a_compiled_model_is_refused():
+    model = layers()
+    model[0].compile()
+    for compiled in (model, torch.compile(layers())):
+        with pytest.raises(ConfigError, match="before torch.compile"):
+            optimus.offload(compiled)
+
+
+ARGUMENTS = {
+    "negative lr": ({"lr": -1.0}, "lr = -1.0 is out of range"),
+    "lr NaN": ({"lr": math.nan}, "lr = nan is out of range"),
+    "lr text": ({"lr": "1e-3"}, "lr = '1e-3' is not a number"),
+    "betas": ({"betas": (0.9, 1.0)}, r"betas = \(0.9, 1.0\): use two numbers"),
+    "one beta": ({"betas": (0.9,)}, "use two numbers"),
+    "eps": ({"eps": math.inf}, "eps = inf"),
+    "weight_decay": ({"weight_decay": -0.1}, "weight_decay = -0.1"),
+    "clip_norm": ({"clip_norm": 0.0}, "clip_norm = 0 would train nothing"),
+    "host_share": ({"host_share": 1.5}, "host_share = 1.5 is out of range.* to 1"),
+    "both": ({"host_share": 1.0, "device_memory": "1GB"}, "use one of them"),
+    "no size": ({"device_memory": "lots"}, "device_memory = 'lots': use a size"),
+    "unit": ({"device_memory": "20 parsecs"}, "use a size"),
+    "negative size": ({"device_memory": -5}, "from 1 byte"),
+    "zero": ({"device_memory": "0GB"}, "from 1 byte"),
+    "absurd size": ({"device_memory": "99999TB"}, "from 1 byte to 1000 TB"),
+    "true": ({"device_memory": True}, "use a size"),
+    "one byte": ({"device_memory": 1}, "too small by .* bytes for the segment '0'"),
+    "cache": ({"host_share": 1.0, "cache_chunks": -1}, "cache_chunks = -1"),
+    "chunk_length": ({"host_share": 1.0, "chunk_length": 2**50}, "chunk_length"),
+    "device": ({"device": "abacus"}, "device = 'abacus'"),
+}
+
+
+@pytest.mark.parametrize("case", ARGUMENTS)
+def test_argument_is_refused_in_a_single_line_and_the_model_is_unchanged(case):
+    arguments, message = ARGUMENTS[case]
+    model = layers()
+    before = weights(model)
+    with pytest.raises(ConfigError, match=message) as error:
+        optimus.offload(model, **arguments)
+    assert "\n" not in str(error.value)
+    assert_equal(weights(model), before)
+    optimus.offload(model, host_share=1.0)  # the refusal has left nothing
+
+
+def test_too_small_a_cache_is_refused_with_the_smallest():
+    model = models.gpt2()
+    with pytest.raises(ConfigError, match="needs 3 chunks at once; use 3 or more"):
+        optimus.offload(model, host_share=1.0, cache_chunks=2, chunk_length=8000)
+    optimus.offload(model, host_share=1.0, cache_chunks=3, chunk_length=8000)
+
+
+def test_the_refusal_of_a_memory_names_the_smallest_that_suffices():
+    model = layers()
+    with pytest.raises(ConfigError, match="use [0-9,]+ bytes or more") as error:
+        optimus.offload(model, device_memory=100)
+    least = int(str(error.value).split("use ")[-1].split(" bytes")[0].replace(",", ""))
+    with pytest.raises(ConfigError, match="too small by 1 bytes"):
+        optimus.offload(copy.deepcopy(model), device_memory=least - 1)
+    optimus.offload(model, device_memory=least)
+
+
+def test_more_states_than_host_memory_are_refused_with_the_missing_bytes(monkeypatch):
+    monkeypatch.setattr(optimizer_module, "usable_memory", lambda: 50_000)
+    model = layers()  # three times 1,056 elements of 16 bytes
+    with pytest.raises(ConfigError, match="need 50,688 bytes of host memory, 688 bytes more"):
+        optimus.offload(model, host_share=1.0)
+    optimus.offload(model, host_share=0.0)
+
+
+def group_cases(model: nn.Module) -> dict:
+    parameters = list(model.parameters())
+    return {
+        "missing": ([{"params": parameters[1:]}], "1 parameter, such as 0.weight, require"),
+        "twice": ([{"params": parameters}, {"params": parameters[:1]}], "0.weight is in two"),
+        "foreign": ([*parameters, nn.Parameter(torch.ones(1))], "not a parameter of the model"),
+        "amsgrad": ([{"params": parameters, "amsgrad": True}], "amsgrad.* is not supported"),
+        "lr": ([{"params": parameters, "lr": -1.0}], r"param_groups\[0\]\['lr'\] = -1.0"),
+        "names": (list(model.named_parameters()), "use parameters without names"),
+    }
+
+
+@pytest.mark.parametrize("case", group_cases(layers()))
+def test_groups_are_refused(case):
+    model = layers()
+    groups, message = group_cases(model)[case]
+    with pytest.raises(ConfigError, match=message):
+        optimus.offload(model, groups, host_share=1.0)
+    optimus.offload(model, host_share=1.0)
+
+
+def test_an_output_without_tensors_is_refused():
+    class Text(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(32, 32)
+
+        def forward(self, x: torch.Tensor):
+            return iter([self.linear(x)])
+
+    model = nn.Sequential(Text(), nn.Linear(32, 32))
+    optimus.offload(model, host_share=1.0)
+    with pytest.raises(ConfigError, match="Text returns a list_iterator, in which no tensor"):
+        model(torch.ones(1, 32))
