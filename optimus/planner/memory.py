@@ -3,7 +3,7 @@ states, the profile of its stages and its schedule."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -11,9 +11,11 @@ import torch
 
 from optimus.config import Config
 from optimus.distributed.mesh import Coordinate, Mesh
+from optimus.parallel.apply import make_layout
+from optimus.parallel.layout import Layout
 from optimus.parallel.pipeline.actions import Kind, Schedule
 from optimus.platform import dtype_of
-from optimus.rank.profile import StageProfile, UseProfile, profile_stages
+from optimus.rank.profile import Profiled, StageProfile, UseProfile, profile_stages
 from optimus.rank.states import attach, plan_rank, staging_of
 
 
@@ -70,23 +72,45 @@ def rank_memory(
     """
     planned = plan_rank(config, mesh, coordinate, num_microbatches)
     attach(planned.engine, planned.segments, planned.layout, config)
-    activations = peak_of_step(
-        planned.layout.schedule,
-        coordinate.pp,
-        profiles or profile_stages(config, mesh, coordinate),
-        boundary_bytes(config, planned.layout.sequence_shares),
-        keeps_sent=device == "cpu",
-    )
-    engine = planned.engine
-    sizes, inputs = engine.state_bytes(), input_bytes(config, num_microbatches)
+    profiles = profiles or profile_stages(config, mesh, coordinate)
+    engine, sizes = planned.engine, planned.engine.state_bytes()
     return RankMemory(
         sizes["total"],
         engine.cache_bytes,
         engine.temporary_bytes,
-        activations + inputs,
+        _activations(config, planned.layout, profiles, num_microbatches, device),
         sizes["host"],
         staging_of(config, planned).host,
     )
+
+
+def activations_of_ranks(
+    config: Config, mesh: Mesh, coordinates: Iterable[Coordinate], num_microbatches: int
+) -> Iterator[int]:
+    """Yield `RankMemory.activations` of each rank on an accelerator. Stages of the same kind are
+    profiled once. The arguments are those of `rank_memory`."""
+    profiled: Profiled = {}
+    for coordinate in coordinates:
+        layout = make_layout(config, mesh, coordinate, num_microbatches)
+        profiles = profile_stages(config, mesh, coordinate, profiled)
+        yield _activations(config, layout, profiles, num_microbatches, "cuda")
+
+
+def _activations(
+    config: Config,
+    layout: Layout,
+    profiles: Mapping[int, StageProfile],
+    num_microbatches: int,
+    device: str,
+) -> int:
+    peak = peak_of_step(
+        layout.schedule,
+        layout.coordinate.pp,
+        profiles,
+        boundary_bytes(config, layout.sequence_shares),
+        keeps_sent=device == "cpu",
+    )
+    return peak + input_bytes(config, num_microbatches)
 
 
 def input_bytes(config: Config, num_microbatches: int) -> int:

@@ -260,7 +260,13 @@ class StageProfile(NamedTuple):
     """The action W of a schedule that divides the backward."""
 
 
-def profile_stages(config: Config, mesh: Mesh, coordinate: Coordinate) -> dict[int, StageProfile]:
+Profiled = dict[Any, tuple["StageProfile", Sequence[int]]]
+"""Profiles of stages by their kind, each with the segments of the stage that was run."""
+
+
+def profile_stages(
+    config: Config, mesh: Mesh, coordinate: Coordinate, profiled: Profiled | None = None
+) -> dict[int, StageProfile]:
     """Profile the stages of the rank at `coordinate` for one microbatch.
 
     All experts are assumed to get the same number of tokens. At most two layers of each kind are
@@ -270,6 +276,8 @@ def profile_stages(config: Config, mesh: Mesh, coordinate: Coordinate) -> dict[i
         config: The run's configuration, with `train.seq_len` and `train.microbatch_size`.
         mesh: Sizes of all axes.
         coordinate: The rank.
+        profiled: Profiles of other ranks with the same pp, ep, tp sizes and configuration. Stages
+            of a kind in it are not run; others are added.
 
     Returns:
         A profile of each stage of the rank. `UseProfile.segment` is an index in the result of
@@ -293,8 +301,7 @@ def profile_stages(config: Config, mesh: Mesh, coordinate: Coordinate) -> dict[i
     tracker.count_expert_rows(tokens.numel() * kind.num_experts_per_tok)
     boundary = torch.empty(shape, dtype=dtype_of(train.dtype), device="meta")
     profiles: dict[int, StageProfile] = {}
-    profiled: dict[Any, tuple[StageProfile, Sequence[int]]] = {}
-    """Profiles by kind of stage, and the segments of the profiled stage."""
+    profiled = {} if profiled is None else profiled
     with tracker:
         register_uses(segments, tracker.use, True)
         for number in layout.stages:
