@@ -88,10 +88,14 @@ def process() -> NoReturn:
     except BrokenPipeError:
         poll = select.poll()
         poll.register(1, 0)
-        reader_is_gone = any(event & select.POLLERR for _, event in poll.poll(0))
+        closed = select.POLLERR | select.POLLHUP  # of a pipe or a socket
+        reader_is_gone = any(event & closed for _, event in poll.poll(0))
         if not reader_is_gone:  # a pipe other than standard output broke
             raise
         code = _PIPE_CLOSED
+    except SystemExit as end:  # argparse has printed a help text or a usage error
+        assert isinstance(end.code, int), end.code
+        code = end.code
     except Exception:
         if not _leaves_at_once():
             raise

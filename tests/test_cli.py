@@ -18,6 +18,7 @@ import data_prep.cli.commands
 import optimus.cli
 from optimus.cli import main
 from optimus.train.run_dir import RunDirectory
+from tests.kit.ranks.processes import ROOT
 from tests.kit.runs.tiny import tiny_tree
 from tests.kit.runs.training import train_on
 from tests.launch.test_spawn import write_config
@@ -185,6 +186,32 @@ def test_reader_of_results_that_leaves_is_no_error(unbuffered):
     os.close(writer)
     _, errors = process.communicate(timeout=30)
     assert (process.returncode, errors) == (128 + signal.SIGPIPE, "")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--help"],
+        ["train", "--help"],
+        ["plan", "configs/model/demo.toml"],
+        ["plan", "configs/model/demo.toml", "--json", "parallel.pp=2", "parallel.tp=2"],
+        ["machine", "aurora"],
+        ["kernels", "status"],
+        ["doctor"],
+    ],
+    ids=" ".join,
+)
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_closed_pipe_ends_a_command_without_an_error(words, unbuffered):
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "optimus", *words]
+    environ = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    done = subprocess.run(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, env=environ)
+    os.close(writer)
+    # If its write fails at once, argparse ignores the error.
+    assert done.returncode == 141 or ("--help" in words and unbuffered and done.returncode == 0)
+    assert done.stderr == b""
 
 
 def test_training_names_slow_imports_before_they_start(tiny_data, tmp_path):
