@@ -277,6 +277,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _add_plan(commands: argparse._SubParsersAction) -> None:
+    from optimus.planner.commands import add_options
     from optimus.train.commands import add_command, add_config
 
     parser = add_command(
@@ -288,13 +289,20 @@ def _add_plan(commands: argparse._SubParsersAction) -> None:
         action="store_true",
         help="instead, print the mesh, batch, data, start and settings that `train` would use",
     )
+    add_options(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
 
 
 def _plan(args: argparse.Namespace, arguments: list[str]) -> int:
     from optimus.config import load_config
+    from optimus.planner.allocation import allocate
+    from optimus.planner.commands import check_options, run_search, write_hosts
 
+    check_options(args)
     config = load_config(args.config, args.overrides)
+    allocation = allocate(args.machine, args.nodes, args.hosts)
+    if args.search:
+        return run_search(args, config, allocation)
     if args.resolved:
         from optimus.distributed.mesh import make_mesh
         from optimus.train.autotune import choices_before_start
@@ -302,7 +310,8 @@ def _plan(args: argparse.Namespace, arguments: list[str]) -> int:
         from optimus.train.startup import check_run
         from optimus.train.summary import format_resolved, resolved_tree
 
-        run_plan = check_run(config, make_mesh(config.parallel).world_size)
+        world_size = allocation.world_size if allocation else None
+        run_plan = check_run(config, make_mesh(config.parallel, world_size).world_size)
         assert isinstance(run_plan, RunPlan), "the data was checked"
         choices = choices_before_start(config, run_plan.start.full)
         if args.json:
@@ -312,7 +321,9 @@ def _plan(args: argparse.Namespace, arguments: list[str]) -> int:
         return 0
     from optimus.planner.plan import format_plan, plan
 
-    result = plan(config)
+    result = plan(config, allocation)
+    if args.write_hosts and allocation is not None:
+        write_hosts(config, result["mesh"], allocation, args.write_hosts)
     print(json.dumps(result) if args.json else format_plan(result))
     return 0
 

@@ -54,7 +54,8 @@ ALLOWED = {
     "observe": f"{COMMON} distributed",
     "rank": f"{COMMON} kernels distributed model data parallel chunks checkpoint",
     "resilience": f"{COMMON} distributed model data parallel chunks checkpoint rank observe",
-    "planner": f"{COMMON} kernels peak distributed model parallel chunks checkpoint rank",
+    "planner": f"{COMMON} kernels peak distributed model data parallel chunks checkpoint observe "
+    "rank",
     "evaluate": f"{COMMON} distributed model hf parallel data checkpoint",
     "train": ALL,
     # Entry points. Nothing imports them.

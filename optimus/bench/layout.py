@@ -30,7 +30,7 @@ from optimus.observe.chrome_trace import TracedAction, write_trace
 from optimus.observe.events import ActionEvent, ActionTrace, Recorders, TrafficMeter
 from optimus.parallel.pipeline.actions import COMPUTE, Action, Kind, Schedule
 from optimus.parallel.pipeline.simulate import simulate, unit_costs
-from optimus.rank.states import check_slots
+from optimus.planner.states import check_slots
 from optimus.train.autotune import autotune_dispatch, autotune_kernels
 from optimus.train.resolve import divide
 

@@ -25,14 +25,9 @@ from torch import Tensor
 
 from optimus.chunks.disk import DiskTier
 from optimus.chunks.groups import ParamProcessGroups
-from optimus.chunks.layout import Chunk, Parameter, Slot, lay_out
+from optimus.chunks.layout import KINDS, Chunk, Parameter, Slot, lay_out
 from optimus.chunks.memory import Memory, Tier
 from optimus.distributed.collectives import ALONE, all_gather
-
-KINDS = ("parameters", "gradients", "masters", "moments", "deterministic", "tied")
-"""Kinds of states. "parameters" have the training dtype. "gradients" are the gradients of whole
-chunks and their sums in shards. "deterministic" are the sums in deterministic mode, to which
-microbatches are added in order. "tied" are the gradients of further uses of parameters."""
 
 
 class StateTensor(NamedTuple):

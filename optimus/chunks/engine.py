@@ -34,8 +34,7 @@ from optimus.chunks.norm import exact_norm, fast_norm
 from optimus.chunks.optimizer import Optimizer, UpdateQueue
 from optimus.chunks.param_store import ParamStore
 from optimus.chunks.placement import ChunkCost, Workload
-from optimus.chunks.reductions import MAX_COPYING
-from optimus.chunks.residency import ALL_RESIDENT, Pass, Residency, use_order
+from optimus.chunks.residency import ALL_RESIDENT, MAX_COPYING, Pass, Residency, use_order
 from optimus.chunks.segments import ModelSegment, register_uses
 from optimus.config.machine import Links
 from optimus.distributed.collectives import ALONE, Group

@@ -21,6 +21,10 @@ from functools import cached_property
 
 ALIGNMENT = 32
 """Number of elements of a two-byte dtype in 64 bytes."""
+KINDS = ("parameters", "gradients", "masters", "moments", "deterministic", "tied")
+"""Kinds of states. "parameters" have the training dtype. "gradients" are the gradients of whole
+chunks and their sums in shards. "deterministic" are the sums in deterministic mode, to which
+microbatches are added in order. "tied" are the gradients of further uses of parameters."""
 MAX_WASTE = 0.01
 """Fraction of the elements of a class. `best_length` compares the padding of chunk lengths in steps
 of a quarter of this fraction."""

@@ -7,11 +7,13 @@ import functools
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from optimus.config import MAX_PATTERNS, OptimConfig
 from optimus.errors import ConfigError
+
+if TYPE_CHECKING:  # `optimus plan` imports this module without torch
+    import torch
 
 
 @dataclass(frozen=True)

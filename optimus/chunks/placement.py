@@ -18,8 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from optimus.chunks.reductions import MAX_COPYING
-from optimus.chunks.residency import Use, plan_residency
+from optimus.chunks.residency import MAX_COPYING, Use, plan_residency
 from optimus.chunks.step_time import StepTime, StepWork, predict_step
 from optimus.config.machine import Links
 

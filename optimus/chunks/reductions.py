@@ -22,6 +22,7 @@ from optimus.chunks.buffers import ChunkState, GradBuffer, StateTensor
 from optimus.chunks.memory import Copy, Memory, Tier
 from optimus.chunks.norm import squares_of
 from optimus.chunks.optimizer import UpdateQueue
+from optimus.chunks.residency import MAX_COPYING
 from optimus.distributed.collectives import (
     Transfer,
     all_gather,
@@ -32,8 +33,6 @@ from optimus.distributed.collectives import (
 
 _MAX_IN_FLIGHT = 2
 """Number of buffers that may be reduced at the same time. A backend may keep a copy of each."""
-MAX_COPYING = 2
-"""Number of gradients that may be copied to the host, or added there, at the same time."""
 
 
 class ReduceOnce:

@@ -31,6 +31,8 @@ from typing import NamedTuple
 from optimus.config.machine import Links
 
 NEVER = float("inf")
+MAX_COPYING = 2
+"""Number of gradients that may be copied to the host, or added there, at the same time."""
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from optimus.chunks.disk import BUFFERS
-from optimus.chunks.reductions import MAX_COPYING
-from optimus.chunks.residency import ResidencyPlan, Use
+from optimus.chunks.residency import MAX_COPYING, ResidencyPlan, Use
 from optimus.config.machine import Links
 
 

@@ -46,6 +46,16 @@ def _check_cores(text: str) -> str:
     return text
 
 
+def _check_host_group(pattern: str) -> str:
+    try:
+        has_group = not pattern or re.compile(pattern).groups > 0
+    except re.error as error:
+        raise ValueError(f"{pattern!r} is not a regular expression: {error}") from None
+    if not has_group:
+        raise ValueError(f"{pattern!r} has no group in parentheses, such as (x\\d+)c.*")
+    return pattern
+
+
 def _check_variables(variables: dict[str, str]) -> dict[str, str]:
     for name, value in variables.items():
         if not NAME.fullmatch(name) or "\0" in value:
@@ -156,6 +166,9 @@ class Machine(Section):
     address_suffix: str = ""
     """Suffix that makes MASTER_ADDR from the short name of a node (up to the first dot); empty:
     MASTER_ADDR is the name of the node, unchanged."""
+    host_group: Annotated[str, AfterValidator(_check_host_group)] = ""
+    """Regular expression of the short name of a node. Its first group is the name of a set of nodes
+    with few links to other nodes, such as a rack; empty: names do not contain it."""
     tolerate_node_failures: bool = True
     """Request that PBS does not end a supervised job when a node is lost."""
     heartbeat_s: Annotated[float, Field(gt=0)] = 3.0
@@ -208,6 +221,16 @@ class Machine(Section):
         if ranks_per_node > len(self.cpu_bind):
             return "--cpu-bind=depth"
         return f"--cpu-bind=list:{':'.join(self.cpu_bind[:ranks_per_node])}"
+
+    def check_nodes(self, nodes: int) -> None:
+        """Check that a queue takes a job on `nodes` nodes. Raises ConfigError if none does."""
+        limits = [queue.nodes for queue in self.queues]
+        if limits and not any(least <= nodes <= most for least, most in limits):
+            least, most = min(low for low, _ in limits), max(high for _, high in limits)
+            raise ConfigError(
+                f"--nodes {nodes}: the queues of the machine take jobs of {least:,} to {most:,} "
+                "nodes, but none takes this number; change --nodes"
+            )
 
     def check_job(self, queue: str, nodes: int, walltime: str, jobs: int = 1) -> None:
         """Check that a job is within the limits of its queue.

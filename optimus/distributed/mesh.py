@@ -147,6 +147,21 @@ def make_mesh(parallel: ParallelConfig, world_size: int | None = None) -> Mesh:
     return mesh._replace(dp=left)
 
 
+class GroupAxes(NamedTuple):
+    """Axes of the process groups of a parameter, as in `ParamProcessGroups`."""
+
+    reduce: Axes
+    """Axes over which the gradient is summed, without `partial`."""
+    shard: Axes
+    """Axes over which the optimizer states are sharded."""
+    replica: Axes
+    """Axes of `reduce` along which ranks have the same shard of the states."""
+    partial: Axes
+    copy: Axes
+    """Axes along which ranks have the same shard, including those that read the same data."""
+    stages: Axes
+
+
 @dataclass(frozen=True)
 class ParameterKind:
     """Distribution of a parameter and its gradient over ranks.
@@ -178,6 +193,15 @@ class ParameterKind:
         `optim.sharding`."""
         undivided = tuple(axis for axis in GRAD_SUM if axis not in self.divided)
         return {"none": (), "so": ("dp",), "epso": undivided}[sharding]
+
+    def group_axes(self, sharding: Literal["none", "so", "epso"]) -> GroupAxes:
+        """Return the axes of the parameter's process groups. `sharding` is the setting
+        `optim.sharding`."""
+        # The sum over partial axes is a separate all-reduce, because no group has the axes dp, ep
+        # and tp together.
+        reduce, shard = self.shard_axes("epso"), self.shard_axes(sharding)
+        replica = tuple(axis for axis in reduce if axis not in shard)
+        return GroupAxes(reduce, shard, replica, self.partial, self.copy_axes(shard), self.stages)
 
     def copy_axes(self, sharding: Axes) -> Axes:
         """Return the axes along which ranks have copies of the same shard of the optimizer states.

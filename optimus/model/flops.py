@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from typing import TYPE_CHECKING
+from collections.abc import Collection
 
 from optimus.config import ModelConfig
-
-if TYPE_CHECKING:
-    import torch
+from optimus.model.shapes import Shapes, block_shapes, head_shapes
 
 
 def count_parameters(config: ModelConfig) -> tuple[int, int]:
@@ -17,24 +16,14 @@ def count_parameters(config: ModelConfig) -> tuple[int, int]:
     A token uses `num_experts_per_tok` experts in each layer with experts, and all parameters
     outside experts.
     """
-    import torch  # not at the top, so that a launcher can count operations without torch
-
-    from optimus.model.moe import FastSparseMoE
-    from optimus.model.transformer import Block, Transformer
-
-    with torch.device("meta"):
-        outside = Transformer(config.model_copy(update={"num_layers": 0, "num_experts": 0}))
-    total = active = _count(outside)
-    # Layers with the same number of experts are built once, so that counting takes milliseconds.
+    embedding = config.vocab_size * config.hidden_size
+    total = active = embedding + _count(head_shapes(config))
     for experts, layers in Counter(config.experts_by_layer).items():
-        with torch.device("meta"):
-            block = Block(config.layer(config.experts_by_layer.index(experts)))
-        total += layers * _count(block)
-        idle = 0
-        if experts:
-            assert isinstance(block.mlp, FastSparseMoE)
-            idle = _count(block.mlp.experts) // experts * (experts - config.num_experts_per_tok)
-        active += layers * (_count(block) - idle)
+        shapes = block_shapes(config.layer(config.experts_by_layer.index(experts)))
+        total += layers * _count(shapes)
+        in_experts = _count({n: shape for n, shape in shapes.items() if ".experts." in n})
+        idle = in_experts // experts * (experts - config.num_experts_per_tok) if experts else 0
+        active += layers * (_count(shapes) - idle)
     return total, active
 
 
@@ -56,17 +45,44 @@ def layer_multiply_adds(config: ModelConfig, seq_len: int, number: int) -> int:
     The count includes the same operations as `flops_per_token`. `number` is the index of the layer,
     starting at 0.
     """
-    hidden = config.hidden_size
+    hidden, experts = config.hidden_size, config.experts_by_layer[number]
+    swiglu = _swiglu_multiply_adds(config, number)
+    return _attention_multiply_adds(config, seq_len) + swiglu + hidden * experts
+
+
+def recomputed_multiply_adds(
+    config: ModelConfig, seq_len: int, number: int, modules: Collection[str]
+) -> int:
+    """Return the number of multiply-adds per token that backward repeats in one layer.
+
+    `modules` is the setting `recompute.modules`. The other arguments are those of
+    `layer_multiply_adds`.
+    """
+    whole = layer_multiply_adds(config, seq_len, number)
+    if "block" in modules:
+        return whole
+    attention = _attention_multiply_adds(config, seq_len)
+    repeated = attention if "attention" in modules else 0
+    if config.experts_by_layer[number]:
+        if "moe" in modules:
+            repeated += whole - attention
+        elif "experts" in modules:  # the products with the gate and up weights
+            repeated += _swiglu_multiply_adds(config, number) * 2 // 3
+    return repeated
+
+
+def _attention_multiply_adds(config: ModelConfig, seq_len: int) -> int:
     q_size = config.num_attention_heads * config.head_size
     kv_size = config.num_kv_heads * config.head_size
-    projections = 2 * hidden * (q_size + kv_size)
+    projections = 2 * config.hidden_size * (q_size + kv_size)
     # Masked scores count too, because kernels differ in how many of them they skip.
     scores = 2 * seq_len * q_size
-    experts = config.experts_by_layer[number]
-    swiglu = 3 * hidden * config.layer(number).intermediate_size
-    if experts:
-        swiglu *= config.num_experts_per_tok
-    return projections + scores + swiglu + hidden * experts
+    return projections + scores
+
+
+def _swiglu_multiply_adds(config: ModelConfig, number: int) -> int:
+    swiglu = 3 * config.hidden_size * config.layer(number).intermediate_size
+    return swiglu * (config.num_experts_per_tok if config.experts_by_layer[number] else 1)
 
 
 def head_multiply_adds(config: ModelConfig) -> int:
@@ -74,5 +90,5 @@ def head_multiply_adds(config: ModelConfig) -> int:
     return config.hidden_size * config.vocab_size
 
 
-def _count(module: torch.nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
+def _count(shapes: Shapes) -> int:
+    return sum(map(math.prod, shapes.values()))

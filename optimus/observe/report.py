@@ -7,7 +7,7 @@ import itertools
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
@@ -146,12 +146,18 @@ def _root_as_cwd() -> Iterator[None]:
         os.close(cwd)
 
 
-def _draw(steps: Sequence[_Step], evaluations: Sequence[_Evaluation], path: Path) -> None:
+def load_pyplot() -> Any:
+    """Return matplotlib's module pyplot, with default settings and without a display."""
     with _root_as_cwd():
         import matplotlib
         from matplotlib import pyplot
     matplotlib.rcdefaults()  # the user's matplotlibrc must not change the picture either
     matplotlib.use("Agg")
+    return pyplot
+
+
+def _draw(steps: Sequence[_Step], evaluations: Sequence[_Evaluation], path: Path) -> None:
+    pyplot = load_pyplot()
     figure, (top, bottom) = pyplot.subplots(2, 1, figsize=(8, 7), sharex=True, height_ratios=(3, 1))
     # Points without values break the curves at gaps.
     gaps = [(first, None, None) for first, _ in _missing_steps(steps)]

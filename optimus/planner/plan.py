@@ -5,21 +5,30 @@ from __future__ import annotations
 
 from typing import Any
 
-from optimus.chunks.buffers import KINDS
+from optimus.chunks.layout import KINDS
 from optimus.config import Config
 from optimus.config.axes import UNEQUAL
+from optimus.data.batch import plan_batch
 from optimus.distributed.mesh import make_mesh
 from optimus.errors import counted
 from optimus.model.flops import count_parameters, flops_per_token
-from optimus.rank.states import plan_ranks
+from optimus.planner.allocation import Allocation
+from optimus.planner.states import plan_ranks
+from optimus.planner.topology import ALGORITHMS
+from optimus.planner.traffic import plan_topology
 
 _GIB = 1 << 30
 
 
-def plan(config: Config) -> dict[str, Any]:
+def plan(config: Config, allocation: Allocation | None = None) -> dict[str, Any]:
     """Return the number of parameters, the FLOPs and the memory of a run as a dict for JSON.
 
-    Only the section `[model]` is required. If `parallel.dp` is 0, the plan is for one replica.
+    Only the section `[model]` is required.
+
+    Args:
+        config: The configuration.
+        allocation: The nodes of the run. If it has no number of nodes and `parallel.dp` is 0, the
+            plan is for one replica.
 
     These keys, among others, are always present:
 
@@ -37,10 +46,16 @@ def plan(config: Config) -> dict[str, Any]:
     - `flops_per_token`: needs `seq_len`.
     - `flops_per_step`: also needs `global_batch_tokens`.
     - `tokens`, `flops`: totals of the run; also need `max_steps`.
+
+    Raises:
+        ConfigError: The mesh does not fit the allocation, or as `plan_ranks`. With a number of
+            nodes, also if the global batch cannot be divided over the ranks.
     """
     train = config.train
     total, active = count_parameters(config.model)
-    mesh = make_mesh(config.parallel)
+    mesh = make_mesh(config.parallel, allocation.world_size if allocation else None)
+    if allocation and allocation.nodes and train.seq_len:
+        plan_batch(train, mesh.num_data_ranks)
     ranks = [
         {axis: getattr(coordinate, axis) for axis in UNEQUAL} | sizes
         for coordinate, sizes in plan_ranks(config, mesh)
@@ -54,9 +69,15 @@ def plan(config: Config) -> dict[str, Any]:
         "world": mesh.world_size,
         "mesh": mesh._asdict(),
         "sharding": config.optim.sharding,
+        "is_one_replica": not (config.parallel.dp or (allocation and allocation.nodes)),
         "memory": {key: size for key, size in fullest.items() if key not in UNEQUAL},
         "ranks": ranks,
     }
+    if allocation is not None:
+        result["machine"] = allocation.machine
+        result["ranks_per_node"] = allocation.ranks_per_node
+        result["nodes"] = allocation.nodes or -(-mesh.world_size // allocation.ranks_per_node)
+        result["topology"] = plan_topology(config, mesh, allocation)
     if not train.seq_len:
         return result
     result["seq_len"] = train.seq_len
@@ -92,12 +113,22 @@ def format_plan(result: dict[str, Any]) -> str:
 
 
 def _memory_lines(result: dict[str, Any]) -> list[tuple[str, str]]:
-    memory, ranks, mesh = result["memory"], result["ranks"], result["mesh"]
+    memory, kinds, mesh = result["memory"], result["ranks"], result["mesh"]
     axes = " ".join(f"{axis}={size}" for axis, size in mesh.items() if size > 1)
     ranks_of = f"{result['world']:,} ranks ({axes})" if axes else "one rank"
     head = f"{_size_text(memory['total'])} of model states"
     lines = [("world", f"{ranks_of}, optim.sharding = {result['sharding']}")]
-    lines.append(("on the fullest rank" if len(ranks) > 1 else "on each rank", head))
+    if "nodes" in result:
+        ranks = counted(result["ranks_per_node"], "rank")
+        lines.append(
+            ("nodes", f"{counted(result['nodes'], 'node')} of {result['machine']}, {ranks} each")
+        )
+        lines += _topology_lines(result["topology"])
+    if result["is_one_replica"]:
+        lines.append(
+            ("", "parallel.dp = 0: one replica; --machine NAME --nodes N plans the whole world")
+        )
+    lines.append(("on the fullest rank" if len(kinds) > 1 else "on each rank", head))
     if memory["host"]:
         lines.append(("in host memory in addition", _size_text(memory["host"])))
     lines += [(f"  {kind}", _size_text(memory[kind])) for kind in (*KINDS, "cache") if memory[kind]]
@@ -108,11 +139,29 @@ def _memory_lines(result: dict[str, Any]) -> list[tuple[str, str]]:
         lines.append(
             ("host memory in addition", f"{_size_text(memory['staging'])}, for checkpoints")
         )
-    if len(ranks) > 1:
-        for rank in ranks:
+    if len(kinds) > 1:
+        for rank in kinds:
             name = " ".join(f"{axis} {rank[axis]}" for axis in UNEQUAL if mesh[axis] > 1)
             lines.append((f"on ranks of {name}", _size_text(rank["total"])))
     lines.append(("", f"{result['dtype']} training; activations are not included"))
+    return lines
+
+
+def _topology_lines(topology: dict[str, Any]) -> list[tuple[str, str]]:
+    known = topology["num_groups"]
+    text = f"unknown: {topology['unknown']}" if known is None else f"{known:,} ({topology['gain']})"
+    lines = [("groups of nodes", text)]
+    if topology["crossings"]:
+        levels = "nodes" if known is None else "nodes/groups"
+        lines.append(("sent in a step", f"share across {levels} with {', '.join(ALGORITHMS)}"))
+    for axes, crossing in topology["crossings"].items():
+        shares = [
+            "/".join(f"{100 * share:.1f}" for share in crossing[name].values() if share is not None)
+            for name in ALGORITHMS
+        ]
+        sent = crossing["step_bytes"]
+        size = "" if sent is None else f"{sent / 1e9:,.1f} GB by all ranks: "
+        lines.append((f"  {axes}", f"{size}{', '.join(shares)} %"))
     return lines
 
 

@@ -283,7 +283,8 @@ def pipeline_s(
 
     For gpipe, 1f1b and interleaved, the span is a closed formula: the busiest rank runs all
     microbatches, and one microbatch passes through the other ranks. It is exact for equal stages,
-    where the bubble is (p-1)/v microbatches (arXiv 2104.04473). Other schedules are simulated.
+    where the bubble is (p-1)/v microbatches (arXiv 2104.04473). For zb-h1 with m >= p, the bubble
+    is a third of it. If m < p, zb-h1 is simulated.
 
     Args:
         schedule: Name of the schedule.
@@ -298,6 +299,9 @@ def pipeline_s(
     if p == 1 or schedule in ("1f1b", "interleaved"):
         both = [f + b for f, b in zip(forward_s, backward_s, strict=True)]
         return _filled(both, p, v, m)
+    if schedule == "zb-h1" and m >= p:
+        both = [f + b for f, b in zip(forward_s, backward_s, strict=True)]
+        return m * max(both) + (sum(both) - max(both)) / 3
     return simulate(make_schedule(schedule, p, v, m), _costs(forward_s, backward_s)).end
 
 

@@ -49,9 +49,10 @@ from optimus.observe.health import TrainingHealth, measure_expert_load
 from optimus.observe.log import indented
 from optimus.peak import RunPeak
 from optimus.planner.offload import settle_placement
+from optimus.planner.states import check_names, check_slots
 from optimus.platform import dtype_of
 from optimus.rank.model import RankModel, uncompiled
-from optimus.rank.states import check_disk_memory, check_names, check_slots, states_of_rank
+from optimus.rank.states import check_disk_memory, states_of_rank
 from optimus.resilience.supervision.attempt import ProgressPage, read_attempt
 from optimus.train.autotune import (
     KernelChoices,

@@ -54,7 +54,8 @@ def check_run(
     plan = resolve(config, world_size, check_data, check_run_dir)
     # Only these import torch, which takes seconds.
     from optimus.io.workspace import check_not_in_use
-    from optimus.rank.states import check_disk_memory, check_names, check_slots
+    from optimus.planner.states import check_names, check_slots
+    from optimus.rank.states import check_disk_memory
     from optimus.train.autotune import warn_of_alltoall
     from optimus.train.save import check_saves
 

@@ -29,6 +29,8 @@ from optimus.errors import ConfigError
         ("[[environment]]\nvariables = { 'A B' = '1' }", "cannot be an environment variable"),
         ("[[environment]]\nvariable = { A = '1' }", "did you mean environment.0.variables?"),
         ("ranks_per_node = ", "not readable as TOML"),
+        ("host_group = '(x'", "is not a regular expression"),
+        ("host_group = 'x.*'", "has no group in parentheses"),
     ],
 )
 def test_wrong_file_is_refused_in_a_line(tmp_path, capsys, text, message):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 
 import pytest
 
@@ -12,6 +13,7 @@ from optimus.config.machine import FOLDER, Machine, load_machine
 from optimus.distributed.mesh import Mesh, make_mesh
 from optimus.errors import ConfigError
 from optimus.model.flops import head_multiply_adds, layer_multiply_adds
+from optimus.parallel.pipeline.actions import Action, Kind
 from optimus.parallel.pipeline.schedules import make_schedule
 from optimus.parallel.pipeline.simulate import simulate, unit_costs
 from optimus.planner.operations import (
@@ -68,6 +70,23 @@ def test_span_of_gpipe_and_of_zero_bubble():
     assert pipeline_s("gpipe", 4, 1, 6, [1.0] * 4, [2.0] * 4) == pytest.approx(simulated)
     plain_s = pipeline_s("1f1b", 4, 1, 6, [1.0] * 4, [2.0] * 4)
     assert 18 < pipeline_s("zb-h1", 4, 1, 6, [1.0] * 4, [2.0] * 4) < plain_s
+
+
+def test_span_of_zero_bubble_is_close_to_the_simulation():
+    choose = random.Random("zb-h1")
+    for _ in range(60):
+        p = choose.choice((2, 4, 6, 8))
+        m = p * choose.choice((1, 2, 4))
+        forward = [choose.uniform(0.9, 1.1) for _ in range(p)]
+        forward[-1] *= choose.uniform(1.0, 1.5)  # the head
+        costs = dict.fromkeys((Kind.F, Kind.I, Kind.W), forward)
+
+        def cost(action: Action, costs: dict = costs) -> float:
+            return costs[action.kind][action.stage] if action.kind in costs else 0.0
+
+        simulated = simulate(make_schedule("zb-h1", p, 1, m), cost).end
+        span = pipeline_s("zb-h1", p, 1, m, forward, [2 * seconds for seconds in forward])
+        assert span == pytest.approx(simulated, rel=0.03)
 
 
 def test_span_of_unequal_stages_is_close_to_the_simulation():

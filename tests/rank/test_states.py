@@ -18,7 +18,8 @@ from optimus.distributed.mesh import Coordinate, Mesh
 from optimus.errors import ConfigError
 from optimus.parallel.placement import whole_model
 from optimus.planner.plan import format_plan, plan
-from optimus.rank.states import plan_rank, plan_ranks, states_of_rank
+from optimus.planner.states import plan_ranks
+from optimus.rank.states import plan_rank, states_of_rank
 from tests.kit.runs.tiny import tiny_tree
 from tests.kit.runs.training import make_microbatch, make_rank_model, make_updater
 from tests.planner.test_plan import CONFIGS

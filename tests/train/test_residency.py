@@ -18,7 +18,7 @@ from optimus.distributed.mesh import make_mesh
 from optimus.errors import ConfigError, NonFiniteError
 from optimus.observe.events import TrafficMeter
 from optimus.observe.metrics import read_json_lines
-from optimus.rank.states import plan_ranks
+from optimus.planner.states import plan_ranks
 from tests.kit.layouts.matrix import run_several
 from tests.kit.layouts.tower import planned_gathers, resident_bytes, watch_uses
 from tests.kit.ranks.pool import RanksFailed

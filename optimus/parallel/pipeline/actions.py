@@ -37,6 +37,8 @@ class Kind(IntEnum):
     OPT_STEP = 9
     """Update the weights of all stages of the rank. This is the last action of a step."""
 
+    __hash__ = int.__hash__  # that of Enum is a Python function, which slows dicts of actions down
+
 
 COMPUTE = (Kind.F, Kind.B, Kind.I, Kind.W)
 SENDS = (Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT)

@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 
-from optimus.parallel.pipeline.actions import Action, Channel, Kind, channel_of
+from optimus.parallel.pipeline.actions import Action, Kind
 
 _INPUT_GRADIENT = (Kind.B, Kind.I)
 WEIGHT_GRADIENT = (Kind.B, Kind.W)
 
 
-class _Traffic:
-    """Receive actions of a schedule, grouped by channel and in the order of the matching sends."""
+class _Incoming:
+    """Receive actions of one channel of a rank, in the order of the matching sends."""
 
-    def __init__(self, lists: Sequence[Sequence[Action]], num_ranks: int, num_stages: int) -> None:
-        self.queues: dict[Channel, list[Action]] = defaultdict(list)
-        self.position: dict[Action, int] = {}
-        """The index of each receive action in the queue of its channel."""
-        for actions in lists:
-            sends = (send for action in actions for send in sends_of(action, num_stages))
-            for receive in map(received_by, sends):
-                channel = channel_of(receive, num_ranks)
-                if channel.source != channel.to:
-                    self.position[receive] = len(self.queues[channel])
-                    self.queues[channel].append(receive)
+    def __init__(self, kind: Kind, keys: Sequence[tuple[int, int]]) -> None:
+        """`keys` has the receiving stage and the microbatch of each receive of kind `kind`."""
+        self.queue = [Action(kind, *key) for key in keys]
+        self.position = {key: index for index, key in enumerate(keys)}
+        self.num_posted = 0
+
+    def post_until(self, action: Action) -> Sequence[Action]:
+        """Return the receives to post before `action` can wait for its input, in order."""
+        index = self.position.get(action[1:], -1)
+        # Receives have the order of the sends, because some backends match messages only by their
+        # order.
+        receives = self.queue[self.num_posted : index + 1]
+        self.num_posted += len(receives)
+        return receives
 
 
 def add_transfers(
@@ -36,8 +38,20 @@ def add_transfers(
     action is posted before the preceding compute action, so that the transfer overlaps with
     computation.
     """
-    traffic = _Traffic(lists, num_ranks, num_ranks * virtual_stages)
-    return [_with_transfers(actions, num_ranks, virtual_stages, traffic) for actions in lists]
+    if num_ranks == 1:  # all stages are on the same rank
+        return [list(actions) for actions in lists]
+    last = num_ranks * virtual_stages - 1
+    forward = [[a[1:] for a in actions if a.kind is Kind.F and a.stage < last] for actions in lists]
+    backward = [
+        [a[1:] for a in actions if a.kind in _INPUT_GRADIENT and a.stage > 0] for actions in lists
+    ]
+    complete = []
+    for rank, actions in enumerate(lists):
+        senders = forward[rank - 1], backward[(rank + 1) % num_ranks]
+        activations = _Incoming(Kind.RECV_ACTIVATION, [(s + 1, j) for s, j in senders[0]])
+        gradients = _Incoming(Kind.RECV_GRADIENT, [(s - 1, j) for s, j in senders[1]])
+        complete.append(_with_transfers(actions, last, activations, gradients))
+    return complete
 
 
 def add_update(actions: Sequence[Action], reduce_each: bool) -> tuple[Action, ...]:
@@ -59,62 +73,22 @@ def add_update(actions: Sequence[Action], reduce_each: bool) -> tuple[Action, ..
     return (*out, *ready, Action(Kind.OPT_STEP))
 
 
-def sends_of(action: Action, num_stages: int) -> list[Action]:
-    """Return a list with the action that sends the result of a compute action to another stage, or
-    [] if no stage needs the result.
-
-    The function assumes that each stage is on a different rank.
-    """
-    if action.kind is Kind.F and action.stage < num_stages - 1:
-        return [action._replace(kind=Kind.SEND_ACTIVATION)]
-    if action.kind in _INPUT_GRADIENT and action.stage > 0:
-        return [action._replace(kind=Kind.SEND_GRADIENT)]
-    return []
-
-
-def received_by(send: Action) -> Action:
-    """Return the receive action that matches a send action."""
-    if send.kind is Kind.SEND_ACTIVATION:
-        return send._replace(kind=Kind.RECV_ACTIVATION, stage=send.stage + 1)
-    return send._replace(kind=Kind.RECV_GRADIENT, stage=send.stage - 1)
-
-
-def needs_of(action: Action, num_stages: int) -> list[Action]:
-    """Return a list with the action that receives the input of a compute action from another stage,
-    or [] if the compute action needs no data of another stage.
-
-    The function assumes that each stage is on a different rank.
-    """
-    if action.kind is Kind.F and action.stage > 0:
-        return [action._replace(kind=Kind.RECV_ACTIVATION)]
-    if action.kind in _INPUT_GRADIENT and action.stage < num_stages - 1:
-        return [action._replace(kind=Kind.RECV_GRADIENT)]
-    return []
-
-
 def _with_transfers(
-    actions: Sequence[Action], num_ranks: int, virtual_stages: int, traffic: _Traffic
+    actions: Sequence[Action], last_stage: int, activations: _Incoming, gradients: _Incoming
 ) -> list[Action]:
-    num_stages = num_ranks * virtual_stages
-    posted: dict[Channel, int] = defaultdict(int)
+    """Return the actions of a rank with sends and receives inserted. A schedule of a large run has
+    more than a million actions, so this makes no object that is not in the result."""
+    incoming = {Kind.F: activations, Kind.B: gradients, Kind.I: gradients}
     out: list[Action] = []
-
-    def post_receives(action: Action) -> None:
-        for receive in needs_of(action, num_stages):
-            if receive in traffic.position:
-                channel = channel_of(receive, num_ranks)
-                until = traffic.position[receive] + 1
-                # Receives have the order of the sends, because some backends match messages only by
-                # their order.
-                out.extend(traffic.queues[channel][posted[channel] : until])
-                posted[channel] = max(posted[channel], until)
-
-    for index, action in enumerate(actions):
-        if index == 0:
-            post_receives(action)
-        if index + 1 < len(actions):
-            post_receives(actions[index + 1])
+    if actions and actions[0].kind in incoming:
+        out.extend(incoming[actions[0].kind].post_until(actions[0]))
+    for index, action in enumerate(actions, 1):
+        if index < len(actions) and (channel := incoming.get(actions[index].kind)) is not None:
+            out.extend(channel.post_until(actions[index]))
         out.append(action)
-        sends = sends_of(action, num_stages)
-        out.extend(send for send in sends if received_by(send) in traffic.position)
+        kind, stage, microbatch = action
+        if kind is Kind.F and stage < last_stage:
+            out.append(Action(Kind.SEND_ACTIVATION, stage, microbatch))
+        elif kind in _INPUT_GRADIENT and stage > 0:
+            out.append(Action(Kind.SEND_GRADIENT, stage, microbatch))
     return out

@@ -123,16 +123,22 @@ def make_schedule(
         ConfigError: the schedule does not support `virtual_stages` above 1.
     """
     assert num_ranks >= 1 and num_microbatches >= 1
+    check_virtual_stages(name, virtual_stages)
+    lists = GENERATORS[name](num_ranks, virtual_stages, num_microbatches)
+    complete = add_transfers(lists, num_ranks, virtual_stages)
+    ranks = tuple(add_update(actions, reduce_each) for actions in complete)
+    return Schedule(name, num_ranks, virtual_stages, num_microbatches, ranks, reduce_each)
+
+
+def check_virtual_stages(name: str, virtual_stages: int) -> None:
+    """Check that the schedule `name` supports `virtual_stages` stages per rank. Raises ConfigError
+    otherwise."""
     if name in _ONE_STAGE_ONLY and virtual_stages > 1:
         raise ConfigError(
             f"parallel.virtual_stages = {virtual_stages}, but parallel.schedule = {name!r} "
             "supports only one stage per rank; use parallel.schedule = 'interleaved' (or 'gpipe'), "
             "or parallel.virtual_stages = 1"
         )
-    lists = GENERATORS[name](num_ranks, virtual_stages, num_microbatches)
-    complete = add_transfers(lists, num_ranks, virtual_stages)
-    ranks = tuple(add_update(actions, reduce_each) for actions in complete)
-    return Schedule(name, num_ranks, virtual_stages, num_microbatches, ranks, reduce_each)
 
 
 def make_evaluation(num_ranks: int, virtual_stages: int, num_microbatches: int) -> Schedule:

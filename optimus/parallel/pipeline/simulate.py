@@ -6,8 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from optimus.parallel.pipeline.actions import COMPUTE, SENDS, Action, Kind, Schedule
-from optimus.parallel.pipeline.communicate import needs_of, received_by, sends_of
+from optimus.parallel.pipeline.actions import COMPUTE, RECEIVES, Action, Kind, Schedule
 
 Cost = Callable[[Action], float]
 """Function that returns the duration of an action, in any unit. The duration of a send is the time
@@ -54,33 +53,82 @@ def unit_costs(virtual_stages: int = 1) -> Cost:
     return lambda action: costs.get(action.kind, 0.0) / virtual_stages
 
 
+def bubble_ratio(name: str, num_ranks: int, virtual_stages: int, num_microbatches: int) -> float:
+    """Return `Timeline.bubble_ratio` of a schedule of equal stages with `unit_costs`, without a
+    simulation. The arguments are those of `make_schedule`."""
+    p, v, m = num_ranks, virtual_stages, num_microbatches
+    if name == "zb-h1":  # W runs while a rank of 1F1B is idle
+        return ((p - 1) if m >= p else (2 * p - m - 1)) / (3 * m)
+    return ((p - 1) if m >= p else ((p - m) * v + m - 1)) / (v * m)
+
+
 def simulate(schedule: Schedule, cost: Cost) -> Timeline:
     """Simulate a schedule in which the action `a` takes the time cost(a), and return the start and
     end times of the actions.
 
-    Transfers overlap with computation. If the schedule has a deadlock, the call does not return.
+    Transfers overlap with computation. A schedule with a deadlock fails an assertion.
     """
-    clock = [0.0] * schedule.num_ranks
-    next_action = [0] * schedule.num_ranks
-    arrives: dict[Action, float] = {}
-    ends: dict[Action, float] = {}
-    spans: list[list[Span]] = [[] for _ in schedule.ranks]
-    while any(index < len(schedule.ranks[rank]) for rank, index in enumerate(next_action)):
-        for rank, actions in enumerate(schedule.ranks):
-            while next_action[rank] < len(actions):
-                action = actions[next_action[rank]]
-                needs = needs_of(action, schedule.num_stages) if action.kind in COMPUTE else []
-                if any(need not in arrives for need in needs):
-                    break
-                next_action[rank] += 1
-                if action.kind in SENDS:
-                    arrives[received_by(action)] = clock[rank] + cost(action)
-                elif action.kind in COMPUTE or action.kind in (Kind.REDUCE_GRAD, Kind.OPT_STEP):
-                    start = max([clock[rank], *(arrives[need] for need in needs)])
-                    clock[rank] = ends[action] = start + cost(action)
-                    spans[rank].append(Span(action, start, clock[rank]))
-                    for send in sends_of(action, schedule.num_stages):
-                        received = received_by(send)
-                        if schedule.rank_of(received.stage) == rank:
-                            arrives[received] = clock[rank]
-    return Timeline(tuple(map(tuple, spans)))
+    simulation = _Simulation(schedule, cost)
+    ready = list(range(schedule.num_ranks))
+    while ready:
+        ready += simulation.run(ready.pop())
+    assert not simulation.waiting, f"deadlock: {simulation.waiting}"
+    return Timeline(tuple(map(tuple, simulation.spans)))
+
+
+_Key = tuple[int, int]
+"""A stage and a microbatch."""
+
+
+class _Simulation:
+    """State of a simulation."""
+
+    def __init__(self, schedule: Schedule, cost: Cost) -> None:
+        self._schedule, self._cost = schedule, cost
+        self._clock = [0.0] * schedule.num_ranks
+        self._next = [0] * schedule.num_ranks
+        """Index of the next action of each rank."""
+        self._activations: dict[_Key, float] = {}
+        """Time at which the input of each stage and microbatch arrives."""
+        self._gradients: dict[_Key, float] = {}
+        self.spans: list[list[Span]] = [[] for _ in schedule.ranks]
+        self.waiting: dict[tuple[bool, _Key], int] = {}
+        """Ranks that wait for data: (True for an activation, key of the data) -> rank."""
+
+    def run(self, rank: int) -> list[int]:
+        """Run the actions of a rank until it waits for data that no rank has sent yet. Return the
+        waiting ranks for which data has arrived."""
+        last, alone = self._schedule.num_stages - 1, self._schedule.num_ranks == 1
+        cost, actions, spans = self._cost, self._schedule.ranks[rank], self.spans[rank]
+        activations, gradients = self._activations, self._gradients
+        now, arrived = self._clock[rank], []
+        for index in range(self._next[rank], len(actions)):
+            action = actions[index]
+            kind, stage, microbatch = action
+            if kind is Kind.SEND_ACTIVATION:
+                key = stage + 1, microbatch
+                activations[key] = now + cost(action)
+                arrived.append((True, key))
+            elif kind is Kind.SEND_GRADIENT:
+                key = stage - 1, microbatch
+                gradients[key] = now + cost(action)
+                arrived.append((False, key))
+            elif kind not in RECEIVES:
+                start, is_forward = now, kind is Kind.F
+                is_backward = kind is Kind.B or kind is Kind.I
+                if (is_forward and stage > 0) or (is_backward and stage < last):
+                    arrives = activations if is_forward else gradients
+                    ready = arrives.get((stage, microbatch))
+                    if ready is None:
+                        self.waiting[is_forward, (stage, microbatch)] = rank
+                        self._next[rank] = index
+                        break
+                    start = max(now, ready)
+                now = start + cost(action)
+                spans.append(Span(action, start, now))
+                if alone and is_forward:
+                    activations[stage + 1, microbatch] = now
+                elif alone and is_backward:
+                    gradients[stage - 1, microbatch] = now
+        self._clock[rank] = now
+        return [self.waiting.pop(data) for data in arrived if data in self.waiting]

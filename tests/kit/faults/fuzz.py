@@ -23,7 +23,7 @@ from optimus.checkpoint import store
 from optimus.config import make_config
 from optimus.errors import CheckpointError, ConfigError, OptimusError, OutcomeKind
 from optimus.observe.metrics import read_json_lines
-from optimus.rank.states import check_slots
+from optimus.planner.states import check_slots
 from optimus.train.resolve import divide
 from tests.kit.faults.disk import flip_bit
 from tests.kit.layouts.matrix import MODELS, SCHEDULES, TOLERANCE, WIDE

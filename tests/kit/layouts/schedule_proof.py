@@ -14,12 +14,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Hashable
 
 from optimus.parallel.pipeline.actions import COMPUTE, RECEIVES, SENDS, Action, Kind, Schedule
-from optimus.parallel.pipeline.communicate import (
-    WEIGHT_GRADIENT,
-    needs_of,
-    received_by,
-    sends_of,
-)
+from optimus.parallel.pipeline.communicate import WEIGHT_GRADIENT
 
 Communicator = Callable[[Action], Hashable]
 """Returns the communicator of a send or receive."""
@@ -269,3 +264,36 @@ def _max_live(actions: tuple[Action, ...]) -> int:
         live += (action.kind is Kind.F) - (action.kind is final_kind)
         most = max(most, live)
     return most
+
+
+def sends_of(action: Action, num_stages: int) -> list[Action]:
+    """Return a list with the action that sends the result of a compute action to another stage, or
+    [] if no stage needs the result.
+
+    The function assumes that each stage is on a different rank.
+    """
+    if action.kind is Kind.F and action.stage < num_stages - 1:
+        return [action._replace(kind=Kind.SEND_ACTIVATION)]
+    if action.kind in (Kind.B, Kind.I) and action.stage > 0:
+        return [action._replace(kind=Kind.SEND_GRADIENT)]
+    return []
+
+
+def received_by(send: Action) -> Action:
+    """Return the receive action that matches a send action."""
+    if send.kind is Kind.SEND_ACTIVATION:
+        return send._replace(kind=Kind.RECV_ACTIVATION, stage=send.stage + 1)
+    return send._replace(kind=Kind.RECV_GRADIENT, stage=send.stage - 1)
+
+
+def needs_of(action: Action, num_stages: int) -> list[Action]:
+    """Return a list with the action that receives the input of a compute action from another stage,
+    or [] if the compute action needs no data of another stage.
+
+    The function assumes that each stage is on a different rank.
+    """
+    if action.kind is Kind.F and action.stage > 0:
+        return [action._replace(kind=Kind.RECV_ACTIVATION)]
+    if action.kind in (Kind.B, Kind.I) and action.stage < num_stages - 1:
+        return [action._replace(kind=Kind.RECV_GRADIENT)]
+    return []

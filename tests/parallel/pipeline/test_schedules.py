@@ -6,17 +6,19 @@ The proof (`validate`) must accept all small schedules and refuse damaged schedu
 from __future__ import annotations
 
 import dataclasses
+import gc
+import hashlib
 import itertools
 import time
+from collections.abc import Iterator
 
 import pytest
 
 from optimus.errors import ConfigError
 from optimus.parallel.pipeline.actions import COMPUTE, Action, Kind, Schedule
-from optimus.parallel.pipeline.communicate import needs_of
 from optimus.parallel.pipeline.schedules import make_evaluation, make_schedule
-from optimus.parallel.pipeline.simulate import simulate, unit_costs
-from tests.kit.layouts.schedule_proof import validate, validate_evaluation
+from optimus.parallel.pipeline.simulate import bubble_ratio, simulate, unit_costs
+from tests.kit.layouts.schedule_proof import needs_of, validate, validate_evaluation
 
 NAMES = ("gpipe", "1f1b", "interleaved", "zb-h1")
 RANKS, MICROBATCHES = range(1, 6), (1, 2, 3, 4, 5, 6, 7, 8, 10, 11)
@@ -73,7 +75,16 @@ def test_data_travels_while_the_action_before_its_use_is_computed(name):
                 posted_at[action] = computed
 
 
-def test_the_cost_of_a_schedule_grows_with_its_length():
+@pytest.fixture
+def fresh_heap() -> Iterator[None]:
+    """Let the garbage collector skip the objects of other tests, as in a new process."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def test_the_cost_of_a_schedule_grows_with_its_length(fresh_heap):
     def time_of(microbatches: int) -> float:
         start = time.process_time()
         make_schedule("1f1b", 2, 1, microbatches)
@@ -84,14 +95,56 @@ def test_the_cost_of_a_schedule_grows_with_its_length():
     assert min(time_of(8000) for _ in range(3)) < 24 * min(time_of(1000) for _ in range(5))
 
 
-@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-h1"])
+@pytest.mark.parametrize("name", NAMES)
 def test_the_bubble_is_that_of_the_formula(name):
     for ranks, stages, microbatches in itertools.product(RANKS, stages_of(name), MICROBATCHES):
-        if microbatches < ranks:
-            continue
         timeline = simulate(make_schedule(name, ranks, stages, microbatches), unit_costs(stages))
-        ratio = (ranks - 1) / (microbatches * (3 if name == "zb-h1" else stages))
+        ratio = bubble_ratio(name, ranks, stages, microbatches)
         assert timeline.bubble_ratio == pytest.approx(ratio, abs=1e-12)
+        if microbatches >= ranks:  # the formula of the papers
+            formula = (ranks - 1) / (microbatches * (3 if name == "zb-h1" else stages))
+            assert ratio == pytest.approx(formula)
+
+
+def test_a_large_schedule_is_made_and_timed_in_seconds(fresh_heap):
+    start = time.process_time()
+    schedule = make_schedule("interleaved", 64, 4, 1024)
+    assert sum(map(len, schedule.ranks)) == 1_569_088
+    assert simulate(schedule, unit_costs(4)).bubble_ratio == pytest.approx(63 / (1024 * 4))
+    assert time.process_time() - start < 10
+
+
+def test_schedules_and_their_times_are_those_of_the_first_version():
+    """The digests are of the version that made each transfer from the action that needs it."""
+    lists, times = hashlib.sha256(), hashlib.sha256()
+
+    def add(schedule: Schedule) -> None:
+        lists.update(repr([[tuple(map(int, a)) for a in rank] for rank in schedule.ranks]).encode())
+
+    def cost(action: Action) -> float:
+        return (action.kind * 7 + action.stage * 3 + action.microbatch * 5) % 11 / 4 + 0.25
+
+    for name in NAMES:
+        sizes = itertools.product(RANKS, stages_of(name), (1, 2, 3, 5, 8, 11), (False, True))
+        for size in sizes:
+            schedule = make_schedule(name, *size)
+            add(schedule)
+            spans = [
+                [(tuple(map(int, span.action)), span.start, span.end) for span in rank]
+                for rank in simulate(schedule, cost).ranks
+            ]
+            times.update(repr(spans).encode())
+    for size in itertools.product(RANKS, (1, 2, 3), (1, 2, 3, 5, 8, 11)):
+        add(make_evaluation(*size))
+    assert lists.hexdigest() == "b73bffc9388deaac2ed8c5e0e21f81b2815c4ba39c6b228d643e744f256fd177"
+    assert times.hexdigest() == "f67962fea29e009872b501940c22fe699367383b5dd25e9a8c950df18c8891b1"
+
+
+def test_the_simulation_of_a_deadlock_fails():
+    forwards = [Action(Kind.F, 0, 0), Action(Kind.RECV_GRADIENT, 0, 0), Action(Kind.B, 0, 0)]
+    schedule = make_schedule("1f1b", 2, 1, 1)
+    with pytest.raises(AssertionError, match="deadlock"):  # rank 0 sends no activation
+        simulate(broken(schedule, 0, lambda a: a.__setitem__(slice(None), forwards)), unit_costs())
 
 
 def test_gpipe_has_the_bubble_of_1f1b_and_keeps_everything_alive():

@@ -1,0 +1,85 @@
+"""The nodes on which a run is planned."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from optimus.config.machine import load_machine
+from optimus.errors import ConfigError, counted, refuse_if
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """Nodes of a machine."""
+
+    machine: str
+    """Name or path of the machine's file."""
+    ranks_per_node: int
+    nodes: int = 0
+    """Number of nodes; 0: as many as the mesh of the configuration needs."""
+    hosts: tuple[str, ...] = ()
+    """Names of the nodes in the order of their ranks; empty if they are not known."""
+    host_group: str = ""
+    """`Machine.host_group`."""
+
+    @property
+    def world_size(self) -> int | None:
+        """Number of ranks; None if the configuration determines it."""
+        return self.nodes * self.ranks_per_node or None
+
+
+def allocate(machine: str | None, nodes: int | None, hosts: str | None) -> Allocation | None:
+    """Return the allocation that the options of a command select, or None without options.
+
+    Args:
+        machine: Value of `--machine`.
+        nodes: Value of `--nodes`.
+        hosts: Value of `--hosts`, the path of a file with a host name in each line.
+
+    Raises:
+        ConfigError: An option has a wrong value, or an option is missing.
+    """
+    for option, value in (("--nodes", nodes), ("--hosts", hosts)):
+        refuse_if(
+            value is not None and machine is None,
+            f"{option} {value} needs the number of ranks on a node; add --machine NAME",
+        )
+    if machine is None:
+        return None
+    refuse_if(nodes is not None and nodes < 1, f"--nodes {nodes} must be at least 1")
+    definition = load_machine(machine)
+    names = () if hosts is None else read_hosts(hosts)
+    if names and nodes is not None and nodes != len(names):
+        raise ConfigError(
+            f"--hosts {hosts} has {counted(len(names), 'host')}, but --nodes is {nodes}; leave "
+            "--nodes out, or give a file with this number of hosts"
+        )
+    count = nodes or len(names)
+    if count:
+        definition.check_nodes(count)
+    return Allocation(machine, definition.ranks_per_node, count, names, definition.host_group)
+
+
+def read_hosts(path: str) -> tuple[str, ...]:
+    """Return the host names in a file, one in each line, as in PBS_NODEFILE. A host that several
+    lines name, once for each rank, is returned once.
+
+    Raises:
+        ConfigError: The file cannot be read, has no host, or names a host again after another one.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--hosts {path}: {error}; give a text file of host names") from None
+    names = [line.strip() for line in lines if line.strip()]
+    refuse_if(not names, f"--hosts {path} has no host; write a host name in each line")
+    hosts = [name for name, before in zip(names, ["", *names], strict=False) if name != before]
+    for name, count in Counter(hosts).items():
+        refuse_if(
+            len(name.split()) > 1 or count > 1,
+            f"--hosts {path}: {name!r} is not a single host name, or occurs twice; write each host "
+            "once, in the order of the ranks",
+        )
+    return tuple(hosts)

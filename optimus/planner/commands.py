@@ -1,0 +1,144 @@
+"""Options of `optimus plan` for the nodes of a machine and for the search over layouts."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from optimus.config import Config
+from optimus.errors import ConfigError, counted, refuse_if
+from optimus.io.files import write_bytes
+from optimus.planner.allocation import Allocation
+
+_GIB = 1 << 30
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options to the parser of `optimus plan`."""
+    parser.add_argument(
+        "--machine", metavar="NAME", help="a name in configs/machine, or the path of a TOML file"
+    )
+    parser.add_argument(
+        "--nodes",
+        type=int,
+        metavar="N",
+        help="plan N nodes of the machine (default: as many as the configuration needs)",
+    )
+    parser.add_argument(
+        "--hosts",
+        metavar="FILE",
+        help="names of the nodes in the order of their ranks, such as PBS_NODEFILE",
+    )
+    parser.add_argument(
+        "--write-hosts",
+        metavar="FILE",
+        help="write the hosts in an order with fewer bytes across groups of nodes",
+    )
+    parser.add_argument(
+        "--search",
+        action="store_true",
+        help="instead, rank the layouts of the run on the nodes of the machine",
+    )
+    for name, kind, metavar, text in (
+        ("top", int, "N", "number of layouts to print (10)"),
+        ("memory", float, "GIB", "memory of a rank (default: that of the machine's device)"),
+        ("out", str, "DIR", "write layouts.csv and pareto.png to this directory"),
+        ("write", str, "FILE", "write the configuration of the first layout"),
+    ):
+        parser.add_argument(f"--{name}", type=kind, metavar=metavar, help=f"with --search: {text}")
+
+
+def check_options(args: argparse.Namespace) -> None:
+    """Check the options of `add_options`. Raises ConfigError if one has no effect or a wrong
+    value."""
+    refuse_if(args.write_hosts and not args.hosts, "--write-hosts needs --hosts FILE; add it")
+    for name in ("top", "memory", "out", "write"):
+        value = getattr(args, name)
+        refuse_if(
+            value is not None and not args.search, f"--{name} {value} has no effect; add --search"
+        )
+    for name in ("top", "memory"):
+        value = getattr(args, name)
+        refuse_if(value is not None and value <= 0, f"--{name} {value} must be above 0")
+    chosen = [
+        option
+        for option, value in (
+            ("--search", args.search),
+            ("--resolved", args.resolved),
+            ("--write-hosts", args.write_hosts),
+        )
+        if value
+    ]
+    refuse_if(len(chosen) > 1, f"{' and '.join(chosen)} exclude each other; leave one out")
+
+
+def write_hosts(config: Config, mesh: dict[str, int], allocation: Allocation, path: str) -> None:
+    """Write the hosts of an allocation in a better order for a mesh."""
+    from optimus.distributed.mesh import Mesh
+    from optimus.planner.traffic import better_order
+
+    hosts = better_order(config, Mesh(**mesh), allocation)
+    write_bytes(path, "".join(f"{host}\n" for host in hosts).encode())
+
+
+def run_search(args: argparse.Namespace, config: Config, allocation: Allocation | None) -> int:
+    """Rank the layouts of a run, and print and write the results. Return the exit status."""
+    from optimus.config.machine import load_machine
+    from optimus.planner.search import (
+        ComputeBound,
+        Layout,
+        LayoutChecks,
+        StateMemory,
+        StepSeconds,
+        search,
+        space_of,
+    )
+    from optimus.planner.search_report import (
+        PFLOP,
+        SECONDS,
+        format_report,
+        report,
+        write_config,
+        write_report,
+    )
+    from optimus.planner.step_time import rates_of
+
+    world_size = allocation.world_size if allocation else None
+    if world_size is None:
+        raise ConfigError("--search needs a number of ranks; add --machine NAME --nodes N")
+    checks = LayoutChecks(config)
+    memory = StateMemory(config, checks)
+    time: Callable[[Layout], float] = ComputeBound(config, checks)
+    unit, limit = PFLOP, None if args.memory is None else int(args.memory * _GIB)
+    machine = load_machine(args.machine)
+    if machine.device is not None:
+        rates = rates_of(machine, config.train.dtype, args.machine)
+        time, unit = StepSeconds(config, checks, rates), SECONDS
+        limit = limit or int(machine.device.memory_bytes.value)
+    space = space_of(config, world_size)
+    processes = len(os.sched_getaffinity(0))
+    ranking = search(config, world_size, space, memory, time, checks, limit, processes)
+    if not ranking.evaluations:
+        reasons = "; ".join(f"{n:,}: {why}" for why, n in ranking.rejected.most_common(3))
+        raise ConfigError(
+            f"none of {counted(ranking.rejected.total(), 'layout')} is possible ({reasons}); use "
+            "other nodes, more memory or another global batch"
+        )
+    best = ranking.evaluations[0].layout
+    if args.out is not None:
+        write_report(ranking, unit, Path(args.out))
+    if args.write is not None:
+        write_config(best.apply(config), args.write)
+    top = args.top or 10
+    if args.json:
+        result: dict[str, Any] = {"world": world_size} | report(ranking, top, unit)
+        print(json.dumps(result))
+    else:
+        print(format_report(ranking, top, unit))
+        print(f"the first layout: {best.describe()}")
+        print("activations are not included in the memory")
+    return 0

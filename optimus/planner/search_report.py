@@ -1,0 +1,119 @@
+"""Text, table and picture of a search over layouts."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from optimus.config import Config, dump_toml
+from optimus.errors import counted
+from optimus.io.files import atomic_writer, make_dirs, write_bytes
+from optimus.observe.report import load_pyplot
+from optimus.planner.search import Evaluation, Ranking
+
+_GIB = 1 << 30
+_MOST_POINTS = 20_000
+"""Maximum number of evaluated layouts in a picture, evenly chosen from the ranking."""
+
+
+class Unit(NamedTuple):
+    """The unit of the times of a ranking."""
+
+    name: str
+    """Name of the column of the table, with the unit."""
+    text: str
+    """Name in the text and in the picture, with the unit."""
+    size: float
+    """Times are divided by this."""
+
+
+SECONDS = Unit("step_s", "step, s", 1.0)
+PFLOP = Unit("bound_pflop", "PFLOP of the busiest rank, with its idle time", 1e15)
+
+
+def report(ranking: Ranking, top: int, unit: Unit) -> dict[str, Any]:
+    """Return a ranking as a dict for JSON: the numbers of layouts, and the first `top` layouts and
+    the Pareto front, each with its settings, its time in `unit` and its memory."""
+    return {
+        "evaluated": len(ranking.evaluations),
+        "rejected": dict(ranking.rejected.most_common()),
+        "ranking": [_row(evaluation, unit) for evaluation in ranking.evaluations[:top]],
+        "pareto": [_row(evaluation, unit) for evaluation in ranking.pareto],
+    }
+
+
+def _row(evaluation: Evaluation, unit: Unit) -> dict[str, Any]:
+    settings = evaluation.layout._asdict()
+    return settings | {unit.name: evaluation.time / unit.size, "memory_bytes": evaluation.memory}
+
+
+def format_report(ranking: Ranking, top: int, unit: Unit) -> str:
+    """Return a ranking as text: the first `top` layouts, and the numbers of layouts that were
+    evaluated and rejected."""
+    rows = [(unit.text, "GiB", "pp dp ep tp", "schedule", "microbatch", "recompute", "states")]
+    for time, memory, layout in ranking.evaluations[:top]:
+        stages = f" x {layout.virtual_stages}" if layout.virtual_stages > 1 else ""
+        rows.append(
+            (
+                f"{time / unit.size:.6g}",
+                f"{memory / _GIB:.2f}",
+                " ".join(map(str, layout.mesh)),
+                layout.schedule + stages,
+                str(layout.microbatch_size),
+                " ".join(layout.recompute) or "nothing",
+                f"{layout.sharding}, {layout.resident}",
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+    lines.append(f"{counted(len(ranking.evaluations), 'layout')} evaluated")
+    lines += [
+        f"{counted(n, 'layout')} rejected: {why}" for why, n in ranking.rejected.most_common()
+    ]
+    return "\n".join(lines)
+
+
+def write_report(ranking: Ranking, unit: Unit, directory: Path) -> None:
+    """Write `layouts.csv`, all evaluated layouts in the order of the ranking, and `pareto.png`."""
+    make_dirs(directory)
+    text = io.StringIO()
+    first = _row(ranking.evaluations[0], unit)
+    table = csv.DictWriter(text, first.keys(), lineterminator="\n")
+    table.writeheader()
+    for evaluation in ranking.evaluations:
+        row = _row(evaluation, unit)
+        table.writerow(row | {"recompute": " ".join(row["recompute"])})
+    write_bytes(directory / "layouts.csv", text.getvalue().encode())
+    _draw(ranking, unit, directory / "pareto.png")
+
+
+def write_config(config: Config, path: str) -> None:
+    """Write a configuration that `optimus train` reads."""
+    write_bytes(path, dump_toml(config).encode())
+
+
+def _draw(ranking: Ranking, unit: Unit, path: Path) -> None:
+    pyplot = load_pyplot()
+    figure, axes = pyplot.subplots(figsize=(8, 6))
+    step = max(1, len(ranking.evaluations) // _MOST_POINTS)
+    axes.plot(*_points(ranking.evaluations[::step], unit), ".", ms=2, color="tab:gray")
+    axes.plot(*_points(ranking.pareto, unit), "o-", ms=5, label="no layout is better in both")
+    axes.set_xlabel("memory of the fullest rank, GiB")
+    axes.set_ylabel(unit.text)
+    axes.set_yscale("log")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.tight_layout()
+    with atomic_writer(path) as file:
+        figure.savefig(file, format="png", dpi=120)
+    pyplot.close(figure)
+
+
+def _points(evaluations: Sequence[Evaluation], unit: Unit) -> tuple[list[float], list[float]]:
+    return [e.memory / _GIB for e in evaluations], [e.time / unit.size for e in evaluations]

@@ -1,0 +1,530 @@
+"""Bytes of the model states of any rank, computed by arithmetic alone: without torch, a model or
+process groups.
+
+Model states are parameters, gradients, master weights and moments. `ChunkEngine.state_bytes` counts
+the bytes of the tensors that training allocates, and tests compare both. With offloading,
+`plan_ranks` builds the engine. A search over layouts asks for hundreds of thousands of ranks, so
+equal ranks and equal classes of parameters are computed once.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from optimus.checkpoint.shard_file import aligned
+from optimus.checkpoint.slices import (
+    Box,
+    ChunkShard,
+    Scatter,
+    Share,
+    slices_to_write,
+    writer_in_paper,
+)
+from optimus.chunks.layout import KINDS, Parameter, lay_out
+from optimus.chunks.options import (
+    DEFAULT_OPTIONS,
+    ParamOptions,
+    check_patterns,
+    options_of,
+)
+from optimus.chunks.residency import fewest_slots
+from optimus.config import Config, ModelConfig, OptimConfig
+from optimus.config.axes import UNEQUAL, Axes
+from optimus.distributed.mesh import Coordinate, GroupAxes, Mesh, ParameterKind
+from optimus.errors import ConfigError, counted
+from optimus.model.shapes import block_shapes, head_shapes, model_shapes
+from optimus.parallel.divisible import check_divisible
+from optimus.parallel.pipeline.plan import plan_stages
+from optimus.parallel.pipeline.schedules import check_virtual_stages
+
+ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
+"""Bytes of an element of each dtype."""
+_MODEL_ITEMSIZE = 2
+"""Bytes of an element in a model-only checkpoint: `optimus.checkpoint.weights.DTYPE`."""
+ADAMW = (4, 4)
+"""Bytes of an element of each moment of AdamW."""
+_EMBEDDING, _HEAD = -1, -2
+"""Segments of a rank's model, which are otherwise numbers of layers."""
+_DIVIDED = ("q_proj", "k_proj", "v_proj", "q_norm", "k_norm", "gate_proj", "up_proj")
+"""Modules whose parameters tp divides."""
+_ROWS = ("o_proj", "down_proj", "embed", "head")
+"""Modules whose weight, but not whose bias, tp divides."""
+_HIDDEN_NORMS = ("attention_norm", "mlp_norm", "final_norm")
+
+
+class _Class(NamedTuple):
+    """Process groups and options of parameters that share chunks, like `ParamProcessGroups`."""
+
+    stage: int
+    groups: GroupAxes
+    """Axes of the process groups. Axes of size 1 are left out, except in `copy`."""
+    is_later_copy: bool
+    options: ParamOptions
+
+
+class _Param(NamedTuple):
+    """A parameter of a rank."""
+
+    size: int
+    """Number of elements of this rank's slice."""
+    key: _Class
+    segment: int
+
+
+class _Packed(NamedTuple):
+    """A chunk of a class, as `_pack` returns it."""
+
+    length: int
+    used: int
+    num_params: int
+
+
+class _Chunk(NamedTuple):
+    """A chunk of a rank."""
+
+    key: _Class
+    length: int
+    used: int
+    members: Sequence[int]
+    """Indices of its parameters in the order of first use."""
+
+
+class _GroupSizes(NamedTuple):
+    reduce: int
+    shard: int
+    replica: int
+
+
+class RankBytes(NamedTuple):
+    """Bytes of the model states of a rank."""
+
+    sizes: dict[str, int]
+    """Bytes of each of KINDS and "padding", "cache" and "total", as in `plan_ranks`."""
+    fewest_slots: int
+    """Smallest number of chunks in the parameter cache with which the rank can run."""
+
+
+class StateSizes:
+    """Bytes of the model states of any rank, for a model and settings that do not depend on the
+    mesh.
+
+    Args:
+        config: The configuration. Of the section `[parallel]`, only `sequence_parallel` is used.
+        moment_bytes: Bytes of an element of each moment of the optimizer.
+    """
+
+    def __init__(self, config: Config, moment_bytes: Sequence[int] = ADAMW) -> None:
+        model, optim = config.model, config.optim
+        self._model, self._optim, self.moment_bytes = model, optim, moment_bytes
+        self._in_sequence = config.parallel.sequence_parallel
+        self._host_share = config.offload.host_share
+        self.deterministic = config.train.deterministic
+        self.itemsize = ITEMSIZE[config.train.dtype]
+        self.sum_itemsize = ITEMSIZE[optim.grad_dtype]
+        self.grad_itemsize = max(self.itemsize, self.sum_itemsize)
+        self.divides_gradients = optim.resident != "all" or self._host_share > 0
+        self.divides_params = optim.resident == "cache"
+        self._has_patterns = bool(optim.groups or optim.frozen)
+        self._kinds = model.experts_by_layer
+        """Layers with equal numbers have parameters of equal shapes."""
+        self._shapes = {
+            kind: block_shapes(model.layer(self._kinds.index(kind))) for kind in set(self._kinds)
+        }
+        self._blocks: dict[tuple[int, Mesh], list[tuple[int, _Class]]] = {}
+        self._ranks: dict[Any, RankBytes] = {}
+        self._pipeline_ranks: dict[Any, list[int]] = {}
+
+    def of_rank(self, mesh: Mesh, stages: Sequence[range], coordinate: Coordinate) -> RankBytes:
+        """Return the bytes of the model states of the rank at `coordinate`.
+
+        Args:
+            mesh: Sizes of the axes, which must divide the sizes of the model.
+            stages: The layers of each pipeline stage.
+            coordinate: Indices of the rank. The result does not depend on those along dp and ep.
+        """
+        local = stages[coordinate.pp :: mesh.pp]
+        ends = coordinate.pp == 0, coordinate.pp == mesh.pp - 1
+        rows = _share(self._model.vocab_size, coordinate.tp, mesh.tp) if any(ends) else 0
+        layers = [r if self._has_patterns else self._kinds[r.start : r.stop] for r in local]
+        key = mesh, tuple(layers), ends, rows
+        if key not in self._ranks:
+            params = self._params_of(mesh, stages, coordinate)
+            self._ranks[key] = self._count(params, mesh, has_last=ends[1])
+        return self._ranks[key]
+
+    def fullest(self, mesh: Mesh, stages: Sequence[range]) -> RankBytes:
+        """Return the sizes of the rank with the largest "total". `fewest_slots` is the largest of
+        all ranks."""
+        rows = {_share(self._model.vocab_size, tp, mesh.tp): tp for tp in range(mesh.tp)}
+        ranks = [
+            self.of_rank(mesh, stages, Coordinate(pp, 0, 0, tp))
+            for pp in self._different(tuple(stages), mesh.pp)
+            for tp in (rows.values() if pp in (0, mesh.pp - 1) else [0])
+        ]
+        largest = max(ranks, key=lambda rank: rank.sizes["total"])
+        return RankBytes(largest.sizes, max(rank.fewest_slots for rank in ranks))
+
+    def _different(self, stages: tuple[range, ...], pp: int) -> list[int]:
+        """Return the pipeline ranks without those whose layers have the same parameters as the
+        layers of another rank in the list."""
+        if (stages, pp) not in self._pipeline_ranks:
+            ranks: dict[Any, int] = {}
+            for rank in range(pp):
+                layers = stages[rank::pp]
+                kinds = [r if self._has_patterns else self._kinds[r.start : r.stop] for r in layers]
+                ranks.setdefault((rank == 0, rank == pp - 1, tuple(kinds)), rank)
+            self._pipeline_ranks[stages, pp] = list(ranks.values())
+        return self._pipeline_ranks[stages, pp]
+
+    def staging_bytes(
+        self,
+        mesh: Mesh,
+        stages: Sequence[range],
+        coordinate: Coordinate,
+        scatter: Scatter,
+        with_models: bool,
+    ) -> int:
+        """Return the bytes of host memory to which a rank copies states for
+        checkpoint.async_save.
+
+        Args:
+            mesh, stages, coordinate: As for `of_rank`.
+            scatter: `checkpoint.scatter`.
+            with_models: True if the run also saves model-only checkpoints.
+        """
+        params = self._params_of(mesh, stages, coordinate)
+        named = {str(number): param.key for number, param in enumerate(params)}
+        layout = lay_out(
+            (
+                Parameter(name, (p.size,), p.key, *_group_sizes(p.key, mesh)[:2])
+                for name, p in zip(named, params, strict=True)
+            ),
+            self._optim.chunk_length,
+        )
+        shards, turns = [], {}
+        for chunk in layout.chunks:
+            key = named[chunk.slots[0].name]
+            first = mesh.number_of(coordinate, key.groups.shard) * chunk.shard_length
+            shards.append(ChunkShard(chunk, first, key.groups.copy, key.is_later_copy))
+        if self._model.tie_embeddings and mesh.pp > 1 and coordinate.pp in (0, mesh.pp - 1):
+            turns["0"] = Share(int(coordinate.pp > 0), 2)  # the embedding is the first parameter
+        boxes: dict[str, Box] = dict.fromkeys(named, ())
+        size = 0
+        for piece in slices_to_write(shards, boxes, mesh, coordinate, scatter, turns):
+            is_frozen = named[shards[piece.shard].chunk.slots[0].name].options.frozen
+            states = 1 if is_frozen else 1 + len(self.moment_bytes)
+            count = piece.stop - piece.start
+            size += states * aligned(4 * count)
+            if with_models:
+                size += aligned(_MODEL_ITEMSIZE * count)
+        return size
+
+    def trained_elements(
+        self, mesh: Mesh, stages: Sequence[range], coordinate: Coordinate
+    ) -> list[tuple[GroupAxes, int]]:
+        """Return the axes of the process groups of each chunk of trained parameters on a rank, and
+        the number of its elements, with padding."""
+        chunks = self._chunks_of(self._params_of(mesh, stages, coordinate), mesh)
+        return [(c.key.groups, c.length) for c in chunks if not c.key.options.frozen]
+
+    # -- the parameters of a rank ----------------------------------------------------------------
+
+    def _params_of(
+        self, mesh: Mesh, stages: Sequence[range], coordinate: Coordinate
+    ) -> list[_Param]:
+        """Return the parameters of a rank in order of first use."""
+        model, last = self._model, len(stages) - 1
+        has_first, has_last = coordinate.pp == 0, coordinate.pp == mesh.pp - 1
+        rows = _share(model.vocab_size, coordinate.tp, mesh.tp)
+        params: list[_Param] = []
+        if has_first or (has_last and model.tie_embeddings):
+            key = self._class("embed.weight", mesh)
+            stage, segment = (0, _EMBEDDING) if has_first else (last, _HEAD)
+            is_later = model.tie_embeddings and not has_first
+            key = key._replace(stage=stage, is_later_copy=is_later)
+            params.append(_Param(rows * model.hidden_size, key, segment))
+        for stage in range(coordinate.pp, len(stages), mesh.pp):
+            keys: dict[_Class, _Class] = {}
+            for layer in stages[stage]:
+                for size, key in self._block(layer, mesh):
+                    if key not in keys:
+                        keys[key] = key._replace(stage=stage)
+                    params.append(_Param(size, keys[key], layer))
+        for name, shape in head_shapes(model).items() if has_last else ():
+            size = rows * model.hidden_size if name == "head.weight" else math.prod(shape)
+            params.append(_Param(size, self._class(name, mesh)._replace(stage=last), _HEAD))
+        return params
+
+    def _block(self, layer: int, mesh: Mesh) -> list[tuple[int, _Class]]:
+        """Return the number of elements and the class, without the stage, of each parameter of a
+        layer."""
+        known = layer if self._has_patterns else self._kinds[layer], mesh
+        if known not in self._blocks:
+            self._blocks[known] = [
+                (
+                    math.prod(shape) // mesh.size_of(_divided_by(name)),
+                    self._class(f"blocks.{layer}.{name}", mesh),
+                )
+                for name, shape in self._shapes[self._kinds[layer]].items()
+            ]
+        return self._blocks[known]
+
+    def _class(self, name: str, mesh: Mesh) -> _Class:
+        """Return the class of a parameter on its first stage, without the number of the stage."""
+        module, leaf = name.split(".")[-2:]
+        # With sequence parallelism, each tp rank applies these to its share of the sequence.
+        is_partial = module in _HIDDEN_NORMS or (module, leaf) == ("o_proj", "bias")
+        partial = ("tp",) if is_partial and self._in_sequence and mesh.tp > 1 else ()
+        # As in `make_placements`: tp, unlike ep, divides only if there are several ranks.
+        divided = tuple(a for a in _divided_by(name) if a != "tp" or mesh.tp > 1)
+        options = options_of(name, self._optim) if self._has_patterns else DEFAULT_OPTIONS
+        is_whole = options.frozen and not self.divides_params
+        axes = ParameterKind(divided, partial).group_axes(
+            "none" if is_whole else self._optim.sharding
+        )
+        several = (tuple(a for a in some if getattr(mesh, a) > 1) for some in axes)
+        return _Class(0, GroupAxes(*several)._replace(copy=axes.copy), False, options)
+
+    # -- the bytes -------------------------------------------------------------------------------
+
+    def _count(self, params: Sequence[_Param], mesh: Mesh, has_last: bool) -> RankBytes:
+        """Return the bytes of the states of a rank with these parameters."""
+        chunks = self._chunks_of(params, mesh)
+        by_first_use = sorted(range(len(chunks)), key=lambda number: chunks[number].members[0])
+        on_device = len(chunks) - math.ceil(self._host_share * len(chunks))
+        host = {*by_first_use[on_device:]}
+        trained = [chunk for chunk in chunks if not chunk.key.options.frozen]
+        several = any(_group_sizes(chunk.key, mesh).reduce > 1 for chunk in trained)
+        tally = _Tally(self, self.divides_gradients or (self.deterministic and several))
+        # The head uses the embedding if it is tied, which is the first parameter.
+        is_tied = self._model.tie_embeddings and has_last
+        cached: list[int] = []
+        needs: dict[int, set[int]] = {}
+        for number, chunk in enumerate(chunks):
+            sizes, is_on_host = _group_sizes(chunk.key, mesh), number in host
+            is_transient = is_on_host or (self.divides_params and sizes.shard > 1)
+            has_embedding = is_tied and chunk.members[0] == 0
+            tally.add_chunk(chunk, sizes, is_on_host, is_transient)
+            if has_embedding and not chunk.key.options.frozen:
+                tally.add_use(params[0].size, sizes, is_on_host)
+            if is_transient:
+                cached.append(chunk.length * self.itemsize)
+                for segment in {params[member].segment for member in chunk.members}:
+                    needs.setdefault(segment, set()).add(number)
+                if has_embedding:
+                    needs.setdefault(_HEAD, set()).add(number)
+        cache = sum(sorted(cached)[-self._optim.cache_chunks :])
+        return RankBytes(tally.result(cache), fewest_slots(needs.values()))
+
+    def _chunks_of(self, params: Sequence[_Param], mesh: Mesh) -> list[_Chunk]:
+        """Return the chunks of a rank, in the order of `lay_out`."""
+        classes: dict[_Class, list[int]] = {}
+        for number, param in enumerate(params):
+            classes.setdefault(param.key, []).append(number)
+        chunks = []
+        for key, members in classes.items():
+            elements = tuple(params[member].size for member in members)
+            reduce = _group_sizes(key, mesh).reduce
+            for packed in _pack(elements, reduce, self._optim.chunk_length):
+                chunks.append(_Chunk(key, packed.length, packed.used, members[: packed.num_params]))
+                members = members[packed.num_params :]
+        return chunks
+
+
+class _Tally:
+    """Adds up the bytes of a rank's states by kind, like `count_bytes`. The buffers are those of
+    `ChunkState`, `UseGradBuffer` and `ReducePerMicrobatch`, without those that are freed."""
+
+    def __init__(self, settings: StateSizes, adds_each: bool) -> None:
+        """`adds_each` is True if gradients are added up after each microbatch."""
+        self._settings, self._adds_each = settings, adds_each
+        self._sizes = dict.fromkeys((*KINDS, "padding"), 0)
+        self._host = 0
+
+    def add_chunk(
+        self, chunk: _Chunk, groups: _GroupSizes, is_on_host: bool, is_transient: bool
+    ) -> None:
+        """Add the buffers of a chunk of L elements."""
+        settings, length = self._settings, chunk.length
+        shard = length // groups.shard
+        buffers = [("parameters", (shard if is_transient else length) * settings.itemsize, True)]
+        if not chunk.key.options.frozen:
+            has_sum = groups.shard > 1 or is_on_host
+            itemsize = settings.grad_itemsize
+            if not (settings.divides_gradients and (groups.reduce > 1 or is_on_host)):
+                buffers.append(("gradients", length * itemsize, False))
+            if has_sum:
+                buffers.append(("gradients", 4 * shard, True))
+            if settings.itemsize < 4:
+                buffers.append(("masters", 4 * shard, True))
+            buffers += [("moments", size * shard, True) for size in settings.moment_bytes]
+            if self._adds_each and groups.replica > 1:
+                kind = "gradients" if settings.divides_gradients else "deterministic"
+                size = length // groups.reduce * (4 if has_sum else itemsize)
+                buffers.append((kind, size, True))
+        in_chunk = self._add(buffers, is_on_host)
+        self._sizes["padding"] += -(-in_chunk * (length - chunk.used) // length)
+
+    def add_use(self, size: int, groups: _GroupSizes, is_on_host: bool) -> None:
+        """Add the buffers of the gradient of a tied head with `size` elements."""
+        settings, itemsize = self._settings, self._settings.sum_itemsize
+        (packed,) = _pack((size,), groups.reduce, 1)
+        buffers = []
+        if not (settings.divides_gradients and (groups.reduce > 1 or is_on_host)):
+            buffers.append(("tied", packed.length * itemsize, False))
+        if is_on_host:
+            buffers.append(("tied", 4 * packed.length, True))
+        if self._adds_each and groups.reduce > 1:
+            piece = packed.length // groups.reduce
+            buffers.append(("tied", piece * (4 if is_on_host else itemsize), True))
+        self._add(buffers, is_on_host)
+
+    def _add(self, buffers: Sequence[tuple[str, int, bool]], is_on_host: bool) -> int:
+        """Add (kind, bytes, True if the buffer is in the home tier). Return the sum."""
+        for kind, size, is_at_home in buffers:
+            self._sizes[kind] += size
+            if is_on_host and is_at_home:
+                self._host += size
+        return sum(size for _, size, _ in buffers)
+
+    def result(self, cache: int) -> dict[str, int]:
+        """Return the sizes as in `plan_ranks`, for a cache of `cache` bytes."""
+        total = sum(self._sizes[kind] for kind in KINDS) - self._host + cache
+        kinds = {kind: self._sizes[kind] for kind in KINDS}
+        padding = self._sizes["padding"]
+        return kinds | {"total": total, "padding": padding, "cache": cache}
+
+
+def _group_sizes(key: _Class, mesh: Mesh) -> _GroupSizes:
+    return _GroupSizes(*map(mesh.size_of, key.groups[:3]))
+
+
+@lru_cache(maxsize=1 << 12)
+def _pack(sizes: tuple[int, ...], reduce_size: int, target_length: int) -> tuple[_Packed, ...]:
+    """Return the chunks of a class of parameters with these numbers of elements."""
+    params = [Parameter(str(n), (size,), None, reduce_size) for n, size in enumerate(sizes)]
+    chunks = lay_out(params, target_length).chunks
+    return tuple(_Packed(chunk.length, chunk.used, len(chunk.slots)) for chunk in chunks)
+
+
+def _share(size: int, index: int, count: int) -> int:
+    """Return the number of elements in a share, as `optimus.parallel.placement.share` divides
+    them."""
+    return size * (index + 1) // count - size * index // count
+
+
+def _divided_by(name: str) -> Axes:
+    """Return the axes that divide a parameter of which ranks have slices. `name` may be relative
+    to the block."""
+    module, leaf = name.split(".")[-2:]
+    if module == "experts":
+        return ("ep", "tp")
+    return ("tp",) if module in _DIVIDED or (leaf == "weight" and module in _ROWS) else ()
+
+
+def check_names(optim: OptimConfig, model: ModelConfig) -> None:
+    """Check that each pattern of `optim.groups` and `optim.frozen` matches the name of a parameter
+    of the model.
+
+    Raises:
+        ConfigError: A pattern has no effect, or no parameter is left to train.
+    """
+    if optim.groups or optim.frozen:
+        check_patterns(optim, model_shapes(model))
+
+
+def check_slots(config: Config, mesh: Mesh) -> None:
+    """Check that each rank's parameter cache has space for the embedding, for any one block and for
+    the head.
+
+    The cache has space for optim.cache_chunks chunks. A chunk is a flat buffer of parameters, and
+    all chunks of a block are needed at the same time.
+
+    Raises:
+        ConfigError: optim.cache_chunks is too small.
+    """
+    if config.offload.mode != "off":
+        from optimus.rank import states as engine  # imports torch
+
+        engine.check_slots(config, mesh)
+    elif config.optim.cache_chunks:
+        sizes, stages = StateSizes(config), stages_of(config, mesh)
+        _check_slots(config.optim, [sizes.of_rank(mesh, stages, rank) for rank in _kinds(mesh)])
+
+
+def _check_slots(optim: OptimConfig, ranks: Sequence[RankBytes]) -> None:
+    slots, least = optim.cache_chunks, max(rank.fewest_slots for rank in ranks)
+    if 0 < slots < least:
+        raise ConfigError(
+            f"optim.cache_chunks = {slots}: the largest of the embedding, the blocks and the "
+            f"head needs {counted(least, 'chunk')} at once; use {least} or more, or a larger "
+            "optim.chunk_length",
+        )
+
+
+def stages_of(config: Config, mesh: Mesh) -> tuple[range, ...]:
+    """Return the layers of each pipeline stage, as `plan_stages` does.
+
+    Raises:
+        ConfigError: The schedule does not support parallel.virtual_stages, or as `plan_stages`.
+    """
+    parallel = config.parallel
+    if mesh.pp * parallel.virtual_stages > 1:
+        check_virtual_stages(parallel.schedule, parallel.virtual_stages)
+    return plan_stages(config, mesh.pp)
+
+
+def _kinds(mesh: Mesh) -> Iterator[Coordinate]:
+    """Yield the mesh coordinate with dp = ep = 0 for each pair of a pp index and a tp index."""
+    # Ranks that differ only along dp or ep have states of the same size.
+    sizes = (size if axis in UNEQUAL else 1 for axis, size in mesh._asdict().items())
+    yield from itertools.starmap(Coordinate, itertools.product(*map(range, sizes)))
+
+
+def plan_ranks(
+    config: Config, mesh: Mesh, moment_bytes: Sequence[int] = ADAMW
+) -> Iterator[tuple[Coordinate, dict[str, int]]]:
+    """For each pair of a pp index and a tp index, compute the bytes of the model states of a rank.
+
+    Ranks that differ only along dp or ep have states of the same size.
+
+    Args:
+        config: The configuration.
+        mesh: Sizes of the axes.
+        moment_bytes: Bytes of an element of each moment of the optimizer.
+
+    Yields:
+        The coordinate of the rank, and a dict of sizes in bytes. Its keys are those of
+        `ChunkEngine.state_bytes`, "cache" and "staging". "cache" is the memory of gathered
+        parameters with optim.resident = "cache" or with offloading. "staging" is the host memory
+        for checkpoint.async_save. "disk" includes the copies of states on disk. "total" is the
+        device memory, including "cache".
+
+    Raises:
+        ConfigError: A parallel size does not divide a model dimension, a pattern of optim.groups or
+            optim.frozen matches no parameter, or optim.cache_chunks is too small.
+    """
+    if config.offload.mode != "off":  # the engine decides on spare buffers and on states on disk
+        from optimus.rank import states as engine  # imports torch
+
+        yield from engine.plan_ranks(config, mesh)
+        return
+    check_divisible(config, mesh)
+    check_names(config.optim, config.model)
+    checkpoint, stages = config.checkpoint, stages_of(config, mesh)
+    states = StateSizes(config, moment_bytes)
+    ranks = [states.of_rank(mesh, stages, coordinate) for coordinate in _kinds(mesh)]
+    _check_slots(config.optim, ranks)
+    for coordinate, rank in zip(_kinds(mesh), ranks, strict=True):
+        if checkpoint.scatter == "paper":  # only ranks that write checkpoints have staging memory
+            coordinate = coordinate._replace(dp=writer_in_paper(mesh, coordinate))
+        staging = 0
+        if checkpoint.async_save:
+            staging = states.staging_bytes(
+                mesh, stages, coordinate, checkpoint.scatter, bool(checkpoint.model_interval)
+            )
+        yield coordinate, rank.sizes | {"host": 0, "disk": 0, "staging": staging}

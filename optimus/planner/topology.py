@@ -1,0 +1,220 @@
+"""Bytes that cross nodes and groups of nodes, from the order of the ranks.
+
+A group is a set of nodes with fewer links to other nodes, such as a rack that is a group of a
+dragonfly network. All functions are pure. The links that a collective uses depend on the ranks of
+its process group, the order of the hosts and the algorithm:
+
+- `ring`: each rank sends to the next rank of the process group.
+- `halving`: Rabenseifner's algorithm (2004, doi 10.1007/978-3-540-24685-5_1) as in oneCCL and
+  MPICH: in each step the distance of the ranks that exchange doubles, from 1, and the bytes halve.
+- `hierarchical`: a ring in each node, then rings of the ranks with equal indices in their nodes,
+  and the same for groups. Where domains have different numbers of ranks: `ring`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+import numpy
+from numpy import ndarray
+
+from optimus.config.axes import AXES, Axes
+from optimus.distributed.mesh import Mesh
+
+Algorithm = Literal["ring", "halving", "hierarchical"]
+ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Nodes and groups of the ranks of a run, which are numbered in the order of the nodes."""
+
+    ranks_per_node: int
+    groups: tuple[int, ...] | None = None
+    """Number of the group of each node; None if the groups are unknown."""
+
+    def domains(self, ranks: ndarray) -> list[ndarray]:
+        """Return the node and, if it is known, the group of each rank."""
+        nodes = ranks // self.ranks_per_node
+        return [nodes] if self.groups is None else [nodes, numpy.asarray(self.groups)[nodes]]
+
+
+class Crossing(NamedTuple):
+    """Bytes that all ranks send in a collective."""
+
+    sent: float
+    nodes: float
+    """Bytes sent to another node."""
+    groups: float | None
+    """Bytes sent to another group of nodes; None if the groups are unknown."""
+
+    def plus(self, other: Crossing) -> Crossing:
+        """Return the sum of both."""
+        groups = None if self.groups is None else self.groups + (other.groups or 0.0)
+        return Crossing(self.sent + other.sent, self.nodes + other.nodes, groups)
+
+
+def groups_of_hosts(hosts: Sequence[str], pattern: str) -> tuple[int, ...] | None:
+    """Return the number of the group of each host, counted from 0 in the order of `hosts`.
+
+    Args:
+        hosts: Names of hosts.
+        pattern: Regular expression of a host name up to its first dot. Its first group is the name
+            of the host's group. Empty if names do not contain the group.
+
+    Returns:
+        None if the name of a host does not match.
+    """
+    numbers: dict[str, int] = {}
+    groups = []
+    for host in hosts:
+        match = re.fullmatch(pattern, host.partition(".")[0]) if pattern else None
+        if match is None:
+            return None
+        groups.append(numbers.setdefault(match[1], len(numbers)))
+    return tuple(groups)
+
+
+def all_reduce_crossing(
+    mesh: Mesh,
+    axes: Axes,
+    topology: Topology,
+    algorithm: Algorithm,
+    stage_bytes: Sequence[float] | None = None,
+) -> Crossing:
+    """Return the bytes that all ranks send in an all-reduce over `axes`.
+
+    A reduce-scatter and an all-gather of the same buffer together send the same bytes over the same
+    links.
+
+    Args:
+        mesh: Sizes of the axes.
+        axes: Axes of the process groups, without pp.
+        topology: Nodes and groups of the ranks.
+        algorithm: Algorithm of the collective.
+        stage_bytes: Bytes of a rank's buffer on each pipeline rank; by default 1.
+    """
+    members = _process_groups(mesh, axes)
+    per_stage = numpy.ones(mesh.pp) if stage_bytes is None else numpy.asarray(stage_bytes, float)
+    sizes = numpy.repeat(per_stage, len(members) // mesh.pp)  # pp is the outermost axis
+    if algorithm == "hierarchical":
+        edges = _hierarchical(members, sizes, topology)
+    else:
+        make = _ring if algorithm == "ring" else _halving
+        steps = make(members.shape[1])
+        edges = (
+            (members[:, a], members[:, b], fraction * sizes[:, None]) for a, b, fraction in steps
+        )
+    return _count(edges, topology)
+
+
+def pipeline_crossing(
+    mesh: Mesh, virtual_stages: int, topology: Topology, size_bytes: float = 1.0
+) -> Crossing:
+    """Return the bytes that all ranks send to neighbouring stages: an activation of `size_bytes`
+    for each boundary of stages, and its gradient."""
+    columns = _process_groups(mesh, ("pp",))
+    if mesh.pp == 1:
+        return Crossing(0.0, 0.0, None if topology.groups is None else 0.0)
+    following = numpy.roll(columns, -1, axis=1)
+    sizes = numpy.full(columns.shape, size_bytes * virtual_stages)
+    sizes[:, -1] -= size_bytes  # the last stage sends no activation
+    return _count(iter([(columns, following, sizes), (following, columns, sizes)]), topology)
+
+
+def best_order(
+    mesh: Mesh, hosts: Sequence[str], groups: Sequence[int], ranks_per_node: int
+) -> tuple[list[str], tuple[int, ...]]:
+    """Return the hosts in an order that keeps pipeline stages within groups, with their groups.
+
+    Ranks of a stage have consecutive numbers, and most bytes are reduced within a stage. Groups
+    that can take whole stages come first; the remaining nodes follow, group by group. The order of
+    the hosts within a group is kept.
+    """
+    block = max(1, mesh.world_size // mesh.pp // ranks_per_node)
+    of_group: dict[int, list[int]] = defaultdict(list)
+    for node, group in enumerate(groups):
+        of_group[group].append(node)
+    whole: list[int] = []
+    rest: list[list[int]] = []
+    for nodes in of_group.values():
+        filled = len(nodes) // block * block
+        whole += nodes[:filled]
+        rest.append(nodes[filled:])
+    rest.sort(key=len, reverse=True)  # large remainders first, so that few stages are divided
+    order = whole + [node for nodes in rest for node in nodes]
+    return [hosts[node] for node in order], tuple(groups[node] for node in order)
+
+
+def _process_groups(mesh: Mesh, axes: Axes) -> ndarray:
+    """Return the ranks of all process groups along `axes`, [groups, size], in rank order."""
+    ranks = numpy.arange(mesh.world_size).reshape(mesh)
+    names = list(AXES)
+    inner = [names.index(axis) for axis in names if axis in axes]
+    outer = [index for index in range(len(names)) if index not in inner]
+    return ranks.transpose(outer + inner).reshape(-1, mesh.size_of(axes))
+
+
+_Edges = Iterator[tuple[ndarray, ndarray, ndarray]]
+"""Arrays of sending ranks, receiving ranks and bytes."""
+
+
+def _count(edges: _Edges, topology: Topology) -> Crossing:
+    sent, across = 0.0, [0.0, 0.0]
+    for source, target, size in edges:
+        size = numpy.broadcast_to(size, source.shape)
+        sent += float(size.sum())
+        pairs = zip(topology.domains(source), topology.domains(target), strict=True)
+        for level, (a, b) in enumerate(pairs):
+            across[level] += float(size[a != b].sum())
+    return Crossing(sent, across[0], None if topology.groups is None else across[1])
+
+
+def _ring(size: int) -> Iterator[tuple[ndarray, ndarray, float]]:
+    """Yield the indices of senders and receivers, and the bytes that each sends, for a buffer of 1
+    byte."""
+    index = numpy.arange(size)
+    yield index, (index + 1) % size, 2 * (size - 1) / size
+
+
+def _halving(size: int) -> Iterator[tuple[ndarray, ndarray, float]]:
+    """Yield as `_ring` does. If `size` is not a power of two, the first ranks first send their
+    buffers to a neighbour, and receive the result at the end."""
+    power = 1 << (size.bit_length() - 1)
+    extra = size - power
+    pairs = numpy.arange(extra)
+    yield 2 * pairs, 2 * pairs + 1, 1.0
+    yield 2 * pairs + 1, 2 * pairs, 1.0
+    active = numpy.concatenate([2 * pairs + 1, numpy.arange(2 * extra, size)])
+    distance, fraction = 1, 0.5
+    while distance < power:
+        partner = numpy.arange(power) ^ distance
+        yield active, active[partner], 2 * fraction  # in the reduce-scatter and in the all-gather
+        distance, fraction = 2 * distance, fraction / 2
+
+
+def _hierarchical(members: ndarray, sizes: ndarray, topology: Topology) -> _Edges:
+    for ranks, size in zip(members, sizes, strict=True):
+        yield from _in_domains(ranks, float(size), topology.domains(ranks))
+
+
+def _in_domains(ranks: ndarray, size: float, domains: list[ndarray]) -> _Edges:
+    """Yield the edges of an all-reduce that begins in the domains of the first level."""
+    if domains:
+        _, inverse, counts = numpy.unique(domains[0], return_inverse=True, return_counts=True)
+        if len(counts) == 1 or len(set(counts.tolist())) > 1 or counts[0] == 1:
+            yield from _in_domains(ranks, size, domains[1:])
+            return
+        by_domain = numpy.argsort(inverse, kind="stable").reshape(len(counts), -1)
+        for local in by_domain:
+            yield from _in_domains(ranks[local], size, [])
+        for column in by_domain.T:
+            rest = [of_level[column] for of_level in domains[1:]]
+            yield from _in_domains(ranks[column], size / by_domain.shape[1], rest)
+        return
+    for a, b, fraction in _ring(len(ranks)):
+        yield ranks[a], ranks[b], numpy.array(fraction * size)

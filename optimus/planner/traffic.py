@@ -1,0 +1,168 @@
+"""Bytes that the ranks of a run send along each axis in a step, and how many of them cross nodes
+and groups of nodes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from optimus.config import Config
+from optimus.config.axes import AXES, Axes
+from optimus.data.batch import plan_batch
+from optimus.distributed.mesh import Coordinate, Mesh
+from optimus.errors import ConfigError
+from optimus.planner.allocation import Allocation
+from optimus.planner.states import ITEMSIZE, StateSizes, stages_of
+from optimus.planner.topology import (
+    ALGORITHMS,
+    Algorithm,
+    Crossing,
+    Topology,
+    all_reduce_crossing,
+    best_order,
+    groups_of_hosts,
+    pipeline_crossing,
+)
+
+
+def axis_crossings(
+    config: Config, mesh: Mesh, topology: Topology, algorithm: Algorithm
+) -> dict[str, tuple[Crossing, bool]]:
+    """Return, for each axis or pair of axes with process groups of several ranks, the bytes that
+    all ranks send.
+
+    Returns:
+        By axes such as "dp x ep": the bytes, and True if they are those of a step. If it is False,
+        they are those of an all-reduce of 1 byte, which has the same shares that cross. The bytes
+        of a step are known for pp, and for gradients and parameters if they are reduced and
+        gathered once in a step.
+    """
+    result = {"pp": _pipeline(config, mesh, topology)} if mesh.pp > 1 else {}
+    for axes, halves in _state_bytes(config, mesh).items():
+        # Each half of an all-reduce sends half of its bytes.
+        whole = [size / 2 for size in halves]
+        crossing = all_reduce_crossing(mesh, axes, topology, algorithm, whole)
+        result[" x ".join(axes)] = crossing, True
+    for axis in AXES:
+        if axis not in result and getattr(mesh, axis) > 1:
+            result[axis] = all_reduce_crossing(mesh, (axis,), topology, algorithm), False
+    return result
+
+
+def plan_crossings(config: Config, mesh: Mesh, topology: Topology) -> dict[str, Any]:
+    """Return the shares of the bytes that cross nodes and groups as a dict for JSON.
+
+    Returns:
+        By axes: "step_bytes", the bytes that all ranks send in a step (None: not known); and for
+        each algorithm, a dict with the shares "nodes" and "groups" (None: groups are unknown).
+    """
+    result: dict[str, Any] = {}
+    for algorithm in ALGORITHMS:
+        for axes, (crossing, is_step) in axis_crossings(config, mesh, topology, algorithm).items():
+            entry = result.setdefault(axes, {"step_bytes": None})
+            if is_step and algorithm == "ring":
+                entry["step_bytes"] = round(crossing.sent)
+            groups = None if crossing.groups is None else crossing.groups / crossing.sent
+            entry[algorithm] = {"nodes": crossing.nodes / crossing.sent, "groups": groups}
+    return result
+
+
+def plan_topology(config: Config, mesh: Mesh, allocation: Allocation) -> dict[str, Any]:
+    """Return where the bytes of a step cross nodes and groups as a dict for JSON.
+
+    Returns:
+        "crossings": the result of `plan_crossings`; "num_groups": the number of groups of nodes, or
+        None with "unknown", the reason; and with groups "gain", a text about another order of the
+        hosts.
+    """
+    hosts, groups = allocation.hosts, groups_of_hosts(allocation.hosts, allocation.host_group)
+    if not hosts or groups is None:
+        reason = "--hosts FILE names the nodes"
+        if hosts:
+            reason = f"the host names, such as {hosts[0]}, do not contain the group"
+        topology = Topology(allocation.ranks_per_node)
+        crossings = plan_crossings(config, mesh, topology)
+        return {"crossings": crossings, "num_groups": None, "unknown": reason}
+    topology = Topology(allocation.ranks_per_node, groups)
+    return {
+        "crossings": plan_crossings(config, mesh, topology),
+        "num_groups": len(set(groups)),
+        "gain": _gain(config, mesh, topology, allocation),
+    }
+
+
+def better_order(config: Config, mesh: Mesh, allocation: Allocation) -> tuple[str, ...]:
+    """Return the hosts of an allocation in the order in which fewer bytes of a step cross groups:
+    the given order, or that of `best_order`.
+
+    Raises:
+        ConfigError: The host names do not contain the group.
+    """
+    groups = groups_of_hosts(allocation.hosts, allocation.host_group)
+    if groups is None:
+        raise ConfigError(
+            f"--write-hosts: the host names, such as {allocation.hosts[0]}, do not contain the "
+            "group; set host_group in the file of the machine, or leave --write-hosts out"
+        )
+    size = allocation.ranks_per_node
+    hosts, ordered = best_order(mesh, allocation.hosts, groups, size)
+    before, after = (_group_bytes(config, mesh, Topology(size, some)) for some in (groups, ordered))
+    return tuple(hosts) if after < before else allocation.hosts
+
+
+def _gain(config: Config, mesh: Mesh, topology: Topology, allocation: Allocation) -> str:
+    hosts = better_order(config, mesh, allocation)
+    if hosts == allocation.hosts:
+        return "no better order of the hosts is known"
+    groups = groups_of_hosts(hosts, allocation.host_group)
+    before = _group_bytes(config, mesh, topology)
+    after = _group_bytes(config, mesh, Topology(topology.ranks_per_node, groups))
+    return (
+        f"another order of the hosts sends {100 * (1 - after / before):.0f} % less across groups; "
+        "--write-hosts FILE writes it"
+    )
+
+
+def _group_bytes(config: Config, mesh: Mesh, topology: Topology) -> float:
+    """Return the bytes that cross groups with ring collectives: those of a step over the axes whose
+    bytes are known or, if there is none, those of an all-reduce of 1 byte over each axis."""
+    crossings = axis_crossings(config, mesh, topology, "ring").values()
+    known = [crossing for crossing, is_step in crossings if is_step]
+    some = known or [crossing for crossing, _ in crossings]
+    return sum(crossing.groups or 0.0 for crossing in some)
+
+
+def _pipeline(config: Config, mesh: Mesh, topology: Topology) -> tuple[Crossing, bool]:
+    train, size = config.train, 1.0
+    if train.seq_len:
+        rows = train.microbatch_size * train.seq_len
+        if config.parallel.sequence_parallel:
+            rows //= mesh.tp
+        microbatches = plan_batch(train, mesh.num_data_ranks).microbatches_per_rank
+        size = microbatches * rows * config.model.hidden_size * ITEMSIZE[train.dtype]
+    virtual = config.parallel.virtual_stages
+    return pipeline_crossing(mesh, virtual, topology, size), bool(train.seq_len)
+
+
+def _state_bytes(config: Config, mesh: Mesh) -> dict[Axes, list[float]]:
+    """Return the bytes of gradients that are reduce-scattered and of parameters that are gathered
+    in a step, by axes and for each pipeline rank. An all-reduce counts twice."""
+    optim, train = config.optim, config.train
+    if optim.resident != "all" or config.offload.host_share or train.deterministic:
+        return {}  # reduced after each microbatch, or gathered for each use
+    states, stages = StateSizes(config), stages_of(config, mesh)
+    reduced, width = ITEMSIZE[optim.grad_reduce_dtype], ITEMSIZE[train.dtype]
+    result: dict[Axes, list[float]] = {}
+
+    def add(axes: Axes, pp: int, size: float) -> None:
+        if axes:
+            result.setdefault(axes, [0.0] * mesh.pp)[pp] += size
+
+    for pp in range(mesh.pp):
+        for groups, elements in states.trained_elements(mesh, stages, Coordinate(pp, 0, 0, 0)):
+            if not groups.shard:
+                add(groups.reduce, pp, 2 * reduced * elements)
+                continue
+            add(groups.reduce, pp, reduced * elements)
+            add(groups.replica, pp, 4 * elements / mesh.size_of(groups.shard))
+            add(groups.shard, pp, width * elements)
+    return result

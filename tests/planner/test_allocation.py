@@ -1,0 +1,97 @@
+"""Plans for the nodes of a machine."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from optimus.cli import main
+from optimus.config import load_config
+from optimus.config.machine import load_machine
+from optimus.errors import ConfigError
+from optimus.planner.allocation import Allocation, allocate, read_hosts
+from optimus.planner.plan import format_plan, plan
+from tests.planner.test_plan import CONFIGS
+
+RUN = CONFIGS / "run" / "mula-7b-a1b.toml"
+
+
+def test_nodes_set_the_world_of_a_run_without_dp():
+    config = load_config(RUN)
+    result = plan(config, allocate("aurora", 32, None))
+    assert result["world"] == 384 and result["mesh"]["dp"] == 384
+    assert (result["machine"], result["nodes"], result["ranks_per_node"]) == ("aurora", 32, 12)
+    assert not result["is_one_replica"]
+    assert (
+        result["memory"]["total"] == plan(load_config(RUN, ["parallel.dp=384"]))["memory"]["total"]
+    )
+    assert "32 nodes of aurora, 12 ranks each" in format_plan(result)
+
+
+def test_a_plan_of_a_single_replica_says_so():
+    result = plan(load_config(RUN))
+    assert result["world"] == 1 and result["is_one_replica"]
+    assert "parallel.dp = 0: one replica; --machine NAME --nodes N" in format_plan(result)
+    with_dp = plan(load_config(RUN, ["parallel.dp=4"]))
+    assert not with_dp["is_one_replica"] and "one replica" not in format_plan(with_dp)
+
+
+def test_a_machine_without_nodes_counts_the_nodes_of_the_mesh():
+    config = load_config(CONFIGS / "run" / "mula-220b-a10b.toml")
+    assert plan(config, allocate("aurora", None, None))["nodes"] == 256
+    smaller = load_config(
+        CONFIGS / "run" / "mula-220b-a10b.toml", ["parallel.dp=1", "parallel.ep=3"]
+    )
+    assert plan(smaller, allocate("aurora", None, None))["nodes"] == 2  # 24 of 24 ranks
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--nodes", "4"], "--nodes 4 needs the number of ranks on a node; add --machine NAME"),
+        (["--machine", "aurora", "--nodes", "0"], "--nodes 0 must be at least 1"),
+        (["--machine", "aurora", "--nodes", "20000"], "jobs of 1 to 10,624 nodes"),
+        (["--machine", "nowhere"], "no such machine; use one of"),
+        (["--machine", "aurora", "--nodes", "33"], "train.global_batch_tokens = 6291456 is not"),
+        (["--machine", "aurora", "--nodes", "32", "parallel.dp=5"], "needs a world of 5 ranks"),
+    ],
+)
+def test_impossible_nodes_are_a_single_line_and_status_2(options, message, capsys):
+    assert main(["plan", str(RUN), *options]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def test_plan_of_nodes_prints_a_json_object(capsys):
+    assert main(["plan", str(RUN), "--machine", "aurora", "--nodes", "32", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["world"] == 384
+
+
+def test_hosts_are_read_once_in_order(tmp_path):
+    file = tmp_path / "hosts"
+    file.write_text("b\nb\na\n\na\n")
+    assert read_hosts(str(file)) == ("b", "a")
+    assert allocate("aurora", None, str(file)) == Allocation(
+        "aurora", 12, 2, ("b", "a"), load_machine("aurora").host_group
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("\n", "has no host"), ("a b\n", "not a single host"), ("a\nb\na\n", "'a' is not a single")],
+)
+def test_files_that_are_no_list_of_hosts_are_refused(text, message, tmp_path):
+    file = tmp_path / "hosts"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        read_hosts(str(file))
+
+
+def test_number_of_hosts_must_be_that_of_the_nodes(tmp_path):
+    file = tmp_path / "hosts"
+    file.write_text("a\nb\n")
+    with pytest.raises(ConfigError, match="has 2 hosts, but --nodes is 3"):
+        allocate("aurora", 3, str(file))
+    with pytest.raises(ConfigError, match="cannot|No such file"):
+        read_hosts(str(tmp_path / "absent"))

@@ -1,0 +1,260 @@
+"""Search over layouts: the result equals that of a full evaluation of each layout by itself."""
+
+from __future__ import annotations
+
+import csv
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from optimus.cli import main
+from optimus.config import load_config, make_config
+from optimus.config.load import dump_toml
+from optimus.config.machine import load_machine
+from optimus.data.batch import plan_batch
+from optimus.distributed.mesh import make_mesh
+from optimus.errors import ConfigError
+from optimus.model.flops import flops_per_token, layer_multiply_adds
+from optimus.parallel.divisible import check_divisible
+from optimus.planner.search import (
+    ComputeBound,
+    Evaluation,
+    Layout,
+    LayoutChecks,
+    Space,
+    StateMemory,
+    StepSeconds,
+    reason_of,
+    search,
+    space_of,
+)
+from optimus.planner.states import plan_ranks, stages_of
+from optimus.planner.step_time import rates_of, step_time
+from optimus.planner.workload import step_of
+from tests.kit.runs.tiny import CONTEXT, tiny_config, tiny_tree
+from tests.launch.test_spawn import write_config
+from tests.planner.test_plan import CONFIGS
+
+WORLD = 8
+SPACE = Space(
+    pp=(1, 2, 3, 4),
+    ep=(1, 2, 4),
+    tp=(1, 2),
+    schedules=(("1f1b", 1), ("zb-h1", 1), ("interleaved", 2)),
+    microbatch_sizes=(1, 2, 4),
+    recompute=((), ("block",)),
+    states=(("none", "all"), ("none", "cache"), ("so", "parameters"), ("epso", "cache")),
+)
+
+
+def evaluate_alone(config, layout: Layout) -> int | None:
+    """Return the bytes of a layout from the checks and the plan of a whole configuration; None if
+    they refuse it."""
+    if layout.pp == 1 and (layout.schedule, layout.virtual_stages) != ("1f1b", 1):
+        return None  # the same run as with 1f1b
+    try:
+        checked = make_config(layout.apply(config).model_dump(exclude_none=True))
+        mesh = make_mesh(checked.parallel, WORLD)
+        check_divisible(checked, mesh)
+        plan_batch(checked.train, mesh.num_data_ranks)
+        stages_of(checked, mesh)
+        return max(sizes["total"] for _, sizes in plan_ranks(checked, mesh))
+    except ConfigError:
+        return None
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"optim__cache_chunks": 9, "optim__resident": "cache", "optim__sharding": "so"},
+        {"model__tie_embeddings": True, "optim__grad_dtype": "bf16", "train__dtype": "bf16"},
+    ],
+    ids=["moe", "cache", "bf16-gradients"],
+)
+def test_search_equals_the_evaluation_of_each_layout(settings):
+    base = {"train__deterministic": False, "optim__chunk_length": 3000, "model__num_layers": 4}
+    config = tiny_config("d", "r", **base, **settings)
+    checks, numbers = LayoutChecks(config), random.Random(1)
+    layouts = list(SPACE.layouts(WORLD))
+    times = {layout: numbers.random() for layout in layouts}
+    used = {layout: evaluate_alone(config, layout) for layout in layouts}
+    expected = [
+        Evaluation(times[layout], size, layout) for layout, size in used.items() if size is not None
+    ]
+    ranking = search(config, WORLD, SPACE, StateMemory(config, checks), times.__getitem__, checks)
+    assert ranking.evaluations == sorted(expected)
+    inner = 3 * 3 * 2 * 4
+    assert len(expected) + ranking.rejected.total() == 4 * 3 * 2 * inner
+    assert 50 < len(expected) < len(layouts)
+    # With a limit between the sizes, the first layout is the fastest of those that fit.
+    limit = sorted(evaluation.memory for evaluation in expected)[len(expected) // 3]
+    memory = StateMemory(config, checks)
+    fitting = search(config, WORLD, SPACE, memory, times.__getitem__, checks, limit)
+    assert fitting.evaluations[0] == min(e for e in expected if e.memory <= limit)
+    too_large = sum(e.memory > limit for e in expected)
+    assert fitting.rejected["more memory than a rank has"] == too_large
+    front = [
+        e for e in expected if not any(o.time <= e.time and o.memory < e.memory for o in expected)
+    ]
+    assert ranking.pareto == sorted(
+        e for e in front if not any(o.time < e.time and o.memory <= e.memory for o in expected)
+    )
+
+
+def test_processes_do_not_change_the_result():
+    config = tiny_config("d", "r", train__deterministic=False)
+    checks = LayoutChecks(config)
+    functions = StateMemory(config, checks), ComputeBound(config, checks)
+    alone = search(config, WORLD, SPACE, *functions, checks, 10**9)
+    assert search(config, WORLD, SPACE, *functions, checks, 10**9, processes=3) == alone
+
+
+def test_reasons_are_counted_without_numbers():
+    config = tiny_config("d", "r")
+    checks = LayoutChecks(config)
+    ranking = search(
+        config, WORLD, SPACE, StateMemory(config, checks), ComputeBound(config, checks), checks
+    )
+    inner = 3 * 2 * 4
+    # pp = 3 with each ep and tp; three meshes of 16 ranks, and one of 32
+    assert ranking.rejected["parallel.pp * ep * tp does not divide the number of ranks"] == (
+        (6 + 3 + 1) * 3 * inner
+    )
+    assert any(reason.startswith("train.global_batch_tokens = N is") for reason in ranking.rejected)
+    assert "parallel.pp * parallel.virtual_stages = N stages, but model.num_layers = N" in (
+        ranking.rejected
+    )
+    error = ConfigError("a.b = 12: 3 ranks (1 x 2) of v1.5 and 1f1b; use 2")
+    assert reason_of(error) == "a.b = N: N ranks of v1.5 and 1f1b"
+
+
+def test_bound_is_the_flops_of_a_rank():
+    config = tiny_config("d", "r", train__deterministic=False)
+    bound = ComputeBound(config, LayoutChecks(config))
+    step = flops_per_token(config.model, CONTEXT) * 8 * CONTEXT
+    alone = Layout(1, 8, 1, 1, "1f1b", 1, 1, (), "none", "all")
+    assert bound(alone) == pytest.approx(step / 8)
+    assert bound(alone._replace(dp=4, tp=2)) == pytest.approx(step / 8)
+    layers = sum(layer_multiply_adds(config.model, CONTEXT, n) for n in range(2))
+    repeated = bound(alone._replace(recompute=("block",))) - bound(alone)
+    assert repeated == pytest.approx(2 * layers * CONTEXT)
+    both = bound(alone._replace(recompute=("attention", "moe"))) - bound(alone)
+    assert both == pytest.approx(repeated)
+    assert 0 < bound(alone._replace(recompute=("experts",))) - bound(alone) < repeated
+    assert bound(alone._replace(recompute=("norm",))) == bound(alone)
+    # Two stages: the second has the head. Two microbatches of 1f1b have a bubble of 1/2.
+    head = config.model.hidden_size * config.model.vocab_size
+    staged = alone._replace(pp=2, dp=4)
+    busiest = 6 * (layers / 2 + head) * CONTEXT
+    assert bound(staged) == pytest.approx(2 * busiest * 1.5)
+
+
+def test_seconds_are_those_of_the_step_model():
+    config = load_config(CONFIGS / "run" / "mula-7b-a1b.toml")
+    checks, choose = LayoutChecks(config), random.Random(0)
+    rates = rates_of(load_machine("aurora"), "bf16")
+    seconds = StepSeconds(config, checks, rates)
+    layouts = [
+        layout
+        for layout in space_of(config, 48).layouts(48)
+        if not checks.refusal_of_mesh(layout) and not checks.refusal(layout)
+    ]
+    for layout in sorted(choose.sample(layouts, 40)):
+        applied = layout.apply(config)
+        expected = step_time(step_of(applied, layout.mesh), rates).total_s
+        assert seconds(layout) == pytest.approx(expected), layout
+        assert seconds(layout) == seconds(layout._replace(resident="all"))
+
+
+def test_search_on_a_machine_with_figures_ranks_by_seconds(capsys):
+    run = str(CONFIGS / "run" / "mula-7b-a1b.toml")
+    settings = ["model.num_layers=2", "model.num_experts=8", "train.global_batch_tokens=49152"]
+    options = ["--machine", "aurora", "--nodes", "1", "--search", "--json"]
+    assert main(["plan", run, *options, *settings]) == 0
+    result = json.loads(capsys.readouterr().out)
+    times = [row["step_s"] for row in result["ranking"]]
+    assert times == sorted(times) and times[0] > 0
+    assert all(row["memory_bytes"] <= 68.7e9 for row in result["ranking"])
+
+
+def test_space_has_the_divisors_of_the_ranks_up_to_the_sizes_of_the_model():
+    config = tiny_config("d", "r", model__num_layers=3)
+    space = space_of(config, 12)
+    assert (space.pp, space.ep, space.tp) == ([1, 2, 3], [1, 2, 3, 4], [1, 2])
+    dense = load_config(CONFIGS / "model" / "olmo-1b.toml")
+    assert space_of(dense, 12).ep == [1]
+    assert not any("moe" in modules for modules in space_of(dense, 12).recompute)
+
+
+MACHINE = "ranks_per_node = 2\n"
+
+
+def search_options(tmp_path: Path, tree: dict, nodes: int = 1) -> list[str]:
+    machine = tmp_path / "machine.toml"
+    machine.write_text(MACHINE)
+    config = write_config(tmp_path / "config.toml", tree)
+    return ["plan", str(config), "--machine", str(machine), "--nodes", str(nodes), "--search"]
+
+
+def test_search_writes_table_picture_and_a_configuration_that_train_accepts(
+    tiny_data, tmp_path, capsys
+):
+    tree = tiny_tree(tiny_data, tmp_path / "run", train__deterministic=False)
+    options = search_options(tmp_path, tree)
+    best, out = tmp_path / "best.toml", tmp_path / "out"
+    assert main([*options, "--write", str(best), "--out", str(out), "--top", "3"]) == 0
+    text = capsys.readouterr().out
+    assert "layouts evaluated" in text and "layouts rejected: " in text
+    with open(out / "layouts.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    times = [float(row["bound_pflop"]) for row in rows]
+    assert times == sorted(times) and f"{len(rows):,} layouts evaluated" in text
+    assert (out / "pareto.png").read_bytes().startswith(b"\x89PNG")
+    config = load_config(best)
+    for section, key in (("parallel", "pp"), ("parallel", "tp"), ("train", "microbatch_size")):
+        assert str(getattr(getattr(config, section), key)) == rows[0][key]
+    assert main(["train", str(best), "--nproc", "2", "--dry-run"]) == 0
+
+
+def test_search_prints_a_json_object(tmp_path, capsys):
+    tree = tiny_tree("d", "r", train__deterministic=False)
+    assert main([*search_options(tmp_path, tree), "--json", "--top", "2"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert len(result["ranking"]) == 2 and result["world"] == 2
+    assert result["evaluated"] > 0 and sum(result["rejected"].values()) > 0
+    assert result["pareto"][0]["bound_pflop"] == result["ranking"][0]["bound_pflop"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--memory", "1e-6"], "none of 16,384 layouts is possible"),
+        (["--top", "0"], "--top 0 must be above 0"),
+        (["--resolved"], "--search and --resolved exclude each other"),
+        (["train.global_batch_tokens=0"], "train.global_batch_tokens = 0: a search compares"),
+        (["optim.frozen=['nothing']"], "optim.frozen names 'nothing'"),
+    ],
+)
+def test_impossible_search_is_a_single_line_and_status_2(options, message, tmp_path, capsys):
+    tree = tiny_tree("d", "r", train__deterministic=False)
+    assert main([*search_options(tmp_path, tree), *options]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def test_options_of_the_search_need_it(tmp_path, capsys):
+    config = write_config(tmp_path / "config.toml", tiny_tree("d", "r"))
+    assert main(["plan", str(config), "--search"]) == 2
+    assert "--search needs a number of ranks" in capsys.readouterr().err
+    assert main(["plan", str(config), "--write", "x"]) == 2
+    assert "--write x has no effect; add --search" in capsys.readouterr().err
+
+
+def test_a_written_layout_is_read_again():
+    config = tiny_config("d", "r", train__deterministic=False)
+    layout = Layout(2, 2, 1, 2, "interleaved", 1, 2, ("norm", "moe"), "epso", "cache")
+    assert make_config(layout.apply(config).model_dump(exclude_none=True)) == layout.apply(config)
+    assert 'modules = ["norm", "moe"]' in dump_toml(layout.apply(config))

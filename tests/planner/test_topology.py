@@ -1,0 +1,223 @@
+"""Bytes that cross nodes and groups of nodes."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+
+import numpy
+import pytest
+
+from optimus.cli import main
+from optimus.config import load_config
+from optimus.config.machine import load_machine
+from optimus.distributed.mesh import Coordinate, Mesh
+from optimus.planner.topology import (
+    ALGORITHMS,
+    Topology,
+    all_reduce_crossing,
+    best_order,
+    groups_of_hosts,
+    pipeline_crossing,
+)
+from optimus.planner.traffic import axis_crossings
+from optimus.rank.states import plan_rank
+from tests.planner.test_plan import CONFIGS
+
+RACKS = Mesh(pp=8, dp=16, ep=12)
+"""1,536 tiles on 128 nodes of 12, which fill two racks of 64 nodes."""
+
+
+def racks(order) -> Topology:
+    """Return the topology if node n is node order(n) of the two racks."""
+    return Topology(12, tuple(order(node) // 64 for node in range(128)))
+
+
+@pytest.mark.parametrize(
+    ("order", "share"),
+    [
+        pytest.param(lambda node: node, 0, id="stages-in-a-row"),
+        pytest.param(lambda node: node % 16 * 8 + node // 16, 2 / 16, id="replicas-in-a-row"),
+        pytest.param(lambda node: node % 2 * 64 + node // 2, 1, id="hosts-alternate"),
+    ],
+)
+def test_edges_of_a_ring_that_cross_racks_depend_on_the_order(order, share):
+    crossing = all_reduce_crossing(RACKS, ("dp",), racks(order), "ring")
+    assert crossing.groups == pytest.approx(share * crossing.sent)
+    assert crossing.nodes == crossing.sent == pytest.approx(1536 * 2 * 15 / 16)
+
+
+def test_halving_sends_least_over_the_largest_distance():
+    """Replicas in a row: the last step, with 1/16 of the buffer, crosses racks."""
+    topology = racks(lambda node: node % 16 * 8 + node // 16)
+    crossing = all_reduce_crossing(RACKS, ("dp",), topology, "halving")
+    assert crossing.groups == pytest.approx(1536 * 2 / 16)
+    alternate = all_reduce_crossing(RACKS, ("dp",), racks(lambda node: node % 2 * 64), "halving")
+    assert alternate.groups == pytest.approx(1536 * 2 / 2)  # the first step
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("size", [2, 3, 4, 7, 8, 12, 16])
+def test_an_all_reduce_sends_the_bytes_of_its_algorithm(algorithm, size):
+    """2 (n - 1) / n of the buffer from each rank is the least that an all-reduce sends."""
+    mesh, topology = Mesh(dp=size, tp=2), Topology(4, tuple(range(8)))
+    crossing = all_reduce_crossing(mesh, ("dp",), topology, algorithm, [5.0])
+    least = 2 * (size - 1) / size * size * 2 * 5.0
+    if algorithm == "halving" and size & (size - 1):
+        power = 1 << (size.bit_length() - 1)
+        least = 2 * 5.0 * (2 * (size - power) + 2 * (power - 1))
+    assert crossing.sent == pytest.approx(least)
+
+
+def brute_force(mesh: Mesh, axes, topology: Topology, per_stage) -> tuple[float, float, float]:
+    """Return what a ring all-reduce sends, from the groups of each rank."""
+    sent = nodes = groups = 0.0
+    for rank in range(mesh.world_size):
+        members = mesh.group_of(rank, axes)
+        target = members[(members.index(rank) + 1) % len(members)]
+        size = 2 * (len(members) - 1) / len(members) * per_stage[mesh.coordinate(rank).pp]
+        a, b = rank // topology.ranks_per_node, target // topology.ranks_per_node
+        sent += size
+        nodes += size * (a != b)
+        groups += size * (topology.groups[a] != topology.groups[b])
+    return sent, nodes, groups
+
+
+@pytest.mark.parametrize("axes", [("dp",), ("ep",), ("tp",), ("dp", "ep")])
+def test_ring_equals_the_count_over_all_ranks(axes):
+    choose = random.Random("ring")
+    for sizes in itertools.product((1, 2, 3), repeat=4):
+        mesh = Mesh(*sizes)
+        node_count = -(-mesh.world_size // 4)
+        topology = Topology(4, tuple(choose.randrange(3) for _ in range(node_count)))
+        per_stage = [choose.random() for _ in range(mesh.pp)]
+        crossing = all_reduce_crossing(mesh, axes, topology, "ring", per_stage)
+        assert tuple(crossing) == pytest.approx(brute_force(mesh, axes, topology, per_stage))
+
+
+def test_hierarchical_crosses_nodes_with_a_share_of_the_buffer():
+    """Each of 3 nodes has 4 ranks of the process group: 1/4 of the buffer crosses from each."""
+    crossing = all_reduce_crossing(Mesh(dp=12), ("dp",), Topology(4, (0, 0, 1)), "hierarchical")
+    assert crossing.nodes == pytest.approx(12 * 2 * (2 / 3) / 4)
+    # Groups have 8 and 4 ranks, so the rings over nodes are rings over groups: 2 of 3 edges cross.
+    assert crossing.groups == pytest.approx(crossing.nodes * 2 / 3)
+    even = all_reduce_crossing(Mesh(dp=16), ("dp",), Topology(4, (0, 0, 1, 1)), "hierarchical")
+    assert even.groups == pytest.approx(16 * 2 * (1 / 2) / 8)
+
+
+def test_pipeline_sends_each_boundary_forward_and_backward():
+    topology = Topology(2, (0, 0, 1, 1))
+    crossing = pipeline_crossing(Mesh(pp=4, dp=2), 1, topology, 10.0)
+    assert tuple(crossing) == (2 * 2 * 3 * 10, 2 * 2 * 3 * 10, 2 * 2 * 10)
+    ring = pipeline_crossing(Mesh(pp=4, dp=2), 2, topology, 10.0)
+    # Boundaries 0-1, 1-2, 2-3 twice, and 3-0 once; 1-2 and 3-0 cross groups.
+    assert tuple(ring) == (2 * 2 * 7 * 10, 2 * 2 * 7 * 10, 2 * 2 * 3 * 10)
+    assert pipeline_crossing(Mesh(dp=2), 1, Topology(2)).groups is None
+
+
+def test_aurora_s_host_names_contain_the_rack():
+    pattern = load_machine("aurora").host_group
+    hosts = ["x4305c2s6b0n0", "x4305c7s0b0n0.hsn.cm.aurora.alcf.anl.gov", "x4712c0s1b0n0"]
+    assert groups_of_hosts(hosts, pattern) == (0, 0, 1)
+    assert groups_of_hosts([*hosts, "login1"], pattern) is None
+    assert groups_of_hosts(hosts, "") is None
+
+
+def test_unknown_groups_stay_unknown():
+    crossing = all_reduce_crossing(Mesh(dp=4), ("dp",), Topology(2), "ring")
+    assert crossing.groups is None and crossing.nodes == pytest.approx(crossing.sent / 2)
+
+
+def test_best_order_keeps_stages_within_groups():
+    choose = random.Random("order")
+    for seed in range(20):
+        counts = [choose.randint(1, 9) for _ in range(4)]
+        groups = [group for group, count in enumerate(counts) for _ in range(count)]
+        choose.shuffle(groups)
+        stages = [n for n in range(1, len(groups) + 1) if len(groups) % n == 0]
+        mesh = Mesh(pp=choose.choice(stages))
+        mesh = mesh._replace(dp=len(groups) // mesh.pp)
+        hosts = [f"host{number}" for number in range(len(groups))]
+        ordered, ordered_groups = best_order(mesh, hosts, groups, 1)
+        assert sorted(ordered) == sorted(hosts)
+        assert [groups[hosts.index(host)] for host in ordered] == list(ordered_groups)
+        before, after = (
+            all_reduce_crossing(mesh, ("dp",), Topology(1, tuple(some)), "ring").groups
+            for some in (groups, ordered_groups)
+        )
+        assert after <= before, seed
+        whole = sum(count // mesh.dp for count in counts)
+        blocks = numpy.array(ordered_groups).reshape(mesh.pp, mesh.dp)
+        assert sum(len(set(block)) == 1 for block in blocks.tolist()) >= whole
+
+
+RUN = CONFIGS / "run" / "mula-220b-a10b.toml"
+
+
+def shuffled_hosts(file) -> list[str]:
+    """Write the names of 256 hosts of 5 racks, in random order, to a file."""
+    hosts = [f"x{rack}c{c}s{s}b0n0" for rack in range(5) for c in range(8) for s in range(8)]
+    random.Random(1).shuffle(hosts)
+    file.write_text("\n".join(hosts[:256]))
+    return hosts[:256]
+
+
+def test_plan_prints_the_gain_of_another_order_and_writes_it(tmp_path, capsys):
+    file, written = tmp_path / "hosts", tmp_path / "written"
+    hosts = shuffled_hosts(file)
+    options = ["plan", str(RUN), "--machine", "aurora", "--hosts"]
+    assert main([*options, str(file), "--write-hosts", str(written)]) == 0
+    text = capsys.readouterr().out
+    assert "another order of the hosts sends" in text and "--write-hosts FILE writes it" in text
+    ordered = written.read_text().split()
+    assert sorted(ordered) == sorted(hosts) and ordered != hosts
+    assert main([*options, str(written), "--json"]) == 0
+    topology = json.loads(capsys.readouterr().out)["topology"]
+    assert topology["num_groups"] == 5 and "no better order" in topology["gain"]
+    assert topology["crossings"]["dp"]["ring"]["groups"] < 0.05
+    assert topology["crossings"]["ep"]["ring"] == {"nodes": 0, "groups": 0}
+
+
+def test_plan_says_that_groups_are_unknown(tmp_path, capsys):
+    file = tmp_path / "hosts"
+    file.write_text("\n".join(f"node{number}" for number in range(256)))
+    options = ["plan", str(RUN), "--machine", "aurora"]
+    assert main(options) == 0
+    assert "groups of nodes      unknown: --hosts FILE names the nodes" in capsys.readouterr().out
+    assert main([*options, "--hosts", str(file)]) == 0
+    assert "unknown: the host names, such as node0, do not contain" in capsys.readouterr().out
+    assert main([*options, "--hosts", str(file), "--write-hosts", str(tmp_path / "w")]) == 2
+    assert "do not contain the group" in capsys.readouterr().err
+    assert main([*options, "--write-hosts", str(tmp_path / "w")]) == 2
+    assert "--write-hosts needs --hosts FILE" in capsys.readouterr().err
+    file.write_text("node0\n")
+    assert main([*options, "--hosts", str(file)]) == 2
+    assert "does not divide the world of 12 ranks" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("sharding", ["none", "so", "epso"])
+def test_bytes_of_a_step_are_those_of_the_chunks(sharding):
+    """A rank sends (n - 1) / n of a buffer in a reduce-scatter and in an all-gather."""
+    settings = [f"optim.sharding={sharding}", "parallel.dp=2", "parallel.ep=2", "parallel.pp=2"]
+    config = load_config(RUN, ["model.num_layers=4", "model.hidden_size=48", *settings])
+    mesh = Mesh(2, 2, 2, 1)
+    expected = {"dp": 0.0, "ep": 0.0, "dp x ep": 0.0}
+    for pp in range(2):
+        for chunk in plan_rank(config, mesh, Coordinate(pp, 0, 0, 0)).engine.chunks:
+            groups, length, ranks = chunk.groups, chunk.chunk.length, mesh.world_size // mesh.pp
+            n = groups.reduce_group.size
+            reduced = "dp" if n == 2 else "dp x ep"
+            expected[reduced] += ranks * 2 * length * (n - 1) / n  # gradients in bf16
+            if sharding == "none":
+                expected[reduced] += ranks * 2 * length * (n - 1) / n
+                continue
+            shards = groups.shard_group.size
+            gathered = "dp" if shards == 2 else "dp x ep"
+            expected[gathered] += ranks * 2 * length * (shards - 1) / shards
+            if n > shards:  # the pieces of a shard, in fp32
+                expected["ep"] += ranks * 4 * (length / shards) / 2
+    crossings = axis_crossings(config, mesh, Topology(2), "ring")
+    for axes, size in expected.items():
+        crossing, is_step = crossings[axes]
+        assert (crossing.sent if is_step else 0) == pytest.approx(size), axes
