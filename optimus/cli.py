@@ -319,12 +319,13 @@ def _plan(args: argparse.Namespace, arguments: list[str]) -> int:
         else:
             print(format_resolved(config, run_plan, choices))
         return 0
-    from optimus.planner.plan import format_plan, plan
+    from optimus.planner.plan import check_fit, format_plan, plan
 
     result = plan(config, allocation)
     if args.write_hosts and allocation is not None:
         write_hosts(config, result["mesh"], allocation, args.write_hosts)
     print(json.dumps(result) if args.json else format_plan(result))
+    check_fit(result)
     return 0
 
 

@@ -8,12 +8,14 @@ from typing import Any
 from optimus.chunks.layout import KINDS
 from optimus.config import Config
 from optimus.config.axes import UNEQUAL
+from optimus.config.machine import Machine, load_links, load_machine
 from optimus.data.batch import plan_batch
-from optimus.distributed.mesh import make_mesh
-from optimus.errors import counted
+from optimus.distributed.mesh import Coordinate, Mesh, make_mesh
+from optimus.errors import ConfigError, counted, refuse_if
 from optimus.model.flops import count_parameters, flops_per_token
 from optimus.planner.allocation import Allocation
 from optimus.planner.states import plan_ranks
+from optimus.planner.step_plan import plan_step, step_lines
 from optimus.planner.topology import ALGORITHMS
 from optimus.planner.traffic import plan_topology
 
@@ -78,6 +80,8 @@ def plan(config: Config, allocation: Allocation | None = None) -> dict[str, Any]
         result["ranks_per_node"] = allocation.ranks_per_node
         result["nodes"] = allocation.nodes or -(-mesh.world_size // allocation.ranks_per_node)
         result["topology"] = plan_topology(config, mesh, allocation)
+        if train.seq_len:
+            result |= _on_machine(config, mesh, allocation.machine)
     if not train.seq_len:
         return result
     result["seq_len"] = train.seq_len
@@ -89,6 +93,81 @@ def plan(config: Config, allocation: Allocation | None = None) -> dict[str, Any]
             result["tokens"] = train.global_batch_tokens * train.max_steps
             result["flops"] = result["flops_per_step"] * train.max_steps
     return result
+
+
+def _on_machine(config: Config, mesh: Mesh, name: str) -> dict[str, Any]:
+    """Return the figures of a plan that need a machine.
+
+    - `step`: the result of `plan_step`, or `no_step`: the reason why there is none.
+    - `placement`: with offload.mode = "auto", the decision for the first pipeline rank as text.
+    - `activations`: bytes of activations and temporary tensors on the first and the last pipeline
+      rank; `needed`: the largest bytes of a rank on the device; and `device_bytes`: the memory of
+      the device, or None if the machine's file does not have it.
+    """
+    from optimus.planner.memory import activations_of_ranks  # needs torch
+
+    train, machine = config.train, load_machine(name)
+    result: dict[str, Any] = {}
+    try:
+        result["step"] = plan_step(config, mesh, machine, name)
+    except ConfigError as error:
+        result["no_step"] = str(error)
+    device = None if machine.device is None else int(machine.device.memory_bytes.value)
+    microbatches = mesh.pp
+    if train.global_batch_tokens:
+        microbatches = plan_batch(train, mesh.num_data_ranks).microbatches_per_rank
+    first, last = Coordinate(0, 0, 0, 0), Coordinate(mesh.pp - 1, 0, 0, 0)
+    if config.offload.mode == "auto":
+        decision = _placement(config, mesh, first, microbatches, machine, device)
+        config = decision.config
+        result["placement"] = str(decision)
+    ends = [first] if mesh.pp == 1 else [first, last]
+    result["activations"] = list(activations_of_ranks(config, mesh, ends, microbatches))
+    totals = {coordinate.pp: sizes["total"] for coordinate, sizes in plan_ranks(config, mesh)}
+    pairs = zip(ends, result["activations"], strict=True)
+    result["needed"] = max(totals[end.pp] + activations for end, activations in pairs)
+    result["device_bytes"] = device
+    return result
+
+
+def _placement(
+    config: Config,
+    mesh: Mesh,
+    coordinate: Coordinate,
+    microbatches: int,
+    machine: Machine,
+    device: int | None,
+) -> Any:
+    """Return the `Decision` of offload.mode = "auto" for a rank of a machine."""
+    from optimus.planner.offload import decide_placement, limits_of
+
+    links = load_links(config.offload.links) if config.offload.links else machine.links
+    refuse_if(
+        links is None,
+        "offload.mode = 'auto': the machine's file has no table [links]; set offload.links to a "
+        "file that optimus bench links --out FILE has written there",
+    )
+    refuse_if(
+        device is None and not config.offload.device_memory,
+        "offload.mode = 'auto': the machine's file has no device; set offload.device_memory",
+    )
+    memory = machine.host_memory_bytes
+    host = 1 << 62 if memory is None else int(memory.value) // machine.ranks_per_node
+    assert links is not None
+    limits = limits_of(config, links, device or 0, host)
+    return decide_placement(config, mesh, coordinate, microbatches, limits, "cuda")
+
+
+def check_fit(result: dict[str, Any]) -> None:
+    """Raise ConfigError if the model states of a rank are larger than the memory of the device."""
+    device, states = result.get("device_bytes"), result["memory"]["total"]
+    if device is not None and "placement" not in result and states > device:
+        raise ConfigError(
+            f"--machine {result['machine']}: the model states of a rank need "
+            f"{counted(states, 'byte')}, {counted(states - device, 'byte')} more than its device "
+            "has; use more ranks, optim.sharding = 'epso', or --search, which lists layouts that "
+            "fit"
+        )
 
 
 def format_plan(result: dict[str, Any]) -> str:
@@ -143,8 +222,31 @@ def _memory_lines(result: dict[str, Any]) -> list[tuple[str, str]]:
         for rank in kinds:
             name = " ".join(f"{axis} {rank[axis]}" for axis in UNEQUAL if mesh[axis] > 1)
             lines.append((f"on ranks of {name}", _size_text(rank["total"])))
-    lines.append(("", f"{result['dtype']} training; activations are not included"))
+    lines += _activation_lines(result)
     return lines
+
+
+def _activation_lines(result: dict[str, Any]) -> list[tuple[str, str]]:
+    if "activations" not in result:
+        note = f"{result['dtype']} training; activations are not included"
+        return [("", f"{note}; --machine NAME adds them" if result.get("seq_len") else note)]
+    first, *last = map(_size_text, result["activations"])
+    lines = [("activations in addition", first + (" on the first stage" if last else ""))]
+    lines += [("", f"{size} on the last stage") for size in last]
+    device, needed = result["device_bytes"], result["needed"]
+    if device is not None:
+        lines.append(
+            (
+                "with activations",
+                f"{_size_text(needed)}: {needed / device:.1%} of the device of {result['machine']}"
+                + ("; it does not fit" if needed > device else ""),
+            )
+        )
+    if "placement" in result:
+        lines.append(("placement", result["placement"]))
+    if "no_step" in result:
+        lines.append(("no step time", result["no_step"]))
+    return lines + step_lines(result["step"]) if "step" in result else lines
 
 
 def _topology_lines(topology: dict[str, Any]) -> list[tuple[str, str]]:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from optimus.cli import main as optimus
 from optimus.config import load_config
 from optimus.planner.plan import format_plan, plan
 
@@ -63,3 +64,39 @@ def test_recipes_of_the_paper(name):
     assert (config.model.aux_loss_coef, config.model.z_loss_coef) == (0.01, 0.001)
     assert (train.max_steps - 1) * train.global_batch_tokens < 4e12
     assert train.max_steps * train.global_batch_tokens >= 4e12
+
+
+def test_plan_on_a_machine_has_activations_and_the_time_of_a_step(capsys):
+    config = str(CONFIGS / "run" / "mula-20b-a2b.toml")
+    assert optimus(["plan", config, "--machine", "aurora", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    (activations,) = result["activations"]
+    assert result["needed"] == result["memory"]["total"] + activations
+    assert 0 < activations < result["device_bytes"] == 64 << 30
+    step = result["step"]
+    exposed = sum(step["exposed_s"].values())
+    parts = step["compute_s"] + exposed + step["bubble_s"] + step["optimizer_s"]
+    assert step["step_s"] == pytest.approx(parts)
+
+
+def test_states_larger_than_the_device_are_refused(capsys):
+    config = str(CONFIGS / "run" / "mula-7b-a1b.toml")
+    large = ["parallel.dp=1", "optim.sharding=none", "train.global_batch_tokens=8192"]
+    assert optimus(["plan", config, "--machine", "h100", *large]) == 2
+    printed = capsys.readouterr()
+    assert "it does not fit" in printed.out
+    assert printed.err.startswith("optimus: error: --machine h100: the model states of a rank need")
+
+
+def test_plan_prints_the_automatic_placement(tmp_path, capsys):
+    config = str(CONFIGS / "run" / "mula-7b-a1b.toml")
+    links = tmp_path / "links.toml"
+    links.write_text("[links]\nto_device = 5e10\nto_host = 5e10\nhost_adam = 5e9\nflops = 4e14\n")
+    auto = ["parallel.dp=1", "optim.sharding=none", "train.global_batch_tokens=8192"]
+    auto += ["offload.mode=auto", f"offload.links={links}", "offload.device_memory=40GB"]
+    assert optimus(["plan", config, "--machine", "h100", *auto]) == 0
+    text = capsys.readouterr().out
+    assert "of the chunks on the host" in text and "a step takes" in text
+    auto[-1] = "offload.device_memory=4GB"
+    assert optimus(["plan", config, "--machine", "h100", *auto]) == 2
+    assert "offload.device_memory must be at least" in capsys.readouterr().err
