@@ -49,13 +49,13 @@ ALLOWED = {
     "data": f"{COMMON} data_prep",
     "parallel": f"{COMMON} distributed model kernels",
     "chunks": f"{COMMON} distributed kernels",
-    "offloading": f"{COMMON} kernels chunks",
     "checkpoint": f"{COMMON} io distributed chunks model hf data data_prep",
     "observe": f"{COMMON} distributed",
     "rank": f"{COMMON} kernels distributed model data parallel chunks checkpoint",
     "resilience": f"{COMMON} distributed model data parallel chunks checkpoint rank observe",
     "planner": f"{COMMON} kernels peak distributed model data parallel chunks checkpoint observe "
     "rank",
+    "offloading": f"{COMMON} kernels chunks rank planner",
     "evaluate": f"{COMMON} distributed model hf parallel data checkpoint",
     "train": ALL,
     # Entry points. Nothing imports them.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from optimus.chunks.residency import Residency
 from optimus.errors import ConfigError, NonFiniteError, counted, refuse_if
 from optimus.launch.environment import usable_memory
 from optimus.offloading.checks import check_model, make_groups
+from optimus.offloading.example import placement_for, profile_step, sizes_of
 from optimus.offloading.offloaded_model import OffloadedModel
 from optimus.offloading.placement import (
     Needs,
@@ -28,6 +31,9 @@ from optimus.offloading.placement import (
 )
 from optimus.offloading.segments import find_segments
 from optimus.offloading.update import GroupAdamW, Hyperparameters
+from optimus.planner.rates import find_links
+
+logger = logging.getLogger(__name__)
 
 _MAX_CHUNK = 2**40
 
@@ -46,6 +52,7 @@ def offload(
     cache_chunks: int = 0,
     chunk_length: int = 0,
     device: str | torch.device | None = None,
+    example: Mapping[str, Any] | None = None,
 ) -> OffloadOptimizer:
     """Return an AdamW optimizer that keeps the states of a model in host memory, so that one device
     can train a model that is larger than its memory.
@@ -70,6 +77,11 @@ def offload(
             as fit into `device_memory` or, with `host_share`, for those of three segments.
         chunk_length: Elements of a chunk; 0 for those of the largest block.
         device: Device on which the model computes; None for the accelerator, if there is one.
+        example: Keyword arguments of the forward for the largest batch, such as `input_ids` and
+            `labels`, on any device. The activations of a step are then computed from them on
+            torch's meta device, and the placement is the one with the shortest simulated step that
+            fits into `device_memory`. A larger batch is refused. None to leave half of
+            `device_memory` to activations.
 
     Raises:
         ConfigError: The model or an argument is not supported.
@@ -87,7 +99,32 @@ def offload(
         host_share is not None and limit is not None,
         "device_memory and host_share both select the placement; use one of them",
     )
-    placement = _placement_of(needs, place_on, limit, host_share, cache_chunks)
+    if example is None:
+        placement = _placement_of(needs, place_on, limit, host_share, cache_chunks)
+    else:
+        refuse_if(
+            limit is None or bool(cache_chunks),
+            "example needs device_memory, and selects the size of the cache; use it with "
+            "device_memory and without host_share and cache_chunks",
+        )
+        assert limit is not None
+        dtype = next(iter(named.values())).dtype
+        placement = placement_for(
+            profile_step(model, example),
+            named,
+            segments,
+            keys,
+            needs,
+            length,
+            limit if place_on.type == "cpu" else limit - limit // 20,
+            usable_memory(),
+            find_links(place_on, dtype, logger.warning),
+        )
+        logger.info(
+            "%.0f %% of the chunks are on the host, and the cache has %s",
+            100 * placement.host_share,
+            counted(placement.slots, "chunk"),
+        )
     _check_memory(named, needs, place_on, placement, limit)
     residency = Residency(
         divides_gradients=True, host_share=placement.host_share, slots=placement.slots
@@ -104,7 +141,21 @@ def offload(
         refuse_if(clip_norm == 0, "clip_norm = 0 would train nothing; use a positive norm, or None")
     if limit is not None:
         platform.limit_device_memory(place_on, limit)
-    return OffloadOptimizer(model, groups, defaults, clip_norm, residency, length, place_on)
+    optimizer = OffloadOptimizer(model, groups, defaults, clip_norm, residency, length, place_on)
+    if example is not None:
+        largest = max(sizes_of(example), default=0)
+        model.register_forward_pre_hook(partial(_check_batch, largest), with_kwargs=True)
+    return optimizer
+
+
+def _check_batch(largest: int, module: nn.Module, args: Any, kwargs: Any) -> None:
+    """Refuse a batch of training whose largest tensor has more than `largest` elements."""
+    size = max(sizes_of((args, kwargs)), default=0)
+    refuse_if(
+        size > largest and torch.is_grad_enabled(),
+        f"the batch has a tensor of {counted(size, 'element')}, but the example of "
+        f"optimus.offload had at most {largest:,}; give offload an example of the largest batch",
+    )
 
 
 class OffloadOptimizer(torch.optim.Optimizer):

@@ -75,8 +75,8 @@ def test_plan_on_a_machine_has_activations_and_the_time_of_a_step(capsys):
     assert 0 < activations < result["device_bytes"] == 68_700_000_000
     step = result["step"]
     exposed = sum(step["exposed_s"].values())
-    parts = step["compute_s"] + exposed + step["bubble_s"] + step["optimizer_s"]
-    assert step["step_s"] == pytest.approx(parts)
+    total = step["compute_s"] + exposed + step["bubble_s"] + step["optimizer_s"]
+    assert step["step_s"] == pytest.approx(total)
 
 
 def test_states_larger_than_the_device_are_refused(capsys):

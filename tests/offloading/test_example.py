@@ -1,0 +1,102 @@
+"""Tests of placements from an example batch: they keep the limit and train the same bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+import optimus
+from optimus.chunks.memory import Tier
+from optimus.errors import ConfigError
+from optimus.offloading.example import profile_step
+from tests.planner.test_memory import _Peak
+
+TOKENS = torch.randint(256, (4, 32), generator=torch.Generator().manual_seed(0))
+EXAMPLE = {"input_ids": TOKENS, "labels": TOKENS}
+
+
+def make_model(checkpoints: bool = False) -> nn.Module:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=256,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=6,
+        use_cache=False,
+    )
+    model = transformers.LlamaForCausalLM(config)
+    if checkpoints:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model.train()
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(3):
+        tokens = torch.randint(256, (4, 32), generator=generator)
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize(("checkpoints", "limit"), [(False, "6MB"), (True, "3MB")])
+def test_the_limit_holds_and_the_bits_are_those_of_the_device(checkpoints, limit):
+    plain = make_model(checkpoints)
+    expected = train(plain, optimus.offload(plain, clip_norm=1.0, host_share=0.0))
+    model = make_model(checkpoints)
+    optimizer = optimus.offload(model, clip_norm=1.0, device_memory=limit, example=EXAMPLE)
+    engine = optimizer._offloaded.engine
+    assert 0 < engine.residency.host_share < 1
+    peak = _Peak(engine.memory)
+    with peak:
+        trained = train(model, optimizer)
+    assert all(torch.equal(expected[name], trained[name]) for name in expected)
+    assert 0.7 * int(limit[0]) * 10**6 < peak.most <= int(limit[0]) * 10**6
+
+
+def test_a_model_that_fits_stays_on_the_device():
+    model = make_model()
+    optimizer = optimus.offload(model, device_memory="20MB", example=EXAMPLE)
+    assert optimizer._offloaded.engine.memory.num_bytes[Tier.HOST] == 0
+
+
+def test_the_order_of_a_profile_is_that_of_a_step():
+    model = make_model(checkpoints=True)
+    profiled = [use[:2] for use in profile_step(model, EXAMPLE)]
+    optimizer = optimus.offload(model, host_share=1.0)
+    train(model, optimizer)
+    plan = optimizer._offloaded.engine.params.plan
+    assert plan is not None
+    assert profiled == [step.use[:2] for step in plan.steps]
+
+
+def test_a_larger_batch_is_refused_in_training_only():
+    model = make_model()
+    optimus.offload(model, device_memory="6MB", example=EXAMPLE)
+    larger = torch.cat([TOKENS, TOKENS])
+    with pytest.raises(ConfigError, match="a tensor of 256 elements, but the example"):
+        model(input_ids=larger)
+    with torch.no_grad():
+        model(input_ids=larger)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"device_memory": "1MB"}, "device_memory is too small by .* for the example"),
+        ({}, "example needs device_memory"),
+        ({"device_memory": "6MB", "example": {"words": TOKENS}}, "cannot be profiled"),
+    ],
+)
+def test_wrong_examples_are_refused_and_leave_the_model_unchanged(arguments, message):
+    model = make_model()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(ConfigError, match=message):
+        optimus.offload(model, **{"example": EXAMPLE, **arguments})
+    after = model.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
