@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from optimus.config import ModelConfig
 from optimus.distributed.collectives import Group, all_to_all
 from optimus.model.moe import Experts, FastSparseMoE
-from optimus.model.router import uniform
+from optimus.model.router import CHOICES, Choice, top_k
 from optimus.model.transformer import Transformer
 from optimus.parallel.exchange import (
     exchange_rows,
@@ -95,13 +95,13 @@ class DispatchedExperts(Experts):
     def __init__(self, config: ModelConfig, group: Group, dispatcher: str) -> None:
         super().__init__(config)
         self.first_expert, _ = share(config.experts, group.rank, group.size)
-        self._group = group
+        self._group, self._choose = group, CHOICES[config.router]
         self.use_dispatcher(dispatcher)
 
     def use_dispatcher(self, name: str) -> None:
         """Use DISPATCHERS[name] from the next forward pass on."""
         self.dispatcher = name
-        self._dispatcher = DISPATCHERS[name](self._group, self.num_experts)
+        self._dispatcher = DISPATCHERS[name](self._group, self.num_experts, self._choose)
 
     def forward(
         self, x: Tensor, weights: Tensor, chosen: Tensor, save_input_only: bool = False
@@ -119,10 +119,11 @@ class Dispatcher(ABC):
     Args:
         group: the ep ranks.
         num_experts: E, the total number of experts on all ranks.
+        choose: the function with which the router chooses experts, for plans.
     """
 
-    def __init__(self, group: Group, num_experts: int) -> None:
-        self._group, self._num_experts = group, num_experts
+    def __init__(self, group: Group, num_experts: int, choose: Choice = top_k) -> None:
+        self._group, self._num_experts, self._choose = group, num_experts, choose
 
     @abstractmethod
     def run(self, compute: Compute, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
@@ -166,7 +167,7 @@ class AllToAllDispatcher(Dispatcher):
     def run(self, compute: Compute, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         group = self._group
         if chosen.is_meta:
-            tokens, sent, received = self._uniform_destinations(chosen)
+            tokens, sent, received = self._planned_destinations(chosen)
         else:
             tokens, counts = self._destinations(chosen)
             # The counts are exchanged first, because they are the sizes of the other exchanges.
@@ -191,16 +192,17 @@ class AllToAllDispatcher(Dispatcher):
         needed[rank_of.t(), torch.arange(len(chosen), device=chosen.device)] = True
         return needed.nonzero()[:, 1], needed.sum(1)
 
-    def _uniform_destinations(self, chosen: Tensor) -> tuple[Tensor, list[int], list[int]]:
+    def _planned_destinations(self, chosen: Tensor) -> tuple[Tensor, list[int], list[int]]:
         """Return the indices of the tokens to send, without values, and the numbers of tokens to
-        send to and to receive from each rank, for uniform routing. Tensors on the meta device have
-        no values, so a plan assumes this routing."""
-        probs = torch.empty(len(chosen), self._num_experts)
-        _, assumed = uniform(probs, chosen.shape[1])
+        send to and to receive from each rank. Tensors on the meta device have no values, so a plan
+        assumes random probabilities of the experts, which balance their loads."""
+        generator = torch.Generator().manual_seed(0)
+        probs = torch.rand(len(chosen), self._num_experts, generator=generator)
+        _, assumed = self._choose(probs, chosen.shape[1])
         tokens, counts = self._destinations(assumed)
         all_to_all(torch.empty_like(counts, device="meta"), counts.to("meta"), self._group)
-        # All ranks route in the same way, so each sends as many tokens to this rank as this rank
-        # sends to itself.
+        # With balanced loads, each rank sends as many tokens to this rank as this rank sends to
+        # itself.
         received = [int(counts[self._group.rank])] * self._group.size
         return tokens.to("meta"), counts.tolist(), received
 

@@ -272,7 +272,7 @@ def profile_stages(
 ) -> dict[int, StageProfile]:
     """Profile the stages of the rank at `coordinate` for one microbatch.
 
-    All experts are assumed to get the same number of tokens. At most two layers of each kind are
+    Experts are assumed to have balanced loads. At most two layers of each kind are
     run on a stage. The figures of the second also hold for further layers of this kind.
 
     Args:

@@ -168,10 +168,27 @@ def test_planned_collectives_equal_those_of_a_run(ranks, layout: dict) -> None:
     assert seen[0]
 
 
+def test_planned_alltoall_has_the_traffic_and_memory_of_balanced_routing(ranks) -> None:
+    layout = {
+        **WIDE,
+        "model__num_experts": 16,
+        "model__num_experts_per_tok": 4,
+        "train__deterministic": False,
+        "parallel__ep": 2,
+        "parallel__ep_dispatch": "alltoall",
+    }
+    planned = profile(0, 2, **layout)[0]
+    seen = ranks(2, record_collectives, tiny_tree("d", "r", **layout), start_world=False)
+    uses = (*planned.forward, *planned.backward)
+    expected = sum(size for use in uses for *_, size in use.traffic)
+    measured = [sum(size for *_, size in of_rank) for of_rank in seen]
+    assert expected == pytest.approx(sum(measured) / 2, rel=0.1)
+
+
 def record_collectives(tree: dict) -> list[tuple[str, str, int]]:
     traffic = Traffic()
     setup = make_updater(tree, recorder=traffic)
-    tokens, _ = make_microbatch(0)
+    tokens, _ = make_microbatch(0, setup.config.train.seq_len)
     traffic.seen.clear()
     output = setup.model.executor._stages[0].forward(None, tokens)
     assert output.objective is not None
