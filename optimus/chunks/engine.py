@@ -539,6 +539,10 @@ class ChunkEngine:
             costs,
             [step.use._replace(need=renumber(step.use.need)) for step in self.params.plan.steps],
             [renumber(needs) for needs in self.transient_needs(segments)],
+            [
+                renumber(frozenset(b.chunk.number for b in of_segment if isinstance(b, ChunkState)))
+                for of_segment in self.gradients.allocated_together()
+            ],
             forward_s,
             backward_s,
             device_bytes + sizes["total"] + self.gradients.reduction_bytes,

@@ -240,17 +240,23 @@ class GradReducer:
             return self.reduction_bytes
         assert isinstance(strategy, ReducePerMicrobatch)
         freed = {buffer for buffer in self._buffers() if strategy.frees(buffer)}
-        last = {b: n for n, (_, of_segment) in enumerate(self._segments) for b in of_segment}
         live = [self.reduction_bytes]
-        for number, (stage, _) in enumerate(self._segments):
-            if self._frees_early:
-                now = {b for b in freed if self._first_segment[b] <= number <= last[b]}
-            else:
-                now = {b for b in freed if b.groups.stage == stage}
+        for buffers in self.allocated_together():
+            now = freed.intersection(buffers)
             copied = [self.copied_bytes(b) for b in freed - now if b.home is not Tier.DEVICE]
             in_flight = most_in_flight(copied, self.reduction_bytes)
             live.append(sum(b.grads.nbytes for b in now) + in_flight)
         return max(live)
+
+    def allocated_together(self) -> Iterator[set[GradBuffer]]:
+        """Yield, for each segment, the buffers that have memory during its backward, if they are
+        freed. Call this after `attach`."""
+        last = {b: n for n, (_, of_segment) in enumerate(self._segments) for b in of_segment}
+        for number, (stage, _) in enumerate(self._segments):
+            if self._frees_early:
+                yield {b for b in last if self._first_segment[b] <= number <= last[b]}
+            else:
+                yield {b for b in last if b.groups.stage == stage}
 
     @property
     def reduction_bytes(self) -> int:

@@ -56,6 +56,8 @@ class Workload:
     """The uses of a step in order. `need` contains all chunks of a segment."""
     needs: Sequence[frozenset[int]]
     """Chunks of each segment."""
+    with_gradients: Sequence[frozenset[int]]
+    """For each segment, the chunks whose gradients are on the device during its backward."""
     forward_s: Sequence[float]
     """Seconds that the forward of each segment computes for one microbatch."""
     backward_s: Sequence[float]
@@ -132,19 +134,18 @@ class Workload:
     def _totals(self) -> dict[str, np.ndarray]:
         return {}
 
-    @cached_property
-    def _is_needed(self) -> np.ndarray:
-        """[segments, chunks + 1]: True where a segment needs a chunk. The chunks are in reverse
+    def _table(self, sets: Sequence[frozenset[int]]) -> np.ndarray:
+        """Return [sets, chunks + 1]: True where a set contains a chunk. The chunks are in reverse
         order after a column of False."""
-        needed = np.zeros((len(self.needs), len(self.chunks) + 1), dtype=bool)
-        for segment, needs in enumerate(self.needs):
-            needed[segment, [len(self.chunks) - chunk for chunk in needs]] = True
-        return needed
+        table = np.zeros((len(sets), len(self.chunks) + 1), dtype=bool)
+        for row, chunks in zip(table, sets, strict=True):
+            row[[len(self.chunks) - chunk for chunk in chunks]] = True
+        return table
 
     @cached_property
     def _counts(self) -> np.ndarray:
         """For each number of chunks on the host, the largest number of them in a segment."""
-        return self._is_needed.cumsum(axis=1).max(axis=0)
+        return self._table(self.needs).cumsum(axis=1).max(axis=0)
 
     @cached_property
     def _uncached(self) -> np.ndarray:
@@ -152,9 +153,10 @@ class Workload:
         of resident chunks, and the largest gradients during a backward."""
         resident = self._total("resident")
         gradients = np.array([0, *(chunk.gradients for chunk in reversed(self.chunks))])
-        now = np.where(self._is_needed, gradients, 0).cumsum(axis=1)
+        is_now = self._table(self.with_gradients)
+        now = np.where(is_now, gradients, 0).cumsum(axis=1)
         # While a segment computes, the largest gradients of others may be copied to the host.
-        others = np.where(self._is_needed, 0, gradients)
+        others = np.where(is_now, 0, gradients)
         copying = np.zeros_like(now)
         for _ in range(MAX_COPYING):
             largest = np.maximum.accumulate(others, axis=1)

@@ -376,10 +376,14 @@ def _residency(optim: OptimConfig, train: TrainConfig, offload: OffloadConfig) -
             f"offload.{key} = {value!r} has no meaning with offload.mode = 'off'; use "
             "offload.mode = 'auto'",
         )
-    for key, value in (("host_share", offload.host_share), ("order", offload.order)):
+    for key, value in (
+        ("offload.host_share", offload.host_share),
+        ("offload.order", offload.order),
+        ("optim.cache_chunks", optim.cache_chunks),
+    ):
         refuse_if(
-            offload.mode == "auto" and value not in (0.0, "microbatch"),
-            f"offload.{key} = {value!r}: offload.mode = 'auto' chooses it; leave it out, or use "
+            offload.mode == "auto" and value not in (0, "microbatch"),
+            f"{key} = {value!r}: offload.mode = 'auto' chooses it; leave it out, or use "
             "offload.mode = 'manual'",
         )
     refuse_if(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from optimus.checkpoint.slices import writer_in_paper
 from optimus.chunks.placement import NoPlacement, Workload, search
 from optimus.chunks.step_time import StepTime
 from optimus.config import Config
@@ -18,7 +19,7 @@ from optimus.config.sizes import parse_bytes
 from optimus.distributed.collectives import broadcast_object, greatest
 from optimus.distributed.groups import Groups
 from optimus.distributed.mesh import Coordinate, Mesh
-from optimus.errors import ConfigError, counted
+from optimus.errors import ConfigError, counted, refuse_if
 from optimus.launch.environment import usable_memory
 from optimus.planner.memory import (
     RankMemory,
@@ -77,7 +78,7 @@ class Decision:
         return "; ".join(clauses)
 
 
-def settle_placement(
+def autotune_placement(
     config: Config,
     groups: Groups,
     num_microbatches: int,
@@ -116,10 +117,20 @@ def settle_placement(
     local = device_memory(device) // (ranks_per_node if device.type == "cpu" else 1)
     smallest = -greatest(-local, everyone, device)
     host = -greatest(-usable_memory() // ranks_per_node, everyone, device)
+    for key, available in (("device_memory", smallest), ("host_memory", host)):
+        asked = parse_bytes(getattr(offload, key))
+        refuse_if(
+            asked > available,
+            f"offload.{key} = {getattr(offload, key)!r} is {counted(asked - available, 'byte')} "
+            f"more than a rank has; use at most {counted(available, 'byte')}, or leave it out",
+        )
     limits = limits_of(config, Links.model_validate(rates), smallest, host)
-    rank = groups.mesh, groups.coordinate, num_microbatches
+    largest = largest_rank(config, groups.mesh, groups.coordinate.pp)
+    rank = groups.mesh, largest, num_microbatches
     if offload.mode == "auto":
         decision = decide_placement(config, *rank, limits, device.type)
+        if device.type != "cpu":  # there, the rates of the file are only for the decision
+            decision = dataclasses.replace(decision, config=_without_links(decision.config))
     else:
         decision = Decision(config, rank_memory(config, *rank, device.type), limits)
         check_limits(decision, device.type)
@@ -127,6 +138,22 @@ def settle_placement(
         limit_device_memory(device, limits.device)
     log(f"offload.mode = {offload.mode!r}: {decision}")
     return decision.config
+
+
+def largest_rank(config: Config, mesh: Mesh, pp: int) -> Coordinate:
+    """Return the rank with the most memory of the ranks with pipeline index `pp`. A placement that
+    fits there fits on all of them, and they must have the same placement."""
+    # If tp does not divide a size, the last rank has the largest share. With checkpoint.scatter =
+    # "paper", only a rank that writes checkpoints has staging memory.
+    coordinate = Coordinate(pp, 0, 0, mesh.tp - 1)
+    if config.checkpoint.scatter == "paper":
+        coordinate = coordinate._replace(dp=writer_in_paper(mesh, coordinate))
+    return coordinate
+
+
+def _without_links(config: Config) -> Config:
+    offload = config.offload.model_copy(update={"links": ""})
+    return config.model_copy(update={"offload": offload})
 
 
 def limits_of(config: Config, links: Links, device: int, host: int) -> Limits:
@@ -161,12 +188,12 @@ def decide_placement(
     If all states, activations and temporary tensors fit on the device, nothing is offloaded.
     Otherwise, the placement with the shortest simulated step is chosen, of all numbers of chunks on
     the host, sizes of the cache, some lengths of chunks, and the possible orders of microbatches.
-    Ranks with the same pp and tp index get the same decision.
 
     Args:
         config: The run's configuration, with `train.seq_len`.
         mesh: Sizes of all axes.
-        coordinate: The rank.
+        coordinate: The rank, a result of `largest_rank`, so that ranks that exchange states get the
+            same decision.
         num_microbatches: Number of microbatches of the rank in a step.
         limits: The memory that the rank may use, and its rates.
         device: Type of the rank's device.
@@ -175,6 +202,10 @@ def decide_placement(
         ConfigError: The states do not fit.
     """
     rank = mesh, coordinate, num_microbatches, device
+    # The dtype of gradients must not depend on the decision.
+    dtype = "bf16" if config.offload.rounds_gradients(config.train) else "fp32"
+    offload = config.offload.model_copy(update={"grad_dtype": dtype})
+    config = config.model_copy(update={"offload": offload})
     plain = _with_offload(config, "off", 0.0, 0, "microbatch")
     profiles = {"microbatch": profile_stages(plain, mesh, coordinate)}
     memory = rank_memory(plain, *rank, profiles["microbatch"])
@@ -184,7 +215,14 @@ def decide_placement(
         if memory.host > limits.host:
             raise _does_not_fit("auto", memory.device, memory.host, limits, device)
         return decision
-    check(_with_offload(config, "manual", 1.0, 0, "microbatch"))
+    try:
+        check(_with_offload(config, "manual", 1.0, 0, "microbatch"))
+    except ConfigError as error:
+        missing = counted(memory.device - allowed, "byte")
+        raise ConfigError(
+            f"offload.mode = 'auto': the device lacks {missing}, so states must be offloaded, but "
+            f"{error}"
+        ) from error
     if mesh.pp * config.parallel.virtual_stages == 1 and num_microbatches > 1:
         by_layer = _with_offload(config, "manual", 1.0, 0, "layer")
         with contextlib.suppress(ConfigError):  # the model does not allow this order
@@ -202,8 +240,8 @@ def decide_placement(
         try:
             best = search(workloads, allowed - excess, limits.host - staging, limits.links)
         except NoPlacement as problem:
-            host = problem.host + staging
-            raise _does_not_fit("auto", problem.device, host, limits, device) from None
+            needs = problem.device + excess, problem.host + staging
+            raise _does_not_fit("auto", *needs, limits, device) from None
         share = (best.num_host - 0.5) / len(best.workload.chunks)  # rounded up by the engine
         of_length = _with_length(config, best.workload.chunk_length)
         chosen = _with_offload(of_length, "manual", share, best.slots, best.workload.order)
@@ -236,12 +274,10 @@ def _with_length(config: Config, length: int) -> Config:
 def _with_offload(config: Config, mode: str, share: float, slots: int, order: str) -> Config:
     """Return a copy of a configuration with these settings of offloading."""
     values = {"mode": mode, "host_share": share, "order": order}
-    resident = config.optim.resident == "cache"
-    cache = slots or (config.optim.cache_chunks if resident else 0)
     return config.model_copy(
         update={
             "offload": config.offload.model_copy(update=values),
-            "optim": config.optim.model_copy(update={"cache_chunks": cache}),
+            "optim": config.optim.model_copy(update={"cache_chunks": slots}),
         }
     )
 

@@ -105,6 +105,7 @@ def _on_machine(config: Config, mesh: Mesh, name: str) -> dict[str, Any]:
       the device, or None if the machine's file does not have it.
     """
     from optimus.planner.memory import activations_of_ranks  # needs torch
+    from optimus.planner.offload import largest_rank
 
     train, machine = config.train, load_machine(name)
     result: dict[str, Any] = {}
@@ -116,7 +117,7 @@ def _on_machine(config: Config, mesh: Mesh, name: str) -> dict[str, Any]:
     microbatches = mesh.pp
     if train.global_batch_tokens:
         microbatches = plan_batch(train, mesh.num_data_ranks).microbatches_per_rank
-    first, last = Coordinate(0, 0, 0, 0), Coordinate(mesh.pp - 1, 0, 0, 0)
+    first, last = (largest_rank(config, mesh, pp) for pp in (0, mesh.pp - 1))
     if config.offload.mode == "auto":
         decision = _placement(config, mesh, first, microbatches, machine, device)
         config = decision.config

@@ -48,7 +48,7 @@ from optimus.observe.events import (
 from optimus.observe.health import TrainingHealth, measure_expert_load
 from optimus.observe.log import indented
 from optimus.peak import RunPeak
-from optimus.planner.offload import settle_placement
+from optimus.planner.offload import autotune_placement
 from optimus.planner.states import check_names, check_slots
 from optimus.platform import dtype_of
 from optimus.rank.model import RankModel, uncompiled
@@ -242,7 +242,7 @@ class Run:
             if config.observe.tensorboard and plan.mesh.pp > 1:
                 self.recorder.add(self.trace)
         self.groups = join_groups(plan.mesh, world, config.parallel.virtual_stages, self.recorder)
-        placed = settle_placement(
+        placed = autotune_placement(
             config,
             self.groups,
             plan.batch.microbatches_per_rank,

@@ -47,6 +47,7 @@ def workload(
         [ChunkCost(9 * size, 10 * size, size, size, 2 * size, size, size)] * chunks,
         uses,
         needs,
+        needs,
         [compute_s] * chunks,
         [2 * compute_s] * chunks,
         device_bytes,

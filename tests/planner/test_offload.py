@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from optimus.checkpoint.slices import writer_in_paper
 from optimus.config import make_config
 from optimus.config.machine import Links
 from optimus.distributed.mesh import Coordinate, make_mesh
 from optimus.errors import ConfigError
 from optimus.planner.memory import rank_memory
-from optimus.planner.offload import Limits, decide_placement
+from optimus.planner.offload import Limits, decide_placement, largest_rank
+from optimus.rank.states import plan_rank
 from tests.kit.runs.results import assert_same_run
 from tests.kit.runs.tiny import tiny_tree
 from tests.kit.runs.training import printed_by, run_and_catch
@@ -44,7 +46,12 @@ def test_nothing_is_offloaded_where_all_fits() -> None:
     assert decision.config.offload.mode == "manual" and decision.config.offload.host_share > 0
 
 
-@pytest.mark.parametrize("settings", [{}, {"train__deterministic": True, "train__dtype": "bf16"}])
+ZB = {"parallel__pp": 2, "parallel__schedule": "zb-h1"}
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"train__deterministic": True, "train__dtype": "bf16"}, ZB]
+)
 def test_memory_is_limited_down_to_the_smallest_limit(settings: dict) -> None:
     with pytest.raises(ConfigError) as refused:
         decide(1000, **settings)
@@ -141,8 +148,33 @@ def test_limits_apply_to_manual_placements(ranks, tiny_data, tmp_path) -> None:
         ({"offload__device_memory": "20GB"}, "has no meaning with offload.mode = 'off'"),
         ({"offload__host_share": 0.5, **AUTO}, "offload.mode = 'auto' chooses it"),
         ({"offload__order": "layer", **AUTO}, "offload.mode = 'auto' chooses it"),
+        ({"optim__cache_chunks": 4, **AUTO}, "offload.mode = 'auto' chooses it"),
     ],
 )
 def test_wrong_settings_are_refused(settings: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make_config(tiny_tree("d", "r", **settings))
+
+
+def test_the_rank_with_the_most_memory_decides() -> None:
+    odd = {"parallel__tp": 2, "parallel__dp": 2, "model__vocab_size": 321}
+    config = make_config(tiny_tree("d", "r", **AUTO, **odd, checkpoint__scatter="paper"))
+    mesh = make_mesh(config.parallel)
+    largest = largest_rank(config, mesh, 0)
+    assert largest == Coordinate(0, writer_in_paper(mesh, largest), 0, 1)
+    sizes = [plan_rank(config, mesh, Coordinate(0, 0, 0, tp)).engine.state_bytes() for tp in (0, 1)]
+    assert sizes[0]["total"] < sizes[1]["total"]
+
+
+def test_the_dtype_of_gradients_does_not_depend_on_the_decision() -> None:
+    bf16 = {"train__dtype": "bf16"}
+    for limit in (needed(**bf16) * 2, needed(**bf16) * 7 // 10):
+        decision = decide(limit, **bf16)
+        assert decision.config.offload.grad_dtype == "bf16"
+
+
+def test_compiled_blocks_are_refused_only_if_states_must_be_offloaded() -> None:
+    compiled = {"train__compile": True}
+    assert decide(needed(), **compiled).config.offload.mode == "off"
+    with pytest.raises(ConfigError, match=r"^offload.mode = 'auto': the device lacks .* compile"):
+        decide(needed() // 2, **compiled)
