@@ -23,7 +23,7 @@ from optimus.data.batch import BatchPlan
 from optimus.data.loader import Microbatch
 from optimus.distributed.groups import Groups, join_groups
 from optimus.distributed.world import World, start_world
-from optimus.errors import counted
+from optimus.errors import counted, refuse_if
 from optimus.launch.environment import SINGLE
 from optimus.model.flops import flops_per_token
 from optimus.model.init import initialise_
@@ -74,6 +74,11 @@ def make_rank(config: Config, world: World, recorder: Recorder = NO_RECORDER) ->
         world: The world of all ranks, from `start_world`.
         recorder: Receives the events of collectives and of pipeline actions.
     """
+    refuse_if(
+        config.offload.mode == "auto",
+        "offload.mode = 'auto': bench step measures a placement, and does not choose it; use "
+        "offload.mode = 'manual' with the settings that optimus plan --machine prints",
+    )
     mesh, plan = divide(config, world.size)
     groups = join_groups(mesh, world, config.parallel.virtual_stages, recorder)
     local = RankModel(config, groups, plan, world.device)

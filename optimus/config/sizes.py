@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, BeforeValidator
 
-_UNITS = {"": 1, "B": 1} | {
+_UNITS = {"": 1, "B": 1, "kB": 1000} | {
     f"{prefix}{suffix}": base**power
     for power, prefix in enumerate("KMGT", start=1)
     for suffix, base in (("B", 1000), ("iB", 1024))
 }
-_BYTES = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]i?B|B)?")
+_BYTES = re.compile(r"(\d+(?:\.\d+)?) ?(kB|[KMGT]i?B|B)?")
 
 
 def parse_bytes(text: str) -> int:
@@ -26,10 +26,14 @@ def parse_bytes(text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2] or ""])
 
 
+def _as_text(value: Any) -> Any:
+    return str(value) if type(value) is int else value
+
+
 def _check(text: str) -> str:
     parse_bytes(text)
     return text
 
 
-Size = Annotated[str, AfterValidator(_check)]
-"""Type of a setting with a size as text; "" for no size."""
+Size = Annotated[str, BeforeValidator(_as_text), AfterValidator(_check)]
+"""Type of a setting with a size: a number of bytes, or a text such as "20GB"; "" for no size."""

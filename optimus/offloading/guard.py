@@ -96,7 +96,12 @@ class GuardedGradient(Tensor):
             _name_of(func) == "data.set",
             f"the gradient of parameter {name} cannot be replaced; use grad.copy_",
         )
-        return _call(func, _on_host(args), _on_host(kwargs))
+        moved: list[tuple[Tensor, Tensor]] = []
+        result = _call(func, _on_host(args, moved), _on_host(kwargs, moved))
+        for original, copy in moved:
+            if copy._version:  # the function has written to it, as GradScaler does
+                original.copy_(copy)
+        return result
 
 
 def guard(tensor: Tensor, kind: type, name: str, owner: Owner) -> None:
@@ -222,18 +227,22 @@ def _call(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         return func(*args, **kwargs)
 
 
-def _on_host(value: Any) -> Any:
+def _on_host(value: Any, moved: list[tuple[Tensor, Tensor]]) -> Any:
     """Return arguments in which guarded gradients are replaced by their sums on the host, and other
-    tensors of one element by copies on the host."""
+    tensors of one element by copies on the host. Pairs of these tensors and copies are appended to
+    `moved`."""
     if isinstance(value, GuardedGradient):
         of_gradient = _guard_of(value)
         return of_gradient.owner.gradient_sum(of_gradient.name)
     if isinstance(value, Tensor):
-        return value.cpu() if value.numel() == 1 else value
+        if value.numel() != 1 or value.is_cpu:
+            return value
+        moved.append((value, value.cpu()))
+        return moved[-1][1]
     if isinstance(value, dict):
-        return {key: _on_host(element) for key, element in value.items()}
+        return {key: _on_host(element, moved) for key, element in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(_on_host(element) for element in value)
+        return type(value)(_on_host(element, moved) for element in value)
     return value
 
 

@@ -403,6 +403,17 @@ def _placement_of(
             f"cache_chunks = {slots}: the segment {needs.largest or 'model'!r} needs "
             f"{counted(needs.chunks_per_use, 'chunk')} at once; use {needs.chunks_per_use} or more",
         )
+        refuse_if(
+            not placement.host_share,
+            f"cache_chunks = {slots} has no effect, because all states are on the device; leave it "
+            "out",
+        )
+        needed = 2 * (slots * needs.chunk + needs.gradients)
+        if device_memory is not None and needed > device_memory:
+            raise ConfigError(
+                f"cache_chunks = {slots} needs {needed:,} bytes, half of them for activations, and "
+                f"device_memory has {device_memory:,}; use fewer chunks, or leave cache_chunks out"
+            )
         placement = placement._replace(slots=slots)
     return placement
 

@@ -112,7 +112,7 @@ def autotune_placement(
     if offload.links:
         links = load_links(offload.links)
     elif everyone.rank == 0:
-        links = find_links(device, dtype_of(config.train.dtype), log)
+        links = find_links(device, dtype_of(config.train.dtype), log, ranks_per_node)
     rates = broadcast_object(None if links is None else links.model_dump(), everyone, dict)
     local = device_memory(device) // (ranks_per_node if device.type == "cpu" else 1)
     smallest = -greatest(-local, everyone, device)

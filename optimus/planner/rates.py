@@ -27,17 +27,21 @@ _UPDATED = 1 << 22
 _RUNS = 15
 
 
-def find_links(device: torch.device, dtype: torch.dtype, log: Callable[[str], None]) -> Links:
+def find_links(
+    device: torch.device, dtype: torch.dtype, log: Callable[[str], None], ranks_per_node: int = 1
+) -> Links:
     """Return the rates of this rank, from the cache or from a measurement of about two seconds.
 
     Args:
         device: Device of this rank.
         dtype: Dtype of matrix products.
         log: Function that writes one line to the log.
+        ranks_per_node: Number of ranks that share the cores of this machine. Cached rates are used
+            only for this number.
     """
     library = library_of(torch.empty(0, dtype=dtype, device=device))
     setup, folder = setup_of(device, dtype, library), cache_dir()
-    path = None if folder is None else folder / f"links-{setup.key}.json"
+    path = None if folder is None else folder / f"links-{setup.key}-{ranks_per_node}.json"
     if path is not None:
         with contextlib.suppress(OSError, ValueError, ValidationError):
             return Links.model_validate(json.loads(path.read_bytes()))
