@@ -130,17 +130,26 @@ of a GPU. The paper does not give the microbatch sizes."""
 
 
 def table_1() -> list[tuple[list[Row], float]]:
-    """Return for each row of arXiv 2104.04473, Table 1, the step with each possible microbatch, and
-    the FLOPs of a GPU in the step by the paper's equation 3, with the published seconds."""
+    """Return for each row of arXiv 2104.04473, Table 1, the steps that the paper allows, and the
+    FLOPs of a GPU in the step by the paper's equation 3, with the published seconds.
+
+    Section 5.1 says that the table has the interleaved schedule. The paper gives neither the
+    microbatch nor the number v of virtual stages: v >= 2 divides the layers of a pipeline rank, and
+    the number of microbatches is a multiple of p. Without a pipeline, v = 1.
+    """
     result = []
     for billions, heads, h, layers, tp, pp, gpus, batch, tflops in _TABLE_1:
-        s, v, dp = 2048, VOCABULARY, gpus // (tp * pp)
-        flops = 96 * batch * s * layers * h**2 * (1 + s / (6 * h) + v / (16 * layers * h)) / gpus
+        s, vocabulary, dp = 2048, VOCABULARY, gpus // (tp * pp)
+        sizes = 1 + s / (6 * h) + vocabulary / (16 * layers * h)
+        flops = 96 * batch * s * layers * h**2 * sizes / gpus
         seconds = flops / (tflops * 1e12)
+        of_rank = layers // pp
+        virtual_stages = [v for v in range(2, of_rank + 1) if of_rank % v == 0] if pp > 1 else [1]
         rows = [
-            Row(h, layers, heads, s, tp, dp, pp, 1, batch, b, "full", seconds, f"{billions}B")
+            Row(h, layers, heads, s, tp, dp, pp, v, batch, b, "full", seconds, f"{billions}B")
+            for v in virtual_stages
             for b in (1, 2, 4, 8, 16)
-            if batch % (dp * b) == 0
+            if batch % (dp * b * pp) == 0
         ]
         result.append((rows, flops))
     return result
