@@ -22,6 +22,7 @@ import torch
 
 from optimus import platform
 from optimus.bench.links import bench_links
+from optimus.config.hardware import size_factor
 from optimus.config.machine import Machine
 from optimus.distributed.collectives import (
     Group,
@@ -88,20 +89,22 @@ def fit_products(peak: float, rates: Sequence[tuple[Shape, float]]) -> tuple[flo
         rates: Shapes with the measured FLOP/s.
 
     Returns:
-        `efficiency`, below 1, and `half_size` with the smallest squared errors of log(rate).
+        `efficiency`, below 1, and `half_size` with the smallest squared errors of log(rate). The
+        errors of log(rate) are zero in the mean, as the check of `Products` requires.
     """
+    highest = math.log(0.999)
 
     def fitted(half: float) -> tuple[float, float]:
         logs = [
-            math.log(rate / peak) + sum(math.log1p(half / size) for size in shape)
-            for shape, rate in rates
+            math.log(rate / peak) + math.log(size_factor(half, *shape)) for shape, rate in rates
         ]
-        share = min(statistics.fmean(logs), math.log(0.999))
-        return sum((value - share) ** 2 for value in logs), math.exp(share)
+        share = statistics.fmean(logs)
+        return sum((value - share) ** 2 for value in logs), share
 
     candidates = [0.01 * 1.1**step for step in range(150)]
-    half = min(candidates, key=lambda size: fitted(size)[0])
-    return fitted(half)[1], half
+    allowed = [size for size in candidates if fitted(size)[1] <= highest]
+    half = min(allowed or candidates[:1], key=lambda size: fitted(size)[0])
+    return math.exp(min(fitted(half)[1], highest)), half
 
 
 def bench_machine(

@@ -6,6 +6,7 @@ is left out of the file; `optimus.planner.step_time` lists the figures that it m
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 from typing import Annotated, Literal
 
@@ -17,6 +18,8 @@ Positive = Annotated[float, Field(gt=0)]
 Dtype = Literal["fp32", "bf16", "fp16"]
 BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes of an element of each dtype."""
+MAX_PRODUCT_ERROR = 0.1
+"""Largest relative difference between the model of products and the measured products."""
 
 
 def _check_source(text: str) -> str:
@@ -47,6 +50,12 @@ def _refuse_above(name: str, achieved: float, limit: float) -> None:
         )
 
 
+def size_factor(half_size: float, *sizes: float) -> float:
+    """Return the factor by which a product takes longer than at the rate of very large products
+    (`Products`)."""
+    return math.prod(1 + half_size / size for size in sizes)
+
+
 class MeasuredProduct(Section):
     """Rate of a matrix product [rows, inner] x [inner, columns]."""
 
@@ -67,13 +76,13 @@ class Products(Section):
     peak: Figure
     """FLOP/s of the device that no product exceeds."""
     efficiency: Figure | None = None
-    """Share of `peak` that very large products reach, below 1. Default: the share that the fastest
-    of the products in `measured` reaches."""
+    """Share of `peak` that very large products reach, below 1. Default: the share with which the
+    model has the rates of the products in `measured`, in their geometric mean."""
     half_size: Figure | None = None
     """Size, in elements, of a dimension at which a product reaches half of the rate that it reaches
     if this dimension is very large. Default: the rate does not depend on the sizes."""
     measured: Annotated[tuple[MeasuredProduct, ...], Field(strict=False)] = ()
-    """Rates by shape."""
+    """Rates by shape. The model must have them within 10 % in their geometric mean."""
 
     @model_validator(mode="after")
     def _check(self) -> Products:
@@ -84,15 +93,34 @@ class Products(Section):
             )
         for product in self.measured:
             _refuse_above("measured.flops", product.flops.value, self.peak.value)
+        share = self._measured_share()
+        if share is not None and self.best_share is not None:
+            ratio = self.best_share / share
+            if abs(ratio - 1) > MAX_PRODUCT_ERROR:
+                raise ValueError(
+                    f"efficiency and half_size give {ratio:.2f} times the rates in measured; "
+                    f"correct them, so that they differ by at most {MAX_PRODUCT_ERROR:.0%}"
+                )
         return self
+
+    def _measured_share(self) -> float | None:
+        """Return the share of the peak with which the model has the measured rates."""
+        if not self.measured:
+            return None
+        half = 0.0 if self.half_size is None else self.half_size.value
+        logs = [
+            math.log(p.flops.value * size_factor(half, p.rows, p.inner, p.columns))
+            for p in self.measured
+        ]
+        return math.exp(sum(logs) / len(logs)) / self.peak.value
 
     @property
     def best_share(self) -> float | None:
         """Share of the peak that very large products reach; None if it is unknown."""
         if self.efficiency is not None:
             return self.efficiency.value
-        rates = [product.flops.value for product in self.measured]
-        return max(rates) / self.peak.value if rates else None
+        share = self._measured_share()
+        return None if share is None else min(share, 1.0)
 
 
 class Device(Section):

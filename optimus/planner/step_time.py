@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
-from optimus.config.hardware import BYTES, Device, Dtype
+from optimus.config.hardware import BYTES, Device, Dtype, size_factor
 from optimus.config.machine import Machine
 from optimus.errors import ConfigError
 from optimus.parallel.pipeline.actions import Action, Kind
@@ -103,9 +103,7 @@ class ProductRates(NamedTuple):
 
     def rate(self, rows: float, inner: float, columns: float) -> float:
         """Return the FLOP/s of a product [rows, inner] x [inner, columns]."""
-        half = self.half_size
-        small = (1 + half / rows) * (1 + half / inner) * (1 + half / columns)
-        return self.peak * self.share / small
+        return self.peak * self.share / size_factor(self.half_size, rows, inner, columns)
 
 
 @dataclass(frozen=True)

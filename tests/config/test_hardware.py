@@ -7,6 +7,7 @@ import pytest
 from optimus.cli import main
 from optimus.config.hardware import Figure
 from optimus.config.machine import FOLDER, Machine, load_machine
+from optimus.planner.step_time import rates_of
 
 MACHINES = sorted(path.stem for path in FOLDER.glob("*.toml"))
 _SOURCE = 'source = "a page", date = "2026-01"'
@@ -57,6 +58,16 @@ def test_fitted_figures_name_the_rows():
         assert transferred.value == device.products["bf16"].half_size.value
 
 
+@pytest.mark.parametrize("name", MACHINES)
+def test_model_of_products_has_the_measured_rates(name):
+    rates = rates_of(load_machine(name), "bf16", name).products
+    device = load_machine(name).device
+    assert device is not None
+    for product in device.products["bf16"].measured:
+        modelled = rates.rate(product.rows, product.inner, product.columns)
+        assert modelled == pytest.approx(product.flops.value, rel=0.10)
+
+
 def test_taper_of_aurora_is_the_ratio_of_its_links():
     machine = load_machine("aurora")
     group, whole = machine.levels[-2:]
@@ -104,6 +115,15 @@ def test_taper_of_aurora_is_the_ratio_of_its_links():
             "[[device.products.bf16.measured]]\nrows = 1\ninner = 1\ncolumns = 1\n"
             f"flops = {{ value = 2e12, {_SOURCE} }}",
             "measured.flops = 2e+12 is above the peak 1e+12",
+        ),
+        (
+            f"[device]\nname = 'x'\nmemory_bytes = {{ value = 1e9, {_SOURCE} }}\n"
+            f"[device.products.bf16]\npeak = {{ value = 1e12, {_SOURCE} }}\n"
+            f"efficiency = {{ value = 0.7, {_SOURCE} }}\n"
+            f"half_size = {{ value = 64.0, {_SOURCE} }}\n"
+            "[[device.products.bf16.measured]]\nrows = 640\ninner = 640\ncolumns = 640\n"
+            f"flops = {{ value = 0.7e12, {_SOURCE} }}",
+            "efficiency and half_size give 0.75 times the rates in measured; correct them",
         ),
         (
             f"[[levels]]\nname = 'node'\npeak = {{ value = 1.0, {_SOURCE} }}\n"
