@@ -30,15 +30,34 @@ class Product(NamedTuple):
     repeats: float = 1.0
     launches: float = 1.0
     """Number of kernels."""
-    share: float = 1.0
-    """Share of the product that the kernel computes: 1/2 for causal attention scores."""
-    backward_repeats: float = 0.0
-    """Share of the forward product that backward computes again, in addition to the products for
-    the two gradients."""
 
     @property
     def flops(self) -> float:
-        return 2.0 * self.rows * self.inner * self.columns * self.repeats * self.share
+        return 2.0 * self.rows * self.inner * self.columns * self.repeats
+
+
+class FusedAttention(NamedTuple):
+    """Scores, softmax and weighted sum of causal attention in one kernel, which neither computes
+    masked scores nor writes scores to memory (FlashAttention, arXiv 2307.08691).
+
+    Forward has 2 products. Backward computes the scores again and has 5.
+    """
+
+    modules: tuple[str, ...]
+    heads: float
+    """Number of heads of all sequences."""
+    seq_len: int
+    head_size: int
+    forward_bytes: float
+    """Bytes of queries, keys, values and results that forward reads and writes."""
+    backward_bytes: float
+    launches: float = 1.0
+    backward_launches: float = 2.0
+
+    @property
+    def product_flops(self) -> float:
+        """FLOPs of one product, of whose scores half are masked."""
+        return self.heads * self.seq_len**2 * self.head_size
 
 
 class Pass(NamedTuple):
@@ -66,7 +85,7 @@ class Exchange(NamedTuple):
     backward_bytes: float
 
 
-Operation = Product | Pass | Exchange
+Operation = Product | FusedAttention | Pass | Exchange
 
 
 @dataclass(frozen=True)
@@ -231,12 +250,8 @@ def _attention(block: Block, t: int, s: int, tp: int, e: int) -> Iterable[Operat
     yield Pass(names, arranged, arranged, 3, 3)
     sequences = t / s
     if attention.fused:
-        # One kernel. Backward computes the scores again: 5 products for 2 of forward.
-        count = sequences * heads
-        yield Product(core, s, size, s, count, launches=0.5, share=0.5, backward_repeats=1.0)
-        yield Product(core, s, s, size, count, launches=0.5, share=0.5)
         traffic = e * t * (width + inner)
-        yield Pass(core, traffic, 2 * traffic, 0, 0)
+        yield FusedAttention(core, sequences * heads, s, size, traffic, 2 * traffic)
     else:
         yield Product(core, s, size, s, sequences * heads)
         # Masked softmax reads and writes the scores. Dropout also writes a mask of 1 byte.

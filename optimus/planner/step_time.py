@@ -18,8 +18,8 @@ from optimus.parallel.pipeline.actions import Action, Kind
 from optimus.parallel.pipeline.schedules import make_schedule
 from optimus.parallel.pipeline.simulate import simulate
 from optimus.planner.collectives import Algorithm, Links, Operation, collective_s, links_of
+from optimus.planner.operations import FusedAttention, Pass, Product, repeated
 from optimus.planner.operations import Operation as LayerOperation
-from optimus.planner.operations import Pass, Product, repeated
 
 Groups = Mapping[str, tuple[int, ...]]
 """Global ranks of the group of each axis."""
@@ -199,13 +199,20 @@ class PassTime(NamedTuple):
         return self.compute_s + sum(self.exposed_s.values())
 
 
-def _product_s(product: Product, rates: Rates, rows: float, inner: float, columns: float) -> float:
+def _product_s(rates: Rates, rows: float, inner: float, columns: float) -> float:
     """Return the seconds of one product [rows, inner] x [inner, columns], which is limited by the
     FLOP/s or by the memory (roofline)."""
-    flops = 2.0 * rows * inner * columns * product.share
+    flops = 2.0 * rows * inner * columns
     moved = rates.element_bytes * (rows * inner + inner * columns + rows * columns)
-    moved *= product.share if product.share < 1 else 1.0
     return max(flops / rates.products.rate(rows, inner, columns), moved / rates.memory)
+
+
+def _attention_s(attention: FusedAttention, rates: Rates, backward: bool) -> float:
+    """Return the seconds of fused attention, limited by the FLOP/s or by the memory (roofline)."""
+    flops = (5 if backward else 2) * attention.product_flops
+    moved = attention.backward_bytes if backward else attention.forward_bytes
+    rate = rates.products.rate(attention.seq_len, attention.head_size, attention.seq_len)
+    return max(flops / rate, moved / rates.memory)
 
 
 def _add(
@@ -222,9 +229,11 @@ def _add(
             shapes = [(m, k, n)]
             if backward:
                 shapes = [(m, n, k), (k, m, n)]
-                device_s += op.backward_repeats * op.repeats * _product_s(op, rates, m, k, n)
-            device_s += op.repeats * sum(_product_s(op, rates, *shape) for shape in shapes)
+            device_s += op.repeats * sum(_product_s(rates, *shape) for shape in shapes)
             launches += op.launches * len(shapes)
+        elif isinstance(op, FusedAttention):
+            device_s += _attention_s(op, rates, backward)
+            launches += op.backward_launches if backward else op.launches
         elif isinstance(op, Pass):
             device_s += (op.backward_bytes if backward else op.forward_bytes) / rates.memory
             launches += op.backward_launches if backward else op.launches

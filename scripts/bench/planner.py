@@ -320,7 +320,7 @@ def report_table_1(rates: Rates) -> list[str]:
         "the v with the smallest and the largest prediction.",
         "",
     ]
-    rows, lowest, highest = [], [], []
+    rows, lowest, highest = list[list[str]](), list[float](), list[float]()
     for candidates, flops in table_1():
         published = flops / candidates[0].seconds / 1e12
         errors = table_1_errors(candidates, rates)

@@ -18,6 +18,7 @@ from optimus.parallel.pipeline.schedules import make_schedule
 from optimus.parallel.pipeline.simulate import simulate, unit_costs
 from optimus.planner.operations import (
     Exchange,
+    FusedAttention,
     Product,
     Split,
     block_operations,
@@ -111,6 +112,42 @@ def test_products_of_a_layer_have_the_flops_of_the_model(model):
     head = head_operations(config.hidden_size, config.vocab_size, tokens, Split(), 2)
     flops = sum(op.flops for op in head if isinstance(op, Product))
     assert flops == pytest.approx(2 * tokens * head_multiply_adds(config))
+
+
+def test_fused_attention_has_the_work_of_unmasked_scores_and_no_traffic_of_scores():
+    """Its FLOPs are half of those of separate kernels in forward and 5/8 in backward. It reads
+    queries, keys and values and writes results, but no scores."""
+    config = load_config(FOLDER.parent / "model" / "mula-1b.toml", []).model
+    tokens, seq_len = 4096, 2048
+
+    def core(fused: bool):
+        block = model_block(config, 0, fused)
+        return repeated(block_operations(block, tokens, seq_len, Split(), 2), ["core"])
+
+    (attention,) = core(True)
+    assert isinstance(attention, FusedAttention)
+    flops = sum(op.flops for op in core(False) if isinstance(op, Product))
+    assert 2 * attention.product_flops == pytest.approx(flops / 2)
+    heads = 2 * (config.num_attention_heads + config.num_kv_heads)
+    size_bytes = 2 * tokens * heads * config.head_size
+    assert attention.forward_bytes == size_bytes and attention.backward_bytes == 2 * size_bytes
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_fused_attention_takes_the_longer_of_its_products_and_its_traffic(backward):
+    rates = dataclasses.replace(
+        a100(), products=ProductRates(1e12, 0.5, 0.0), memory=1e11, launch_s=0.0
+    )
+
+    def seconds(head_size: int, seq_len: int) -> float:
+        size_bytes = 2.0 * 4 * seq_len * head_size * 4
+        attention = FusedAttention((), 4, seq_len, head_size, size_bytes, 2 * size_bytes)
+        return pass_time(Layers((attention,)), rates, {}, backward).total_s
+
+    products = 5 if backward else 2
+    assert seconds(128, 4096) == pytest.approx(products * 4 * 4096**2 * 128 / 0.5e12)
+    short = 2.0 * 4 * 2 * 128 * 4 * (2 if backward else 1)
+    assert seconds(128, 2) == pytest.approx(short / 1e11)
 
 
 def test_division_over_ranks_divides_the_products():

@@ -10,7 +10,14 @@ from optimus.config.load import load_config
 from optimus.config.machine import FOLDER
 from optimus.distributed.mesh import make_mesh
 from optimus.model.flops import count_parameters
-from optimus.planner.operations import Exchange, Pass, Product, ranks_of_token, repeated
+from optimus.planner.operations import (
+    Exchange,
+    FusedAttention,
+    Pass,
+    Product,
+    ranks_of_token,
+    repeated,
+)
 from optimus.planner.workload import stage_weights, step_of
 from optimus.rank.profile import profile_stages
 
@@ -50,9 +57,11 @@ class Totals:
 
     def add(self, op, number: float, backward: bool) -> None:
         if isinstance(op, Product):
+            self.flops += number * (2 if backward else 1) * op.flops
+        elif isinstance(op, FusedAttention):
             # The profile counts masked scores.
-            times = 2 + op.backward_repeats if backward else 1
-            self.flops += number * times * op.flops / op.share
+            self.flops += number * (5 if backward else 2) * 2 * op.product_flops
+            self.moved += number * (op.backward_bytes if backward else op.forward_bytes)
         elif isinstance(op, Pass):
             self.moved += number * (op.backward_bytes if backward else op.forward_bytes)
         elif isinstance(op, Exchange):
