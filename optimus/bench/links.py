@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import socket
 import statistics
+import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +42,9 @@ def bench_links(device: torch.device, threads: int, disk: Path | None = None) ->
     if disk is not None:
         rates |= disk_rates(disk)
     quartiles = {name: statistics.quantiles(values, n=4) for name, values in rates.items()}
-    peak = find_peak(device, torch.bfloat16, library_of(torch.empty(0, device=device)), print)
+    library = library_of(torch.empty(0, device=device))
+    log = partial(print, file=sys.stderr)  # standard output is for the result, such as JSON
+    peak = find_peak(device, torch.bfloat16, library, log)
     links = {name: middle for name, (_, middle, _) in quartiles.items()}
     spread = {name: (high - low) / middle for name, (low, middle, high) in quartiles.items()}
     return {

@@ -6,10 +6,11 @@ import json
 
 import pytest
 
-from optimus.bench import disk
+from optimus.bench import disk, links
 from optimus.bench.offload import Mix, run_mix
 from optimus.cli import main as optimus
 from optimus.config.machine import load_links
+from optimus.peak import Peak, setup_of
 
 
 def test_step_of_a_mix_takes_at_least_the_shortest_time():
@@ -82,3 +83,18 @@ def test_disk_prints_its_figures(tmp_path, capsys, monkeypatch):
 def test_mistakes_are_refused(options, message, capsys):
     assert optimus(["bench", *options]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_json_of_links_is_the_only_output_on_a_busy_machine(monkeypatch, tmp_path, capsys):
+    """The line about a noisy peak goes to standard error."""
+
+    def noisy(device, dtype, library, log):
+        log("other programs use this machine")
+        return Peak(setup_of(device, dtype, library), 1e12, 0.5, "", "")
+
+    monkeypatch.setattr(links, "find_peak", noisy)
+    monkeypatch.setattr(links, "measure_links", lambda *_: {"to_host": [1.0, 2.0, 3.0]})
+    assert optimus(["bench", "links", "--json"]) == 0
+    output = capsys.readouterr()
+    assert json.loads(output.out)["links"] == {"to_host": 2.0, "flops": 1e12}
+    assert "other programs use this machine" in output.err
