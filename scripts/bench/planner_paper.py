@@ -174,9 +174,15 @@ def _report_epso() -> list[str]:
         "From the numbers of parameters that a rank updates, on the slowest pipeline rank and in "
         "the mean over pipeline ranks; and from the step model with `configs/machine/aurora.toml`, "
         "which adds the reduction of gradients and the gather of parameters, without overlap.",
+        "A ratio of parameters that meets the bar says nothing about the phase: the update of the "
+        "parameters takes only the share of the phase in the last column, and the communication "
+        "takes the rest. Only the step model tests the speed-up.",
         "",
-        _row("model", "paper", "slowest rank", "error", "mean rank", "error", "model", "error"),
-        _row(*["---"] * 8),
+        _row(
+            *("model", "paper", "slowest rank", "error", "mean rank", "error"),
+            *("step model", "error", "update in the phase"),
+        ),
+        _row(*["---"] * 9),
     ]
     for row in TABLE_3:
         config = load_config(RUNS / f"{row.model}.toml", [])
@@ -186,6 +192,8 @@ def _report_epso() -> list[str]:
         cells = [row.model, f"{row.optimizer:.2f}"]
         for value in (slowest, mean, phases[0] / phases[1]):
             cells += [f"{value:.2f}", _verdict(value / row.optimizer - 1, 0.10)]
+        step = step_of(with_optim(config, sharding="epso"), mesh)
+        cells.append(f"{step.optimizer_bytes / rates.memory / phases[1]:.2%}")
         lines.append(_row(*cells))
     return [*lines, ""]
 
@@ -197,24 +205,32 @@ def _report_table_3() -> list[str]:
         "",
         "The combined column follows from the other columns (arithmetic, not validation; required "
         "1 %). The optimizer's share of the step with both improvements is what the table implies; "
-        "ours is the optimizer phase of the step model, without overlap.",
+        "ours is the optimizer phase of the step model, without overlap, with m microbatches for "
+        "each data rank (the paper does not give m; required: 4 points, as for Figure 4).",
         "",
-        _row("model", "paper, combined", "computed", "error", "implied share", "our share"),
-        _row(*["---"] * 6),
+        _row(
+            *("model", "paper, combined", "computed", "error"),
+            *("m", "implied share", "our share", "difference"),
+        ),
+        _row(*["---"] * 8),
     ]
     for row in TABLE_3:
         config = with_optim(load_config(RUNS / f"{row.model}.toml", []), overlap=False)
         mesh = make_mesh(config.parallel)
         phase = optimizer_phase(config, mesh, rates, config.optim.sharding)
-        total = step_time(step_of(config, mesh), rates).total_s
+        step = step_of(config, mesh)
+        share = phase / step_time(step, rates).total_s
+        points = 100 * (share - row.optimizer_share)
         lines.append(
             _row(
                 row.model,
                 f"{row.both:.2f}",
                 f"{row.combined:.3f}",
                 _verdict(row.combined / row.both - 1, 0.01),
+                str(step.microbatches),
                 f"{row.optimizer_share:.0%}",
-                f"{phase / total:.0%}",
+                f"{share:.0%}",
+                f"{points:+.0f} points ({'met' if abs(points) <= 4 else 'MISSED'})",
             )
         )
     return [*lines, ""]
@@ -226,7 +242,10 @@ def _report_figure_4() -> list[str]:
         "## The Optimus paper: Figure 4 (weak scaling of Mula-220B)",
         "",
         f"From the share {SHARE:.0%} of Table 3, (g-1)/g and the taper alone; nothing is fitted. "
-        'The paper gives 97 % on 768 tiles and "around 90 %" to 12,288 (required: 4 points).',
+        'The paper gives 97 % on 768 tiles and "around 90 %" to 12,288 (required: 4 points). '
+        f"The rows treat the whole {SHARE:.0%} as communication, though it includes the update, "
+        "and apply the taper to all traffic along dp, though a ring sends little of it between "
+        "groups. The verdict of the complete model follows below.",
         "",
         _row("taper", *(f"{tiles:,}" for tiles in TILES), "largest difference"),
         _row(*["---"] * 8),
@@ -248,6 +267,7 @@ def _report_figure_4() -> list[str]:
         _row(*["---"] * 10),
     ]
     algorithms: tuple[Algorithm, ...] = ("ring", "halving")
+    last = []
     for algorithm, sequences, taper, (name, order) in itertools.product(
         algorithms,
         (8, 32),
@@ -255,6 +275,15 @@ def _report_figure_4() -> list[str]:
         (("pp, dp, ep (ours)", ours), ("dp, pp, ep", other)),
     ):
         values = modelled_figure_4(taper, sequences, order, algorithm)
+        if (name, algorithm) == ("pp, dp, ep (ours)", "ring"):
+            last.append(values[-1])
         cells = (f"{100 * value:.1f}" for value in values)
         lines.append(_row(name, algorithm, str(sequences), str(taper), *cells))
+    away = [100 * abs(value - 0.90) for value in last]
+    text = "met" if max(away) <= 4 else "MISSED" if min(away) > 4 else "met for some"
+    lines += [
+        "",
+        "The complete model with our order and the ring (`algorithm` of the machine file) is "
+        f"{min(away):.1f} to {max(away):.1f} points from 90 % on 12,288 tiles (required 4: {text}).",
+    ]
     return [*lines, ""]
