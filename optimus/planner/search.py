@@ -351,9 +351,10 @@ class StepSeconds:
 
     def __call__(self, layout: Layout) -> float:
         """Return the seconds of a layout with a possible batch."""
-        # `step_of` does not depend on optim.resident. A search asks for layouts that differ only in
-        # it one after the other.
-        layout = layout._replace(resident="all")
+        # A cache without a limit takes the same time as whole parameters. A search asks for layouts
+        # that differ only in optim.resident one after the other.
+        if layout.resident == "cache" and not self._config.optim.cache_chunks:
+            layout = layout._replace(resident="parameters")
         if layout != self._last:
             stages = self._checks.stages(layout)
             step = step_of(layout.apply(self._config), layout.mesh, stages)

@@ -38,7 +38,7 @@ class Layers(NamedTuple):
 
 
 class Reduction(NamedTuple):
-    """A collective of gradients or parameters, once in a step."""
+    """A collective of gradients or parameters."""
 
     axis: str
     """Name of the group in `Step.groups`, such as dp."""
@@ -47,6 +47,8 @@ class Reduction(NamedTuple):
     """Bytes of the full buffer of a rank."""
     overlaps: Overlap = "nothing"
     """Pass of one microbatch during which it runs: the last backward or the first forward."""
+    repeats: int = 1
+    """Number of times in a step. Only a collective that overlaps with nothing repeats."""
 
 
 @dataclass(frozen=True)
@@ -375,6 +377,7 @@ def step_time(step: Step, rates: Rates) -> StepTime:
             rates.links,
             rates.algorithm,
         )
+        seconds *= reduction.repeats
         hidden_s = min(seconds, window_s[reduction.overlaps])
         window_s[reduction.overlaps] -= hidden_s
         exposed_s[reduction.axis] = exposed_s.get(reduction.axis, 0.0) + seconds - hidden_s

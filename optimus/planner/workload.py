@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from optimus.config import Config, ModelConfig
 from optimus.config.hardware import BYTES
-from optimus.distributed.mesh import Mesh
-from optimus.errors import ConfigError
+from optimus.distributed.mesh import Mesh, ParameterKind
+from optimus.errors import ConfigError, refuse_if
 from optimus.parallel.pipeline.plan import plan_stages
 from optimus.planner.operations import (
     Split,
@@ -40,10 +42,11 @@ def step_of(config: Config, mesh: Mesh, stages: tuple[range, ...] | None = None)
         stages: Layers of each pipeline stage; None for those of the configuration.
 
     Raises:
-        ConfigError: train.seq_len is not set, or the global batch is not a multiple of the tokens
-            of a microbatch on all data ranks.
+        ConfigError: train.seq_len is not set, the global batch is not a multiple of the tokens of
+            a microbatch on all data ranks, or the run offloads states or limits its cache.
     """
     model, parallel, train = config.model, config.parallel, config.train
+    _refuse_not_modelled(config)
     if not train.seq_len:
         raise ConfigError("train.seq_len = 0: set it, so that the time of a step can be planned")
     tokens, e = train.microbatch_size * train.seq_len, BYTES[train.dtype]
@@ -74,9 +77,10 @@ def step_of(config: Config, mesh: Mesh, stages: tuple[range, ...] | None = None)
     work[0].append(Layers(embedding_operations(*shape)))
     work[-1].append(Layers(head_operations(*shape)))
     fullest = max(stage_weights(config, mesh, stages), key=sum)
+    microbatches = _microbatches(config, mesh, tokens)
     return Step(
         stages=tuple(map(tuple, work)),
-        microbatches=_microbatches(config, mesh, tokens),
+        microbatches=microbatches,
         groups={
             "pp": mesh.group_of(0, ("pp",)),
             "tp": mesh.group_of(0, ("tp",)),
@@ -88,7 +92,7 @@ def step_of(config: Config, mesh: Mesh, stages: tuple[range, ...] | None = None)
         schedule=parallel.schedule,
         virtual_stages=parallel.virtual_stages,
         transfer_bytes=e * tokens * model.hidden_size / (mesh.tp if split.sequence_parallel else 1),
-        reductions=_reductions(config, mesh, fullest),
+        reductions=_reductions(config, mesh, fullest, microbatches),
         optimizer_bytes=updated_parameters(config.optim.sharding, mesh, fullest)
         * (_STATE_BYTES + e + 2 * BYTES[config.optim.grad_reduce_dtype]),
     )
@@ -151,27 +155,57 @@ def updated_parameters(sharding: str, mesh: Mesh, weights: Weights) -> float:
     return weights.experts / mesh.dp + weights.others / divided
 
 
-def _reductions(config: Config, mesh: Mesh, weights: Weights) -> tuple[Reduction, ...]:
-    """Return the reductions of gradients and the gathers of updated parameters of a step."""
-    optim, e = config.optim, BYTES[config.train.dtype]
-    grad = BYTES[optim.grad_reduce_dtype]
-    reduces: Overlap = "backward" if optim.overlap and not config.train.deterministic else "nothing"
-    gathering: Overlap = "forward" if optim.overlap else "nothing"
+def _reductions(
+    config: Config, mesh: Mesh, weights: Weights, microbatches: int
+) -> tuple[Reduction, ...]:
+    """Return the reductions of gradients and the gathers of updated parameters of a step, as
+    `optimus.chunks.reductions` and `optimus.chunks.param_store` run them."""
     experts, others = weights
-    if optim.sharding == "none":
-        return (
-            Reduction("dp", "all_reduce", grad * experts, reduces),
-            Reduction("dp x ep", "all_reduce", grad * others, reduces),
-        )
-    over = "dp x ep" if optim.sharding == "epso" else "dp"
-    reductions = [
-        Reduction("dp", "reduce_scatter", grad * experts, reduces),
-        Reduction(over, "reduce_scatter", grad * others, reduces),
-    ]
-    if optim.sharding == "so":  # the shards of dp ranks are still to be summed over ep
-        reductions.append(Reduction("ep", "all_reduce", grad * others / mesh.dp, reduces))
-    gathers = [
-        Reduction("dp", "all_gather", e * experts, gathering),
-        Reduction(over, "all_gather", e * others, gathering),
-    ]
-    return (*reductions, *gathers)
+    return (
+        *_reductions_of(config, mesh, ParameterKind(("ep",)), experts, microbatches),
+        *_reductions_of(config, mesh, ParameterKind(), others, microbatches),
+    )
+
+
+def _reductions_of(
+    config: Config, mesh: Mesh, kind: ParameterKind, parameters: float, microbatches: int
+) -> Iterator[Reduction]:
+    """Yield the collectives of the parameters of one kind."""
+    optim, deterministic = config.optim, config.train.deterministic
+    axes = kind.group_axes(optim.sharding)
+    over, shard, replica = (" x ".join(names) for names in (axes.reduce, axes.shard, axes.replica))
+    is_fp32 = deterministic or optim.resident != "all"
+    sum_bytes = BYTES["fp32"] if is_fp32 else BYTES[optim.grad_dtype]
+    size = BYTES[optim.grad_reduce_dtype] * parameters
+    overlap: Overlap = "backward" if optim.overlap else "nothing"
+    gathers_pieces = bool(replica)
+    if deterministic:  # every rank adds the contributions of all ranks in order
+        yield Reduction(over, "all_to_all", sum_bytes * parameters, repeats=microbatches)
+    elif optim.resident != "all":
+        yield Reduction(over, "reduce_scatter", size, repeats=microbatches)
+    elif shard:
+        yield Reduction(over, "reduce_scatter", size, overlap)
+    else:
+        yield Reduction(over, "all_reduce", size, overlap)
+        gathers_pieces = False
+    shards = math.prod(getattr(mesh, axis) for axis in axes.shard)
+    if gathers_pieces:  # ranks with the same shard gather its pieces at the end of the step
+        yield Reduction(replica, "all_gather", sum_bytes * parameters / shards)
+    if shard:
+        gathering: Overlap = "forward" if optim.overlap else "nothing"
+        yield Reduction(shard, "all_gather", BYTES[config.train.dtype] * parameters, gathering)
+
+
+def _refuse_not_modelled(config: Config) -> None:
+    """Raise ConfigError if the configuration moves states during a step."""
+    optim, offload = config.optim, config.offload
+    refuse_if(
+        offload.mode != "off",
+        f"offload.mode = {offload.mode!r}: the time of a step with offloading is not planned; set "
+        'it to "off" to plan the time without offloading',
+    )
+    refuse_if(
+        optim.resident == "cache" and optim.cache_chunks,
+        f"optim.cache_chunks = {optim.cache_chunks}: the gathers of parameters that leave the "
+        "cache during a step are not planned; set it to 0 to plan the time",
+    )

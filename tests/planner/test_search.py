@@ -166,7 +166,7 @@ def test_seconds_are_those_of_the_step_model():
         applied = layout.apply(config)
         expected = step_time(step_of(applied, layout.mesh), rates).total_s
         assert seconds(layout) == pytest.approx(expected), layout
-        assert seconds(layout) == seconds(layout._replace(resident="all"))
+        assert seconds(layout) >= seconds(layout._replace(resident="all"))
 
 
 def test_search_on_a_machine_with_figures_ranks_by_seconds(capsys):

@@ -250,14 +250,15 @@ def test_overlap_hides_at_most_the_pass():
     groups = {"dp": tuple(range(8))}
     rates = a100()
 
-    def dp_s(size_bytes: float, overlaps) -> float:
-        reduction = Reduction("dp", "all_reduce", size_bytes, overlaps)
+    def dp_s(size_bytes: float, overlaps, repeats: int = 1) -> float:
+        reduction = Reduction("dp", "all_reduce", size_bytes, overlaps, repeats)
         step = Step(((layers,),), 2, groups, reductions=(reduction,))
         return step_time(step, rates).exposed_s["dp"]
 
     backward = pass_time(layers, rates, groups, True).total_s
     assert dp_s(1e6, "backward") == 0.0
     assert dp_s(1e12, "backward") == pytest.approx(dp_s(1e12, "nothing") - backward)
+    assert dp_s(1e9, "nothing", 2) == pytest.approx(2 * dp_s(1e9, "nothing"))
 
 
 def test_epso_updates_fewer_parameters_than_so():

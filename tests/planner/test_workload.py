@@ -9,6 +9,7 @@ import pytest
 from optimus.config.load import load_config
 from optimus.config.machine import FOLDER
 from optimus.distributed.mesh import make_mesh
+from optimus.errors import ConfigError
 from optimus.model.flops import count_parameters
 from optimus.planner.operations import (
     Exchange,
@@ -121,3 +122,60 @@ def test_parameters_of_the_stages_are_those_of_the_model(run):
     mesh = make_mesh(config.parallel)
     total = sum(w.experts * mesh.ep + w.others for w in stage_weights(config, mesh))
     assert total == pytest.approx(count_parameters(config.model)[0], rel=1e-3)
+
+
+def reductions(*overrides: str):
+    """Return the collectives of a step of 8 microbatches, dp = 4 and ep = 2, with the bytes for
+    each parameter that is not of an expert."""
+    settings = ["parallel.dp=4", "parallel.ep=2", "train.microbatch_size=1", *overrides]
+    settings += ["optim.grad_reduce_dtype=fp32", "optim.grad_dtype=fp32"]
+    batch = f"train.global_batch_tokens={8 * 8 * 2048}"
+    config = load_config(RUNS / "mula-7b-a1b.toml", [*settings, "train.seq_len=2048", batch])
+    mesh = make_mesh(config.parallel)
+    step = step_of(config, mesh)
+    (weights,) = stage_weights(config, mesh)
+    assert step.microbatches == 8
+    return [
+        (r.axis, r.name, round(r.size_bytes / weights.others, 3), r.overlaps, r.repeats)
+        for r in step.reductions[len(step.reductions) // 2 :]
+    ]
+
+
+def test_reductions_are_those_of_the_engine():
+    """With `so`, two ep ranks have the same shard: each receives half of its sum in the reduction
+    over dp x ep, and they gather the halves at the end."""
+    gather = ("dp x ep", "all_gather", 2, "forward", 1)
+    assert reductions("optim.sharding=epso") == [
+        ("dp x ep", "reduce_scatter", 4, "backward", 1),
+        gather,
+    ]
+    assert reductions("optim.sharding=none") == [("dp x ep", "all_reduce", 4, "backward", 1)]
+    resident = "optim.resident=parameters"
+    assert reductions("optim.sharding=epso", resident) == [
+        ("dp x ep", "reduce_scatter", 4, "nothing", 8),
+        gather,
+    ]
+    assert reductions("optim.sharding=epso", "train.deterministic=true") == [
+        ("dp x ep", "all_to_all", 4, "nothing", 8),
+        gather,
+    ]
+
+
+def test_ranks_with_the_same_shard_gather_its_sum():
+    *_, reduction, pieces, parameters = reductions("optim.sharding=so")
+    assert reduction == ("dp x ep", "reduce_scatter", 4, "backward", 1)
+    assert pieces == ("ep", "all_gather", 1, "nothing", 1)  # 4 bytes of 1/4 of the parameters
+    assert parameters == ("dp", "all_gather", 2, "forward", 1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["offload.mode=manual", "offload.host_share=0.5"], "offload.mode = 'manual': the time"),
+        (["optim.resident=cache", "optim.cache_chunks=40"], "optim.cache_chunks = 40: the gathers"),
+    ],
+)
+def test_states_that_move_during_a_step_are_refused(settings, message):
+    config = load_config(RUNS / "mula-7b-a1b.toml", ["parallel.dp=4", *settings])
+    with pytest.raises(ConfigError, match=message):
+        step_of(config, make_mesh(config.parallel))
