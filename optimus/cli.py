@@ -296,7 +296,12 @@ def _add_plan(commands: argparse._SubParsersAction) -> None:
 def _plan(args: argparse.Namespace, arguments: list[str]) -> int:
     from optimus.config import load_config
     from optimus.planner.allocation import allocate
-    from optimus.planner.commands import check_options, run_search, write_hosts
+    from optimus.planner.commands import (
+        check_options,
+        run_search,
+        write_hosts,
+        write_planned_trace,
+    )
 
     check_options(args)
     config = load_config(args.config, args.overrides)
@@ -324,6 +329,8 @@ def _plan(args: argparse.Namespace, arguments: list[str]) -> int:
     result = plan(config, allocation)
     if args.write_hosts and allocation is not None:
         write_hosts(config, result["mesh"], allocation, args.write_hosts)
+    if args.trace:
+        write_planned_trace(config, result["mesh"], args.machine, args.trace)
     print(json.dumps(result) if args.json else format_plan(result))
     check_fit(result)
     return 0

@@ -154,7 +154,10 @@ def _bench_links(args: argparse.Namespace) -> int:
     from optimus import platform
     from optimus.bench.links import bench_links, format_links, write_links
     from optimus.config import TrainConfig, load_config
+    from optimus.io.files import check_output
 
+    if args.out is not None:
+        check_output(args.out, "--out")
     train = TrainConfig()
     if args.config is not None:
         train = load_config(args.config, args.overrides).train
@@ -176,11 +179,14 @@ def _bench_machine(args: argparse.Namespace, arguments: list[str]) -> int:
         write_machine,
     )
     from optimus.config import TrainConfig, load_config
+    from optimus.io.files import check_output
     from optimus.launch.environment import is_launched, read_launch_env
     from optimus.train.startup import ranks_to_start, refuse_together
 
     launch = read_launch_env()
     try:
+        if args.out is not None and launch.is_first:  # this rank writes the file
+            check_output(args.out, "--out")
         train = TrainConfig()
         if args.config is not None:
             train = load_config(args.config, args.overrides).train
@@ -262,6 +268,7 @@ def _bench_supervision(args: argparse.Namespace) -> int:
 
 def _bench_step(args: argparse.Namespace, arguments: list[str]) -> int:
     from optimus.config import load_config
+    from optimus.io.files import check_output
     from optimus.launch.environment import read_launch_env
     from optimus.train.startup import ranks_to_start, refuse_together
 
@@ -278,6 +285,8 @@ def _bench_step(args: argparse.Namespace, arguments: list[str]) -> int:
             raise ConfigError(f"--profile measures one process, not {ranks}; remove --profile")
         if args.trace and (args.profile or (ranks == 1 and not args.nproc)):
             raise ConfigError(f"--trace {args.trace} needs ranks; add --nproc N")
+        if args.trace and launch.is_first:  # this rank writes the file
+            check_output(args.trace, "--trace")
     except OptimusError as error:
         refuse_together(launch, error)
     if nproc and not args.profile:

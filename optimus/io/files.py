@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, Self
 
 import xxhash
 
-from optimus.errors import CheckpointError
+from optimus.errors import CheckpointError, ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -153,6 +153,31 @@ def atomic_writer(path: str | os.PathLike, temporary: Path | None = None) -> Ite
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise
+
+
+def check_output(path: str | os.PathLike, option: str) -> None:
+    """Check that a file can be created, before a long computation of its content.
+
+    Args:
+        path: The file.
+        option: Option that has the value `path`, for messages.
+
+    Raises:
+        ConfigError: The folder of the file does not exist or is not writable, or `path` is itself a
+            folder.
+    """
+    file = Path(path)
+    code = 0
+    if not file.parent.exists():
+        code = errno.ENOENT
+    elif not file.parent.is_dir():
+        code = errno.ENOTDIR
+    elif file.is_dir():
+        code = errno.EISDIR
+    elif not os.access(file.parent, os.W_OK | os.X_OK):
+        code = errno.EACCES
+    if code:
+        raise ConfigError(f"{option} {path}: {os.strerror(code)}; use another file")
 
 
 def write_bytes(path: str | os.PathLike, data: bytes) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from optimus.config import Config
 from optimus.errors import ConfigError, counted, refuse_if
-from optimus.io.files import write_bytes
+from optimus.io.files import check_output, write_bytes
 from optimus.planner.allocation import Allocation
 
 _GIB = 1 << 30
@@ -39,6 +39,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="write the hosts in an order with fewer bytes across groups of nodes",
     )
     parser.add_argument(
+        "--trace",
+        metavar="FILE",
+        help="write the planned pipeline actions of a step to this file, for ui.perfetto.dev",
+    )
+    parser.add_argument(
         "--search",
         action="store_true",
         help="instead, rank the layouts of the run on the nodes of the machine",
@@ -56,6 +61,9 @@ def check_options(args: argparse.Namespace) -> None:
     """Check the options of `add_options`. Raises ConfigError if one has no effect or a wrong
     value."""
     refuse_if(args.write_hosts and not args.hosts, "--write-hosts needs --hosts FILE; add it")
+    refuse_if(args.trace and not args.machine, "--trace needs --machine NAME; add it")
+    if args.trace:
+        check_output(args.trace, "--trace")
     for name in ("top", "memory", "out", "write"):
         value = getattr(args, name)
         refuse_if(
@@ -73,6 +81,8 @@ def check_options(args: argparse.Namespace) -> None:
         )
         if value
     ]
+    if args.trace and (args.search or args.resolved):
+        chosen.append("--trace")
     refuse_if(len(chosen) > 1, f"{' and '.join(chosen)} exclude each other; leave one out")
 
 
@@ -83,6 +93,15 @@ def write_hosts(config: Config, mesh: dict[str, int], allocation: Allocation, pa
 
     hosts = better_order(config, Mesh(**mesh), allocation)
     write_bytes(path, "".join(f"{host}\n" for host in hosts).encode())
+
+
+def write_planned_trace(config: Config, mesh: dict[str, int], machine: str, path: str) -> None:
+    """Write the planned pipeline actions of a step on a machine."""
+    from optimus.config.machine import load_machine
+    from optimus.distributed.mesh import Mesh
+    from optimus.planner.step_plan import trace_step
+
+    trace_step(config, Mesh(**mesh), load_machine(machine), machine, Path(path))
 
 
 def run_search(args: argparse.Namespace, config: Config, allocation: Allocation | None) -> int:

@@ -25,10 +25,14 @@ def goodput(
         restart_s: Seconds from a failure to the first work after it.
         failures_per_s: Mean number of failures of all nodes of the run in a second.
     """
+    if interval_s == 0:
+        return 0.0
+    if failures_per_s == 0:
+        return 1.0 if math.isinf(interval_s) else interval_s / (interval_s + checkpoint_s)
     exponent = failures_per_s * (interval_s + checkpoint_s)
     if exponent + failures_per_s * restart_s > _LONGEST:
         return 0.0
-    if exponent < 1e-12:  # no failures
+    if exponent < 1e-12:  # practically no failures
         return interval_s / (interval_s + checkpoint_s)
     mean_s = math.exp(failures_per_s * restart_s) * math.expm1(exponent) / failures_per_s
     return interval_s / mean_s
@@ -38,8 +42,10 @@ def best_interval(checkpoint_s: float, restart_s: float, failures_per_s: float) 
     """Return the seconds of work between checkpoints with the largest goodput.
 
     The result is close to sqrt(2 c / r) (Young 1974, doi 10.1145/361147.361115) if checkpoints are
-    short. It does not depend on the restart. Both `checkpoint_s` and `failures_per_s` are above 0.
+    short. It does not depend on the restart. Without failures, it is infinite.
     """
+    if failures_per_s == 0:
+        return math.inf
     low, high = 0.0, math.sqrt(2 * checkpoint_s / failures_per_s) + checkpoint_s
     # The derivative of the goodput has the sign of 1 - exp(-r (w + c)) - r w, which decreases.
     while high - low > 1e-9 * high:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 from optimus.config import Config
@@ -10,7 +11,9 @@ from optimus.config.machine import Machine
 from optimus.distributed.mesh import Mesh
 from optimus.errors import counted
 from optimus.model.flops import flops_per_token
-from optimus.planner.step_time import rates_of, step_time
+from optimus.observe.chrome_trace import TracedAction, write_trace
+from optimus.parallel.pipeline.plan import schedule_of
+from optimus.planner.step_time import rates_of, simulate_step, step_time
 from optimus.planner.workload import step_of
 
 
@@ -65,6 +68,29 @@ def plan_step(config: Config, mesh: Mesh, machine: Machine, name: str) -> dict[s
         result["run_s"] = train.max_steps * time.total_s
         result["node_hours"] = nodes * result["run_s"] / 3600
     return result
+
+
+def trace_step(config: Config, mesh: Mesh, machine: Machine, name: str, path: Path) -> None:
+    """Write the planned pipeline actions of a step, with the names of `optimus bench step --trace`.
+
+    Args:
+        config, mesh, machine, name: As for `plan_step`.
+        path: The file, in the Chrome Trace Event format.
+
+    Raises:
+        ConfigError: As `plan_step`, or the file cannot be written.
+    """
+    step = step_of(config, mesh)
+    schedule = schedule_of(config, mesh, step.microbatches)
+    timeline = simulate_step(step, rates_of(machine, config.train.dtype, name), schedule)
+    actions = [
+        [
+            TracedAction(action.kind.name, action.stage, action.microbatch, start, end)
+            for action, start, end in spans
+        ]
+        for spans in timeline.ranks
+    ]
+    write_trace(path, actions, "planned")
 
 
 def step_lines(result: dict[str, Any]) -> list[tuple[str, str]]:

@@ -14,9 +14,9 @@ from typing import Literal, NamedTuple
 from optimus.config.hardware import BYTES, Device, Dtype, size_factor
 from optimus.config.machine import Machine
 from optimus.errors import ConfigError
-from optimus.parallel.pipeline.actions import Action, Kind
+from optimus.parallel.pipeline.actions import Action, Kind, Schedule
 from optimus.parallel.pipeline.schedules import make_schedule
-from optimus.parallel.pipeline.simulate import simulate
+from optimus.parallel.pipeline.simulate import Timeline, simulate
 from optimus.planner.collectives import Algorithm, Links, Operation, collective_s, links_of
 from optimus.planner.operations import FusedAttention, Pass, Product, repeated
 from optimus.planner.operations import Operation as LayerOperation
@@ -331,6 +331,23 @@ def _costs(forward_s: Sequence[float], backward_s: Sequence[float]) -> Callable[
         return backward_s[action.stage] / 2 if action.kind in (Kind.I, Kind.W) else 0.0
 
     return cost
+
+
+def simulate_step(step: Step, rates: Rates, schedule: Schedule) -> Timeline:
+    """Return the start and end times of the actions of a step in seconds. Transfers and reductions
+    of gradients take no time in it."""
+    times = []
+    for backward in (False, True):
+        of_stages = (
+            (pass_time(layers, rates, step.groups, backward) for layers in stage)
+            for stage in step.stages
+        )
+        times.append([_sum(stage).total_s for stage in of_stages])
+    cost = _costs(*times)
+    optimizer_s = step.optimizer_bytes / rates.memory
+    return simulate(
+        schedule, lambda action: optimizer_s if action.kind is Kind.OPT_STEP else cost(action)
+    )
 
 
 def step_time(step: Step, rates: Rates) -> StepTime:

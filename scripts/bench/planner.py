@@ -29,7 +29,7 @@ from optimus.config import Config
 from optimus.config.hardware import MAX_PRODUCT_ERROR
 from optimus.config.machine import FOLDER, load_machine
 from optimus.distributed.mesh import make_mesh
-from optimus.errors import ConfigError
+from optimus.errors import ConfigError, counted
 from optimus.io import files
 from optimus.model.flops import flops_per_token
 from optimus.planner.step_time import Rates, rates_of, step_time
@@ -465,6 +465,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "benchmarks" / "planner.md")
     args = parser.parse_args(arguments)
+    files.check_output(args.out, "--out")
     report = make_report(args.anchors, args.fit)
     print(report)
     files.write_bytes(args.out, (report + "\n").encode())
@@ -477,6 +478,12 @@ def make_report(anchors: Path, fits: bool) -> str:
         if not path.is_file():
             raise ConfigError(f"--anchors {anchors}: {path.name} is missing; use vTrain's files")
     single_node, many = (list(vtrain_rows(path)) for path in paths)
+    for path, rows, least in zip(paths, (single_node, many), (CALIBRATED + 1, 2), strict=True):
+        if len(rows) < least:
+            raise ConfigError(
+                f"--anchors {anchors}: {path.name} has {counted(len(rows), 'row')} and must have "
+                f"at least {least}; use vTrain's files"
+            )
     rates = rates_of(load_machine("a100-80"), "bf16", "a100-80")
     if fits:
         fitted = fit_a100(rates, split_single_node(single_node)[0])

@@ -281,12 +281,12 @@ def _report_figure_4() -> list[str]:
             last.append(values[-1])
         cells = (f"{100 * value:.1f}" for value in values)
         lines.append(_row(name, algorithm, str(sequences), str(taper), *cells))
-    away = [100 * abs(value - 0.90) for value in last]
-    text = "met" if max(away) <= 4 else "MISSED" if min(away) > 4 else "met for some"
+    differences = [100 * abs(value - 0.90) for value in last]
+    text = "met" if max(differences) <= 4 else "MISSED" if min(differences) > 4 else "met for some"
     lines += [
         "",
         "The complete model with our order and the ring (`algorithm` of the machine file) is "
-        f"{min(away):.1f} to {max(away):.1f} points from 90 % on 12,288 tiles (required "
+        f"{min(differences):.1f} to {max(differences):.1f} points from 90 % on 12,288 tiles (required "
         f"4: {text}).",
     ]
     return [*lines, ""]

@@ -11,7 +11,7 @@ import pytest
 from optimus.bench import machine as bench
 from optimus.bench.machine import Shape, fit_products, format_machine, write_machine
 from optimus.cli import main as optimus
-from optimus.config.machine import load_links, load_machine
+from optimus.config.machine import FOLDER, load_links, load_machine
 from optimus.errors import ConfigError
 from optimus.launch.environment import SINGLE, read_launch_env
 from optimus.planner import rates as planner_rates
@@ -138,3 +138,18 @@ def test_json_has_the_tables_of_the_file(quick, tmp_path, capsys):
     assert optimus(options) == 0
     machine = json.loads(capsys.readouterr().out)["machine"]
     assert {"links", "device", "measured", "storage", "host_memory_bytes"} <= set(machine)
+
+
+@pytest.mark.parametrize("name", ["machine", "links", "step"])
+def test_unwritable_file_is_refused_before_the_measurement(monkeypatch, capsys, name):
+    def measured(*_):
+        raise AssertionError("the measurement began")
+
+    monkeypatch.setattr(bench, "bench_machine", measured)
+    monkeypatch.setattr("optimus.bench.links.bench_links", measured)
+    monkeypatch.setattr("optimus.bench.layout.bench_layout", measured)
+    option = "--trace" if name == "step" else "--out"
+    config = [str(FOLDER.parent / "run" / "mula-1b.toml")] if name == "step" else []
+    ranks = [] if name == "links" else ["--nproc", "1"]
+    assert optimus(["bench", name, *config, *ranks, option, "/absent/f"]) == 2
+    assert f"{option} /absent/f: No such file or directory" in capsys.readouterr().err

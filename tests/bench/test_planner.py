@@ -175,3 +175,12 @@ def test_pipeline_outermost_keeps_data_parallel_traffic_in_a_group():
     other = planner_paper.modelled_figure_4(0.32, 8, ("dp", "pp", "ep", "tp"), "halving")
     assert ours[4] > 0.97 > 0.90 > other[4]  # 6,144 tiles: 64 nodes for each stage
     assert ours[5] < 0.95  # 12,288 tiles: two groups for each stage
+
+
+def test_output_and_empty_anchors_are_refused(tmp_path):
+    with pytest.raises(planner.ConfigError, match="--out /absent/x.md: No such file or directory"):
+        planner.main(["--anchors", str(tmp_path), "--out", "/absent/x.md"])
+    for name in ("single", "multi"):
+        (tmp_path / f"vtrain_{name}.csv").write_text("hidden size,# layers\n")
+    with pytest.raises(planner.ConfigError, match="vtrain_single.csv has 0 rows"):
+        planner.make_report(tmp_path, False)

@@ -53,3 +53,10 @@ def test_best_interval_has_the_largest_goodput(checkpoint_s, mean_s):
 def test_goodput_without_and_with_constant_failures():
     assert goodput(90.0, 10.0, 300.0, 0.0) == 0.9
     assert goodput(1e6, 10.0, 300.0, 1.0) == 0.0
+
+
+def test_runs_without_work_or_without_failures():
+    assert goodput(0.0, 0.0, 0.0, 0.0) == goodput(0.0, 60.0, 60.0, 1e-5) == 0.0
+    assert best_interval(60.0, 60.0, 0.0) == math.inf
+    assert goodput(math.inf, 60.0, 60.0, 0.0) == 1.0
+    assert goodput(60.0, 60.0, 60.0, 0.0) == 0.5

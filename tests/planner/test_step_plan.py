@@ -6,11 +6,17 @@ import json
 
 import pytest
 
+from optimus.cli import main
 from optimus.config.load import load_config
 from optimus.config.machine import FOLDER, load_machine
 from optimus.distributed.mesh import make_mesh
 from optimus.model.flops import flops_per_token
+from optimus.observe.chrome_trace import TracedAction
+from optimus.parallel.pipeline.plan import schedule_of
+from optimus.parallel.pipeline.simulate import simulate, unit_costs
 from optimus.planner.step_plan import plan_step, step_lines
+from optimus.planner.step_time import rates_of, step_time
+from optimus.planner.workload import step_of
 
 RUN = FOLDER.parent / "run" / "mula-220b-a10b.toml"
 
@@ -31,6 +37,39 @@ def test_figures_of_a_step_are_consistent(name):
     assert result["nodes"] == -(-mesh.world_size // machine.ranks_per_node)
     hours = config.train.max_steps * result["step_s"] / 3600
     assert result["node_hours"] == pytest.approx(hours * result["nodes"])
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+def test_trace_of_a_plan_has_the_actions_of_the_schedule(tmp_path, name):
+    """The names are those of `optimus bench step --trace`, which follow the same schedule."""
+    path = tmp_path / "trace.json"
+    settings = [f"parallel.schedule={name}", "parallel.virtual_stages=1"]
+    assert main(["plan", str(RUN), "--machine", "aurora", "--trace", str(path), *settings]) == 0
+    events = [e for e in json.loads(path.read_text())["traceEvents"] if e["ph"] == "X"]
+    config = load_config(RUN, settings)
+    mesh = make_mesh(config.parallel)
+    step = step_of(config, mesh)
+    schedule = schedule_of(config, mesh, step.microbatches)
+    for rank, spans in enumerate(simulate(schedule, unit_costs()).ranks):
+        actions = [span.action for span in spans]
+        names = [TracedAction(a.kind.name, a.stage, a.microbatch, 0, 0).name for a in actions]
+        assert [event["name"] for event in events if event["tid"] == rank] == names
+    rates = rates_of(load_machine("aurora"), config.train.dtype)
+    time = step_time(step, rates)
+    end_s = max(event["ts"] + event["dur"] for event in events) / 1e6
+    passes_s = time.compute_s + time.bubble_s + time.exposed_s["ep"]
+    assert end_s == pytest.approx(passes_s + time.optimizer_s, rel=0.02)
+
+
+def test_trace_without_effect_is_refused(tmp_path, capsys):
+    trace = ["--trace", str(tmp_path / "absent" / "t.json")]
+    assert main(["plan", str(RUN), *trace]) == 2
+    assert "--trace needs --machine NAME; add it" in capsys.readouterr().err
+    assert main(["plan", str(RUN), "--machine", "aurora", *trace]) == 2
+    assert "No such file or directory; use another file" in capsys.readouterr().err
+    trace = ["--trace", str(tmp_path / "t.json")]
+    assert main(["plan", str(RUN), "--machine", "aurora", "--search", *trace]) == 2
+    assert "--search and --trace exclude each other" in capsys.readouterr().err
 
 
 def test_lines_name_fitted_and_missing_figures():
