@@ -286,7 +286,7 @@ def _report_figure_4() -> list[str]:
     lines += [
         "",
         "The complete model with our order and the ring (`algorithm` of the machine file) is "
-        f"{min(differences):.1f} to {max(differences):.1f} points from 90 % on 12,288 tiles (required "
-        f"4: {text}).",
+        f"{min(differences):.1f} to {max(differences):.1f} points from 90 % on 12,288 "
+        f"tiles (required 4: {text}).",
     ]
     return [*lines, ""]
