@@ -23,7 +23,10 @@ def parse_bytes(text: str) -> int:
     match = _BYTES.fullmatch(text)
     if match is None:
         raise ValueError('must be a size such as "500GB" or "1.5TiB"')
-    return int(float(match[1]) * _UNITS[match[2] or ""])
+    size = int(float(match[1]) * _UNITS[match[2] or ""])
+    if not size:
+        raise ValueError("must be at least 1 byte")
+    return size
 
 
 def _as_text(value: Any) -> Any:

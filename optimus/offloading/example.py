@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+import inspect
+import operator
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_iter, tree_map
+from torch.utils._pytree import tree_map
 
 from optimus.chunks.engine import ChunkEngine
 from optimus.chunks.groups import ParamProcessGroups
@@ -18,7 +20,8 @@ from optimus.chunks.placement import NoPlacement, search
 from optimus.chunks.residency import Residency, Use
 from optimus.chunks.segments import ModelSegment, register_module
 from optimus.config.machine import Links
-from optimus.errors import ConfigError, counted, one_line
+from optimus.errors import ConfigError, counted, one_line, refuse_if
+from optimus.offloading.guard import tensors_in
 from optimus.offloading.placement import Needs, Placement
 from optimus.offloading.segments import ModuleSegment, find_segments
 from optimus.offloading.update import GroupAdamW
@@ -30,33 +33,28 @@ def profile_step(model: nn.Module, example: Mapping[str, Any]) -> list[UseProfil
 
     Args:
         model: The model. It is not changed, and its parameters are not copied.
-        example: Keyword arguments of the forward. If its result has a `loss`, the backward begins
-            there, otherwise with the sum of all floating-point tensors of the result.
+        example: Keyword arguments of the forward, in training mode. The backward begins with the
+            `loss` of the result. Without it, a cross-entropy of each output is assumed.
 
     Raises:
         ConfigError: The forward or the backward failed.
     """
-    tensors = dict(model.named_parameters(remove_duplicate=True))
-    memo: dict[int, Any] = {id(p): _meta_parameter(p) for p in tensors.values()}
-    memo |= {id(b): torch.empty_like(b, device="meta") for b in model.buffers()}
-    on_meta = copy.deepcopy(model, memo)
-    segments = find_segments(on_meta)
     tracker = UseTracker()
-    for number, segment in enumerate(segments):
-        begin = (partial(tracker.use, number, backward) for backward in (False, True))
-        register_module(segment.module, *begin)
-    inputs = tree_map(lambda v: v.to("meta") if isinstance(v, Tensor) else v, dict(example))
     try:
+        memo: dict[int, Any] = {id(p): _meta_parameter(p, True) for p in model.parameters()}
+        memo |= {id(b): torch.empty_like(b, device="meta") for b in model.buffers()}
+        on_meta = copy.deepcopy(model, memo).train()
+        for number, segment in enumerate(find_segments(on_meta)):
+            begin = (partial(tracker.use, number, backward) for backward in (False, True))
+            register_module(segment.module, *begin)
+        inputs = tree_map(lambda v: v.to("meta") if isinstance(v, Tensor) else v, dict(example))
         with tracker, torch.enable_grad():
             tracker.use(0, False)  # operations before the first segment
             out = on_meta(**inputs)
-            loss = getattr(out, "loss", None)
-            if loss is None:
-                floats = (t for t in tree_iter(out) if isinstance(t, Tensor) and t.requires_grad)
-                loss = torch.stack([tensor.float().sum() for tensor in floats]).sum()
+            loss = _loss_of(out)
             loss.backward()
             del out, loss
-    except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+    except Exception as error:  # of code that is not ours
         raise ConfigError(
             "example: the model cannot be profiled with it on torch's meta device "
             f"({type(error).__name__}: {one_line(error)[:200]}); correct the example, or leave it "
@@ -65,11 +63,24 @@ def profile_step(model: nn.Module, example: Mapping[str, Any]) -> list[UseProfil
     return tracker.uses
 
 
-def _meta_parameter(parameter: nn.Parameter) -> nn.Parameter:
-    """Return a parameter without memory, with a gradient to which backward adds."""
+def _loss_of(out: Any) -> Tensor:
+    """Return the loss in the result of a forward or, without a loss, a value with the memory of a
+    cross-entropy of each output."""
+    loss = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", None)
+    if loss is not None:
+        return loss
+    outputs = (tensor for tensor in tensors_in(out) if tensor.requires_grad)
+    return torch.stack([tensor.float().log_softmax(-1).sum() for tensor in outputs]).sum()
+
+
+def _meta_parameter(parameter: Tensor, with_gradient: bool) -> nn.Parameter:
+    """Return a parameter without memory. With `with_gradient`, it has an fp32 gradient, to which
+    backward adds."""
     on_meta = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
-    if parameter.requires_grad:
-        on_meta.grad = torch.empty_like(on_meta)
+    if with_gradient and parameter.requires_grad:
+        if parameter.dtype is not torch.float32:
+            on_meta.grad_dtype = torch.float32
+        on_meta.grad = torch.empty_like(on_meta, dtype=torch.float32)
     return on_meta
 
 
@@ -106,7 +117,7 @@ def placement_for(
         times = backward if use.backward else forward
         times[use.segment] += use.flops / links.flops + use.moved / links.memory
     engine = ChunkEngine(
-        {name: _meta_parameter(named[name]) for name in keys},
+        {name: _meta_parameter(named[name], False) for name in keys},
         keys.__getitem__,
         GroupAdamW(),
         dtype=torch.float32,
@@ -137,6 +148,23 @@ def placement_for(
     return Placement((best.num_host - 0.5) / len(work.chunks), best.slots)
 
 
-def sizes_of(arguments: Any) -> Iterator[int]:
-    """Yield the number of elements of each tensor in the arguments of a forward."""
-    yield from (value.numel() for value in tree_iter(arguments) if isinstance(value, Tensor))
+def shapes_of(arguments: Mapping[str, Any]) -> dict[str, torch.Size]:
+    """Return the shapes of the tensors in the arguments of a forward, by name of the argument."""
+    return {name: value.shape for name, value in arguments.items() if isinstance(value, Tensor)}
+
+
+def check_batch(
+    planned: Mapping[str, torch.Size], module: nn.Module, args: Any, kwargs: Any
+) -> None:
+    """Refuse a batch of training with a tensor that is longer in a dim than in the example. This is
+    a forward pre-hook."""
+    if not torch.is_grad_enabled():
+        return
+    arguments = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
+    for name, shape in shapes_of({**arguments, **arguments.get("kwargs", {})}).items():
+        limit = planned.get(name)
+        refuse_if(
+            limit is not None and (len(shape) != len(limit) or any(map(operator.gt, shape, limit))),
+            f"the batch has {name} of the shape {list(shape)}, but the example of optimus.offload "
+            f"had {list(limit or ())}; give offload an example of the largest batch",
+        )

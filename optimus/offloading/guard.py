@@ -96,10 +96,10 @@ class GuardedGradient(Tensor):
             _name_of(func) == "data.set",
             f"the gradient of parameter {name} cannot be replaced; use grad.copy_",
         )
-        moved: list[tuple[Tensor, Tensor]] = []
+        moved: list[tuple[Tensor, Tensor, Tensor]] = []
         result = _call(func, _on_host(args, moved), _on_host(kwargs, moved))
-        for original, copy in moved:
-            if copy._version:  # the function has written to it, as GradScaler does
+        for original, copy, before in moved:
+            if not torch.equal(copy, before):  # the function has changed it, as GradScaler does
                 original.copy_(copy)
         return result
 
@@ -227,18 +227,19 @@ def _call(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         return func(*args, **kwargs)
 
 
-def _on_host(value: Any, moved: list[tuple[Tensor, Tensor]]) -> Any:
+def _on_host(value: Any, moved: list[tuple[Tensor, Tensor, Tensor]]) -> Any:
     """Return arguments in which guarded gradients are replaced by their sums on the host, and other
-    tensors of one element by copies on the host. Pairs of these tensors and copies are appended to
-    `moved`."""
+    tensors of one element by copies on the host. These tensors, their copies and the values are
+    appended to `moved`."""
     if isinstance(value, GuardedGradient):
         of_gradient = _guard_of(value)
         return of_gradient.owner.gradient_sum(of_gradient.name)
     if isinstance(value, Tensor):
         if value.numel() != 1 or value.is_cpu:
             return value
-        moved.append((value, value.cpu()))
-        return moved[-1][1]
+        copy = value.detach().cpu()
+        moved.append((value, copy, copy.clone()))
+        return copy
     if isinstance(value, dict):
         return {key: _on_host(element, moved) for key, element in value.items()}
     if isinstance(value, (list, tuple)):

@@ -16,7 +16,7 @@ from optimus.chunks.residency import Residency
 from optimus.errors import ConfigError, NonFiniteError, counted, refuse_if
 from optimus.launch.environment import usable_memory
 from optimus.offloading.checks import check_model, make_groups
-from optimus.offloading.example import placement_for, profile_step, sizes_of
+from optimus.offloading.example import check_batch, placement_for, profile_step, shapes_of
 from optimus.offloading.offloaded_model import OffloadedModel
 from optimus.offloading.placement import (
     Needs,
@@ -99,9 +99,20 @@ def offload(
         host_share is not None and limit is not None,
         "device_memory and host_share both select the placement; use one of them",
     )
+    total = None if place_on.type == "cpu" else platform.device_memory(place_on)
+    if limit is not None and total is not None and limit > total:
+        raise ConfigError(
+            f"device_memory = {limit:,} bytes is more than the {total:,} bytes of {place_on}; use "
+            "less"
+        )
     if example is None:
-        placement = _placement_of(needs, place_on, limit, host_share, cache_chunks)
+        placement = _placement_of(needs, total, limit, host_share, cache_chunks)
+        _check_memory(named, needs, place_on, placement, limit)
     else:
+        refuse_if(
+            not isinstance(example, Mapping),
+            f"example is a {type(example).__name__}; use a dict of the arguments of the forward",
+        )
         refuse_if(
             limit is None or bool(cache_chunks),
             "example needs device_memory, and selects the size of the cache; use it with "
@@ -125,7 +136,6 @@ def offload(
             100 * placement.host_share,
             counted(placement.slots, "chunk"),
         )
-    _check_memory(named, needs, place_on, placement, limit)
     residency = Residency(
         divides_gradients=True, host_share=placement.host_share, slots=placement.slots
     )
@@ -139,23 +149,14 @@ def offload(
     if clip_norm is not None:
         clip_norm = check_number("clip_norm", clip_norm, 0.0)
         refuse_if(clip_norm == 0, "clip_norm = 0 would train nothing; use a positive norm, or None")
+    optimizer = OffloadOptimizer(model, groups, defaults, clip_norm, residency, length, place_on)
     if limit is not None:
         platform.limit_device_memory(place_on, limit)
-    optimizer = OffloadOptimizer(model, groups, defaults, clip_norm, residency, length, place_on)
     if example is not None:
-        largest = max(sizes_of(example), default=0)
-        model.register_forward_pre_hook(partial(_check_batch, largest), with_kwargs=True)
+        # Before the hooks of segments, so that a refused batch begins no step.
+        hook = partial(check_batch, shapes_of(example))
+        model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
     return optimizer
-
-
-def _check_batch(largest: int, module: nn.Module, args: Any, kwargs: Any) -> None:
-    """Refuse a batch of training whose largest tensor has more than `largest` elements."""
-    size = max(sizes_of((args, kwargs)), default=0)
-    refuse_if(
-        size > largest and torch.is_grad_enabled(),
-        f"the batch has a tensor of {counted(size, 'element')}, but the example of "
-        f"optimus.offload had at most {largest:,}; give offload an example of the largest batch",
-    )
 
 
 class OffloadOptimizer(torch.optim.Optimizer):
@@ -380,18 +381,13 @@ def _device_of(named: dict[str, nn.Parameter], device: str | torch.device | None
 
 def _placement_of(
     needs: Needs,
-    device: torch.device,
+    total: int | None,
     device_memory: int | None,
     host_share: float | None,
     cache_chunks: int,
 ) -> Placement:
-    """Return the placement that the arguments of `offload` select."""
-    total = None if device.type == "cpu" else platform.device_memory(device)
-    if device_memory is not None and total is not None and device_memory > total:
-        raise ConfigError(
-            f"device_memory = {device_memory:,} bytes is more than the {total:,} bytes of "
-            f"{device}; use less"
-        )
+    """Return the placement that the arguments of `offload` select. `total` is the memory of an
+    accelerator."""
     if host_share is None:
         placement = choose_placement(needs, total if device_memory is None else device_memory)
     else:

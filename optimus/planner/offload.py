@@ -65,7 +65,7 @@ class Decision:
             f"{config.offload.host_share:.1%} of the chunks on the host, {cached} in the cache, "
             f"order of microbatches '{config.offload.order}', chunks of about "
             f"{counted(config.optim.chunk_length, 'element')}: {device}, {_gb(memory.host)} of "
-            f"{_gb(limits.host)} of host memory"
+            + ("host memory" if limits.host >= 1 << 60 else f"{_gb(limits.host)} of host memory")
         ]
         if self.time is not None:
             step, compute, up, down, update, *_ = (

@@ -99,70 +99,93 @@ def _on_machine(config: Config, mesh: Mesh, name: str) -> dict[str, Any]:
     """Return the figures of a plan that need a machine.
 
     - `step`: the result of `plan_step`, or `no_step`: the reason why there is none.
-    - `placement`: with offload.mode = "auto", the decision for the first pipeline rank as text.
     - `activations`: bytes of activations and temporary tensors on the first and the last pipeline
-      rank; `needed`: the largest bytes of a rank on the device; and `device_bytes`: the memory of
+      rank; `needed`: the most bytes of these ranks on the device; and `device_bytes`: the memory of
       the device, or None if the machine's file does not have it.
+    - `placements`: with offload.mode = "auto", the decisions for these ranks as text. `needed` and
+      `device_bytes` are then those of the decisions, and `ranks` the first and the last rank.
     """
-    from optimus.planner.memory import activations_of_ranks  # needs torch
+    from optimus.planner.memory import activations_of_ranks, rank_memory  # needs torch
     from optimus.planner.offload import largest_rank
 
     train, machine = config.train, load_machine(name)
-    result: dict[str, Any] = {}
-    try:
-        result["step"] = plan_step(config, mesh, machine, name)
-    except ConfigError as error:
-        result["no_step"] = str(error)
-    device = None if machine.device is None else int(machine.device.memory_bytes.value)
     microbatches = mesh.pp
     if train.global_batch_tokens:
         microbatches = plan_batch(train, mesh.num_data_ranks).microbatches_per_rank
-    first, last = (largest_rank(config, mesh, pp) for pp in (0, mesh.pp - 1))
+    ends = [largest_rank(config, mesh, pp) for pp in dict.fromkeys((0, mesh.pp - 1))]
     if config.offload.mode == "auto":
-        decision = _placement(config, mesh, first, microbatches, machine, device)
-        config = decision.config
-        result["placement"] = str(decision)
-    ends = [first] if mesh.pp == 1 else [first, last]
+        return _placed_on_machine(config, mesh, ends, microbatches, machine, name)
+    result: dict[str, Any] = _step(config, mesh, machine, name)
+    device = None if machine.device is None else int(machine.device.memory_bytes.value)
     result["activations"] = list(activations_of_ranks(config, mesh, ends, microbatches))
-    totals = {coordinate.pp: sizes["total"] for coordinate, sizes in plan_ranks(config, mesh)}
-    pairs = zip(ends, result["activations"], strict=True)
-    result["needed"] = max(totals[end.pp] + activations for end, activations in pairs)
+    memories = [rank_memory(config, mesh, end, microbatches) for end in ends]
+    result["needed"] = max(memory.device for memory in memories)
     result["device_bytes"] = device
     return result
 
 
-def _placement(
+def _step(config: Config, mesh: Mesh, machine: Machine, name: str) -> dict[str, Any]:
+    try:
+        return {"step": plan_step(config, mesh, machine, name)}
+    except ConfigError as error:
+        return {"no_step": str(error)}
+
+
+def _placed_on_machine(
     config: Config,
     mesh: Mesh,
-    coordinate: Coordinate,
+    ends: list[Coordinate],
     microbatches: int,
     machine: Machine,
-    device: int | None,
-) -> Any:
-    """Return the `Decision` of offload.mode = "auto" for a rank of a machine."""
+    name: str,
+) -> dict[str, Any]:
+    """Return the figures of `_on_machine` for offload.mode = "auto"."""
     from optimus.planner.offload import decide_placement, limits_of
 
     links = load_links(config.offload.links) if config.offload.links else machine.links
+    if links is None:
+        raise ConfigError(
+            f"offload.mode = 'auto': the file of {name} has no table [links]; set offload.links to "
+            "a file that optimus bench links --out FILE has written there"
+        )
+    device = 0 if machine.device is None else int(machine.device.memory_bytes.value)
     refuse_if(
-        links is None,
-        "offload.mode = 'auto': the machine's file has no table [links]; set offload.links to a "
-        "file that optimus bench links --out FILE has written there",
-    )
-    refuse_if(
-        device is None and not config.offload.device_memory,
-        "offload.mode = 'auto': the machine's file has no device; set offload.device_memory",
+        not (device or config.offload.device_memory),
+        f"offload.mode = 'auto': the file of {name} has no device; set offload.device_memory",
     )
     memory = machine.host_memory_bytes
-    host = 1 << 62 if memory is None else int(memory.value) // machine.ranks_per_node
-    assert links is not None
-    limits = limits_of(config, links, device or 0, host)
-    return decide_placement(config, mesh, coordinate, microbatches, limits, "cuda")
+    host = _UNKNOWN if memory is None else int(memory.value) // machine.ranks_per_node
+    limits = limits_of(config, links, device, host)
+    decisions = [decide_placement(config, mesh, end, microbatches, limits, "cuda") for end in ends]
+    sizes = {
+        end.pp: size
+        for end, decision in zip(ends, decisions, strict=True)
+        for coordinate, size in plan_ranks(decision.config, mesh)
+        if (coordinate.pp, coordinate.tp) == (end.pp, end.tp)
+    }
+    ranks = [{axis: getattr(end, axis) for axis in UNEQUAL} | sizes[end.pp] for end in ends]
+    fullest = max(ranks, key=lambda rank: rank["total"])
+    result: dict[str, Any] = {"no_step": "the placement has the time of a step of a rank"}
+    if all(decision.time is None for decision in decisions):
+        result = _step(decisions[0].config, mesh, machine, name)
+    return result | {
+        "ranks": ranks,
+        "memory": {key: size for key, size in fullest.items() if key not in UNEQUAL},
+        "placements": [str(decision) for decision in decisions],
+        "activations": [decision.memory.activations for decision in decisions],
+        "needed": max(decision.memory.device for decision in decisions),
+        "device_bytes": limits.device,
+    }
+
+
+_UNKNOWN = 1 << 62
+"""Limit of host memory if the machine's file does not have it."""
 
 
 def check_fit(result: dict[str, Any]) -> None:
     """Raise ConfigError if the model states of a rank are larger than the memory of the device."""
     device, states = result.get("device_bytes"), result["memory"]["total"]
-    if device is not None and "placement" not in result and states > device:
+    if device is not None and states > device:
         raise ConfigError(
             f"--machine {result['machine']}: the model states of a rank need "
             f"{counted(states, 'byte')}, {counted(states - device, 'byte')} more than its device "
@@ -243,8 +266,8 @@ def _activation_lines(result: dict[str, Any]) -> list[tuple[str, str]]:
                 + ("; it does not fit" if needed > device else ""),
             )
         )
-    if "placement" in result:
-        lines.append(("placement", result["placement"]))
+    for rank, text in zip(result["ranks"], result.get("placements", ()), strict=False):
+        lines.append((f"placement on pp {rank['pp']}", text))
     if "no_step" in result:
         lines.append(("no step time", result["no_step"]))
     return lines + step_lines(result["step"]) if "step" in result else lines

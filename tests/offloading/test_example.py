@@ -79,10 +79,34 @@ def test_a_larger_batch_is_refused_in_training_only():
     model = make_model()
     optimus.offload(model, device_memory="6MB", example=EXAMPLE)
     larger = torch.cat([TOKENS, TOKENS])
-    with pytest.raises(ConfigError, match="a tensor of 256 elements, but the example"):
-        model(input_ids=larger)
+    for batch in (larger, TOKENS.reshape(2, 64)):
+        with pytest.raises(ConfigError, match="the batch has input_ids of the shape"):
+            model(input_ids=batch)
+    with pytest.raises(ConfigError, match="the batch has input_ids of the shape"):
+        model(larger)
+    model(TOKENS[:2])
     with torch.no_grad():
         model(input_ids=larger)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_models_in_half_precision_are_placed(dtype):
+    model = make_model().to(dtype).eval()
+    optimizer = optimus.offload(model, device_memory="4MB", example=EXAMPLE)
+    assert 0 < optimizer._offloaded.engine.residency.host_share <= 1
+    peak = _Peak(optimizer._offloaded.engine.memory)
+    model.train()
+    with peak:
+        model(**EXAMPLE).loss.backward()
+        optimizer.step()
+    assert peak.most <= 4 * 10**6
+
+
+def test_an_output_without_a_loss_is_profiled_with_a_cross_entropy():
+    with_loss = profile_step(make_model(), EXAMPLE)
+    without = profile_step(make_model(), {"input_ids": TOKENS})
+    peaks = [max(use.peak for use in uses) for uses in (with_loss, without)]
+    assert peaks[1] >= 0.9 * peaks[0]
 
 
 @pytest.mark.parametrize(
@@ -91,6 +115,7 @@ def test_a_larger_batch_is_refused_in_training_only():
         ({"device_memory": "1MB"}, "device_memory is too small by .* for the example"),
         ({}, "example needs device_memory"),
         ({"device_memory": "6MB", "example": {"words": TOKENS}}, "cannot be profiled"),
+        ({"device_memory": "6MB", "example": [TOKENS]}, "example is a list"),
     ],
 )
 def test_wrong_examples_are_refused_and_leave_the_model_unchanged(arguments, message):

@@ -145,6 +145,7 @@ def test_limits_apply_to_manual_placements(ranks, tiny_data, tmp_path) -> None:
     ("settings", "message"),
     [
         ({"offload__device_memory": "20 bananas", **AUTO}, "must be a size such as"),
+        ({"offload__device_memory": 0, **AUTO}, "must be at least 1 byte"),
         ({"offload__device_memory": "20GB"}, "has no meaning with offload.mode = 'off'"),
         ({"offload__host_share": 0.5, **AUTO}, "offload.mode = 'auto' chooses it"),
         ({"offload__order": "layer", **AUTO}, "offload.mode = 'auto' chooses it"),

@@ -71,7 +71,7 @@ def test_plan_on_a_machine_has_activations_and_the_time_of_a_step(capsys):
     assert optimus(["plan", config, "--machine", "aurora", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     (activations,) = result["activations"]
-    assert result["needed"] == result["memory"]["total"] + activations
+    assert result["needed"] >= result["memory"]["total"] + activations
     assert 0 < activations < result["device_bytes"] == 68_700_000_000
     step = result["step"]
     exposed = sum(step["exposed_s"].values())
@@ -97,6 +97,7 @@ def test_plan_prints_the_automatic_placement(tmp_path, capsys):
     assert optimus(["plan", config, "--machine", "h100", *auto]) == 0
     text = capsys.readouterr().out
     assert "of the chunks on the host" in text and "a step takes" in text
+    assert "in host memory in addition" in text and "no step time" in text
     auto[-1] = "offload.device_memory=4GB"
     assert optimus(["plan", config, "--machine", "h100", *auto]) == 2
     assert "offload.device_memory must be at least" in capsys.readouterr().err
