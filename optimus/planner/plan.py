@@ -100,8 +100,8 @@ def _on_machine(config: Config, mesh: Mesh, name: str) -> dict[str, Any]:
 
     - `step`: the result of `plan_step`, or `no_step`: the reason why there is none.
     - `activations`: bytes of activations and temporary tensors on the first and the last pipeline
-      rank; `needed`: the most bytes of these ranks on the device; and `device_bytes`: the memory of
-      the device, or None if the machine's file does not have it.
+      rank; `needed`: the most bytes on the device of the fuller of these ranks; and
+      `device_bytes`: the memory of the device, or None if the machine's file does not have it.
     - `placements`: with offload.mode = "auto", the decisions for these ranks as text. `needed` and
       `device_bytes` are then those of the decisions, and `ranks` the first and the last rank.
     """
@@ -118,8 +118,10 @@ def _on_machine(config: Config, mesh: Mesh, name: str) -> dict[str, Any]:
     result: dict[str, Any] = _step(config, mesh, machine, name)
     device = None if machine.device is None else int(machine.device.memory_bytes.value)
     result["activations"] = list(activations_of_ranks(config, mesh, ends, microbatches))
-    memories = [rank_memory(config, mesh, end, microbatches) for end in ends]
-    result["needed"] = max(memory.device for memory in memories)
+    states = {coordinate.pp: sizes["total"] for coordinate, sizes in plan_ranks(config, mesh)}
+    needs = [states[end.pp] + a for end, a in zip(ends, result["activations"], strict=True)]
+    fullest = ends[needs.index(max(needs))]
+    result["needed"] = rank_memory(config, mesh, fullest, microbatches).device
     result["device_bytes"] = device
     return result
 
