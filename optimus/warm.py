@@ -31,6 +31,7 @@ _MODULES = (
     "optimus.train.startup",
     "optimus_kernels",
     "optimus.bench.commands",  # the parser of the command line needs it
+    "optimus.planner.commands",  # the same
     "optimus.checkpoint.commands",
     "optimus.train.commands",
     "encodings.idna",  # for the look-up of a host name

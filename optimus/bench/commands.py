@@ -284,7 +284,9 @@ def _bench_step(args: argparse.Namespace, arguments: list[str]) -> int:
         if args.profile and ranks > 1:
             raise ConfigError(f"--profile measures one process, not {ranks}; remove --profile")
         if args.trace and (args.profile or (ranks == 1 and not args.nproc)):
-            raise ConfigError(f"--trace {args.trace} needs ranks; add --nproc N")
+            raise ConfigError(
+                f"--trace {args.trace}: only a run with --nproc N has a trace; add it"
+            )
         if args.trace and launch.is_first:  # this rank writes the file
             check_output(args.trace, "--trace")
     except OptimusError as error:

@@ -215,7 +215,7 @@ def check_levels(levels: tuple[Level, ...]) -> tuple[Level, ...]:
     for inner, outer in pairwise(levels):
         if inner.ranks == 0 or (outer.ranks and outer.ranks % inner.ranks):
             raise ValueError(
-                f"levels: {outer.name} with ranks = {outer.ranks} must be a multiple of "
-                f"{inner.name} with ranks = {inner.ranks}; 0 is for the last level only"
+                f"levels: ranks = {outer.ranks} of {outer.name} must be a multiple of "
+                f"ranks = {inner.ranks} of {inner.name}; 0 is for the last level only"
             )
     return levels

@@ -116,21 +116,19 @@ class UseTracker(Recorder):
     def count_expert_rows(self, rows: int) -> None:
         """Set the number of rows that the experts of a layer on this rank compute for a microbatch,
         if some rows of their operands belong to experts of other ranks."""
-        self._tensors.expert_rows = rows
+        self._tensors.count_expert_rows(rows)
 
     def collective(self, axes: str, operation: str, num_bytes: int) -> None:
         self._traffic.append((axes, operation, num_bytes))
 
     def end_use(self) -> None:
         """End the present use."""
-        tensors = self._tensors
+        live, peak, flops, moved = self._tensors.take()
         if self._current is not None:
-            kept, peak = tensors.live - self._start, tensors.peak - self._start
-            figures = kept, peak, tensors.flops, tensors.moved
+            figures = live - self._start, peak - self._start, flops, moved
             self.uses.append(UseProfile(*self._current, *figures, tuple(self._traffic)))
         self._traffic.clear()
-        self._current, self._start = None, tensors.live
-        tensors.peak, tensors.flops, tensors.moved = tensors.live, 0, 0
+        self._current, self._start = None, live
 
 
 class _TensorTracker(TorchDispatchMode):
@@ -139,12 +137,27 @@ class _TensorTracker(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.live = self.peak = self.flops = self.moved = 0
-        self.expert_rows = 0
+        self._expert_rows = 0
         """Number of rows that the experts of a layer on this rank compute for a microbatch. 0 if
         each row of their operands belongs to an expert of this rank."""
         self._known: dict[int, tuple[weakref.ref, int]] = {}
         """Storages by address: a reference that removes the entry, and the counted bytes. Storages
         that existed before the first operation count as 0 bytes."""
+
+    def take(self) -> tuple[int, int, int, int]:
+        """Return the present bytes and, since the last call, the most bytes, the FLOPs and the
+        bytes that other operations have read and written."""
+        figures = self.live, self.peak, self.flops, self.moved
+        self.peak, self.flops, self.moved = self.live, 0, 0
+        return figures
+
+    def count_flops(self, flops: int) -> None:
+        """Count the FLOPs of an operation that has no formula."""
+        self.flops += flops
+
+    def count_expert_rows(self, rows: int) -> None:
+        """As for `UseTracker`."""
+        self._expert_rows = rows
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -168,7 +181,7 @@ class _TensorTracker(TorchDispatchMode):
             self._add(tensor, is_new=True)
         self.peak = max(self.peak, self.live)
         if packet in _GROUPED_PRODUCTS:
-            rows = self.expert_rows or args[0].shape[0]
+            rows = self._expert_rows or args[0].shape[0]
             self.flops += 2 * rows * args[0].shape[-1] * args[1].shape[-1]
         elif packet in flop_registry and experts is None:
             self.flops += flop_registry[packet](*args, **kwargs, out_val=out)
@@ -210,14 +223,14 @@ class _Attention(torch.autograd.Function):
         # Two matrix products of all scores, even masked scores, as in `flops_per_token`.
         ctx.flops = 2 * lse.numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])
         ctx.tensors = tensors
-        tensors.flops += ctx.flops
+        tensors.count_flops(ctx.flops)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, *_ = ctx.saved_tensors
-        ctx.tensors.flops += 5 * ctx.flops // 2  # three more products than forward
+        ctx.tensors.count_flops(5 * ctx.flops // 2)  # three more products than forward
         grads = (torch.empty_like(tensor) for tensor in (query, key, value))
         return *grads, None, None
 

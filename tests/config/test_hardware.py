@@ -138,7 +138,7 @@ def test_taper_of_aurora_is_the_ratio_of_its_links():
         (
             f"[[levels]]\nname = 'node'\nranks = 8\npeak = {{ value = 1.0, {_SOURCE} }}\n"
             f"[[levels]]\nname = 'group'\nranks = 12\npeak = {{ value = 1.0, {_SOURCE} }}",
-            "group with ranks = 12 must be a multiple of node with ranks = 8",
+            "ranks = 12 of group must be a multiple of ranks = 8 of node",
         ),
         ("algorithm = 'tree'", "algorithm = 'tree'"),
         ("[device]\nnames = 'x'", "unknown key device.names"),

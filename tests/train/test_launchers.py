@@ -279,7 +279,7 @@ def test_machine_file_can_turn_the_tolerance_of_node_failures_off(fake_optimus, 
             ["--buffer-nodes", "0", "--chain", "1", "--queue", "debug", "--", "a"],
             "takes 1 job of a user, and --chain needs 2",
         ),
-        (PBS, ["--machine", "auror", "--", "a"], "no such machine; use one of aurora"),
+        (PBS, ["--machine", "auror", "--", "a"], "no such machine; use one of a100-80, aurora"),
     ],
 )
 def test_job_script_refuses_wrong_options_in_a_line(fake_optimus, script, options, message):
