@@ -62,7 +62,6 @@ def plan(config: Config, allocation: Allocation | None = None) -> dict[str, Any]
         {axis: getattr(coordinate, axis) for axis in UNEQUAL} | sizes
         for coordinate, sizes in plan_ranks(config, mesh)
     ]
-    fullest = max(ranks, key=lambda rank: rank["total"])
     result: dict[str, Any] = {
         "architecture": config.model.architecture,
         "total_params": total,
@@ -72,7 +71,7 @@ def plan(config: Config, allocation: Allocation | None = None) -> dict[str, Any]
         "mesh": mesh._asdict(),
         "sharding": config.optim.sharding,
         "is_one_replica": not (config.parallel.dp or (allocation and allocation.nodes)),
-        "memory": {key: size for key, size in fullest.items() if key not in UNEQUAL},
+        "memory": _fullest(ranks),
         "ranks": ranks,
     }
     if allocation is not None:
@@ -93,6 +92,12 @@ def plan(config: Config, allocation: Allocation | None = None) -> dict[str, Any]
             result["tokens"] = train.global_batch_tokens * train.max_steps
             result["flops"] = result["flops_per_step"] * train.max_steps
     return result
+
+
+def _fullest(ranks: list[dict[str, int]]) -> dict[str, int]:
+    """Return the sizes of the rank with the largest `total`, without its coordinates."""
+    fullest = max(ranks, key=lambda rank: rank["total"])
+    return {key: size for key, size in fullest.items() if key not in UNEQUAL}
 
 
 def _on_machine(config: Config, mesh: Mesh, name: str) -> dict[str, Any]:
@@ -166,13 +171,12 @@ def _placed_on_machine(
         if (coordinate.pp, coordinate.tp) == (end.pp, end.tp)
     }
     ranks = [{axis: getattr(end, axis) for axis in UNEQUAL} | sizes[end.pp] for end in ends]
-    fullest = max(ranks, key=lambda rank: rank["total"])
     result: dict[str, Any] = {"no_step": "the placement has the time of a step of a rank"}
     if all(decision.time is None for decision in decisions):
         result = _step(decisions[0].config, mesh, machine, name)
     return result | {
         "ranks": ranks,
-        "memory": {key: size for key, size in fullest.items() if key not in UNEQUAL},
+        "memory": _fullest(ranks),
         "placements": [str(decision) for decision in decisions],
         "activations": [decision.memory.activations for decision in decisions],
         "needed": max(decision.memory.device for decision in decisions),

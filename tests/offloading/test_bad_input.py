@@ -117,7 +117,7 @@ ARGUMENTS = {
     "no size": ({"device_memory": "lots"}, "device_memory = 'lots': use a size"),
     "unit": ({"device_memory": "20 parsecs"}, "use a size"),
     "negative size": ({"device_memory": -5}, "from 1 byte"),
-    "zero": ({"device_memory": "0GB"}, "from 1 byte"),
+    "zero": ({"device_memory": "0GB"}, "use a size such as"),
     "absurd size": ({"device_memory": "99999TB"}, "from 1 byte to 1000 TB"),
     "true": ({"device_memory": True}, "use a size"),
     "one byte": ({"device_memory": 1}, "too small by .* bytes for the segment '0'"),
