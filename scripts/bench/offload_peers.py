@@ -114,7 +114,14 @@ def optimus_step(point: Point, device: torch.device) -> tuple[Step, int, str]:
     """Return a function that trains a step, the number of parameters, and remarks."""
     model = make_model(point.model, point.seq_len, device, torch.bfloat16)
     count = sum(p.numel() for p in model.parameters())
-    optimizer = optimus.offload(model, lr=LR, clip_norm=CLIP, device_memory=str(point.memory))
+    tokens = torch.zeros(point.batch, point.seq_len, dtype=torch.int64)
+    optimizer = optimus.offload(
+        model,
+        lr=LR,
+        clip_norm=CLIP,
+        device_memory=point.memory,
+        example={"input_ids": tokens, "labels": tokens},
+    )
 
     def step(batches: list[torch.Tensor]) -> None:
         for tokens in batches:
