@@ -8,7 +8,7 @@ gathers the updated parameters.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -95,14 +95,7 @@ class ChunkEngine:
         initial = initial or {name: p.data for name, p in named.items()}.__getitem__
         self._named, self._groups, self._everyone = dict(named), groups, everyone
         self._deterministic, self.optimizer = deterministic, optimizer
-        self.layout = lay_out(
-            (
-                Parameter(name, tuple(p.shape), key, key.reduce_group.size, key.shard_group.size)
-                for name, p in named.items()
-                for key in (groups[name].of_chunk,)
-            ),
-            chunk_length,
-        )
+        self.layout = lay_out(_parameters(named, groups), chunk_length)
         self.slots = {slot.name: slot for slot in self.layout.slots}
         self.residency = residency
         self.memory = Memory(self.device, residency.poison, residency.copies, residency.links)
@@ -585,3 +578,13 @@ def _groups_of(chunk: Chunk) -> ParamProcessGroups:
     """Return the process groups of the parameters of a chunk."""
     assert isinstance(chunk.key, ParamProcessGroups)
     return chunk.key
+
+
+def _parameters(
+    named: Mapping[str, nn.Parameter], groups: Mapping[str, ParamProcessGroups]
+) -> Iterator[Parameter]:
+    """Yield the parameters for the layout."""
+    for name, parameter in named.items():
+        key = groups[name].of_chunk
+        sizes = key.reduce_group.size, key.shard_group.size
+        yield Parameter(name, tuple(parameter.shape), key, *sizes)

@@ -6,12 +6,13 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from optimus import platform
+from optimus.chunks.groups import ParamProcessGroups
 from optimus.chunks.residency import Residency
 from optimus.errors import ConfigError, NonFiniteError, counted, refuse_if
 from optimus.launch.environment import usable_memory
@@ -29,7 +30,7 @@ from optimus.offloading.placement import (
     default_chunk_length,
     needs_of,
 )
-from optimus.offloading.segments import find_segments
+from optimus.offloading.segments import ModuleSegment, find_segments
 from optimus.offloading.update import GroupAdamW, Hyperparameters
 from optimus.planner.rates import find_links
 
@@ -110,41 +111,21 @@ def offload(
         _check_memory(named, needs, place_on, placement, limit)
     else:
         refuse_if(
-            not isinstance(example, Mapping),
-            f"example is a {type(example).__name__}; use a dict of the arguments of the forward",
-        )
-        refuse_if(
             limit is None or bool(cache_chunks),
             "example needs device_memory, and selects the size of the cache; use it with "
             "device_memory and without host_share and cache_chunks",
         )
         assert limit is not None
-        dtype = next(iter(named.values())).dtype
-        placement = placement_for(
-            profile_step(model, example),
-            named,
-            segments,
-            keys,
-            needs,
-            length,
-            limit if place_on.type == "cpu" else limit - limit // 20,
-            usable_memory(),
-            find_links(place_on, dtype, logger.warning),
-        )
-        logger.info(
-            "%.0f %% of the chunks are on the host, and the cache has %s",
-            100 * placement.host_share,
-            counted(placement.slots, "chunk"),
-        )
+        chunks = _Chunks(named, segments, keys, needs, length)
+        placement = _placement_for(model, example, chunks, limit, place_on)
     residency = Residency(
         divides_gradients=True, host_share=placement.host_share, slots=placement.slots
     )
-    defaults = {
-        "lr": check_number("lr", lr, 0.0),
-        "betas": check_betas(betas),
-        "eps": check_number("eps", eps, 0.0),
-        "weight_decay": check_number("weight_decay", weight_decay, 0.0),
+    numbers = {"lr": lr, "eps": eps, "weight_decay": weight_decay}
+    defaults: dict[str, Any] = {
+        key: check_number(key, value, 0.0) for key, value in numbers.items()
     }
+    defaults |= {"betas": check_betas(betas)}
     groups = make_groups(named, params)
     if clip_norm is not None:
         clip_norm = check_number("clip_norm", clip_norm, 0.0)
@@ -157,6 +138,44 @@ def offload(
         hook = partial(check_batch, shapes_of(example))
         model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
     return optimizer
+
+
+class _Chunks(NamedTuple):
+    """The chunks of a model, as for `placement_for`."""
+
+    named: dict[str, nn.Parameter]
+    segments: Sequence[ModuleSegment]
+    keys: dict[str, ParamProcessGroups]
+    needs: Needs
+    length: int
+
+
+def _placement_for(
+    model: nn.Module,
+    example: Mapping[str, Any],
+    chunks: _Chunks,
+    limit: int,
+    device: torch.device,
+) -> Placement:
+    """Return the placement for an example batch and `limit` bytes of device memory."""
+    refuse_if(
+        not isinstance(example, Mapping),
+        f"example is a {type(example).__name__}; use a dict of the arguments of the forward",
+    )
+    dtype = next(model.parameters()).dtype
+    placement = placement_for(
+        profile_step(model, example),
+        *chunks,
+        limit if device.type == "cpu" else limit - limit // 20,
+        usable_memory(),
+        find_links(device, dtype, logger.warning),
+    )
+    logger.info(
+        "%.0f %% of the chunks are on the host, and the cache has %s",
+        100 * placement.host_share,
+        counted(placement.slots, "chunk"),
+    )
+    return placement
 
 
 class OffloadOptimizer(torch.optim.Optimizer):

@@ -242,14 +242,7 @@ class Run:
             if config.observe.tensorboard and plan.mesh.pp > 1:
                 self.recorder.add(self.trace)
         self.groups = join_groups(plan.mesh, world, config.parallel.virtual_stages, self.recorder)
-        placed = autotune_placement(
-            config,
-            self.groups,
-            plan.batch.microbatches_per_rank,
-            world.device,
-            world.launch.local_world_size,
-            logger.info if world.is_first else lambda line: None,
-        )
+        placed = self._placed(config, plan)
         self.rank_model = RankModel(placed, self.groups, plan.batch, world.device)
         self.model, layout = self.rank_model.model, self.rank_model.layout
         # A run that starts from weights alone also needs initial values, because the dispatchers
@@ -302,6 +295,17 @@ class Run:
         self._start_up = start_up
         if start_up is not None:
             start_up.done("model and states")
+
+    def _placed(self, config: Config, plan: RunPlan) -> Config:
+        """Return the configuration with the placement of this rank's states."""
+        return autotune_placement(
+            config,
+            self.groups,
+            plan.batch.microbatches_per_rank,
+            self.world.device,
+            self.world.launch.local_world_size,
+            logger.info if self.world.is_first else lambda line: None,
+        )
 
     def go(self) -> None:
         """Train from the start step to the last step, or until a signal or a deadline stops the
