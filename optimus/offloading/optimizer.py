@@ -96,28 +96,8 @@ def offload(
     length = length or default_chunk_length(named, segments)
     needs = needs_of(named, segments, keys, length)
     limit = None if device_memory is None else check_bytes("device_memory", device_memory)
-    refuse_if(
-        host_share is not None and limit is not None,
-        "device_memory and host_share both select the placement; use one of them",
-    )
-    total = None if place_on.type == "cpu" else platform.device_memory(place_on)
-    if limit is not None and total is not None and limit > total:
-        raise ConfigError(
-            f"device_memory = {limit:,} bytes is more than the {total:,} bytes of {place_on}; use "
-            "less"
-        )
-    if example is None:
-        placement = _placement_of(needs, total, limit, host_share, cache_chunks)
-        _check_memory(named, needs, place_on, placement, limit)
-    else:
-        refuse_if(
-            limit is None or bool(cache_chunks),
-            "example needs device_memory, and selects the size of the cache; use it with "
-            "device_memory and without host_share and cache_chunks",
-        )
-        assert limit is not None
-        chunks = _Chunks(named, segments, keys, needs, length)
-        placement = _placement_for(model, example, chunks, limit, place_on)
+    chunks = _Chunks(named, segments, keys, needs, length)
+    placement = _select_placement(model, chunks, place_on, limit, host_share, cache_chunks, example)
     residency = Residency(
         divides_gradients=True, host_share=placement.host_share, slots=placement.slots
     )
@@ -148,6 +128,40 @@ class _Chunks(NamedTuple):
     keys: dict[str, ParamProcessGroups]
     needs: Needs
     length: int
+
+
+def _select_placement(
+    model: nn.Module,
+    chunks: _Chunks,
+    device: torch.device,
+    limit: int | None,
+    host_share: float | None,
+    cache_chunks: int,
+    example: Mapping[str, Any] | None,
+) -> Placement:
+    """Return the placement that the arguments of `offload` select. `limit` is the value of
+    `device_memory` in bytes."""
+    refuse_if(
+        host_share is not None and limit is not None,
+        "device_memory and host_share both select the placement; use one of them",
+    )
+    total = None if device.type == "cpu" else platform.device_memory(device)
+    if limit is not None and total is not None and limit > total:
+        raise ConfigError(
+            f"device_memory = {limit:,} bytes is more than the {total:,} bytes of {device}; use "
+            "less"
+        )
+    if example is None:
+        placement = _placement_of(chunks.needs, total, limit, host_share, cache_chunks)
+        _check_memory(chunks.named, chunks.needs, device, placement, limit)
+        return placement
+    refuse_if(
+        limit is None or bool(cache_chunks),
+        "example needs device_memory, and selects the size of the cache; use it with "
+        "device_memory and without host_share and cache_chunks",
+    )
+    assert limit is not None
+    return _placement_for(model, example, chunks, limit, device)
 
 
 def _placement_for(
