@@ -508,13 +508,13 @@ def plan_ranks(
         ConfigError: A parallel size does not divide a model dimension, a pattern of optim.groups or
             optim.frozen matches no parameter, or optim.cache_chunks is too small.
     """
+    check_names(config.optim, config.model)
     if config.offload.mode != "off":  # the engine decides on spare buffers and on states on disk
         from optimus.rank import states as engine  # imports torch
 
         yield from engine.plan_ranks(config, mesh)
         return
     check_divisible(config, mesh)
-    check_names(config.optim, config.model)
     checkpoint, stages = config.checkpoint, stages_of(config, mesh)
     states = StateSizes(config, moment_bytes)
     ranks = [states.of_rank(mesh, stages, coordinate) for coordinate in _kinds(mesh)]

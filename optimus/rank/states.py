@@ -24,7 +24,7 @@ from optimus.chunks.buffers import FurtherUse
 from optimus.chunks.engine import ChunkEngine
 from optimus.chunks.groups import ParamProcessGroups
 from optimus.chunks.optimizer import make_optimizer
-from optimus.chunks.options import check_patterns, options_of
+from optimus.chunks.options import options_of
 from optimus.chunks.residency import Pass, Residency, fewest_slots
 from optimus.chunks.segments import ModelSegment
 from optimus.config import Config, ModelConfig, OffloadConfig, OptimConfig, TrainConfig
@@ -167,17 +167,6 @@ def groups_of_param(
     )
 
 
-def check_names(optim: OptimConfig, model: ModelConfig) -> None:
-    """Check that each pattern of `optim.groups` and `optim.frozen` matches the name of a parameter
-    of the model.
-
-    Raises:
-        ConfigError: A pattern has no effect, or no parameter is left to train.
-    """
-    if optim.groups or optim.frozen:
-        check_patterns(optim, dict(whole_model(model).named_parameters()))
-
-
 def check_slots(config: Config, mesh: Mesh) -> None:
     """Check that each rank's parameter cache has space for the embedding, for any one block and for
     the head.
@@ -315,12 +304,10 @@ def plan_ranks(config: Config, mesh: Mesh) -> Iterator[tuple[Coordinate, dict[st
         checkpoint.async_save makes there. "total" is the device memory, including "cache".
 
     Raises:
-        ConfigError: A parallel size does not divide a model dimension, a pattern of optim.groups or
-            optim.frozen matches no parameter, optim.cache_chunks is too small, or the states on
-            disk exceed offload.disk_memory.
+        ConfigError: A parallel size does not divide a model dimension, optim.cache_chunks is too
+            small, or the states on disk exceed offload.disk_memory.
     """
     check_divisible(config, mesh)
-    check_names(config.optim, config.model)
     check_slots(config, mesh)
     check_disk_memory(config, mesh)
     for coordinate in _writers(config, mesh):
