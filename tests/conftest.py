@@ -6,6 +6,7 @@ import atexit
 import os
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -35,6 +36,16 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 
 
 set_up_logging()  # as commands do; tests read the lines on stderr
+
+
+@pytest.fixture(autouse=True)
+def numerics() -> Iterator[None]:
+    """Restore torch's deterministic mode after a test that runs a command in this process: the
+    command sets the mode of the whole process (optimus.train.loop.fix_arithmetic)."""
+    yield
+    if torch := sys.modules.get("torch"):
+        torch.set_deterministic_debug_mode("default")
+        torch.utils.deterministic.fill_uninitialized_memory = True
 
 
 @pytest.fixture(scope="session")
