@@ -1,4 +1,4 @@
-"""Check large buffers and the optimizer states of all ranks for non-finite values."""
+"""Checks for non-finite values in large buffers and in the optimizer states of all ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _LABELS = {
     "master": "the fp32 master of",
 }
 """Maps the name of an optimizer state to the text before the parameter's name in messages. For any
-other state, the text is the name of the state and "of"."""
+other state, the text is the state's name followed by "of"."""
 
 
 def is_finite(flat: Tensor) -> bool:

@@ -45,7 +45,7 @@ class ForwardWatch(Recorder):
     computes statistics of the outputs of transformer blocks.
 
     Collectives spread non-finite values to other ranks. If several ranks of a pipeline stage find
-    such a module, the rank with the smallest `when` computed the first non-finite value.
+    such a module, the first non-finite value was computed by the rank with the smallest `when`.
 
     If this object is the recorder of a pipeline executor, it also finds the microbatch of the
     non-finite value and of each measured output.
@@ -142,9 +142,9 @@ class _GradientWatch(Recorder):
 
 
 def measure(values: Tensor) -> dict[str, float | None]:
-    """Return statistics of a tensor's values, with the keys "min", "max", "mean" and "nonfinite".
+    """Return a tensor's statistics as a dict with the keys "min", "max", "mean" and "nonfinite".
 
-    "min", "max" and "mean" are those of the finite values; they are None if no value is finite.
+    "min", "max" and "mean" are computed from the finite values, and are None if no value is finite.
     "nonfinite" is the fraction of all values that are not finite, from 0 to 1.
     """
     is_value = values.isfinite()
@@ -189,7 +189,8 @@ class Finding(NamedTuple):
         host: Host name of the rank's machine.
         layer: Name of the module or parameter; "" if it is unknown.
         direction: The pass that computed the value; None for a parameter.
-        microbatch: Number of the microbatch among those of the rank, from 0; None if it is unknown.
+        microbatch: Index of the microbatch among the rank's microbatches, from 0; None if it is
+            unknown.
     """
 
     distance: int
@@ -216,8 +217,7 @@ _ONCE = 3
 class Watch:
     """Checks the losses and gradients of one rank for non-finite values.
 
-    Before each optimizer step, the ranks find out in a collective if any of them has a non-finite
-    value.
+    Before each optimizer step, a collective shows all ranks if any rank has a non-finite value.
 
     A rank with a non-finite value still completes its pipeline schedule, because other ranks wait
     for its messages.
@@ -245,7 +245,7 @@ class Watch:
                 a non-finite value; None to write no marker.
             batch: The batch sizes of an update.
             data: The training data, from which the marker names the instances (sequences) of the
-                microbatch; None to name no instances.
+                microbatch; None if the marker does not name instances.
         """
         self._train, self._optim, self._workspace = train, optim, workspace
         self._groups, self._rank_model, self._states = groups, rank_model, states
@@ -373,7 +373,7 @@ class Watch:
         )
 
     def _findings(self, microbatches: list[Microbatch]) -> list[Finding]:
-        """Return the findings of all ranks. The first finding is nearest to the cause.
+        """Return the findings of all ranks, sorted. The first finding is nearest to the cause.
 
         All ranks must call this.
         """
@@ -405,8 +405,9 @@ class Watch:
         return Finding(distance, stage, when, depth, rank, text, host, *where)
 
     def _find_in_forward(self, microbatches: list[Microbatch]) -> Finding | None:
-        """Run the forward passes again. Return this rank's first non-finite parameter or, if there
-        is none, its first non-finite module output; None if all of them are finite."""
+        """Run the forward passes again. Return a Finding for this rank's first non-finite parameter
+        or, if there is none, for its first non-finite module output. Return None if all are
+        finite."""
         watch, stage = ForwardWatch(), self._groups.coordinate.pp
         executor = self._rank_model.executor
         parameter = self._states.first_parameter(lambda values: not is_finite(values))
@@ -428,8 +429,8 @@ class Watch:
         return None
 
     def _find_in_backward(self, microbatches: list[Microbatch]) -> Finding | None:
-        """Run the forward and backward passes again; return this rank's first non-finite gradient,
-        or None."""
+        """Run the forward and backward passes again. Return a Finding for this rank's first
+        non-finite gradient; None if all gradients are finite."""
         states, sent, self._extremes = self._states, [], []
         watch = _GradientWatch(lambda: bool(self._bad_gradient()[0]), states.gradients)
         states.gradients.finish()  # wait for reductions in progress
@@ -452,7 +453,7 @@ class Watch:
         return self._finding(2, -stage, when, depth, text, name, "backward", watch.microbatch)
 
     def _once_finding(self, gradient: str, losses: list[int]) -> Finding:
-        """Return the Finding for an update whose non-finite values are finite when computed again.
+        """Return a Finding for non-finite values of an update that are finite when computed again.
 
         Args:
             gradient: Name of the first gradient of the update that was not finite; "" if all

@@ -1,4 +1,4 @@
-"""The agent of a node: starts the ranks of an attempt, observes them and reports to the supervisor.
+"""The agent of a node: starts and observes the node's ranks, and reports to the supervisor.
 
 The launcher starts one agent on each node of the allocation, including buffer nodes, with
 `python -P -m optimus.resilience.supervision.agent RUN_DIR NODE`. An agent outlives its supervisor.
@@ -6,7 +6,7 @@ While no supervisor runs, the ranks continue to train, and the agents try to con
 supervisor. If no supervisor answers within a time limit, each agent lets its ranks save a
 checkpoint and end.
 
-This module imports no torch.
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class Agent:
     """Folder for the files of this agent, on a disk of the node."""
     code: str = field(default_factory=lambda: hash_code())
     """Hash of the Python files of Optimus when this agent started. Later changes of the files do
-    not change the hash."""
+    not change it."""
     attempt: int = 0
     """Number of the last attempt that this agent has started."""
     ranks: dict[int, _Rank] = field(default_factory=dict)
@@ -283,7 +283,7 @@ class Agent:
         )
 
     async def _obey(self, channel: Channel, message: Message) -> bool:
-        """Carry out a supervisor's message. Return True if this agent must end.
+        """Carry out the request in a supervisor's message. Return True if this agent must end.
 
         Raises:
             OSError: Another supervisor has taken over.
@@ -328,8 +328,8 @@ class Agent:
         return ""
 
     async def _start(self, message: Start) -> None:
-        """Start the ranks of an attempt on this node. If they cannot be started, store the reason
-        in `failure`."""
+        """Start the ranks of a launch attempt on this node. If they cannot be started, store the
+        reason in `failure`."""
         try:
             folder = self.folder / f"attempt-{self.attempt:04d}"
             folder.mkdir(parents=True)
@@ -399,7 +399,7 @@ class Agent:
                 await reading
         if isinstance(rank.process, LaunchedProcess) and rank.process.was_lost:
             rank.was_ended = True  # its end is no evidence of a failure of this node
-        # Kill its child processes now. Later, another process group may have the same ID.
+        # Kill the rank's child processes now. Later, another process group may have the same ID.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(rank.process.pid, signal.SIGKILL)
         rank.status = status
@@ -532,8 +532,8 @@ def parse_address(content: bytes) -> tuple[list[str], int]:
 
 
 def hash_code() -> str:
-    """Return a hash of all Python files of Optimus. The supervisor refuses an agent whose hash
-    differs, because all nodes must have the same files."""
+    """Return a hash of all Python files of Optimus. The supervisor refuses an agent with another
+    hash, because all nodes must have the same files."""
     root = Path(__file__).resolve().parents[2]
     content = b""
     for path in sorted(root.rglob("*.py")):

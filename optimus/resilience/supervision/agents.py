@@ -1,6 +1,6 @@
 """The supervisor's connections to its agents, which start and observe the ranks of one node each.
 
-This module imports no torch.
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -101,16 +101,18 @@ class Job:
     margin_s: float = 120.0
     """Number of seconds before the end of the job at which ranks begin to save a checkpoint."""
     pardoned: tuple[str, ...] = ()
-    """Excluded nodes that may get ranks again, because the user has named them with `--pardon`."""
+    """Excluded nodes that the user has named with `--pardon`, so that they may get ranks again."""
     stage: Path | None = None
-    """Folder on a disk of each node for a copy of the Python environment; None to copy nothing."""
+    """Folder on a disk of each node for a copy of the Python environment; None if the environment
+    is not copied."""
     chain: Chain | None = None
-    """Submits the job that continues the run after this job; None to submit no job."""
+    """Submits the job that continues the run after this job; None if no job follows."""
     start_limit_s: float = 120.0
     """Time limit for agents to answer after their start, and for mpiexec to start ranks."""
 
     def workspace_of(self, attempt: AttemptStarted) -> Workspace:
-        """Return the workspace of an attempt, which is in the checkpoint directory of the run."""
+        """Return the workspace of a launch attempt, which is in the checkpoint directory of the
+        run."""
         return Workspace(store.checkpoints_dir(self.run_dir) / f".work-{attempt.workspace}")
 
 
@@ -140,7 +142,7 @@ class Node:
     is_staged: bool = False
     """True if the node has a copy of the environment of the ranks."""
     has_lost_ranks: bool = False
-    """True if the agent was started again, so that the node's ranks of the attempt have ended."""
+    """True if the agent was started again, so that the attempt's ranks on this node have ended."""
 
 
 class Agents:
@@ -151,7 +153,7 @@ class Agents:
     """
 
     def __init__(self, job: Job, history: History, secret: bytes) -> None:
-        """Store the arguments; start no agent.
+        """Store the arguments. Agents are started by `start`.
 
         Args:
             job: The job.
@@ -207,7 +209,7 @@ class Agents:
         return hosts, port
 
     async def close(self) -> None:
-        """Close all connections, and accept no new ones."""
+        """Close all connections, and stop listening."""
         for server in self._servers:
             server.close()
         for task in self._connections:
@@ -215,8 +217,8 @@ class Agents:
         await asyncio.gather(*self._connections, return_exceptions=True)
 
     async def wait_for_known(self) -> None:
-        """Wait a limited time until the agents of the last supervisor have connected to this
-        one."""
+        """Wait for a limited time until the agents of the previous supervisor have connected to
+        this supervisor."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._job.heartbeat_s + _RECONNECT_S):
                 while any(node.channel is None for node in self.nodes.values()):
@@ -268,7 +270,7 @@ class Agents:
         return process
 
     def check(self) -> None:
-        """Raise ConfigError if fewer nodes can be used than the run needs."""
+        """Raise ConfigError if the run needs more nodes than can be used."""
         policy, launcher = self._job.policy, self._job.launcher
         needed = policy.sizes[0 if policy.on_exhausted == "shrink" else -1]
         excluded = {n for n in self.nodes if self._history.standing(n) == "excluded"}
@@ -293,7 +295,7 @@ class Agents:
             )
 
     async def start_ranks(self, attempt: AttemptStarted, name: str) -> None:
-        """Request the agent of the node `name` to start the node's ranks of an attempt."""
+        """Request the agent of the node `name` to start the attempt's ranks on this node."""
         job, node = self._job, self.nodes[name]
         per_node, index = attempt.ranks_per_node, attempt.nodes.index(name)
         first = self.nodes[attempt.nodes[0]]
@@ -320,7 +322,8 @@ class Agents:
         )
 
     def rank_command(self, nodes: Sequence[str], workspace: str) -> list[str] | None:
-        """Return the command that starts the ranks of an attempt; None if the agents start them.
+        """Return the command that starts the ranks of a launch attempt; None if agents start the
+        ranks.
 
         Args:
             nodes: The nodes of the attempt, in the order of their ranks.
@@ -346,7 +349,8 @@ class Agents:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if len(self._unauthenticated) >= _MOST_UNAUTHENTICATED:
-            # Close the oldest one: agents authenticate at once, so it is hardly an agent's.
+            # Close the oldest of these connections. Agents authenticate at once, so that it is
+            # probably not a connection of an agent.
             self._unauthenticated.pop(0).close()
         self._unauthenticated.append(writer)
         try:
@@ -399,8 +403,8 @@ class Agents:
             await channel.close()
 
     def _welcome(self, channel: Channel, hello: Hello) -> Node | None:
-        """Check the first message of an agent that has connected, and return the agent's node. If
-        the agent must be refused, log a warning and return None."""
+        """Check the first message of an agent that has connected. Return the agent's node. If the
+        agent must be refused, log a warning and return None."""
         node, problem = self.nodes.get(hello.node), ""
         if node is None:
             problem = f"{hello.node!r} is not a node of the allocation"

@@ -2,7 +2,7 @@
 
 The agent sets environment variables when it starts a rank. The rank writes its progress through a
 memory map to a small file on the node, which the agent reads. The supervisor lists the updates to
-skip in a file of the run directory. This module imports no torch.
+skip in a file of the run directory. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NODE, WORKSPACE, PROGRESS, JOB_END = (
     f"OPTIMUS_{name}" for name in ("NODE", "WORKSPACE", "PROGRESS", "JOB_END")
 )
 RankPhase: TypeAlias = Literal["start", "load", "update", "evaluation", "save"]
-"""Phase of a rank. start: everything before the first update, except loading the states."""
+"""Phase of a rank. start: the time before the first update, without the time to load the states."""
 _PHASES = get_args(RankPhase)
 _COLLECTIVES, _STEP, _PHASE, _BEGAN, _UPDATES, _FAILURE, _TOTALS = range(7)
 """Indices of the int64 values of a ProgressPage. From index _TOTALS on, the values are the total
@@ -137,7 +137,7 @@ class ProgressPage(Recorder):
 
     def __init__(self, path: Path | None) -> None:
         """Map the file `path` into memory. If `path` is None, use memory without a file. Raises
-        OSError."""
+        OSError if the file cannot be mapped."""
         if path is None:
             self._words = memoryview(mmap.mmap(-1, mmap.PAGESIZE)).cast("q")
         else:

@@ -1,6 +1,6 @@
-"""Chain of scheduler jobs: submission of the job that continues a run after the present job.
+"""Chain of scheduler jobs: submits the job that continues a run after the present job.
 
-This module imports no torch.
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from optimus.errors import one_line
 _LIMIT_S = 120.0
 """Time limit for a command of the scheduler."""
 _KEPT = ("SLURM_CONF", "SLURM_CLUSTERS")
-"""Environment variables of Slurm that the commands of the scheduler get, because they are also
-valid outside of a job. The commands get no other SLURM_ variables."""
+"""Environment variables of Slurm that are also valid outside of a job. They are passed to the
+scheduler's commands. All other SLURM_ variables are removed."""
 
 
 class Chain:
@@ -28,7 +28,7 @@ class Chain:
     """
 
     def __init__(self, command: str, environ: Mapping[str, str] = os.environ) -> None:
-        """Prepare the chain. Starts no process.
+        """Store the arguments. Does not start a process.
 
         Args:
             command: Bash command that submits the next job. The last word of its output must be
@@ -43,14 +43,14 @@ class Chain:
         self._remover = "scancel" if "SLURM_JOB_ID" in environ else "qdel"
 
     async def submit(self) -> str:
-        """Submit the next job. Return its name. Raises OSError if the scheduler refuses it."""
+        """Submit the next job. Return its name. Raises OSError if the scheduler refuses the job."""
         output = (await self._run("bash", "-c", self.command)).split()
         if not output:
             raise OSError("the command of --next-job prints no job name; print it as the last word")
         return output[-1].partition(";")[0]  # sbatch prints JOB;CLUSTER
 
     async def remove(self, job: str) -> None:
-        """Remove a job from the queue. Raises OSError."""
+        """Remove a job from the queue. Raises OSError if the command fails."""
         await self._run(self._remover, job)
 
     async def _run(self, *command: str) -> str:

@@ -56,7 +56,8 @@ class RankEnd(NamedTuple):
     message: str = ""
     """The last error that the rank printed, in one line; "" if there is none."""
     was_adopted: bool = False
-    """True if the rank ended with the status of another rank's error, on which the ranks agreed."""
+    """True if the rank ended with the exit status of another rank's error, after all ranks had
+    agreed on this error."""
 
 
 class RankProgress(NamedTuple):
@@ -76,8 +77,8 @@ class RankProgress(NamedTuple):
 
 @dataclass(frozen=True)
 class Evidence:
-    """Observations on an attempt (a launch of all ranks), from which `find_cause` finds the cause
-    of its end."""
+    """Observations on an attempt (a launch of all ranks). `find_cause` finds the cause of the
+    attempt's end in them."""
 
     attempt: int
     step: int
@@ -95,7 +96,7 @@ class Evidence:
     ended."""
     progress: tuple[RankProgress, ...] = ()
     stalled_s: float = 0.0
-    """Seconds for which no rank has started a collective; 0 if they are below the limit."""
+    """Seconds for which no rank has started a collective; 0 if this time is below the limit."""
     has_progressed: bool = False
     """True if an attempt of the job has started an update, so the settings of the run must be
     valid."""
@@ -121,7 +122,7 @@ class _Cause(NamedTuple):
 
 
 def find_cause(evidence: Evidence, ranks: int, now: float) -> AttemptEnded:
-    """Return the event for the end of an attempt of `ranks` ranks, with the cause of the end.
+    """Return the event for the end of an attempt of `ranks` ranks. The event contains the cause.
 
     The cause is taken from the strongest kind of evidence that is present. From strongest to
     weakest, the kinds are: a marker, in which a rank describes a non-finite value; all ranks have
@@ -166,7 +167,7 @@ def find_cause(evidence: Evidence, ranks: int, now: float) -> AttemptEnded:
 
 def _cause_in_success(evidence: Evidence, ranks: int) -> _Cause | None:
     """Return the cause if all ranks have ended without an error, even if agents were lost later;
-    else None."""
+    None if not all ranks have."""
     statuses = {end.status for end in evidence.ends}
     if len(evidence.ends) != ranks or not statuses <= {0, OutcomeKind.STOPPED.exit_status}:
         return None
@@ -174,7 +175,7 @@ def _cause_in_success(evidence: Evidence, ranks: int) -> _Cause | None:
 
 
 def _cause_in_silence(evidence: Evidence) -> _Cause | None:
-    """Return the cause if agents are silent or have lost their ranks; else None."""
+    """Return the cause if agents are silent or have lost their ranks; None if not."""
     if evidence.is_cut_off:
         line = "the node of the supervisor is cut off from all other nodes"
         return _Cause("interrupted", lines=[line])
@@ -189,15 +190,15 @@ def _cause_in_silence(evidence: Evidence) -> _Cause | None:
 
 
 def _cause_in_launch(evidence: Evidence) -> _Cause | None:
-    """Return the cause if mpiexec has not started all ranks; else None. The failure is attributed
-    to no node."""
+    """Return the cause if mpiexec has not started all ranks; None if it has. The failure is not
+    attributed to a node."""
     if not evidence.launch_problem:
         return None
     return _Cause("failed", "shared", signature="mpiexec", lines=[evidence.launch_problem])
 
 
 def _cause_in_refusals(evidence: Evidence) -> _Cause | None:
-    """Return the cause if ranks have refused their configuration; else None.
+    """Return the cause if ranks have refused their configuration; None if not.
 
     After an update, the configuration is known to be valid. A refusal then has another cause, such
     as a file system that does not answer, and the function returns None.
@@ -215,7 +216,7 @@ def _cause_in_refusals(evidence: Evidence) -> _Cause | None:
 
 def _cause_in_statuses(evidence: Evidence) -> _Cause | None:
     """Return the cause if a rank has ended with an exit status or by a signal that shows a failure;
-    else None."""
+    None if there is no such rank."""
     causes = [end for end in evidence.ends if _is_cause(end)]
     if causes:
         signature, nodes = _signature(causes[0]), [cause.node for cause in causes]
@@ -235,8 +236,8 @@ def _cause_in_statuses(evidence: Evidence) -> _Cause | None:
 
 def _cause_in_progress(evidence: Evidence) -> _Cause:
     """Return the cause if no rank has ended with an error. The failure is attributed to the node of
-    the running rank with the least progress, or to no node if no running rank has reported
-    progress."""
+    the running rank with the least progress. If no running rank has reported progress, the failure
+    is not attributed to a node."""
     if evidence.progress:
         slowest = min(evidence.progress, key=lambda rank: (rank.collectives, -rank.phase_s))
         line = (
@@ -255,7 +256,7 @@ def names_cause(evidence: Evidence) -> bool:
 
     This requires that a rank has ended with an error that is not the result of another rank's
     failure, and that no running rank has raised an error. A running rank that has raised an error
-    may end with the same error, and the failure is then attributed to no node.
+    may end with the same error. The failure is then not attributed to a node.
     """
     has_ended = any(_is_cause(rank_end) for rank_end in evidence.ends)
     return has_ended and all(rank.failure in _NO_EVIDENCE for rank in evidence.progress)
@@ -321,7 +322,7 @@ class Policy:
 
     sizes: tuple[int, ...]
     """Numbers of nodes with which the run's configuration is valid, ascending. The last number is
-    that of `--nodes`."""
+    the value of `--nodes`."""
     on_exhausted: Literal["shrink", "requeue", "stop"] = "requeue"
     on_repeat_nan: Literal["stop", "skip"] = "stop"
     max_restarts: int = 100
@@ -428,16 +429,18 @@ def decide(
 
 
 def _repeated(history: History, last: AttemptStarted, end: AttemptEnded) -> AttemptEnded | None:
-    """Return the last earlier failure that `end` repeats on another node; None if there is none.
+    """Return the last earlier failure with the same cause as the failure `end`; None if there is
+    none.
 
-    Both failures have the same signature and step. If `end` is attributed to no node, the earlier
-    failure must be attributed to no node, too. After a start from the older checkpoint, both
-    failures may be on the same node, since the failure has already occurred on two nodes.
+    Two failures have the same cause if they have the same signature and step, and if they are
+    attributed to different nodes or both not attributed to a node. After a start from the older
+    checkpoint, they may be attributed to the same node, because the failure has already occurred on
+    two nodes.
 
     Non-finite values are compared with all earlier failures of the run. Any other failure is
     compared only with the failure directly before it in this job, and only after the first update,
-    since unrelated failures could otherwise be equal by chance. A silent node repeats no failure,
-    because neither the data nor the program of a run can make a node silent.
+    because unrelated failures could have the same signature by chance. A failure in which an agent
+    became silent is not compared: neither the data nor the program of a run can make a node silent.
     """
     is_nonfinite = end.failure == "soft"
     if end.outcome != "failed" or end.signature == _SILENT or (not end.step and not is_nonfinite):
@@ -456,7 +459,7 @@ def _repeated(history: History, last: AttemptStarted, end: AttemptEnded) -> Atte
 
 def _attempts_without_progress(history: History) -> int:
     """Return the number of consecutive attempts, counted back from the last attempt of this job,
-    that committed no checkpoint."""
+    that did not commit a checkpoint."""
     number = 0
     for attempt in reversed(history.attempts[history.first_of_job :]):
         if attempt.attempt in history.checkpoints:
@@ -468,8 +471,8 @@ def _attempts_without_progress(history: History) -> int:
 def _usable(history: History, reachable: Sequence[str], marks: Marks) -> list[str]:
     """Return the reachable nodes that are not excluded, with the suspect nodes last.
 
-    `marks` has nodes whose standing ("good", "suspect" or "excluded") has just changed. It takes
-    precedence over `history`, which does not contain these changes yet.
+    `marks` contains the nodes whose standing ("good", "suspect" or "excluded") has just changed.
+    `marks` takes precedence over `history`, which does not contain these changes yet.
     """
 
     def standing(node: str) -> Standing:
@@ -480,7 +483,7 @@ def _usable(history: History, reachable: Sequence[str], marks: Marks) -> list[st
 
 
 def _assign(before: Sequence[str], usable: Sequence[str], policy: Policy) -> tuple[str, ...] | None:
-    """Return the nodes of the next attempt in the order of their ranks; None if too few are usable.
+    """Return the nodes of the next attempt in the order of their ranks; None if there are too few.
 
     Each node that is still usable keeps its ranks. A free node takes the ranks of a failed node.
 

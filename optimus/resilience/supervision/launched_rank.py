@@ -8,7 +8,7 @@ rank to the agent. It then waits until the agent closes the connection, because 
 processes as soon as it notices that one of them has ended. The exit status of mpiexec therefore
 says nothing about a single rank.
 
-This module imports no torch.
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ _CREDENTIALS = struct.Struct("3i")
 
 
 def _socket_path(secret: bytes, workspace: str, rank: int) -> str:
-    """Return the path of the socket that connects the agent with the process that mpiexec starts
-    for a rank. Other users cannot guess the path, and the path differs in each attempt."""
+    """Return the path of the socket through which the agent and the process that mpiexec starts for
+    a rank communicate. Other users cannot guess the path, and the path differs in each attempt."""
     text = f"rank {rank} of {workspace}"
     name = hmac.new(secret, text.encode(), "sha256").hexdigest()[:32]
     return os.path.join(tempfile.gettempdir(), f"optimus-{name}")
@@ -210,7 +210,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _connect(path: str) -> socket.socket:
-    """Connect to the agent's socket at `path`. Try again for _CONNECT_S seconds, since the agent
+    """Connect to the agent's socket at `path`. Try again for _CONNECT_S seconds, because the agent
     may not listen yet. Raises OSError."""
     end = time.monotonic() + _CONNECT_S
     while True:

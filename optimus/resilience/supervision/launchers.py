@@ -1,4 +1,4 @@
-"""Launchers, which start an agent on each node of an allocation. This module imports no torch."""
+"""Launchers start an agent on each node of an allocation. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ class Launcher(ABC):
     def addresses(self) -> list[str]:
         """Return the addresses of this machine at which the supervisor listens.
 
-        They are the addresses of the machine's network interfaces. The host name is not used, since
-        some systems map it to a loopback address.
+        These are the addresses of the machine's network interfaces. The host name is not used,
+        because some systems map it to a loopback address.
         """
         addresses = [
             entry.address
@@ -147,7 +147,7 @@ class Ssh(Launcher):
 class Mpiexec(Launcher):
     """Launcher for mpiexec of PALS or Hydra. It starts one mpiexec for the agent of each node.
 
-    A single mpiexec for all agents would end all of them if one node were lost.
+    A single mpiexec for all agents would end all agents if a node were lost.
 
     Args:
         machine, nodes: As for Launcher.

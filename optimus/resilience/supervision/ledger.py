@@ -35,7 +35,7 @@ _TAIL_CHARS = len(_HASH) + 16 + len('"}')
 
 FailureKind = Literal["hard", "soft", "ambiguous", "shared"]
 """hard: the process or the node failed. soft: the node computed a non-finite value. ambiguous: the
-evidence does not name a node with certainty. shared: the failure is attributed to no node, for
+evidence does not name a node with certainty. shared: the failure is not attributed to a node, for
 example because ranks on several nodes ended with the same error."""
 Standing = Literal["good", "suspect", "excluded"]
 """State of a node in the judgement of the supervisor. good: no failure is attributed to the node.
@@ -86,7 +86,7 @@ class AttemptStarted(_Record):
     load: Literal["newest", "older"] = "newest"
     """Checkpoint from which the attempt starts: the newest, or the one before it."""
     skipped_steps: tuple[_Count, ...] = ()
-    """The steps whose update is skipped, because their data gives non-finite values."""
+    """The steps whose updates are skipped. The data of these steps gives non-finite values."""
 
 
 class Progress(_Record):
@@ -124,8 +124,8 @@ class AttemptEnded(_Record):
     updates: _Count = 0
     """Number of updates that the first rank has completed in the attempt."""
     seconds: dict[str, float] = {}
-    """Seconds that the first rank spent in each kind of phase, without its last, incomplete
-    phase."""
+    """Seconds that the first rank spent in each kind of phase. Its last phase, which is incomplete,
+    is not counted."""
 
 
 class NodeMarked(_Record):
@@ -183,15 +183,16 @@ class History:
         self.supervisors = 0
         """Number of supervisors that have taken over the run."""
         self.standings: dict[str, NodeMarked] = {}
-        """The last NodeMarked event of each node that has one."""
+        """Maps each node that has a NodeMarked event to the last of these events."""
         self.attempts: list[AttemptStarted] = []
         self.first_of_job = 0
         """Index in `attempts` of the first attempt of the present job."""
         self.job = ""
         self.ends: dict[int, AttemptEnded] = {}
-        """The ends of attempts, by the number of the attempt."""
+        """Maps the number of each ended attempt to its AttemptEnded event."""
         self.checkpoints: dict[int, int] = {}
-        """Last committed step of each attempt that has committed a checkpoint."""
+        """Maps the number of each attempt that has committed a checkpoint to the last committed
+        step."""
         self.verdict: VerdictReached | None = None
         """The verdict of the last job; None if that job has not reached a verdict."""
         self.next_job: NextJob | None = None
@@ -205,7 +206,7 @@ class History:
         match event:
             case SupervisorStarted():
                 # After a verdict or in another job, a supervisor does not continue the work of the
-                # one before it.
+                # previous supervisor.
                 if self.verdict is not None or event.job != self.job or not self.supervisors:
                     self.first_of_job, self.next_job = len(self.attempts), None
                 self.supervisors, self.job, self.verdict = self.supervisors + 1, event.job, None
@@ -229,7 +230,7 @@ class History:
         return last if last is not None and last.attempt not in self.ends else None
 
     def attempts_of_job(self) -> list[AttemptStarted]:
-        """Return the start events of all attempts in the present job, in order."""
+        """Return the AttemptStarted events of the present job, in order."""
         return self.attempts[self.first_of_job :]
 
     def has_updated(self, attempt: AttemptStarted) -> bool:
@@ -238,10 +239,10 @@ class History:
         return any(isinstance(e, Progress) and e.attempt == attempt.attempt for e in events)
 
     def failures(self, of_job: bool = False) -> list[AttemptEnded]:
-        """Return the ends of failed attempts, in the order of the attempts.
+        """Return the AttemptEnded events of failed attempts, in order.
 
         Args:
-            of_job: If True, return only the ends of attempts of the present job.
+            of_job: If True, return only the events of the present job.
         """
         attempts = self.attempts[self.first_of_job if of_job else 0 :]
         ends = [self.ends[a.attempt] for a in attempts if a.attempt in self.ends]
@@ -334,17 +335,17 @@ class Ledger:
 
 
 def read_history(run_dir: Path) -> History:
-    """Return the state of a run, read from its ledger. No file is changed. Raises ConfigError if
-    the ledger is damaged or cannot be read."""
+    """Read the state of a run from its ledger. Does not change files. Raises ConfigError if the
+    ledger is damaged or cannot be read."""
     return _load(run_dir)[0]
 
 
 def _load(run_dir: Path) -> tuple[History, list[str]]:
-    """Return the state of a run, and the lines of its ledger.
+    """Return (state of a run, lines of its ledger).
 
     `nodes.json` is written after each event and contains the number of events and the hash of the
     last event. These two values show if lines are missing at the end of the ledger. `nodes.json` is
-    read before the ledger, since a supervisor may add events in the meantime.
+    read before the ledger, because a supervisor may add events between the two reads.
 
     Raises:
         ConfigError: The ledger is damaged or cannot be read.
@@ -376,8 +377,8 @@ def _damage(path: Path, reason: str) -> ConfigError:
 def read_lines(path: Path) -> list[str]:
     """Return the complete lines of the ledger.
 
-    A last line without a newline is left out: a crash interrupted its write, so no supervisor has
-    acted on the event.
+    A last line without a newline is left out: a crash interrupted its write, so that no supervisor
+    has acted on the event.
 
     Raises:
         ConfigError: The file cannot be read.

@@ -1,7 +1,7 @@
-"""Markers: files in which a rank describes the non-finite value that it has computed.
+"""Markers: files that each describe a non-finite value, written by the rank that computed it.
 
 The supervisor reads markers to find the node that failed, and users read markers to find the cause.
-This module imports no torch.
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class LayerOutput(_Record):
     """Statistics of the output of a transformer block."""
 
     min: float | None
-    """Least finite value; None if no value is finite. `max` and `mean` are also those of the finite
-    values, or None."""
+    """Least finite value; None if no value is finite. `max` and `mean` are also computed from the
+    finite values, or None."""
     max: float | None
     mean: float | None
     nonfinite: float
@@ -68,7 +68,7 @@ class Marker(_Record):
     node: str = ""
     """Name of the node in the allocation; "" without a supervisor."""
     microbatch: _Count | None = None
-    """Number of the microbatch among those of the rank, from 0; None if it is unknown."""
+    """Index of the microbatch among the rank's microbatches, from 0; None if it is unknown."""
     layer: _Text = ""
     """Name of the module that computed the value, or of the parameter; "" if it is unknown."""
     direction: Literal["forward", "backward"] | None = None
@@ -95,7 +95,7 @@ class Marker(_Record):
 
 
 def marker_dir(run_dir: str | os.PathLike, workspace: str) -> Path:
-    """Return the directory of the markers of an attempt.
+    """Return the marker directory of a launch attempt.
 
     Args:
         run_dir: The run directory.
@@ -135,7 +135,7 @@ def write_marker(
 
 
 def read_markers(run_dir: str | os.PathLike, workspace: str) -> list[Marker]:
-    """Return the markers of an attempt, in the order of their file names.
+    """Return the markers of a launch attempt, in the order of their file names.
 
     Files that are damaged or cannot be read are ignored.
 

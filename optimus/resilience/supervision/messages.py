@@ -1,7 +1,7 @@
 """Messages between the supervisor and its agents.
 
-Types, ranges and names of fields are checked when a message is received. This module imports no
-torch.
+Types, ranges and names of fields are checked when a message is received. This module does not
+import torch.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class RankReport(Message):
 
 
 class Report(Message):
-    """Report that an agent sends at regular intervals on the ranks of its node. If reports do not
-    arrive, the supervisor regards the node as lost."""
+    """Report on the ranks of a node. The node's agent sends it at regular intervals. If the
+    supervisor receives no more reports, it regards the node as lost."""
 
     kind: Literal["report"] = "report"
     attempt: _Count
@@ -107,7 +107,7 @@ class Staged(Message):
 
 
 class Killed(Message):
-    """Answer of an agent to Kill: no rank of the attempt runs on its node any more."""
+    """Answer of an agent to Kill: all ranks of the attempt on its node have ended."""
 
     kind: Literal["killed"] = "killed"
     attempt: _Count

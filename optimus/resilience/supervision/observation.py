@@ -1,6 +1,6 @@
-"""Observations on the ranks of an attempt, from the reports of their agents.
+"""Observes the ranks of a launch attempt, from the reports of their agents.
 
-This module imports no torch.
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from optimus.resilience.supervision.markers import Marker, read_markers
 logger = logging.getLogger(__name__)
 
 _SAME_TIME_S = 0.3
-"""Seconds to wait for further observations after a signal has ended a rank, or a rank has written a
-marker (the description of a non-finite value)."""
+"""Seconds to wait for further observations after a signal has ended a rank, or after a rank has
+written a marker (the description of a non-finite value)."""
 _AGREE_S = 6.0
 """Seconds to wait for the other ranks after a rank has ended without showing the cause of the
 failure. Within this time, the ranks agree on the cause and end."""
@@ -34,20 +34,19 @@ _SAVE_S = 600.0
 """Longest time from a stop signal to the end of all ranks."""
 _STALL_FACTOR = 1.2
 """An attempt has failed if no rank starts a collective for _AGREE_S plus `parallel.timeout_s` times
-this factor. Ranks that wait for each other end earlier, since their limit is
+this factor. Ranks that wait for each other end earlier: their time limit is
 `parallel.timeout_s`."""
 _STOP_S = 60.0
 """Time to wait for the other ranks after a rank has ended because the run stops."""
 _CANNOT_START = 127
-"""If an agent cannot start the ranks of its node, the evidence contains this exit status for the
-first rank of the node."""
+"""Exit status in the evidence for the first rank of a node whose agent cannot start the ranks."""
 _NONFINITE = OutcomeKind.NONFINITE.exit_status
 _LOST_PEER = OutcomeKind.LOST_PEER.exit_status
 
 
 class Observer:
-    """Observes attempts (launches of all ranks) until they end or fail. Adds the first update and
-    the checkpoints of each attempt to the ledger."""
+    """Observes attempts (launches of all ranks) until they end or fail. Records the first update
+    and the checkpoints of each attempt in the ledger."""
 
     def __init__(self, job: Job, agents: Agents, ledger: Ledger) -> None:
         self._job, self._agents = job, agents
@@ -64,7 +63,7 @@ class Observer:
         by_mpiexec: bool,
         mpiexec: subprocess.Popen[bytes] | OSError | None = None,
     ) -> Evidence:
-        """Wait until an attempt has ended or has failed; return the observations.
+        """Wait until a launch attempt has ended or failed, and return the observations on it.
 
         Args:
             attempt: The attempt.
@@ -123,7 +122,8 @@ class Observer:
         return max((int(name.removeprefix("step-")) for name in names), default=0)
 
     def evidence(self, attempt: AttemptStarted, now: float) -> Evidence:
-        """Return the observations on an attempt at the time `now` of the supervisor's clock."""
+        """Return the observations on a launch attempt at the time `now` of the supervisor's
+        clock."""
         nodes, per_node = (
             [self._agents.nodes[name] for name in attempt.nodes],
             attempt.ranks_per_node,
@@ -176,7 +176,7 @@ class Observer:
         )
 
     def markers(self, attempt: AttemptStarted) -> tuple[Marker, ...]:
-        """Return the markers of an attempt, in which its ranks describe non-finite values."""
+        """Return the markers of a launch attempt, in which the ranks describe non-finite values."""
         markers = read_markers(self._job.run_dir, attempt.workspace)
         return tuple(marker for marker in markers if marker.node in attempt.nodes)
 
@@ -232,7 +232,7 @@ def _launch_problem(
 
 
 def _are_equal(progress: Sequence[RankProgress], last: Sequence[RankProgress]) -> bool:
-    """Return True if several ranks run, all compute updates, and their progress equals `last`: no
-    rank has started a collective or another step since."""
+    """Return True if several ranks run and compute updates, and no rank has started a collective or
+    another step since the observation `last`."""
     is_update = len(progress) > 1 and all(rank.phase == "update" for rank in progress)
     return is_update and [rank[:4] for rank in progress] == [rank[:4] for rank in last]

@@ -2,7 +2,7 @@
 
 Thousands of ranks that import from a shared file system open millions of files there. The
 supervisor therefore packs the environment into an archive once per job, each agent unpacks it on
-its node, and mpiexec starts the ranks from the copies. This module imports no torch.
+its node, and mpiexec starts the ranks from the copies. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -82,14 +82,14 @@ def staged_python(folder: Path) -> str:
 
 
 def staged_variables(folder: Path, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the environment variables with which the Python interpreter in `folder`, a copy of the
-    environment, imports packages from this copy."""
+    """Return environment variables for the Python interpreter in `folder`, a copy of the
+    environment. With these variables, it imports packages from this copy."""
     paths = [str(folder / _PACKAGES), *filter(None, [environ.get("PYTHONPATH")])]
     return {"PYTHONPATH": os.pathsep.join(paths)}
 
 
 def unpack_environment(archive: Path, digest: str, parent: Path) -> None:
-    """Unpack the archive of an environment on this node, unless the node has a copy already.
+    """Unpack the archive of an environment on this node, unless this node already has a copy.
 
     Raises:
         OSError: A file cannot be read or written, the content of the archive has another hash, or
@@ -118,13 +118,13 @@ def unpack_environment(archive: Path, digest: str, parent: Path) -> None:
         except OSError:
             if not os.path.lexists(folder):
                 raise
-            _check_copy(folder)  # another agent of this node was faster, or it is an attack
+            _check_copy(folder)  # another agent or an attacker was faster
     finally:
         shutil.rmtree(copy, ignore_errors=True)
 
 
 def _check_copy(folder: Path) -> None:
-    """Raise OSError if another user may have made or changed the copy in `folder`; raise
+    """Raise OSError if another user may have made or changed the copy in `folder`. Raise
     FileNotFoundError if the folder does not exist."""
     status = os.lstat(folder)
     is_writable = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)

@@ -1,6 +1,6 @@
 """`optimus status`: the state of a supervised run, read from the files of the run.
 
-The command works on a login node, with or without a running supervisor. This module imports no
+The command works on a login node, with or without a running supervisor. This module does not import
 torch.
 """
 
@@ -29,13 +29,13 @@ CATEGORIES = ("step", "repeated", "save", "start", "load", "detection", "queue")
 were kept. repeated: updates that a later attempt computed again. save, load: saving and loading the
 states. start: from the launch of an attempt to its first update, without load. detection: from the
 end of the last complete phase to the end of the attempt. queue: between two jobs. If an attempt
-ended together with its job, the time after the attempt's last event in the ledger belongs to queue,
-since no later time is known."""
+ended together with its job, the time after the attempt's last event in the ledger also belongs to
+queue, because no later time is known."""
 
 
 _QUIET_S = 3600.0
-"""If the last event is older than this number of seconds, the status contains the age of the event,
-since the job may have ended."""
+"""Age in seconds of the last event above which the status contains this age. The job may then have
+ended."""
 
 
 def goodput(history: History, now: float) -> dict[str, float]:
@@ -83,7 +83,7 @@ def goodput(history: History, now: float) -> dict[str, float]:
 def _add_interrupted(
     seconds: dict[str, float], milestones: Sequence[Progress], began: float, ended: float
 ) -> None:
-    """Add to `seconds` the time of an attempt whose ranks ended without a report.
+    """Add to `seconds` the time of a launch attempt whose ranks ended without a report.
 
     The time after the last milestone is added to the category `queue`, because a later supervisor
     has stored the end of the attempt, perhaps days later.
@@ -98,8 +98,8 @@ def _add_interrupted(
 def _add_attempt(
     seconds: dict[str, float], end: AttemptEnded, wall_s: float, kept_step: int
 ) -> None:
-    """Divide the time `wall_s` of an attempt into categories, and add it to `seconds`. `kept_step`
-    is the last step whose result no later attempt computes again."""
+    """Divide the time `wall_s` of a launch attempt into categories, and add it to `seconds`. No
+    later attempt repeats the steps up to `kept_step`."""
     phases = dict(end.seconds)
     updates = phases.get("update", 0.0)
     repeated = min(end.updates, max(0, end.step - kept_step))

@@ -2,7 +2,7 @@
 
 An attempt is one launch of the ranks of a run. The supervisor is a process on the first node,
 outside of torch.distributed. Its state is in the ledger, so that another supervisor can take over
-at any time. This module imports no torch.
+at any time. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -234,10 +234,10 @@ class Supervisor:
         await self._store(LEDGER, lambda: self._ledger.add(event))
 
     async def _store(self, name: str, write: Callable[[], None]) -> None:
-        """Call `write`, which changes the file `name`, until it raises no OSError.
+        """Call `write`, which changes the file `name`, and repeat the call until it succeeds.
 
-        A write may fail because the disk is full, for example. The ranks continue to train in the
-        meantime.
+        A call may raise OSError, for example because the disk is full. The ranks continue to train
+        while this function repeats the call.
 
         Raises:
             OptimusError: Another supervisor has taken over.
@@ -324,8 +324,8 @@ class Supervisor:
         return bool(name)
 
     async def _submit_again(self) -> None:
-        """Try every _SUBMIT_S seconds to submit the next job, until the scheduler accepts it or
-        this job ends."""
+        """Try every _SUBMIT_S seconds to submit the next job. Return when the scheduler has
+        accepted it or this job ends."""
         while True:
             try:
                 async with asyncio.timeout(_SUBMIT_S):
@@ -377,8 +377,8 @@ class Supervisor:
     # -- Attempts ---------------------------------------------------------------------------------
 
     async def _start_attempt(self, decision: Decision) -> None:
-        """Launch the ranks of the next attempt on the nodes of `decision`. Launch no rank if one of
-        the nodes cannot be prepared."""
+        """Launch the ranks of the next attempt on the nodes of `decision`. If one of the nodes
+        cannot be prepared, do not launch ranks."""
         job = self._job
         number = self._history.attempts[-1].attempt + 1 if self._history.attempts else 1
         first = self._agents.nodes[decision.nodes[0]]
@@ -472,7 +472,7 @@ class Supervisor:
         by_mpiexec = self._agents.rank_command(attempt.nodes, attempt.workspace) is not None
         if by_mpiexec and self._mpiexec is None and not has_updated:
             # An earlier supervisor may have ended before it started mpiexec. A second mpiexec for
-            # the same attempt could start only some of its ranks. They would belong to two MPI
+            # the same attempt could start only some of its ranks. The ranks would belong to two MPI
             # applications.
             await self._kill(attempt)
             await self._add(_interrupted(attempt))

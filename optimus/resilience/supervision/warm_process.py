@@ -1,6 +1,6 @@
 """The agent's connection to the warm process of its node, which forks ranks (optimus/warm.py).
 
-This module imports no torch.
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Any
 from optimus.launch.spawn import prepare_rank
 
 MAX_BYTES = 1 << 17
-"""Maximum size in bytes of a request to fork a rank. A rank whose environment is too large for a
-request is not forked."""
+"""Maximum size in bytes of a request to fork a rank. If the environment of a rank is too large for
+a request, the rank is not forked."""
 _FORK_S = 5.0
 """Longest time in seconds to wait until the warm process has forked a rank."""
 
