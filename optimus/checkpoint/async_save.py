@@ -1,12 +1,12 @@
-"""Save checkpoints in background threads, with a state machine that all ranks share.
+"""Saves of checkpoints in background threads, coordinated by a state machine that all ranks share.
 
-The states are those of the enum `State`, and the table TRANSITIONS has the transitions. All ranks
-are in the same state. In `poll`, between two updates of the model, the ranks compute the greatest
-`Status` of their threads, which selects the next state.
+The states are the members of the enum `State`, and the transitions are in the table TRANSITIONS.
+All ranks are in the same state. In `poll`, which is called between two updates of the model, the
+ranks compute the greatest `Status` of their threads. This status selects the next state.
 
-Threads call no collectives, because all ranks must call the collectives of a process group in the
-same order, and threads cannot ensure that. A separate group for the threads would need more
-connections between all ranks (gloo) or could not use host memory (nccl). Therefore the commit
+Threads do not call collectives, because all ranks must call the collectives of a process group in
+the same order, and threads cannot ensure this order. A separate group for the threads would need
+more connections between all ranks (gloo) or could not use host memory (nccl). Therefore the commit
 starts only at the next `poll` after the last byte is durable, and the ranks learn that the commit
 has succeeded only at the next `poll` after the commit has ended.
 """
@@ -74,8 +74,8 @@ TRANSITIONS = {
     (State.CLEANING, Status.DONE): State.ENDED,
     (State.CLEANING, Status.BUSY): State.CLEANING,
 }
-"""Dict from (current state, greatest status of all ranks) to the next state. Other pairs than the
-keys cannot occur."""
+"""Maps (current state, greatest status of all ranks) to the next state. Other pairs cannot
+occur."""
 
 
 class Failure(NamedTuple):
@@ -97,14 +97,14 @@ class Outcome(NamedTuple):
 
 
 class AsyncSave:
-    """A save in the background, from its start to its commit or its failure.
+    """A checkpoint save in the background, from its start to its commit or its failure.
 
     On every rank a thread calls `write(stop)`. When `write` has returned on all ranks, a thread of
     the first rank calls `commit(stop, reports)`, and then `after_commit()`. `reports` are the bytes
     that the calls of `write` returned, in the order of ranks. If `write` or `commit` raises
-    OptimusError on one rank, the save fails on all ranks. `poll` raises any other exception of a
-    thread on the rank of this thread. A failure sets `stop`, which requests the threads to end.
-    When the threads have ended, a thread of the first rank calls `clean()`.
+    OptimusError on one rank, the save fails on all ranks. If a thread raises any other exception,
+    `poll` raises this exception on the same rank. A failure sets `stop`, which requests the threads
+    to end. When the threads have ended, a thread of the first rank calls `clean()`.
 
     `commit` must call `stop.claim()` before it renames the directory, so that a checkpoint with its
     final name is not reported as failed. There is one exception: if the rename exceeds the time
@@ -134,10 +134,10 @@ class AsyncSave:
             device: Device of the tensors in the collectives of `poll`.
             limit_s: Time limit in seconds of the writes. The commit has a separate limit of the
                 same length.
-            write: Writes the states of this rank.
-            commit: Commits the checkpoint. Called on the first rank.
-            clean: Removes the directory of a failed save. Called on the first rank.
-            after_commit: Called on the first rank after `commit`.
+            write: Function that writes the states of this rank.
+            commit: Function that commits the checkpoint. Called on the first rank.
+            clean: Function that removes the directory of a failed save. Called on the first rank.
+            after_commit: Function that is called on the first rank after `commit`.
         """
         self.step = step
         self._name, self._group, self._device, self._limit_s = name, group, device, limit_s
@@ -149,11 +149,11 @@ class AsyncSave:
 
     @property
     def is_over(self) -> bool:
-        """True when the save has ended on all ranks. A slow `after_commit` may still be running."""
+        """True if the save has ended on all ranks. A slow `after_commit` may still be running."""
         return self._state is State.ENDED
 
     def poll(self) -> Outcome | None:
-        """Advance the save. Return the outcome if this call finds a commit or a failure, else None.
+        """Advance the save. Return its outcome if this call finds a commit or a failure, else None.
 
         All ranks must call this method.
         """
@@ -182,7 +182,8 @@ class AsyncSave:
         return outcome
 
     def drain(self) -> Outcome | None:
-        """Call `poll` until the save has ended, or has failed and a thread does not stop in time.
+        """Call `poll` until the save has ended, or until a thread of a failed save does not stop in
+        time.
 
         All ranks must call this method.
 
@@ -201,7 +202,7 @@ class AsyncSave:
         return outcome
 
     def give_up(self) -> None:
-        """Request this rank's thread to stop. This call does not wait, and needs no other rank."""
+        """Request this rank's thread to stop, without waiting. Not a collective."""
         self._stop.set()
 
     def _transition(self) -> Status:
@@ -250,8 +251,8 @@ class AsyncSave:
         self._after_commit()
 
     def _fail(self) -> Outcome:
-        """Set `stop`. Return an outcome with the failure of the lowest rank that has failed, but
-        prefer a failure because of non-finite values to other failures."""
+        """Set `stop`. Return an Outcome with the failure of the lowest rank that has failed. A
+        failure because of non-finite values takes precedence over other failures."""
         failures = [
             (rank, failure)
             for rank, failure in enumerate(

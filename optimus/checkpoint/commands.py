@@ -1,4 +1,5 @@
-"""The commands `optimus checkpoint list | verify | show | export`. list and show need no torch."""
+"""The commands `optimus checkpoint list | verify | show | export`. `list` and `show` do not import
+torch."""
 
 from __future__ import annotations
 
@@ -86,8 +87,8 @@ def _show(args: argparse.Namespace, arguments: list[str]) -> int:
 
 
 def _export(args: argparse.Namespace, arguments: list[str]) -> int:
-    """Run `optimus checkpoint export`, which does the same as `optimus convert to-hf`. The exit
-    status is 1 if the checkpoint is damaged."""
+    """Run `optimus checkpoint export`, an alias of `optimus convert to-hf`. The exit status is 1 if
+    the checkpoint is damaged."""
     from optimus.checkpoint.convert import to_hf
     from optimus.checkpoint.inspect import find
     from optimus.launch.signals import raising_keyboard_interrupt

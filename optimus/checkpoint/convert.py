@@ -42,14 +42,15 @@ from optimus.platform import dtype_of
 logger = logging.getLogger(__name__)
 
 _TEXTS = (".txt", ".jinja")
-"""Suffixes of tokenizer files and chat templates whose content is copied without a check."""
+"""Suffixes of tokenizer files and chat templates that are copied without a check of their
+content."""
 _SIDECAR_BYTES, _SIDECARS_BYTES = 256 << 20, 1 << 30
-"""Maximum bytes of one file that a conversion copies (a file of a tokenizer, a chat template or a
-generation configuration), and maximum bytes of all these files together."""
+"""Maximum size in bytes of a single tokenizer file, chat template or generation configuration that
+a conversion copies, and maximum size in bytes of all these files together."""
 
 
 def from_hf(source: str | os.PathLike, out: str | os.PathLike) -> None:
-    """Convert a Hugging Face directory to a model-only checkpoint with weights of the same dtypes.
+    """Convert a Hugging Face directory to a model-only checkpoint. The weights keep their dtypes.
 
     Args:
         source: The Hugging Face directory.
@@ -82,7 +83,7 @@ def to_hf(source: str | os.PathLike, out: str | os.PathLike, dtype: str | None =
 
     The function reads every byte of the checkpoint once, and compares the checksums. If `source` is
     a run directory and the newest full checkpoint of the run is damaged, the function converts the
-    next older one.
+    next older full checkpoint.
 
     Args:
         source: A checkpoint or a run directory.
@@ -144,7 +145,7 @@ def _copy_sidecars(source: Path, target: Path) -> None:
         copied_bytes += len(content)
         if copied_bytes > _SIDECARS_BYTES:
             raise CheckpointError(
-                f"{source}: tokenizer files and chat templates have together more than "
+                f"{source}: tokenizer files and chat templates together have more than "
                 f"{_SIDECARS_BYTES:,} bytes; remove those that the model does not need"
             )
         copy = target / name
@@ -165,15 +166,15 @@ def _check_links(source: Path) -> None:
 
 
 def _resolve_inside(path: Path, source: Path) -> tuple[Path, Path]:
-    """Return `path` with all links resolved, and the allowed directory that contains this path.
+    """Resolve all links in `path`. Return (resolved path, allowed directory that contains it).
 
     `source` is an allowed directory. If `source` is a snapshot in the cache of the Hugging Face
-    hub, the folder blobs/ of the same repository in the cache is also allowed. Then the second
-    result is the folder of the repository. Raises CheckpointError if the resolved path is in any
-    other directory.
+    hub, the folder blobs/ of the same repository in the cache is also allowed. For a path in
+    blobs/, the second result is the folder of the repository. Raises CheckpointError if the
+    resolved path is in any other directory.
     """
-    # For a loop of links, path.resolve() would raise RuntimeError. With realpath, the later read
-    # fails with an OSError.
+    # path.resolve() would raise RuntimeError for a loop of links. With realpath, the later read
+    # raises OSError.
     real, home = Path(os.path.realpath(path)), source.resolve()
     if real.is_relative_to(home):
         return real, home
@@ -187,8 +188,8 @@ def _resolve_inside(path: Path, source: Path) -> tuple[Path, Path]:
 
 
 def _read_sidecar(path: Path, source: Path) -> bytes:
-    """Return the content of a tokenizer file, a chat template or a generation configuration in the
-    directory `source`. Raises CheckpointError if the file must not be copied."""
+    """Return the content of the tokenizer file, chat template or generation configuration `path` in
+    the directory `source`. Raises CheckpointError if the file must not be copied."""
     real, below = _resolve_inside(path, source)
     try:
         content = read_regular(real, _SIDECAR_BYTES, below)
@@ -212,11 +213,11 @@ def _read_sidecar(path: Path, source: Path) -> bytes:
 def eos_token_ids(path: Path, config: ModelConfig) -> tuple[int, ...]:
     """Return the ids of the tokens at which a model ends a text; () if they are unknown.
 
-    The first id is that of the token that ended the documents in training, read from the manifest.
-    If the manifest of an earlier version lacks the id, the id is read from the data set, provided
-    that the data set still exists and has the same tokenizer. A checkpoint that was converted from
-    a Hugging Face directory has no such id. The ids of `model.eos_token_ids` follow. If neither the
-    training data nor `model.eos_token_ids` provides an id, the tokenizer files provide one.
+    The first id is the id of the token that ended the documents in training, read from the
+    manifest. Manifests of earlier versions may lack this id. It is then read from the data set, if
+    the data set still exists and has the same tokenizer. A checkpoint that was converted from a
+    Hugging Face directory has no such id. The ids of `model.eos_token_ids` follow. If neither the
+    training data nor `model.eos_token_ids` provides an id, it is read from the tokenizer files.
 
     Args:
         path: A checkpoint or a Hugging Face directory.
@@ -234,7 +235,8 @@ def eos_token_ids(path: Path, config: ModelConfig) -> tuple[int, ...]:
 
 
 def with_data_eos(config: ModelConfig, of_data: int | None) -> tuple[int, ...]:
-    """Return `of_data` and `model.eos_token_ids` without duplicates and ids beyond the vocabulary.
+    """Return `of_data` and `model.eos_token_ids`, without duplicates and without ids outside the
+    vocabulary.
 
     Args:
         config: Configuration of the model.
@@ -247,8 +249,8 @@ def with_data_eos(config: ModelConfig, of_data: int | None) -> tuple[int, ...]:
 def _eos_of_data_sets(path: Path, tokenizer: Path) -> int | None:
     """Return the id of the token that ends the documents of a checkpoint's training data.
 
-    The function reads the data sets in the order of the checkpoint's configuration, and returns
-    the id from the first one whose tokenizer is the file `tokenizer`. The result is None if no data
+    The function reads the data sets in the order of the checkpoint's configuration, and returns the
+    id of the first data set whose tokenizer is the file `tokenizer`. The result is None if no data
     set has this tokenizer, or if a data set cannot be read.
     """
     try:
@@ -264,8 +266,8 @@ def _eos_of_data_sets(path: Path, tokenizer: Path) -> int | None:
 
 def _eos_of_tokenizer(file: Path) -> int | None:
     """Return the id of the `eos_token` in the tokenizer_config.json next to the tokenizer `file`.
-    If there is no such entry, return the result of `eos_from_names`. Return None if the tokenizer
-    does not have the token or a file cannot be read."""
+    If there is no `eos_token`, return the result of `eos_from_names`. Return None if the tokenizer
+    does not have this token or a file cannot be read."""
     try:
         named = _read_object(file.with_name(TOKENIZER_CONFIG)).get("eos_token")
         named = named.get("content") if isinstance(named, dict) else named
@@ -275,13 +277,13 @@ def _eos_of_tokenizer(file: Path) -> int | None:
 
 
 def complete_hf(directory: Path, config: ModelConfig) -> list[str]:
-    """Add tokenizer_config.json and generation_config.json to a Hugging Face directory. If one of
-    these files exists, only replace the special tokens in it that are outside the vocabulary.
+    """Add tokenizer_config.json and generation_config.json to a Hugging Face directory. If a file
+    already exists, only replace its special tokens that are outside the vocabulary.
 
     Args:
         directory: A directory with config.json and a tokenizer.
-        config: The configuration of the model, whose `eos_token_ids` the caller has set to the
-            result of the function `eos_token_ids`.
+        config: The configuration of the model. The caller has set its `eos_token_ids` to the result
+            of the function `eos_token_ids`.
 
     Returns:
         Warnings, one line each.
@@ -323,8 +325,9 @@ def complete_hf(directory: Path, config: ModelConfig) -> list[str]:
 def _keep_within_vocabulary(path: Path, config: ModelConfig) -> list[str]:
     """Replace the special tokens in the file `path` that are outside the model's vocabulary.
 
-    `path` is tokenizer_config.json or generation_config.json. The end token replaces the padding
-    token, and null replaces the begin and the end token. Returns a warning for each replaced token.
+    `path` is tokenizer_config.json or generation_config.json. A padding token is replaced by the
+    end token, and a begin or end token is replaced by null. Returns a warning for each replaced
+    token.
     """
     fields, file = _read_object(path), tokenizer_path(path.parent)
     tokenizer = TextTokenizer(file) if file.is_file() else None

@@ -1,4 +1,4 @@
-"""The file manifest.json of a checkpoint, and checks of the checkpoint's files. Needs no torch.
+"""The file manifest.json of a checkpoint, and checks of the checkpoint's files.
 
 A checkpoint is a directory whose `manifest.json` lists its other files with sizes and hashes. A
 save writes all files to a temporary directory, the manifest last, and then renames the directory. A
@@ -6,7 +6,7 @@ checkpoint is valid if its manifest is readable and all files have the listed si
 
 `kind` is "full" or "model". A full checkpoint has the master weights and the moments in shard files
 (optimus/checkpoint/shard_file.py) and an index (optimus/checkpoint/index.py). A model-only
-checkpoint has the weights alone, in safetensors files.
+checkpoint has only the weights, in safetensors files. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -34,15 +34,16 @@ from optimus.io import files, tensor_file
 
 FORMAT = 2
 """Version of the checkpoint format. Checkpoints of format 1 had whole tensors and no hash of the
-manifest. This version of Optimus reads model-only, but not full checkpoints of format 1."""
+manifest. This version of Optimus can read model-only checkpoints of format 1, but not full
+checkpoints of format 1."""
 MANIFEST = "manifest.json"
 _CONFIGS = ("config.toml", "config.json")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 """Names of tokenizer files. A checkpoint whose manifest lists one of these files was saved with a
 tokenizer."""
 TEMPLATES = "additional_chat_templates"
-"""Name of the folder of chat templates in a checkpoint. The folder may have at most _MAX_TEMPLATES
-entries, in at most _MAX_LEVELS levels of folders."""
+"""Name of the folder of chat templates in a checkpoint. The folder may contain at most
+_MAX_TEMPLATES entries and at most _MAX_LEVELS levels of folders."""
 _MAX_TEMPLATES, _MAX_LEVELS = 1_000, 8
 _TOKENIZER_FILES = (
     *(*_TOKENIZERS, "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
@@ -71,21 +72,21 @@ _READ_SETTINGS = {
     **dict.fromkeys(("train.dtype", "checkpoint.scatter", "data.identity"), str),
     FROZEN: list,
 }
-"""The types of those settings in a manifest that code reads. All other settings in a manifest are
-only compared with the settings of a run."""
+"""Types of the manifest settings that the code reads. All other settings in a manifest are only
+compared with the settings of a run."""
 _SETTING = re.compile(r"[a-z_]+(\.[a-z0-9_]+)+")
 _MOST_RANKS, _MOST_BATCH_TOKENS = 1 << 22, 1 << 40
 _MANIFEST_BYTES = 4 << 20
-"""Maximum size, in bytes, of a manifest. The manifests of saves have a few kilobytes."""
+"""Maximum size, in bytes, of a manifest. A save writes a manifest of a few kilobytes."""
 _SIDECAR_BYTES, _INDEX_BYTES = 256 << 20, 1 << 30
-"""Maximum bytes of a tokenizer or configuration file, and maximum bytes of index.jsonl. An index
-with 400,000 slices has a 40th of this maximum."""
+"""Maximum bytes of a tokenizer or configuration file, and maximum bytes of index.jsonl. An index of
+400,000 slices needs 1/40 of this maximum."""
 _FORMAT_1 = re.compile(rb'\s*\{\s*"format": *1\b')
 
 
 def _plain_name(name: str) -> str:
-    """Return `name` unchanged if it is a relative path inside the checkpoint's directory. Otherwise
-    raise ValueError."""
+    """Return `name` if it is a relative path inside the checkpoint's directory; else raise
+    ValueError."""
     if "\0" in name or "\\" in name or not {"", ".", ".."}.isdisjoint(name.split("/")):
         raise ValueError("the name must be a path within the checkpoint, without .., \\ and NUL")
     os.fsencode(name)
@@ -101,7 +102,7 @@ _Hash = Annotated[str, Field(pattern="^[0-9a-f]{16}$")]
 
 @dataclass(frozen=True)
 class FileEntry:
-    """An entry of a manifest for one file of the checkpoint: path, size in bytes and hash."""
+    """Manifest entry for one file of the checkpoint: path, size in bytes and hash."""
 
     name: _Name
     size: _Int
@@ -111,8 +112,8 @@ class FileEntry:
 class _Fields(BaseModel):
     """Pydantic model of manifest.json that checks the types and ranges of the fields.
 
-    The checks are necessary because the hash of the manifest detects damage of the file, but not an
-    invalid value that a program has written.
+    The checks are necessary because the hash of the manifest detects damage of the file, but does
+    not detect an invalid value that a program has written.
     """
 
     kind: Literal["full", "model"]
@@ -133,7 +134,7 @@ class Manifest:
 
     `step` and `tokens` are the numbers of updates and of tokens that the run had processed when the
     checkpoint was saved. `updates` is the number of updates since the optimizer states were zero. A
-    restart from weights alone sets the optimizer states to zero. `origin` is the value of
+    restart from a model-only checkpoint sets the optimizer states to zero. `origin` is the value of
     `checkpoint.load` with which the run was started. `settings` maps "section.key" to the value of
     the setting.
     """
@@ -156,17 +157,18 @@ class Manifest:
 
     @property
     def is_sharded(self) -> bool:
-        """True if the checkpoint has its states in shard files, as every full checkpoint."""
+        """True if the states are in shard files, as in every full checkpoint."""
         return any(entry.name == INDEX for entry in self.files)
 
     def check(self, hashed_bytes: float = math.inf, weights: bool = True) -> None:
-        """Check the sizes and hashes of the checkpoint's files, but no hashes of shard files.
+        """Check the sizes and hashes of the checkpoint's files, except the hashes of shard files.
 
-        Of a shard file, only the size and the header are checked. Readers of shard files check the
-        hashes of the blocks that they read.
+        For a shard file, this method checks only the size and the header. Readers of shard files
+        check the hash of each block that they read.
 
         Args:
-            hashed_bytes: Only the size is checked of a file with more bytes than this.
+            hashed_bytes: Maximum size of a file whose hash is checked. For larger files, only the
+                size is checked.
             weights: False to check only the sizes of safetensors files.
 
         Raises:
@@ -200,8 +202,8 @@ class Manifest:
                 )
 
     def check_shards(self) -> None:
-        """Compare the sizes and headers of the shard files, if any, with the index. Raises
-        CheckpointError."""
+        """Compare the sizes and headers of the shard files, if there are any, with the index.
+        Raises CheckpointError."""
         if self.is_sharded:
             index = self.index()
             numbers = range(len(index.shards))
@@ -282,7 +284,7 @@ class Manifest:
         """Return the index of a full checkpoint.
 
         Args:
-            data: Content of index.jsonl, if another rank has read this file; None to read the file.
+            data: Content of index.jsonl, read by another rank; None to read the file.
 
         Raises:
             CheckpointError: The checkpoint has no valid index.
@@ -341,7 +343,7 @@ def _check_size(path: Path, entry: FileEntry) -> None:
 
 
 def is_checkpoint(path: str | os.PathLike) -> bool:
-    """Return whether a directory contains a manifest.json. The file may be invalid."""
+    """Return True if a directory contains a manifest.json, which may be invalid."""
     return (Path(path) / MANIFEST).is_file()
 
 
@@ -406,8 +408,8 @@ def read_manifest(path: str | os.PathLike) -> Manifest:
 
 
 def _check_dependent(fields: _Fields) -> None:
-    """Check the conditions on a manifest that involve several fields or entries of a field. Raises
-    ValueError."""
+    """Check conditions that involve several fields of a manifest, or several entries of a field.
+    Raises ValueError."""
     names = {entry.name for entry in fields.files}
     if len(names) != len(fields.files):
         raise ValueError('the key "files" lists a name twice')
@@ -434,7 +436,7 @@ def _check_dependent(fields: _Fields) -> None:
             f"settings: {FROZEN} is not a list of at most {MAX_PATTERNS:,} patterns of at most "
             f"{MAX_PATTERN_CHARS} characters"
         )
-    # The files must include those that every save of the kind writes.
+    # The list must include the files that every save of this kind writes.
     if fields.kind == "full" and INDEX not in names:
         raise ValueError(f'the key "files" lacks {INDEX}, which every full checkpoint has')
     if fields.kind == "model" and INDEX in names:

@@ -1,9 +1,10 @@
-"""The file `index.jsonl` of a full checkpoint: hashes of the shard files' blocks, and for each
-parameter the positions of its elements in the shard files. Needs no torch.
+"""The file `index.jsonl` of a full checkpoint.
 
-The first line lists the shard files (optimus/checkpoint/shard_file.py), the hashes of their blocks
-and the shapes of the parameters. Each other line describes one parameter, so that a rank parses
-only the lines of the parameters that it loads.
+The file contains the hashes of the shard files' blocks and, for each parameter, the positions of
+its elements in the shard files (optimus/checkpoint/shard_file.py). The first line lists the shard
+files, the hashes of their blocks and the shapes of the parameters. Each other line describes one
+parameter, so that a rank parses only the lines of the parameters that it loads. This module does
+not import torch.
 """
 
 from __future__ import annotations
@@ -38,13 +39,14 @@ DTYPE = "float32"
 ITEMSIZE = 4
 ADAMW_STATES = ("master", "exp_avg", "exp_avg_sq")
 KNOWN_STATES: tuple[tuple[str, ...], ...] = (ADAMW_STATES,)
-"""Names of the states that are saved of each parameter: one tuple for each supported optimizer, the
-master weight first, then the moments. The columns of the index have the order of the tuple."""
+"""Names of the states that are saved for each parameter. There is one tuple for each supported
+optimizer: the master weight first, then the moments. The columns of the index have the order of the
+tuple."""
 _MOST = 1 << 56
-"""Exclusive upper limit of each number of elements or bytes in an index. Eight times this limit
-still fits into int64."""
+"""Exclusive upper limit of each number of elements or bytes in an index. An int64 can still
+represent eight times this limit."""
 _MOST_BLOCK_BYTES = 64 << 20
-"""Maximum size, in bytes, of the blocks of a shard file. It bounds the memory that a reader
+"""Maximum size, in bytes, of the blocks of a shard file. This limit bounds the memory that a reader
 allocates. Saves write blocks of 4 MiB."""
 _INTEGERS = re.compile("[-0-9,]+")
 _MOST_DIMS, _MOST_CELLS, _MOST_NAME_CHARS = 8, 1 << 24, 500
@@ -52,7 +54,8 @@ _UNREADABLE = (ValueError, KeyError, TypeError, IndexError, RecursionError, Over
 
 
 class ShardReport(NamedTuple):
-    """Description of a shard file, which the writing rank sends to rank 0 for the index."""
+    """Description of a shard file for the index. The rank that wrote the file sends it to rank
+    0."""
 
     shard: ShardFile
     boxes: list[tuple[str, Box]]
@@ -67,7 +70,8 @@ class ShardReport(NamedTuple):
 class Index:
     """The content of the index of a full checkpoint.
 
-    The lines for the parameters remain text. The method `stored` parses the line of one parameter.
+    The lines of the parameters are not parsed. The method `stored` parses the line of one
+    parameter.
     """
 
     generation: str
@@ -82,7 +86,7 @@ class Index:
     """The unparsed line of each parameter, by name of the parameter."""
 
     def stored(self, name: str) -> StoredParam:
-        """Return where the elements of parameter `name` are stored.
+        """Return the positions at which the elements of parameter `name` are stored.
 
         Raises:
             CheckpointError: The checkpoint does not have the parameter, or its line is invalid.
@@ -144,7 +148,7 @@ class Index:
         return numpy.array([shard.size for shard in self.shards], dtype=numpy.int64)
 
     def check_rows(self, frozen: Sequence[str] = ()) -> None:
-        """Check three conditions for the index rows of all parameters together.
+        """Check three conditions on the index rows of all parameters.
 
         A row contains the positions of the states of one parameter slice in a shard file.
 
@@ -185,8 +189,9 @@ class Index:
             raise CheckpointError(f"{INDEX}: two rows refer to the same bytes of a shard file")
         if (gap >= ALIGNMENT * ITEMSIZE).any():
             raise CheckpointError(f"{INDEX}: a shard file has bytes to which no row refers")
-        # A frozen row has a master only. It changes the distance from masters to first moments in
-        # the rows around it, but not the distances between moments.
+        # The row of a frozen parameter has only the master weights. Such a row changes the distance
+        # from master weights to first moments in the adjacent rows, but not the distances between
+        # moments.
         rows = rows[numpy.lexsort((rows[:, 4], rows[:, 0]))]
         is_full = rows[:, -1] >= 0
         compared = (rows[1:, 0] == rows[:-1, 0]) & is_full[1:] & is_full[:-1]
@@ -203,7 +208,7 @@ class Index:
 
     def open(self, directory: Path, number: int) -> ShardReader:
         """Open the shard file `shards[number]` in `directory`. Raises CheckpointError if the file
-        does not exist, or if its size or header does not match the index."""
+        does not exist or does not have the size and header in the index."""
         shard = self.shards[number]
         identity = Identity(self.generation, self.step, shard.writer)
         return ShardReader(directory, identity, shard, self.block_bytes)
@@ -281,7 +286,7 @@ def decode(data: bytes) -> Index:
 def _check_head(
     raw: Mapping[str, Any], shards: Sequence[ShardFile], shapes: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Check the types and ranges of the values in the first line of an index. Raises ValueError and
+    """Check the types and ranges of the values in the first line of an index. Raises ValueError or
     TypeError."""
     block_bytes, generation = raw["block_bytes"], raw["generation"]
     if not _is_count(block_bytes, 1, _MOST_BLOCK_BYTES) or not _is_count(raw["step"]):
@@ -305,8 +310,8 @@ def _parse_rows(text: str, columns: int) -> numpy.ndarray:
     """Parse `text`, the JSON list of rows at the end of an index line. Return int64 [n, columns].
     Raises ValueError.
 
-    The json module would be slower, because it creates an object for every number. With this
-    function, to parse and check a whole index takes 0.8 times as long as with the json module.
+    The json module would be slower, because it creates an object for every number: parsing and
+    checking a whole index with this function takes 0.8 times as long as with the json module.
     """
     text = text.replace(" ", "")
     numbers = text[2:-3].replace("],[", ",")
@@ -328,8 +333,8 @@ def _is_count(value: object, least: int = 0, most: int = _MOST - 1) -> bool:
 
 @functools.lru_cache(256)
 def _box_sizes(boxes: tuple[Box, ...], shape: tuple[int, ...]) -> numpy.ndarray:
-    """Return the number of elements of each box, int64 [boxes]. Raises ValueError unless each
-    element of a parameter with the given `shape` is in exactly one box."""
+    """Return the number of elements of each box, int64 [boxes]. Raises ValueError if an element of
+    a parameter with the given `shape` is in no box or in several boxes."""
     for box in boxes:
         if len(box) != len(shape):
             raise ValueError(f"a box has {len(box)} dims, but the parameter has {len(shape)}")

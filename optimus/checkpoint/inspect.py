@@ -21,7 +21,8 @@ from optimus.io import files
 from optimus.io.workspace import find_workspaces
 
 _HEADER_BYTES = 100_000_000
-"""Maximum size, in bytes, of the header of a safetensors file, as in the safetensors library."""
+"""Maximum size, in bytes, of the header of a safetensors file. The safetensors library has the same
+limit."""
 _MOST = 1 << 56
 _HASHED_BYTES = 64 << 20
 """Maximum size, in bytes, of a file whose hash `describe` checks."""
@@ -70,8 +71,8 @@ def find(path: str | os.PathLike) -> list[Path]:
 def describe(path: Path) -> dict[str, Any]:
     """Check a checkpoint and return a dict that describes it.
 
-    The hashes of small files are checked, but only the sizes and headers of large files. In the
-    dict, `state` is "valid", "damaged" or "unsealed" (an unfinished save or removal). `problem`
+    The function checks the hashes of small files, but only the sizes and headers of large files. In
+    the dict, `state` is "valid", "damaged" or "unsealed" (an unfinished save or removal). `problem`
     describes the damage or the unfinished action, and is "" for a valid checkpoint. `bytes` is the
     size of the directory, and `bytes_per_param` is `bytes` divided by the number of parameters.
     Unknown values are None.
@@ -126,15 +127,15 @@ def _facts(manifest: Manifest) -> dict[str, Any]:
 
 
 def _world(ranks: Mapping[str, int]) -> int:
-    """Return the number of ranks of a mesh, the product of the axis sizes in `Manifest.ranks`. An
-    axis without an entry has the size 1."""
+    """Return the number of ranks of a mesh: the product of the axis sizes in `Manifest.ranks`. The
+    size of an axis without an entry is 1."""
     return math.prod(ranks.get(axis, 1) for axis in AXES)
 
 
 def _layout(manifest: Manifest) -> str | None:
-    """Return a text such as "pp2 dp4 ep1 tp1 epso 1f1b bf16": sizes of the mesh axes, sharding,
-    pipeline schedule and dtype of the run. Return None for a checkpoint that was converted from a
-    Hugging Face directory."""
+    """Return the layout of a run as text, such as "pp2 dp4 ep1 tp1 epso 1f1b bf16": sizes of the
+    mesh axes, sharding, pipeline schedule and dtype. Return None for a checkpoint that was
+    converted from a Hugging Face directory."""
     settings = manifest.settings
     if "optim.sharding" not in settings:
         return None
@@ -193,7 +194,7 @@ def list_checkpoints(path: str | os.PathLike) -> dict[str, Any]:
         CheckpointError: There is no checkpoint.
     """
     checkpoints = [describe(checkpoint) for checkpoint in find(path)]
-    # Meanwhile a run may have renamed or removed some of them.
+    # A run may have renamed or removed some checkpoints in the meantime.
     checkpoints = [about for about in checkpoints if os.path.isdir(about["path"])]
     newest: dict[str, Any] = {}
     for about in checkpoints:
@@ -210,11 +211,12 @@ def list_checkpoints(path: str | os.PathLike) -> dict[str, Any]:
 
 
 def verify(path: str | os.PathLike, threads: int = 0) -> dict[str, Any]:
-    """Compare every byte of checkpoints with the checksums in their manifests, and the names and
-    shapes of their weights with their model configurations. Imports torch.
+    """Compare every byte of checkpoints with the checksums in their manifests. Compare the names
+    and shapes of their weights with their model configurations. Imports torch.
 
     Args:
-        path: A checkpoint, or a run directory for all of the run's checkpoints outside QUARANTINE.
+        path: A checkpoint, or a run directory. For a run directory, all checkpoints outside
+            QUARANTINE are verified.
         threads: Number of threads, as for `in_threads`.
 
     Returns:
@@ -264,7 +266,8 @@ def show(path: str | os.PathLike) -> dict[str, Any]:
     """Describe one checkpoint in detail.
 
     Args:
-        path: A checkpoint, or a run directory for its newest valid full checkpoint.
+        path: A checkpoint, or a run directory, which selects the newest valid full checkpoint of
+            the run.
 
     Returns:
         A dict with the keys of `describe`, and `files` (bytes by file name), `settings`,
@@ -299,10 +302,10 @@ def show(path: str | os.PathLike) -> dict[str, Any]:
 
 
 def balance(sizes: Mapping[int, int], ranks: Mapping[str, int]) -> dict[str, Any]:
-    """Return how evenly the bytes of the shard files are distributed over ranks and over nodes.
+    """Return measures of the balance of shard file sizes over ranks and over nodes.
 
-    The measure is the maximum divided by the mean. This ratio is computed separately for each
-    pipeline stage, since the stages have different parameters.
+    The imbalance of sizes is their maximum divided by their mean. This ratio is computed separately
+    for each pipeline stage, because the stages have different parameters.
 
     Args:
         sizes: Bytes of the shard file of each rank. The keys are ranks.

@@ -1,13 +1,13 @@
-"""Loading of full checkpoints: ranks with the same states read and then exchange different shares.
+"""Loading of full checkpoints: ranks with the same states read different shares and exchange them.
 
 If n ranks have the same shard, each of these ranks reads an n-th of the shard (its share). Then the
 ranks exchange their shares in place, along one mesh axis after the other, by the collective that
 `checkpoint.distribute` selects. With `broadcast`, the ranks along an axis take turns, and each rank
 sends all shares that it has read or received. With `all_reduce`, each rank first sets the rest of
-its shard to zero, and an all-reduce along each axis adds the shards as integers, which changes no
-bits.
-If several pipeline stages have the same parameter, the first of these stages sends the parameter's
-states to the others in stripes. This needs additional memory for one stripe.
+its shard to zero, and an all-reduce along each axis adds the shards as integers. Adding zero to an
+integer does not change its bits. If several pipeline stages have the same parameter, the first of
+these stages sends the parameter's states to the others in stripes. This exchange needs additional
+memory for one stripe.
 """
 
 from __future__ import annotations
@@ -77,10 +77,11 @@ class Readers(files.Closing):
         self._directory, self._index, self._limit = directory, index, limit
         self._open: dict[int, ShardReader] = {}
         """Readers of the open shard files, keyed by number of the file. The first entry is the
-        least recently used one."""
+        least recently used reader."""
 
     def read(self, requests: Sequence[ReadRequest]) -> None:
-        """Fill `memory` of all requests. Open each shard file and read each block at most once.
+        """Read the states of all `requests` to their `memory`. Each file and each block is read at
+        most once.
 
         Raises:
             CheckpointError: A file is damaged or a parameter is missing. The message names the file
@@ -148,8 +149,8 @@ def load_full(states: RankStates, manifest: Manifest, method: Distribute) -> str
         method: `checkpoint.distribute`.
 
     Returns:
-        "" if all ranks have loaded their states, otherwise a message with the reason. All ranks
-        return the same text.
+        "" if all ranks have loaded their states, else a message with the reason. All ranks return
+        the same text.
     """
     everyone, problem, data = states.groups.everyone, "", b""
     if everyone.rank == 0:
@@ -276,12 +277,13 @@ def broadcast_to_replicas(
 def send_to_later_stages(
     name: str, states: RankStates, stage_group: Group, method: Distribute
 ) -> None:
-    """Copy the states of a parameter that several pipeline stages have from the first of these
-    stages to the others. All ranks of `stage_group` and of the shard groups must call this
+    """Copy the states of a parameter that several pipeline stages have, from the first of these
+    stages to the other stages. All ranks of `stage_group` and of the shard groups must call this
     function.
 
     The shards of the stages may contain different elements. Therefore each rank of the later stages
-    receives all elements of the parameter, one stripe at a time, and keeps those in its shard.
+    receives all elements of the parameter, one stripe at a time, and keeps the elements in its
+    shard.
 
     Args:
         name: Name of the parameter.
@@ -327,6 +329,7 @@ def broadcast_from_first(tensor: Tensor, group: Group, method: Distribute) -> No
 
 
 def _as_integers(tensor: Tensor) -> Tensor:
-    """Return a view of `tensor` as integers, so that an all-reduce with zeros changes no bits.
-    Elements of two bytes are viewed as uint8, since gloo cannot add integers of two bytes."""
+    """Return a view of `tensor` as integers. An all-reduce of the view with zeros does not change
+    bits. Elements of two bytes are viewed as uint8, because gloo cannot add integers of two
+    bytes."""
     return tensor.view(torch.int32 if tensor.element_size() == 4 else torch.uint8)

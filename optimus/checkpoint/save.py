@@ -64,12 +64,12 @@ BEGIN_S = 60.0
 
 @dataclass(frozen=True)
 class RankStates:
-    """A rank's shards of the master weights and moments, and the ranges of elements in them."""
+    """A rank's shards of the master weights and moments, and the element ranges in these shards."""
 
     groups: Groups
     device: torch.device
-    """Device of the rank, on which collectives exchange tensors. Shards of chunks whose home is the
-    host are in host memory or on disk."""
+    """Device of the rank. Collectives exchange tensors on this device. If the home of a chunk is
+    the host, its shards are in host memory or on disk."""
     shards: Sequence[StateShard]
     names: tuple[str, ...]
     """Names of the states of a trained parameter, such as "master", in the order in which a shard
@@ -82,7 +82,7 @@ class RankStates:
     stage_groups: Mapping[str, Group] = field(default_factory=dict)
     """For each parameter that several pipeline stages have, the group of ranks of these stages."""
     disk: DiskTier | None = None
-    """Has the states that are on disk; None if there are none."""
+    """Tier that contains the states on disk; None if no state is on disk."""
 
     @property
     def chunk_shards(self) -> list[ChunkShard]:
@@ -92,8 +92,8 @@ class RankStates:
         ]
 
     def with_states(self, slices: Sequence[StateSlice]) -> list[tuple[str, StateSlice]]:
-        """Return (state, slice) pairs of all `slices`, ordered by state as in `names`. There is a
-        pair for each state that the slice has. Slices of frozen parameters have no moments."""
+        """Return the (state, slice) pairs of all `slices`, ordered by state as in `names`. For a
+        frozen parameter, there is a pair for the master weights but not for the moments."""
         return [
             (state, state_slice)
             for state in self.names
@@ -103,22 +103,23 @@ class RankStates:
 
     def view(self, state: str, state_slice: StateSlice) -> Tensor:
         """Return the elements of the state `state` that `state_slice` selects, as a view of this
-        rank's shard. It is a placeholder if the state is on disk."""
+        rank's shard. If the state is on disk, the result is a placeholder."""
         shard = self.shards[state_slice.shard]
         return shard.states[state][state_slice.start : state_slice.stop]
 
     def is_on_disk(self, values: Tensor) -> bool:
-        """Return True if a tensor is a placeholder of a state on disk, or a view of it."""
+        """Return True if a tensor is a placeholder of a state on disk or a view of a
+        placeholder."""
         return self.disk is not None and self.disk.has(values)
 
     def read(self, values: Tensor) -> Tensor:
-        """Return a tensor itself, or a copy in host memory if it is a placeholder. Raises
+        """Return `values`, or a copy in host memory if `values` is a placeholder. Raises
         OptimusError if the disk cannot be read."""
         return values if self.disk is None else self.disk.read(values)
 
     def write(self, into: Tensor, values: Tensor) -> None:
-        """Copy `values` to a tensor in memory or on disk. Do nothing if they are the same tensor.
-        Raises OptimusError if the disk cannot be written."""
+        """Copy `values` to a tensor in memory or on disk. Do nothing if `into` and `values` are the
+        same tensor. Raises OptimusError if the disk cannot be written."""
         if self.is_on_disk(into):
             assert self.disk is not None
             self.disk.write(into, values)
@@ -142,7 +143,7 @@ def states_to_write(states: RankStates, scatter: Scatter) -> list[tuple[str, Sta
 
 
 class StagingBytes(NamedTuple):
-    """Bytes that a `Staging` allocates."""
+    """Numbers of bytes that a `Staging` allocates."""
 
     host: int
     disk: int
@@ -153,8 +154,8 @@ def staging_bytes(
     slices: Sequence[tuple[str, StateSlice]],
     dtype: torch.dtype = torch.float32,
 ) -> StagingBytes:
-    """Return the number of bytes that a `Staging` allocates for copies, of dtype `dtype`, of the
-    given (state, slice) pairs."""
+    """Return the numbers of bytes that a `Staging` allocates for copies of the given (state, slice)
+    pairs. The copies have the dtype `dtype`."""
     host = disk = 0
     for state, state_slice in slices:
         length = state_slice.stop - state_slice.start
@@ -167,8 +168,8 @@ def staging_bytes(
 
 class Staging:
     """Host memory to which a save copies the states that a rank writes, so that training can
-    continue during the write. The copies of states on disk are on disk, too. All saves use the same
-    memory."""
+    continue during the write. If a state is on disk, its copy is on disk, too. All saves use the
+    same memory."""
 
     def __init__(
         self,
@@ -212,7 +213,7 @@ class Staging:
         platform.synchronize(states.device)
 
     def copy_of(self, state: str, state_slice: StateSlice) -> Tensor:
-        """Return the copy that `fill` made of the elements of a (state, slice) pair."""
+        """Return the elements of a (state, slice) pair that `fill` has copied."""
         return self._copies[state, state_slice]
 
 
@@ -282,8 +283,8 @@ class Saver(ABC):
     _report: Any
     """Type of the report that `_write` returns."""
     _plan: FilePlan | None = None
-    """Files that the first rank creates before any rank writes; None if each rank creates the file
-    that it writes."""
+    """Files that the first rank creates before any rank writes; None if each rank creates a
+    separate file."""
 
     def __init__(
         self,
@@ -296,7 +297,7 @@ class Saver(ABC):
         limit_s: float = 1800.0,
         begin_s: float = BEGIN_S,
     ) -> None:
-        """Determine what this rank writes in each save, and allocate memory for it if `staged`.
+        """Determine what this rank writes in each save. With `staged`, allocate memory for copies.
 
         Args:
             states: The states of this rank.
@@ -306,8 +307,8 @@ class Saver(ABC):
             staged: True to copy the states to host memory before they are written. The constructor
                 allocates this memory.
             limit_s: As for AsyncSave.
-            begin_s: Maximum seconds that the ranks wait in `begin` until the first rank has created
-                the directory.
+            begin_s: Maximum time in seconds for which the ranks wait in `begin` until the first
+                rank has created the directory.
         """
         self._slices, self._limit_s, self._begin_s = slices, limit_s, min(limit_s, begin_s)
         self._staging = Staging(states, slices, dtype) if staged else None
@@ -332,19 +333,19 @@ class Saver(ABC):
 
         The first rank creates a directory, to which every rank writes its slices. Then the first
         rank writes the other files, checks all files and commits. With `staged` (see the
-        constructor), training may change the states as soon as `begin` has returned, otherwise only
-        after the save has ended.
+        constructor), training may change the states as soon as `begin` has returned. Without
+        `staged`, training must not change the states until the save has ended.
 
         Args:
             states: The states of this rank.
             final: Directory of the committed checkpoint.
-            write_sidecars: Writes further files, such as the tokenizer, to the directory that is
-                its argument. Called on the first rank.
-            after_commit: Called on the first rank after the commit.
-            clean: Removes the directory of a failed save. Called on the first rank.
+            write_sidecars: Function that writes further files, such as the tokenizer, to a
+                directory, its argument. Called on the first rank.
+            after_commit: Function that is called on the first rank after the commit.
+            clean: Function that removes the directory of a failed save. Called on the first rank.
             workspace: The workspace of the run, on the first rank; None outside a run.
-            reserve: Returns the number of bytes that another unfinished save may still write. The
-                disk must have space for both saves.
+            reserve: Function that returns the number of bytes that another unfinished save may
+                still write. The disk must have space for both saves.
             step: Number of updates that the run has completed.
             facts: Other fields of the manifest.
 
@@ -392,10 +393,11 @@ class Saver(ABC):
         workspace: Workspace | None,
         reserve: Callable[[], int],
     ) -> tuple[RankStates, Generation]:
-        """Create the temporary directory of a save (first rank), and copy the states if `staged`.
+        """Create the temporary directory of a save on the first rank. With `staged`, copy the
+        states.
 
-        Returns the states, without `shards` if the states were copied, and the Generation of the
-        save. If the directory cannot be created, all ranks raise OptimusError.
+        Returns (states, Generation of the save). The states have no `shards` if they were copied.
+        If the directory cannot be created, all ranks raise OptimusError.
         """
         everyone, device = states.groups.everyone, states.device
         creating = None
@@ -423,8 +425,8 @@ class Saver(ABC):
     def unwritten(self) -> int:
         """Return the number of bytes that the latest save may still write.
 
-        The number is the size of the checkpoint minus the size of the disk blocks that the files in
-        its temporary directory occupy. If this directory no longer exists, the number is the whole
+        The result is the size of the checkpoint minus the size of the disk blocks that the files in
+        its temporary directory occupy. If this directory no longer exists, the result is the whole
         size. Called on the first rank.
         """
         allocated = 0
@@ -463,7 +465,7 @@ class Saver(ABC):
     def _describe(
         self, states: RankStates, generation: Generation, step: int, stop: Stop, reports: list[Any]
     ) -> dict[str, Any]:
-        """Write the files that describe the written slices, and return keyword arguments for
+        """Write the files that describe the written slices. Return keyword arguments for
         `store.commit`. Raises OSError and OptimusError.
 
         Called on the first rank. `reports` are the results of `_write` in the order of ranks. The
@@ -472,7 +474,7 @@ class Saver(ABC):
 
 
 class FullSaver(Saver):
-    """Saver of full checkpoints. Each rank that has slices to write writes one shard file."""
+    """Saver of full checkpoints. Each rank with slices writes one shard file."""
 
     _report = ShardReport
 

@@ -1,10 +1,11 @@
-"""Reading and writing of shard files, the files of a full checkpoint with the states, by threads.
+"""Reader and writer of shard files. Shard files contain the states of a full checkpoint.
 
-Each rank writes one shard file. It begins with a header of fixed size, which contains the name of
-the save, the step and the rank, so that a reader detects a file of another checkpoint. The values
-of the states follow, little-endian. Each slice of a state begins at a multiple of 64 bytes. The
-index of the checkpoint contains the hashes of all blocks of the file, including the header. A
-reader compares each block that it reads with the hash of the block. Needs no torch.
+Each rank writes one shard file. The file begins with a header of fixed size, which contains the
+name of the save, the step and the rank, so that a reader detects a file of another checkpoint. The
+values of the states follow in little-endian byte order. Each slice of a state begins at a multiple
+of 64 bytes. The index of the checkpoint contains the hashes of all blocks of the file, including
+the header. A reader compares each block that it reads with the hash of the block. Each file is
+written and read by threads. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -37,8 +38,7 @@ BLOCK_BYTES = 4 << 20
 HEADER_BYTES = 4096
 ALIGNED_BYTES = 64
 DIRECT_BYTES = 4096
-"""The size of a direct write, which bypasses the page cache, must be a multiple of this number of
-bytes."""
+"""The size of a direct write, which bypasses the page cache, must be a multiple of this value."""
 HASH_CHARS = 16
 _MAGIC = "optimus shard"
 _MIN_POOL_CALLS = 4
@@ -89,8 +89,8 @@ class Task:
 
 
 class Stop:
-    """Flag by which one thread requests others to stop. Unlike `threading.Event`, the class has a
-    method `claim`, after which the flag cannot be set."""
+    """Flag that requests threads to stop. Unlike `threading.Event`, the class has a method `claim`,
+    after which the flag cannot be set."""
 
     def __init__(self) -> None:
         self._lock, self._set, self._claimed = threading.Lock(), False, False
@@ -115,13 +115,14 @@ class Stop:
 def in_threads(
     function: Callable[[Argument], Result], arguments: Sequence[Argument], threads: int = 0
 ) -> Iterable[Result]:
-    """Call a function with each argument in a pool of threads.
+    """Call a function once with each argument, in a pool of threads.
 
     Args:
-        function: A function that mostly reads, writes or hashes. These operations release the GIL.
-        arguments: The arguments. The function is called once with each of them.
-        threads: Number of threads. 0 means two per available core, at most 16, since half of the
-            threads wait for the disk.
+        function: The function. It should mostly read, write or hash, because these operations
+            release the GIL.
+        arguments: The arguments of the calls.
+        threads: Number of threads. 0 means two per available core, at most 16, because about half
+            of the threads wait for the disk.
 
     Returns:
         The results, in the order of the arguments.
@@ -179,10 +180,10 @@ def aligned(size: int) -> int:
 
 
 class _BlockQueue:
-    """A thread that writes buffers in the order of `submit` while the caller fills the next buffer.
+    """Thread that writes submitted buffers in order while the caller fills the next buffer.
 
-    If a write fails, a later call of `take` or `finish` raises the error, and no further buffer is
-    written. `close` ends the thread, also after an error.
+    If a write fails, a later call of `take` or `finish` raises the error, and the thread writes no
+    further buffers. `close` ends the thread, also after an error.
     """
 
     def __init__(self, block_bytes: int, write: Callable[[memoryview], None]) -> None:
@@ -210,7 +211,8 @@ class _BlockQueue:
         self._task.value()
 
     def close(self) -> None:
-        """Wait until all submitted buffers are written or a write has failed. End the thread."""
+        """Wait until all submitted buffers are written or a write has failed. Then end the
+        thread."""
         self._filled.put(None)
         self._task.wait()
 
@@ -236,8 +238,8 @@ def _allocate(size: int) -> memoryview:
 
 
 class ShardWriter(files.Closing):
-    """Writer of a shard file with two buffers: the caller fills and hashes one buffer while a
-    thread writes the other to the disk.
+    """Writer of a shard file with two buffers. The caller fills and hashes one buffer while a
+    thread writes the other buffer to the disk.
 
     Writes bypass the page cache if the file system supports this. With the page cache, a write
     would need more memory and one more copy of the data, and a check after the save would read the
@@ -291,7 +293,7 @@ class ShardWriter(files.Closing):
         return offset
 
     def finish(self) -> ShardFile:
-        """Write the last block, make the file durable, and return the index entry of the file."""
+        """Write the last block and make the file durable. Return the index entry of the file."""
         assert self._written == self._size, (self._written, self._size)
         if rest := self._written % len(self._block):
             self._submit(self._block[:rest])

@@ -1,5 +1,4 @@
-"""The slices of model states: which rank writes or reads which elements, and where two slices
-overlap.
+"""Slices of model states: the elements that each rank writes or reads, and overlaps of slices.
 
 Terms of this package (lengths and offsets are in elements):
 
@@ -9,11 +8,10 @@ Terms of this package (lengths and offsets are in elements):
   (optimus/chunks/layout.py). Several ranks may have the same shard.
 - A `StateSlice` is a contiguous range of a shard. The range may contain slices of several
   parameters. It has the same bounds for the master weights and the moments.
-- A `Share` is one of n equal divisions of a shard that n ranks have. Each of the ranks reads or
-  writes one share.
+- A `Share` is an n-th of a shard that n ranks have. Each of these ranks reads or writes one share.
 - A `StoredParam` lists the slices of a parameter in the files of a checkpoint.
 
-All functions of this module compute their results only from coordinates of ranks and index ranges.
+The functions of this module use only coordinates of ranks and index ranges.
 """
 
 from __future__ import annotations
@@ -50,7 +48,7 @@ BATCH_ELEMENTS = 1 << 22
 class ParamSlice(NamedTuple):
     """A contiguous range of the elements of parameter `name` that a rank has.
 
-    `box` contains the index ranges of all the rank's elements in each dim of the whole parameter.
+    `box` contains, for each dim of the whole parameter, the index ranges of the rank's elements.
     The slice has the elements [start, stop) of the box, counted in row-major order.
     """
 
@@ -105,7 +103,8 @@ class ChunkShard(NamedTuple):
 
 
 class Share(NamedTuple):
-    """Share number `index` of a shard that is divided into `count` shares of about equal size."""
+    """Share with the index `index` of a shard that is divided into `count` shares of about equal
+    size."""
 
     index: int  # type: ignore[assignment]  # hides a method of tuple that is not used
     count: int  # type: ignore[assignment]  # the same
@@ -140,8 +139,8 @@ def find_nonfinite(flat: ndarray, state_slice: StateSlice) -> str:
 
 
 def share_of(mesh: Mesh, coordinate: Coordinate, axes: Collection[str]) -> Share:
-    """Return the share of the rank at `coordinate`, if all ranks along the mesh `axes` have the
-    same shard and divide it evenly."""
+    """Return the share of the rank at `coordinate` if all ranks along the mesh `axes` have the same
+    shard and divide it evenly."""
     return Share(mesh.number_of(coordinate, axes), mesh.size_of(axes))
 
 
@@ -204,9 +203,9 @@ def slices_to_read(
 ) -> list[StateSlice]:
     """Return the slices that a rank reads from the files of a checkpoint: one share of each shard.
 
-    The rank receives the other shares from the ranks that have the same shard. Of a shard with
-    `is_later_copy`, the rank reads nothing: it receives all elements from the first pipeline stage
-    that has the parameters. The arguments are those of `slices_to_write`.
+    The rank receives the other shares from the ranks that have the same shard. If a shard has
+    `is_later_copy`, the rank does not read it: it receives all elements from the first pipeline
+    stage that has the parameters. The arguments are as for `slices_to_write`.
     """
     slices: list[StateSlice] = []
     for number, shard in enumerate(shards):
@@ -250,8 +249,8 @@ def _slice_shard(
 
 
 def _stripes(low: int, high: int, turn: Share) -> Iterator[tuple[int, int]]:
-    """Yield the ranges that the range [low, high) of elements has in common with the stripes
-    `turn.index`, `turn.index + turn.count`, and so on."""
+    """Yield the intersections of the element range [low, high) with the stripes `turn.index`,
+    `turn.index + turn.count`, and so on."""
     if turn.count == 1:
         if low < high:
             yield low, high
@@ -372,7 +371,7 @@ def intersect(box: Box, param: ParamSlice) -> ndarray:
 
 
 def _overlap(first: Intervals, second: Intervals) -> ndarray:
-    """Return the intersections of the index ranges `first` and `second` of one dim, ascending.
+    """Return the intersections of the index ranges `first` and `second` of a dim, ascending.
 
     The result is int64 [n, 3]. Columns: offset in `first`, offset in `second`, length. An offset is
     the number of indices of the preceding ranges.

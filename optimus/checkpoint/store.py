@@ -1,13 +1,12 @@
-"""The checkpoints in the directory of a run: commit, choice of the checkpoint to start from,
-removal.
+"""The checkpoints in the directory of a run: commit, selection for a start, and removal.
 
 `checkpoints/step-00001000/` is a full checkpoint. `checkpoints/model-00001000/` is a model-only
 checkpoint, which is also a Hugging Face directory. Names that start with a dot are temporary. This
-module needs no torch.
+module does not import torch.
 
 Each start of a run has a separate directory, its workspace. A checkpoint is written to the
 workspace, and committed by a rename out of the workspace. To remove a checkpoint, its directory is
-first renamed into the workspace. Therefore no process of an earlier start of the run can change
+first renamed into the workspace. Therefore processes of an earlier start of the run cannot change
 checkpoints (optimus/io/workspace.py).
 """
 
@@ -42,8 +41,9 @@ logger = logging.getLogger(__name__)
 KEPT_FULL = 2
 """Number of newest full checkpoints that `remove_old` keeps."""
 QUARANTINE = "set-aside"
-"""Folder in `checkpoints/`. When a run starts, it moves the checkpoints from which it does not
-continue, such as those of later steps, to this folder. No command removes checkpoints from it."""
+"""Folder in `checkpoints/`. When a run starts, it moves checkpoints to this folder if it does not
+continue from them, for example checkpoints of later steps. No command removes checkpoints from this
+folder."""
 _REMOVED = "removed-"
 """Prefix of the temporary names of directories that are being removed. No save writes to these
 directories."""
@@ -53,7 +53,7 @@ NOTHING: Mapping[Path, str] = MappingProxyType({})
 
 
 def is_removed(path: Path) -> bool:
-    """Return whether `path` has the temporary name of a directory that is being removed."""
+    """Return True if `path` has the temporary name of a directory that is being removed."""
     return path.name.startswith(f".{_REMOVED}")
 
 
@@ -75,13 +75,16 @@ def model_path(run_dir: str | os.PathLike, step: int) -> Path:
 def open_workspace(
     run_dir: str | os.PathLike, name: str = "", within: Workspace | None = None
 ) -> Workspace:
-    """Open the workspace of a new start of the run. The arguments are those of `Workspace.open`."""
+    """Open the workspace for a new start of the run. The arguments are as for `Workspace.open`."""
     return adopt_workspace(run_dir, Workspace.open(checkpoints_dir(run_dir), name, within))
 
 
 def adopt_workspace(run_dir: str | os.PathLike, workspace: Workspace) -> Workspace:
-    """Move to QUARANTINE the checkpoints that an earlier start of the run has moved only to its
-    workspace, whose content is now in `workspace`. Return `workspace`."""
+    """Move checkpoints from a workspace to QUARANTINE, and return the workspace.
+
+    Call this if `workspace` has the content of the workspace of an earlier start. The earlier start
+    may have moved checkpoints to its workspace, but not yet to QUARANTINE.
+    """
     for path in workspace.path.glob(f".{_ASIDE}*"):  # an earlier start has not completed the move
         name = path.name.removeprefix(f".{_ASIDE}").split(".")[0]
         _move_to_quarantine(path, checkpoints_dir(run_dir), name)
@@ -98,7 +101,7 @@ def write_checkpoint(
 
     Args:
         path: Directory of the checkpoint. It must not exist.
-        write_files: Writes the checkpoint's files to the directory that is its argument.
+        write_files: Function that writes the checkpoint's files to a directory, its argument.
         facts: As for `commit`.
 
     Returns:
@@ -172,8 +175,8 @@ def commit(
         shards: Names of the shard files. They are durable before this call, and only the index
             lists them.
         entries: Entries of the manifest for other files that are durable before this call.
-        stop: If this Stop is set before the rename, the function does not commit. From the rename
-            on, it can no longer be set.
+        stop: If this Stop is set before the rename, the function does not commit. After the rename,
+            `stop` can no longer be set.
         facts: Fields of `Manifest` except `files` and `path`.
 
     Returns:
@@ -225,8 +228,8 @@ def newest_valid(
 ) -> Manifest | None:
     """Return the manifest of the newest valid full checkpoint; None if there is none.
 
-    A checkpoint that cannot be read or is damaged is read a second time before it is skipped. Each
-    failure is logged.
+    If a checkpoint cannot be read or is damaged, it is read a second time before it is skipped.
+    Each failure is logged.
 
     Args:
         run_dir: The run directory.
@@ -253,7 +256,7 @@ def newest_valid(
 def resolve(
     path: str | os.PathLike, thorough: bool = True, excluded: Mapping[Path, str] = NOTHING
 ) -> Path:
-    """Return the directory that a CKPT argument of a command selects.
+    """Return the checkpoint directory that a command's argument CKPT selects.
 
     Args:
         path: A checkpoint, a run directory, or any other directory.
@@ -261,8 +264,8 @@ def resolve(
         excluded: As for `newest_valid`.
 
     Returns:
-        For a run directory, its newest valid full checkpoint. Otherwise `path`, which may be a
-        Hugging Face directory.
+        For a run directory, the newest valid full checkpoint of the run. For any other directory,
+        `path`, which may be a Hugging Face directory.
 
     Raises:
         CheckpointError: The checkpoint is damaged or excluded, the run has no valid full
@@ -292,7 +295,7 @@ def _check(path: Path, thorough: bool) -> Manifest:
 
 @dataclass(frozen=True)
 class Start:
-    """The state from which a run starts: the weights, or the weights and optimizer states, of the
+    """State from which a run starts: the weights, or the weights and optimizer states, of the
     checkpoint at `path`, after `step` updates. If `path` is None, the run starts with newly
     initialized weights."""
 
@@ -302,7 +305,7 @@ class Start:
     tokens: int = 0
     path: Path | None = None
     full: Manifest | None = None
-    """Manifest of the full checkpoint; None if the run starts from weights alone."""
+    """Manifest of the full checkpoint; None if the run starts with new optimizer states."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Settings, by "section.key", of the run that saved the checkpoint at `path`; {} for a start at
     step 0."""
@@ -369,15 +372,15 @@ def decide_start(
 
 
 def _start_at(origin: str, manifest: Manifest, first_step: int | None) -> Start:
-    """Return the Start of a run that continues from the full checkpoint with this manifest."""
+    """Return the `Start` of a run that continues from the full checkpoint with this manifest."""
     step, tokens, path = manifest.step, manifest.tokens, manifest.path
     return Start(origin, step, tokens, path, manifest, manifest.settings, first_step)
 
 
 def _may_come_from(load: str, path: Path) -> bool:
-    """Return whether a run with `checkpoint.load = load` may have saved the checkpoint at `path`.
+    """Return True if a run with `checkpoint.load = load` may have saved the checkpoint at `path`.
 
-    The function compares `load` with the `origin` in the manifest, both with links resolved. The
+    The function resolves links in `load` and in the manifest's `origin`, and compares the two. The
     result is also True if `load` is "auto" or if the manifest is damaged.
     """
     try:
@@ -389,12 +392,13 @@ def _may_come_from(load: str, path: Path) -> bool:
 
 def _refuse_if_saved(run_dir: str | os.PathLike, load: str, first_step: int) -> None:
     """Raise CheckpointError if the run has saved a full checkpoint since its start at `first_step`.
-    Called only if the run has no valid full checkpoint."""
+    Call this only if the run has no valid full checkpoint."""
     directory, models = checkpoints_dir(run_dir), _of_kind(run_dir, "model")
     candidates = [*_of_kind(run_dir, "step"), *directory.glob(f"{QUARANTINE}/step-[0-9]*")]
     for model in models:
-        # A model of the first two intervals does not show that there was a full checkpoint: the run
-        # may have been killed during the first full save, which may last until the second is due.
+        # A model-only checkpoint of the first two intervals does not show that there was a full
+        # checkpoint: the run may have been killed during the first full save, which may last until
+        # the second full save is due.
         try:
             manifest = read_manifest(model)
         except CheckpointError:
@@ -419,11 +423,11 @@ def _refuse_if_saved(run_dir: str | os.PathLike, load: str, first_step: int) -> 
 
 
 def prepare_directory(run_dir: str | os.PathLike, start: Start, workspace: Workspace) -> None:
-    """Remove the directories of unfinished saves. Move all checkpoints to QUARANTINE except those
-    up to the step at which the run continues.
+    """Remove the directories of unfinished saves, and move the checkpoints of later steps than the
+    run's start to QUARANTINE.
 
-    Call this after the checkpoint has been loaded, so that a failed load changes nothing. A warning
-    names each directory of an unfinished save that cannot be removed.
+    Call this after the checkpoint has been loaded, so that a failed load does not change the
+    directory. A warning names each directory of an unfinished save that cannot be removed.
 
     Args:
         run_dir: The run directory.
@@ -451,8 +455,8 @@ def prepare_directory(run_dir: str | os.PathLike, start: Start, workspace: Works
 
 
 def set_newest_aside(run_dir: str | os.PathLike, workspace: Workspace) -> None:
-    """Move the newest full checkpoint to QUARANTINE, so that the run continues from the next older
-    one.
+    """Move the newest full checkpoint to QUARANTINE, so that the run continues from the full
+    checkpoint before it.
 
     Model-only checkpoints of the same or later steps are moved as well. If the run has fewer than
     two full checkpoints, nothing is moved. Raises CheckpointError if a checkpoint cannot be moved.
@@ -478,8 +482,8 @@ def _set_aside(path: Path, workspace: Workspace) -> None:
 
 
 def _move_to_quarantine(temporary: Path, directory: Path, name: str) -> None:
-    """Move the checkpoint with the name `name` from the path `temporary` in a workspace to
-    QUARANTINE. `directory` is the folder `checkpoints/`."""
+    """Move a checkpoint from the path `temporary`, in a workspace, to QUARANTINE in the folder
+    `directory` (`checkpoints/`). The checkpoint gets the name `name` again."""
     aside = directory / QUARANTINE
     files.make_dirs(aside)
     unique = files.temporary_name(aside / name).with_suffix("")
@@ -493,10 +497,10 @@ def remove_old(
 
     The function keeps the newest KEPT_FULL full checkpoints, the newest `keep_models` model-only
     checkpoints (0: all), and the model-only checkpoints of steps that are multiples of `keep_every`
-    (0: no further ones). If one directory cannot be removed, the others are removed nevertheless.
+    (0: none). If a directory cannot be removed, the function continues with the others.
 
     Returns:
-        For each path that cannot be removed, the reason.
+        A dict that maps each path that cannot be removed to the reason.
     """
     models = _older_than_newest(_of_kind(run_dir, "model"), keep_models) if keep_models else []
     models = [path for path in models if not keep_every or _step_of(path) % keep_every]
@@ -525,7 +529,7 @@ def remove_all(paths: Iterable[Path], workspace: Workspace) -> dict[Path, str]:
     """Remove checkpoints of a run, and temporary directories in its workspace.
 
     Returns:
-        For each directory that cannot be removed completely, the reason.
+        A dict that maps each directory that cannot be removed completely to the reason.
     """
     left = {}
     for path in paths:
@@ -558,13 +562,14 @@ def _delete(path: Path) -> None:
 
 
 def space_left(run_dir: str | os.PathLike) -> str:
-    """Return a sentence for messages that states the free disk space for the run's checkpoints."""
+    """Return the text "DIRECTORY has N GB free" for messages about the run's checkpoint
+    directory."""
     directory = checkpoints_dir(run_dir)
     return f"{directory} has {shutil.disk_usage(directory).free / 1e9:.3f} GB free"
 
 
 def _is_in_run(path: Path, run_dir: str | os.PathLike) -> bool:
-    """Return whether `path`, or the target if `path` is a link, is a checkpoint of the run."""
+    """Return True if `path`, or its target if `path` is a link, is a checkpoint of the run."""
     return any(path.samefile(checkpoint) for checkpoint in find_all(run_dir))
 
 

@@ -1,9 +1,9 @@
 """Readers of the weights in checkpoints and Hugging Face directories, and model-only saves.
 
 Weights are read in the order in which the files contain them, a few elements at a time. A
-model-only save writes no shard files. Instead, all ranks convert their master weights to bf16 and
-write them to the same safetensors files. Each rank computes the positions in the files from the
-model's shapes, so that no rank needs all weights, and ranks send each other no weights. The first
+model-only save does not write shard files. Instead, all ranks convert their master weights to bf16
+and write them to the same safetensors files. Each rank computes the positions in the files from the
+model's shapes. Therefore ranks do not exchange weights, and no rank needs all weights. The first
 rank creates the files before any rank writes. After all ranks have written, the first rank reads
 the files once, to compute their hashes and to compare their content with the ranks' checksums.
 """
@@ -83,8 +83,8 @@ def model_config_of(path: Path, compare_counts: bool = True) -> ModelConfig:
 
 
 def check_weights(config: ModelConfig, path: Path) -> None:
-    """Check that a directory has the configuration of a model, and weights with the model's tensor
-    names and shapes. Reads only the headers of the weight files.
+    """Check that a directory has the configuration of a model, and that its weights have the
+    model's tensor names and shapes. Reads only the headers of the weight files.
 
     Args:
         config: Configuration of the model.
@@ -111,7 +111,8 @@ def check_weights(config: ModelConfig, path: Path) -> None:
         file = TensorFile(path / MODEL)
         file.close()
         shapes, path = {name: entry.shape for name, entry in file.tensors.items()}, file.path
-    # Compare the layers first: building a model with far more layers would take much memory.
+    # Compare the number of layers first: to build a model with far more layers would take much
+    # memory.
     layers = {name.split(".")[1] for name in shapes if name.startswith("blocks.")}
     if config.num_layers > len(layers):
         raise CheckpointError(
@@ -129,7 +130,7 @@ def check_weights(config: ModelConfig, path: Path) -> None:
 
 
 def check_content(manifest: Manifest) -> None:
-    """Check that a checkpoint can be loaded. Reads no weights.
+    """Check that a checkpoint can be loaded. Does not read weights.
 
     The configuration files must be readable and describe the same model. The tensors must have the
     names and shapes of this model, and supported dtypes.
@@ -160,11 +161,12 @@ def check_content(manifest: Manifest) -> None:
 
 
 class Weights(files.Closing, ABC):
-    """Base class of readers that return weights a few elements at a time. Also a context manager.
+    """Base class of readers that return weights a few elements at a time. A reader is also a
+    context manager.
 
     The iterator yields a pair (slice, values) for each slice in `slices`, in the order in which the
-    files contain the slices. The values are a 1-D tensor on the host in the stored dtype. They are
-    valid until the next pair is requested. The iterator also compares checksums, and raises
+    files contain the slices. `values` is a 1-D tensor on the host in the stored dtype. It is valid
+    until the next pair is requested. The iterator also compares checksums, and raises
     CheckpointError if a checksum differs. Iterate to the end: the iterator compares the last
     checksum after the last pair.
     """
@@ -184,15 +186,15 @@ class Weights(files.Closing, ABC):
         stored in several dtypes."""
 
     def ranges(self) -> Iterator[tuple[str, int, Tensor]]:
-        """Yield (name of the parameter, index of the first element in the flattened parameter,
-        values) for each of `slices`."""
+        """For each of `slices`, yield (name of the parameter, index of the first element in the
+        flattened parameter, values)."""
         for param, values in self:
             yield param.name, param.start, values
 
 
 class FileWeights(Weights):
-    """Reader of weights in safetensors files. The tensors have the names of transformers or of
-    Optimus."""
+    """Reader of weights in safetensors files. The tensors have the names that transformers or
+    Optimus uses."""
 
     def __init__(self, config: ModelConfig, path: Path) -> None:
         """Open the files of a directory that `check_weights` has accepted."""
@@ -277,7 +279,8 @@ class ShardWeights(Weights):
 
     def __init__(self, manifest: Manifest) -> None:
         self._path, self._index = manifest.path, manifest.index()
-        # All rows will be read, so check all: no two parameters may have the same bytes.
+        # All rows will be read, so check all of them: two parameters must not refer to the same
+        # bytes.
         manifest.check_rows(self._index)
         self.shapes = self._index.shapes
         self.slices = [
@@ -299,22 +302,22 @@ class ShardWeights(Weights):
 
 
 def load_weights(model: Transformer, path: Path) -> None:
-    """Load the weights in the directory `path` into the parameters of a model, converted to the
-    dtypes of the parameters. Raises CheckpointError."""
+    """Load the weights in the directory `path` into the parameters of a model, and convert them to
+    the dtypes of the parameters. Raises CheckpointError."""
     with open_weights(model.config, path) as weights:
         fill(model, weights)
 
 
 def fill(model: Transformer, weights: Weights) -> None:
-    """Copy all weights that the reader `weights` returns to the parameters of a model, converted to
-    the dtypes of the parameters. Raises CheckpointError."""
+    """Copy all weights that the reader `weights` returns to the parameters of a model, and convert
+    them to the dtypes of the parameters. Raises CheckpointError."""
     parameters = dict(model.named_parameters())
     for name, start, values in weights.ranges():
         parameters[name].data.view(-1)[start : start + len(values)].copy_(values)
 
 
 def open_weights(config: ModelConfig, path: Path) -> Weights:
-    """Check the weights in a directory, and return a reader of them.
+    """Check the weights in a directory, and return a reader of these weights.
 
     Args:
         config: Configuration of the model.
@@ -329,8 +332,8 @@ def open_weights(config: ModelConfig, path: Path) -> Weights:
 
 
 def _read_sharded(path: Path) -> Manifest | None:
-    """Return the manifest of the checkpoint at `path` if the checkpoint has shard files. Return
-    None for any other directory."""
+    """Return the manifest of the checkpoint at `path` if the checkpoint has shard files, else
+    None."""
     manifest = read_manifest(path) if is_checkpoint(path) else None
     return manifest if manifest is not None and manifest.is_sharded else None
 
@@ -353,7 +356,8 @@ class ModelSaver(Saver):
     def __init__(
         self, states: RankStates, config: ModelConfig, scatter: Scatter, **limits: Any
     ) -> None:
-        """Determine the files of the checkpoint and what this rank writes to them.
+        """Determine the files of the checkpoint and the elements that this rank writes to the
+        files.
 
         Args:
             states: The states of this rank.
@@ -407,8 +411,8 @@ class ModelSaver(Saver):
 
 
 def _params_of(state_slice: StateSlice) -> Iterator[tuple[ParamSlice, int]]:
-    """Yield a pair (slice, offset in `state_slice`) for each parameter slice in `state_slice`. A
-    slice with more than BATCH_ELEMENTS elements is divided."""
+    """Yield (slice, offset in `state_slice`) for each parameter slice in `state_slice`. Slices of
+    more than BATCH_ELEMENTS elements are divided."""
     for param, offset in state_slice.params:
         for start in range(param.start, param.stop, BATCH_ELEMENTS):
             batch = param._replace(start=start, stop=min(start + BATCH_ELEMENTS, param.stop))
@@ -418,7 +422,7 @@ def _params_of(state_slice: StateSlice) -> Iterator[tuple[ParamSlice, int]]:
 def _check_file(
     path: Path, header: bytes, size: int, checksums: Sequence[Checksum], stop: Stop
 ) -> FileEntry:
-    """Check a safetensors file that all ranks have written. Return its entry for the manifest.
+    """Check a safetensors file that all ranks have written, and return its manifest entry.
 
     Raises OptimusError if the file does not have the given `header` and `size`, or if its content
     does not match `checksums`, which the ranks have computed from the bytes that they have written.
