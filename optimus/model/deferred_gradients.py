@@ -1,4 +1,4 @@
-"""Weight gradients that are computed after backward, for zero-bubble pipeline schedules.
+"""Deferral of weight gradients until after backward, for zero-bubble pipeline schedules.
 
 Inside a `DeferredGradients` context, backward computes only the gradients of layer inputs.
 `DeferredGradients.compute` computes the weight gradients later. Deferred weight gradients have the

@@ -1,4 +1,4 @@
-"""Functions that count the parameters and FLOPs of a model, given the model's configuration."""
+"""Number of parameters and FLOPs of a model, computed from the model's configuration."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def recomputed_multiply_adds(
 ) -> int:
     """Return the number of multiply-adds per token that backward repeats in one layer.
 
-    `modules` is the setting `recompute.modules`. The other arguments are those of
+    `modules` is the setting `recompute.modules`. The other arguments are as for
     `layer_multiply_adds`.
     """
     whole = layer_multiply_adds(config, seq_len, number)
@@ -75,7 +75,8 @@ def _attention_multiply_adds(config: ModelConfig, seq_len: int) -> int:
     q_size = config.num_attention_heads * config.head_size
     kv_size = config.num_kv_heads * config.head_size
     projections = 2 * config.hidden_size * (q_size + kv_size)
-    # Masked scores count too, because kernels differ in how many of them they skip.
+    # Masked scores are counted, too, because the number of masked scores that a kernel skips
+    # depends on the kernel.
     scores = 2 * seq_len * q_size
     return projections + scores
 

@@ -1,6 +1,6 @@
 """Embedding, norms, the dense feed-forward network and the cross-entropy.
 
-Dims: V vocabulary, D hidden, F intermediate, N targets; `...` is any leading dims (tokens).
+Dims: V vocabulary, D hidden, F intermediate, N targets; `...` any leading dims (tokens).
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from optimus.config import ModelConfig
 from optimus.model import deferred_gradients
 
 # Number of logits in a block. `cross_entropy_sum` converts logits to fp32 block by block. On a CPU,
-# a block should fit into the cache. The time of the loss, divided by that of torch's cross_entropy,
-# is then 0.58 (fp32) and 0.37 (bf16) for 2048 x 4096 logits, and 0.7 (fp32) and 0.57 (bf16) for
-# 2048 x 50304 logits. On an accelerator, larger blocks are better, because they need fewer kernel
-# launches.
+# a block should fit into the cache. The time of the loss, divided by the time of torch's
+# cross_entropy, is then 0.58 (fp32) and 0.37 (bf16) for 2048 x 4096 logits, and 0.7 (fp32) and 0.57
+# (bf16) for 2048 x 50304 logits. On an accelerator, larger blocks are better, because they need
+# fewer kernel launches.
 _BLOCK_CPU = 1 << 18
 _BLOCK_DEVICE = 1 << 26
 
 
 def make_norm(config: ModelConfig) -> nn.Module:
-    """Return the norm of [..., hidden_size] tensors: LayerNorm without weights for OLMo, RMSNorm
-    for OLMoE."""
+    """Return a norm module for tensors [..., hidden_size]: LayerNorm without weights for OLMo,
+    RMSNorm for OLMoE."""
     if config.architecture == "olmo":
         return LayerNorm(config.hidden_size, config.norm_eps)
     return RMSNorm(config.hidden_size, config.norm_eps)
@@ -93,7 +93,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 class Embedding(nn.Module):
-    """Token embedding: int64 [...] -> [..., D]. The row of the padding token receives no
+    """Token embedding: int64 [...] -> [..., D]. The row of the padding token does not receive a
     gradient."""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -105,9 +105,10 @@ class Embedding(nn.Module):
     def write_gradients_to(self, weight_grad: Callable[[], Tensor]) -> None:
         """Make backward add the gradient of `weight` to the tensor that `weight_grad()` returns.
 
-        Backward then allocates no gradient of shape [V, D] and leaves `weight.grad` unchanged.
-        Autograd still runs the post-accumulate-grad hooks of `weight`. If `weight` is not on a CPU,
-        or inside a `DeferredGradients` context, backward accumulates into `weight.grad` as usual.
+        Backward then does not allocate a gradient of shape [V, D], and leaves `weight.grad`
+        unchanged. Autograd still runs the post-accumulate-grad hooks of `weight`. If `weight` is
+        not on a CPU, or inside a `DeferredGradients` context, backward accumulates into
+        `weight.grad` as usual.
 
         Args:
             weight_grad: function that returns a tensor [V, D] of any dtype.
@@ -122,8 +123,8 @@ class Embedding(nn.Module):
 
         Args:
             rows: int64 [...], indices of the rows.
-            padding: index of the row of `weight` that receives no gradient. If the index is outside
-                [0, V), all rows receive gradients.
+            padding: index of the row of `weight` that does not receive a gradient. If the index is
+                outside [0, V), all rows receive gradients.
         """
         writes = self._weight_grad is not None and self.weight.requires_grad
         if self.weight.is_cpu and (writes or self.weight.dtype in (torch.bfloat16, torch.float16)):
@@ -186,8 +187,8 @@ class CrossEntropy(nn.Module):
 def cross_entropy_sum(logits: Tensor, targets: Tensor) -> Tensor:
     """Return the cross-entropy summed over targets, an fp32 scalar in nats.
 
-    The logits are converted to fp32 block by block, so that there is never an fp32 copy of all
-    logits. The gradient of the logits has the same dtype as the logits.
+    The logits are converted to fp32 block by block, so that an fp32 copy of all logits never
+    exists. The gradient of the logits has the same dtype as the logits.
 
     Args:
         logits: [N, V] in any float dtype.

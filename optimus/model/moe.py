@@ -57,7 +57,7 @@ class FastSparseMoE(nn.Module):
 
 
 class Experts(nn.Module):
-    """SwiGLU experts with weights gate_up [E, 2F, D] and down [E, D, F], as in transformers 5.
+    """SwiGLU experts with the weights gate_up [E, 2F, D] and down [E, D, F], as in transformers 5.
 
     In gate_up, each expert's gate rows precede its up rows. Under expert parallelism, the module
     has only E consecutive experts of the layer, starting with index `first_expert`, and its output
@@ -116,11 +116,11 @@ class Experts(nn.Module):
         )
 
     def _destination(self) -> kernels.Destination:
-        """Return the destination of the weight gradients in the current backward pass.
+        """Return the destination for the weight gradients of the current backward pass.
 
         Inside a `DeferredGradients` context, the destination is a function that defers the
-        computation. Otherwise, the destination is a `WeightGrads` with the tensors to which
-        backward must write, or None if autograd must accumulate the gradients into `.grad`.
+        computation. Outside such a context, the destination is a `WeightGrads` with the tensors to
+        which backward must write, or None if autograd must accumulate the gradients into `.grad`.
         """
         # The op calls this method in backward, because the forward pass cannot know if a
         # `DeferredGradients` context will be active.

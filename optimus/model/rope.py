@@ -100,8 +100,8 @@ def inverse_frequencies(config: ModelConfig, seq_len: int) -> tuple[Tensor, floa
         return _plain(theta * stretch ** (dim / (dim - 2)), dim), 1.0
     if scaling.type == "llama3":
         # `turns` counts the rotations of each pair within the original context length. Llama 3
-        # divides the frequencies of pairs with at most `low` turns by `scaling.factor`, keeps those
-        # of pairs with at least `high` turns, and interpolates linearly in between.
+        # divides the frequencies of pairs with at most `low` turns by `scaling.factor`, keeps the
+        # frequencies of pairs with at least `high` turns, and interpolates linearly in between.
         frequencies = _plain(theta, dim)
         turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
         low, high = scaling.low_freq_factor, scaling.high_freq_factor
@@ -137,8 +137,8 @@ def _yarn(theta: float, dim: int, scaling: RopeScaling) -> tuple[Tensor, float]:
 
 
 def _pair_turning(turns: float, theta: float, dim: int, scaling: RopeScaling) -> float:
-    """Return the index, usually a fraction, at which a pair of elements would rotate `turns` times
-    within the original context length."""
+    """Return the index of the pair of elements that would rotate `turns` times within the original
+    context length. The index is usually a fraction."""
     wavelength = scaling.original_max_position_embeddings / (turns * 2 * math.pi)
     return dim * math.log(wavelength) / (2 * math.log(theta))
 

@@ -20,8 +20,8 @@ from optimus.config import ModelConfig
 
 
 class Routing(NamedTuple):
-    """Router statistics of one layer for one microbatch, from which auxiliary losses are
-    computed."""
+    """Router statistics of one layer for one microbatch. Auxiliary losses are computed from
+    them."""
 
     counts: Tensor
     """int64 [E]: number of tokens routed to each expert; the sum is T*K."""
@@ -41,7 +41,7 @@ class Routing(NamedTuple):
 
 
 def top_k(probs: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return the probabilities and indices of the k most probable experts of each token, in
+    """Choose the k most probable experts of each token. Return their probabilities and indices, in
     descending order of probability."""
     return probs.topk(k, dim=-1)
 

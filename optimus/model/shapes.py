@@ -1,8 +1,8 @@
-"""Names and shapes of a model's parameters, computed from the configuration without torch.
+"""Names and shapes of a model's parameters, computed from the configuration. Does not import torch.
 
-The order is that of `Transformer.named_parameters`: the embedding, the blocks, the final norm, the
-head. Dims of the shapes: V vocabulary, D hidden, F intermediate, E experts, and the widths of all
-query heads and of all key and value heads.
+The order is the same as in `Transformer.named_parameters`: the embedding, the blocks, the final
+norm, the head. Dims of the shapes: V vocabulary, D hidden, F intermediate, E experts, and the
+widths of all query heads and of all key and value heads.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def block_shapes(config: ModelConfig) -> Shapes:
     hidden, inner, experts = config.hidden_size, config.intermediate_size, config.experts
     query = config.num_attention_heads * config.head_size
     key = config.num_kv_heads * config.head_size
-    has_norms = config.architecture == "olmoe"  # those of olmo have no weights
+    has_norms = config.architecture == "olmoe"  # the norms of olmo have no weights
     shapes: Shapes = {"attention_norm.weight": (hidden,)} if has_norms else {}
     for name, shape in (
         ("q_proj", (query, hidden)),

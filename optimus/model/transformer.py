@@ -137,7 +137,7 @@ class Transformer(nn.Module):
         """
         # Positions count from the start of the sequence, even with documents. Attention with rotary
         # embedding depends only on differences of positions. Therefore the logits of a document do
-        # not depend on where it starts, except with dynamic `rope_scaling`.
+        # not depend on the position of its first token, except with dynamic `rope_scaling`.
         rope = self.rotary(x.shape[1], x.device)
         documents = None if document_ids is None else document_lengths(document_ids)
         routings = []
@@ -155,7 +155,7 @@ class Transformer(nn.Module):
 
     def logits_at(self, x: Tensor, position: int) -> Tensor:
         """Return the logits [B, V] at `position` for the output x [B, S, D] of the last block."""
-        # The norm comes before the slice: with sequence parallelism it gathers the sequence.
+        # The norm comes before the slice: with sequence parallelism, the norm gathers the sequence.
         return self._head(self.final_norm(x)[:, position])
 
     def _head(self, x: Tensor) -> Tensor:
@@ -205,13 +205,13 @@ class Transformer(nn.Module):
             yield block
 
     def keep_stages(self, layers: Collection[int], has_first: bool, has_last: bool) -> None:
-        """Delete all modules except those of the given pipeline stages.
+        """Delete all modules except the modules of the given pipeline stages.
 
         Args:
-            layers: indices of the layers of these stages.
-            has_first: True if these stages include the first stage. The embedding is then kept.
-            has_last: True if these stages include the last stage. The final norm and the output
-                head are then kept. With tied embeddings, the embedding is the output head.
+            layers: indices of the layers of the kept stages.
+            has_first: True to keep the embedding, because the stages include the first stage.
+            has_last: True to keep the final norm and the output head, because the stages include
+                the last stage. With tied embeddings, the embedding is the output head.
         """
         for name in list(self.blocks):
             if int(name) not in layers:
@@ -224,18 +224,18 @@ class Transformer(nn.Module):
 
     @property
     def shared_uses(self) -> dict[str, str]:
-        """Dict from the name of a weight that is not a parameter to the name of the parameter that
-        is used as this weight.
+        """Maps the name of a weight that is not a parameter to the name of the parameter that is
+        used as this weight.
 
         With tied embeddings, the dict is {"head.weight": "embed.weight"}: the output head on the
-        last pipeline stage uses the weight of the embedding, which is on the first stage.
-        Otherwise, the dict is empty.
+        last pipeline stage uses the weight of the embedding, which is on the first stage. With
+        separate embeddings, the dict is empty.
         """
         return {"head.weight": "embed.weight"} if self.config.tie_embeddings else {}
 
     def separate_uses(self) -> None:
         """With tied embeddings, make the output head use a new leaf tensor as its weight. The leaf
-        shares the storage of the embedding.
+        tensor shares the storage of the embedding.
 
         The head and the embedding then have separate gradients, which deterministic mode adds in a
         fixed order. Call this method after the weights have their final storage. Code that clears

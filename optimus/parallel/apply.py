@@ -4,8 +4,8 @@ On the meta device, parameters have shapes but no memory. `build_model` has thre
 
 1. Delete the modules of other ranks' pipeline stages.
 2. Apply parallel styles. A style replaces modules by parallel versions.
-3. Replace the meta parameters by this rank's slices on the device, still without memory
-   (`materialise`).
+3. Replace the meta parameters by this rank's slices on the device (`materialise`). The slices do
+   not have memory for their values yet.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from optimus.parallel.placement import Intervals, Placement, materialise, whole_
 from optimus.parallel.recompute import Recompute
 
 SLICES = {"ep": expert.slices, "tp": tensor.slices}
-"""Dict from the name of a mesh axis to a function `slices(module, index, size)`. For each parameter
-of `module` that the axis divides, the function yields the slice of the rank with the given index
+"""Maps the name of a mesh axis to a function `slices(module, index, size)`. For each parameter of
+`module` that the axis divides, the function yields the slice of the rank with the index `index`
 along the axis."""
 
 
 class ParallelStyle(Protocol):
     """Interface of a parallel style, which replaces modules of a model by parallel versions.
 
-    The class of a new module is a subclass of the replaced module's class. A style keeps the names
-    of parameters.
+    The class of a new module is a subclass of the replaced module's class. A style does not change
+    the names of parameters.
     """
 
     def apply(self, model: Transformer) -> None:
@@ -98,8 +98,8 @@ def make_layout(
 
 
 def _model_of_stages(model_config: ModelConfig, layout: Layout) -> Transformer:
-    """Return a model on the meta device that has only the pipeline stages of this rank. The
-    parameters are not divided over tp and ep ranks."""
+    """Return a model on the meta device with only the pipeline stages of this rank. The parameters
+    are not divided over tp and ep ranks."""
     model = whole_model(model_config)
     layers = {layer for stage in layout.stages for layer in layout.layers[stage]}
     model.keep_stages(layers, layout.has_first, layout.has_last)

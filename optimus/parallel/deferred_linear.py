@@ -45,8 +45,8 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x)
         # The weight is not passed to save_for_backward, because a deferred gradient is written to
-        # its `.grad`: with saved-tensor hooks, `saved_tensors` may return a different tensor object
-        # that shares the weight's memory.
+        # the weight's `.grad`. With saved-tensor hooks, `saved_tensors` may return a different
+        # tensor object that shares the weight's memory.
         ctx.weight = weight
         ctx.has_bias = bias is not None
         return F.linear(x, weight, bias)

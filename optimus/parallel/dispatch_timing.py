@@ -28,8 +28,8 @@ def time_dispatchers(
     everyone: Group,
     seed: int,
 ) -> dict[str, float]:
-    """Measure the time of forward and backward of the first MoE layer's experts with each
-    dispatcher.
+    """Measure the time of the first MoE layer's experts with each dispatcher, for one forward and
+    backward pass.
 
     All ranks must call this function. The function does not change `model`.
 

@@ -1,6 +1,6 @@
 """Check that the size of each mesh axis divides the model's dimensions.
 
-This module does not need torch, so launchers can also run the check.
+This module does not import torch, so that launchers can also run the check.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from optimus.errors import ConfigError, counted
 
 
 def check_divisible(config: Config, mesh: Mesh) -> None:
-    """Check that the size of each mesh axis divides the values of the settings that `Axis.divides`
-    lists for the axis.
+    """Check that the size of each mesh axis divides the settings in `Axis.divides`.
 
     With sequence parallelism, the size of tp must also divide train.seq_len.
 
@@ -52,8 +51,8 @@ def check_divisible(config: Config, mesh: Mesh) -> None:
 
 
 def _sizes(config: Config, key: str) -> list[int]:
-    """Return the distinct values that the setting `key` has in the layers of the model, in
-    ascending order. Return [0] if all values are 0; omit 0 otherwise."""
+    """Return the distinct values of the setting `key` in all layers, ascending. Zeros are omitted
+    unless all values are 0."""
     section, name = key.split(".")
     if section != "model":
         return [getattr(getattr(config, section), name)]

@@ -98,8 +98,9 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        # If several nodes are ready, autograd runs the node that forward created last. All ranks of
-        # a group create the same nodes, so backward starts collectives in the same order on them.
+        # If several nodes of the graph are ready, autograd runs the node that forward created last.
+        # All ranks of a group create the same nodes. Therefore backward starts collectives in the
+        # same order on all ranks.
         return ctx.exchange_back(grad), None, None
 
 

@@ -1,8 +1,8 @@
 """Expert parallelism: the experts of a layer are divided over ep ranks, which read different data.
 
 A dispatcher sends each token to the ranks that have the token's experts, runs the experts and
-returns the results to the rank whose data contains the token. In forward and backward of one layer
-for one microbatch, a rank receives this number of bytes from other ranks:
+returns the results to the rank whose data contains the token. In the forward and backward pass of
+one layer for one microbatch, a rank receives the following number of bytes from other ranks:
 
     allgather  (n-1) * T * (4*D*b + 2*K*b + 8*K)
     alltoall   2*(M + R)*D*b + M*(K*b + 8*K) + R*K*b + 8*(n-1)
@@ -34,7 +34,8 @@ from optimus.parallel.exchange import (
 from optimus.parallel.placement import Intervals, share
 
 Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Function (tokens [N, D], weights [N, K], chosen [N, K]) -> [N, D] that runs a rank's experts.
+"""Function (tokens [N, D], weights [N, K], chosen [N, K]) -> [N, D] that computes the outputs of a
+rank's experts.
 
 `weights` are routing weights, and `chosen` are int64 expert indices.
 """
@@ -119,7 +120,7 @@ class Dispatcher(ABC):
     Args:
         group: the ep ranks.
         num_experts: E, the total number of experts on all ranks.
-        choose: the function with which the router chooses experts, for plans.
+        choose: the function that the router uses to choose experts. Only planning calls it.
     """
 
     def __init__(self, group: Group, num_experts: int, choose: Choice = top_k) -> None:
@@ -170,7 +171,7 @@ class AllToAllDispatcher(Dispatcher):
             tokens, sent, received = self._planned_destinations(chosen)
         else:
             tokens, counts = self._destinations(chosen)
-            # The counts are exchanged first, because they are the sizes of the other exchanges.
+            # The counts are exchanged first, because the other exchanges need them as sizes.
             # `chosen`, unlike x and the weights, is int64 and has no gradient.
             arriving = torch.empty_like(counts)
             all_to_all(arriving, counts, group)
@@ -194,15 +195,18 @@ class AllToAllDispatcher(Dispatcher):
 
     def _planned_destinations(self, chosen: Tensor) -> tuple[Tensor, list[int], list[int]]:
         """Return the indices of the tokens to send, without values, and the numbers of tokens to
-        send to and to receive from each rank. Tensors on the meta device have no values, so a plan
-        assumes random probabilities of the experts, which balance their loads."""
+        send to and to receive from each rank.
+
+        Tensors on the meta device have no values. Therefore this method assumes random expert
+        probabilities, which balance the loads of the experts.
+        """
         generator = torch.Generator().manual_seed(0)
         probs = torch.rand(len(chosen), self._num_experts, generator=generator)
         _, assumed = self._choose(probs, chosen.shape[1])
         tokens, counts = self._destinations(assumed)
         all_to_all(torch.empty_like(counts, device="meta"), counts.to("meta"), self._group)
-        # With balanced loads, each rank sends as many tokens to this rank as this rank sends to
-        # itself.
+        # With balanced loads, this rank receives the same number of tokens from each rank, itself
+        # included.
         received = [int(counts[self._group.rank])] * self._group.size
         return tokens.to("meta"), counts.tolist(), received
 
@@ -211,4 +215,4 @@ DISPATCHERS: Mapping[str, type[Dispatcher]] = {
     "allgather": AllGatherDispatcher,
     "alltoall": AllToAllDispatcher,
 }
-"""Dict from a value of `parallel.ep_dispatch` to the dispatcher class that the value selects."""
+"""Maps a value of `parallel.ep_dispatch` to the dispatcher class that the value selects."""

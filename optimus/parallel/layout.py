@@ -19,7 +19,7 @@ class Layout:
     layers: tuple[range, ...]
     """The indices of the layers of each pipeline stage, for the stages of all ranks."""
     placements: dict[str, Placement]
-    """Dict from the name of a parameter to the parameter's placement on this rank."""
+    """Maps the name of each parameter to its placement on this rank."""
     sequence_shares: int = 1
     """The number of shares into which sequence parallelism divides a sequence; 1 without sequence
     parallelism."""
@@ -38,7 +38,8 @@ class Layout:
         return self.stages[-1] == self.schedule.num_stages - 1
 
     def stage_of(self, name: str) -> int:
-        """Return the index of the stage that uses a weight. The stage must be on this rank.
+        """Return the index of the pipeline stage that uses a weight. The stage must be on this
+        rank.
 
         Args:
             name: name of a parameter, or a key of `Transformer.shared_uses`.

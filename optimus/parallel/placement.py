@@ -43,8 +43,8 @@ class Placement:
         return whole
 
     def of_entry(self) -> Placement:
-        """Return the placement of `parameter[i]`, for an index i of this rank's slice. The result
-        does not depend on i.
+        """Return the placement of `parameter[i]`, where i is any index in this rank's slice. The
+        result does not depend on i.
 
         For example, if a parameter has the weights of all experts, `parameter[i]` is one expert's
         weight.
@@ -59,8 +59,8 @@ def whole_model(config: ModelConfig) -> Transformer:
 
 
 def share(size: int, index: int, count: int) -> tuple[int, int]:
-    """Divide `size` elements into `count` shares, and return the range [start, stop) of the
-    elements in share number `index`.
+    """Divide `size` elements into `count` shares. Return the element range [start, stop) of the
+    share `index`.
 
     The numbers of elements in the shares differ by at most one.
     """
@@ -70,9 +70,9 @@ def share(size: int, index: int, count: int) -> tuple[int, int]:
 def materialise(model: Transformer, placements: dict[str, Placement], device: torch.device) -> None:
     """Replace the meta parameters of a model by this rank's slices on `device`.
 
-    All elements of a slice have the same memory address, so the model needs almost no memory until
-    its parameters become views of chunks, the flat buffers of model states. The elements are NaN,
-    so that the loss is NaN if a parameter is used before it becomes a view of a chunk.
+    All elements of a slice have the same memory address, so that the model needs very little memory
+    until its parameters become views of chunks, the flat buffers of model states. The elements are
+    NaN, so that the loss is NaN if a parameter is used before it becomes a view of a chunk.
     """
     for prefix, module in model.named_modules():
         for name, _ in list(module.named_parameters(recurse=False)):

@@ -1,7 +1,7 @@
 """Selective activation checkpointing: backward recomputes chosen modules of each block.
 
-The setting `recompute.modules` lists the modules. For backward, forward keeps only the following
-tensors of a listed module:
+The setting `recompute.modules` lists the modules. For each listed module, forward keeps only the
+following tensors for backward:
 
 - `attention`, `moe` and `block`: only the module's input.
 - `experts`: all tensors except the pre-activation.
@@ -10,7 +10,7 @@ tensors of a listed module:
 Recomputation does not change the bits of the gradients. Backward also repeats the communication of
 a recomputed module.
 
-Dims: B batch, S sequence (with sequence parallelism, one tp rank's share), D hidden.
+Dims: B batch, S sequence (with sequence parallelism, the share of one tp rank), D hidden.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class RecomputeBlock(Block):
         self._moe = sparse and "moe" in modules and not self._whole
         self._experts = sparse and "experts" in modules and not (self._moe or self._whole)
         self._enabled = True
-        # torch calls only the innermost saved-tensor hooks, so the hooks of `KeptBytes` are not
-        # called while those of `_NormOutput` are active.
+        # torch calls only the innermost saved-tensor hooks, so that the hooks of `KeptBytes` are
+        # not called while the hooks of `_NormOutput` are active.
         self.observers: list[Callable[[Tensor], object]] = []
         """Functions that are called with each tensor that `_NormOutput.pack` keeps for backward."""
 
@@ -155,7 +155,7 @@ class _NormOutput:
 
 @contextlib.contextmanager
 def recompute_disabled(model: nn.Module) -> Iterator[None]:
-    """Turn recomputation off in `model` until the `with` statement ends.
+    """Context manager that turns recomputation off in `model`.
 
     `model` may be a whole model or a single block.
     """
@@ -253,8 +253,8 @@ class KeptBytes:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        # The set contains storage objects and not addresses: the storage of a sharded parameter may
-        # have no memory, and hence no address, until the parameter is gathered.
+        # The set contains storage objects instead of addresses: the storage of a sharded parameter
+        # may have no memory, and hence no address, until the parameter is gathered.
         self._skipped = {p.untyped_storage()._cdata for p in model.parameters()}
         self._blocks = [block for block in model.modules() if isinstance(block, RecomputeBlock)]
         self._kept: dict[int, int] = {}

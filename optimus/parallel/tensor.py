@@ -1,8 +1,8 @@
 """Tensor parallelism: tp ranks divide attention heads, intermediate sizes and the vocabulary.
 
-The scheme is that of Megatron-LM (arXiv 1909.08053). In attention and feed-forward networks, the
-first linear layers are column-parallel, and the last linear layer is row-parallel. Sequence
-parallelism (arXiv 2205.05198) also divides the residual stream, along the sequence.
+The scheme is described in the Megatron-LM paper (arXiv 1909.08053). In attention and feed-forward
+networks, the first linear layers are column-parallel, and the last linear layer is row-parallel.
+Sequence parallelism (arXiv 2205.05198) also divides the residual stream, along the sequence.
 
 Dims: B batch, S sequence, D hidden, T tokens, K experts per token, N targets, V token ids in this
 rank's share of the vocabulary.
@@ -138,7 +138,7 @@ def slices(module: nn.Module, index: int, size: int) -> Iterator[tuple[str, int,
 
 def sees_share_of_sequence(name: str) -> bool:
     """Return True if, with sequence parallelism, each tp rank applies the parameter `name` only to
-    its own share of the sequence.
+    the rank's share of the sequence.
 
     The gradient of such a parameter is the sum of the gradients that the tp ranks compute.
     """
@@ -198,8 +198,8 @@ class TensorParallelMLP(MLP):
 class TensorParallelMoE(FastSparseMoE):
     """Mixture of experts with this rank's share of each expert's intermediate size.
 
-    Every rank routes all tokens. In backward, each rank computes only one summand of two gradients:
-    that of the experts' input and that of the routing weights. Both gradients are then summed over
+    Every rank routes all tokens. In backward, each rank computes only one summand of the experts'
+    input gradient and of the routing weights' gradient. These two gradients are then summed over
     all ranks.
     """
 
@@ -241,8 +241,8 @@ class VocabularyParallelEmbedding(Embedding):
 
 
 class _FinalNorm(nn.Module):
-    """Mixin for the norm before the column-parallel output head. `forward` returns the input of the
-    head (`TensorParallel.enter`)."""
+    """Mixin for the norm before the column-parallel output head. After the norm, `forward` calls
+    `TensorParallel.enter`, so that the result is the input of the head."""
 
     def __init__(self, size: int, eps: float, style: TensorParallel) -> None:
         super().__init__(size, eps)
@@ -253,11 +253,11 @@ class _FinalNorm(nn.Module):
 
 
 class FinalRMSNorm(_FinalNorm, RMSNorm):
-    """RMSNorm before an output head whose vocabulary is divided."""
+    """RMSNorm before an output head with a divided vocabulary."""
 
 
 class FinalLayerNorm(_FinalNorm, LayerNorm):
-    """LayerNorm before an output head whose vocabulary is divided."""
+    """LayerNorm before an output head with a divided vocabulary."""
 
 
 class DividedSequenceRotary(Rotary):

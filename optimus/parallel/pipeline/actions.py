@@ -37,7 +37,7 @@ class Kind(IntEnum):
     OPT_STEP = 9
     """Update the weights of all stages of the rank. This is the last action of a step."""
 
-    __hash__ = int.__hash__  # that of Enum is a Python function, which slows dicts of actions down
+    __hash__ = int.__hash__  # Enum.__hash__ is a Python function, which makes dicts of actions slow
 
 
 COMPUTE = (Kind.F, Kind.B, Kind.I, Kind.W)
@@ -46,7 +46,7 @@ RECEIVES = (Kind.RECV_ACTIVATION, Kind.RECV_GRADIENT)
 
 
 class Action(NamedTuple):
-    """One action of a pipeline rank, with the stage and the microbatch that the action is for."""
+    """One action of a pipeline rank, for one stage and one microbatch."""
 
     kind: Kind
     stage: int = 0
@@ -59,8 +59,8 @@ class Action(NamedTuple):
 class Channel(NamedTuple):
     """Connection from one pipeline rank to another, either for activations or for gradients.
 
-    Each channel has a separate communicator, on which messages complete in the order in which they
-    were posted.
+    Each channel has a separate communicator. Messages on a communicator complete in the order in
+    which they were posted.
     """
 
     sends: Kind

@@ -11,10 +11,10 @@ WEIGHT_GRADIENT = (Kind.B, Kind.W)
 
 
 class _Incoming:
-    """Receive actions of one channel of a rank, in the order of the matching sends."""
+    """Receive actions of a rank on one channel, in the order of the matching sends."""
 
     def __init__(self, kind: Kind, keys: Sequence[tuple[int, int]]) -> None:
-        """`keys` has the receiving stage and the microbatch of each receive of kind `kind`."""
+        """`keys` contains (receiving stage, microbatch) for each receive of kind `kind`."""
         self.queue = [Action(kind, *key) for key in keys]
         self.position = {key: index for index, key in enumerate(keys)}
         self.num_posted = 0
@@ -57,8 +57,8 @@ def add_transfers(
 def add_update(actions: Sequence[Action], reduce_each: bool) -> tuple[Action, ...]:
     """Return a rank's actions with gradient reductions inserted and the optimizer step appended.
 
-    With `reduce_each`, gradients are reduced after each microbatch, otherwise only after the last
-    microbatch.
+    With `reduce_each`, gradients are reduced after each microbatch. Without it, they are reduced
+    only after the last microbatch.
     """
     last_of = {a.stage: a for a in actions if a.kind in WEIGHT_GRADIENT}
     out: list[Action] = []
@@ -77,7 +77,7 @@ def _with_transfers(
     actions: Sequence[Action], last_stage: int, activations: _Incoming, gradients: _Incoming
 ) -> list[Action]:
     """Return the actions of a rank with sends and receives inserted. A schedule of a large run has
-    more than a million actions, so this makes no object that is not in the result."""
+    more than a million actions. Therefore this function does not create temporary objects."""
     incoming = {Kind.F: activations, Kind.B: gradients, Kind.I: gradients}
     out: list[Action] = []
     if actions and actions[0].kind in incoming:

@@ -47,7 +47,8 @@ class _Saved(NamedTuple):
 
 
 class Executor:
-    """Executor of a pipeline schedule on one rank. A run uses the same executor in all steps.
+    """Executor of a pipeline schedule on one rank. A run uses the same Executor in all training
+    steps.
 
     Args:
         schedule: the actions of all ranks for one step.
@@ -111,12 +112,13 @@ class Executor:
 
         Args:
             microbatches: the microbatches of this data-parallel rank, in order.
-            reduce_grad: called with (stage, microbatch) for each REDUCE_GRAD action.
-            opt_step: called for the OPT_STEP action.
-            before_backward: called before each backward action (B, I or W) with the index of the
-                action's stage.
-            last_backward: returns the context manager within which each stage's last action of kind
-                B or W runs. `LastBackward` describes the arguments.
+            reduce_grad: function that is called with (stage, microbatch) for each REDUCE_GRAD
+                action.
+            opt_step: function that is called for the OPT_STEP action.
+            before_backward: function that is called before each backward action (B, I or W) with
+                the index of the action's stage.
+            last_backward: function that returns a context manager. Each stage's last action of kind
+                B or W runs inside it. See `LastBackward`.
 
         Returns:
             The loss terms of this rank's stages, by (stage, microbatch).
@@ -165,8 +167,8 @@ class Executor:
 
     @contextmanager
     def recording(self, recorder: Recorder) -> Iterator[None]:
-        """Send the events of actions to `recorder` instead of `self.recorder` until the `with`
-        statement ends."""
+        """Context manager that sends the events of actions to `recorder` instead of
+        `self.recorder`."""
         before, self.recorder = self.recorder, recorder
         try:
             yield

@@ -1,6 +1,6 @@
 """Functions that derive the pipeline stages and the pipeline schedule from a configuration.
 
-This module does not need torch, so launchers can also check the configuration.
+This module does not import torch, so that launchers can also check the configuration.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def plan_stages(config: Config, num_ranks: int) -> tuple[range, ...]:
 def assign_layers(
     layer_costs: Sequence[float], num_stages: int, last_cost: float = 0.0
 ) -> tuple[range, ...]:
-    """Assign contiguous layers to stages so that the most expensive stage is as cheap as possible.
+    """Assign contiguous layers to stages. Minimise the cost of the most expensive stage.
 
     Among equally good assignments, the result has the fewest layers on early stages, because early
     stages keep the activations of more microbatches.
@@ -64,8 +64,8 @@ def assign_layers(
     def cost_of(stage: int, start: int, stop: int) -> float:
         return sums[stop] - sums[start] + last_cost * (stage == num_stages - 1)
 
-    # best[n]: if the later stages begin at layer n, the cost of the most expensive of these stages,
-    # minimised over all assignments.
+    # best[n]: minimum, over all assignments in which the later stages begin at layer n, of the cost
+    # of the most expensive of these stages.
     infinite = float("inf")
     best = [infinite] * num_layers + [0.0]
     ends: list[list[int]] = []

@@ -72,7 +72,7 @@ def zero_bubble_h1(num_ranks: int, virtual_stages: int, num_microbatches: int) -
     """Return the zero-bubble schedule ZB-H1 (Qi et al. 2023, arXiv 2401.10241).
 
     ZB-H1 is 1F1B with backward divided into I (gradient of the stage's input) and W (gradients of
-    the stage's weights). The actions W run in time in which a 1F1B rank is idle. Each rank keeps
+    the stage's weights). The actions W fill the time in which a 1F1B rank is idle. Each rank keeps
     the activations of at most `num_ranks` microbatches.
     """
     assert virtual_stages == 1
@@ -97,8 +97,8 @@ GENERATORS: dict[str, Callable[[int, int, int], Lists]] = {
     "interleaved": interleaved,
     "zb-h1": zero_bubble_h1,
 }
-"""Mapping from a value of `parallel.schedule` to the function that returns the schedule's compute
-actions. The function's arguments are `num_ranks`, `virtual_stages` and `num_microbatches`."""
+"""Maps a value of `parallel.schedule` to the function that returns the schedule's compute actions.
+The function's arguments are `num_ranks`, `virtual_stages` and `num_microbatches`."""
 _ONE_STAGE_ONLY = ("1f1b", "zb-h1")
 
 
@@ -109,7 +109,8 @@ def make_schedule(
     num_microbatches: int,
     reduce_each: bool = False,
 ) -> Schedule:
-    """Return the schedule of one step, with transfers, gradient reductions and optimizer step.
+    """Return the schedule of one training step, with transfers, gradient reductions and the
+    optimizer step.
 
     Args:
         name: a key of GENERATORS.
@@ -131,8 +132,7 @@ def make_schedule(
 
 
 def check_virtual_stages(name: str, virtual_stages: int) -> None:
-    """Check that the schedule `name` supports `virtual_stages` stages per rank. Raises ConfigError
-    otherwise."""
+    """Raise ConfigError unless the schedule `name` supports `virtual_stages` stages per rank."""
     if name in _ONE_STAGE_ONLY and virtual_stages > 1:
         raise ConfigError(
             f"parallel.virtual_stages = {virtual_stages}, but parallel.schedule = {name!r} "

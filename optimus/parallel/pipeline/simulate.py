@@ -1,4 +1,4 @@
-"""Simulation of a pipeline schedule, which computes the start and end times of all actions."""
+"""Simulation of a pipeline schedule. It computes the start and end times of all actions."""
 
 from __future__ import annotations
 
@@ -54,8 +54,11 @@ def unit_costs(virtual_stages: int = 1) -> Cost:
 
 
 def bubble_ratio(name: str, num_ranks: int, virtual_stages: int, num_microbatches: int) -> float:
-    """Return `Timeline.bubble_ratio` of a schedule of equal stages with `unit_costs`, without a
-    simulation. The arguments are those of `make_schedule`."""
+    """Return the bubble ratio of a schedule of equal stages, computed by a formula.
+
+    The result is equal to `Timeline.bubble_ratio` of a simulation with `unit_costs`. The arguments
+    are as for `make_schedule`.
+    """
     p, v, m = num_ranks, virtual_stages, num_microbatches
     if name == "zb-h1":  # W runs while a rank of 1F1B is idle
         return ((p - 1) if m >= p else (2 * p - m - 1)) / (3 * m)
@@ -63,10 +66,10 @@ def bubble_ratio(name: str, num_ranks: int, virtual_stages: int, num_microbatche
 
 
 def simulate(schedule: Schedule, cost: Cost) -> Timeline:
-    """Simulate a schedule in which the action `a` takes the time cost(a), and return the start and
-    end times of the actions.
+    """Simulate a schedule. Return the start and end times of its actions.
 
-    Transfers overlap with computation. A schedule with a deadlock fails an assertion.
+    The action `a` takes the time cost(a). Transfers overlap with computation. If the schedule has a
+    deadlock, an assertion fails.
     """
     simulation = _Simulation(schedule, cost)
     ready = list(range(schedule.num_ranks))
