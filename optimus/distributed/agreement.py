@@ -2,12 +2,12 @@
 
 An `Outcome` describes why a rank ends. Each failed rank publishes its Outcome in the store and
 waits briefly for the other ranks. Then one rank writes one of the published Outcomes to the store
-as the decision. All ranks end with the decided Outcome, and only the rank that published this
-Outcome prints it.
+as the decision. All ranks end with the decided Outcome, and only the rank that published it prints
+it.
 
-If there are several Outcomes, a cause, such as a data error, is preferred to the loss of a peer,
-and among several causes or losses, the Outcome of rank 0 is preferred to those of other ranks. This
-module imports no torch: callers pass the store.
+If there are several Outcomes, a cause, such as a data error, takes precedence over the loss of a
+peer. Among several causes or several losses, the Outcome of rank 0 takes precedence over the
+Outcomes of other ranks. This module does not import torch: callers pass the store.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ Answer = TypeVar("Answer")
 
 _DECISION = "optimus/decision"
 # Causes come before losses, because a peer is lost only as a consequence of a cause. Among causes,
-# that of rank 0 is first, so that rank 0 prints an error that all ranks have.
+# the cause of rank 0 is first, so that rank 0 prints an error that all ranks have.
 _CAUSES = ("optimus/cause-of-rank-0", "optimus/cause", "optimus/loss-of-rank-0", "optimus/loss")
 """Store keys under which ranks publish their Outcomes. The decision is the Outcome of the first key
 that is set. An Outcome is either a cause, such as a data error, or the loss of a peer."""
 _PRINTED, _LEFT, _ALL_LEFT = "optimus/printed", "optimus/left", "optimus/all-left"
 _OTHERS_S = 1.9
 """Longest time, in seconds, that a rank waits for the other ranks to publish their Outcomes, and
-longest time that a rank waits for another rank to print the error."""
+for another rank to print the error."""
 _STORE_S = 2.0
-"""Time limit, in seconds, of the store operations in one call of an Agreement method, without the
-time for which the method waits for other ranks."""
+"""Time limit, in seconds, of the store operations in one call of an Agreement method. The time for
+which the method waits for other ranks is not counted."""
 _LEAVE_S = 5.0
 """Longest time, in seconds, that rank 0 waits until the other ranks have called
 `RunEnded.leave`."""
 
 
 class RunEnded(OptimusError):
-    """Error that ends a rank after the ranks have agreed on an Outcome. It replaces the rank's
-    original error.
+    """Error that ends a rank after the ranks have agreed on an Outcome. This error replaces the
+    rank's original error.
 
     Attributes:
         outcome: The Outcome that ends the run. All ranks have the same Outcome, unless they could
@@ -80,8 +80,8 @@ class RunEnded(OptimusError):
 
     @property
     def line(self) -> str:
-        """Message for the user, as a single line. The line names the rank that published the
-        Outcome if this rank is not rank 0."""
+        """Message for the user, as a single line. If another rank than rank 0 published the
+        Outcome, the line names this rank."""
         where, outcome = "", self.outcome
         if outcome.rank:
             several = self._agreement is not None and not self._agreement.launch.is_single_machine
@@ -94,23 +94,24 @@ class RunEnded(OptimusError):
 
         A rank whose `prints` is True must print `line` before this call. On the other ranks, the
         call waits until `line` is printed, because a launcher ends all ranks when the first rank
-        exits. On rank 0, the call also waits until all ranks, or all but a lost rank, have called
-        `leave`. Both waits have a time limit. If several ranks are lost, rank 0 waits for the whole
-        limit, because it cannot know whether a slow rank still needs the store.
+        exits. On rank 0, the call also waits until all ranks, or all except a lost rank, have
+        called `leave`. Both waits have a time limit. If several ranks are lost, rank 0 waits for
+        the whole limit, because it cannot know whether a slow rank still needs the store.
         """
         if self._agreement is not None:
             self._agreement.leave(self.prints)
         elif not self.prints:
             # Another rank prints the line. If this rank exited first, the launcher could end the
-            # other rank before it prints. Without a store this rank can only wait for a fixed time.
+            # other rank before the line is printed. Without a store this rank can only wait for a
+            # fixed time.
             time.sleep(_OTHERS_S)
 
 
 def end_alone(error: OptimusError, phase: Phase = "launch") -> RunEnded:
-    """Return the RunEnded of a rank that has no store and so cannot agree with other ranks.
+    """Return the RunEnded of a rank that has no store and cannot agree with other ranks.
 
-    The rank prints `error`, with one exception: it prints a LaunchError that all ranks of the
-    machine raise only if `prints_for_machine` returns True.
+    The rank prints `error`, with one exception: a LaunchError that all ranks of the machine raise
+    is printed only if `prints_for_machine` returns True.
     """
     if isinstance(error, RunEnded):
         return error
@@ -119,10 +120,10 @@ def end_alone(error: OptimusError, phase: Phase = "launch") -> RunEnded:
 
 
 def end_without_store(outcome: Outcome, launch: LaunchEnv) -> RunEnded:
-    """Return the RunEnded of a rank that cannot reach the store or gets no answer from it.
+    """Return the RunEnded of a rank that does not get an answer from the store.
 
     If `outcome` is a cause, such as a data error, this rank prints it. If `outcome` is the loss of
-    a peer, only some ranks print it, but at least one rank of each machine does.
+    a peer, some ranks print it, among them at least one rank of each machine.
     """
     if outcome.kind is not OutcomeKind.LOST_PEER:
         return RunEnded(outcome)
@@ -136,11 +137,11 @@ def end_without_store(outcome: Outcome, launch: LaunchEnv) -> RunEnded:
 
 
 def _mark_printed(launch: LaunchEnv) -> bool:
-    """Return True if this rank must print the message about the lost store, False if another rank
-    of this machine does.
+    """Return True if this rank must print the message about the lost store, or False if another
+    rank of this machine prints it.
 
     The first rank that calls this function creates a file, which shows the other ranks that the
-    message is printed. Return True also if the file cannot be created.
+    message is printed. If the file cannot be created, return True.
     """
     # The mark is a file, because it must outlive the process. A file older than this process is
     # from an earlier run at the same address.
@@ -155,7 +156,7 @@ def _mark_printed(launch: LaunchEnv) -> bool:
         if mark.st_uid == user and mark.st_mtime >= started:
             return False
         os.utime(path, follow_symlinks=False)
-    except OSError:  # print the loss twice rather than never
+    except OSError:  # it is better to print the loss twice than never
         pass
     return True
 
@@ -166,8 +167,8 @@ def outcome_of(error: OptimusError, rank: int, phase: Phase, step: int = 0) -> O
 
 
 class Agreement:
-    """Agreement of all ranks on one Outcome, with which the run ends. Each rank publishes its
-    Outcome in the store. All ranks then end with the same one.
+    """Agreement of all ranks on the Outcome of the run. Each rank publishes its Outcome in the
+    store. All ranks then end with the same Outcome.
 
     Args:
         store: torch's store, which all ranks share.
@@ -213,8 +214,9 @@ class Agreement:
 
         def ask() -> RunEnded:
             # The loss of a peer is published even after the decision. It does not change the
-            # decision, but makes `is_shared` False on the ranks that read the decision later. They
-            # must not destroy the process group, because a rank may still wait for another rank.
+            # decision, but makes `is_shared` False on the ranks that read the decision later. These
+            # ranks must not destroy the process group, because a rank may still wait for another
+            # rank.
             if outcome.kind is OutcomeKind.LOST_PEER or not self._has(_DECISION):
                 self._publish(outcome)
             return self._decided(self._wait_for_all("end", _OTHERS_S))
@@ -222,7 +224,7 @@ class Agreement:
         return self._within(_OTHERS_S, ask, lambda: end_without_store(outcome, self.launch))
 
     def publish(self, outcome: Outcome) -> None:
-        """Write the Outcome of this rank to the store, without waiting for a decision of all ranks.
+        """Write the Outcome of this rank to the store. Does not wait for a decision of all ranks.
 
         If other ranks fail because this rank ends, they find the cause in the store.
         """
@@ -237,8 +239,8 @@ class Agreement:
                 self._store.set(_PRINTED, "1")
             else:
                 self._wait(_PRINTED, _OTHERS_S)
-            # A slow rank may learn of a lost rank only after the others have decided. It needs the
-            # store: without the store it would print the loss again.
+            # A slow rank may learn of a lost rank only after the others have decided. This rank
+            # needs the store: without the store it would print the loss again.
             joined = self._store.add(f"optimus/{self._round}", 0)
             if self._store.add(_LEFT, 1) >= max(joined, self.launch.world_size - 1):
                 self._store.set(_ALL_LEFT, "1")

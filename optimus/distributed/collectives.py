@@ -1,6 +1,7 @@
 """Collectives over a `Group`. A group of a single rank does not communicate.
 
-Collectives of tensors on the meta device report to the group's recorder, but do not communicate.
+A collective of tensors on the meta device reports to the group's recorder, but does not
+communicate.
 
 A collective raises LostPeerError if another rank ends or the time limit is reached. Other errors
 are raised unchanged, with a note that names the operation. Reductions use only SUM and MAX, because
@@ -32,8 +33,8 @@ Value = TypeVar("Value")
 _MOST_BYTES = 1 << 31
 """Maximum size, in bytes, of an encoded object or a byte string that a rank sends."""
 _SUM_UNIT = 2.0**-28
-"""Unit of the fixed-point numbers in `exact_sums`: the int64 number n represents the value
-n * _SUM_UNIT. Sums below 3e10 in magnitude fit into int64."""
+"""Unit of the fixed-point numbers in `exact_sums`: the int64 number n represents the value n *
+_SUM_UNIT. An int64 can represent sums below 3e10 in magnitude."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Group:
         rank: Index of this rank within the group.
         handle: Weak reference to torch's process group; None if the group has no process group.
         axes: Names of the mesh axes along which the ranks differ, for error messages and recorders.
-        recorder: Its method `collective` is called for each collective of this group.
+        recorder: Recorder whose method `collective` is called for each collective of this group.
     """
 
     size: int
@@ -56,8 +57,8 @@ class Group:
     recorder: Recorder = field(default=NO_RECORDER, compare=False, repr=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return the data from which copy and pickle create a copy of this Group. The copy has no
-        recorder."""
+        """Return the arguments with which copy and pickle create a copy of this Group. The copy has
+        no recorder."""
         # The recorder may have open files, which cannot be copied.
         return Group, (self.size, self.rank, self.handle, self.axes)
 
@@ -88,8 +89,8 @@ _observers: list[Callable[[torch.Tensor], None]] = []
 
 @contextlib.contextmanager
 def observing_contributions(observe: Callable[[torch.Tensor], None]) -> Iterator[None]:
-    """Return a context manager. Within its context, `observe` is called with this rank's input
-    tensor before each collective starts, except before broadcasts and point-to-point messages."""
+    """Context manager. Within the context, `observe` is called with this rank's input tensor before
+    each collective starts, except before broadcasts and point-to-point messages."""
     _observers.append(observe)
     try:
         yield
@@ -117,8 +118,8 @@ _PEER_IS_GONE = re.compile(
     r"|heartbeat|no route to host|rank \d+ (is gone|failed|exited)",
     re.IGNORECASE,
 )
-"""Regular expression that matches the messages with which gloo, NCCL, oneCCL and torch's store
-report that another rank is lost."""
+"""Regular expression for the messages of gloo, NCCL, oneCCL and torch's store that report the loss
+of another rank."""
 
 
 def _why_lost(error: RuntimeError) -> str:
@@ -135,8 +136,8 @@ def _why_lost(error: RuntimeError) -> str:
 
 @contextlib.contextmanager
 def raising_lost_peers(operation: str, group: Group) -> Iterator[None]:
-    """Return a context manager that converts a RuntimeError to a LostPeerError if the error shows
-    that another rank is lost. Any other RuntimeError is raised again with a note that names
+    """Context manager that converts a RuntimeError to a LostPeerError if the error shows that
+    another rank is lost. Any other RuntimeError is raised again with a note that names
     `operation`."""
     try:
         yield
@@ -376,8 +377,8 @@ def gather_bytes(data: bytes, group: Group) -> list[bytes]:
     """Send every rank's `data` to the group's first rank. Return the list of all `data`, in rank
     order, on the first rank, and [] on the other ranks.
 
-    Each rank sends as many bytes as the longest `data` of all ranks has. If only one rank's `data`
-    is long, most of the traffic is padding.
+    Every `data` is padded to the length of the longest one. If only one rank's `data` is long, most
+    of the traffic is padding.
     """
     if group.size == 1:
         return [data]
@@ -396,8 +397,9 @@ def broadcast_object(value: Value, group: Group, kind: Any) -> Value:
     """Send `value` from the group's first rank to the others, and return it on every rank.
 
     Args:
-        value: None, bool, int, float, str or Path, or a list, tuple, mapping with str keys,
-            NamedTuple or dataclass of these. Only the value of the first rank is used.
+        value: a value of the type None, bool, int, float, str or Path, or a list, tuple, mapping
+            with str keys, NamedTuple or dataclass of such values. Only the value of the first rank
+            is used.
         group: The ranks that take part.
         kind: Type that the received value must have.
 
@@ -412,8 +414,8 @@ def broadcast_object(value: Value, group: Group, kind: Any) -> Value:
 
 @_collective
 def all_gather_objects(value: Value, group: Group, kind: Any) -> list[Value]:
-    """Return a list of the `value` of every rank, in rank order, on every rank. `value` and `kind`
-    are as for `broadcast_object`."""
+    """Gather `value` from every rank, and return the list of values, in rank order, on every rank.
+    `value` and `kind` are as for `broadcast_object`."""
     if group.size == 1:
         return [value]
     data = encode_object(value)
@@ -434,7 +436,7 @@ def encode_object(value: object) -> bytes:
 
 
 def decode_object(data: bytes, kind: Any) -> Any:
-    """Decode a value of type `kind` from JSON. A value of another type is not converted.
+    """Decode a value of type `kind` from JSON. A value of another type is not converted to `kind`.
 
     Raises:
         ValueError: The value does not have the type `kind`.

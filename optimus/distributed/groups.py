@@ -1,5 +1,5 @@
-"""Process groups of a rank along the axes of the mesh, and groups of two ranks (channels) for the
-messages between neighbouring pipeline ranks."""
+"""Process groups of a rank: groups along the axes of the mesh, and channels. A channel is a group
+of two neighbouring pipeline ranks, for messages in one direction."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from optimus.observe.events import NO_RECORDER, Recorder
 
 Handles = dict[tuple[bool, tuple[int, ...]], weakref.ref | None]
 """Dict of weak references to torch's process groups. A key is a pair (carries_states, ranks):
-`carries_states` is True if gradients and parameters are sent over the group, and `ranks` are the
-global ranks of the group."""
+`carries_states` is True if the group transfers gradients and parameters, and `ranks` are the global
+ranks of the group."""
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,10 @@ class Channels:
 
     Attributes:
         rank: This rank's index along pp.
-        activations_out: Sends activations to the next rank.
-        activations_in: Receives activations from the previous rank.
-        gradients_out: Sends gradients to the previous rank.
-        gradients_in: Receives gradients from the next rank.
+        activations_out: Channel to the next rank for activations.
+        activations_in: Channel from the previous rank for activations.
+        gradients_out: Channel to the previous rank for gradients.
+        gradients_in: Channel from the next rank for gradients.
     """
 
     rank: int = 0
@@ -51,13 +51,14 @@ class Channels:
 
 @dataclass(frozen=True)
 class Groups:
-    """Mesh coordinate and process groups of this rank. Each group is ordered by global rank.
+    """Mesh coordinate and process groups of this rank. The ranks of each group are ordered by
+    global rank.
 
     Attributes:
         mesh: Sizes of the axes.
         coordinate: Indices of this rank along the axes.
         everyone: The group of all ranks of the world.
-        along: This rank's group for each key of `Mesh.groups_of`.
+        along: Maps each key of `Mesh.groups_of` to this rank's group.
         channels: Channels to and from the neighbours along pp.
     """
 
@@ -85,8 +86,8 @@ class Groups:
 
     @property
     def counts(self) -> bool:
-        """True if this rank adds its losses to the sum over all ranks. Of the ranks that read the
-        same data, only the first one adds its losses."""
+        """True if this rank adds its losses to the sum over all ranks. Among the ranks that read
+        the same data, only the first rank adds its losses."""
         return not any(getattr(self.coordinate, axis) for axis in SAME_DATA)
 
 
@@ -100,12 +101,12 @@ def join_groups(
         mesh: Sizes of the axes.
         world: World of this rank.
         virtual_stages: Number of pipeline stages per rank.
-        recorder: Its methods are called for each collective and message of the groups.
+        recorder: Recorder whose methods are called for each collective and message of the groups.
     """
     members = mesh.groups_of(world.rank)
     channels = _open_channels(members["pp",], virtual_stages > 1, world, recorder)
-    # Each rank makes only its own groups. torch names a group by its ranks and the number of groups
-    # made before, so all ranks must make the same number of groups.
+    # Each rank creates only the groups to which it belongs. torch names a group by its ranks and
+    # the number of groups created before, so that all ranks must create the same number of groups.
     handles: Handles = {}
     if world.size > 1:
         handles[False, tuple(range(world.size))] = world.everyone.handle
@@ -113,7 +114,7 @@ def join_groups(
         key = (_carries_states(axes), ranks)
         if len(ranks) > 1 and key not in handles:
             handles[key] = _make(ranks, world, _label(axes, mesh))
-        elif axes == ENDS and mesh.pp > 2:  # a middle stage must make as many groups as end stages
+        elif axes == ENDS and mesh.pp > 2:  # as many groups as on end stages
             _make(ranks, world, _label(axes, mesh))
     everyone = replace(world.everyone, recorder=recorder)
     return _gather(mesh, world.rank, everyone, handles, channels)
@@ -121,7 +122,8 @@ def join_groups(
 
 def plan_groups(mesh: Mesh, rank: int, recorder: Recorder = NO_RECORDER) -> Groups:
     """Return the Groups that the global rank `rank` would have on `mesh`, without torch process
-    groups. They support only collectives of meta tensors, which `recorder` receives."""
+    groups. These Groups support only collectives of meta tensors. `recorder` receives the
+    collectives."""
     everyone = Group(mesh.world_size, rank, recorder=recorder)
     return _gather(mesh, rank, everyone, {}, Channels())
 
@@ -144,7 +146,7 @@ def _gather(
 def _carries_states(axes: Axes) -> bool:
     """Return True if gradients and parameters are sent over the group along `axes` while the model
     computes."""
-    # They have separate process groups, so that other collectives do not wait for their transfers.
+    # These transfers have separate process groups, so that other collectives do not wait for them.
     return "dp" in axes
 
 
@@ -178,7 +180,7 @@ def _open_channels(
         is_ring: True if each rank has several stages, so that the first and the last rank are
             neighbours.
         world: World of this rank.
-        recorder: Its method `collective` is called for each message.
+        recorder: Recorder whose method `collective` is called for each message.
     """
     rank = line.index(world.rank)
     channels: dict[str, Group] = {}
@@ -187,7 +189,7 @@ def _open_channels(
         # tests/kit/layouts/schedule_proof.py proves that schedules complete with these
         # communicators.
         for name, source in (("activations", 0), ("gradients", 1)):
-            if edge is None:  # this rank must make as many groups as other ranks
+            if edge is None:  # all ranks must create the same number of groups
                 _make((world.rank,), world, "pp")
                 continue
             ranks = tuple(sorted(line[end] for end in edge))
@@ -201,10 +203,11 @@ def _open_channels(
 
 
 def _rounds(size: int, is_ring: bool) -> list[list[tuple[int, int]]]:
-    """Divide the pairs of neighbouring ranks among `size` pipeline ranks into rounds, such that a
-    rank is in at most one pair of a round. With `is_ring`, the last and the first rank are
-    neighbours, too. Returns the list of pairs of each round."""
-    # All channels of a round open at the same time, so ranks cannot wait for each other in a cycle.
+    """Divide the pairs of neighbouring pipeline ranks into rounds, such that a rank is in at most
+    one pair of a round. `size` is the number of pipeline ranks. With `is_ring`, the last and the
+    first rank are neighbours, too. Return the list of pairs of each round."""
+    # All channels of a round open at the same time, so that ranks cannot wait for each other in a
+    # cycle.
     edges = [(rank, rank + 1) for rank in range(size - 1)]
     rounds = [edges[::2], edges[1::2], []]
     if is_ring and size > 1:

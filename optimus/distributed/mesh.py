@@ -20,14 +20,14 @@ from optimus.config.axes import AXES, DATA, GRAD_SUM, MODEL, Axes
 from optimus.errors import ConfigError, counted, refuse_if
 
 ENDS = ("ends",)
-"""Key, in dicts of groups, of the group of the first and the last pipeline stage. The key of any
-other group is the tuple of its axes."""
+"""Key, in dicts of groups, for the group of the first and the last pipeline stage. The key for any
+other group is the tuple of the group's axes."""
 _GROUPS: tuple[Axes, ...] = (
     *((axis,) for axis in AXES),
     *(some for n in range(2, len(GRAD_SUM) + 1) for some in itertools.combinations(GRAD_SUM, n)),
 )
-"""Axes of each process group that a rank creates, in the order of creation, without the group
-ENDS."""
+"""Axes of each process group that a rank creates, in the order of creation. The group ENDS is not
+included."""
 
 if TYPE_CHECKING:  # a type checker cannot read the fields from AXES
 
@@ -69,8 +69,8 @@ class Mesh(_Sizes):
         return math.prod(getattr(self, axis) for axis in axes)
 
     def number_of(self, coordinate: Coordinate, axes: Collection[str]) -> int:
-        """Return the index of the rank at `coordinate` in its group along `axes`. The ranks of a
-        group are ordered such that the innermost axis varies fastest."""
+        """Return the index of the rank at `coordinate` in its group along `axes`. The innermost
+        axis varies fastest in the order of a group's ranks."""
         number = 0
         for axis, size, index in zip(AXES, self, coordinate, strict=True):
             if axis in axes:
@@ -106,9 +106,9 @@ class Mesh(_Sizes):
         return tuple(ranks)
 
     def groups_of(self, rank: int) -> dict[Axes, tuple[int, ...]]:
-        """Return a dict with the global ranks of each group to which the global rank `rank`
-        belongs. A key is the tuple of the group's axes, or ENDS. A rank of a middle pipeline stage
-        is alone in its group ENDS."""
+        """Return the global ranks of each group to which the global rank `rank` belongs. The keys
+        of the dict are the tuples of the groups' axes, and ENDS. The group ENDS of a rank in a
+        middle pipeline stage contains only this rank."""
         column = self.group_of(rank, ("pp",))
         ends = tuple(dict.fromkeys((column[0], column[-1])))
         groups = {axes: self.group_of(rank, axes) for axes in _GROUPS}
@@ -119,9 +119,9 @@ def make_mesh(parallel: ParallelConfig, world_size: int | None = None) -> Mesh:
     """Return the mesh of a run.
 
     Args:
-        parallel: Sizes of the axes. If dp is 0, the mesh has dp = `world_size` divided by the
-            product of the other sizes.
-        world_size: Number of ranks; None for the product of the sizes.
+        parallel: Sizes of the axes. If dp is 0, `world_size` divided by the product of the other
+            sizes is used instead.
+        world_size: Number of ranks; None if it is the product of the sizes.
 
     Raises:
         ConfigError: The product of the sizes differs from the number of ranks.
@@ -151,14 +151,15 @@ class GroupAxes(NamedTuple):
     """Axes of the process groups of a parameter, as in `ParamProcessGroups`."""
 
     reduce: Axes
-    """Axes over which the gradient is summed, without `partial`."""
+    """Axes over which the gradient is summed, except `ParameterKind.partial`."""
     shard: Axes
     """Axes over which the optimizer states are sharded."""
     replica: Axes
     """Axes of `reduce` along which ranks have the same shard of the states."""
     partial: Axes
     copy: Axes
-    """Axes along which ranks have the same shard, including those that read the same data."""
+    """Axes along which ranks have the same shard, including axes along which ranks read the same
+    data."""
     stages: Axes
 
 
@@ -183,8 +184,8 @@ class ParameterKind:
 
     @property
     def sum_axes(self) -> Axes:
-        """Axes over which the gradient of the parameter is summed. It is not averaged, because each
-        rank divides its loss by the global number of targets."""
+        """Axes over which the gradient of the parameter is summed. The gradient is not averaged,
+        because each rank divides its loss by the global number of targets."""
         assert not set(self.divided) & set(self.partial), self
         return self.shard_axes("epso") + self.partial
 

@@ -1,6 +1,6 @@
 """Check that ranks can meet at the rendezvous address (MASTER_ADDR and MASTER_PORT).
 
-This module imports no torch, so that its import is fast.
+This module does not import torch, so that its import is fast.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def check_meeting_point(launch: LaunchEnv) -> None:
     rank 0, and a port that is in use.
     """
     if not launch.init_method.startswith("tcp://"):
-        return  # the store is a file, or that of torchrun, which may be at another address
+        return  # the store is a file, or torchrun's store, which may be at another address
     # torch would repeat the lookup of an unknown host name until its time limit.
     where = urlsplit(launch.init_method)
     addresses = _addresses(where)
@@ -49,10 +49,10 @@ def listen_at_meeting_point(where: SplitResult, single_machine: bool) -> int | N
     if not addresses:
         return None
     listener = _bind(addresses, where)
-    # A supervisor gives all ranks the same MASTER_ADDR, also if it emulates nodes on one machine.
+    # A supervisor gives all ranks the same MASTER_ADDR, even if it emulates nodes on one machine.
     is_local = is_loopback(where.hostname or "") and (single_machine or ATTEMPT in os.environ)
-    # Other machines may have another address for MASTER_ADDR: Debian's /etc/hosts maps a machine's
-    # own name to a loopback address, and some launchers set localhost for rank 0 only.
+    # Other machines may have another address for MASTER_ADDR: Debian's /etc/hosts maps the name of
+    # the machine to a loopback address, and some launchers set localhost for rank 0 only.
     if is_loopback(listener.getsockname()[0]) and not is_local:
         listener.close()
         return None

@@ -59,8 +59,7 @@ class World:
     timeout_s: float = 600.0
     """Longest time, in seconds, that this rank waits for another rank in any operation."""
     agreement: Agreement | None = None
-    """Object by which the ranks agree on the reason why the run ends; None if the run has a single
-    rank."""
+    """Agreement of the ranks on the reason why the run ends; None if the run has a single rank."""
 
     @property
     def rank(self) -> int:
@@ -90,7 +89,7 @@ def start_world(
         failure: The error that prevents this rank from starting; None if this rank can start.
 
     Returns:
-        The World of this rank. In a run of a single rank, it has no process group.
+        The World of this rank. In a run of a single rank, the World has no process group.
 
     Raises:
         OptimusError: The only rank of the run cannot start.
@@ -133,7 +132,8 @@ def end_run(
     phase: Phase,
     step: int = 0,
 ) -> RunEnded:
-    """Return the RunEnded on which all ranks agree after this rank has raised `error`.
+    """Return the RunEnded with which this rank ends after it has raised `error`. All ranks agree on
+    it.
 
     If `error` is a bug of Optimus, this function publishes it for the other ranks and raises it
     again, so that this rank prints a traceback.
@@ -203,9 +203,9 @@ def _connect(launch: LaunchEnv, store: distributed.Store, backend: str, timeout_
                 rank=launch.rank,
                 world_size=launch.world_size,
                 timeout=timedelta(seconds=timeout_s),
-                # No device_id: with a device_id, NCCL makes each later group by a split of this
+                # No device_id: with a device_id, NCCL creates each later group by a split of this
                 # group, and all ranks must take part in a split. In Optimus, only the members of a
-                # group make it.
+                # group create it.
             )
     except RuntimeError as error:
         raise _unconnected(error, backend, time.monotonic() - started) from error
@@ -218,8 +218,8 @@ def _connect(launch: LaunchEnv, store: distributed.Store, backend: str, timeout_
 
 @contextlib.contextmanager
 def silent_libraries() -> Iterator[None]:
-    """Return a context manager that redirects standard output to standard error, because libraries
-    print to standard output."""
+    """Context manager that redirects standard output to standard error. Libraries print messages to
+    standard output that would mix with the output of the command."""
     if sys.stdout is None or sys.stderr is None:  # closed: descriptors 1 and 2 may be any files
         yield
         return
@@ -255,7 +255,7 @@ def _open_store(launch: LaunchEnv, limit: timedelta) -> distributed.Store:
             launch.init_method, launch.rank, launch.world_size, timeout=limit
         )
         return next(meeting)[0]
-    # Not torch's rendezvous, because it waits for all ranks and listens on all addresses.
+    # torch's rendezvous is not used, because it waits for all ranks and listens on all addresses.
     assert where.hostname is not None and where.port is not None, launch.init_method
     return distributed.TCPStore(
         where.hostname,
@@ -302,11 +302,11 @@ def _unconnected(error: RuntimeError, backend: str, seconds: float) -> OptimusEr
 def leaves_at_once() -> bool:
     """Return True if this process must end by os._exit, without the interpreter's shutdown.
 
-    During the shutdown, the process could wait for collectives in progress, or a thread of gloo
-    could abort the process.
+    During the interpreter's shutdown, the process could wait for collectives in progress, or a
+    thread of gloo could abort the process.
     """
     # With gloo, a library may keep a process group after `end_world`, as FSDP2 does. Other backends
-    # need the shutdown: oneCCL finalizes MPI in it.
+    # need the interpreter's shutdown, in which oneCCL finalizes MPI.
     return bool(_joined) and (distributed.is_initialized() or _joined[-1] == "gloo")
 
 

@@ -1,8 +1,8 @@
 """Atomic and durable file writes, file hashes, and reads that accept only regular files.
 
-A write goes to a file with a temporary name, which is synced and renamed to its final name. A sync
-of the directory makes the rename durable. A file with its final name is therefore complete, even
-after a power cut. Hashes are xxh3-64 in lower-case hexadecimal.
+A write creates a file with a temporary name, syncs the file and renames it to its final name. A
+sync of the directory makes the rename durable. A file with its final name is therefore complete,
+even after a power cut. Hashes are xxh3-64 in lower-case hexadecimal.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class Closing:
 
 
 def fsync_dir(path: str | os.PathLike) -> None:
-    """fsync a directory, so that creations, renames and removals of files in it are durable.
+    """fsync a directory to make creations, renames and removals of files in it durable.
 
-    For a file system that cannot fsync directories, the function only logs a warning, once per file
+    If a file system cannot fsync directories, the function only logs a warning, once per file
     system.
 
     Raises:
@@ -104,13 +104,13 @@ def temporary_name(path: str | os.PathLike) -> Path:
 
 
 def is_temporary(path: str | os.PathLike) -> bool:
-    """Return whether the name of `path` has the form of the names that `temporary_name` returns."""
+    """Return True if the name of `path` has the form of the names from `temporary_name`."""
     return _TEMPORARY.fullmatch(Path(path).name) is not None
 
 
 def is_temporary_of_this_host(path: str | os.PathLike) -> bool:
-    """Return whether the name of `path` has the form of the names that `temporary_name` returns on
-    this host."""
+    """Return True if the name of `path` has the form of the names from `temporary_name` on this
+    host."""
     fields = Path(path).name.rsplit(".", 4)  # .NAME, HOST, PID, RANDOM, tmp
     return is_temporary(path) and len(fields) == 5 and fields[1] == _host()
 
@@ -122,19 +122,19 @@ def _host() -> str:
 
 
 def commit(temporary: str | os.PathLike, final: str | os.PathLike) -> None:
-    """Rename a synced file or directory to its final name durably. Raises OSError."""
+    """Rename a synced file or directory to its final name, durably. Raises OSError."""
     os.rename(temporary, final)
     fsync_dir(Path(final).parent)
-    # Without this fsync, after a power cut, a directory may also have its old name, but lack files
-    # that were removed after the rename.
+    # Without this fsync, the directory could reappear at its old name after a power cut, without
+    # the files that were removed after the rename.
     if Path(temporary).parent != Path(final).parent:
         fsync_dir(Path(temporary).parent)
 
 
 @contextlib.contextmanager
 def atomic_writer(path: str | os.PathLike, temporary: Path | None = None) -> Iterator[BinaryIO]:
-    """Return a context manager that yields a temporary binary file to write. If the `with` block
-    ends without an exception, this file replaces `path` durably. Raises OSError.
+    """Context manager that yields a temporary binary file for writing. If the `with` block ends
+    without an exception, this file replaces `path` durably. Raises OSError.
 
     Args:
         path: The file to replace.
@@ -156,11 +156,11 @@ def atomic_writer(path: str | os.PathLike, temporary: Path | None = None) -> Ite
 
 
 def check_output(path: str | os.PathLike, option: str) -> None:
-    """Check that a file can be created, before a long computation of its content.
+    """Check that a file can be created. Call this before a long computation of the file's content.
 
     Args:
         path: The file.
-        option: Option that has the value `path`, for messages.
+        option: Command-line option with the value `path`, for messages.
 
     Raises:
         ConfigError: The folder of the file does not exist or is not writable, or `path` is itself a
@@ -192,8 +192,8 @@ def write_json(path: str | os.PathLike, value: Any) -> None:
 
 
 def checked_json(value: dict[str, Any]) -> bytes:
-    """Return `value` as indented JSON with an additional last key `self_xxh3`. The value of this
-    key is a hash of the JSON text before the key."""
+    """Encode `value` as indented JSON, with `self_xxh3` as an additional last key. The value of
+    this key is a hash of the JSON text before the key."""
     body = json.dumps(value, indent=1).encode()[:-2]  # without the closing "\n}"
     return body + _HASH_HEAD + xxh3_bytes(body).encode() + _HASH_TAIL
 
@@ -208,9 +208,9 @@ def parse_checked_json(data: bytes) -> dict[str, Any]:
 
 
 def open_regular(path: str | os.PathLike, root: str | os.PathLike | None = None) -> io.FileIO:
-    """Open a regular file for unbuffered reading.
+    """Open a regular file for unbuffered reading. Raise an error for other kinds of files.
 
-    FIFOs and devices are refused, because a read from such a file may never end.
+    A read from a FIFO or a device might never end.
 
     Args:
         path: The file.
@@ -297,8 +297,7 @@ def read_regular(
 
 
 def _size_and_most(file: io.IOBase) -> tuple[int, int]:
-    """Return the size of an open file, and the number of bytes after which a read of the file must
-    stop."""
+    """Return the size of an open file, and the maximum number of bytes to read from it."""
     # Many files of /proc have a size of 0, and some are endless.
     size = os.fstat(file.fileno()).st_size
     return size, max(size, _READ_BYTES)

@@ -1,8 +1,8 @@
 """Safetensors files: look-up of tensors by name, checks of shapes, and parallel writes.
 
 Several processes may write slices of parameters to the same files in any order. The names, shapes
-and dtypes of the tensors determine the position of every byte, so each process computes the same
-`FilePlan`. The files have the same bytes as files that the safetensors library writes.
+and dtypes of the tensors determine the position of every byte, so that each process computes the
+same `FilePlan`. The files have the same bytes as files that the safetensors library writes.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ DTYPES = {
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _DTYPE_ORDER = tuple(DTYPES)
-"""Order in which a file contains tensors of different dtypes, as in the safetensors library."""
+"""Order of the tensors' dtypes in a file. The safetensors library uses the same order."""
 _NFS_MAGIC = 0x6969
 """File system type of NFS, as in statfs(2)."""
 _WEIGHTS = numpy.arange(1, 65522, dtype=numpy.float64)
-"""The factors by which `_weighted_sum` multiplies the 16-bit values of a block of at most 65,521
-values. The weighted sum of a block is below 2^53 and therefore exact in fp64."""
+"""Weights of the 16-bit values of a block in `_weighted_sum`. A block has at most 65,521 values.
+The weighted sum of a block is below 2^53 and therefore exact in fp64."""
 
 
 class TensorFiles:
     """Reader that finds tensors by name in the safetensors files of a directory.
 
-    If model.safetensors exists, only this file is read. Otherwise, all files listed in
+    If model.safetensors exists, only this file is read. If it does not exist, all files listed in
     model.safetensors.index.json are read. Files are opened on demand. Methods raise CheckpointError
     if a file cannot be read.
     """
@@ -174,19 +174,20 @@ class ParamSlice(NamedTuple):
 
 @dataclass(frozen=True)
 class FilePlan:
-    """The names, sizes and headers of safetensors files, and the position of each parameter in the
-    files; the result of `plan_files`."""
+    """Result of `plan_files`: the names, sizes and headers of safetensors files, and the position
+    of each parameter in these files."""
 
     headers: dict[str, bytes]
-    """For each file name, the bytes before the tensors: the header's length and the JSON header."""
+    """Maps each file name to the bytes before the tensors: the header's length and the JSON
+    header."""
     sizes: dict[str, int]
-    """For each file name, the size of the file in bytes."""
+    """Maps each file name to the size of the file in bytes."""
     file_of: dict[str, str]
-    """For each tensor name, the name of the file that contains the tensor."""
+    """Maps each tensor name to the name of the file that contains the tensor."""
     slices: dict[str, list[ParamSlice]]
-    """For each parameter name, the slices of the parameter in the files, sorted by `start`."""
+    """Maps each parameter name to the slices of the parameter in the files, sorted by `start`."""
     dtypes: dict[str, torch.dtype]
-    """For each parameter name, the dtype in which the parameter is written."""
+    """Maps each parameter name to the dtype in which the parameter is written."""
 
 
 def plan_files(
@@ -256,16 +257,16 @@ class Checksum(NamedTuple):
     weighted_sum: int = 0
 
     def plus(self, data: memoryview, offset: int) -> Checksum:
-        """Return the sum of this checksum and the checksum of `data`, the bytes of the file that
-        begin at byte `offset`. `offset` and the length of `data` must be even."""
+        """Return the sum of this checksum and the checksum of `data`. `data` contains the bytes of
+        the file from byte `offset` on. `offset` and the length of `data` must be even."""
         return Checksum(
             self.nbytes + len(data), self.weighted_sum + _weighted_sum(data, offset // 2)
         )
 
 
 def _weighted_sum(data: memoryview, index: int) -> int:
-    """Return the weighted sum of the 16-bit values in `data`. `index` is the position in the file
-    of the first value, counted in 16-bit values. The weights depend on the position."""
+    """Return the weighted sum of the 16-bit values in `data`. The weight of a value depends on its
+    position in the file. `index` is the position of the first value, counted in 16-bit values."""
     # The value at position n of the file has the weight (n // 65521 + 1) * (n % 65521 + 1).
     values, total = numpy.frombuffer(data, numpy.uint16), 0
     while len(values):
@@ -308,9 +309,9 @@ class TensorWriter(files.Closing):
 
         Args:
             directory: Directory of the files.
-            plan: The plan with which `create_files` has created the files.
-            checksums: True to keep in `written`, for each file, the checksum of the bytes that this
-                writer has written to it.
+            plan: The plan from which `create_files` has created the files.
+            checksums: True to store in `written`, for each file, the checksum of the bytes that
+                this writer has written to the file.
         """
         self._directory, self._plan, self._checksums = directory, plan, checksums
         self._fds: dict[str, int] = {}
@@ -330,8 +331,8 @@ class TensorWriter(files.Closing):
         self.write_bytes(parameter, start, as_bytes(values))
 
     def write_bytes(self, parameter: str, start: int, data: memoryview) -> None:
-        """Write elements of a parameter as `write` does. `data` contains the bytes of the elements
-        in the parameter's dtype in the plan."""
+        """Write elements of a parameter from bytes. `data` contains the elements in the parameter's
+        dtype in the plan. See `write`."""
         slices, itemsize = self._plan.slices[parameter], self._plan.dtypes[parameter].itemsize
         if parameter not in self._starts:
             self._starts[parameter] = [param_slice.start for param_slice in slices]
@@ -356,8 +357,8 @@ class TensorWriter(files.Closing):
 
     def _fd(self, file: str) -> int:
         if file not in self._fds:
-            # With O_DSYNC an NFS client sends exactly the bytes of each write. Otherwise it sends
-            # whole pages, which may overwrite the data of another client with old content.
+            # With O_DSYNC, an NFS client sends exactly the bytes of each write. Without O_DSYNC, it
+            # sends whole pages, which may overwrite the data of another client with old content.
             sync = os.O_DSYNC if _file_system(self._directory) == _NFS_MAGIC else 0
             self._fds[file] = os.open(self._directory / file, os.O_WRONLY | sync)
         return self._fds[file]

@@ -1,6 +1,6 @@
-"""Reader of the headers and byte ranges of safetensors files. This module imports no torch.
+"""Reader of the headers and byte ranges of safetensors files. This module does not import torch.
 
-Files are read with pread, because with mmap a disk error would end the process by SIGBUS.
+Files are read with pread. With mmap, a disk error would end the process by SIGBUS.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ INDEX_BYTES = 64 << 20
 """Maximum size of model.safetensors.index.json: 64 MiB, enough for 500,000 tensor names."""
 _MAX_ELEMENTS = 1 << 56
 """Exclusive limit for each dim of a tensor and for each byte offset in a header. Below this limit,
-the size of a tensor in bytes fits into torch's signed 64-bit integer."""
+torch's signed 64-bit integers can represent the size of a tensor in bytes."""
 
 traffic = {"opens": 0, "bytes": 0}
 """Number of files that this process has opened as TensorFile, and number of bytes that it has read
-from these files. Tests set both numbers back to 0."""
+from these files. Tests reset the two numbers to 0."""
 
 
 class TensorEntry(NamedTuple):
@@ -117,7 +117,7 @@ class TensorFile:
 
 def _parse_entry(name: str, fields: dict[str, Any], data_start: int) -> TensorEntry:
     """Parse the header entry of the tensor `name`. `data_start` is the byte at which the tensors
-    begin, and is added to the offsets of the entry.
+    begin. It is added to the offsets of the entry.
 
     Raises ValueError, KeyError, TypeError or AttributeError if the entry is invalid.
     """

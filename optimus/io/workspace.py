@@ -1,4 +1,5 @@
-"""Workspaces: directories that prevent all but the newest start of a run from changing its files.
+"""Workspaces: directories that protect the files of a run from processes of earlier starts of this
+run.
 
 A process of an earlier start may still exist when a run is started again: the process was
 suspended, or its node was disconnected, and it continues later. A lock does not exclude such a
@@ -46,8 +47,8 @@ class Workspace:
         """Use the workspace `path`, which another process of the same start has opened."""
         self.path = path
         self._reaches = {path.parent: True}
-        """Dict from folders to bools: True if files can be renamed from the workspace to the
-        folder."""
+        """Maps a folder to True if files can be renamed from the workspace to this folder, else to
+        False."""
 
     @classmethod
     def open(cls, folder: Path, name: str = "", within: Workspace | None = None) -> Workspace:
@@ -60,11 +61,12 @@ class Workspace:
             folder: The folder of the workspaces, `checkpoints/` of the run.
             name: Name of the workspace. The default is a unique name.
             within: Workspace of the supervisor that starts the run. If another supervisor has
-                removed this workspace, the function raises FileNotFoundError and changes nothing.
+                removed this workspace, the function raises FileNotFoundError and does not change
+                the folder.
 
         Raises:
             ConfigError: The workspace cannot be created, or another workspace cannot be removed,
-                because a directory is not writable. Nothing is changed.
+                because a directory is not writable. The folder is not changed.
             OptimusError: A process of an earlier start creates files faster than they are moved, or
                 a later start has removed the new workspace.
             OSError: The workspace cannot be created, or another workspace cannot be removed, for
@@ -73,7 +75,8 @@ class Workspace:
         check_writable(folder)
         files.make_dirs(folder)
         workspace = cls(folder / f"{_PREFIX}{name or uuid.uuid4().hex[:12]}")
-        # If two starts create workspaces at the same time, at least one of them finds the other's.
+        # If two starts create workspaces at the same time, at least one of the starts finds the
+        # workspace of the other.
         if within is None:
             workspace.path.mkdir()
         else:
@@ -98,8 +101,9 @@ class Workspace:
     def _remove_old(self) -> None:
         """Move the content of the workspaces of earlier starts to this workspace, and remove the
         empty directories."""
-        # Renames of earlier starts already fail. But a client of a network file system that refers
-        # to a directory by its inode number can create files in it until the directory is removed.
+        # Renames of earlier starts already fail. But a network file system's client may refer to a
+        # directory by its inode number. It can then create files in the directory until the
+        # directory is removed.
         end = time.monotonic() + _FENCE_S
         while old := list(self.path.glob(f"{_OLD}*")):
             for path in old:
@@ -116,7 +120,7 @@ class Workspace:
         try:
             folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError as error:
-            # No start creates a link or a file with this name. The target of a link stays as it is.
+            # No start creates a link or a file with this name. The target of a link is not changed.
             if error.errno not in (errno.ENOTDIR, errno.ELOOP):
                 raise
             path.unlink()
@@ -172,8 +176,8 @@ class Workspace:
         """Replace the file `path` durably by a new file with the content `data`.
 
         Returns:
-            A file descriptor that appends to the new file. When another process calls this method
-            with the same path later, it makes another file. The bytes that this descriptor appends
+            A file descriptor that appends to the new file. If another process later calls this
+            method with the same path, it replaces the file. Bytes that this descriptor appends
             after that are lost.
 
         Raises:
@@ -199,7 +203,7 @@ class Workspace:
         return fd
 
     def close(self) -> None:
-        """Remove the workspace if it is empty. Otherwise the next start removes it."""
+        """Remove the workspace if it is empty. If it is not empty, the next start removes it."""
         with contextlib.suppress(OSError):
             os.rmdir(self.path)
 
@@ -212,12 +216,12 @@ def find_workspaces(folder: Path) -> list[Path]:
 
 def check_writable(folder: Path) -> None:
     """Raise ConfigError if `Workspace.open(folder)` would fail because `folder`, or a workspace in
-    it, is not writable. A folder that does not exist is accepted. Changes nothing."""
+    it, is not writable. A folder that does not exist is accepted. Does not change files."""
     if not folder.is_dir():
         return
     directories = [folder]
     for directory in directories:
-        # Another start may remove a workspace meanwhile.
+        # Another start may remove the workspace in the meantime.
         if not os.access(directory, os.R_OK | os.W_OK | os.X_OK) and os.path.lexists(directory):
             raise ConfigError(
                 f"{directory} is not writable; run chmod u+rwx on it, or choose another "
@@ -301,7 +305,8 @@ def read_lock_owner(path: Path) -> bytes:
 
 
 def check_not_in_use(path: Path) -> None:
-    """Raise ConfigError if another run has locked the run directory `path`. Creates no file."""
+    """Raise ConfigError if another run has locked the run directory `path`. Does not create
+    files."""
     try:
         with files.open_regular(path / LOCK) as file:
             _lock(file, path, fcntl.LOCK_SH)

@@ -1,6 +1,6 @@
 """Rank and world size of this process, read from the environment variables of its launcher.
 
-This module imports no torch, so that its import is fast.
+This module does not import torch, so that its import is fast.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class JobRank:
 ALONE = JobRank(0, 1)
 
 ATTEMPT = "OPTIMUS_ATTEMPT"
-"""Environment variable of the ranks of a supervised run. A supervisor numbers its attempts to run
-the ranks, and the variable contains the number of the current attempt."""
+"""Environment variable that contains, for the ranks of a supervised run, the number of the current
+attempt. An attempt is a launch of all ranks."""
 RENDEZVOUS = "OPTIMUS_RENDEZVOUS"
 """Environment variable of the ranks that the option `--nproc` starts. It contains their rendezvous
 address, which begins with `file://`."""
@@ -79,7 +79,7 @@ class _Launcher:
     local_ranks: tuple[str, ...]
     local_worlds: tuple[str, ...]
     is_step: bool = False
-    """True if the launcher is srun. In this case, the variables SLURM_STEP_* describe this run."""
+    """True if the launcher is srun. The variables SLURM_STEP_* then describe this run."""
 
 
 _BY_HAND = _Launcher("RANK", ("WORLD_SIZE",), ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",))
@@ -129,8 +129,8 @@ STARTED = time.monotonic()
 """`time.monotonic()` at about the start of this process, before imports that take seconds. A rank
 that was forked from a process with these imports sets the value again."""
 COMMAND_STARTED = "OPTIMUS_COMMAND_STARTED"
-"""Environment variable by which the parent process of `optimus train --nproc` passes the value of
-its `STARTED` to the ranks."""
+"""Environment variable by which `optimus train --nproc` passes its value of `STARTED` to the
+ranks."""
 _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 """Environment variable that torchrun sets to True if the torchrun agent already serves the TCPStore
 at MASTER_ADDR and MASTER_PORT."""
@@ -181,15 +181,16 @@ def read_launch_env(environ: Mapping[str, str] = os.environ) -> LaunchEnv:
 
 
 def read_rank(environ: Mapping[str, str] = os.environ) -> int:
-    """Return the rank of this process for use in messages; 0 if the rank is unknown. Never
-    raises."""
+    """Return the rank of this process for use in messages; 0 if the rank is unknown. Does not raise
+    errors."""
     launcher = _launcher_of(environ)
     text = environ[launcher.rank] if launcher else "0"
     return int(text) if text.isdigit() else 0
 
 
 def prints_for_machine(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return True if this process prints errors that all ranks of its machine raise. Never raises.
+    """Return True if this process prints errors that all ranks of its machine raise. Does not raise
+    errors.
 
     Usually, only the process with local rank 0 prints such errors. If the user has set RANK without
     a launcher, every process prints them.
@@ -208,8 +209,8 @@ def is_launched(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def is_started_by_launcher(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return True if srun or mpiexec has started this process. Return False for processes of
-    torchrun and of `optimus train --nproc`, which set RANK, and without a launcher."""
+    """Return True if srun or mpiexec has started this process. Return False without a launcher, and
+    for processes that torchrun or `optimus train --nproc` has started."""
     return "RANK" not in environ and is_launched(environ)
 
 
@@ -230,7 +231,7 @@ def read_job_rank(environ: Mapping[str, str] = os.environ, world: int | None = N
 
     Args:
         environ: Environment variables.
-        world: World size for the case that the variables contain a rank but no world size.
+        world: World size to use if the variables contain a rank but not the world size.
 
     Raises:
         LaunchError: Variables are missing or contradict each other.

@@ -1,7 +1,7 @@
 """Handling of stop signals before the first update of a run, and of Ctrl-C in other commands.
 
 A stop signal before the first update ends the process at once, because there is no training state
-to save. This module imports no torch.
+to save. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 def signal_name(number: int) -> str:
-    """Return the name of a signal, such as SIGTERM, or a text with its number if the signal has no
-    name, as most real-time signals."""
+    """Return the name of a signal, such as SIGTERM. If the signal has no name, like most real-time
+    signals, return a text that contains its number."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -36,11 +36,12 @@ def signal_label(number: int) -> str:
 
 
 def _start_new_line(number: int) -> None:
-    """If the signal is Ctrl-C and standard error is a terminal, print a newline, so that the next
-    message does not begin on the line on which the terminal shows ^C."""
+    """Print a newline if the signal is Ctrl-C and standard error is a terminal. The next message
+    then does not begin on the line on which the terminal shows ^C."""
     if number == signal.SIGINT and sys.stderr is not None and sys.stderr.isatty():
         with contextlib.suppress(OSError):
-            # Not sys.stderr.write: the signal may have interrupted another call of it.
+            # sys.stderr.write is not used here: the signal may have interrupted another call of
+            # this method.
             os.write(sys.stderr.fileno(), b"\n")
 
 
@@ -63,7 +64,7 @@ def report_interrupt(number: int = signal.SIGINT) -> int:
 
 
 def exit_on_signals(numbers: Iterable[int], report: Callable[[int], int]) -> None:
-    """Install handlers that end this process, for those of the given signals that still have the
+    """Install handlers that end this process. A signal gets a handler only if it still has its
     default handler.
 
     Args:
@@ -83,9 +84,9 @@ def exit_on_signals(numbers: Iterable[int], report: Callable[[int], int]) -> Non
 
 @contextlib.contextmanager
 def raising_keyboard_interrupt() -> Iterator[None]:
-    """Return a context manager. Within its context, Ctrl-C raises KeyboardInterrupt, so that a
-    command can remove its incomplete files. If the process ignores Ctrl-C (nohup), the context
-    manager has no effect."""
+    """Context manager. Within the context, Ctrl-C raises KeyboardInterrupt, so that a command can
+    remove its incomplete files. If the process ignores Ctrl-C (nohup), the context manager does not
+    change this."""
     before = signal.getsignal(signal.SIGINT)
     if before is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,6 +1,6 @@
 """Implementation of the option `--nproc N`: start N ranks as child processes, and wait for them.
 
-This module imports no torch.
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ Until then, the remaining ranks can finish writing and closing files."""
 _STOPPED = OutcomeKind.STOPPED.exit_status
 _PR_SET_PDEATHSIG = 1
 _CAUSES = (OutcomeKind.NONFINITE, OutcomeKind.USAGE, OutcomeKind.STOPPED, OutcomeKind.FAILED)
-"""Kinds of outcome in order of precedence. The run has the exit status of the first of these kinds
-with which a rank has ended. If no rank has ended with one of these kinds, but the exit status of a
-rank is not 0, the run has the exit status of LOST_PEER."""
+"""Kinds of outcome in order of precedence. If a rank has ended with one of these kinds, the run has
+the exit status of the first such kind. If not, but the exit status of a rank is not 0, the run has
+the exit status of LOST_PEER."""
 
 
 def spawn_local(arguments: Sequence[str], nproc: int) -> int:
@@ -83,7 +83,7 @@ def _start(arguments: Sequence[str], rank: int, nproc: int, directory: Path) -> 
     }
     # -P: the working directory, which another user may own, is not searched for modules.
     command = [sys.executable, "-P", "-m", "optimus.cli", *arguments]
-    # A separate session: the terminal's Ctrl-C then reaches only the spawner, not a rank.
+    # With a separate session, the terminal's Ctrl-C reaches only the spawner, not the ranks.
     return subprocess.Popen(
         command,
         env=environ,
@@ -106,7 +106,7 @@ def prepare_rank(spawner: int) -> None:
 
 @contextlib.contextmanager
 def _passing_signals(ranks: list[subprocess.Popen]) -> Iterator[list[int]]:
-    """Return a context manager that forwards received stop signals to `ranks`.
+    """Context manager that forwards received stop signals to `ranks`.
 
     It yields a list, to which it appends the number of each received signal. At the end of the
     context, it kills the ranks that still run.
@@ -117,8 +117,8 @@ def _passing_signals(ranks: list[subprocess.Popen]) -> Iterator[list[int]]:
         passed.append(number)
         if passed.count(signal.SIGINT) > 1:
             return  # `_watch` kills the ranks
-        # The ranks print the first signal as the reason of the stop. The SIGTERM after it ends each
-        # rank that has not started its first step. After the first signal, other ranks ignore
+        # The ranks print the first signal as the reason of the stop. The following SIGTERM ends
+        # each rank that has not started its first step. After the first signal, other ranks ignore
         # SIGTERM.
         for sent in (number, signal.SIGTERM):
             _send(ranks, sent)
