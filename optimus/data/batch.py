@@ -1,5 +1,4 @@
-"""Computation of the batch sizes of an update from the global batch size and the number of
-ranks."""
+"""Batch sizes of an update, computed from the global batch size and the number of ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ schedule, which lists every microbatch."""
 class BatchPlan:
     """Batch sizes of an update (optimizer step).
 
-    `num_data_ranks` ranks read different data. In an update, each of them runs
+    `num_data_ranks` ranks read different data. In an update, each of these ranks runs
     `microbatches_per_rank` microbatches of `microbatch_size` sequences.
     """
 

@@ -1,6 +1,6 @@
-"""Pool that reuses the memory of batches that are no longer referenced.
+"""Pool of arrays. The memory of an array is reused when the array is no longer referenced.
 
-Reuse saves time, because the operating system maps and clears the pages of each new large array.
+Reuse saves time: the operating system must map and clear the pages of each new large array.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ class BufferPool:
     """
 
     def __init__(self, length: int, dtype: type[np.generic]):
-        """Create a pool of arrays with `length` elements. The pool is empty at first; `take`
-        allocates arrays."""
+        """Create an empty pool of arrays with `length` elements. `take` allocates arrays."""
         self._length, self._dtype = length, dtype
         self._free: deque[np.ndarray] = deque(maxlen=_MAX_FREE)
 

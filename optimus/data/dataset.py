@@ -1,7 +1,6 @@
 """Reader of data sets of instances, which are token sequences of equal length.
 
-Instances are numbered from 0. The first instance of an epoch has the number after that of the last
-instance of the previous epoch.
+Instances are numbered from 0. The numbers continue from one epoch to the next.
 """
 
 from __future__ import annotations
@@ -27,24 +26,24 @@ from data_prep.dataset import (
 from optimus.errors import DamageError, DataError, counted
 
 _BLOCK = 256
-"""Number of instances in a block: consecutive positions in the permuted order of an epoch.
-`_permute_block` computes where the instances of a block are stored. The results for the last few
-blocks are cached, because several microbatches use the same block."""
+"""Number of instances in a block. A block is a range of consecutive positions in the permuted order
+of an epoch. `_permute_block` computes the stored positions of a block's instances. The results for
+the last few blocks are cached, because several microbatches use the same block."""
 _CACHED_BLOCKS = 4
 
 
 class InstanceSource(Protocol):
-    """Protocol of an endless stream of instances (token sequences), which a data set or a mixture
-    of data sets provides."""
+    """Protocol of an endless stream of instances (token sequences). Data sets and mixtures of data
+    sets implement it."""
 
     context: int
     """Tokens per instance."""
     vocab_size: int
-    """Size of the vocabulary. All token ids are smaller."""
+    """Size of the vocabulary. All token ids are smaller than this size."""
     eos_id: int
     """Id of the token that ends each document and occurs nowhere else."""
     identity: str
-    """Fingerprint in hexadecimal. Sources with equal fingerprints have equal instances."""
+    """Fingerprint in hexadecimal. Sources with the same fingerprint have the same instances."""
     tokenizer_sha256: str
     """SHA-256 of the tokenizer file, in hexadecimal."""
 
@@ -68,8 +67,8 @@ class InstanceSource(Protocol):
 
 
 class FiniteSource(InstanceSource, Protocol):
-    """Protocol of an `InstanceSource` with a known number of different instances, as evaluation
-    needs."""
+    """Protocol of an `InstanceSource` with a known number of different instances, for
+    evaluation."""
 
     num_instances: int
     """Number of instances that can be read before an instance is repeated."""
@@ -115,15 +114,14 @@ class TokenDataset:
         self._permuted_block = functools.lru_cache(_CACHED_BLOCKS)(self._permute_block)
 
     def check_shards(self) -> None:
-        """Check that all shard files exist and have the right sizes. Raises DataError otherwise."""
+        """Raise DataError unless all shard files exist and have the right sizes."""
         self._reader.check_sizes()
 
     def held_out(self) -> HeldOutRule | None:
         """Return the rule by which `optimus-data` selected the documents that only evaluation uses.
 
-        Return None if the rule is unknown. The rule of a data set that `optimus-data blend` has
-        made is unknown if its order.json or its first source is missing, or if its first source has
-        changed.
+        Return None if the rule is unknown. For a data set made by `optimus-data blend`, the rule is
+        unknown if order.json or the first source is missing, or if the first source has changed.
         """
         return dataset_held_out_rule(self.path, self._manifest)
 
@@ -140,7 +138,7 @@ class TokenDataset:
         Args:
             start: Number of the first instance.
             stop: Number after the last instance.
-            out: Array int64 [stop - start, context] for the result; None: a new array.
+            out: Array int64 [stop - start, context] for the result; None to create a new array.
 
         Returns:
             Token ids, int64 [stop - start, context].
@@ -161,8 +159,8 @@ class TokenDataset:
         return out
 
     def locate(self, start: int, stop: int) -> list[tuple[str, int]]:
-        """Return the pair (absolute path of this data set, number of the instance) for each
-        instance in [start, stop)."""
+        """For each instance in [start, stop), return (absolute path of this data set, number of the
+        instance)."""
         path = str(self.path.absolute())
         return [(path, number) for number in range(start, stop)]
 
@@ -180,12 +178,11 @@ class TokenDataset:
     def check_ids(self, tokens: np.ndarray, start: int) -> None:
         """Check that the token ids of instances are in the vocabulary.
 
-        A model with a sharded vocabulary does not notice an invalid id: it raises no error and
-        computes a wrong loss.
+        A model with a sharded vocabulary does not detect an invalid id. Its loss is then wrong.
 
         Args:
             tokens: The instances, int64 [number of instances, context].
-            start: Number of the first instance.
+            start: Number of the first instance in `tokens`.
 
         Raises:
             DamageError: An id is outside the vocabulary. The message names the shard and row.
@@ -234,10 +231,10 @@ class TokenDataset:
             number += count
 
     def _permuted(self, epoch: int, first: int, stop: int) -> np.ndarray:
-        """Return where the instances at positions [first, stop) of the epoch `epoch`, at least 1,
-        are stored.
+        """Return the stored positions of the instances at positions [first, stop) of an epoch.
+        `epoch` must be at least 1.
 
-        The result has the index of each instance in the stored order, int64 [stop - first].
+        The result contains the index of each instance in the stored order, int64 [stop - first].
         """
         blocks = range(first // _BLOCK, -(-stop // _BLOCK))
         rows = np.concatenate([self._permuted_block(epoch, block) for block in blocks])

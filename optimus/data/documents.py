@@ -6,12 +6,12 @@ import numpy as np
 
 
 def document_ids(tokens: np.ndarray, eos_id: int, out: np.ndarray | None = None) -> np.ndarray:
-    """For each token, return the number of its document within the instance, counted from 0.
+    """Return the document number of each token. The documents of an instance are counted from 0.
 
     Args:
         tokens: Token ids, integers [number of instances, tokens per instance].
         eos_id: Id of the token that ends each document and occurs nowhere else.
-        out: Array for the result, of the shape of `tokens`; None: a new int32 array.
+        out: Array for the result, with the shape of `tokens`; None to create a new int32 array.
     """
     batch, context = tokens.shape
     ends = np.flatnonzero(tokens == eos_id) + 1  # as indices into all tokens

@@ -1,5 +1,5 @@
-"""Loader of a rank's microbatches. A thread reads the microbatches of the next updates (optimizer
-steps) in advance."""
+"""Loader of a rank's microbatches. A thread prefetches the microbatches of the next updates
+(optimizer steps)."""
 
 from __future__ import annotations
 
@@ -28,11 +28,10 @@ larger."""
 def microbatch_starts(
     step: int, instances_per_step: int, microbatch_size: int, data_rank: int, num_data_ranks: int
 ) -> list[int]:
-    """Return the number of the first instance of each microbatch that a data rank reads in an
-    update.
+    """Return the first instance of each microbatch that a data rank reads in an update.
 
-    Update `step`, counted from 1, reads `instances_per_step` consecutive instances. Its
-    microbatches are assigned to the data ranks in turn.
+    Update `step`, counted from 1, reads `instances_per_step` consecutive instances. The
+    microbatches of an update are assigned to the data ranks in turn.
 
     Returns:
         Numbers of instances. Successive updates read successive instances, from 0.
@@ -65,8 +64,8 @@ def make_microbatch(
 class Loader(files.Closing):
     """Loader of the microbatches of one data-parallel rank.
 
-    A thread reads the microbatches of the next updates in advance. Callers may request the updates
-    in any order. The loader is a context manager.
+    A thread prefetches the microbatches of the next updates. Callers may request updates in any
+    order. A Loader is a context manager.
     """
 
     def __init__(
@@ -99,7 +98,8 @@ class Loader(files.Closing):
         self._tokens = BufferPool(self._max_updates * num_tokens, np.int64)
         self._ids = BufferPool(self._max_updates * num_tokens, np.int32)
         # SimpleQueue is written in C and faster than Queue. The thread takes a ticket for each
-        # group, so the tickets limit how far it reads ahead. A ticket of False ends the thread.
+        # group of updates. The number of tickets limits how far the thread reads ahead. A ticket of
+        # False ends the thread.
         self._groups: queue.SimpleQueue = queue.SimpleQueue()
         self._tickets: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._updates: deque[list[Microbatch]] = deque()  # rest of the group in use

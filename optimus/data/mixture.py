@@ -14,10 +14,10 @@ from optimus.errors import DataError
 
 
 class MixedDataset:
-    """Endless stream of instances from several data sets, in exact proportion to the weights of the
-    data sets.
+    """Endless stream of instances from several data sets, in exact proportion to their weights.
 
-    When all instances of a data set have been read, only this data set starts a new epoch.
+    If all instances of a data set have been read, this data set starts a new epoch. The epochs of
+    the other data sets do not change.
     """
 
     def __init__(self, sources: Sequence[TokenDataset], weights: Sequence[int]):
@@ -25,7 +25,7 @@ class MixedDataset:
 
         Args:
             sources: Data sets, either all with training data or all with held-out data.
-            weights: Integer weights of the sources. Each cycle of sum(weights) instances has
+            weights: Integer weights of the sources. Each cycle of sum(weights) instances contains
                 weights[i] instances of source i.
 
         Raises:
@@ -62,8 +62,8 @@ class MixedDataset:
         self.identity = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
     def read(self, start: int, stop: int, out: np.ndarray | None = None) -> np.ndarray:
-        """Return instances [start, stop) of the mixture. The arguments, the result and the errors
-        are the same as those of `TokenDataset.read`."""
+        """Return instances [start, stop) of the mixture. See `TokenDataset.read` for the arguments,
+        the result and the errors."""
         out = np.empty((stop - start, self.context), np.int64) if out is None else out
         assert len(out) == stop - start, (out.shape, start, stop)
         sources, numbers = self._mixing.locate(start, stop)
@@ -76,15 +76,16 @@ class MixedDataset:
         return out
 
     def locate(self, start: int, stop: int) -> list[tuple[str, int]]:
-        """Return the pair (absolute path of the source, number of the instance in this source) for
-        each instance in [start, stop)."""
+        """For each instance in [start, stop), return (absolute path of its source, number of the
+        instance in this source)."""
         located = zip(*self._mixing.locate(start, stop), strict=True)
         return [self.sources[i].locate(int(n), int(n) + 1)[0] for i, n in located]
 
 
 def _check_held_out(sources: Sequence[TokenDataset]) -> None:
-    """Check that all sources have training data or all have held-out data, and that no held-out
-    document of one source could be a training document of another. Raises DataError otherwise."""
+    """Raise DataError unless all sources have training data or all sources have held-out data.
+    Raise DataError also if a held-out document of one source could be a training document of
+    another source."""
     first = sources[0]
     for source in sources[1:]:
         if source.split != first.split:

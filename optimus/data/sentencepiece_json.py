@@ -24,7 +24,7 @@ _SPEC_TYPES: dict[int, dict[int, type]] = {
     _NORMALIZER: {2: bytes, 3: int, 4: int},  # charsmap, add_dummy_prefix, remove_extra_whitespaces
 }
 _NEVER = -1e6
-"""Score of control symbols, so low that no text is encoded as a control symbol."""
+"""Score of control symbols. It is so low that a text is never encoded as a control symbol."""
 _SPACE = "\u2581"
 _PROBES = (
     "The quick brown fox; it's 3.14159 (x_1)!",
@@ -42,8 +42,8 @@ _PROBES = (
 
 
 def sentencepiece_as_json(path: Path) -> str:
-    """Return the content of a tokenizer.json that encodes texts to the same ids as the
-    sentencepiece model at `path`.
+    """Convert the sentencepiece model at `path` to a tokenizer.json, and return the content of this
+    file. The two tokenizers encode texts to the same ids.
 
     Raises:
         DataError: The model is neither BPE nor unigram, or no tokenizer.json encodes all test texts
@@ -138,7 +138,7 @@ def _convert(
             tokenizer.add_special_tokens([AddedToken(piece, normalized=False, special=True)])
         elif kind == _USER_DEFINED:
             tokenizer.add_tokens([AddedToken(piece, normalized=True, special=False)])
-    tokenizer.encode_special_tokens = True  # for the comparison of ids; it is not saved
+    tokenizer.encode_special_tokens = True  # only for the comparison
     return tokenizer
 
 
@@ -181,14 +181,14 @@ def _read(data: bytes) -> tuple[list[tuple[str, float, int]], dict[int, Any], di
 
 
 def _fields_of(message: object, types: Mapping[int, type]) -> dict[int, Any]:
-    """Parse a protobuf message that is nested in a field of another message.
+    """Parse a nested protobuf message.
 
     Args:
         message: Value of the outer field, the bytes of the nested message.
-        types: Dict from the number of each field to read to the type of its value.
+        types: Maps the number of each field to read to the type of the field's value.
 
     Returns:
-        Dict from field numbers to values. Fields that are not in `types` are left out.
+        A dict that maps field numbers to values. Fields that are not in `types` are left out.
 
     Raises:
         ValueError: `message` is a number, or a field has a value of a wrong type.

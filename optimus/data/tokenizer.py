@@ -1,5 +1,5 @@
-"""Tokenizers of data sets and checkpoints: encoding and decoding of text, and creation of tokenizer
-files for transformers."""
+"""Tokenizers of data sets and checkpoints: encode and decode text, and write tokenizer files for
+transformers."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 
 
 def tokenizer_path(folder: Path) -> Path:
-    """Return the path of the file tokenizer.json in `folder`, or of tokenizer.model if `folder` has
-    only the latter."""
+    """Return the path of tokenizer.json in `folder`. If `folder` contains only tokenizer.model,
+    return the path of tokenizer.model."""
     return tokenizer_file(folder)
 
 
 class TextTokenizer:
-    """Tokenizer that is loaded from a tokenizer.json or a sentencepiece model. Encodes a text to
+    """Tokenizer that is loaded from a tokenizer.json or a sentencepiece model. It encodes a text to
     the same ids as `optimus-data`."""
 
     def __init__(self, path: str | os.PathLike, check: bool = True) -> None:
-        """Load the tokenizer from the file `path`. If `check` is True, a forked child process first
-        loads and uses the tokenizer, because a damaged file can crash the process. Raises DataError
-        if the file is not a tokenizer."""
+        """Load the tokenizer from the file `path`. If `check` is True, a forked child process loads
+        and uses the tokenizer first, because a damaged file could crash this process. Raises
+        DataError if the file is not a tokenizer."""
         self._path, self._tokenizer = path, open_tokenizer(path, check)
 
     def encode(self, text: str) -> list[int]:
@@ -97,8 +97,8 @@ def add_transformers_files(
     vocab_size: int,
     max_length: int,
 ) -> int | None:
-    """Write the files with which transformers' `AutoTokenizer` encodes texts to the same ids as the
-    tokenizer in `file`.
+    """Write tokenizer files for transformers. With these files, `AutoTokenizer` encodes texts to
+    the same ids as the tokenizer in `file`.
 
     The files are written to the folder of `file`: tokenizer_config.json and, if necessary, a
     tokenizer.json, which replaces an existing tokenizer.json.
@@ -127,7 +127,7 @@ def add_transformers_files(
         pads = (i for i, name in special.items() if "pad" in name.lower() and i < vocab_size)
         pad = next(pads, eos)
     config: dict[str, Any] = {
-        # transformers 4 and 5 both know this class, and neither replaces its pre-tokenizer.
+        # Both transformers 4 and 5 support this class and do not replace its pre-tokenizer.
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": max_length,
         "clean_up_tokenization_spaces": False,
@@ -155,7 +155,6 @@ def add_transformers_files(
 
 
 def _special_tokens(tokenizer: Tokenizer) -> dict[int, str]:
-    """Return a dict from the ids of the special tokens to their texts, in ascending order of
-    ids."""
+    """Return a dict that maps the ids of the special tokens, in ascending order, to their texts."""
     added = sorted(tokenizer.get_added_tokens_decoder().items())
     return {number: token.content for number, token in added if token.special}

@@ -1,4 +1,4 @@
-"""Evaluation of checkpoints and sampling of text: `optimus eval` and `optimus generate`."""
+"""Evaluation of checkpoints and generation of text: `optimus eval` and `optimus generate`."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def load_model(
         [batch, sequence, vocabulary].
 
     Raises:
-        CheckpointError: `path` has no usable model.
+        CheckpointError: There is no valid model at `path`.
     """
     return load_resolved(store.resolve(path), dtype, device)
 
@@ -79,7 +79,7 @@ def evaluate_checkpoint(
         checkpoint: Path of a checkpoint, a run directory or a Hugging Face directory.
         data: Directory of a data set.
         batch_size: Instances per forward pass.
-        instances: Number of instances to evaluate; 0: all.
+        instances: Number of instances to evaluate; 0 for all instances.
 
     Returns:
         A dict with the keys `checkpoint`, `data`, `document_mask`, `loss` and `tokens`. `loss` is
@@ -129,7 +129,7 @@ def evaluate_checkpoint(
 @contextlib.contextmanager
 def _progress(compute: CrossEntropies, instances: int) -> Iterator[CrossEntropies]:
     """Yield a function that calls `compute` and advances a progress bar by the number of evaluated
-    instances. The bar is complete at `instances` and is shown only on a terminal."""
+    instances. The length of the bar is `instances`. It is shown only on a terminal."""
     with (
         tqdm(total=instances, unit="instance", disable=None, **bar_size()) as bar,
         contextlib.ExitStack() as stack,
@@ -160,7 +160,7 @@ def continue_text(
         prompt: Text to continue; must not be empty.
         new_tokens: Maximum number of tokens to sample.
         temperature: Sampling temperature; 0 selects the most likely token.
-        top_k: Number of most likely tokens to sample from; 0: all.
+        top_k: Number of most likely tokens to sample from; 0 for all tokens.
         seed: Seed of the random draws.
 
     Raises:

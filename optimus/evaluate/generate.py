@@ -43,11 +43,12 @@ def generate(
         new_tokens: Maximum number of tokens to sample.
         context: Maximum number of tokens that the model receives. Earlier tokens are cut off.
         temperature: Sampling temperature; 0 selects the most likely token.
-        top_k: Number of most likely tokens to sample from; 0: all.
+        top_k: Number of most likely tokens to sample from; 0 for all tokens.
         seed: Seed of the random draws.
         stop_tokens: Tokens after which sampling ends.
         group: Ranks that compute the model together.
-        source: Index in `group` of the rank that has the logits and draws the tokens.
+        source: Index in `group` of the rank to which `model` returns logits. This rank draws the
+            tokens.
 
     Returns:
         The new tokens without the prompt, int64 [at most `new_tokens`]. A stop token is included.
@@ -96,14 +97,15 @@ def sample_text(
     prompt = torch.from_numpy(dataset.read(0, 1))[0, :_PROMPT_TOKENS].to(device)
     options |= {"stop_tokens": {dataset.eos_id, *stop_tokens}, "context": dataset.context}
     new = generate(model, prompt, new_tokens, **options)
-    # No check: the run checked the file at its start, and a check forks, which is not safe here.
+    # The file is not checked here: the run has checked it at its start, and the check forks a
+    # process, which is not safe here.
     tokenizer = TextTokenizer(dataset.tokenizer_file, check=False)
     return tokenizer.decode(prompt.tolist() + new.tolist())
 
 
 def _draw(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
     # A non-finite logit must not raise an error here: this rank would fail while all other ranks
-    # wait. The checks of training report it.
+    # wait. The checks of the training loop report the non-finite value.
     logits = logits.nan_to_num(-_LARGEST, _LARGEST, -_LARGEST)
     if temperature == 0:
         return int(logits.argmax())

@@ -1,5 +1,5 @@
-"""Computation of the loss on held-out data. The result is bit-identical for all data-parallel and
-pipeline-parallel sizes."""
+"""Loss on held-out data. The result is bit-identical for all data-parallel and pipeline-parallel
+sizes."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from optimus.data.loader import Microbatch, make_microbatch
 from optimus.distributed.collectives import Group, exact_sums
 from optimus.model.transformer import Transformer
 
-_AT_ONCE = 16  # batches in memory at a time, which pass through the pipeline together
+_AT_ONCE = 16  # number of batches that are in memory and pass through the pipeline together
 
 
 @dataclass(frozen=True)
 class HeldOutLoss:
-    """Result of `held_out_loss`: the mean cross-entropy per predicted token, in nats, and the
-    number of tokens in the evaluated instances."""
+    """Result of `held_out_loss`: mean cross-entropy per predicted token in nats, and number of
+    tokens in the evaluated instances."""
 
     loss: float
     tokens: int
 
 
 CrossEntropies = Callable[[list[Microbatch]], list[Tensor]]
-"""Function that returns, for each microbatch, the sum of the cross-entropies of all predicted
-tokens, an fp32 scalar in nats. All ranks of a model replica must make the same calls. On one of
-these ranks, the function returns the sums; on the other ranks, the function returns []."""
+"""Function that returns a list of fp32 scalars: for each microbatch, the cross-entropy in nats,
+summed over all predicted tokens. All ranks of a model replica must call the function with the same
+microbatches. It returns the list on one of these ranks, and [] on the other ranks."""
 
 
 def held_out_loss(
@@ -55,7 +55,7 @@ def held_out_loss(
         group: All ranks that call this function.
         data_rank: Index of this rank among the ranks that read different data.
         num_data_ranks: Number of ranks that read different data.
-        max_instances: Number of instances to evaluate; 0: all.
+        max_instances: Number of instances to evaluate; 0 for all instances.
         document_mask: True to keep attention within documents, as `data.document_mask` does.
 
     Returns:
@@ -63,8 +63,9 @@ def held_out_loss(
     """
     count = min(max_instances or dataset.num_instances, dataset.num_instances)
     whole = count - count % batch_size
-    # In a round, each data rank evaluates one batch. All batches of a round have the same size, as
-    # expert parallelism requires. Instances after the last full batch are evaluated one by one.
+    # In a round, each data rank evaluates one batch. All batches of a round have the same size,
+    # because expert parallelism requires this. Instances after the last full batch are evaluated
+    # one by one.
     rounds = [
         (round_start, round_start + data_rank * size, size, stop)
         for start, stop, size in ((0, whole, batch_size), (whole, count, 1))
@@ -87,8 +88,7 @@ def held_out_loss(
 
 
 def by_model(model: Transformer, device: torch.device) -> CrossEntropies:
-    """Return a `CrossEntropies` function that computes the losses with `model`, a complete model on
-    `device`."""
+    """Return a `CrossEntropies` function that uses `model`, a complete model on `device`."""
 
     @torch.no_grad()
     def run(batches: list[Microbatch]) -> list[Tensor]:

@@ -1,6 +1,6 @@
 """Conversion between Hugging Face's `config.json` and `ModelConfig`.
 
-If a field of config.json changes logits or loss, the field is either converted or causes an error
+Each field of config.json that changes logits or loss is either converted, or refused by an error
 that names the field.
 """
 
@@ -89,7 +89,7 @@ class _Olmoe(_Fields):
 
 
 def is_hf_directory(path: str | os.PathLike) -> bool:
-    """Return whether `path` is a directory whose config.json has the key `model_type`."""
+    """Return True if `path` is a directory whose config.json contains the key `model_type`."""
     try:
         content = json.loads(read_regular(Path(path) / "config.json", _CONFIG_BYTES))
         return "model_type" in content
@@ -102,8 +102,8 @@ def read_hf_config(path: str | os.PathLike, compare_counts: bool = True) -> Mode
 
     Args:
         path: the directory.
-        compare_counts: True to check that config.json does not give more layers or experts than the
-            weights in the directory have.
+        compare_counts: True to check that config.json does not specify more layers or experts than
+            the directory's weights have.
 
     Raises:
         CheckpointError: config.json cannot be read or, with `compare_counts`, has more layers or
@@ -124,8 +124,8 @@ def read_hf_config(path: str | os.PathLike, compare_counts: bool = True) -> Mode
 
 
 def _check_counts(content: Mapping[str, Any], file: Path) -> None:
-    """Raise CheckpointError if config.json gives more layers or experts than the weights in its
-    directory have. Do nothing if the directory has no weights."""
+    """Raise CheckpointError if config.json specifies more layers or experts than the weights in the
+    same directory have. Do nothing if the directory has no weights."""
     if not any((file.parent / name).exists() for name in (MODEL, INDEX)):
         return
     weights = TensorFiles(file.parent)  # reads only headers

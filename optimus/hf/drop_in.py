@@ -1,8 +1,10 @@
-"""`use_fast_moe`: compute the experts of Hugging Face models with the kernels of FastSparseMoE.
+"""`use_fast_moe`: makes Hugging Face models compute their experts with the kernels of
+FastSparseMoE.
 
 transformers 5 merges the parameters of all experts of a layer. `use_fast_moe` uses these merged
 parameters without a copy. transformers 4 has one module per expert. `use_fast_moe` copies the
-weights of these modules into merged parameters, but keeps the names of the weights in state dicts.
+weights of these modules to merged parameters, but does not change the names of the weights in state
+dicts.
 
 This module recognizes classes by name and does not import transformers.
 
@@ -23,8 +25,8 @@ from optimus.errors import ConfigError, refuse_if
 
 _Model = TypeVar("_Model", bound=nn.Module)
 _HfModule = Any
-"""Type of modules whose classes are defined by transformers or by users. Type checkers do not check
-the attributes of such a module; the functions of this file check them at run time."""
+"""Type of modules whose classes are defined by transformers or by users. Their attributes are
+checked at run time by the functions of this file, not by type checkers."""
 
 MERGED = (
     "OlmoeExperts",
@@ -129,8 +131,8 @@ class FastExperts(nn.Module):
 
 
 class FastExpertsByModule(FastExperts):
-    """`FastExperts` whose state dict has one entry per expert and projection, such as
-    `0.gate_proj.weight`, instead of the merged parameters."""
+    """Version of `FastExperts` whose state dict contains, instead of the merged parameters, one
+    entry per expert and projection, such as `0.gate_proj.weight`."""
 
     def _slices(self, gate_up: Tensor, down: Tensor, prefix: str) -> dict[str, Tensor]:
         """Return the entries of a state dict: for each projection of each expert, the name of the
@@ -197,8 +199,8 @@ class FastExpertsByModule(FastExperts):
 class FastBlock(nn.Module):
     """Replacement for an OlmoeSparseMoeBlock of transformers 4.
 
-    The new block uses the router of the old block, and a merged copy of the weights of the old
-    block's experts.
+    The new block uses the router of the old block and a merged copy of the old block's expert
+    weights.
     """
 
     def __init__(self, block: _HfModule) -> None:
@@ -284,8 +286,8 @@ def _check_modules(name: str, expert: nn.Module) -> None:
 
 
 def _from_modules(experts: nn.ModuleList) -> FastExpertsByModule:
-    """Return a `FastExpertsByModule` with a copy of the weights of `experts`, one module per
-    expert."""
+    """Return a `FastExpertsByModule` with a copy of the weights of `experts`. `experts` contains
+    one module per expert."""
     first: _HfModule = experts[0]
     weight: nn.Parameter = first.gate_proj.weight
     inner, hidden = weight.shape

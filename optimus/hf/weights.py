@@ -31,8 +31,8 @@ from optimus.io.tensor_file import INDEX
 from optimus.model.transformer import Transformer
 
 FILE_BYTES = 5_000_000_000
-# Maps prefixes of parameter names within a block from Optimus to transformers. The rest of the name
-# is the same.
+# Maps prefixes of parameter names within a block to the prefixes in transformers. The rest of a
+# name is the same.
 _IN_BLOCK = {
     "attention_norm.": "input_layernorm.",
     "mlp_norm.": "post_attention_layernorm.",
@@ -50,7 +50,8 @@ _ANGLES = "rotary_emb.inv_freq"  # tensors that early releases of transformers 4
 
 
 def is_expert(name: str) -> bool:
-    """Return whether the Optimus parameter `name` contains weights of all experts of a layer."""
+    """Return True if the Optimus parameter `name` contains the weights of all experts of a
+    layer."""
     return name.endswith((_GATE_UP, _DOWN))
 
 
@@ -58,7 +59,7 @@ def hf_name(name: str) -> str:
     """Return the name that transformers 5 uses for the Optimus parameter `name`.
 
     Both libraries merge the weights of all experts of a layer into two parameters (`gate_up` and
-    `down`), so every Optimus parameter has one counterpart.
+    `down`), so that every Optimus parameter has one counterpart.
     """
     if name in _OUTSIDE:
         return _OUTSIDE[name]
@@ -96,7 +97,7 @@ def pieces(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def check_hf_weights(config: ModelConfig, path: str | os.PathLike) -> None:
-    """Check the names, shapes and dtypes of the weights in a directory. Only file headers are read.
+    """Check the names, shapes and dtypes of the weights in a directory. Reads only file headers.
 
     Args:
         config: the configuration of the model that the weights must fit.
@@ -128,7 +129,8 @@ def hf_tensors(config: ModelConfig, names: Container[str]) -> Iterator[tuple[str
     Args:
         config: the configuration of the model.
         names: names of the tensors in the directory. If `names` contains the merged tensors of a
-            layer's experts, these are yielded, otherwise three tensors for each expert.
+            layer's experts, these tensors are yielded. If not, three tensors are yielded for each
+            expert.
 
     Yields:
         (name of the tensor in the directory, name of the Optimus parameter, view of the parameter
@@ -151,8 +153,8 @@ def plan_hf(
 
     Args:
         config: the configuration of the model.
-        dtypes: dict from the name of each Optimus parameter to the dtype in which it is written.
-        file_bytes: limit of tensor bytes per file. A larger tensor gets a separate file.
+        dtypes: maps the name of each Optimus parameter to the dtype in which it is written.
+        file_bytes: maximum number of tensor bytes per file. A larger tensor gets a separate file.
 
     Returns:
         The names, sizes and tensors of the files. Each projection of an expert is a separate
@@ -196,8 +198,8 @@ def write_hf(
         config: the configuration of the model.
         weights: slices of flattened parameters in any order, as (parameter name, index of the first
             element, values).
-        dtypes: dict from the name of each Optimus parameter to the dtype in which it is written.
-        file_bytes: limit of tensor bytes per file. A larger tensor gets a separate file.
+        dtypes: maps the name of each Optimus parameter to the dtype in which it is written.
+        file_bytes: maximum number of tensor bytes per file. A larger tensor gets a separate file.
         add_files: function that writes further files. Its argument is the temporary path of the new
             directory.
 

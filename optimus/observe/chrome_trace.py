@@ -1,7 +1,7 @@
 """Traces of pipeline actions in the Chrome Trace Event format, which ui.perfetto.dev displays.
 
-A planned step and a measured step have the same actions with the same names, in the same order on
-each rank, so that both traces can be compared.
+The trace of a planned step and the trace of a measured step contain the same actions with the same
+names, in the same order on each rank, so that the two traces can be compared.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from optimus.errors import ConfigError, reason_of
 
 
 class TracedAction(NamedTuple):
-    """An action of a rank. Times are in seconds from the start of the step."""
+    """A pipeline action of a rank. Times are in seconds from the start of the training step."""
 
     kind: str
     """Name of the kind of action, such as `F`."""

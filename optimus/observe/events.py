@@ -1,4 +1,4 @@
-"""The records of a training run, and `Recorder`, the base class of the objects that write records.
+"""Records of a training run, and `Recorder`, the base class of objects that receive the records.
 
 The training loop, the pipeline executor and the collectives pass records to a `Recorder`. The
 subclasses of `Recorder`, called sinks, write metrics files, TensorBoard events, progress and the
@@ -19,8 +19,8 @@ Value = int | float | str | None
 class MoeFigures:
     """Router losses of one update, and the smallest and largest load of an expert.
 
-    The load of an expert is the number of tokens routed to it, divided by the mean of this number
-    over the experts of its layer.
+    The load of an expert is the number of tokens routed to it, divided by the mean number of tokens
+    over all experts of the layer.
     """
 
     aux_loss: float | None
@@ -113,8 +113,8 @@ class EvalRecord:
 class LayerLoad(NamedTuple):
     """Smallest and largest expert load of one MoE layer in one update.
 
-    The load of an expert is the number of tokens routed to it, divided by the mean of this number
-    over the experts of the layer.
+    The load of an expert is the number of tokens routed to it, divided by the mean number of tokens
+    over all experts of the layer.
     """
 
     layer: int
@@ -131,8 +131,8 @@ class ExpertLoad(NamedTuple):
     layers: tuple[LayerLoad, ...]
 
     def figures(self, aux_loss: float | None, z_loss: float | None) -> MoeFigures:
-        """Return the value of `StepRecord.moe`: the extreme loads of all layers, and the given
-        losses of the router."""
+        """Return a `MoeFigures` with the smallest and largest load of all layers, and the given
+        router losses."""
         lowest = min(self.layers, key=lambda load: load.min)
         highest = max(self.layers, key=lambda load: load.max)
         idle = sum(load.experts_without_rows for load in self.layers)
@@ -142,17 +142,16 @@ class ExpertLoad(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """Number of payload bytes in the collectives and point-to-point messages of one rank in one
-    update."""
+    """Payload bytes of one rank's collectives and point-to-point messages in one update."""
 
     step: int
     bytes_by_axes: dict[str, int]
-    """Payload bytes of each process group. The key names the mesh axes of the group, such as
-    `dp x ep`."""
+    """Payload bytes of each process group. The keys are names of the groups' mesh axes, such as `dp
+    x ep`."""
 
 
 class PipelineTimes(NamedTuple):
-    """The time that one rank spent in the actions of the pipeline schedule in one update.
+    """Time of one rank in the actions of the pipeline schedule in one update.
 
     An action is, for example, the forward pass of one microbatch. On a GPU, the time of an action
     includes only the kernel launches.
@@ -161,11 +160,11 @@ class PipelineTimes(NamedTuple):
     step: int
     seconds_by_kind: dict[str, float]
     """Seconds for each kind of action, except the time for which actions wait for other stages. The
-    key `wait` has the sum of these waiting times."""
+    value of the key `wait` is the sum of these waiting times."""
 
 
 class StartUpRecord(NamedTuple):
-    """Duration of the start-up phases of one rank, from the start of the command to the end of the
+    """Durations of one rank's start-up phases, from the start of the command to the end of the
     first update."""
 
     phases_s: tuple[tuple[str, float], ...]
@@ -198,19 +197,19 @@ Record = StepRecord | EvalRecord | ExpertLoad | Traffic | PipelineTimes | StartU
 
 
 class Recorder:
-    """Base class of the sinks, which write metrics, TensorBoard events, progress or the log.
+    """Base class of sinks. A sink receives records and writes, for example, metrics or the log.
 
-    The base class ignores all records. A sink overrides the methods that it needs.
+    The base class ignores all records. A sink overrides the methods for the records that it uses.
     """
 
     records_actions = False
     """True if the pipeline executor must time its actions and pass them to the method `action`."""
 
     def record(self, record: Record) -> None:
-        """Called for each record of the run, such as the metrics of an update."""
+        """Receive a record of the run, such as the metrics of an update."""
 
     def collective(self, axes: str, operation: str, num_bytes: int) -> None:
-        """Called for each collective and each point-to-point message of this rank.
+        """Receive the description of a collective or point-to-point message of this rank.
 
         Args:
             axes: Mesh axes of the process group, such as `dp x ep`.
@@ -221,12 +220,12 @@ class Recorder:
         """
 
     def action(self, event: ActionEvent) -> None:
-        """Called for each executed action of the pipeline schedule, if `records_actions` is
+        """Receive an executed action of the pipeline schedule. Called only if `records_actions` is
         True."""
 
 
 NO_RECORDER = Recorder()
-"""Recorder that ignores all records, for ranks that write no metrics and no log."""
+"""Recorder that ignores all records, for ranks that do not write metrics or a log."""
 
 
 class Recorders(Recorder):
@@ -256,11 +255,11 @@ class Recorders(Recorder):
 
 
 class TrafficMeter(Recorder):
-    """Recorder that counts collectives and point-to-point messages, and their payload bytes."""
+    """Recorder that counts collectives, point-to-point messages and their payload bytes."""
 
     def __init__(self) -> None:
         self.counts: dict[tuple[str, str], list[int]] = {}
-        """For each (axes, operation): [number of calls, payload bytes] since the last `clear`."""
+        """Maps (axes, operation) to [number of calls, payload bytes] since the last `clear`."""
 
     def collective(self, axes: str, operation: str, num_bytes: int) -> None:
         count = self.counts.setdefault((axes, operation), [0, 0])
@@ -273,7 +272,7 @@ class TrafficMeter(Recorder):
     def bytes_by_axes(self) -> dict[str, int]:
         """Return the payload bytes of each process group since the last `clear`.
 
-        A key of the dict names the mesh axes of the group, such as `dp x ep`.
+        The keys of the dict are names of the groups' mesh axes, such as `dp x ep`.
         """
         totals: dict[str, int] = {}
         for (axes, _), (_, num_bytes) in self.counts.items():
@@ -295,8 +294,8 @@ class ActionTrace(Recorder):
         self.events.append(event)
 
     def seconds_by_kind(self) -> dict[str, float]:
-        """Return the total seconds of the collected events for each kind of action. The key `wait`
-        has the sum of the times for which actions waited for other stages."""
+        """Return the total seconds of the collected events for each kind of action. The value of
+        the key `wait` is the total time for which actions waited for other stages."""
         seconds = {"wait": sum(event.waited_ns for event in self.events) / 1e9}
         for event in self.events:
             seconds[event.kind] = seconds.get(event.kind, 0.0) + event.busy_ns / 1e9

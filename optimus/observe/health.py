@@ -1,8 +1,7 @@
 """Warnings about faults that the loss does not show: unbalanced experts and gradient-norm spikes.
 
-The checks need no device synchronization and no collective. They compare an update of the model
-with recent updates of the same process. Therefore, after a resume, the checks start without a
-history.
+The checks do not synchronize the device and do not call collectives. They compare an update of the
+model with recent updates of the same process. After a resume, there are no recent updates at first.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ _CALM = 2.0
 `_HISTORY` norms."""
 
 _UPDATES = 10
-"""Number of recent updates over which the expert loads of a layer are checked. After the same
-number of consecutive updates with balanced experts, the end of a fault is reported."""
+"""Number of recent updates over which the expert loads of a layer are checked. After this number of
+consecutive updates with balanced experts, the end of a fault is reported."""
 _OVERLOAD = 4.0
 _IDLE = 0.01
 """An expert is idle if its load (see `expert_loads`) is below this value."""
 _MIN_ROWS = 32
 """Expert loads are checked only if, in each update and layer, the mean number of tokens per expert
-is at least this number. With fewer tokens, loads are uneven by chance."""
+is at least this value. With fewer tokens, loads are uneven by chance."""
 
 _FIRST_PAUSE = 100
 """Minimum number of updates from a warning to its first repetition. The minimum doubles with each
@@ -44,8 +43,8 @@ repetition."""
 def expert_loads(expert_rows: Tensor, model: ModelConfig) -> list[Tensor]:
     """Return the load of each expert in one update.
 
-    The load is the number of tokens routed to the expert, divided by the mean of this number over
-    the experts of its layer.
+    The load of an expert is the number of tokens routed to it, divided by the mean number of tokens
+    over all experts of the layer.
 
     Args:
         expert_rows: `UpdateResult.expert_rows` on the host, int64 [MoE layers, largest number of
@@ -95,7 +94,8 @@ class TrainingHealth:
         self._experts = _ExpertBalance(model) if judged else None
 
     def after_update(self, step: int, expert_rows: Tensor, grad_norm: float) -> list[Notice]:
-        """Check one update. Return messages about faults that start or end; usually the empty list.
+        """Check an update. Return messages about faults that start or end. The list is usually
+        empty.
 
         Args:
             step: Number of the update.
@@ -195,7 +195,7 @@ class _ExpertBalance:
     def after_update(self, step: int, expert_rows: Tensor) -> list[Notice]:
         self._recent.append(expert_rows)
         # Overload is judged in each update: the sum over updates would look balanced if a collapsed
-        # router prefers other experts in each update.
+        # router preferred different experts in each update.
         fullest = [float(load.max()) for load in expert_loads(expert_rows, self._model)]
         over = [load > limit for load, limit in zip(fullest, self._limits, strict=True)]
         counts = zip(over, self._overloaded, strict=True)

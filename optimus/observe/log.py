@@ -1,7 +1,7 @@
 """Output of a process on standard error: the log, and the progress of a run.
 
-The loggers `optimus.*` write lines. Progress is a bar on a terminal and lines elsewhere. Only
-the commands call `set_up_logging`. Another program that imports Optimus must configure logging.
+The loggers `optimus.*` write lines. Progress is a bar on a terminal and lines elsewhere. Only the
+commands call `set_up_logging`. A program that imports Optimus must configure logging itself.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ logger = logging.getLogger(__name__)
 class _LineHandler(logging.Handler):
     """Logging handler that prints records as `program: [rank N] level: message`.
 
-    Lines of rank 0 have no `[rank N]`, and lines of the level INFO have no `level:`.
+    Lines of rank 0 do not contain `[rank N]`, and lines of the level INFO do not contain `level:`.
     """
 
     program, rank = "optimus", 0
     write: Callable[[str], None] | None = None
 
     def handle(self, record: logging.LogRecord) -> bool:
-        """Emit the record without acquiring the lock of this logging handler.
+        """Emit the record. Does not acquire the lock of this logging handler.
 
         With the lock, a signal handler that logs a message could deadlock.
         """
@@ -103,8 +103,8 @@ class LogRecorder(Recorder):
 
 
 def redirect_lines(write: Callable[[str], None] | None) -> None:
-    """Pass all later log lines to `write` instead of standard error. If `write` is None, print them
-    on standard error again."""
+    """Pass all later log lines to `write` instead of standard error. If `write` is None, later log
+    lines are printed on standard error again."""
     _LINES.write = write
 
 
@@ -115,7 +115,7 @@ def bar_size() -> dict[str, Any]:
         columns = os.get_terminal_size(sys.stderr.fileno()).columns
     except (OSError, ValueError):  # not a terminal
         columns = 0
-    # Some pseudo-terminals have no size, and tqdm would print nothing.
+    # Some pseudo-terminals have no size. tqdm would not print anything on them.
     return {"dynamic_ncols": True} if columns else {"ncols": 80, "nrows": 24}
 
 

@@ -38,10 +38,10 @@ logger = logging.getLogger(__name__)
 _LINE_BYTES = 1 << 20
 """Maximum length, in bytes, of a line in a metrics file. A run writes lines of about 1 kB."""
 _MOST_STEPS = 1 << 22
-"""Maximum number of expected steps that `JsonLines.open` compares with the lines of a file. The
+"""Maximum number of expected steps that `JsonLines.open` compares with the lines of a file. This
 maximum bounds the memory if a damaged manifest contains a huge step number."""
 _BATCH_BYTES = 1 << 16
-"""New lines are appended to the copy of a file when they have together at least this number of
+"""New lines are appended to the copy of a file when they together have at least this number of
 bytes."""
 
 
@@ -56,14 +56,15 @@ class MetricsFiles(Recorder):
     ) -> None:
         """Open metrics.jsonl and eval.jsonl for appending. Remove the lines of steps after `step`.
 
-        Each file is replaced by a new file, to which no process of an earlier start can append.
+        Each file is replaced by a new file. Processes of earlier starts cannot append to the new
+        file.
 
         Args:
             run_dir: Run directory. Removed lines are moved to files in its `log/`.
             workspace: The workspace of the run.
             step: Step at which the run starts.
-            expected: For each of the keys `metrics` and `eval`, the steps up to `step` for which
-                the file metrics.jsonl or eval.jsonl must contain a line.
+            expected: Maps `metrics` and `eval` to the steps, up to `step`, for which metrics.jsonl
+                and eval.jsonl must contain a line.
         """
         stamp = time.strftime("%Y%m%d-%H%M%S")
         lines = []
@@ -85,16 +86,16 @@ class MetricsFiles(Recorder):
                 self._last_evaluation = record
 
     def last_loss(self) -> float | None:
-        """Return the loss in the last line of metrics.jsonl, or None if this line has no loss or
-        the file has no line."""
+        """Return the loss in the last line of metrics.jsonl; None if there is no line or no loss in
+        it."""
         if self._last_step is not None:
             return self._last_step.loss
         loss = self._metrics.read_last().get("loss")
         return loss if isinstance(loss, float) else None
 
     def last_evaluation(self) -> EvalRecord | None:
-        """Return the last evaluation in eval.jsonl; None if there is none, or if its line has an
-        invalid field."""
+        """Return the last evaluation in eval.jsonl; None if there is no evaluation, or if the line
+        has an invalid field."""
         return self._last_evaluation or EvalRecord.from_values(self._eval.read_last())
 
     def is_replaced(self) -> bool:
@@ -122,7 +123,7 @@ def metrics_paths(run_dir: Path, name: str) -> tuple[Path, Path]:
 
 
 class JsonLines:
-    """Writer that appends JSON objects to a file, one per line and without a buffer.
+    """Writer that appends JSON objects to a file, one object per line, without a buffer.
 
     If a write fails, the lines stay in memory until a later write succeeds. All lines are also
     appended to a copy of the file, several lines at a time.
@@ -130,7 +131,7 @@ class JsonLines:
 
     def __init__(self, path: Path, fd: int, copy: Path, copy_fd: int) -> None:
         """Create a writer from a file and its copy, which are open for appending. `close` closes
-        both.
+        both files.
 
         Args:
             path: Path of the file.
@@ -158,8 +159,8 @@ class JsonLines:
 
         Lines of later steps and damaged lines are removed. Lost lines are restored from the copy.
         If several lines have the same step and the same `source`, only the last one is kept. Lines
-        in metrics.jsonl have no `source`. The file and its copy are replaced by new files, to which
-        no process of an earlier start can append.
+        in metrics.jsonl have no `source`. The file and its copy are replaced by new files.
+        Processes of earlier starts cannot append to the new files.
 
         Args:
             workspace: The workspace of the run.
@@ -188,7 +189,7 @@ class JsonLines:
         fd = workspace.open_append(path, whole)
         copy_fd = workspace.open_append(copy, whole)
         if damaged := sum(_key(line) is None for line in lines[:-1]):
-            # The last line does not count: a kill can cut it.
+            # The last line is not counted: it is incomplete if the run was killed during the write.
             _warn(path, f"{damaged} of its lines cannot be read; see {cut_log}")
         if restored:
             _warn(path, f"restored the lines of {spell_steps(n for n, _ in restored)} from {copy}")
@@ -247,8 +248,8 @@ class JsonLines:
         return next(iter(read_json_lines(self._path)[-1:]), {})
 
     def _write_copy(self) -> None:
-        """Append the lines that are not in the copy yet to the copy. If the write fails, keep these
-        lines in memory."""
+        """Append to the copy the lines that are not in it yet. If the write fails, keep these lines
+        in memory."""
         with self._copy_lock:
             with self._lock:
                 lines, self._uncopied = self._uncopied, b""
@@ -272,7 +273,7 @@ class JsonLines:
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the JSON objects in a file, one for each line, or [] if the file does not exist.
+    """Return the JSON objects in a file, one object for each line; [] if the file does not exist.
 
     Damaged lines are skipped.
 
@@ -288,7 +289,7 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def read_lines(path: Path) -> list[bytes]:
-    """Return the lines of a file, including their newlines, or [] if the file does not exist.
+    """Return the lines of a file, including newlines; [] if the file does not exist.
 
     Raises:
         DataError: The file cannot be read, is not a regular file, or has a line longer than 1 MiB.
@@ -311,13 +312,13 @@ def read_lines(path: Path) -> list[bytes]:
 
 
 def _up_to(step: int, lines: Iterable[bytes]) -> dict[tuple[int, str], bytes]:
-    """Return a dict from (step, source) to the line with this key, for steps up to `step`. If
-    several lines have the same key, the dict contains the last of them."""
+    """Return a dict that maps (step, source) to the line with these values, for steps up to `step`.
+    If several lines have the same key, the dict contains the last of these lines."""
     return {key: line for line in lines if (key := _key(line)) is not None and key[0] <= step}
 
 
 def _others(lines: Iterable[bytes], kept: Iterable[bytes]) -> list[bytes]:
-    """Return the lines that remain of `lines` if, for each line in `kept`, one equal line is
+    """Return `lines` without the lines in `kept`. For each line in `kept`, one equal line is
     removed."""
     remaining = collections.Counter(kept)
     others = []
@@ -432,7 +433,7 @@ class TensorBoard(Recorder):
 
 
 def _prefixed(prefix: str, values: Mapping[str, Value]) -> dict[str, float]:
-    """Return a dict from TensorBoard tags, such as `train/loss`, to numbers.
+    """Return a dict that maps TensorBoard tags, such as `train/loss`, to numbers.
 
     A tag consists of `prefix` and a key of `values`. The key `step` and all values that are not
     numbers are omitted.

@@ -21,7 +21,7 @@ _Figure = Annotated[float, Field(ge=0, lt=1e300)]
 
 def _check_size(value: float) -> float:
     """Return `value`, or raise ValueError if its magnitude is above 1e300. NaN is accepted, so that
-    the summary and the plot of the report show it."""
+    the report shows it."""
     if abs(value) > 1e300:
         raise ValueError("the magnitude of the value is above 1e300, too large for the plot")
     return value
@@ -42,8 +42,7 @@ class _Step(_Line):
 
     step: _Count
     loss: _Loss | None
-    """None if the loss was not finite. In this case, the update was skipped, and `grad_norm` is
-    None."""
+    """None if the loss was not finite. The update was then skipped, and `grad_norm` is None."""
     grad_norm: _Loss | None
     tokens: _Count
     step_time_s: _Figure
@@ -90,8 +89,8 @@ def write_report(run_dir: Path) -> tuple[Path, str]:
 
 
 def _read_valid(path: Path, kind: type[_AnyLine]) -> tuple[list[_AnyLine], int]:
-    """Return the valid lines of a file, as objects of the class `kind`, and the number of invalid
-    lines. A last line without a newline is not counted, because a killed run can leave it."""
+    """Return (valid lines of a file, as objects of the class `kind`; number of invalid lines). A
+    last line without a newline is not counted: a killed run may have written it incompletely."""
     valid, damaged = [], 0
     for line in read_lines(path):
         try:
@@ -104,7 +103,7 @@ def _read_valid(path: Path, kind: type[_AnyLine]) -> tuple[list[_AnyLine], int]:
 def _summary(steps: Sequence[_Step], evaluations: Sequence[_Evaluation]) -> str:
     last = steps[-1]
     seconds = sum(step.step_time_s for step in steps)
-    # Both sums are over the lines that are present: a file may start late or have gaps.
+    # These sums are over the lines that are present: a file may start late or have gaps.
     tokens = sum(step.step_time_s * step.tokens_per_s for step in steps)
     text = (
         f"{counted(last.step, 'step')}, {counted(last.tokens, 'token')}; {seconds:.0f} s of "
@@ -121,21 +120,21 @@ def _summary(steps: Sequence[_Step], evaluations: Sequence[_Evaluation]) -> str:
 
 
 def _missing_steps(steps: Sequence[_Step]) -> list[tuple[int, int]]:
-    """Return the ranges (first missing step, last missing step) of steps between the first and the
-    last element of `steps` that are not in `steps`."""
+    """Return (first, last) of each range of missing steps between the first and the last element of
+    `steps`."""
     numbers = sorted({step.step for step in steps})
     return [(low + 1, high - 1) for low, high in itertools.pairwise(numbers) if high > low + 1]
 
 
 @contextlib.contextmanager
 def _root_as_cwd() -> Iterator[None]:
-    """Make / the working directory while the context is active.
+    """Context manager that makes / the working directory.
 
     When matplotlib is imported, it prefers a file `matplotlibrc` in the working directory to the
     file that MATPLOTLIBRC names. Another user may have written the file in the working directory.
 
-    The context returns to the original directory by a file descriptor, because a directory that has
-    been deleted has no path.
+    At its end, it returns to the original directory through a file descriptor, because a directory
+    that has been deleted does not have a path.
     """
     cwd = os.open(".", os.O_PATH | os.O_CLOEXEC)
     try:
@@ -147,11 +146,12 @@ def _root_as_cwd() -> Iterator[None]:
 
 
 def load_pyplot() -> Any:
-    """Return matplotlib's module pyplot, with default settings and without a display."""
+    """Import matplotlib's module pyplot with default settings and without a display, and return
+    it."""
     with _root_as_cwd():
         import matplotlib
         from matplotlib import pyplot
-    matplotlib.rcdefaults()  # the user's matplotlibrc must not change the picture either
+    matplotlib.rcdefaults()  # the user's matplotlibrc must not change the plot, either
     matplotlib.use("Agg")
     return pyplot
 
@@ -177,6 +177,6 @@ def _draw(steps: Sequence[_Step], evaluations: Sequence[_Evaluation], path: Path
     bottom.set_xlabel("step")
     bottom.grid(alpha=0.3)
     figure.tight_layout()
-    with files.atomic_writer(path) as file:  # replaces a link of this name, does not follow it
+    with files.atomic_writer(path) as file:  # replaces a link, does not follow it
         figure.savefig(file, format="png", dpi=120)
     pyplot.close(figure)
