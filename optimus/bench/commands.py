@@ -1,4 +1,4 @@
-"""The command `optimus bench`. This module imports no torch until a measurement starts."""
+"""The command `optimus bench`. This module does not import torch until a measurement starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rates of a disk, and of optimizer states that stream through it, for `optimus bench disk`."""
+"""Rates of a disk, and of updates of optimizer states on the disk, for `optimus bench disk`."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from optimus.errors import ConfigError, reason_of
 
 _CHUNKS = 12
 _ELEMENTS = 1 << 22
-"""Elements of a chunk. Its states have 48 MiB."""
+"""Number of elements of a chunk. The states of a chunk have 48 MiB."""
 _HUGE_PAGE = 2 << 20
 _STATE_BYTES = 12
 """Bytes of the states of an element: fp32 master, exp_avg and exp_avg_sq."""
 
 
 class RawFile:
-    """A file that threads read and write with O_DIRECT, without any other work.
+    """A file that threads read and write with O_DIRECT. The threads do no other work.
 
     Args:
         path: The file.
@@ -64,16 +64,16 @@ class RawFile:
         os.close(self._fd)
 
     def read(self) -> float:
-        """Read the whole file. Return the seconds."""
+        """Read the whole file. Return the duration in seconds."""
         return self._time(os.preadv)
 
     def write(self) -> float:
-        """Write the whole file. Return the seconds."""
+        """Write the whole file. Return the duration in seconds."""
         return self._time(os.pwritev)
 
     def read_and_write(self) -> float:
         """Read and write the whole file, first at the same time and then one after the other.
-        Return the seconds of the faster way."""
+        Return the duration of the faster method in seconds."""
         return min(self._time(os.preadv, os.pwritev), self.read() + self.write())
 
     def _time(self, *calls: Callable[..., int]) -> float:
@@ -96,7 +96,7 @@ class RawFile:
 
 def disk_rates(directory: Path, runs: int = 7) -> dict[str, list[float]]:
     """Measure a disk. Return the bytes per second of each run, with the keys of the table `links`
-    of a machine. Raises ConfigError if the directory cannot be used."""
+    in a machine file. Raises ConfigError if the directory cannot be used."""
     size = 32 * BLOCK_BYTES
     try:
         with tempfile.NamedTemporaryFile(dir=directory, prefix="optimus-bench-") as file:
@@ -118,9 +118,9 @@ def disk_rates(directory: Path, runs: int = 7) -> dict[str, list[float]]:
 def bench_disk(directory: Path, rounds: int, threads: int) -> dict[str, Any]:
     """Compare updates of states on disk with raw reads and writes of the same bytes.
 
-    A round updates all chunks of an engine with their states on disk. Before and after it, threads
-    read and write the same file without any other work, so that both have the same blocks of the
-    disk and the same load of the machine.
+    A round updates all chunks of an engine whose states are on disk. Before and after the round,
+    threads read and write the same file without any other work. The updates and the raw reads and
+    writes therefore use the same blocks of the disk under the same load of the machine.
 
     Args:
         directory: Directory on the disk.
@@ -128,9 +128,9 @@ def bench_disk(directory: Path, rounds: int, threads: int) -> dict[str, Any]:
         threads: Number of threads of the run.
 
     Returns:
-        A dict for JSON: `bytes`, those read and those written in a round; for `raw` and `tier`, the
-        bytes per second of each round; and `ratio`, for each round that of the tier divided by that
-        of the raw file.
+        A dict for JSON: `bytes`, the number of bytes read and written in a round; `raw` and `tier`,
+        the bytes per second of the raw file and of the disk tier in each round; and `ratio`, for
+        each round the rate of the tier divided by the rate of the raw file.
     """
     torch.set_num_threads(threads)
     size = _CHUNKS * _ELEMENTS * _STATE_BYTES
@@ -176,7 +176,8 @@ def _make_engine(directory: Path) -> ChunkEngine:
 
 
 def _update(engine: ChunkEngine) -> float:
-    """Update all chunks, until their states are on disk. Return the seconds."""
+    """Update all chunks, and wait until their states are on disk. Return the duration in
+    seconds."""
     engine.start_step()
     engine.gradients.finish()
     for state in engine.chunks:  # a disk may move zeros faster than other values

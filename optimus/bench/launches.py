@@ -1,6 +1,6 @@
-"""Launch runs of a tiny model on emulated nodes, for `optimus bench supervision`.
+"""Launches of tiny runs on emulated nodes, for `optimus bench supervision`.
 
-This module imports no torch.
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _TAIL_CHARS = 2000
 
 
 def make_data(folder: Path) -> Path:
-    """Make a data set of a few hundred instances (token sequences) in `folder`, and return its
-    path. Raises OptimusError if a command of `optimus-data` fails."""
+    """Create a data set of a few hundred instances (token sequences) in `folder`. Return its path.
+    Raises OptimusError if a command of `optimus-data` fails."""
     chance = random.Random(7)
     words = [
         "".join(chance.choices("abcdefghijklmnop", k=chance.randint(2, 7))) for _ in range(150)
@@ -67,7 +67,7 @@ def tiny_config(data: Path, run_dir: Path, ranks: int, save_interval: int, evals
         run_dir: The run directory.
         ranks: Number of ranks.
         save_interval: Number of steps between two checkpoints.
-        evals: Number of steps between two evaluations. If it is 0, there are no evaluations.
+        evals: Number of steps between two evaluations. 0 turns evaluations off.
     """
     return make_config(
         {
@@ -104,8 +104,8 @@ def tiny_config(data: Path, run_dir: Path, ranks: int, save_interval: int, evals
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Size of a launch: number of nodes with ranks, number of buffer nodes, and number of ranks per
-    node. Buffer nodes replace nodes that fail."""
+    """Size of a launch: numbers of nodes with ranks, buffer nodes, and ranks per node. Buffer nodes
+    replace nodes that fail."""
 
     nodes: int
     buffer_nodes: int
@@ -117,9 +117,10 @@ class Shape:
 
 
 class Launch:
-    """A running command `optimus launch`, whose nodes are emulated on this machine.
+    """A running command `optimus launch` with emulated nodes on this machine.
 
-    As a context manager, it kills all processes of the launch when its context ends.
+    A `Launch` is a context manager. At the end of the context, it kills all processes of the
+    launch.
     """
 
     def __init__(self, config: Config, shape: Shape, plan: Plan) -> None:
@@ -174,8 +175,8 @@ class Launch:
             )
 
     def remember(self) -> None:
-        """Record which processes of the launch are running, for `alive`. Call this method before a
-        process is killed, because the children of an ended process can no longer be found."""
+        """Record the running processes of the launch, for `alive`. Call this method before killing
+        a process. The children of an ended process can no longer be found."""
         for process in list(self._seen.values()):
             with contextlib.suppress(psutil.NoSuchProcess):
                 self._seen.update({p.pid: p for p in process.children(recursive=True)})
@@ -242,8 +243,8 @@ class Launch:
         return value
 
     def check_running(self, event: str) -> None:
-        """Raise OptimusError if the launch has ended. The message names `event`, for which the
-        caller waits."""
+        """Raise OptimusError if the launch has ended. `event` is the event for which the caller
+        waits, for the message."""
         if self._process.poll() is not None:
             raise OptimusError(
                 f"the launch ended while the benchmark waited for {event}{self._tail()}"
@@ -274,8 +275,8 @@ def kill(processes: Iterable[psutil.Process], number: int = signal.SIGKILL) -> N
 
 
 def _environment(plan: Plan, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables of a launch: `environ` without the variables of a
-    scheduler's job, plus those with which each interpreter imports optimus.bench.probe and reads
+    """Return the environment variables of a launch. They contain `environ` without the variables of
+    a scheduler's job, and variables that make each interpreter import optimus.bench.probe and read
     `plan`."""
     # From the variables of a scheduler's job, the launch would read the job's name and end time.
     kept = {k: v for k, v in environ.items() if not k.startswith(("SLURM_", "PBS_"))}

@@ -1,11 +1,11 @@
-"""`optimus bench step --nproc N`: time, traffic and pipeline bubble of an update on several ranks.
+"""`optimus bench step --nproc N`: measures an update on several ranks.
 
-Times are those of the slowest rank. Traffic is the payload of collectives in bytes, on the rank
-with the largest payload. The pipeline bubble is computed from the measured times of the pipeline
-actions, such as the forward of a microbatch. The schedule is also simulated twice: with the
-measured mean time of each action, and with stages of equal time whose backward takes twice as long
-as forward. For 1F1B with p pipeline ranks, m microbatches and v stages per rank, the second
-simulation gives (p-1)/(m*v).
+The results are the time of an update on the slowest rank, the traffic and the pipeline bubble.
+Traffic is the payload of collectives in bytes, on the rank with the largest payload. The pipeline
+bubble is computed from the measured times of the pipeline actions, such as the forward of a
+microbatch. The schedule is also simulated twice: with the measured mean time of each action, and
+with stages that all take the same time, twice as long in backward as in forward. For 1F1B with p
+pipeline ranks, m microbatches and v stages per rank, the second simulation gives (p-1)/(m*v).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def bench_layout(
         steps: Number of timed updates.
         launch: Rank of this process, world size and rendezvous address.
         trace: File to which rank 0 writes the pipeline actions of all ranks in the last update;
-            None to write no file.
+            None if no file is written.
 
     Returns:
         On rank 0, a dict with the conditions and the results, for `format_layout`. None on all
@@ -138,11 +138,12 @@ def _measure(config: Config, steps: int, world: World, path: Path | None) -> dic
 
 
 _TRACED = {kind.name for kind in (*COMPUTE, Kind.REDUCE_GRAD, Kind.OPT_STEP)}
-"""The kinds of actions that a simulation of the schedule has, too."""
+"""The kinds of actions that also exist in a simulation of the schedule."""
 
 
 def _traced(event: ActionEvent, start_ns: int) -> TracedAction:
-    """Return an action for a trace that begins at `start_ns`. An action waits at its beginning."""
+    """Return the event as an action of a trace that begins at `start_ns`. The time for which the
+    action waited is at its beginning."""
     begin, end = (
         ns / 1e9 for ns in (event.end_ns - event.busy_ns - start_ns, event.end_ns - start_ns)
     )
@@ -150,12 +151,12 @@ def _traced(event: ActionEvent, start_ns: int) -> TracedAction:
 
 
 def _measured_bubble(events: list[ActionEvent], groups: Groups) -> float:
-    """Return the ratio of pipeline idle time to compute time in an update. All ranks must call
-    this.
+    """Return the ratio of pipeline idle time to compute time in an update. All ranks must call this
+    function.
 
     The compute time is the mean over pipeline ranks. The idle time is the duration of the update
-    minus the compute time. The duration is that of the slowest pipeline rank, from its first action
-    to its last, without gradient reductions and the optimizer update.
+    minus the compute time. The duration of the update is measured on the slowest pipeline rank,
+    from its first action to its last action, without gradient reductions and the optimizer update.
     """
     others = (Kind.REDUCE_GRAD, Kind.OPT_STEP)
     busy = sum(event.busy_ns for event in events if Kind[event.kind] in COMPUTE)
@@ -181,7 +182,7 @@ def _bubbles(
     Returns:
         A dict with the median of the measured ratios, this median as a fraction (idle time / total
         time), the ratios of two simulations (with `means`, and with stages of equal time), and the
-        ratio (p-1)/(m*v) of 1F1B, as in the module docstring.
+        ratio (p-1)/(m*v) of 1F1B (see the module docstring).
     """
 
     def cost(action: Action) -> float:

@@ -1,4 +1,5 @@
-"""Rates between the tiers of memory and of updates on the host, for `optimus bench links`."""
+"""Rates of copies between the memory tiers and of updates on the host, for `optimus bench
+links`."""
 
 from __future__ import annotations
 
@@ -23,17 +24,18 @@ from optimus_kernels import library_of
 
 
 def bench_links(device: torch.device, threads: int, disk: Path | None = None) -> dict[str, Any]:
-    """Measure the rates of a device and its host.
+    """Measure the rates of copies and updates of a device and its host.
 
     Args:
-        device: The device. On a CPU, a copy between the tiers is a copy within its memory.
-        threads: Number of threads of the run. An update on the host uses `update_threads` of it.
-        disk: A directory whose disk is measured, too.
+        device: The device. On a CPU, a copy between the tiers is a copy within host memory.
+        threads: Number of threads of the run. An update on the host uses `update_threads(threads)`
+            threads.
+        disk: A directory on a disk that is also measured; None if no disk is measured.
 
     Returns:
-        A dict for JSON: `links`, the median rates, with the keys of the table `links` of a machine;
-        `spread`, for each of them the difference between the quartiles of all runs, as a share of
-        the median; and `device`, `host` and `threads`, the number of threads of an update.
+        A dict for JSON: `links`, the median rates, with the keys of the table `links` in a machine
+        file; `spread`, for each rate the difference between the quartiles of all runs, as a share
+        of the median; and `device`, `host` and `threads` (the number of threads of an update).
 
     Raises:
         ConfigError: The directory cannot be used.

@@ -1,8 +1,7 @@
-"""`optimus bench machine`: the figures of this machine for the planner, measured with all ranks
-busy.
+"""`optimus bench machine`: measures the figures of this machine for the planner.
 
-All ranks run the same operation at the same time. A time is the median of a rank's runs, and a rate
-is that of the slowest rank.
+All ranks run the same operation at the same time. A time is the median over the runs of a rank. A
+rate is the rate of the slowest rank.
 """
 
 from __future__ import annotations
@@ -45,14 +44,15 @@ SOURCE = "optimus bench machine"
 _BUDGET_S = 0.3
 """Seconds for which a rank repeats an operation."""
 _ROUNDS = 3
-"""Number of rounds of all products, so that other load affects all shapes."""
+"""Number of rounds. In each round, all products are timed, so that other load affects all
+shapes."""
 _MIN_RUNS, _MAX_RUNS = 3, 50
 _STEADY = 0.7
-"""Below this steadiness, other programs use the machine."""
+"""Steadiness (see `bench_machine`) below which other programs are assumed to use the machine."""
 _DISK_BYTES = 1 << 26
 _CPU_BYTES, _DEVICE_BYTES = 1 << 26, 1 << 29
-"""Size of a tensor for the rate of the memory, which exceeds the caches. Collectives have a quarter
-of it."""
+"""Size in bytes of a tensor that exceeds the caches, on a CPU and on other devices. It is used to
+measure the rate of the memory. Tensors in collectives have a quarter of this size."""
 
 
 class Shape(NamedTuple):
@@ -85,12 +85,12 @@ def fit_products(peak: float, rates: Sequence[tuple[Shape, float]]) -> tuple[flo
     """Fit the model of `optimus.config.hardware.Products` to measured rates.
 
     Args:
-        peak: FLOP/s that no product exceeds.
+        peak: Upper limit of the FLOP/s of a product.
         rates: Shapes with the measured FLOP/s.
 
     Returns:
-        `efficiency`, below 1, and `half_size` with the smallest squared errors of log(rate). The
-        errors of log(rate) are zero in the mean, as the check of `Products` requires.
+        (`efficiency`, `half_size`) with the smallest squared errors of log(rate). `efficiency` is
+        below 1. The mean error of log(rate) is zero, because `Products` requires this.
     """
     highest = math.log(0.999)
 
@@ -116,12 +116,12 @@ def bench_machine(
         launch: Rank of this process, world size and rendezvous address.
         device: Value of the setting `train.device`.
         threads: Value of the setting `train.threads`.
-        folder: Folder in which each rank writes a file to measure the disk.
+        folder: Folder on the disk to measure. Each rank writes a file to it.
 
     Returns:
         On rank 0, a dict for JSON: `machine`, the tables of a machine file; `network`, the rates of
-        each collective by level; and `steadiness`, the rate of the fastest fp32 product in the
-        median as a share of its fastest run. None on all other ranks.
+        each collective by level; and `steadiness`, the median rate of the fastest fp32 product
+        divided by the rate of its fastest run. None on all other ranks.
 
     Raises:
         RunEnded: A rank raised an OptimusError. Every rank raises RunEnded.
@@ -218,11 +218,12 @@ class _Bench:
         self.world, self.device = world, world.device
 
     def slowest(self, seconds: float) -> float:
-        """Return the largest of the values of all ranks."""
+        """Return the largest value of all ranks."""
         return max(all_gather_objects(seconds, self.world.everyone, float))
 
     def times(self, run: Callable[[], Any]) -> list[float]:
-        """Return the seconds of each run on this rank. Short runs are timed in batches."""
+        """Run the function `run` repeatedly. Return the seconds of each run on this rank. Short
+        runs are timed in batches."""
         run()
         first = self._batch(run, 1)
         size = max(1, min(200, math.ceil(0.002 / max(first, 1e-9))))
@@ -235,12 +236,12 @@ class _Bench:
         return seconds
 
     def median(self, run: Callable[[], Any]) -> float:
-        """Return the median seconds of a run on the slowest rank."""
+        """Return the median seconds of the function `run` on the slowest rank."""
         return self.slowest(statistics.median(self.times(run)))
 
     def together(self, run: Callable[[], Any], runs: int = 9) -> float:
-        """Return the median seconds of an operation in which all ranks take part, each run on its
-        slowest rank."""
+        """Return the median seconds of an operation in which all ranks take part. The time of each
+        run is the time of its slowest rank."""
         run()
         seconds = []
         for _ in range(runs):
@@ -292,14 +293,14 @@ def _tensor_bytes(device: torch.device) -> int:
 
 
 def _memory_rate(bench: _Bench) -> float:
-    """Return the bytes per second of a sum of two large tensors."""
+    """Return the memory traffic of adding two large tensors, in bytes per second."""
     length = _tensor_bytes(bench.device) // 4
     a, b, out = (torch.ones(length, device=bench.device) for _ in range(3))
     return 3 * 4 * length / bench.median(lambda: torch.add(a, b, out=out))
 
 
 def _launch_s(bench: _Bench) -> float:
-    """Return the seconds in which the host starts a small operation that autograd records."""
+    """Return the time that the host takes to start a small operation with autograd, in seconds."""
     x = torch.ones(8, device=bench.device, requires_grad=True)
     count = 200
 
@@ -312,7 +313,8 @@ def _launch_s(bench: _Bench) -> float:
 
 
 def _network(bench: _Bench, world: World) -> dict[str, dict[str, float]]:
-    """Return the rates of each level of the network by its name, in bytes per second of a rank."""
+    """Return the rates of each level of the network, by the level's name, in bytes per second and
+    rank."""
     if world.size == 1:
         return {}
     local = world.launch.local_world_size
@@ -324,9 +326,11 @@ def _network(bench: _Bench, world: World) -> dict[str, dict[str, float]]:
 
 
 def _collective_rates(bench: _Bench, group: Group) -> dict[str, float]:
-    """Return the rates of collectives of all groups at the same time, and the latency of a step.
+    """Return the rates of collectives that all groups run at the same time, and the latency of a
+    ring step.
 
-    An all_reduce in a ring has 2 (n - 1) steps, in each of which a rank sends 1/n of the buffer.
+    An all_reduce in a ring of n ranks has 2 (n - 1) steps. In each step, a rank sends 1/n of the
+    buffer.
     """
     n, is_cpu = group.size, bench.device.type == "cpu"
     dtype = torch.float32 if is_cpu else torch.bfloat16
@@ -356,7 +360,7 @@ def _collective_rates(bench: _Bench, group: Group) -> dict[str, float]:
 
 
 def _disk_s(folder: Path, rank: int) -> float:
-    """Return the seconds in which this rank writes _DISK_BYTES to the disk."""
+    """Return the time that this rank takes to write _DISK_BYTES to the disk, in seconds."""
     path, data = folder / f".bench-machine-{os.getpid()}-{rank}", os.urandom(1 << 20)
     try:
         start = time.perf_counter()
@@ -373,7 +377,8 @@ def _disk_s(folder: Path, rank: int) -> float:
 
 
 def write_machine(result: dict[str, Any], path: Path) -> None:
-    """Write the tables to a machine file. Raises ConfigError if the file cannot be written."""
+    """Write the tables in `result` to a machine file. Raises ConfigError if the file cannot be
+    written."""
     text = "\n".join(_toml_lines(result["machine"])) + "\n"
     assert tomllib.loads(text) == result["machine"]
     try:
@@ -452,8 +457,8 @@ def format_machine(result: dict[str, Any]) -> str:
 
 
 def ranks_to_measure(device_type: str) -> int:
-    """Return the number of local ranks that keep this machine busy: one for each accelerator; on a
-    CPU two, which divide the cores."""
+    """Return the number of local ranks for a measurement: one for each accelerator. On a CPU,
+    return two. These ranks divide the cores."""
     if device_type == "cpu":
         return min(2, available_cores())
     return int(getattr(torch, device_type).device_count())

@@ -1,4 +1,4 @@
-"""Measurement of time, peak FLOP/s and saved activations, for benchmarks."""
+"""Functions that measure time, peak FLOP/s and saved activations, for benchmarks."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ GEMMS = (
 def clocked(
     run: Callable[[], Any], device: torch.device, grad: Tensor | None = None
 ) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Measure the time of a function and, if `grad` is given, of the backward pass of its result.
+    """Measure the time of a function and, if `grad` is given, of a backward pass of its result.
 
     Args:
         run: Function to measure. With `grad`, it returns a tensor.
         device: Device on which the function runs.
-        grad: Gradient with respect to the result, for the backward pass; None for no backward pass.
+        grad: Gradient of the result of `run`, for the backward pass; None to measure only `run`.
 
     Returns:
         Two pairs (wall-clock seconds, CPU seconds): for `run` alone, and for `run` followed by the
@@ -51,11 +51,11 @@ def clocked(
 
 
 def turns(names: Iterable[str], rounds: int) -> Iterator[tuple[int, str]]:
-    """Yield pairs (round, name) in the order in which to time the programs `names`.
+    """Yield (round, name) in the order in which the caller must time the programs `names`.
 
-    Each program runs once in each round, so that other load on the machine affects all of them. The
-    first program of a round changes from round to round. Round 0 is for warm-up; `rounds` rounds
-    follow it.
+    Each program runs once in each round, so that other load on the machine affects all programs.
+    The first program of a round changes from round to round. Round 0 is for warm-up. It is followed
+    by `rounds` timed rounds.
     """
     names = list(names)
     for number in range(rounds + 1):
@@ -65,18 +65,18 @@ def turns(names: Iterable[str], rounds: int) -> Iterator[tuple[int, str]]:
 
 
 def paired(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
-    """Return the smallest, the median and the largest of the ratios ours[i] / theirs[i], where i is
-    a round. If the lists differ in length, the last rounds of the longer list are ignored."""
+    """Return the minimum, median and maximum of the ratios ours[i] / theirs[i], where i is a round.
+    If the lists differ in length, the last rounds of the longer list are ignored."""
     ratios = sorted(a / b for a, b in zip(ours, theirs, strict=False))
     return [ratios[0], statistics.median(ratios), ratios[-1]]
 
 
 class PeakGemm:
-    """Large matrix product, whose speed is taken as the peak FLOP/s of the device.
+    """Large matrix product. Its measured speed is used as the peak FLOP/s of the device.
 
     In fp32 on a CPU, the product is timed with torch's default library and with oneDNN, and the
-    faster time is used. oneDNN is not timed if it computes fp32 products in bf16, as on CPUs with
-    AMX.
+    faster time is used. oneDNN is not timed if it computes fp32 products in bf16, which it does on
+    CPUs with AMX.
 
     Attributes:
         flops: FLOPs of the product.
@@ -92,7 +92,7 @@ class PeakGemm:
             self._libraries.append(product.onednn)
 
     def time(self, device: torch.device) -> tuple[float, float]:
-        """Return wall-clock and CPU seconds of the product with the faster library."""
+        """Return (wall-clock seconds, CPU seconds) of the product with the faster library."""
         times = []
         for library in self._libraries:
             with library():
@@ -101,7 +101,7 @@ class PeakGemm:
 
 
 def clear_gradients(block: nn.Module, x: Tensor) -> None:
-    """Free the gradients of a block and of its input."""
+    """Free the gradients of a block's parameters and input."""
     x.grad = None
     block.zero_grad(set_to_none=True)
 
@@ -124,8 +124,8 @@ def saved_bytes(block: nn.Module, x: Tensor) -> int:
 
 
 def non_gemm_share(block: nn.Module, x: Tensor, grad: Tensor, device: torch.device) -> float:
-    """Profile a forward and backward pass of `block`. Return the fraction of the time that is not
-    spent in matrix products."""
+    """Profile a forward and backward pass of `block`. Return the fraction of time outside matrix
+    products."""
     activity = torch.profiler.ProfilerActivity
     activities = [activity.CPU]
     if device.type != "cpu":
@@ -138,9 +138,9 @@ def non_gemm_share(block: nn.Module, x: Tensor, grad: Tensor, device: torch.devi
 
 
 def _non_gemm_share(events: Iterable, device_type: str) -> float:
-    # On an accelerator, an op and its kernels both have the time of the kernels. Matrix products
-    # are counted by their ops, whose names are known. The total is counted by kernels, because
-    # some kernels of Optimus are started without an op.
+    # On an accelerator, the profile has the time of a kernel twice: in the kernel and in its op.
+    # Matrix products are counted by their ops, whose names are known. The total is counted by
+    # kernels, because some kernels of Optimus are started without an op.
     on_cpu = torch.autograd.DeviceType.CPU
     ops = [event for event in events if event.device_type == on_cpu]
     if device_type == "cpu":

@@ -1,5 +1,5 @@
-"""Measurement of the NaN check, which checks a training update for non-finite values: its share of
-the update's time, for `optimus bench supervision`."""
+"""Measurement of the NaN check for `optimus bench supervision`. The NaN check searches a training
+update for non-finite values. Its time is measured as a share of the update's time."""
 
 from __future__ import annotations
 
@@ -22,11 +22,10 @@ _T95 = 2.1
 
 
 def measure_nan_check(config: Config | None, updates: int, bar: float) -> dict[str, Any]:
-    """Measure the time of the NaN check as a share of the time of an update, and the 95 %
-    confidence interval of this share.
+    """Measure the NaN check's share of the time of an update, with the 95 % confidence interval.
 
-    The check and the update that contains the check are timed together, so that other load affects
-    both times. On a CPU, times are processor seconds of all threads.
+    The check and the update that contains it are timed together, so that other load affects the two
+    times equally. On a CPU, times are processor seconds of all threads.
 
     Args:
         config: Configuration of the run whose updates are measured in this process; None for a
@@ -35,8 +34,8 @@ def measure_nan_check(config: Config | None, updates: int, bar: float) -> dict[s
         bar: Maximum permitted share.
 
     Returns:
-        The dict of `share_figure`, extended by the tokens per update, the number of threads and the
-        device.
+        The dict from `share_figure`, with the number of tokens per update, the number of threads
+        and the device added.
     """
     config = config or _small_config()
     world = start_world(SINGLE, device=config.train.device)
@@ -68,10 +67,11 @@ def measure_nan_check(config: Config | None, updates: int, bar: float) -> dict[s
 
 
 def share_figure(shares: list[float], bar: float) -> dict[str, Any]:
-    """Return statistics of the shares that were measured in several updates.
+    """Return statistics of the NaN check's shares in several updates.
 
     `value` is the mean share. `is_met` is None if the 95 % confidence interval of the mean contains
-    `bar` or is wider than `bar`. Otherwise, `is_met` is True if the mean is at most `bar`.
+    `bar` or is wider than `bar`. If neither is the case, `is_met` is True if and only if the mean
+    is at most `bar`.
     """
     mean = statistics.fmean(shares)
     half = _T95 * statistics.stdev(shares) / len(shares) ** 0.5
@@ -93,7 +93,7 @@ def share_figure(shares: list[float], bar: float) -> dict[str, Any]:
 
 
 class _Stopwatch:
-    """Stopwatch that sums the times of all calls of the functions that `wrap` returns."""
+    """Stopwatch for the total time of all calls of wrapped functions. See `wrap`."""
 
     def __init__(self, clock: Callable[[], float], wait: Callable[[], None]) -> None:
         self._clock, self._wait = clock, wait
@@ -115,7 +115,7 @@ class _Stopwatch:
 
 
 def _small_config() -> Config:
-    """Return the configuration of a model with 7 M parameters and of updates with 2048 tokens."""
+    """Return a configuration with a model of 7 M parameters and updates of 2048 tokens."""
     return make_config(
         {
             "model": {

@@ -1,7 +1,8 @@
-"""Time of training steps with offloaded chunks on an emulated device, for `optimus bench offload`.
+"""Times of training steps with offloaded chunks on an emulated device, for `optimus bench offload`.
 
-Segments sleep instead of computing, and copies and updates keep the rates of an emulated link. The
-result shows how well the schedule overlaps them, not how fast a device is.
+Segments sleep instead of computing, and copies and updates have the rates of an emulated link. The
+result shows how well the schedule overlaps computation, copies and updates, but not the speed of a
+device.
 """
 
 from __future__ import annotations
@@ -27,54 +28,57 @@ from optimus.config.machine import Links
 from optimus.errors import counted
 
 _ELEMENTS = 1 << 14
-"""Elements of a chunk. The real copies and updates are short compared with their emulated times."""
+"""Number of elements of a chunk. It is small, so that real copies and updates take much less time
+than emulated copies and updates."""
 _PARAM_BYTES, _GRAD_BYTES = 2 * _ELEMENTS, 4 * _ELEMENTS
 _STATE_BYTES = 12 * _ELEMENTS
 _WARMUP = 2
 _INSTANT_S = 1e-9
 _LR = 1e-3
 BAR = 1.10
-"""Longest time of a step as a multiple of the predicted time."""
+"""Upper limit of a training step's time, as a multiple of the predicted time."""
 HIDDEN = 0.90
-"""Smallest share of the copies that computation hides if it takes longer than they do."""
+"""Lower limit of the share of the copies' time that computation hides, if computation takes longer
+than the copies."""
 
 
 class Mix(NamedTuple):
-    """Work of a training step."""
+    """Work of a training step on the emulated device."""
 
     segments: int
     """Number of segments, each with one chunk."""
     slots: int
-    """Size of the cache, in chunks."""
+    """Size of the device's chunk cache, in chunks."""
     microbatches: int
     forward_s: float
-    """Seconds of the forward of a segment. The backward takes twice as long."""
+    """Duration of a segment's forward in seconds. Its backward takes twice as long."""
     upload_s: float
-    """Seconds of the copy of a chunk to the device."""
+    """Duration of the copy of a chunk to the device, in seconds."""
     download_s: float
-    """Seconds of the copy of the gradients of a chunk to the host."""
+    """Duration of the copy of a chunk's gradients to the host, in seconds."""
     adam_s: float
-    """Seconds of the update of a chunk on the host."""
+    """Duration of the update of a chunk on the host, in seconds."""
     by_layer: bool = False
-    """True if all microbatches pass a segment before the next segment begins. Each segment is then
-    a stage."""
+    """True if all microbatches run through a segment before the next segment begins. Each segment
+    is then a pipeline stage."""
     early: bool = False
     """True if all chunks may be updated before the norm of the gradients is known."""
     clips: bool = False
-    """True if the norm is clipped in each step, so that early updates are discarded."""
+    """True if the gradient norm is clipped in each training step, so that early updates are
+    discarded."""
     read_s: float = 0.0
-    """Seconds of the read of the states of a chunk from disk; 0 if no states are on disk."""
+    """Duration of reading a chunk's states from disk, in seconds; 0 if no states are on disk."""
     write_s: float = 0.0
-    """Seconds of the write of the states of a chunk to disk."""
+    """Duration of writing a chunk's states to disk, in seconds."""
 
     @property
     def stages(self) -> list[int]:
-        """The stage of each segment."""
+        """The pipeline stage of each segment."""
         return [n if self.by_layer else 0 for n in range(self.segments)]
 
     @property
     def passes(self) -> list[Pass]:
-        """The forward and backward passes of a step."""
+        """The forward and backward passes of a training step."""
         if not self.by_layer:
             return [Pass(0, False), Pass(0, True)] * self.microbatches
         forward = [Pass(stage, False) for stage in self.stages for _ in range(self.microbatches)]
@@ -82,7 +86,7 @@ class Mix(NamedTuple):
 
     @property
     def work(self) -> StepWork:
-        """The work for a prediction."""
+        """The work as input of the prediction."""
         n = self.segments
         needs = [frozenset({segment}) for segment in range(n)]
         return StepWork(
@@ -100,7 +104,7 @@ class Mix(NamedTuple):
 
     @property
     def links(self) -> Links:
-        """The rates that result in the seconds of this mix."""
+        """The link rates that result in the durations of this mix."""
         return Links(
             to_device=_PARAM_BYTES / self.upload_s,
             to_host=_GRAD_BYTES / self.download_s,
@@ -111,8 +115,8 @@ class Mix(NamedTuple):
 
 
 def draw_mixes(count: int, seed: int, on_disk: bool = False) -> list[Mix]:
-    """Return `count` random mixes, with all states on disk if `on_disk`. Without states on disk,
-    computation takes the longest in about half of them."""
+    """Return `count` random mixes. With `on_disk`, all states are on disk. Without it, computation
+    takes longer than the copies and updates in about half of the mixes."""
     chance, disk = random.Random(seed), random.Random(seed)
     mixes = []
     for _ in range(count):
@@ -147,7 +151,7 @@ class _Sleep(torch.autograd.Function):
 
 
 class _Segment(nn.Module):
-    """Multiplies its input by a weight, and sleeps."""
+    """Segment of the model that multiplies its input by a weight, and sleeps."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
@@ -190,7 +194,7 @@ def format_offload(result: dict[str, Any]) -> str:
 
 
 def run_mix(mix: Mix, steps: int, disk: str = "") -> tuple[list[float], StepTime]:
-    """Train with the work of a mix.
+    """Train with the work of a mix, and predict the time of a training step.
 
     Args:
         mix: The work.
@@ -198,7 +202,7 @@ def run_mix(mix: Mix, steps: int, disk: str = "") -> tuple[list[float], StepTime
         disk: Directory for states on disk.
 
     Returns:
-        The seconds of each timed step, and the prediction.
+        (seconds of each timed training step, prediction).
     """
     model = nn.Sequential(*(_Segment(mix.forward_s) for _ in range(mix.segments)))
     engine = ChunkEngine(
@@ -249,7 +253,8 @@ def run_mix(mix: Mix, steps: int, disk: str = "") -> tuple[list[float], StepTime
 
 
 def _run_by_layer(model: nn.Sequential, engine: ChunkEngine, inputs: list[Tensor]) -> None:
-    """Run forward and backward of all microbatches, segment by segment."""
+    """Run forward and backward of all microbatches. All microbatches run through a segment before
+    the next segment begins."""
     runs: list[list[tuple[Tensor, Tensor]]] = []
     for segment in model:
         inputs = [values.detach().requires_grad_() for values in inputs]
@@ -265,20 +270,21 @@ def _run_by_layer(model: nn.Sequential, engine: ChunkEngine, inputs: list[Tensor
 
 
 def bench_offload(count: int, steps: int, seed: int, disk: str = "") -> dict[str, Any]:
-    """Train with `count` random mixes, and compare the times of steps with the predictions. If
-    `disk` is a directory, all states are on an emulated disk, in a file there.
+    """Train with `count` random mixes, and compare the times of training steps with the
+    predictions. If `disk` is a directory, all states are on an emulated disk, in a file in this
+    directory.
 
     Returns:
         A dict for JSON. `mixes` has an entry for each mix, with its work and these figures:
         `step_s`, the median time of a step; `of_prediction`, this time as a multiple of the
-        predicted one; `of_limit`, as a multiple of the time of the resource that is used the
+        predicted time; `of_limit`, as a multiple of the time of the resource that is used the
         longest; `of_shortest`, as a multiple of `StepTime.shortest`; and, if computation takes
-        longer than the copies, `hidden`, the share of the copies' time by which the step is not
-        longer than a measured step with instantaneous copies. Copies that no schedule can hide,
-        such as the first one of a step, are not counted. `early` and `clipped` are figures of the
-        same work with early updates of all chunks, if the norm is never or always clipped:
-        `step_s`, `of_prediction`, and `of_late`, the time of a step as a multiple of the first
-        `step_s`.
+        longer than the copies, `hidden`, the share of the copies' time that computation hides. It
+        is computed from the time of a measured step with instantaneous copies. Copies that no
+        schedule can hide, such as the first copy of a step, are not counted. `early` and `clipped`
+        are figures of the same work with early updates of all chunks, if the norm is never clipped
+        (`early`) or always clipped (`clipped`): `step_s`, `of_prediction`, and `of_late`, the time
+        of a step as a multiple of the first `step_s`.
     """
     entries = []
     for mix in draw_mixes(count, seed, bool(disk)):
@@ -328,7 +334,8 @@ def bench_offload(count: int, steps: int, seed: int, disk: str = "") -> dict[str
 
 
 def _run_early(mix: Mix, steps: int, late_s: float) -> dict[str, float]:
-    """Return the figures of a mix with early updates. Without them, a step takes `late_s`."""
+    """Return the figures of a mix with early updates. Without early updates, a training step takes
+    `late_s` seconds."""
     times, predicted = run_mix(mix, steps)
     median = statistics.median(times)
     of = {"of_prediction": median / predicted.step, "of_late": median / late_s}

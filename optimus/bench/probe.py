@@ -35,15 +35,15 @@ _STATUS = 9
 """Exit status of a rank with the fault "exit". This fault emulates a library that ends the
 process."""
 _FEWEST = 2
-"""Minimum number of timed saves (or evaluations) before one is made slow. The median of their times
-determines the time of the slow one."""
+"""Minimum number of timed saves (or evaluations) before a save (or evaluation) is made slow. The
+median of the measured times determines the time of the slow save."""
 _EVERY = 3
 """Every third save and every third evaluation is made slow."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Settings of the measurements and faults that this module adds to the processes of a
+    """Settings for the measurements and faults that this module adds to the processes of a
     launch."""
 
     folder: str
@@ -53,7 +53,7 @@ class Plan:
     """True to report the files that processes create and open. Opening a file then takes longer."""
     slowdown: float = 1.0
     """Time of a slow save or evaluation, as a multiple of the median time of other saves or
-    evaluations. If it is 1, none is slow."""
+    evaluations. If it is 1, no save or evaluation is slow."""
     save_interval: int = 0
     eval_interval: int = 0
 
@@ -155,8 +155,8 @@ def _change(loop: Any, plan: Plan) -> None:
 
 
 def _take_fault(plan: Plan) -> str:
-    """If the fault file requests a fault of this rank, delete the file and return the kind of the
-    fault; else return ""."""
+    """Return the kind of the fault that the fault file requests of this rank, and delete the file.
+    Return "" if no fault is requested."""
     try:
         fault = json.loads(plan.fault_file.read_text())
     except FileNotFoundError:
@@ -194,7 +194,7 @@ class _Slowdown:
         self._seconds: dict[str, list[float]] = defaultdict(list)
 
     def wrap(self, kind: str, call: Callable[..., Any], interval: int) -> Callable[..., Any]:
-        """Return a function that calls `call` and, at some steps that are multiples of `interval`,
+        """Return a function that calls `call`. At some multiples of `interval` training steps, it
         then sleeps. `call` is a method whose first argument is the step."""
 
         def timed(self_: Any, step: int, *args: Any, **kwargs: Any) -> Any:

@@ -1,9 +1,9 @@
-"""`optimus bench step --profile`: time of an update by phase and by component of the model.
+"""`optimus bench step --profile`: time of an update, by phase and by model component.
 
-Phases are the actions of the executor, timed without a profiler. The times of components come from
-one more update under torch's profiler. An event of the forward pass belongs to the component whose
-module ran the event. An event of the backward pass belongs to an autograd node, and thus to the
-component whose forward pass created this node.
+Phases are the actions of the executor, timed without a profiler. The times of components are
+measured in an additional update with torch's profiler. An event of the forward pass belongs to the
+component whose module ran the event. An event of the backward pass belongs to an autograd node, and
+thus to the component whose forward pass created this node.
 
 Each component is compared with its bound, an estimate of its shortest possible time. The bound is
 the time of the component's matrix products at the peak FLOP/s. For a component without matrix
@@ -56,7 +56,7 @@ _MODULES: tuple[tuple[type, str], ...] = (
     (Attention, "rotary"),
 )
 """Pairs (module type, component). An op belongs to the component of the innermost module that runs
-the op."""
+it."""
 _OPS = {
     "aten::_scaled_dot_product": "attention",
     "_CrossEntropySum": "cross-entropy",
@@ -143,8 +143,8 @@ def profile_step(config: Config, steps: int) -> dict[str, Any]:
 
 
 def _best_speeds(config: Config, device: torch.device) -> tuple[float, float]:
-    """Return the measured FLOP/s of a large matrix product in the dtype of the run, and the bytes/s
-    of a triad, a = b + 2c."""
+    """Measure and return two speeds: the FLOP/s of a large matrix product in the dtype of the run,
+    and the bytes/s of a triad, a = b + 2c."""
     peak = PeakGemm(platform.dtype_of(config.train.dtype), device)
     flops = peak.flops / min(peak.time(device)[0] for _ in range(5))
     a, b, c = (torch.ones(_TRIAD) for _ in range(3))
@@ -154,9 +154,9 @@ def _best_speeds(config: Config, device: torch.device) -> tuple[float, float]:
 
 
 def _bounds(config: Config, plan: BatchPlan, peak: float, bandwidth: float) -> dict[str, float]:
-    """Return the bound of each component, the shortest possible time in seconds of its forward and
-    backward together. If a component has no matrix products, its bound assumes one kernel that
-    reads and writes all data once. `peak` is in FLOP/s, `bandwidth` in bytes/s."""
+    """Return the bound of each component: the shortest possible time in seconds of the component's
+    forward and backward. If a component has no matrix products, the bound assumes a single kernel
+    that reads and writes all data once. `peak` is in FLOP/s, `bandwidth` in bytes/s."""
     model, tokens = config.model, plan.tokens
     width = platform.dtype_of(config.train.dtype).itemsize
     dim, slots = model.hidden_size, tokens * model.num_experts_per_tok
@@ -196,8 +196,8 @@ def _bounds(config: Config, plan: BatchPlan, peak: float, bandwidth: float) -> d
 
 @contextlib.contextmanager
 def _named_modules(model: Transformer) -> Iterator[None]:
-    """Return a context manager. Within its context, the profiler marks the forward of each module
-    with the module's component."""
+    """Context manager. Within the context, the forward of each module is marked in the profile with
+    the module's component."""
     handles = []
     for module in model.modules():
         name = next((name for kind, name in _MODULES if isinstance(module, kind)), None)
@@ -224,8 +224,8 @@ def _close(ranges: list[Any], module: nn.Module, inputs: object, output: object)
 
 
 def _rows(events: Iterable[Any], bounds: dict[str, float]) -> list[dict[str, Any]]:
-    """Return a dict for each component with its bound and the sums of the times of its events. The
-    component with the longest time is first."""
+    """Return a dict for each component, with the component's bound and the total times of its
+    events. The component with the longest time is first."""
     ordered = sorted(events, key=lambda event: event.time_range.start)
     in_forward = _components_of_nodes(ordered)
     seconds: dict[str, dict[str, float]] = defaultdict(
@@ -243,9 +243,9 @@ def _rows(events: Iterable[Any], bounds: dict[str, float]) -> list[dict[str, Any
 
 
 def _components_of_nodes(events: Iterable[Any]) -> dict[int, str]:
-    """Return a dict from the sequence number of each node of the autograd graph to the component
-    whose forward created the node."""
-    # If several ops have the same sequence number, the last of these ops made the node.
+    """Return a dict that maps the sequence number of each autograd node to the component whose
+    forward created the node."""
+    # If several ops have the same sequence number, the last of these ops created the node.
     return {
         event.sequence_nr: name
         for event in events

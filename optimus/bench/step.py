@@ -1,8 +1,9 @@
-"""`optimus bench step`: time of a training update in Optimus, compared with a plain torch loop.
+"""`optimus bench step`: compares the time of a training update with a plain torch loop.
 
-Optimus and the plain loop train copies of one model on the same tokens in this process. Their
-updates alternate, so that other load on the machine affects both. The main result is the median,
-over all pairs of updates, of the ratio (time in Optimus) / (time in the plain loop).
+Optimus and the plain loop train copies of one model on the same tokens in this process. The updates
+of Optimus and of the plain loop alternate, so that other load on the machine affects both programs.
+The main result is the median, over all pairs of updates, of the ratio (time in Optimus) / (time in
+the plain loop).
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class TrainingRank(NamedTuple):
     states: ChunkEngine
 
     def updater(self) -> Updater:
-        """Return an Updater, which runs training updates. After this call, the backward passes of
+        """Return an `Updater`, which runs training updates. After this call, the backward passes of
         experts and embeddings add gradients directly to the gradient chunks of `states`."""
         return Updater(
             self.config, self.groups, self.local, self.states, self.plan, self.world.device
@@ -67,12 +68,12 @@ class TrainingRank(NamedTuple):
 
 
 def make_rank(config: Config, world: World, recorder: Recorder = NO_RECORDER) -> TrainingRank:
-    """Make the model of this rank and its optimizer states. All ranks must call this.
+    """Create the model and the optimizer states of this rank. All ranks must call this function.
 
     Args:
         config: Configuration of the run.
         world: The world of all ranks, from `start_world`.
-        recorder: Receives the events of collectives and of pipeline actions.
+        recorder: Recorder that receives the events of collectives and of pipeline actions.
     """
     refuse_if(
         config.offload.mode == "auto",
@@ -105,8 +106,8 @@ class PlainLoop:
         )  # fmt: skip
 
     def objective(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the term of a microbatch in the training objective, and the sum of the
-        microbatch's cross-entropies in nats. `tokens` is [B, S]."""
+        """Return two values for the tokens [B, S] of a microbatch: the microbatch's term of the
+        training objective, and the sum of its cross-entropies in nats."""
         terms, settings = self._model.losses(tokens), self._config.model
         routers = settings.aux_loss_coef * terms.aux + settings.z_loss_coef * terms.z
         loss = terms.ce_sum / self._plan.targets + routers / self._plan.num_microbatches
@@ -139,18 +140,18 @@ class PlainLoop:
 
 
 def bench_step(config: Config, steps: int) -> dict[str, Any]:
-    """Measure the time of pairs of updates on random tokens in this process. In each pair, Optimus
-    computes one update and the plain loop the other.
+    """Measure the time of pairs of updates on random tokens in this process. A pair contains an
+    update of Optimus and an update of the plain loop.
 
     Args:
         config: Configuration of the run.
         steps: Number of timed pairs.
 
     Returns:
-        A dict with the conditions of the measurement, median seconds, and the ratios Optimus /
-        plain loop of the wall-clock time and of the CPU time (all threads). If other programs run,
-        CPU time is more reliable. `ours_tflops` is the rate of an Optimus update in TFLOP/s, by
-        wall-clock time.
+        A dict with the conditions of the measurement, median seconds, and the ratios (time in
+        Optimus) / (time in the plain loop), for wall-clock time and for CPU time of all threads. If
+        other programs run, CPU time is more reliable. `ours_tflops` is the speed of an Optimus
+        update in TFLOP/s, computed from wall-clock time.
     """
     world = start_world(SINGLE, device=config.train.device)
     threads = fix_arithmetic(config.train, world.launch.local_world_size)

@@ -1,10 +1,9 @@
-"""`optimus bench supervision`: times to detect failures and to restart, and other figures of
-supervised runs.
+"""`optimus bench supervision`: measures figures of supervised runs, such as the time to restart.
 
 Each figure has a bar, the limit that it must meet. This module launches runs of a tiny model on
 emulated nodes, and causes failures at random times. It reads the times of detection and restart
 from the ledger, in which the supervisor records events, and the times of the ranks' start-up phases
-from reports of the ranks. It imports no torch until the NaN check is measured.
+from reports of the ranks. It does not import torch until the NaN check is measured.
 """
 
 from __future__ import annotations
@@ -53,14 +52,14 @@ _SIGNALS = {"kill": signal.SIGKILL, "segv": signal.SIGSEGV}
 _SAVE_INTERVAL = 20
 _ALARM_INTERVAL = 10
 _DETECTION_S, _RIGHT, _WARM_S, _COLD_S, _NAN_SHARE = 1.0, 0.99, 4.0, 6.0, 0.01
-"""The limits that figures must meet: maximum seconds to detect a failed rank; minimum share of
+"""Limits that the figures must meet: maximum seconds to detect a failed rank; minimum share of
 faults after which the right node is excluded; maximum seconds from detection to the first update,
 with and without a warm process; maximum time of the NaN check as a share of the time of an
 update."""
 _SILENCE_S = 1.0
 """A silent node must be detected within `resilience.heartbeat_s` plus this number of seconds."""
 _SMALL, _LARGE = 2, 8
-"""Node counts of the two launches in which created files are counted and compared."""
+"""Numbers of nodes of two launches. The files that each launch creates are counted and compared."""
 
 
 class Options(NamedTuple):
@@ -87,17 +86,18 @@ class FaultResult:
     kind: str
     detection_s: float
     is_right: bool
-    """True if the supervisor excluded the node of the fault and marked no other node."""
+    """True if the supervisor excluded the node of the fault and did not mark another node."""
     seconds: dict[str, float]
-    """Maps each phase from the detection to the first update of the next attempt to its seconds."""
+    """Maps each phase, from the detection to the first update of the next attempt, to its duration
+    in seconds."""
     imports_s: float
     """Longest time that a rank of the next attempt took from the start of its interpreter to the
     end of its imports; 0 if all ranks were forked from warm processes."""
 
 
 def check(options: Options, folder: Path | None, has_config: bool) -> None:
-    """Raise ConfigError if an option is invalid or the directory `folder`, in which the benchmark
-    runs, does not exist. `has_config` is True if the user has given a configuration."""
+    """Raise ConfigError if an option is invalid, or if the benchmark's directory `folder` does not
+    exist. `has_config` is True if the user has given a configuration."""
     for name in options.figures:
         if name not in FIGURES:
             text = f"--only {name} is not a figure; use one of {', '.join(FIGURES)}"
@@ -171,7 +171,7 @@ def bench_supervision(
 
 
 def figure(name: str, values: Sequence[float], bar: float, unit: str = "s") -> dict[str, Any]:
-    """Return a figure: the statistics of `values` (see `summarise`), and a comparison with `bar`.
+    """Return the statistics of `values` (see `summarise`) and a comparison with `bar`, as a dict.
 
     `is_met` is True if the 95th percentile is at most `bar`, and None if `values` is empty. The
     95th percentile is the smallest of the values that at least 95 % of the values do not exceed.
@@ -199,8 +199,8 @@ def summarise(values: Sequence[float]) -> dict[str, Any]:
 
 
 def _measure_faults(options: Options, work: Path, data: Path, result: dict[str, Any]) -> None:
-    """Measure the time to detect a fault, whether the right node is excluded, and the time to
-    restart. Add the figures to `result`.
+    """Cause faults. Measure the time to detect a fault and the time to restart, and check that the
+    right node is excluded. Add the figures to `result`.
 
     Each round is a launch, in which each kind of fault occurs once.
     """
@@ -254,7 +254,7 @@ def _launch(
     evals: int = 0,
     **plan: Any,
 ) -> Iterator[Launch]:
-    """Return a context manager that starts a launch, waits until the launch has committed its first
+    """Context manager that starts a launch, waits until the launch has committed its first
     checkpoint, and yields the launch."""
     config = tiny_config(data, folder / "run", shape.ranks, interval, evals)
     probe = Plan(str(folder / "bench"), str(folder / "run"), **plan)
@@ -342,8 +342,8 @@ def _ended(launch: Launch, attempt: int) -> History | None:
 
 
 def marks_after(history: History, attempt: int) -> list[NodeMarked]:
-    """Return the events between the end of an attempt and the start of the next attempt that mark a
-    node as good, suspect or excluded."""
+    """Return the NodeMarked events between the end of a launch attempt and the start of the next
+    attempt."""
     events = history.events
     marks: list[NodeMarked] = []
     for event in events[events.index(history.ends[attempt]) + 1 :]:
@@ -379,7 +379,7 @@ def restart_phases(history: History, attempt: int, report: dict[str, Any]) -> di
 
 
 def _measure_cold(options: Options, work: Path, data: Path, result: dict[str, Any]) -> None:
-    """Measure the time to restart if the replacement node has lost its warm process, which forks
+    """Measure the time to restart after the replacement node has lost its warm process, which forks
     ranks. Add the figures to `result`."""
     chance = random.Random(options.seed)
     shape = Shape(options.nodes, options.rounds, options.ranks_per_node)
@@ -396,8 +396,8 @@ def _measure_cold(options: Options, work: Path, data: Path, result: dict[str, An
 
 
 def _measure_files(work: Path, data: Path, result: dict[str, Any]) -> None:
-    """Count the module files that ranks open if a warm process has forked the ranks, and the files
-    that an attempt creates. Add both figures to `result`."""
+    """Count the module files that ranks open if a warm process has forked them, and the files that
+    a launch attempt creates. Add the two figures to `result`."""
     small, large = (measure_files(work / f"files-{n}", data, n) for n in (_SMALL, _LARGE))
     opened = small.modules + large.modules
     result["figures"] += [
@@ -414,8 +414,7 @@ def _measure_files(work: Path, data: Path, result: dict[str, Any]) -> None:
 
 
 class Files(NamedTuple):
-    """The files that were opened and created in an attempt, in which warm processes forked the
-    ranks."""
+    """Files that were opened and created in a launch attempt. Warm processes forked the ranks."""
 
     modules: list[str]
     """Names of modules that ranks imported, and paths of module files that ranks opened, from the
@@ -502,7 +501,7 @@ def _measure_false_alarms(options: Options, work: Path, data: Path, result: dict
 
 @contextlib.contextmanager
 def _busy(number: int) -> Iterator[None]:
-    """Return a context manager that runs `number` processes, which compute without a pause."""
+    """Context manager that runs `number` processes, which compute without a pause."""
     command = [sys.executable, "-I", "-S", "-c", "while True: pass"]
     processes: list[subprocess.Popen[bytes]] = []
     try:
