@@ -1,4 +1,4 @@
-"""Data preparation: text files become a shuffled and sharded data set of token instances.
+"""Data preparation: conversion of text files to a shuffled and sharded data set of token instances.
 
-No module imports torch. docs/formats/dataset.md describes the format.
+The modules do not import torch. docs/formats/dataset.md describes the format.
 """

@@ -1,7 +1,7 @@
 """File names, dtypes, array headers and checksummed JSON of a data set.
 
-A unit is a range of input files that are tokenized together, to one token array per split. The
-sidecar of a unit or of a shard is a JSON file with the sizes and hashes of its files.
+A unit is a range of input files that are tokenized together. It has one token array per split. The
+sidecar of a unit or of a shard is a JSON file that contains the sizes and hashes of its files.
 docs/formats/dataset.md lists all files.
 """
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     import numpy as np
 
 VERSION = 1
-"""Version number in all files. Only a plan.json and the sidecar of a unit may have PLAN_VERSION
-instead. Readers refuse files of later versions."""
+"""Version number in all files, except that a plan.json and the sidecar of a unit may have
+PLAN_VERSION. Readers refuse files of later versions."""
 PLAN_VERSION = 2
-"""Version number in a plan.json, or in the sidecar of a unit, that has keys which version 1
-lacks."""
+"""Version number in a plan.json or in the sidecar of a unit, if the file has keys that do not exist
+in version 1."""
 
 MANIFEST = "manifest.json"
 ORDER = "order.json"
@@ -46,8 +46,8 @@ DTYPES = ("uint16", "uint32")
 MAX_CONTEXT = 1 << 31
 """Largest number of tokens in an instance."""
 MAX_COUNT = 1 << 56
-"""Exclusive upper limit of counts of tokens, bytes or instances. It ensures that 64 * count fits
-into int64."""
+"""Exclusive upper limit of counts of tokens, bytes or instances. This limit ensures that an int64
+can represent 64 * count."""
 
 ARRAY_BYTES, TOKENIZER_BYTES, _JSON_BYTES = 1 << 34, 1 << 28, 1 << 28
 """Largest accepted sizes in bytes of files that are read into memory as a whole. ARRAY_BYTES: the
@@ -55,11 +55,11 @@ table of a unit's documents. TOKENIZER_BYTES: a tokenizer. _JSON_BYTES: a JSON f
 a million inputs."""
 HEADER_BYTES = 128
 """Length in bytes of the headers that `npy_header` makes. With this length, the data after the
-header are aligned to 64 bytes."""
+header is aligned to 64 bytes."""
 
 
 def tokenizer_file(folder: Path) -> Path:
-    """Return the path of the tokenizer file in the directory `folder` of a data set.
+    """Return the path of the tokenizer file of a data set in the directory `folder`.
 
     The name is `tokenizer.model` for a sentencepiece model, else `tokenizer.json`. A data set of an
     earlier version may have a sentencepiece model named `tokenizer.json`.
@@ -69,12 +69,12 @@ def tokenizer_file(folder: Path) -> Path:
 
 
 def unit_name(unit: int) -> str:
-    """Return the stem of the file names of unit number `unit`, such as "unit-00000"."""
+    """Return the stem of the file names of the unit `unit`, such as "unit-00000"."""
     return f"unit-{unit:05d}"
 
 
 def shard_name(shard: int) -> str:
-    """Return the stem of the file names of shard number `shard`, such as "shard-00000"."""
+    """Return the stem of the file names of the shard `shard`, such as "shard-00000"."""
     return f"shard-{shard:05d}"
 
 
@@ -92,7 +92,7 @@ def dtype_name(vocab_size: int) -> str:
 
 
 def little_endian(dtype: str) -> np.dtype:
-    """Return the little-endian numpy dtype of "uint16", "uint32" or "int64"."""
+    """Return the little-endian numpy dtype with the name `dtype`: "uint16", "uint32" or "int64"."""
     import numpy as np
 
     return np.dtype(dtype).newbyteorder("<")
@@ -152,7 +152,7 @@ def read_bytes(path: str | os.PathLike, limit_bytes: int = ARRAY_BYTES) -> bytes
 
 
 def write_checked_json(path: str | os.PathLike, value: dict[str, Any]) -> None:
-    """Atomically write `value` as JSON with its hash, which `read_checked_json` checks."""
+    """Atomically write `value` as JSON, with a hash that `read_checked_json` checks."""
     files.write_bytes(path, files.checked_json(value))
 
 
@@ -211,7 +211,7 @@ def read_record(
 ) -> _Record:
     """Read a file that `write_checked_json` wrote, and convert its JSON object to type `kind`.
 
-    The arguments and errors are those of `read_checked_json` and `as_record`.
+    See `read_checked_json` and `as_record` for the arguments and errors.
     """
     return as_record(kind, read_checked_json(path, *forms, newest=newest, xxh3=xxh3), path)
 
@@ -221,15 +221,14 @@ def as_record(kind: type[_Record], value: dict[str, Any], path: str | os.PathLik
 
     Args:
         kind: A dataclass or TypedDict. The type of a field is str, int, float, bool, a list, a
-            tuple or again a dataclass or TypedDict, or the union of one of these and None. A field
-            with a default may be missing in `value`. Keys of `value` that are not fields are
-            ignored.
+            tuple, a dataclass or a TypedDict, or the union of such a type and None. A field with a
+            default may be missing in `value`. Keys of `value` that are not fields are ignored.
         value: The JSON object, from `read_checked_json`.
         path: The file, for the error message.
 
     Raises:
-        DataError: A key is missing, or its value has another type. A correct hash does not exclude
-            this, because another program may have written the file.
+        DataError: A key is missing, or its value has another type. This is possible even if the
+            hash is correct, because another program may have written the file.
     """
     try:
         return _column(kind, [value], "")[0]
@@ -242,7 +241,7 @@ def require(path: str | os.PathLike, *checks: tuple[bool, str]) -> None:
 
     Args:
         path: The file with the checked values, for the error message.
-        checks: Pairs (condition, text). The message has the text of the first False condition.
+        checks: Pairs (condition, text). The message contains the text of the first False condition.
     """
     for holds, problem in checks:
         if not holds:
@@ -250,17 +249,17 @@ def require(path: str | os.PathLike, *checks: tuple[bool, str]) -> None:
 
 
 def are_hashes(texts: Sequence[str]) -> bool:
-    """Return whether all texts have the form of xxh3-64 hashes: 16 lowercase hexadecimal digits."""
+    """Return True if all texts have the form of xxh3-64 hashes: 16 lowercase hexadecimal digits."""
     return set(map(len, texts)) <= {16} and not "".join(texts).strip("0123456789abcdef")
 
 
 def are_counts(numbers: Sequence[int]) -> bool:
-    """Return whether all numbers are at least 0 and below MAX_COUNT."""
+    """Return True if all numbers are at least 0 and below MAX_COUNT."""
     return not numbers or (min(numbers) >= 0 and max(numbers) < MAX_COUNT)
 
 
 def are_paths(texts: Iterable[str]) -> bool:
-    """Return whether all texts can be paths: encodable for the file system and without NUL."""
+    """Return True if all texts can be paths: encodable for the file system and without NUL."""
     try:
         return b"\0" not in os.fsencode("".join(texts))
     except UnicodeEncodeError:  # half of a surrogate pair
@@ -268,12 +267,12 @@ def are_paths(texts: Iterable[str]) -> bool:
 
 
 def is_relative_path(text: str) -> bool:
-    """Return whether `text` is a relative path."""
+    """Return True if `text` is a relative path."""
     return text != "" and not os.path.isabs(text) and are_paths([text])
 
 
 def foreign(path: str | os.PathLike, problem: object) -> DataError:
-    """Return a DataError for a file whose hash is correct, but whose content optimus-data never
+    """Return a DataError for a file with a correct hash but a content that optimus-data never
     writes. `problem` describes the content."""
     return DataError(
         f"{path}: {problem}; optimus-data did not write this file: copy it again or make it again"

@@ -1,7 +1,7 @@
-"""Entry point of `optimus-data`: handles stop signals, a closed output pipe and the exit status.
+"""Entry point of `optimus-data`. It handles stop signals, a closed output pipe and the exit status.
 
 `main` sets the signal handlers before it imports other modules, because Python prints a traceback
-for Ctrl-C until these handlers are set.
+for Ctrl-C before these handlers are set.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if argv is None:  # a path may have bytes that no encoding can print
             getattr(sys, name).reconfigure(errors="backslashreplace")
     if argv is None:
-        os.environ["PYTHONSAFEPATH"] = "1"  # no child imports from the working directory
+        os.environ["PYTHONSAFEPATH"] = "1"  # children must not import from the working directory
         _StopSignals().take_over()
         from optimus.observe.log import set_up_logging
 
@@ -84,7 +84,7 @@ def _main(argv: Sequence[str] | None) -> int:
 def _discard_output() -> None:
     """Flush stdout and stderr. If the pipe of a stream is closed, redirect the stream to /dev/null.
 
-    Otherwise, the flush that Python performs at exit would fail.
+    Without this redirection, the flush that Python performs at exit would fail.
     """
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):
@@ -107,18 +107,18 @@ class _StopSignals:
     """Handler that ends the process at the first Ctrl-C or SIGTERM.
 
     The handler kills the workers, removes temporary files, prints one line and exits. The handler
-    raises no exception, because an exception during an import, a destructor or an exit function
-    would be ignored or printed as a traceback. No incomplete output remains, because a file gets
-    its final name only when it is complete.
+    does not raise an exception, because an exception during an import, a destructor or an exit
+    function would be ignored or printed as a traceback. Incomplete output does not remain, because
+    a file gets its final name only when it is complete.
     """
 
     def take_over(self) -> None:
         """Set the handlers of SIGINT (Ctrl-C) and SIGTERM.
 
-        A signal that is already ignored stays ignored: a process that nohup or `&` started ignores
-        some signals. Python runs no handler while the main thread is inside a library call, and the
-        call that trains a tokenizer takes minutes. Therefore a second thread also waits for the
-        signals.
+        A signal that is already ignored stays ignored: a process that was started by nohup or with
+        `&` ignores some signals. Python does not run handlers while the main thread is inside a
+        library call, and the call that trains a tokenizer takes minutes. Therefore a second thread
+        also waits for the signals.
         """
         self._pid, self._ending = os.getpid(), _thread.allocate_lock()
         self._read, write = os.pipe()
@@ -150,10 +150,11 @@ class _StopSignals:
 
 
 def _kill_and_clean() -> list[object]:
-    """Kill the workers, remove the temporary files, and return the output directories in use.
+    """Kill the workers, remove the temporary files, and return the output directories that are in
+    use.
 
-    The function imports no module: a module that is not imported yet has started no workers and
-    written no files.
+    The function does not import modules: a module that is not imported yet has not started workers
+    or written files.
     """
     pids = {os.getpid()}
     module = sys.modules.get("multiprocessing.process")

@@ -1,4 +1,4 @@
-"""Run `optimus-data` as `python -m data_prep.cli`."""
+"""Entry point of `python -m data_prep.cli`, which runs `optimus-data`."""
 
 import sys
 

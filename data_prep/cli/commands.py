@@ -24,7 +24,7 @@ def run_command(argv: Sequence[str] | None) -> int:
     """Run a subcommand and return its exit status.
 
     Args:
-        argv: The arguments. None: those of this process.
+        argv: The arguments. None: use the command line of this process.
 
     Raises:
         OptimusError: The arguments are wrong, or the command fails.
@@ -33,7 +33,7 @@ def run_command(argv: Sequence[str] | None) -> int:
         args = _parser().parse_args(argv)
         return args.run(args)
     finally:
-        sys.stdout.flush()  # here, because the caller handles a closed pipe
+        sys.stdout.flush()  # flush here: the caller handles a closed pipe
 
 
 _Group = Callable[[argparse.ArgumentParser], None]
@@ -88,7 +88,7 @@ def _add_makers(commands: Any) -> None:
 
 
 def _add_steps(commands: Any) -> None:
-    """Add the subcommands that each do one step of the subcommand `run`."""
+    """Add the subcommands for the separate steps of the subcommand `run`."""
     text = "Step 1 of run: text to token arrays."
     groups: tuple[_Group, ...] = (options.add_inputs, options.add_tokenize, options.add_out)
     groups += (options.add_workers, options.add_memory, options.add_ranks)
@@ -125,7 +125,7 @@ def _add_readers(commands: Any) -> None:
     text = "Print counts, entropy, and unigram and bigram losses."
     add = _add(commands, "stats", _stats, text, options.add_dataset)
     add.add_argument(
-        "--eval", metavar="DIR", help="data set to measure the losses on (DIR/eval if it exists)"
+        "--eval", metavar="DIR", help="data set for the losses (DIR/eval if it exists)"
     )
 
 
@@ -249,10 +249,10 @@ def _tokenize(args: argparse.Namespace) -> int:
 
 
 def _token_arrays(out: Path) -> tuple[dict[str, dict[str, int]], list[str]]:
-    """Count the tokens and documents in the token arrays of each split in the directory `out`.
+    """Count the tokens and documents of each split in the directory `out`.
 
     Returns:
-        A dict from the name of each split to its counts, and a line of text for each split.
+        A dict that maps the name of each split to its counts, and a line of text for each split.
     """
     from data_prep.pipeline.shuffle import data_sets
     from data_prep.tokenize.token_set import read_token_set

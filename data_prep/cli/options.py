@@ -37,7 +37,7 @@ def whole(low: int, high: int | None = None) -> Callable[[str], int]:
 
 
 def fraction(text: str) -> float:
-    """Return the number that `text` represents. Raises ArgumentTypeError unless it is in [0, 1)."""
+    """Convert `text` to a number. Raises ArgumentTypeError unless the number is in [0, 1)."""
     try:
         value = float(text)
     except ValueError:
@@ -48,7 +48,8 @@ def fraction(text: str) -> float:
 
 
 def folder(text: str) -> str:
-    """Return `text`, the path of an output. Raise ArgumentTypeError if it is empty or not UTF-8.
+    """Return `text`, the path of an output. Raise ArgumentTypeError if `text` is empty or not
+    UTF-8.
 
     pathlib would read an empty path as the working directory.
     """
@@ -78,7 +79,7 @@ def size(text: str) -> int:
 
 
 def add_inputs(parser: argparse.ArgumentParser) -> None:
-    """Add the options for input text, and for the handling of text that cannot be read."""
+    """Add the options that select input text, and `--on-error` for text that cannot be read."""
     _add_patterns(
         parser,
         "files, directories or quoted globs (** matches any folders): text and source files "
@@ -125,7 +126,7 @@ def add_tokenize(parser: argparse.ArgumentParser) -> None:
 
 
 def add_import(parser: argparse.ArgumentParser) -> None:
-    """Add the options that select token files which other programs wrote, and their tokenizer."""
+    """Add the options for token files of other programs, and for the tokenizer of these files."""
     files = ".bin files of Megatron-LM with their .idx files, and .npy files of dolma or OLMo"
     _add_patterns(parser, files, "skip files whose full path matches")
     _add_tokenizer(parser, "tokenizer.json that made the ids")
@@ -283,7 +284,7 @@ def _refuse_patience(text: str) -> NoReturn:
 
 
 def worker_group_of(args: argparse.Namespace) -> WorkerGroup:
-    """Return the rank and the number of ranks, from the options and the launcher.
+    """Return the `WorkerGroup` of this rank, from the options or the variables of the launcher.
 
     Args:
         args: Parsed arguments of a command that has the options of `add_ranks`.

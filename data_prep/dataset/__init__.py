@@ -1,5 +1,5 @@
-"""Classes, functions and constants to read finished data sets. `optimus` imports no other module of
-data_prep."""
+"""Classes, functions and constants to read finished data sets. This is the only module of data_prep
+that `optimus` imports."""
 
 from data_prep.dataset.describe import MAX_EPOCHS, documents_of
 from data_prep.dataset.manifest import (

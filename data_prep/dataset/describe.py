@@ -27,20 +27,20 @@ from data_prep.tokenizer.tokenizer import library_errors, open_tokenizer, sha256
 from optimus.errors import ConfigError, DamageError, DataError, counted
 
 MAX_EPOCHS = 4
-"""A report warns about a source of a blend if the blend repeats it for more than MAX_EPOCHS epochs.
-Up to four epochs of a text are nearly as good as new text (arXiv 2305.16264)."""
+"""Number of epochs of a source in a blend above which a report contains a warning. Up to four
+epochs of a text are nearly as good as new text (arXiv 2305.16264)."""
 MIN_HELD_OUT_DOCUMENTS = 20
 MIN_HELD_OUT_TOKENS = 10_000
 """A report warns about a held-out split that has fewer than MIN_HELD_OUT_DOCUMENTS documents or
-fewer than MIN_HELD_OUT_TOKENS tokens, because the loss on so little text is mostly noise:
-docs/formats/dataset.md, "Documents and tokens"."""
+fewer than MIN_HELD_OUT_TOKENS tokens. The loss on so little text is mostly noise
+(docs/formats/dataset.md, "Documents and tokens")."""
 _MIN_LONG_DOCUMENTS = 10
 _MIN_TOKENS_OF_LONG_DOCUMENTS = 200_000
 """A report does not warn about a held-out split that has at least _MIN_LONG_DOCUMENTS documents and
 at least _MIN_TOKENS_OF_LONG_DOCUMENTS tokens."""
 _EXAMPLE_BATCH_TOKENS = 4096
-"""Tokens per training step, as assumed in reports: the value of `train.global_batch_tokens` in
-configs/run/demo.toml."""
+"""Number of tokens per training step that reports assume. It is the value of
+`train.global_batch_tokens` in configs/run/demo.toml."""
 _MAX_SUGGESTED_FRACTION = 0.2
 
 
@@ -100,7 +100,7 @@ def report(
 
 
 def for_training(manifest: Manifest) -> str:
-    """Return a line of text with the training settings for a data set and the length of one
+    """Return a line of text that states the training settings for a data set and the length of an
     epoch."""
     tokens = manifest.num_instances * manifest.context
     number_steps = tokens // _EXAMPLE_BATCH_TOKENS
@@ -122,7 +122,8 @@ def _epochs(source: BlendEntry) -> float:
 
 
 def _warnings(train: Manifest, held_out_parts: Sequence[Manifest]) -> list[str]:
-    """Return warnings about small held-out splits and blend sources that repeat too often."""
+    """Return warnings about small held-out splits, and about blend sources that are repeated too
+    often."""
     warnings = []
     for source in train.blend:
         if _epochs(source) > MAX_EPOCHS:
@@ -154,20 +155,20 @@ def _warnings(train: Manifest, held_out_parts: Sequence[Manifest]) -> list[str]:
 
 
 def _is_large_enough(documents: int, tokens: int) -> bool:
-    """Return whether a held-out split of `documents` documents, whose instances have `tokens`
-    tokens, is large enough for a meaningful loss."""
+    """Return True if a held-out split is large enough for a meaningful loss. The split has
+    `documents` documents, and its instances have `tokens` tokens."""
     if documents >= _MIN_LONG_DOCUMENTS and tokens >= _MIN_TOKENS_OF_LONG_DOCUMENTS:
         return True
     return documents >= MIN_HELD_OUT_DOCUMENTS and tokens >= MIN_HELD_OUT_TOKENS
 
 
 MAX_BIGRAM_CELLS = 64_000_000
-"""Bigrams are counted only if vocab_size^2 is at most MAX_BIGRAM_CELLS. The counts of bigrams then
-take up to 256 MB."""
+"""Bigrams are counted only if vocab_size^2 is at most MAX_BIGRAM_CELLS. The bigram counts take up
+to 256 MB."""
 
 MAX_IDS = 1 << 22
 """`stats` raises an error for an id of MAX_IDS or more, because no tokenizer has such large ids.
-The counts of ids therefore take at most 34 MB, even if a manifest permits ids up to 2^32."""
+The counts of the ids therefore take at most 34 MB, even if a manifest permits ids up to 2^32."""
 
 _BLOCK_TOKENS = 1 << 20
 
@@ -177,16 +178,16 @@ def stats(dataset: Path, held_out: Path | None = None) -> dict[str, Any]:
 
     Args:
         dataset: Directory of the data set.
-        held_out: Directory of a data set, on which the losses of the unigram and bigram models of
-            `dataset` are computed.
+        held_out: Directory of a second data set. The losses of the unigram and bigram models of
+            `dataset` are computed on it.
 
     Returns:
-        Counts, and the unigram entropy in nats. With `held_out`, the key `held_out` contains its
-        counts and the losses in nats.
+        Counts, and the unigram entropy in nats. With `held_out`, the value of the key `held_out`
+        contains the counts of this data set and the losses in nats.
 
     Raises:
         DamageError: A data set is damaged.
-        DataError: A data set cannot be read, or `held_out` has another tokenizer than `dataset`.
+        DataError: A data set cannot be read, or `held_out` and `dataset` have different tokenizers.
     """
     manifest = read_manifest(dataset)
     result: dict[str, Any] = {
@@ -232,8 +233,8 @@ def stats(dataset: Path, held_out: Path | None = None) -> dict[str, Any]:
 def _blocks(dataset: Path, manifest: Manifest) -> Iterator[tuple[np.ndarray, int]]:
     """Yield blocks of the ids of all instances.
 
-    An instance that is longer than a block is divided into several blocks. Consecutive blocks of an
-    instance overlap by one column, so that each pair of adjacent tokens is in a block.
+    If an instance is longer than a block, it is divided into several blocks. Consecutive blocks of
+    an instance overlap by one column, so that each pair of adjacent tokens is in a block.
 
     Yields:
         A block, int64 [instances, columns] with at most _BLOCK_TOKENS ids, and 1 if its first
@@ -261,7 +262,7 @@ def _count(
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """Return the counts of ids, int64 [largest id + 1], and of bigrams, uint32 [V*V].
 
-    V is the vocabulary size. No bigram spans two instances. The counts of bigrams are None if
+    V is the vocabulary size. Bigrams do not span two instances. The counts of bigrams are None if
     `with_pairs` is False, or if V^2 is above MAX_BIGRAM_CELLS. Raises DamageError for an id of
     MAX_IDS or more.
     """
@@ -294,8 +295,8 @@ def _losses(
         size: Size of the vocabulary of the other data set.
 
     Returns:
-        A dict with the keys `unigram_loss` and `bigram_loss`. Both values are None if the held-out
-        data set has no targets.
+        A dict with the keys `unigram_loss` and `bigram_loss`. The two values are None if the
+        held-out data set has no targets.
     """
     targets = manifest.num_instances * (manifest.context - 1)
     if targets == 0:
@@ -333,7 +334,7 @@ def documents_of(dataset: Path, number: int) -> list[str]:
     """Return the location of each document in an instance, in order: FILE:LINE, or FILE if the
     document is a whole file.
 
-    The arguments and errors are those of `inspect`.
+    See `inspect` for the arguments and errors.
     """
     manifest, order = read_manifest(dataset), read_any_order(dataset)
     if not 0 <= number < manifest.num_instances * (MAX_SEED + 1):
@@ -410,11 +411,11 @@ def inspect(dataset: Path, number: int) -> dict[str, Any]:
 
 
 def _decode(tokenizer_path: Path, ids: np.ndarray) -> str:
-    """Return the text of the instance with these ids.
+    """Return the text of an instance with the token ids `ids`.
 
     Raises DataError if the text has more than MAX_CHARACTERS characters. The limit is checked
-    before the ids are decoded together, because the text of a single token may be as long as the
-    file of the tokenizer.
+    before all ids are decoded together, because the text of a single token may be as long as the
+    tokenizer file.
     """
     tokenizer = open_tokenizer(tokenizer_path)
     if isinstance(tokenizer, SentencePieceTokenizer) and ids.max() >= tokenizer.vocab_size:
@@ -437,10 +438,10 @@ def _decode(tokenizer_path: Path, ids: np.ndarray) -> str:
 def _segments(dataset: Path, order: Order | BlendOrder, source: int) -> list[dict[str, Any]]:
     """Return the documents in an instance, in order.
 
-    `source` is the number of the instance before the shuffle. Each result is a dict with the keys
-    `first`, `stop`, `input`, `line` and `document_token`: tokens [first, stop) of the instance come
-    from the document in line `line` (0: the whole file) of the file `input`. Token `first` of the
-    instance is token `document_token` of that document.
+    `source` is the number of the instance before the shuffle. Each document is described by a dict
+    with the keys `first`, `stop`, `input`, `line` and `document_token`: tokens [first, stop) of the
+    instance belong to the document in line `line` (0: the whole file) of the file `input`. Token
+    `first` of the instance is token `document_token` of that document.
     """
     if isinstance(order, BlendOrder):
         number, _, numbers = next(order.split(np.array([source])))

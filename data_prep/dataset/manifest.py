@@ -24,8 +24,8 @@ FORM = "optimus-dataset"
 
 @dataclass(frozen=True)
 class ShardEntry:
-    """Entry in the manifest for a shard. `name` is the path of the shard's file, relative to the
-    directory of the data set. `size` is the size of the file in bytes."""
+    """Manifest entry for a shard. `name` is the path of the shard's file, relative to the directory
+    of the data set. `size` is the size of the file in bytes."""
 
     name: str
     instances: int
@@ -35,7 +35,7 @@ class ShardEntry:
 
 @dataclass(frozen=True)
 class InputEntry:
-    """Entry in the manifest for an input file: its path, its size in bytes, and its hash."""
+    """Manifest entry for an input file: its path, its size in bytes, and its hash."""
 
     name: str
     size: int
@@ -44,8 +44,7 @@ class InputEntry:
 
 @dataclass(frozen=True)
 class QuarantineEntry:
-    """Entry in the manifest for quarantine.jsonl, the list of documents and files that were left
-    out.
+    """Manifest entry for quarantine.jsonl, the list of documents and files that were left out.
 
     `count` is the number of documents and files that quarantine.jsonl lists. `size` and `xxh3` are
     the size in bytes and the hash of quarantine.jsonl.
@@ -58,7 +57,7 @@ class QuarantineEntry:
 
 @dataclass(frozen=True)
 class BlendEntry:
-    """Entry in the manifest for a source (a set of token arrays) of a blend."""
+    """Manifest entry for a source of a blend. A source is a set of token arrays."""
 
     tokens_dir: str
     weight: str
@@ -96,7 +95,8 @@ class Manifest:
     shards: tuple[ShardEntry, ...]
     inputs: tuple[InputEntry, ...]
     blend: tuple[BlendEntry, ...] = ()
-    """Sources of a blend. Empty if the data set is no blend; manifest.json then omits this key."""
+    """Sources of a blend. Empty if the data set is not a blend; manifest.json then omits this
+    key."""
 
     @property
     def identity(self) -> str:
@@ -125,7 +125,7 @@ def read_manifest(dataset: str | os.PathLike) -> Manifest:
     """Return the manifest of the data set in the directory `dataset`.
 
     Raises:
-        DataError: The manifest is missing, damaged, of another version, or has values that
+        DataError: The manifest is missing, damaged or of another version, or contains values that
             optimus-data does not write.
     """
     dataset = Path(dataset)
@@ -139,7 +139,7 @@ def read_manifest(dataset: str | os.PathLike) -> Manifest:
 
 
 def held_out_problem(manifest: Manifest, dataset: Path, held_out: Manifest) -> str:
-    """Check that `held_out` is the manifest of the held-out split of a data set.
+    """Check that `held_out` is the manifest of a data set's held-out split.
 
     Args:
         manifest: Manifest of the data set.
@@ -263,14 +263,14 @@ def _check_shards(manifest: Manifest, path: Path) -> None:
 
 @dataclass(frozen=True)
 class HeldOutRule:
-    """Rule that selects the documents to hold out for evaluation: those whose hash is below a
-    limit."""
+    """Rule that selects the documents to hold out for evaluation. A document is held out if its
+    hash is below a limit."""
 
     fraction: float
     """Expected fraction of the documents that are held out (`--eval-fraction`)."""
     by_ids: bool
-    """True: the hash of a document's imported token ids decides whether the document is held out.
-    False: the hash of its text decides this."""
+    """True: the hash of a document is the hash of its imported token ids. False: the hash of a
+    document is the hash of its text."""
 
 
 def held_out_rule(rules: TokenPlan | Manifest) -> HeldOutRule:
@@ -282,7 +282,7 @@ def held_out_rule(rules: TokenPlan | Manifest) -> HeldOutRule:
 
 
 def dataset_held_out_rule(dataset: Path, manifest: Manifest) -> HeldOutRule | None:
-    """Return the rule by which a data set holds out documents.
+    """Return the rule that a data set uses to hold out documents.
 
     Args:
         dataset: Directory of the data set.
@@ -290,8 +290,8 @@ def dataset_held_out_rule(dataset: Path, manifest: Manifest) -> HeldOutRule | No
 
     Returns:
         The rule. The rule of a blend is read from its first source, because all sources have the
-        same rule. The result is None if the order.json of a blend is missing, or if its first
-        source is missing or was made again with another plan.
+        same rule. The result is None if the order.json of a blend is missing, or if the first
+        source of the blend is missing or was made again with another plan.
 
     Raises:
         DataError: The order of a blend is damaged.
@@ -308,8 +308,8 @@ def dataset_held_out_rule(dataset: Path, manifest: Manifest) -> HeldOutRule | No
 
 
 def check_held_out(first: Path, rule: HeldOutRule, second: Path, other: HeldOutRule) -> None:
-    """Check that two data sets hold out documents by the same rule. Otherwise, a training document
-    of one data set could be a held-out document of the other.
+    """Check that two data sets use the same rule to hold out documents. With different rules, a
+    training document of one data set could be a held-out document of the other data set.
 
     Args:
         first: Directory of a data set, for the message.
@@ -319,7 +319,7 @@ def check_held_out(first: Path, rule: HeldOutRule, second: Path, other: HeldOutR
 
     Raises:
         DataError: The fractions differ; or the fractions are above 0, and one rule uses the hash of
-            ids but the other rule the hash of text.
+            ids while the other rule uses the hash of text.
     """
     if other.fraction != rule.fraction:
         raise DataError(

@@ -23,11 +23,11 @@ _STAT_THREADS = 16
 
 
 class ShardReader:
-    """Reader of the rows (instances) of a data set. Threads may share a reader.
+    """Reader of the rows (instances) of a data set. Threads may share a `ShardReader`.
 
-    Rows are numbered from 0 in the order in which the shards store them. A shard is mapped at the
-    first read of one of its rows. At most 64 shards are mapped at a time, so that the number of
-    descriptors and the mapped memory do not grow with the number of shards.
+    Rows are numbered from 0 in the order in which the shards store them. A shard is mapped when one
+    of its rows is read for the first time. At most 64 shards are mapped at a time, so that the
+    number of descriptors and the mapped memory do not grow with the number of shards.
 
     Args:
         dataset: Directory of the data set.
@@ -108,7 +108,7 @@ class ShardReader:
             return rows
 
     def check_sizes(self) -> None:
-        """Check that all shards exist and have the sizes that the manifest states.
+        """Check that all shards exist and have the sizes in the manifest.
 
         Raises:
             DamageError, DataError: A shard has another size or cannot be read.
@@ -128,8 +128,7 @@ class ShardReader:
 
     @contextlib.contextmanager
     def _readable(self, path: Path) -> Iterator[None]:
-        """Return a context manager that converts an OSError to a DataError about the shard at
-        `path`."""
+        """Context manager that converts an OSError to a DataError about the shard at `path`."""
         try:
             yield
         except OSError as error:

@@ -27,10 +27,10 @@ def begin(
     quarantine: bool,
     limits: Limits = NO_LIMITS,
 ) -> TokenizeWork:
-    """Write the plan and a copy of the tokenizer to the directory of each split, and return the
-    values that workers need to tokenize.
+    """Write the plan and a copy of the tokenizer to the directory of each split. Return the values
+    that workers need to tokenize.
 
-    Files that exist already are checked and not written again.
+    Files that already exist are checked and not written again.
 
     Args:
         out: The output directory.
@@ -58,8 +58,8 @@ def begin(
 def _check_output(
     out: Path, tokens_dir: Path, tokenizer_file: Path, plan: TokenPlan, plan_xxh3: str
 ) -> None:
-    """Raise DataError if the data set that contains `tokens_dir` already has a plan, order.json or
-    tokenizer that differs from those of this run."""
+    """Raise DataError if a data set already has another plan, order.json or tokenizer than this
+    run. The data set is the directory that contains `tokens_dir`."""
     if (tokens_dir / layout.PLAN).exists():
         for difference in differences(read_plan(tokens_dir), plan):
             raise DataError(
@@ -80,7 +80,7 @@ def _check_output(
 
 def require_tokens(tokens_dir: Path) -> None:
     """Raise DataError if `--fused` has removed the token arrays, or if tokenization is not
-    finished: its last step is the comparison of document ids."""
+    finished. Its last step is the comparison of document ids."""
     require_arrays(tokens_dir)
     require_distinct(tokens_dir)
 
@@ -119,14 +119,14 @@ def _read(tokenizer: Path) -> bytes:
 
 
 def write_once(path: Path, content: bytes) -> None:
-    """Write `content` to the file `path`, unless the file already has this content."""
+    """Write `content` to the file `path`, unless the file already contains `content`."""
     if not path.exists() or layout.read_bytes(path) != content:
         files.write_bytes(path, content)
 
 
 def differences(old: TokenPlan, new: TokenPlan) -> Iterator[str]:
-    """Yield a text for each difference between the plan of an earlier run and the plan of this run,
-    such as `eval_fraction = 0.0, now 0.1`."""
+    """Yield a text, such as `eval_fraction = 0.0, now 0.1`, for each difference between the plan of
+    an earlier run and the plan of this run."""
     for key in ("sha256", "eos_token", "vocab_size"):
         then, now = getattr(old.tokenizer, key), getattr(new.tokenizer, key)
         if then != now:

@@ -1,4 +1,4 @@
-"""`optimus-data import`: convert token files of other programs to token arrays.
+"""`optimus-data import`: converts token files of other programs to token arrays.
 
 See docs/formats/dataset.md, "Token files of other programs".
 """
@@ -149,8 +149,8 @@ def _import_unit(work: TokenizeWork, unit: int) -> None:
 
 
 def _divide(block: list[np.ndarray], below: int) -> dict[str, list[int]]:
-    """Divide the documents in `block` between the splits. Return, for the name of each split, the
-    indices in `block` of its documents.
+    """Divide the documents in `block` between the splits. Return a dict that maps the name of a
+    split to the indices, in `block`, of the split's documents.
 
     A document is held out if the hash of its ids is less than `below`. A split without documents in
     `block` is left out.

@@ -1,4 +1,4 @@
-"""`optimus-data plan`: an estimate of the tokens, disk, memory and time of a run.
+"""`optimus-data plan`: estimates the tokens, disk, memory and time of a run.
 
 The estimate is based on a few MB of the inputs and on the present speed of this machine. If the
 inputs are similar to each other, the estimated numbers of documents and tokens are usually exact to
@@ -37,10 +37,10 @@ _SAMPLE_FILES = 16
 _SAMPLE_TEXT_BYTES = 256 << 10
 """Bytes of text to tokenize from each sampled file."""
 _SAMPLE_DISK_BYTES = 8 << 20
-"""Bytes to read from the disk for each sampled file, to measure the ratio of the size of its text
-to the size of the file."""
+"""Bytes to read from each sampled file, to measure the ratio of the size of its text to the size of
+the file."""
 _LARGEST_WHOLE = 64 << 20
-"""Size in bytes above which a text file is not sampled, because a text file is read as a whole."""
+"""Size in bytes above which a text file is not sampled: sampling would read the whole file."""
 _DOC_BYTES = 40
 """Bytes on disk of a document in addition to its tokens: 24 for its row in the table of documents,
 and 16 for the hash of its id."""
@@ -49,8 +49,8 @@ _PROBE_BYTES = 32 << 20
 
 @dataclass
 class Sample:
-    """Estimated sums over all inputs. They are extrapolated from one sampled file for each group of
-    files with the same suffix and similar sizes."""
+    """Estimated sums over all inputs. For each group of files with the same suffix and similar
+    sizes, a single file is sampled, and the sums are extrapolated."""
 
     text_bytes: float = 0.0
     documents: float = 0.0
@@ -62,7 +62,7 @@ class Sample:
     ids: list[np.ndarray] = field(default_factory=list)
     """Ids of some of the encoded text, uint32."""
     problem: str = ""
-    """The first problem of the sampled documents."""
+    """Description of the first problem in the sampled documents; "" if there is none."""
 
 
 def estimate(
@@ -81,14 +81,14 @@ def estimate(
         shuffle: The length and order of the instances, and the size of the shards.
         memory_bytes: The memory limit of a rank while it writes shards.
         world: The number of ranks.
-        fused: True: the run has `--fused`, which removes the token arrays at its end.
+        fused: True: estimate a run with `--fused`, which removes the token arrays at its end.
         strategy: `--strategy` of the run: "auto", "gather" or "bucket".
 
     Returns:
         Counts, bytes and seconds, and `fits`: True if the disk has enough free space.
 
     Raises:
-        DataError, ConfigError: the run would fail with the same error.
+        DataError, ConfigError: The run would fail with the same error.
     """
     tokenizer = require_file(request.tokenizer, "--tokenizer")
     dtype = layout.dtype_name(read_facts(tokenizer, request.eos).vocab_size)
@@ -194,7 +194,8 @@ def take_sample(
 def _sample_stratum(
     stratum: Sequence[InputFile], text_field: str, tokenizer: str, sample: Sample, limits: Limits
 ) -> None:
-    """Sample the middle file of a stratum, and add an estimate of all its files to `sample`."""
+    """Sample the middle file of a stratum, and add an estimate for all files of the stratum to
+    `sample`."""
     file = stratum[len(stratum) // 2]
     encoder = shared_encoder(tokenizer)
     read = text = documents = encoded = tokens = 0
@@ -247,7 +248,7 @@ def _write_speed(folder: Path) -> float | None:
     try:
         start = time.perf_counter()
         with open(path, "xb", buffering=0) as file:
-            path.unlink()  # at once, so that a kill leaves no file
+            path.unlink()  # at once, so that no file remains after a kill
             for _ in range(_PROBE_BYTES // len(block)):
                 file.write(block)
             os.fsync(file.fileno())
@@ -257,7 +258,7 @@ def _write_speed(folder: Path) -> float | None:
 
 
 def describe(value: dict[str, Any]) -> list[str]:
-    """Return the estimate `value`, which `estimate` returned, as lines of text."""
+    """Return the lines of text that describe `value`, the result of `estimate`."""
     shard_s = "?" if value["shard_s"] is None else duration(value["shard_s"])
     peak, free = short(value["disk_peak_bytes"]), short(value["disk_free_bytes"])
     verdict = "fits" if value["fits"] else "does NOT fit: use another disk, --fused or less text"

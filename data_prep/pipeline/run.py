@@ -1,4 +1,4 @@
-"""The pipeline from text to a finished data set: tokenize, shuffle, shard, manifest.
+"""The pipeline that makes a data set from text: tokenize, shuffle, shard, and write the manifest.
 
 Each step skips the work that earlier runs completed. If a run is killed, the same command continues
 it and writes the same bytes.
@@ -128,7 +128,7 @@ def prepare(
                 if not manifests:
                     raise
         if fused and group.rank == 0:
-            with working_in(request.out):  # its lock stops other ranks from removing its files
+            with working_in(request.out):  # a lock: other ranks must not remove the files
                 drop_arrays(request.out)
         return manifests
 
@@ -169,7 +169,7 @@ def tokenize(request: TokenizeRequest, group: WorkerGroup = ALONE, packed: bool 
 
 
 def memory_of(request: TokenizeRequest, tokenizer: Path) -> tuple[int, Limits]:
-    """Return the number of workers that fit in the memory, and the limits of a document.
+    """Return (number of workers that fit in the memory, limits of a document).
 
     Raises ConfigError if the memory is not enough for one worker.
     """
@@ -181,8 +181,8 @@ def memory_of(request: TokenizeRequest, tokenizer: Path) -> tuple[int, Limits]:
 def plan_of(
     request: TokenizeRequest, facts: TokenizerFacts, inputs: Sequence[InputFile]
 ) -> TokenPlan:
-    """Return the plan of tokenization for these inputs: the rules and values that determine the
-    token arrays."""
+    """Return the plan of tokenization for these inputs. The plan contains the rules and values that
+    determine the token arrays."""
     id_field = request.id_field
     if id_field is None:
         tokens_dir = request.out / layout.TOKENS_DIR
@@ -200,7 +200,9 @@ def plan_of(
 
 
 def shard(out: Path, request: ShardRequest, group: WorkerGroup = ALONE) -> list[Manifest]:
-    """Write the shards and the manifest of each split that has an order.json, held-out split first.
+    """Write the shards and the manifest of each split that has an order.json.
+
+    The held-out split is written first.
 
     Args:
         out: The directory of the data set.
@@ -243,11 +245,11 @@ def _shard_split(dataset: Path, request: ShardRequest, group: WorkerGroup) -> Ma
 
 
 def drop_arrays(out: Path) -> None:
-    """Remove the token arrays of a finished data set, for `--fused`.
+    """Remove the token arrays of a finished data set. Called for the option `--fused`.
 
     A mark file in each folder of arrays records the removal. All mark files are written before any
     array is removed. The mark file of the training split is written first, because `find_finished`
-    reads no other mark file. Raises DataError if an array is damaged.
+    reads only this mark file. Raises DataError if an array is damaged.
     """
     folders = [dataset / layout.TOKENS_DIR for dataset in data_sets(out)]
     for folder in folders:
@@ -293,8 +295,8 @@ def find_finished(
 
 
 def _check_finished(dataset: Path) -> Manifest:
-    """Check the sidecars of a split, the sizes and headers of its shards, and the hashes of a
-    sample of the shards.
+    """Check a split: the sidecars, the sizes and headers of all shards, and the hashes of a sample
+    of the shards.
 
     Return the manifest of the split. Raises DataError if a file is missing or damaged.
     """
@@ -303,7 +305,7 @@ def _check_finished(dataset: Path) -> Manifest:
         read_shard_record(dataset, order, manifest.order_xxh3, number)
     for unit in range(len(order.units)):
         read_unit(dataset / layout.TOKENS_DIR, unit, order.plan, has_array=False)
-    # All ranks check the same sample of shards, so that all reach the same result.
+    # All ranks check the same sample of shards, so that all ranks get the same result.
     chosen = sample([shard.size for shard in manifest.shards], seed=manifest.identity)
     if damaged := [shard for shard in sorted(chosen) if not is_whole(dataset, shard)]:
         raise DataError(f"{dataset}: {counted(len(damaged), 'damaged shard')}")

@@ -1,5 +1,5 @@
-"""The third step of `optimus-data run`: write the instances in permuted order to shards, and then
-write the manifest, which completes a data set."""
+"""The third step of `optimus-data run`: writes the instances in permuted order to shards, and then
+the manifest, which completes a data set."""
 
 from __future__ import annotations
 
@@ -58,12 +58,13 @@ PROCESS_BYTES = 100 << 20
 """Bytes of memory of a process without data: the interpreter, numpy and indices of arrays."""
 _LEAST_BLOCK_BYTES = 4 << 20
 _ROWS_HELD = 3
-"""Number of copies in memory of a row that is larger than the memory for rows: one copy each to
-read, to gather and to write the row."""
+"""Number of copies of a row that are in memory if the row is larger than the memory for rows: one
+copy each to read, gather and write the row."""
 _SPARE_BYTES = 16 << 20
 """Bytes of PROCESS_BYTES that are free for copies of large rows."""
 _GOOD_BLOCK_BYTES = 28 << 20
-"""Bytes of memory for rows that `memory_for` includes for each worker if the machine has enough."""
+"""Bytes of memory for rows that `memory_for` includes for each worker if the machine has enough
+memory."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ class ShardRecord(TypedDict):
 
 
 def shard_path(dataset: Path, shard: int) -> Path:
-    """Return the path of the file of shard number `shard`."""
+    """Return the path of the file of the shard `shard`."""
     return dataset / layout.SHARDS_DIR / f"{layout.shard_name(shard)}.npy"
 
 
@@ -133,7 +134,7 @@ def divide_memory(memory_bytes: int, workers: int, row_bytes: int = 0) -> tuple[
 
 
 def memory_for(workers: int) -> int:
-    """Return the default of `--memory` for sharding, in bytes.
+    """Return the default value of `--memory` for sharding, in bytes.
 
     The default is the memory that the workers need, but at most half of the memory of the machine
     and at least 2 GB. It depends only on `workers` and the machine. Ranks on equal machines
@@ -144,9 +145,10 @@ def memory_for(workers: int) -> int:
 
 
 def fewer_workers(step: str, memory_bytes: int, workers: int, asked: int, enough: int) -> str:
-    """Return a message that only `workers` of the `asked` workers fit in `memory_bytes` bytes.
+    """Return a message for a memory in which fewer workers fit than were requested.
 
-    `enough` is the memory in bytes in which all `asked` workers fit.
+    Only `workers` of the `asked` workers fit in `memory_bytes` bytes. All of them fit in `enough`
+    bytes.
     """
     return (
         f"{step}: {workers} of {counted(asked, 'worker')}, because more do not fit in --memory "
@@ -162,11 +164,11 @@ def shard_all(
     strategy: str,
     group: WorkerGroup,
 ) -> None:
-    """Write all shards of a data set that are not complete. Ranks share the work.
+    """Write the incomplete shards of a data set. Ranks share the work.
 
     Args:
         dataset: The directory of the data set.
-        order: Its order.
+        order: The order of the data set.
         workers: Number of worker processes of this rank, if the memory is enough.
         memory_bytes: Memory limit of this rank.
         strategy: "auto", "gather" or "bucket".
@@ -238,20 +240,20 @@ class ShardTask:
         return [stop - first for first, stop in map(order.shard_rows, range(order.num_shards))]
 
     def missing(self) -> list[int]:
-        """Return the indices of the shards that have no sidecar."""
+        """Return the indices of the shards without a sidecar."""
         names = set(os.listdir(self.folder))
         shards = range(self.work.order.num_shards)
         return [shard for shard in shards if f"{layout.shard_name(shard)}.json" not in names]
 
     def do(self, shards: list[int]) -> None:
-        """Write the shards with these indices. A complete shard in which no damage is detected is
-        kept."""
+        """Write the shards with the indices `shards`. A complete shard in which no damage is
+        detected is not written again."""
         rows = self.plan()
         with Progress(self.label, sum(rows[shard] for shard in shards), " instances") as progress:
             run_jobs(_do_shard, self.work, sorted(shards), self.workers, progress)
 
     def verify(self) -> list[int]:
-        """Return the indices of the shards that are incomplete or were written for another
+        """Return the indices of shards that are incomplete or were written for another
         order.json."""
         incorrect, work = [], self.work
         for shard in range(work.order.num_shards):
@@ -263,8 +265,8 @@ class ShardTask:
 
 
 def _check_arrays(dataset: Path, order: Order | BlendOrder) -> None:
-    """Compare a sample of the token arrays in `order` with their hashes. Raises DamageError if one
-    of these arrays is damaged."""
+    """Compare the hashes of a sample of the token arrays in `order`. Raises DamageError if an array
+    is damaged."""
     for source in order.sources:
         paths = plain_arrays(dataset / source.tokens_dir, range(len(source.units)))
         chosen = sample([path.stat().st_size for path in paths.values()])
@@ -283,7 +285,7 @@ def read_shard_record(
 
     Args:
         dataset: The directory of the data set.
-        order: Its order.
+        order: The order of the data set.
         order_xxh3: The hash of order.json.
         shard: The number of the shard.
 
@@ -309,15 +311,15 @@ def read_shard_record(
 
 
 def is_whole(dataset: Path, shard: int) -> bool:
-    """Return whether the content of a complete shard has the hash that its sidecar states."""
+    """Return True if the content of a complete shard has the hash in the shard's sidecar."""
     record = layout.read_record(sidecar_path(dataset, shard), ShardRecord, FORM)
     return are_whole({shard_path(dataset, shard): record["xxh3"]})
 
 
 def _promised_hash(work: ShardWork, shard: int) -> str | None:
-    """Return the hash of a shard that an earlier run wrote to its sidecar or to the manifest.
+    """Return the hash of a shard from the sidecar or manifest that an earlier run has written.
 
-    Return None if neither file has a hash for the order of `work`.
+    Return None if these files do not contain a hash for the order of `work`.
     """
     with contextlib.suppress(DataError):
         record = layout.read_record(sidecar_path(work.dataset, shard), ShardRecord, FORM)
@@ -385,8 +387,8 @@ def _do_shard(work: ShardWork, shard: int, advance: Callable[[int], None]) -> No
 
 @functools.lru_cache(maxsize=1)
 def _buffer(rows: int, context: int, dtype: str) -> np.ndarray:
-    """Return an uninitialized array [rows, context]. The array is cached, so that this process uses
-    the same memory for each shard."""
+    """Return an uninitialized array [rows, context]. The array is cached: this process uses the
+    same memory for each shard."""
     return np.empty((rows, context), layout.little_endian(dtype))
 
 
@@ -406,7 +408,7 @@ class Source:
 def finish(dataset: Path, order: Order | BlendOrder) -> Manifest:
     """Write and return the manifest of a data set whose shards are complete.
 
-    Raises DataError as `read_source` and `read_shard_record` do.
+    Raises the errors of `read_source` and `read_shard_record`.
     """
     sources = [read_source(dataset, source) for source in order.sources]
     order_xxh3 = files.xxh3_file(dataset / layout.ORDER)
@@ -431,10 +433,10 @@ def make_manifest(
     """Return the manifest of a data set.
 
     Args:
-        order: Its order.
+        order: The order of the data set.
         order_xxh3: The hash of order.json.
         sources: Description of each set of token arrays in the order.
-        shards: The entries of its shards.
+        shards: The entries of the shards of the data set.
     """
     plan, blended, quarantined = sources[0].plan, isinstance(order, BlendOrder), QuarantineEntry(0)
     if content := _list_quarantined(sources):
@@ -475,7 +477,7 @@ def make_manifest(
 
 
 def read_source(dataset: Path, order: Order, has_arrays: bool = True) -> Source:
-    """Read the plan and the sidecars of the token arrays of an order.
+    """Read the plan and the sidecars of an order's token arrays.
 
     Args:
         dataset: The directory of the data set.
@@ -501,7 +503,7 @@ def read_source(dataset: Path, order: Order, has_arrays: bool = True) -> Source:
 
 def _list_quarantined(sources: Sequence[Source]) -> bytes:
     """Return the bytes to write to quarantine.jsonl: a JSON line for each document or file that was
-    left out. The result is empty if there are none."""
+    left out. The result is empty if nothing was left out."""
     lines = [
         json.dumps({**entry, "input": source.inputs[entry["input"]].name}) + "\n"
         for source in sources

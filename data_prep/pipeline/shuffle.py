@@ -1,5 +1,5 @@
-"""The second step of `optimus-data run`: write the order.json of a data set or of a blend, or check
-an existing order.json."""
+"""The second step of `optimus-data run`: writes or checks the order.json of a data set or of a
+blend."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from optimus.io import files
 
 @dataclass(frozen=True)
 class ShuffleRequest:
-    """The parameters that divide tokens into instances and instances into shards, for `shuffle`,
-    `blend` and `run`."""
+    """The parameters of `shuffle`, `blend` and `run` that determine the division of tokens into
+    instances and of instances into shards."""
 
     context: int
     """Tokens of an instance."""
@@ -50,8 +50,8 @@ def shuffle(
     """Write an order.json for the token arrays of each split. Rank 0 does this for all ranks.
 
     Instances of the held-out split always continue in the next token array (`carry_tails`). A token
-    array of this split has few documents, so that most of its tokens could otherwise be in a tail,
-    which no instance contains.
+    array of this split has few documents. Without `carry_tails`, most of its tokens could be in a
+    tail, and tails are in no instance.
 
     Args:
         source: The directory that contains the token arrays.
@@ -117,7 +117,7 @@ def _order_of(split: Path, dataset: Path, request: ShuffleRequest, held_out: boo
 
 
 def read_requested_order(dataset: Path, request: ShuffleRequest, held_out: bool) -> Order:
-    """Read the order that rank 0 made, and check that it has the parameters of `request`.
+    """Read the order that rank 0 has written, and check that it has the parameters of `request`.
 
     The check detects ranks that were started with different parameters.
 
@@ -141,8 +141,8 @@ def _check_request(
     carry_tails: bool,
     **more: Any,
 ) -> None:
-    """Raise DataError if a value of an order differs from the request, from `carry_tails`, or from
-    `more`: the expected values of other attributes of the order."""
+    """Raise DataError if an attribute of `order` differs from `request`, `carry_tails` or `more`.
+    `more` contains the expected values of other attributes."""
     length = rows_of_shard(order.num_instances, order.row_bytes, request.shard_bytes)
     values = {"context": request.context, "seed": request.seed, "carry_tails": carry_tails, **more}
     for key, now in {**values, "instances_per_shard": length}.items():
@@ -162,10 +162,11 @@ def _another_order(
 
 
 def check_order(dataset: Path, order: Order | BlendOrder, tokenizer: Path) -> None:
-    """Check that `order` and a copy of `tokenizer` can be written to `dataset`. Write nothing.
+    """Check that `order` and a copy of `tokenizer` can be written to `dataset`. Does not write
+    files.
 
-    Raises DataError if `dataset` has a different order.json. If it has no order.json, raises
-    DataError if it has a different tokenizer, or token arrays that `order` does not use.
+    Raises DataError if `dataset` has a different order.json. Without an order.json, raises
+    DataError if `dataset` has a different tokenizer, or token arrays that `order` does not use.
     """
     path = dataset / layout.ORDER
     if not path.exists():
@@ -199,8 +200,8 @@ def check_order(dataset: Path, order: Order | BlendOrder, tokenizer: Path) -> No
 
 
 def write_order(dataset: Path, order: Order | BlendOrder, tokenizer: Path) -> None:
-    """Write `order` to order.json, unless this file exists, and write a copy of the tokenizer. Call
-    `check_order` first."""
+    """Write `order` to order.json, unless this file exists, and copy the tokenizer. The caller must
+    have called `check_order`."""
     dataset.mkdir(exist_ok=True)
     if not (dataset / layout.ORDER).exists():
         content = files.checked_json(order.to_json())
@@ -223,7 +224,7 @@ def blend(
         sources: `DIR=WEIGHT` of each source. DIR contains token arrays.
         out: The directory of the data set, to which order.json is written.
         ask: The parameters of instances and shards.
-        instances: The number of instances. 0: the largest number that repeats no instance.
+        instances: The number of instances. 0: the largest number without repeated instances.
         group: The ranks that share the work.
 
     Raises:

@@ -30,7 +30,7 @@ def train_tokenizer(
     text_field: str = "text",
     quarantine: bool = False,
 ) -> tuple[int, list[str]]:
-    """Train a BPE tokenizer with the pre-tokenizer and byte alphabet of GPT-2, and write it to
+    """Train a BPE tokenizer that uses the pre-tokenizer and byte alphabet of GPT-2. Write it to
     `out`.
 
     Args:
@@ -41,7 +41,7 @@ def train_tokenizer(
         quarantine: True: leave out documents that cannot be used. False: raise an error.
 
     Returns:
-        The number of ids, and a line for each document or file that was left out.
+        (number of ids, list with a line of text for each document or file that was left out).
 
     Raises:
         ConfigError: `vocab_size` is too small.
@@ -87,7 +87,7 @@ def _batches(
     size = 0
     for file in inputs:
         if quarantine:
-            try:  # read it first: no text of a damaged file is used
+            try:  # read the file twice: text of a damaged file must not be used
                 for _ in InputReader(file, text_field, lambda count: None):
                     pass
             except DamagedFile as error:

@@ -1,4 +1,4 @@
-"""`optimus-data verify`: read all files of a data set, and compare them with their hashes."""
+"""`optimus-data verify`: reads all files of a data set and compares them with their hashes."""
 
 from __future__ import annotations
 
@@ -43,8 +43,9 @@ def verify(dataset: Path) -> Iterator[str]:
     """Check a data set and its held-out split.
 
     Yields:
-        A line for each problem: the file, the problem, and the commands that repair it. The repair
-        makes the same bytes again (tests/data_prep/test_repair.py).
+        A line for each problem. The line contains the file, the problem, and the commands that
+        repair the file. A repaired file has the same bytes as before
+        (tests/data_prep/test_repair.py).
     """
     manifest, problem = None, ""
     try:
@@ -96,12 +97,13 @@ def verify(dataset: Path) -> Iterator[str]:
 
 
 class Repairs:
-    """The texts with the shell commands by which a user can repair damaged files of a data set. A
-    repaired file has the same bytes as the original file."""
+    """Texts that contain shell commands to repair damaged files of a data set. A repaired file has
+    the same bytes as the original file."""
 
     def __init__(self, dataset: Path, order: Order | BlendOrder | None = None):
         self._dataset, self._order = dataset, order
-        # The --out of the command that made the data set. For a held-out split: its parent.
+        # The value of --out of the command that made the data set. A held-out split is in a folder
+        # of this directory.
         self._out = Path(os.path.normpath(dataset))
         above = self._out.parent
         whole = any((above / name).exists() for name in (layout.TOKENS_DIR, layout.ORDER))
@@ -109,8 +111,8 @@ class Repairs:
             self._out = above
 
     def of_shards(self, *paths: Path) -> str:
-        """Return commands that repair files which `optimus-data shard` writes: shards and their
-        sidecars, manifest.json and quarantine.jsonl."""
+        """Return commands that repair files of `optimus-data shard`: shards and their sidecars,
+        manifest.json and quarantine.jsonl."""
         assert self._order is not None
         has_tokens = any(map(self._is_inside, self._order.sources))
         if has_tokens and _is_fused(self._dataset / layout.TOKENS_DIR):
@@ -134,8 +136,8 @@ class Repairs:
     def of_tokens(self, source: Order, *paths: Path) -> str:
         """Return commands that repair files in the folder of token arrays of `source`.
 
-        The commands remove no file outside the data set, because order.json may name any folder of
-        the user.
+        The commands do not remove files outside the data set, because order.json may name any
+        folder of the user.
         """
         if not self._is_inside(source):
             out = str((self._dataset / source.tokens_dir).parent)
@@ -157,7 +159,7 @@ class Repairs:
 
 
 def _makers(dataset: Path) -> str:
-    """Return the names of the commands that may have made the token arrays of a data set."""
+    """Return the names of the commands that may have made a data set's token arrays."""
     if _is_fused(dataset / layout.TOKENS_DIR):
         return "run --fused"
     try:
@@ -168,8 +170,8 @@ def _makers(dataset: Path) -> str:
 
 
 def _is_fused(tokens_dir: Path) -> bool:
-    """Return whether `--fused` removed the token arrays from the folder `tokens_dir`: the folder
-    has the mark file of `--fused`, or has no array."""
+    """Return True if `--fused` has removed the token arrays from the folder `tokens_dir`. The
+    folder then has the mark file of `--fused`, or does not contain arrays."""
     if not tokens_dir.is_dir():
         return False
     return (tokens_dir / MARK).exists() or not has_any_array(tokens_dir)
@@ -311,8 +313,8 @@ def _check_unit(tokens_dir: Path, number: int, order: Order, plan: TokenPlan) ->
 
 
 def _problem_of_docs(table: np.ndarray, unit: Unit, inputs: range) -> str:
-    """Check that a table of documents, int64 [D, 3], has the counts that `unit` states and only
-    input numbers in `inputs`.
+    """Check that a table of documents, int64 [D, 3], has the counts in `unit`, and that all input
+    numbers in it are in `inputs`.
 
     Return a description of the first problem, or "" if there is none.
     """
