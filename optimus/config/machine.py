@@ -188,9 +188,12 @@ class Machine(Section):
     host_memory_bytes: Figure | None = None
     """Memory of a node's host."""
     storage: Annotated[tuple[Storage, ...], Field(strict=False)] = ()
-    """File systems."""
+    """File systems. The planner assumes that checkpoints are in the first one."""
     failures_per_node_day: Figure | None = None
     """Mean number of failures of a node in a day."""
+    restart_s: Figure | None = None
+    """Seconds from the detection of a failure to the first step after it, without the time to read
+    the checkpoint."""
     queues: Annotated[tuple[Queue, ...], Field(strict=False)] = ()
     """The limits of queues. Jobs in other queues are not checked."""
     environment: Annotated[tuple[Environment, ...], Field(strict=False)] = ()

@@ -3,19 +3,18 @@ states, the profile of its stages and its schedule."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 
 from optimus.config import Config
 from optimus.distributed.mesh import Coordinate, Mesh
-from optimus.parallel.apply import make_layout
 from optimus.parallel.layout import Layout
 from optimus.parallel.pipeline.actions import Kind, Schedule
 from optimus.platform import dtype_of
-from optimus.rank.profile import Profiled, StageProfile, UseProfile, profile_stages
+from optimus.rank.profile import StageProfile, UseProfile, profile_stages
 from optimus.rank.states import attach, plan_rank, staging_of
 
 
@@ -35,6 +34,8 @@ class RankMemory:
     """Gradients that have memory only during a backward, and temporary tensors of reductions."""
     activations: int
     """Activations of all microbatches in progress, and temporary tensors of operations."""
+    temporary: int
+    """Bytes of `activations` that are temporary tensors and messages between stages."""
     states_on_host: int
     """Model states in host memory, and the memory to which gradients are copied."""
     staging: int
@@ -78,22 +79,10 @@ def rank_memory(
         sizes["total"],
         engine.cache_bytes,
         engine.temporary_bytes,
-        _activations(config, planned.layout, profiles, num_microbatches, device),
+        *_activations(config, planned.layout, profiles, num_microbatches, device),
         sizes["host"],
         staging_of(config, planned).host,
     )
-
-
-def activations_of_ranks(
-    config: Config, mesh: Mesh, coordinates: Iterable[Coordinate], num_microbatches: int
-) -> Iterator[int]:
-    """Yield `RankMemory.activations` of each rank on an accelerator. Stages of the same kind are
-    profiled once. The arguments are those of `rank_memory`."""
-    profiled: Profiled = {}
-    for coordinate in coordinates:
-        layout = make_layout(config, mesh, coordinate, num_microbatches)
-        profiles = profile_stages(config, mesh, coordinate, profiled)
-        yield _activations(config, layout, profiles, num_microbatches, "cuda")
 
 
 def _activations(
@@ -102,7 +91,8 @@ def _activations(
     profiles: Mapping[int, StageProfile],
     num_microbatches: int,
     device: str,
-) -> int:
+) -> tuple[int, int]:
+    """Return `RankMemory.activations` and `RankMemory.temporary`."""
     peak = peak_of_step(
         layout.schedule,
         layout.coordinate.pp,
@@ -110,7 +100,7 @@ def _activations(
         boundary_bytes(config, layout.sequence_shares),
         keeps_sent=device == "cpu",
     )
-    return peak + input_bytes(config, num_microbatches)
+    return peak.total + input_bytes(config, num_microbatches), peak.temporary
 
 
 def input_bytes(config: Config, num_microbatches: int) -> int:
@@ -135,13 +125,21 @@ def boundary_bytes(config: Config, sequence_shares: int) -> int:
     return elements * dtype_of(train.dtype).itemsize
 
 
+class Peak(NamedTuple):
+    """Bytes of activations and temporary tensors at the time at which they are most."""
+
+    total: int
+    temporary: int
+    """Bytes of `total` that an operation or a message between stages needs for its duration."""
+
+
 def peak_of_step(
     schedule: Schedule,
     rank: int,
     profiles: Mapping[int, StageProfile],
     boundary: int,
     keeps_sent: bool = False,
-) -> int:
+) -> Peak:
     """Return the most bytes of activations and temporary tensors of a rank in a training step.
 
     Args:
@@ -153,13 +151,14 @@ def peak_of_step(
         keeps_sent: True if sent tensors are freed only at the end of the step, as with gloo, which
             does not report that a tensor has been sent.
     """
-    live = peak = 0
+    live = 0
+    peak = Peak(0, 0)
 
     def run(uses: Iterable[UseProfile]) -> None:
         nonlocal live, peak
-        kept, most = _sum_and_peak(uses)
-        peak = max(peak, live + most)
-        live += kept
+        for use in uses:
+            peak = max(peak, Peak(live + use.peak, use.peak))
+            live += use.kept
 
     last = schedule.num_stages - 1
     for kind, stage, *_ in schedule.ranks[rank]:
@@ -184,14 +183,7 @@ def peak_of_step(
             run((weights,))
         elif kind is Kind.SEND_GRADIENT and not keeps_sent:
             live -= boundary
-        peak = max(peak, live)
+        peak = max(peak, Peak(live, 0))
     sends = any(action.kind is Kind.SEND_GRADIENT for action in schedule.ranks[rank])
-    return peak + boundary * sends  # the last gradient that was sent is freed after its arrival
-
-
-def _sum_and_peak(uses: Iterable[UseProfile]) -> tuple[int, int]:
-    """Return the bytes that uses keep and their peak, both less the bytes before them."""
-    uses = tuple(uses)
-    before = accumulate((use.kept for use in uses), initial=0)
-    peak = max((live + use.peak for live, use in zip(before, uses, strict=False)), default=0)
-    return sum(use.kept for use in uses), peak
+    sent = boundary * sends  # the last gradient that was sent is freed after its arrival
+    return Peak(peak.total + sent, peak.temporary + sent)

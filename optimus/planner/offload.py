@@ -306,7 +306,7 @@ def _workload(
         profiles,
         boundary_bytes(on_host, planned.layout.sequence_shares),
         keeps_sent=device == "cpu",
-    )
+    ).total
     engine = planned.engine
     seconds = _seconds(profiles, len(planned.segments), links)
     return engine.workload(

@@ -13,6 +13,7 @@ from optimus.errors import counted
 from optimus.model.flops import flops_per_token
 from optimus.observe.chrome_trace import TracedAction, write_trace
 from optimus.parallel.pipeline.plan import schedule_of
+from optimus.planner.run_time import plan_run, run_lines
 from optimus.planner.step_time import rates_of, simulate_step, step_time
 from optimus.planner.workload import step_of
 
@@ -30,10 +31,9 @@ def plan_step(config: Config, mesh: Mesh, machine: Machine, name: str) -> dict[s
     Returns:
         - `step_s`: seconds of a step with uniform routing to experts, and its components
           `compute_s`, `exposed_s` (by axis), `bubble_s` and `optimizer_s`.
-        - `tokens_per_s` and `tokens_per_day` of the run, `tflops_per_device` and `mfu`, whose
-          denominator is `peak_flops` of a device.
-        - `nodes`; with train.max_steps `run_s` and `node_hours`, without checkpoints, evaluation
-          and failures.
+        - `tokens_per_s` of the steps, `tflops_per_device` and `mfu`, whose denominator is
+          `peak_flops` of a device; `tokens_per_day` with `work_share`.
+        - `nodes`, and the result of `plan_run`. `step_s` excludes its `checkpoint_s`.
         - `fitted_on`: the published rows to which figures of the machine were fitted, and
           `missing`: keys of figures without a source, which make `step_s` a lower bound.
 
@@ -57,16 +57,14 @@ def plan_step(config: Config, mesh: Mesh, machine: Machine, name: str) -> dict[s
         "bubble_s": time.bubble_s,
         "optimizer_s": time.optimizer_s,
         "tokens_per_s": tokens / time.total_s,
-        "tokens_per_day": 86400 * tokens / time.total_s,
         "tflops_per_device": flops / time.total_s / 1e12,
         "mfu": flops / time.total_s / rates.products.peak,
         "peak_flops": rates.products.peak,
         "fitted_on": list(rates.fitted_on),
         "missing": list(time.missing),
     }
-    if train.max_steps:
-        result["run_s"] = train.max_steps * time.total_s
-        result["node_hours"] = nodes * result["run_s"] / 3600
+    result |= plan_run(config, mesh, machine, nodes, time.total_s)
+    result["tokens_per_day"] = 86400 * result["work_share"] * result["tokens_per_s"]
     return result
 
 
@@ -106,6 +104,11 @@ def step_lines(result: dict[str, Any]) -> list[tuple[str, str]]:
         *((f"  exposed {axis}", share(seconds)) for axis, seconds in result["exposed_s"].items()),
         ("  pipeline bubble", share(result["bubble_s"])),
         ("  optimizer", share(result["optimizer_s"])),
+        *(
+            [("  checkpoints, in addition", share(result["checkpoint_s"]))]
+            if result["checkpoint_s"] is not None
+            else []
+        ),
         (
             "throughput",
             f"{result['tokens_per_s']:,.0f} tokens/s, {result['tokens_per_day']:.3g} tokens a day",
@@ -116,9 +119,7 @@ def step_lines(result: dict[str, Any]) -> list[tuple[str, str]]:
             f"{result['peak_flops'] / 1e12:,.4g} TFLOP/s",
         ),
     ]
-    if "node_hours" in result:
-        hours = result["run_s"] / 3600
-        lines.append(("whole run", f"{hours:,.4g} h, {result['node_hours']:,.4g} node-hours"))
+    lines += run_lines(result)
     if result["fitted_on"]:
         lines.append(("figures fitted on", "; ".join(result["fitted_on"])))
     if result["missing"]:

@@ -6,8 +6,12 @@ from pathlib import Path
 import pytest
 
 from optimus.cli import main as optimus
-from optimus.config import load_config
+from optimus.config import load_config, make_config
+from optimus.distributed.mesh import Coordinate, make_mesh
+from optimus.planner.machine_plan import plan_on_machine
+from optimus.planner.memory import rank_memory
 from optimus.planner.plan import format_plan, plan
+from tests.kit.runs.tiny import tiny_tree
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
@@ -70,13 +74,38 @@ def test_plan_on_a_machine_has_activations_and_the_time_of_a_step(capsys):
     config = str(CONFIGS / "run" / "mula-20b-a2b.toml")
     assert optimus(["plan", config, "--machine", "aurora", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
-    (activations,) = result["activations"]
-    assert result["needed"] >= result["memory"]["total"] + activations
-    assert 0 < activations < result["device_bytes"] == 68_700_000_000
+    (kind,) = result["kinds"]
+    assert (kind["stage"], kind["layers"], kind["pp"]) == ("only", "MoE", [0])
+    sizes = [kind[key] for key in ("states", "gathered", "activations", "temporary")]
+    assert kind["states"] == result["memory"]["total"] and min(sizes[2:]) > 0
+    assert sum(sizes) == kind["total"] == result["needed"] < result["device_bytes"]
+    assert result["device_bytes"] == 68_700_000_000
     step = result["step"]
     exposed = sum(step["exposed_s"].values())
     total = step["compute_s"] + exposed + step["bubble_s"] + step["optimizer_s"]
     assert step["step_s"] == pytest.approx(total)
+
+
+def test_kinds_of_ranks_have_the_memory_of_their_fullest_rank():
+    """Stages of 3, 4, 3 and 2 layers, of which the first layer of the model is dense."""
+    settings = {
+        "model__num_layers": 12,
+        "model__num_experts": [0] + 11 * [4],
+        "parallel__pp": 4,
+        "parallel__stage_layers": [3, 4, 3, 2],
+    }
+    config = make_config(tiny_tree("d", "r", **settings))
+    mesh = make_mesh(config.parallel)
+    kinds = plan_on_machine(config, mesh, "h200")["kinds"]
+    named = [(kind["stage"], kind["layers"], kind["pp"]) for kind in kinds]
+    assert named == [
+        ("first", "MoE and dense", (0,)),
+        ("middle", "MoE", (1, 2)),
+        ("last", "MoE", (3,)),
+    ]
+    totals = [rank_memory(config, mesh, Coordinate(pp, 0, 0, 0), 8).device for pp in range(4)]
+    assert totals[1] != totals[2]
+    assert [kind["total"] for kind in kinds] == [totals[0], max(totals[1:3]), totals[3]]
 
 
 def test_states_larger_than_the_device_are_refused(capsys):

@@ -35,8 +35,10 @@ def test_figures_of_a_step_are_consistent(name):
     achieved = flops / result["step_s"] / mesh.world_size
     assert result["mfu"] == pytest.approx(achieved / result["peak_flops"]) and result["mfu"] < 0.6
     assert result["nodes"] == -(-mesh.world_size // machine.ranks_per_node)
-    hours = config.train.max_steps * result["step_s"] / 3600
+    hours = config.train.max_steps * result["step_s"] / 3600 / result["work_share"]
     assert result["node_hours"] == pytest.approx(hours * result["nodes"])
+    days = hours / 24
+    assert result["tokens_per_day"] == pytest.approx(batch * config.train.max_steps / days)
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1"])

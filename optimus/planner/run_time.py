@@ -1,0 +1,194 @@
+"""Checkpoints and failures in the time of a run, as figures for `optimus plan`.
+
+A full checkpoint has the fp32 master weights and moments of all parameters, and a model-only
+checkpoint the weights in `optimus.checkpoint.weights.DTYPE`. All nodes together write at the rate
+of the first file system of the machine file. Without checkpoint.async_save, the run stops for this
+time. With it, the run stops while states are copied to host memory; a save that takes longer than
+the interval delays the next one; and a failure also loses the work during the last write.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+from optimus.chunks.options import options_of
+from optimus.config import Config
+from optimus.config.machine import Machine
+from optimus.distributed.mesh import Mesh
+from optimus.model.shapes import model_shapes
+from optimus.planner.goodput import best_interval, goodput
+from optimus.planner.states import plan_ranks
+
+_FULL_BYTES, _FROZEN_BYTES, _MODEL_BYTES = 12, 4, 2
+"""Bytes of a trained and of a frozen parameter in a full checkpoint, and in a model-only one."""
+
+_FOR_GOODPUT = ("storage.0.write", "failures_per_node_day")
+"""Keys of the machine file without which the goodput is unknown."""
+
+
+class Save(NamedTuple):
+    """A checkpoint of a kind that a run saves regularly."""
+
+    size_bytes: int
+    write_s: float
+    """Seconds until it is durable."""
+    stop_s: float
+    """Seconds for which it stops the training."""
+
+
+def checkpoint_bytes(config: Config) -> tuple[int, int]:
+    """Return the bytes of a full and of a model-only checkpoint."""
+    full = model = 0
+    for name, shape in model_shapes(config.model).items():
+        size = math.prod(shape)
+        full += size * (_FROZEN_BYTES if options_of(name, config.optim).frozen else _FULL_BYTES)
+        model += size * _MODEL_BYTES
+    return full, model
+
+
+def plan_run(
+    config: Config, mesh: Mesh, machine: Machine, nodes: int, step_s: float
+) -> dict[str, Any]:
+    """Return the time of checkpoints and failures as a dict for JSON.
+
+    Args:
+        config: The run.
+        mesh: Sizes of all axes.
+        machine: The machine.
+        nodes: Number of nodes of the run.
+        step_s: Seconds of a step without checkpoints.
+
+    Returns:
+        - `interval`: number of steps between full checkpoints; 0: none in the run.
+        - `storage`: name of the file system, or None; `checkpoint_bytes`, `checkpoint_write_s` and
+          `checkpoint_stop_s` of a full checkpoint, and `model_checkpoint_...` of a model-only one.
+        - `checkpoint_s`: mean seconds in a step for which checkpoints stop the training; None if
+          the machine has no rate of storage.
+        - `goodput`: share of the time that is work which no failure loses, with
+          `checkpoint.interval`; `best_interval`, the number of steps between full checkpoints with
+          the largest goodput, and this `best_goodput`. None without rates of storage and failures.
+        - `work_share`: `goodput`; if it is None, the share of the time in which no checkpoint stops
+          the training.
+        - With train.max_steps, `run_s` and `node_hours`, with the same delays, without evaluation.
+        - `missing_of_run`: keys of figures that the machine file does not have. Without them, the
+          figures above are None, or they are bounds for the time without this delay.
+    """
+    checkpoint, missing = config.checkpoint, list[str]()
+    steps = config.train.max_steps
+    interval = checkpoint.interval or steps
+    result: dict[str, Any] = {"storage": None, "checkpoint_s": None, "interval": interval}
+    result |= {"goodput": None, "best_interval": None, "best_goodput": None}
+    full = model = Save(0, 0.0, 0.0)
+    models_s = 0.0
+    if machine.storage:
+        result["storage"] = machine.storage[0].name
+        full, model = _saves(config, mesh, machine, step_s, missing)
+        result |= {f"checkpoint_{key}": value for key, value in _named(full).items()}
+        if checkpoint.model_interval:
+            models_s = model.stop_s / checkpoint.model_interval
+            result |= {f"model_checkpoint_{key}": value for key, value in _named(model).items()}
+        result["checkpoint_s"] = models_s + (full.stop_s / interval if interval else 0.0)
+    else:
+        missing.append(_FOR_GOODPUT[0])
+    share = step_s / (step_s + (result["checkpoint_s"] or 0.0))
+    if machine.failures_per_node_day is None:
+        missing.append(_FOR_GOODPUT[1])
+    elif machine.storage and interval:
+        restart_s = _restart_s(config, machine, full, missing)
+        rate = nodes * machine.failures_per_node_day.value / 86400
+
+        def of_interval(count: int) -> float:
+            stop_s = full.stop_s + count * models_s
+            return goodput(count * step_s, stop_s, restart_s, rate)
+
+        best_s = best_interval(full.stop_s, restart_s, rate)
+        best = max(1, round(min(best_s / (step_s + models_s), steps or math.inf)))
+        share = result["goodput"] = of_interval(interval)
+        result |= {"best_interval": best, "best_goodput": of_interval(best)}
+    result["work_share"] = share
+    if steps and share:
+        result["run_s"] = steps * step_s / share
+        result["node_hours"] = nodes * result["run_s"] / 3600
+    return result | {"missing_of_run": missing}
+
+
+def _named(save: Save) -> dict[str, float]:
+    return {"bytes": save.size_bytes, "write_s": save.write_s, "stop_s": save.stop_s}
+
+
+def _saves(
+    config: Config, mesh: Mesh, machine: Machine, step_s: float, missing: list[str]
+) -> tuple[Save, Save]:
+    """Return a full and a model-only checkpoint. Add keys of missing figures to `missing`."""
+    checkpoint, storage = config.checkpoint, machine.storage[0]
+    sizes = checkpoint_bytes(config)
+    writes_s = [size / storage.write.value for size in sizes]
+    if not checkpoint.async_save:
+        full, model = (Save(n, s, s) for n, s in zip(sizes, writes_s, strict=True))
+        return full, model
+    staging = max(rank["staging"] for _, rank in plan_ranks(config, mesh))
+    copied = sum(sizes) if checkpoint.model_interval else sizes[0]
+    links = machine.links
+    if links is None:
+        missing.append("links.to_host")
+    saves = []
+    intervals = checkpoint.interval, checkpoint.model_interval
+    for size, write_s, count in zip(sizes, writes_s, intervals, strict=True):
+        copy_s = 0.0 if links is None else staging * size / copied / links.to_host
+        late_s = max(0.0, write_s - count * step_s) if count else 0.0
+        saves.append(Save(size, write_s, copy_s + late_s))
+    return saves[0], saves[1]
+
+
+def _restart_s(config: Config, machine: Machine, full: Save, missing: list[str]) -> float:
+    """Return the seconds from a failure to the step that follows the last durable checkpoint. Add
+    keys of missing figures to `missing`."""
+    is_set = "heartbeat_s" in config.resilience.model_fields_set
+    seconds = config.resilience.heartbeat_s if is_set else machine.heartbeat_s
+    if config.checkpoint.async_save:
+        seconds += full.write_s
+    read = machine.storage[0].read
+    if read is None:
+        missing.append("storage.0.read")
+    else:
+        seconds += full.size_bytes / read.value
+    if machine.restart_s is None:
+        missing.append("restart_s")
+    else:
+        seconds += machine.restart_s.value
+    return seconds
+
+
+def run_lines(result: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the result of `plan_run` as pairs (name, value) for a table."""
+    lines = []
+    for key, name in (("", "full checkpoint"), ("model_", "model-only checkpoint")):
+        if f"{key}checkpoint_bytes" in result:
+            size, write_s, stop_s = (
+                result[f"{key}checkpoint_{figure}"] for figure in ("bytes", "write_s", "stop_s")
+            )
+            lines.append(
+                (
+                    name,
+                    f"{size / 1e9:,.4g} GB in {write_s:,.3g} s on {result['storage']}, of which "
+                    f"the training stops for {stop_s:,.3g} s",
+                )
+            )
+    if result["goodput"] is not None:
+        lines.append(
+            (
+                "goodput",
+                f"{result['goodput']:.2%} with checkpoint.interval = {result['interval']}; best: "
+                f"{result['best_goodput']:.2%} with {result['best_interval']}",
+            )
+        )
+    elif unknown := [key for key in _FOR_GOODPUT if key in result["missing_of_run"]]:
+        lines.append(("goodput", f"unknown: {', '.join(unknown)} not in the machine file"))
+    if "node_hours" in result:
+        hours = result["run_s"] / 3600
+        lines.append(("whole run", f"{hours:,.4g} h, {result['node_hours']:,.4g} node-hours"))
+    if result["missing_of_run"]:
+        names = ", ".join(result["missing_of_run"])
+        lines.append(("not in the machine file", f"{names}: their delays are not included"))
+    return lines
