@@ -240,6 +240,10 @@ class CheckpointConfig(Section):
     interval: CountOrZero = 1000
     """Number of updates between full checkpoints; 0: only after the last update. The newest two
     full checkpoints are kept."""
+    at_end: bool = True
+    """Save a full checkpoint after the last update of a command, also if a signal or the deadline
+    stops the run. With false, the run continues from its last checkpoint at a multiple of
+    `interval`, and with interval = 0 from the start."""
     model_interval: CountOrZero = 0
     """Number of updates between model-only checkpoints; 0: no model-only checkpoints."""
     keep_models: CountOrZero = 0

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from optimus import platform
-from optimus.checkpoint.store import Start, full_path
+from optimus.checkpoint.store import Start
 from optimus.config import Config, TrainConfig
 from optimus.data.loader import Loader
 from optimus.data.tokenizer import TextTokenizer
@@ -341,9 +341,11 @@ class Run:
                 if stopping is not None and step < self.last_step:
                     self._print_end(step, began)
                     is_complete = True
-                    where = full_path(self.config.train.run_dir, step)
+                    where = "no checkpoint"
+                    if self.saves.newest is not None:
+                        where = f"checkpoint at {self.saves.newest}"
                     raise Stopped(
-                        f"stopped after step {step} ({stopping}), checkpoint at {where}; run the "
+                        f"stopped after step {step} ({stopping}), {where}; run the "
                         "same command again to continue",
                     )
             self._print_end(max(self.plan.start.step, self.last_step), began)
@@ -365,7 +367,9 @@ class Run:
         self.directory.end_progress()
         metrics, seconds = self.directory.metrics, time.monotonic() - began
         loss, evaluation = metrics.last_loss(), metrics.last_evaluation()
-        print_end(self.config.train, self.config.model, self.plan, step, seconds, loss, evaluation)
+        figures = step, seconds, loss, evaluation
+        train, newest = self.config.train, self.saves.newest
+        print_end(train, self.config.model, self.plan, *figures, newest)
 
     def update(self, step: int) -> None:
         """Run the update number `step`. On the first rank, record its figures. The recorded time

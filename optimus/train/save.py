@@ -140,7 +140,8 @@ class Saves:
         """Maps each directory that could not be removed to the reason that was logged."""
         self._least_saves = _FEW_SAVES
         self._sync_logs, self._last_step, self._end_failed = sync_logs, 0, ""
-        self._newest = plan.start.path.name if plan.start.path is not None else "none"
+        self.newest = plan.start.path
+        """Path of the newest full checkpoint, or that from which the run starts; None: none."""
         settings = config.checkpoint
         # The first rank checks the disk for at most begin_s, up to twice a step. Meanwhile the
         # other ranks wait in a collective.
@@ -185,8 +186,8 @@ class Saves:
 
         Args:
             step: The last completed step.
-            last: True if this command ends after `step`. The call then saves a full checkpoint and
-                waits for all saves to end.
+            last: True if this command ends after `step`. The call then saves a full checkpoint,
+                unless `checkpoint.at_end` is false, and waits for all saves to end.
 
         Raises:
             NonFiniteError: An optimizer state is not finite. Raised on every rank.
@@ -198,7 +199,8 @@ class Saves:
         for pending in (self._fulls, self._models):
             self._handle(pending, pending.poll())
         model = settings.model_interval and step % settings.model_interval == 0
-        full = last or (settings.interval and step % settings.interval == 0)
+        full = last and settings.at_end
+        full = full or (settings.interval and step % settings.interval == 0)
         if model or (full and not settings.async_save):
             self._refuse_bad_states(step)
         # The full checkpoint comes first: if the run is killed between the two saves, save_missing
@@ -206,7 +208,7 @@ class Saves:
         if full:
             self._begin(self._fulls, step)
         if model:
-            is_committed = self._newest == store.full_path("", step).name
+            is_committed = self._newest_name == store.full_path("", step).name
             reserve = self._saver.unwritten if full and not is_committed else lambda: 0
             self._begin(self._models, step, reserve)
         if last:
@@ -286,7 +288,7 @@ class Saves:
         if outcome.failure is None:
             pending.failures = 0
             if pending is self._fulls:
-                self._newest = store.full_path("", outcome.step).name
+                self.newest = store.full_path(self._config.train.run_dir, outcome.step)
         elif outcome.failure.nonfinite:  # the saved copy is, and usually the states are, too
             self._refuse_bad_states(outcome.step)
             if outcome.rank == self._world.rank:
@@ -311,7 +313,8 @@ class Saves:
         """
         pending.failures += 1
         limit = self._config.checkpoint.max_failures
-        message = f"step {step} is not saved: {reason}; the newest checkpoint is {self._newest}"
+        newest = self._newest_name
+        message = f"step {step} is not saved: {reason}; the newest checkpoint is {newest}"
         again = "fix the problem and run the same command again to continue"
         if step == self._last_step:
             # `after` raises this error when all saves of the last step have ended.
@@ -323,6 +326,10 @@ class Saves:
         else:
             number = f"{pending.failures} of {limit}" if limit else f"{pending.failures}"
             self._warn(f"{message}; the run continues (failure {number} in a row)")
+
+    @property
+    def _newest_name(self) -> str:
+        return "none" if self.newest is None else self.newest.name
 
     def _warn(self, line: str) -> None:
         """Log `line` as a warning on the first rank only. Any rank may call this method."""

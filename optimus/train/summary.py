@@ -7,10 +7,10 @@ import itertools
 import logging
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from data_prep.dataset import MAX_EPOCHS
-from optimus.checkpoint.store import full_path
 from optimus.config import Config, MixSource, ModelConfig, ParallelConfig, TrainConfig
 from optimus.data.dataset import InstanceSource, TokenDataset
 from optimus.data.mixture import MixedDataset
@@ -111,6 +111,7 @@ def print_end(
     seconds: float,
     loss: float | None,
     evaluation: EvalRecord | None,
+    checkpoint: Path | None,
 ) -> None:
     """Log the results of a run that ends at `last_step`, and commands that the user can run next.
 
@@ -121,16 +122,16 @@ def print_end(
         seconds: Duration of the steps that this command ran.
         loss: The loss of the last step, in nats; None if unknown.
         evaluation: The last evaluation; None if there was none.
+        checkpoint: The newest checkpoint; None if there is none.
     """
     title = "done"
     if last_step < train.max_steps:
         title = f"stopped at step {last_step:,} of {train.max_steps:,}"
         if last_step == train.stop_at_step:
             title += "; raise train.stop_at_step to continue"
-    results = _results(train.run_dir, plan, last_step, seconds, loss, evaluation)
-    commands = _next_commands(
-        train.run_dir, model, plan.data.held_out, last_step >= train.max_steps
-    )
+    results = _results(plan, last_step, seconds, loss, evaluation, checkpoint)
+    is_done = last_step >= train.max_steps and checkpoint is not None
+    commands = _next_commands(train.run_dir, model, plan.data.held_out, is_done)
     names = itertools.chain(["next"], itertools.repeat(""))
     _log(title, [*results, *zip(names, commands, strict=False)])
 
@@ -163,8 +164,9 @@ def plan_facts(config: Config, plan: PartialPlan) -> Iterator[tuple[str, str]]:
     else:
         yield "steps", f"none left after step {plan.start.step:,}{until}"
     full = config.checkpoint.interval
-    often = f"every {counted(full, 'step')} and " if full else ""
-    saves = f"full {often}at the end"
+    times = [f"every {counted(full, 'step')}"] if full else []
+    times += ["at the end"] if config.checkpoint.at_end else []
+    saves = f"full {' and '.join(times)}" if times else "no full checkpoint"
     if models := config.checkpoint.model_interval:
         saves += f", model only every {counted(models, 'step')}"
     yield "checkpoints", saves
@@ -234,12 +236,12 @@ def _short(number: float) -> str:
 
 
 def _results(
-    run_dir: str,
     plan: RunPlan,
     last_step: int,
     seconds: float,
     loss: float | None,
     evaluation: EvalRecord | None,
+    checkpoint: Path | None,
 ) -> Iterator[tuple[str, str]]:
     first = plan.start.step + 1
     steps = f"{first:,} to {last_step:,} in {_duration(seconds)}" if first <= last_step else "none"
@@ -248,15 +250,14 @@ def _results(
         yield "loss", f"{loss:.4f}"
     if evaluation is not None:
         yield "held-out loss", f"{evaluation.loss:.4f} at step {evaluation.step:,}"
-    made = first <= last_step or plan.start.path is None
-    yield "checkpoint", str(full_path(run_dir, last_step) if made else plan.start.path)
+    yield "checkpoint", "none" if checkpoint is None else str(checkpoint)
 
 
 def _next_commands(
     run_dir: str, model: ModelConfig, held_out: InstanceSource | None, done: bool
 ) -> Iterator[str]:
     """Yield command lines that use the results of a run, to show to the user. If `done` is False,
-    because the run continues later, yield only `optimus report`."""
+    because the run continues later or has no checkpoint, yield only `optimus report`."""
     run = shlex.quote(run_dir)
     yield f"optimus report {run}"
     if not done:

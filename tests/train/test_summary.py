@@ -12,7 +12,7 @@ from optimus.train.resolve import RunPlan, resolve
 from optimus.train.run_dir import RunDirectory
 from optimus.train.summary import print_end, print_start
 from tests.kit.runs.tiny import reshuffle, tiny_tree
-from tests.kit.runs.training import printed_by, run_tree
+from tests.kit.runs.training import printed_by, run_and_catch, run_tree
 
 
 def resolved(data, run_dir, world_size=1, **overrides) -> tuple[Config, RunPlan]:
@@ -94,7 +94,8 @@ def test_end_summary_has_results_and_next_commands(tiny_data, tmp_path, capsys):
     run_dir = tmp_path / "it's a run"
     config, plan = resolved(tiny_data, run_dir)
     evaluation = EvalRecord(20, "held-out", 3.3, 512)
-    print_end(config.train, config.model, plan, 20, 184.2, 3.21, evaluation)
+    checkpoint = run_dir / "checkpoints" / "step-00000020"
+    print_end(config.train, config.model, plan, 20, 184.2, 3.21, evaluation, checkpoint)
     text = capsys.readouterr().err
     rows = table(text)
     assert text.startswith("optimus: done\n")
@@ -105,9 +106,23 @@ def test_end_summary_has_results_and_next_commands(tiny_data, tmp_path, capsys):
     assert f"optimus eval {quoted} {tiny_data}/eval" in rows["next"].split(" | ")
     commands = [command.split()[1] for command in rows["next"].split(" | ")]
     assert commands == ["report", "generate", "eval", "convert"]
-    print_end(config.train, config.model, plan, 7, 1, None, None)
+    print_end(config.train, config.model, plan, 7, 1, None, None, None)
     text = capsys.readouterr().err
     assert text.startswith("optimus: stopped at step 7 of 20\n") and "loss" not in text
+
+
+def test_run_without_checkpoints_saves_nothing_and_starts_again(ranks, tiny_data, tmp_path):
+    """The second command is stopped by its deadline after the first update."""
+    settings = {"checkpoint__interval": 0, "checkpoint__at_end": False, "train__max_steps": 3}
+    tree = tiny_tree(tiny_data, tmp_path, **settings)
+    text = ranks(1, printed_by, tree, start_world=False, timeout_s=120)[0]
+    assert table(text.partition("done")[0])["checkpoints"] == "no full checkpoint"
+    rows = table(text.partition("done")[2])
+    assert rows["checkpoint"] == "none" and rows["next"] == f"optimus report {tmp_path}"
+    tree["train"]["deadline_s"] = 1e-3
+    (status, message), *_ = ranks(1, run_and_catch, tree, start_world=False, timeout_s=120)
+    assert status == 3 and "stopped after step 1" in message and "no checkpoint" in message
+    assert not [*(tmp_path / "checkpoints").glob("*")]
 
 
 def test_run_logs_each_summary_once(ranks, tiny_data, tmp_path):
