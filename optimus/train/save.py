@@ -199,8 +199,8 @@ class Saves:
         for pending in (self._fulls, self._models):
             self._handle(pending, pending.poll())
         model = settings.model_interval and step % settings.model_interval == 0
-        full = last and settings.at_end
-        full = full or (settings.interval and step % settings.interval == 0)
+        full = settings.interval and step % settings.interval == 0
+        full = full or (last and settings.at_end)
         if model or (full and not settings.async_save):
             self._refuse_bad_states(step)
         # The full checkpoint comes first: if the run is killed between the two saves, save_missing
