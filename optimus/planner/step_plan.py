@@ -14,7 +14,7 @@ from optimus.model.flops import flops_per_token
 from optimus.observe.chrome_trace import TracedAction, write_trace
 from optimus.parallel.pipeline.plan import schedule_of
 from optimus.planner.run_time import plan_run, run_lines
-from optimus.planner.step_time import rates_of, simulate_step, step_time
+from optimus.planner.step_time import is_cpu, rates_of, simulate_step, step_time
 from optimus.planner.workload import step_of
 
 
@@ -43,7 +43,7 @@ def plan_step(config: Config, mesh: Mesh, machine: Machine, name: str) -> dict[s
     """
     train = config.train
     rates = rates_of(machine, train.dtype, name)
-    step = step_of(config, mesh)
+    step = step_of(config, mesh, on_cpu=is_cpu(machine))
     time = step_time(step, rates)
     tokens = step.microbatches * train.microbatch_size * train.seq_len * mesh.num_data_ranks
     flops = flops_per_token(config.model, train.seq_len) * tokens / mesh.world_size
@@ -78,7 +78,7 @@ def trace_step(config: Config, mesh: Mesh, machine: Machine, name: str, path: Pa
     Raises:
         ConfigError: As `plan_step`, or the file cannot be written.
     """
-    step = step_of(config, mesh)
+    step = step_of(config, mesh, on_cpu=is_cpu(machine))
     schedule = schedule_of(config, mesh, step.microbatches)
     timeline = simulate_step(step, rates_of(machine, config.train.dtype, name), schedule)
     actions = [

@@ -18,8 +18,8 @@ from optimus.parallel.pipeline.actions import Action, Kind, Schedule
 from optimus.parallel.pipeline.schedules import make_schedule
 from optimus.parallel.pipeline.simulate import Timeline, simulate
 from optimus.planner.collectives import Algorithm, Links, Operation, collective_s, links_of
-from optimus.planner.operations import FusedAttention, Pass, Product, repeated
-from optimus.planner.operations import Operation as LayerOperation
+from optimus.rank.operations import FusedAttention, Pass, Product
+from optimus.rank.operations import Operation as LayerOperation
 
 Groups = Mapping[str, tuple[int, ...]]
 """Global ranks of the group of each axis."""
@@ -29,12 +29,15 @@ Overlap = Literal["nothing", "forward", "backward"]
 class Layers(NamedTuple):
     """Equal layers of a stage."""
 
-    operations: tuple[LayerOperation, ...]
-    """Forward operations of one layer for one microbatch."""
+    forward: tuple[LayerOperation, ...]
+    """Operations of one layer for one microbatch."""
+    backward: tuple[LayerOperation, ...] = ()
+    """Operations of its backward, with those that it recomputes."""
     number: float = 1.0
     """Number of layers."""
-    recompute: tuple[str, ...] = ()
-    """Modules that backward recomputes."""
+    input_backward: tuple[LayerOperation, ...] | None = None
+    """Operations of the action I, if the schedule divides the backward: those for the gradient of
+    the layer's input. None: half of the time of `backward`."""
 
 
 class Reduction(NamedTuple):
@@ -128,6 +131,11 @@ class Rates:
     """Published rows to which figures were fitted."""
 
 
+def is_cpu(machine: Machine) -> bool:
+    """Return whether the device of a machine is a CPU, whose ranks have a number of threads."""
+    return machine.device is not None and machine.device.threads > 0
+
+
 def rates_of(machine: Machine, dtype: Dtype, name: str = "the machine file") -> Rates:
     """Return the rates of a machine in a dtype.
 
@@ -169,7 +177,7 @@ def rates_of(machine: Machine, dtype: Dtype, name: str = "the machine file") -> 
         ),
         memory,
         launch_s,
-        device.threads == 0,
+        not is_cpu(machine),
         BYTES[dtype],
         links_of(machine.levels),
         machine.algorithm,
@@ -209,66 +217,51 @@ def _product_s(rates: Rates, rows: float, inner: float, columns: float) -> float
     return max(flops / rates.products.rate(rows, inner, columns), moved / rates.memory)
 
 
-def _attention_s(attention: FusedAttention, rates: Rates, backward: bool) -> float:
+def _attention_s(attention: FusedAttention, rates: Rates) -> float:
     """Return the seconds of fused attention, limited by the FLOP/s or by the memory (roofline)."""
-    flops = (5 if backward else 2) * attention.product_flops
-    moved = attention.backward_bytes if backward else attention.forward_bytes
     rate = rates.products.rate(attention.seq_len, attention.head_size, attention.seq_len)
-    return max(flops / rate, moved / rates.memory)
+    return max(attention.flops / rate, attention.num_bytes / rates.memory)
 
 
 def _add(
-    operations: Iterable[LayerOperation],
-    rates: Rates,
-    groups: Mapping[str, tuple[int, ...]],
-    backward: bool,
+    operations: Iterable[LayerOperation], rates: Rates, groups: Groups
 ) -> tuple[float, float, dict[str, float]]:
     """Return the device's seconds, the number of launches and the communication by axis."""
     device_s, launches, exposed_s = 0.0, 0.0, dict[str, float]()
     for op in operations:
         if isinstance(op, Product):
-            m, k, n = op.rows, op.inner, op.columns
-            shapes = [(m, k, n)]
-            if backward:
-                shapes = [(m, n, k), (k, m, n)]
-            device_s += op.repeats * sum(_product_s(rates, *shape) for shape in shapes)
-            launches += op.launches * len(shapes)
+            device_s += op.repeats * _product_s(rates, op.rows, op.inner, op.columns)
+            launches += op.launches
         elif isinstance(op, FusedAttention):
-            device_s += _attention_s(op, rates, backward)
-            launches += op.backward_launches if backward else op.launches
+            device_s += _attention_s(op, rates)
+            launches += op.launches
         elif isinstance(op, Pass):
-            device_s += (op.backward_bytes if backward else op.forward_bytes) / rates.memory
-            launches += op.backward_launches if backward else op.launches
-        else:
-            name = op.backward_name if backward else op.name
-            size = op.backward_bytes if backward else op.forward_bytes
-            if size:
-                seconds = collective_s(name, size, groups[op.axis], rates.links, rates.algorithm)
-                exposed_s[op.axis] = exposed_s.get(op.axis, 0.0) + seconds
-                launches += 1
+            device_s += op.num_bytes / rates.memory
+            launches += op.launches
+        elif op.num_bytes:
+            ranks = groups[op.axis]
+            seconds = collective_s(op.name, op.num_bytes, ranks, rates.links, rates.algorithm)
+            exposed_s[op.axis] = exposed_s.get(op.axis, 0.0) + seconds
+            launches += 1
     return device_s, launches, exposed_s
 
 
-def pass_time(layers: Layers, rates: Rates, groups: Groups, backward: bool) -> PassTime:
-    """Return the time of a forward or backward pass of `layers` for one microbatch.
+def pass_time(
+    operations: Iterable[LayerOperation], rates: Rates, groups: Groups, number: float = 1.0
+) -> PassTime:
+    """Return the time of the forward or the backward of `number` equal layers for one microbatch.
 
     On an accelerator, the host starts operations while the device runs earlier ones, so a pass
-    takes the longer of the two times. Backward includes the recomputation.
+    takes the longer of the two times.
     """
-    device_s, launches, exposed_s = _add(layers.operations, rates, groups, backward)
-    if backward and layers.recompute:
-        again = repeated(layers.operations, layers.recompute)
-        more_s, more, more_exposed_s = _add(again, rates, groups, False)
-        device_s, launches = device_s + more_s, launches + more
-        for axis, seconds in more_exposed_s.items():
-            exposed_s[axis] = exposed_s.get(axis, 0.0) + seconds
+    device_s, launches, exposed_s = _add(operations, rates, groups)
     waiting_s = sum(exposed_s.values())
     launch_s = launches * rates.launch_s
     compute_s = device_s + launch_s
     if rates.launches_queue:
         compute_s = max(device_s, launch_s - waiting_s)
-    scaled = {axis: seconds * layers.number for axis, seconds in exposed_s.items()}
-    return PassTime(compute_s * layers.number, scaled)
+    scaled = {axis: seconds * number for axis, seconds in exposed_s.items()}
+    return PassTime(compute_s * number, scaled)
 
 
 def _sum(times: Iterable[PassTime]) -> PassTime:
@@ -336,14 +329,8 @@ def _costs(forward_s: Sequence[float], backward_s: Sequence[float]) -> Callable[
 def simulate_step(step: Step, rates: Rates, schedule: Schedule) -> Timeline:
     """Return the start and end times of the actions of a step in seconds. Transfers and reductions
     of gradients take no time in it."""
-    times = []
-    for backward in (False, True):
-        of_stages = (
-            (pass_time(layers, rates, step.groups, backward) for layers in stage)
-            for stage in step.stages
-        )
-        times.append([_sum(stage).total_s for stage in of_stages])
-    cost = _costs(*times)
+    times = _pass_times(step, rates)
+    cost = _costs(*([time.total_s for time in stages] for stages in times))
     optimizer_s = step.optimizer_bytes / rates.memory
     return simulate(
         schedule, lambda action: optimizer_s if action.kind is Kind.OPT_STEP else cost(action)
@@ -354,15 +341,7 @@ def step_time(step: Step, rates: Rates) -> StepTime:
     """Return the time of a step by component."""
     p, v, m = len(step.groups.get("pp", (0,))), step.virtual_stages, step.microbatches
     assert len(step.stages) == p * v, (len(step.stages), p, v)
-    passes = {
-        layers: (
-            pass_time(layers, rates, step.groups, False),
-            pass_time(layers, rates, step.groups, True),
-        )
-        for layers in {layers for stage in step.stages for layers in stage}
-    }
-    forward = [_sum(passes[layers][0] for layers in stage) for stage in step.stages]
-    backward = [_sum(passes[layers][1] for layers in stage) for stage in step.stages]
+    forward, backward = _pass_times(step, rates)
     transfer_s = _transfer_s(step, rates)
     blocking_s = transfer_s if step.transfers_block else 0.0
     span_s = pipeline_s(
@@ -400,6 +379,21 @@ def step_time(step: Step, rates: Rates) -> StepTime:
         exposed_s[reduction.axis] = exposed_s.get(reduction.axis, 0.0) + seconds - hidden_s
     optimizer_s = step.optimizer_bytes / rates.memory
     return StepTime(m * busiest.compute_s, exposed_s, bubble_s, optimizer_s, rates.missing)
+
+
+def _pass_times(step: Step, rates: Rates) -> tuple[list[PassTime], list[PassTime]]:
+    """Return the times of the forward and of the backward of each stage for one microbatch."""
+    times: dict[tuple[int, float], PassTime] = {}  # most stages share the same lists
+
+    def of_layers(operations: tuple[LayerOperation, ...], number: float) -> PassTime:
+        key = id(operations), number
+        if key not in times:
+            times[key] = pass_time(operations, rates, step.groups, number)
+        return times[key]
+
+    forward = [_sum(of_layers(x.forward, x.number) for x in stage) for stage in step.stages]
+    backward = [_sum(of_layers(x.backward, x.number) for x in stage) for stage in step.stages]
+    return forward, backward
 
 
 def _transfer_s(step: Step, rates: Rates) -> float:

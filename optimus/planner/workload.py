@@ -12,14 +12,8 @@ from optimus.config.hardware import BYTES
 from optimus.distributed.mesh import Mesh, ParameterKind
 from optimus.errors import ConfigError, refuse_if
 from optimus.parallel.pipeline.plan import plan_stages
-from optimus.planner.operations import (
-    Split,
-    block_operations,
-    embedding_operations,
-    head_operations,
-    model_block,
-)
 from optimus.planner.step_time import Layers, Overlap, Reduction, Step
+from optimus.rank.operations import ModelWork, SegmentWork
 
 _STATE_BYTES = 24
 """Bytes of AdamW's fp32 master and moments of a parameter, read and written."""
@@ -33,13 +27,21 @@ class Weights(NamedTuple):
     others: float
 
 
-def step_of(config: Config, mesh: Mesh, stages: tuple[range, ...] | None = None) -> Step:
+def step_of(
+    config: Config,
+    mesh: Mesh,
+    stages: tuple[range, ...] | None = None,
+    on_cpu: bool = False,
+    work: ModelWork | None = None,
+) -> Step:
     """Return the work of a step on the ranks of `mesh`, with uniform routing to experts.
 
     Args:
         config: The run.
         mesh: Sizes of the axes.
         stages: Layers of each pipeline stage; None for those of the configuration.
+        on_cpu: True for a run on a CPU.
+        work: Result of `profile_work`, if it is known.
 
     Raises:
         ConfigError: train.seq_len is not set, the global batch is not a multiple of the tokens of
@@ -50,36 +52,19 @@ def step_of(config: Config, mesh: Mesh, stages: tuple[range, ...] | None = None)
     if not train.seq_len:
         raise ConfigError("train.seq_len = 0: set it, so that the time of a step can be planned")
     tokens, e = train.microbatch_size * train.seq_len, BYTES[train.dtype]
-    split = Split(
-        mesh.tp,
-        mesh.ep,
-        parallel.sequence_parallel,
-        dispatch="alltoall" if parallel.ep_dispatch == "alltoall" else "allgather",
-    )
-    grad_bytes = BYTES[config.optim.grad_dtype]
-    stages = plan_stages(config, mesh.pp) if stages is None else stages
-    # Layers with the same number of experts are equal.
-    operations = {
-        experts: block_operations(
-            model_block(model, layer), tokens, train.seq_len, split, e, grad_bytes
-        )
-        for experts, layer in _first_layers(model).items()
-    }
-    recompute = tuple(config.recompute.modules)
-    work = [
-        [
-            Layers(operations[experts], number, recompute)
-            for experts, number in _kinds(model, stage).items()
-        ]
-        for stage in stages
-    ]
-    shape = model.hidden_size, model.vocab_size, tokens, split, e, grad_bytes
-    work[0].append(Layers(embedding_operations(*shape)))
-    work[-1].append(Layers(head_operations(*shape)))
-    fullest = max(stage_weights(config, mesh, stages), key=sum)
     microbatches = _microbatches(config, mesh, tokens)
+    stages = plan_stages(config, mesh.pp) if stages is None else stages
+    if work is None:
+        from optimus.rank.profile import profile_work  # needs torch
+
+        work = profile_work(config, mesh, on_cpu)
+    layers = [[_layers(segment) for segment in _counted(work, stage)] for stage in stages]
+    layers[0].append(_layers((work.embedding, 1)))
+    layers[-1].append(_layers((work.head, 1)))
+    fullest = max(stage_weights(config, mesh, stages), key=sum)
+    sequence_shares = mesh.tp if parallel.sequence_parallel else 1
     return Step(
-        stages=tuple(map(tuple, work)),
+        stages=tuple(map(tuple, layers)),
         microbatches=microbatches,
         groups={
             "pp": mesh.group_of(0, ("pp",)),
@@ -91,11 +76,24 @@ def step_of(config: Config, mesh: Mesh, stages: tuple[range, ...] | None = None)
         dtype=train.dtype,
         schedule=parallel.schedule,
         virtual_stages=parallel.virtual_stages,
-        transfer_bytes=e * tokens * model.hidden_size / (mesh.tp if split.sequence_parallel else 1),
+        transfer_bytes=e * tokens * model.hidden_size / sequence_shares,
         reductions=_reductions(config, mesh, fullest, microbatches),
         optimizer_bytes=updated_parameters(config.optim.sharding, mesh, fullest)
         * (_STATE_BYTES + e + 2 * BYTES[config.optim.grad_reduce_dtype]),
     )
+
+
+def _counted(work: ModelWork, stage: range) -> Iterator[tuple[SegmentWork, int]]:
+    """Yield the different layers of a stage, each with its number."""
+    numbers = Counter(id(work.blocks[layer]) for layer in stage)
+    for layer in stage:
+        if number := numbers.pop(id(work.blocks[layer]), 0):
+            yield work.blocks[layer], number
+
+
+def _layers(segment: tuple[SegmentWork, int]) -> Layers:
+    work, number = segment
+    return Layers(work.forward, work.backward, number, work.input_backward)
 
 
 def _first_layers(model: ModelConfig) -> dict[int, int]:
@@ -131,8 +129,7 @@ def stage_weights(
     model = config.model
     stages = plan_stages(config, mesh.pp) if stages is None else stages
     parameters = {
-        experts: model_block(model, layer).parameters
-        for experts, layer in _first_layers(model).items()
+        experts: _parameters(model, layer) for experts, layer in _first_layers(model).items()
     }
     weights = []
     for stage in stages:
@@ -145,6 +142,17 @@ def stage_weights(
         table = model.vocab_size * model.hidden_size / mesh.tp
         weights[number] = weights[number]._replace(others=weights[number].others + table)
     return [Weights(*map(sum, zip(*weights[r :: mesh.pp], strict=True))) for r in range(mesh.pp)]
+
+
+def _parameters(model: ModelConfig, layer: int) -> tuple[int, int]:
+    """Return the numbers of parameters of the experts and of the rest of a layer."""
+    hidden, experts = model.hidden_size, model.experts_by_layer[layer]
+    heads = model.num_attention_heads + model.num_kv_heads
+    feed_forward = 3 * hidden * model.layer(layer).intermediate_size
+    others = 2 * hidden * heads * model.head_size + 2 * hidden
+    if experts:
+        return experts * feed_forward, others + hidden * experts
+    return 0, others + feed_forward
 
 
 def updated_parameters(sharding: str, mesh: Mesh, weights: Weights) -> float:

@@ -12,17 +12,12 @@ would select the implementation that stores all scores.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
-from torch.utils.flop_counter import flop_registry
 
 from optimus.chunks.segments import register_uses
 from optimus.config import Config, OffloadConfig
@@ -32,13 +27,19 @@ from optimus.model.deferred_gradients import DeferredGradients
 from optimus.model.transformer import Transformer
 from optimus.observe.events import Recorder
 from optimus.parallel.apply import build_model, make_layout
-from optimus.parallel.pipeline.actions import Schedule
 from optimus.parallel.pipeline.stage import Objective, Stage, backward
 from optimus.platform import dtype_of
+from optimus.rank.operations import (
+    Exchange,
+    FusedAttention,
+    ModelWork,
+    Operation,
+    Pass,
+    SegmentWork,
+)
 from optimus.rank.segments import segments_of
 from optimus.rank.states import make_states, write_gradients_to
-from optimus_kernels import experts_grouped
-from optimus_kernels.experts_operands import Operands, WeightGrads
+from optimus.rank.tensor_tracker import TensorTracker, attend
 
 
 class UseProfile(NamedTuple):
@@ -56,10 +57,12 @@ class UseProfile(NamedTuple):
     flops: int
     """Floating-point operations of matrix products and attention."""
     moved: int
-    """Bytes that other operations read and write, if no two of them are fused."""
+    """Bytes that operations other than matrix products read and write."""
     traffic: tuple[tuple[str, str, int], ...] = ()
     """The collectives in order, each with its mesh axes, its operation and its payload in bytes, as
     for `Recorder.collective`."""
+    operations: tuple[Operation, ...] = ()
+    """All operations except collectives, merged (`optimus.rank.operations`)."""
 
 
 class UseTracker(Recorder):
@@ -69,16 +72,19 @@ class UseTracker(Recorder):
     Code within the context calls `use` at the beginning of each use. Operations before the first
     call are not profiled.
 
+    Args:
+        on_cpu: True for the operations of a run on a CPU.
+
     Attributes:
         uses: The profiles of the uses so far, in order.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_cpu: bool = False) -> None:
         self.uses: list[UseProfile] = []
         self._current: tuple[int, bool] | None = None
         self._start = 0
         self._traffic: list[tuple[str, str, int]] = []
-        self._tensors = _TensorTracker()
+        self._tensors = TensorTracker(on_cpu)
         self._attention: torch.library.Library | None = None
 
     def __enter__(self) -> UseTracker:
@@ -105,7 +111,7 @@ class UseTracker(Recorder):
     ) -> Tensor:
         """Replace torch's scaled dot-product attention. The figures do not depend on dropout and
         causal masks."""
-        return _Attention.apply(query, key, value, attn_mask, self._tensors)
+        return attend(query, key, value, attn_mask, self._tensors)
 
     def use(self, segment: int, backward: bool) -> None:
         """Begin a use, and end the previous one. Do nothing if this use is the present one."""
@@ -123,147 +129,14 @@ class UseTracker(Recorder):
 
     def end_use(self) -> None:
         """End the present use."""
-        live, peak, flops, moved = self._tensors.take()
+        live, peak, flops, operations = self._tensors.take()
         if self._current is not None:
-            figures = live - self._start, peak - self._start, flops, moved
-            self.uses.append(UseProfile(*self._current, *figures, tuple(self._traffic)))
+            moved = sum(op.num_bytes for op in operations if isinstance(op, Pass | FusedAttention))
+            figures = live - self._start, peak - self._start, flops, round(moved)
+            lists = tuple(self._traffic), operations
+            self.uses.append(UseProfile(*self._current, *figures, *lists))
         self._traffic.clear()
         self._current, self._start = None, live
-
-
-class _TensorTracker(TorchDispatchMode):
-    """Counts the bytes of the storages that operations create until they are freed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live = self.peak = self.flops = self.moved = 0
-        self._expert_rows = 0
-        """Number of rows that the experts of a layer on this rank compute for a microbatch. 0 if
-        each row of their operands belongs to an expert of this rank."""
-        self._known: dict[int, tuple[weakref.ref, int]] = {}
-        """Storages by address: a reference that removes the entry, and the counted bytes. Storages
-        that existed before the first operation count as 0 bytes."""
-
-    def take(self) -> tuple[int, int, int, int]:
-        """Return the present bytes and, since the last call, the most bytes, the FLOPs and the
-        bytes that other operations have read and written."""
-        figures = self.live, self.peak, self.flops, self.moved
-        self.peak, self.flops, self.moved = self.live, 0, 0
-        return figures
-
-    def count_flops(self, flops: int) -> None:
-        """Count the FLOPs of an operation that has no formula."""
-        self.flops += flops
-
-    def count_expert_rows(self, rows: int) -> None:
-        """As for `UseTracker`."""
-        self._expert_rows = rows
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        read = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]
-        for tensor in read:
-            self._add(tensor, is_new=False)
-        packet = function._overloadpacket
-        if packet is torch.ops.aten._local_scalar_dense and args[0].is_meta:
-            # Code that reads a value, such as a test for padding, gets True or 1.
-            return True if args[0].dtype is torch.bool else 1
-        experts = _EXPERTS.get(packet)
-        if experts is None:
-            out = function(*args, **kwargs)
-        else:
-            with self:  # the implementation allocates temporary tensors
-                out = experts(*args)
-        written = [t for t in tree_iter(out) if isinstance(t, Tensor)]
-        for tensor in written:
-            self._add(tensor, is_new=True)
-        self.peak = max(self.peak, self.live)
-        if packet in _GROUPED_PRODUCTS:
-            rows = self._expert_rows or args[0].shape[0]
-            self.flops += 2 * rows * args[0].shape[-1] * args[1].shape[-1]
-        elif packet in flop_registry and experts is None:
-            self.flops += flop_registry[packet](*args, **kwargs, out_val=out)
-        elif not function.is_view:
-            self.moved += sum(tensor.nbytes for tensor in (*read, *written))
-        return out
-
-    def _add(self, tensor: Tensor, is_new: bool) -> None:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key in self._known:
-            return
-        size = storage.nbytes() if is_new else 0
-
-        def remove(_: Any) -> None:
-            self.live -= self._known.pop(key)[1]
-
-        self._known[key] = weakref.ref(storage, remove), size
-        self.live += size
-
-
-class _Attention(torch.autograd.Function):
-    """Attention of query [..., H, S, C], with the memory and the FLOPs of a fused kernel."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        tensors: _TensorTracker,
-    ) -> Tensor:
-        # Fused kernels store the heads of a token side by side.
-        heads_last = query.transpose(-3, -2).shape[:-1]
-        out = query.new_empty(*heads_last, value.shape[-1]).transpose(-3, -2)
-        lse = query.new_empty(query.shape[:-1], dtype=torch.float32)
-        ctx.save_for_backward(query, key, value, mask, out, lse)
-        # Two matrix products of all scores, even masked scores, as in `flops_per_token`.
-        ctx.flops = 2 * lse.numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])
-        ctx.tensors = tensors
-        tensors.count_flops(ctx.flops)
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, *_ = ctx.saved_tensors
-        ctx.tensors.count_flops(5 * ctx.flops // 2)  # three more products than forward
-        grads = (torch.empty_like(tensor) for tensor in (query, key, value))
-        return *grads, None, None
-
-
-def _experts(*arguments: Any) -> tuple[Tensor, Tensor]:
-    return experts_grouped.forward(Operands(*arguments[:8]), arguments[8])
-
-
-def _experts_backward(grad: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    operands, (h, with_weights) = Operands(*arguments[:8]), arguments[8:]
-    into = None
-    if with_weights:
-        gate_up, down = torch.empty_like(operands.gate_up), torch.empty_like(operands.down)
-        into = WeightGrads(gate_up, down, add=False)
-    dx, dw, _ = experts_grouped.backward(grad, operands, h, into)
-    empty = operands.x.new_empty(0)
-    return dx, dw.to(operands.weights.dtype), *(into[:2] if into else (empty, empty))
-
-
-def _experts_backward_into(grad: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    operands, into = Operands(*arguments[:8]), WeightGrads(*arguments[9:])
-    dx, dw, _ = experts_grouped.backward(grad, operands, arguments[8], into)
-    return dx, dw.to(operands.weights.dtype)
-
-
-_EXPERTS: Mapping[Any, Callable[..., Any]] = {
-    torch.ops.optimus.experts: _experts,
-    torch.ops.optimus.experts_backward: _experts_backward,
-    torch.ops.optimus.experts_backward_into: _experts_backward_into,
-}
-"""Implementations of the ops of the experts on accelerators, by op."""
-_GROUPED_PRODUCTS = {torch.ops.optimus.grouped_mm, torch.ops.optimus.grouped_mm_weight}
-"""Products of R rows for all experts: [R, A] and [E, A, B], or [R, A] and [R, B]."""
 
 
 class StageProfile(NamedTuple):
@@ -280,8 +153,80 @@ Profiled = dict[Any, tuple["StageProfile", Sequence[int]]]
 """Profiles of stages by their kind, each with the segments of the stage that was run."""
 
 
+def profile_work(config: Config, mesh: Mesh, on_cpu: bool = False) -> ModelWork:
+    """Profile the operations of a model for one microbatch on one tp and ep rank.
+
+    The result does not depend on pp, dp and the settings of `[optim]`, except the dtype of
+    gradients and frozen parameters.
+
+    Args:
+        config: As for `profile_stages`.
+        mesh: Sizes of all axes.
+        on_cpu: True for a run on a CPU, which runs some operations for each expert.
+    """
+    model = config.model
+    chosen = range(model.num_layers)
+    if not config.optim.frozen:  # layers with equal numbers of experts are equal
+        of_kind = _grouped(dict(enumerate(model.experts_by_layer)))
+        chosen = sorted(layer for layers in of_kind for layer in layers[:2])
+    experts = tuple(model.experts_by_layer[layer] for layer in chosen)
+    small = config.model_copy(
+        update={
+            "model": model.model_copy(
+                update={"num_layers": len(chosen), "num_experts": experts if any(experts) else 0}
+            ),
+            "parallel": config.parallel.model_copy(
+                update={
+                    "pp": 1,
+                    "dp": 1,
+                    "schedule": "1f1b",
+                    "virtual_stages": 1,
+                    "stage_layers": (),
+                }
+            ),
+        }
+    )
+    ranks = mesh._replace(pp=1, dp=1)
+    divides = config.parallel.schedule == "zb-h1"
+    (whole,) = profile_stages(small, ranks, Coordinate(0, 0, 0, 0), on_cpu=on_cpu).values()
+    divided = None
+    if divides:
+        stages = profile_stages(
+            small, ranks, Coordinate(0, 0, 0, 0), on_cpu=on_cpu, divides_backward=True
+        )
+        (divided,) = stages.values()
+    backward = {use.segment: use for use in whole.backward}
+    input_backward = {use.segment: use for use in divided.backward} if divided else None
+    work = [
+        SegmentWork(
+            _operations(use),
+            _operations(backward.get(use.segment)),
+            None if input_backward is None else _operations(input_backward.get(use.segment)),
+        )
+        for use in whole.forward
+    ]
+    embedding, *blocks, head = work
+    assert len(blocks) == len(chosen), (len(blocks), len(chosen))
+    if config.optim.frozen:
+        return ModelWork(embedding, tuple(blocks), head)
+    # The first layer of a kind has other figures than the others.
+    by_experts = dict(zip(experts, blocks, strict=True))
+    return ModelWork(embedding, tuple(by_experts[e] for e in model.experts_by_layer), head)
+
+
+def _operations(use: UseProfile | None) -> tuple[Operation, ...]:
+    if use is None:
+        return ()
+    return (*use.operations, *(Exchange(*collective) for collective in use.traffic))
+
+
 def profile_stages(
-    config: Config, mesh: Mesh, coordinate: Coordinate, profiled: Profiled | None = None
+    config: Config,
+    mesh: Mesh,
+    coordinate: Coordinate,
+    profiled: Profiled | None = None,
+    on_cpu: bool = False,
+    divides_backward: bool | None = None,
 ) -> dict[int, StageProfile]:
     """Profile the stages of the rank at `coordinate` for one microbatch.
 
@@ -294,13 +239,16 @@ def profile_stages(
         coordinate: The rank.
         profiled: Profiles of other ranks with the same pp, ep, tp sizes and configuration. Stages
             of a kind in it are not run; others are added.
+        on_cpu: True for the operations of a run on a CPU.
+        divides_backward: True to divide the backward as zb-h1 does; None for the configuration's
+            schedule.
 
     Returns:
         A profile of each stage of the rank. `UseProfile.segment` is an index in the result of
         `segments_of`.
     """
     train, kind = config.train, config.model
-    tracker = UseTracker()
+    tracker = UseTracker(on_cpu)
     layout = make_layout(config, mesh, coordinate, num_microbatches=mesh.pp)
     groups = plan_groups(mesh, mesh.rank_at(coordinate), tracker)
     model = build_model(config, layout, groups, torch.device("meta"))
@@ -316,6 +264,7 @@ def profile_stages(
     # Each choice of a token is computed by one of the ep ranks, which have equal loads.
     tracker.count_expert_rows(tokens.numel() * kind.num_experts_per_tok)
     boundary = torch.empty(shape, dtype=dtype_of(train.dtype), device="meta")
+    divides = layout.schedule.splits_backward if divides_backward is None else divides_backward
     profiles: dict[int, StageProfile] = {}
     profiled = {} if profiled is None else profiled
     with tracker:
@@ -330,7 +279,7 @@ def profile_stages(
                     n: same[min(at, 1)] for same in _grouped(kinds) for at, n in enumerate(same)
                 }
                 stage = Stage(model, set(of_kind.values()), number == 0, is_last, objective)
-                run = _profile_stage(tracker, stage, of_stage, tokens, boundary, layout.schedule)
+                run = _profile_stage(tracker, stage, of_stage, tokens, boundary, divides)
                 copies = {numbers[f"block {n}"]: numbers[f"block {o}"] for n, o in of_kind.items()}
                 profiled[key] = _with_all_layers(run, of_stage, copies), of_stage
             profile, theirs = profiled[key]
@@ -366,7 +315,7 @@ def _profile_stage(
     segments: Sequence[int],
     tokens: Tensor,
     boundary: Tensor,
-    schedule: Schedule,
+    divides_backward: bool,
 ) -> StageProfile:
     """Profile the forward and the backward of a microbatch, as the executor runs them. `boundary`
     has the shape of the tensors between stages."""
@@ -378,7 +327,7 @@ def _profile_stage(
     middle = len(tracker.uses)
     tracker.use(segments[-1], True)
     grad = None if output.x is None else torch.empty_like(boundary)
-    deferred = DeferredGradients() if schedule.splits_backward else None
+    deferred = DeferredGradients() if divides_backward else None
     with deferred or nullcontext():
         backward(output, grad)
     del output, x, grad

@@ -7,14 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from optimus.planner.operations import (
-    MEGATRON_LOSS_BYTES,
-    Split,
-    block_operations,
-    gpt_block,
-    head_operations,
-)
-from optimus.planner.step_time import Layers, Reduction, Step
+from gpt_operations import Split, gpt_block, gpt_head, layers_of
+
+from optimus.planner.step_time import Reduction, Step
 
 VOCABULARY = 51200
 """Padded vocabulary of the GPT models in Megatron-LM."""
@@ -63,15 +58,12 @@ def gpt_step(row: Row) -> Step:
     Megatron-LM: tp innermost, then dp, then pp."""
     tokens, tp, dp, pp = row.microbatch * row.seq_len, row.tp, row.dp, row.pp
     is_selective = row.recompute == "selective"
-    split = Split(tp, sequence_parallel=is_selective, gathers_again=True)
-    block = gpt_block(row.hidden, row.heads)
-    operations = block_operations(block, tokens, row.seq_len, split, 2)
+    split = Split(tp, sequence_parallel=is_selective)
+    block = gpt_block(row.hidden, row.heads, tokens, row.seq_len, split)
     recompute = ("core",) if is_selective else ("block",)
     stages = pp * row.virtual_stages
-    layers = Layers(operations, row.layers / stages, recompute)
-    head = Layers(
-        head_operations(row.hidden, VOCABULARY, tokens, split, 2, loss_bytes=MEGATRON_LOSS_BYTES)
-    )
+    layers = layers_of(block, row.layers / stages, recompute)
+    head = layers_of(gpt_head(row.hidden, VOCABULARY, tokens, split))
     all_stages = [(layers,)] * (stages - 1) + [(layers, head)]
     parameters = 12 * row.hidden**2 * row.layers / pp / tp + VOCABULARY * row.hidden / tp
     return Step(

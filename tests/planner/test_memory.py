@@ -7,7 +7,7 @@ import pytest
 from optimus.chunks.memory import Memory, Tier
 from optimus.config import make_config
 from optimus.planner.memory import rank_memory
-from optimus.rank.profile import _TensorTracker
+from optimus.rank.tensor_tracker import TensorTracker
 from tests.kit.runs.tiny import DENSE, tiny_tree
 from tests.kit.runs.training import local_batch, make_updater
 
@@ -22,7 +22,7 @@ WIDE = {
 }
 
 
-class _Peak(_TensorTracker):
+class _Peak(TensorTracker):
     """Largest number of bytes on the device: those of the buffers of `memory`, and those of all
     tensors that operations create."""
 

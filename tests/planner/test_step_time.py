@@ -16,17 +16,6 @@ from optimus.model.flops import head_multiply_adds, layer_multiply_adds
 from optimus.parallel.pipeline.actions import Action, Kind
 from optimus.parallel.pipeline.schedules import make_schedule
 from optimus.parallel.pipeline.simulate import simulate, unit_costs
-from optimus.planner.operations import (
-    Exchange,
-    FusedAttention,
-    Product,
-    Split,
-    block_operations,
-    gpt_block,
-    head_operations,
-    model_block,
-    repeated,
-)
 from optimus.planner.step_time import (
     Layers,
     ProductRates,
@@ -39,6 +28,8 @@ from optimus.planner.step_time import (
     step_time,
 )
 from optimus.planner.workload import Weights, step_of, updated_parameters
+from optimus.rank.operations import FusedAttention, Operation, Pass, Product
+from optimus.rank.profile import profile_work
 
 RUNS = FOLDER.parent / "run"
 MACHINES = ("a100-80", "aurora", "h100", "h200")
@@ -103,101 +94,73 @@ def test_span_of_unequal_stages_is_close_to_the_simulation():
 
 @pytest.mark.parametrize("model", ["mula-1b", "mula-7b-a1b", "olmo-1b"])
 def test_products_of_a_layer_have_the_flops_of_the_model(model):
-    """Fused attention skips masked scores, so the test uses separate kernels."""
-    config = load_config(FOLDER.parent / "model" / f"{model}.toml", []).model
-    tokens, seq_len = 4096, 2048
-    operations = block_operations(model_block(config, 0, fused=False), tokens, seq_len, Split(), 2)
-    flops = sum(op.flops for op in operations if isinstance(op, Product))
-    assert flops == pytest.approx(2 * tokens * layer_multiply_adds(config, seq_len, 0))
-    head = head_operations(config.hidden_size, config.vocab_size, tokens, Split(), 2)
-    flops = sum(op.flops for op in head if isinstance(op, Product))
-    assert flops == pytest.approx(2 * tokens * head_multiply_adds(config))
+    """Fused attention skips masked scores, which are half of all."""
+    settings = ["train.seq_len=2048", "train.microbatch_size=2", "model.num_layers=2"]
+    config = load_config(FOLDER.parent / "model" / f"{model}.toml", settings)
+    work = profile_work(config, Mesh(1, 1, 1, 1))
+    flops = 0.0
+    for op in work.blocks[1].forward:
+        flops += op.flops if isinstance(op, Product) else 0.0
+        if isinstance(op, FusedAttention):
+            flops += 2 * op.flops
+            size_bytes = 2 * 4096 * 2 * config.model.head_size
+            heads = config.model.num_attention_heads + config.model.num_kv_heads
+            assert op.num_bytes == size_bytes * heads and op.heads * op.seq_len == 4096 * 16
+    assert flops == pytest.approx(2 * 4096 * layer_multiply_adds(config.model, 2048, 1))
+    head = sum(op.flops for op in work.head.forward if isinstance(op, Product))
+    # The last token of a sequence has no target.
+    assert head == pytest.approx(2 * 4094 * head_multiply_adds(config.model))
 
 
-def test_fused_attention_has_the_work_of_unmasked_scores_and_no_traffic_of_scores():
-    """Its FLOPs are half of those of separate kernels in forward and 5/8 in backward. It reads
-    queries, keys and values and writes results, but no scores."""
-    config = load_config(FOLDER.parent / "model" / "mula-1b.toml", []).model
-    tokens, seq_len = 4096, 2048
-
-    def core(fused: bool):
-        block = model_block(config, 0, fused)
-        return repeated(block_operations(block, tokens, seq_len, Split(), 2), ["core"])
-
-    (attention,) = core(True)
-    assert isinstance(attention, FusedAttention)
-    flops = sum(op.flops for op in core(False) if isinstance(op, Product))
-    assert 2 * attention.product_flops == pytest.approx(flops / 2)
-    heads = 2 * (config.num_attention_heads + config.num_kv_heads)
-    size_bytes = 2 * tokens * heads * config.head_size
-    assert attention.forward_bytes == size_bytes and attention.backward_bytes == 2 * size_bytes
-
-
-@pytest.mark.parametrize("backward", [False, True])
-def test_fused_attention_takes_the_longer_of_its_products_and_its_traffic(backward):
+@pytest.mark.parametrize("products", [2, 5])
+def test_fused_attention_takes_the_longer_of_its_products_and_its_traffic(products):
     rates = dataclasses.replace(
         a100(), products=ProductRates(1e12, 0.5, 0.0), memory=1e11, launch_s=0.0
     )
 
     def seconds(head_size: int, seq_len: int) -> float:
         size_bytes = 2.0 * 4 * seq_len * head_size * 4
-        attention = FusedAttention((), 4, seq_len, head_size, size_bytes, 2 * size_bytes)
-        return pass_time(Layers((attention,)), rates, {}, backward).total_s
+        attention = FusedAttention(4, seq_len, head_size, products, size_bytes)
+        return pass_time((attention,), rates, {}).total_s
 
-    products = 5 if backward else 2
     assert seconds(128, 4096) == pytest.approx(products * 4 * 4096**2 * 128 / 0.5e12)
-    short = 2.0 * 4 * 2 * 128 * 4 * (2 if backward else 1)
+    short = 2.0 * 4 * 2 * 128 * 4
     assert seconds(128, 2) == pytest.approx(short / 1e11)
 
 
 def test_division_over_ranks_divides_the_products():
-    config = load_config(FOLDER.parent / "model" / "mula-7b-a1b.toml", []).model
-    block = model_block(config, 0, fused=False)
-
-    def flops(split: Split) -> float:
-        operations = block_operations(block, 2048, 2048, split, 2)
+    def flops(ep: int = 1, tp: int = 1) -> float:
+        config, mesh = demo(ep=ep, tp=tp)
+        operations = profile_work(config, mesh).blocks[1].forward
         return sum(op.flops for op in operations if isinstance(op, Product))
 
-    router = 2 * 2048 * config.hidden_size * config.experts_by_layer[0]
-    assert flops(Split(ep=8)) == pytest.approx(flops(Split()))  # with uniform routing
-    assert flops(Split(tp=4)) - router == pytest.approx((flops(Split()) - router) / 4)
+    config, _ = demo()
+    router = 2 * config.train.seq_len * config.model.hidden_size * config.model.experts_by_layer[0]
+    assert flops(ep=8) == pytest.approx(flops())  # with uniform routing
+    assert flops(tp=4) - router == pytest.approx((flops() - router) / 4)
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_tensor_parallel_traffic_is_two_all_reduces_in_each_direction(sequence_parallel):
-    """arXiv 2205.05198, section 4.2.2: sequence parallelism moves the same bytes."""
-    split = Split(8, sequence_parallel=sequence_parallel, gathers_again=True)
-    operations = block_operations(gpt_block(1024, 16), 2048, 2048, split, 2)
-    exchanges = [op for op in operations if isinstance(op, Exchange)]
-    weight = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
-    size = 2048 * 1024 * 2
-    forward = sum(weight[op.name] * op.forward_bytes for op in exchanges)
-    assert forward == 2 * 2 * size
-    backward = sum(weight[op.backward_name] * op.backward_bytes for op in exchanges)
-    # With sequence parallelism, backward gathers two inputs again.
-    assert backward == 2 * 2 * size + 2 * size * sequence_parallel
-
-
-def test_recomputation_adds_the_forward_of_its_modules():
-    rates = a100()
-    operations = block_operations(gpt_block(2048, 16), 4096, 1024, Split(), 2)
-    kept = pass_time(Layers(operations), rates, {}, True).total_s
-    forward = pass_time(Layers(operations), rates, {}, False).total_s
-    full = pass_time(Layers(operations, 1, ("block",)), rates, {}, True).total_s
-    core = pass_time(Layers(operations, 1, ("core",)), rates, {}, True).total_s
-    assert full == pytest.approx(kept + forward)
-    assert kept < core < full
-    assert repeated(operations, ("block",)) == operations
+def test_recomputation_adds_the_forward_of_the_block():
+    config, mesh = demo(dp=1)
+    recompute = config.recompute.model_copy(update={"modules": ("block",)})
+    kept, again = (
+        profile_work(c, mesh).blocks[1]
+        for c in (config, config.model_copy(update={"recompute": recompute}))
+    )
+    rates = dataclasses.replace(a100(), launch_s=0.0)
+    forward, backward, both = (
+        pass_time(operations, rates, {}).total_s
+        for operations in (kept.forward, kept.backward, again.backward)
+    )
+    assert both == pytest.approx(backward + forward, rel=0.02)
 
 
 def test_short_operations_take_the_time_of_their_launches():
     rates = a100()
-    operations = block_operations(gpt_block(64, 4), 64, 64, Split(), 2)
-    with_launches = pass_time(Layers(operations), rates, {}, False).total_s
-    without = pass_time(
-        Layers(operations), dataclasses.replace(rates, launch_s=0.0), {}, False
-    ).total_s
-    assert with_launches > 10 * without
+    operations = (Product(64, 64, 64), Pass(1e3, 4))
+    with_launches = pass_time(operations, rates, {}).total_s
+    without = pass_time(operations, dataclasses.replace(rates, launch_s=0.0), {}).total_s
+    assert with_launches == pytest.approx(5 * rates.launch_s) and with_launches > 10 * without
 
 
 @pytest.mark.parametrize("name", MACHINES)
@@ -246,7 +209,8 @@ def test_step_is_the_sum_of_its_components_and_within_bounds():
 
 
 def test_overlap_hides_at_most_the_pass():
-    layers = Layers(block_operations(gpt_block(2048, 16), 4096, 1024, Split(), 2))
+    operations = (Product(4096, 2048, 8192), Pass(1e9, 3))
+    layers = Layers(operations, operations)
     groups = {"dp": tuple(range(8))}
     rates = a100()
 
@@ -255,7 +219,7 @@ def test_overlap_hides_at_most_the_pass():
         step = Step(((layers,),), 2, groups, reductions=(reduction,))
         return step_time(step, rates).exposed_s["dp"]
 
-    backward = pass_time(layers, rates, groups, True).total_s
+    backward = pass_time(operations, rates, groups).total_s
     assert dp_s(1e6, "backward") == 0.0
     assert dp_s(1e12, "backward") == pytest.approx(dp_s(1e12, "nothing") - backward)
     assert dp_s(1e9, "nothing", 2) == pytest.approx(2 * dp_s(1e9, "nothing"))
@@ -298,6 +262,6 @@ def test_rate_of_a_product_halves_at_the_half_size():
 
 def test_launches_add_up_on_a_cpu():
     rates = dataclasses.replace(a100(), launches_queue=False, launch_s=1.0)
-    layers = Layers((Product((), 64, 64, 64), Product((), 64, 64, 64)))
-    without = pass_time(layers, dataclasses.replace(rates, launch_s=0.0), {}, False).total_s
-    assert pass_time(layers, rates, {}, False).total_s == pytest.approx(2.0 + without)
+    operations: tuple[Operation, ...] = (Product(64, 64, 64), Product(64, 64, 64))
+    without = pass_time(operations, dataclasses.replace(rates, launch_s=0.0), {}).total_s
+    assert pass_time(operations, rates, {}).total_s == pytest.approx(2.0 + without)

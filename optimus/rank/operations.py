@@ -1,0 +1,135 @@
+"""The operations of a profile with the figures that determine their time.
+
+An operation is what a kernel of the run computes: torch's fused kernels and the kernels of
+`optimus_kernels` count as one operation each, and no other operations are fused. These rules say
+what counts:
+
+- A matrix product has the FLOPs of its shape. A grouped product of experts is a product of the mean
+  number of rows for each expert.
+- Any other operation moves the bytes that it reads and writes: each operand and each result once,
+  at most the size of its memory (a broadcast operand is small). An operand that the operation
+  changes counts twice; an operand that it overwrites counts once.
+- A look-up of rows or elements reads as many bytes as it writes, and its indices. An addition to
+  rows or elements reads and writes as many bytes as it adds.
+- Views and allocations move nothing. They are not operations.
+- Operations on scalars and other small tensors count, because each is a launch of a kernel.
+
+This module imports no torch. `optimus.rank.tensor_tracker` applies the rules to torch's operations.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+
+class Product(NamedTuple):
+    """`repeats` matrix products [rows, inner] x [inner, columns]."""
+
+    rows: float
+    inner: float
+    columns: float
+    repeats: float = 1.0
+    launches: float = 1.0
+    """Number of kernels of all repeats."""
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of all repeats."""
+        return 2.0 * self.rows * self.inner * self.columns * self.repeats
+
+
+class FusedAttention(NamedTuple):
+    """Scores, softmax and weighted sum of causal attention in one kernel, which neither computes
+    masked scores nor writes scores to memory (FlashAttention, arXiv 2307.08691)."""
+
+    heads: float
+    """Number of heads of all sequences."""
+    seq_len: float
+    head_size: float
+    products: float
+    """Number of products: 2 in forward; 5 in backward, which computes the scores again."""
+    num_bytes: float
+    """Bytes of queries, keys, values, results and gradients that are read and written."""
+    launches: float = 1.0
+
+    @property
+    def flops(self) -> float:
+        """FLOPs without masked scores, which are half of all scores."""
+        return self.products * self.heads * self.seq_len**2 * self.head_size
+
+
+class Pass(NamedTuple):
+    """Operations whose time is that of their memory traffic, such as element-wise operations."""
+
+    num_bytes: float
+    """Bytes read and written by all operations together."""
+    launches: float = 1.0
+    """Number of operations."""
+
+
+class Exchange(NamedTuple):
+    """A collective of the ranks along a mesh axis, which the following operations wait for."""
+
+    axis: str
+    """Mesh axes of the process group, such as tp."""
+    name: str
+    """Operation, such as all_gather."""
+    num_bytes: float
+    """Bytes of the full buffer of a rank."""
+
+
+Operation = Product | FusedAttention | Pass | Exchange
+
+
+class SegmentWork(NamedTuple):
+    """Operations of a segment of the model for one microbatch, in this form for the time of a
+    step. Collectives are among them."""
+
+    forward: tuple[Operation, ...]
+    backward: tuple[Operation, ...]
+    """Operations of the backward, with those that it recomputes."""
+    input_backward: tuple[Operation, ...] | None = None
+    """Those of the action I, if the schedule divides the backward."""
+
+
+class ModelWork(NamedTuple):
+    """Operations of all segments of a model on one rank."""
+
+    embedding: SegmentWork
+    blocks: tuple[SegmentWork, ...]
+    """The work of each layer. Equal layers have the same object."""
+    head: SegmentWork
+
+
+def merged(operations: Iterable[Operation]) -> tuple[Operation, ...]:
+    """Return operations that take the same time: equal products together, attention of equal shapes
+    together, and passes of similar sizes (within a factor of 2) together. Exchanges keep their
+    order."""
+    products: dict[tuple, list[float]] = {}
+    attention: dict[tuple, list[float]] = {}
+    passes: dict[int, list[float]] = {}
+    exchanges = []
+    for op in operations:
+        if isinstance(op, Product):
+            total = products.setdefault(op[:3], [0.0, 0.0])
+            figures: tuple[float, ...] = op[3:]
+        elif isinstance(op, FusedAttention):
+            total = attention.setdefault(op[1:4], [0.0, 0.0, 0.0])
+            figures = (op.heads, *op[4:])
+        elif isinstance(op, Pass):
+            size = op.num_bytes / op.launches if op.launches else 0.0
+            total = passes.setdefault(math.frexp(size)[1], [0.0, 0.0])
+            figures = op
+        else:
+            exchanges.append(op)
+            continue
+        for index, figure in enumerate(figures):
+            total[index] += figure
+    return (
+        *(Product(*shape, *total) for shape, total in products.items()),
+        *(FusedAttention(heads, *shape, *rest) for shape, (heads, *rest) in attention.items()),
+        *(Pass(*total) for _, total in sorted(passes.items())),
+        *exchanges,
+    )

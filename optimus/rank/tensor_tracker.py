@@ -1,0 +1,259 @@
+"""Bytes and operations of torch code, from the calls that reach torch's dispatcher."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from torch.utils.flop_counter import flop_registry
+
+from optimus.rank.operations import FusedAttention, Operation, Pass, Product, merged
+from optimus_kernels import experts_grouped
+from optimus_kernels.experts_operands import Operands, WeightGrads
+
+_aten = torch.ops.aten
+_ALLOCATIONS = {
+    _aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided,
+    _aten.resize_,
+}  # fmt: skip
+_WRITES_ONLY = {_aten.copy_, _aten.fill_, _aten.zero_}
+"""Operations that overwrite their first operand."""
+_LOOKUPS = {
+    _aten.embedding, _aten.index, _aten.index_select, _aten.gather, torch.ops.optimus.gather,
+}  # fmt: skip
+_ADDITIONS = {
+    _aten.index_add_, _aten.index_add, _aten.scatter_add_, _aten.scatter_add, _aten.index_put_,
+    _aten._index_put_impl_, _aten.scatter_, _aten.scatter,
+}  # fmt: skip
+_PRODUCTS = {_aten.mm: 0, _aten.bmm: 0, _aten.addmm: 1, _aten.baddbmm: 1}
+"""Matrix products, each with the index of its first factor."""
+
+
+def _product_of(packet: Any, args: Sequence[Any]) -> Product | None:
+    """Return the matrix product of an operation of torch; None for other operations."""
+    if packet not in _PRODUCTS:
+        return None
+    a, b = args[_PRODUCTS[packet] :][:2]
+    *batch, rows, inner = a.shape
+    return Product(rows, inner, b.shape[-1], math.prod(batch))
+
+
+def _pass_of(
+    function: Any, args: Sequence[Any], read: Sequence[Tensor], written: Sequence[Tensor]
+) -> Pass | None:
+    """Return the pass of an operation that is no matrix product; None if it moves nothing.
+
+    Args:
+        function: The operation.
+        args: Its positional arguments.
+        read: All tensors in its arguments.
+        written: Its results.
+    """
+    packet = function._overloadpacket
+    if packet in _ALLOCATIONS or not written:
+        return None
+    if packet in _LOOKUPS:
+        index = sum(_size(tensor) for tensor in read[1:])
+        return Pass(2 * sum(map(_size, written)) + index)
+    if packet in _ADDITIONS:
+        return Pass(sum(map(_size, read[1:])) + 2 * max(map(_size, read[1:]), default=0))
+    if not function._schema.is_mutable and all(_is_view(tensor, read) for tensor in written):
+        return None
+    sizes = sum(map(_size, read)) + sum(map(_size, written))
+    if packet in _WRITES_ONLY or function._schema.overload_name.endswith("out"):
+        sizes -= sum(map(_size, written))
+    return Pass(sizes)
+
+
+def _is_view(tensor: Tensor, of: Sequence[Tensor]) -> bool:
+    storage = tensor.untyped_storage()._cdata
+    return any(operand.untyped_storage()._cdata == storage for operand in of)
+
+
+def _size(tensor: Tensor) -> int:
+    """Return the bytes of a tensor, without those that stride 0 repeats."""
+    return min(tensor.nbytes, tensor.untyped_storage().nbytes())
+
+
+class TensorTracker(TorchDispatchMode):
+    """Counts the bytes of the storages that operations create until they are freed."""
+
+    def __init__(self, on_cpu: bool = False) -> None:
+        super().__init__()
+        self._on_cpu = on_cpu
+        self.live = self.peak = self.flops = 0
+        self._operations: list[Operation] = []
+        self._share = 1.0
+        """Share of the rows of the present op of experts that this rank computes."""
+        self._expert_rows = 0
+        """Number of rows that the experts of a layer on this rank compute for a microbatch. 0 if
+        each row of their operands belongs to an expert of this rank."""
+        self._known: dict[int, tuple[weakref.ref, int]] = {}
+        """Storages by address: a reference that removes the entry, and the counted bytes. Storages
+        that existed before the first operation count as 0 bytes."""
+
+    def take(self) -> tuple[int, int, int, tuple[Operation, ...]]:
+        """Return the present bytes and, since the last call, the most bytes, the FLOPs and the
+        operations."""
+        figures = self.live, self.peak, self.flops, merged(self._operations)
+        self.peak, self.flops = self.live, 0
+        self._operations.clear()
+        return figures
+
+    def count_attention(self, operation: FusedAttention) -> None:
+        """Count an operation that has no formula. The FLOPs include masked scores, as in
+        `flops_per_token`."""
+        self.flops += round(2 * operation.flops)
+        self._operations.append(operation)
+
+    def count_expert_rows(self, rows: int) -> None:
+        """As for `UseTracker`."""
+        self._expert_rows = rows
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        read = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]
+        for tensor in read:
+            self._add(tensor, is_new=False)
+        packet = function._overloadpacket
+        if packet is torch.ops.aten._local_scalar_dense and args[0].is_meta:
+            # Code that reads a value, such as a test for padding, gets True or 1.
+            return True if args[0].dtype is torch.bool else 1
+        experts = _EXPERTS.get(packet)
+        out = function(*args, **kwargs) if experts is None else self._run_experts(experts, args)
+        written = [t for t in tree_iter(out) if isinstance(t, Tensor)]
+        for tensor in written:
+            self._add(tensor, is_new=True)
+        self.peak = max(self.peak, self.live)
+        if packet in flop_registry and experts is None and packet not in _GROUPED_PRODUCTS:
+            self.flops += flop_registry[packet](*args, **kwargs, out_val=out)
+        if experts is None and not function.is_view:
+            self._count(function, args, read, written)
+        return out
+
+    def _run_experts(self, experts: Callable[..., Any], args: Sequence[Any]) -> Any:
+        token = args[5 if experts is _experts else 6]
+        if self._expert_rows:
+            self._share = min(1.0, self._expert_rows / token.shape[0])
+        with self:  # the implementation allocates temporary tensors
+            out = experts(*args)
+        self._share = 1.0
+        return out
+
+    def _count(
+        self, function: Any, args: Sequence[Any], read: list[Tensor], written: list[Tensor]
+    ) -> None:
+        packet = function._overloadpacket
+        if packet in _GROUPED_PRODUCTS:
+            product = self._grouped_product(packet, *args)
+            self.flops += round(product.flops)
+            self._operations.append(product)
+        elif (operation := _product_of(packet, args)) is not None:
+            self._operations.append(operation)
+        elif (moved := _pass_of(function, args, read, written)) is not None:
+            self._operations.append(moved._replace(num_bytes=self._share * moved.num_bytes))
+
+    def _grouped_product(self, packet: Any, a: Tensor, b: Tensor, offsets: Tensor) -> Product:
+        experts = offsets.shape[0] - 1
+        rows = (self._expert_rows or a.shape[0]) / experts
+        launches = experts if self._on_cpu else 1
+        if packet is torch.ops.optimus.grouped_mm:
+            return Product(rows, a.shape[1], b.shape[2], experts, launches)
+        return Product(a.shape[1], rows, b.shape[1], experts, launches)
+
+    def _add(self, tensor: Tensor, is_new: bool) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._known:
+            return
+        size = storage.nbytes() if is_new else 0
+
+        def remove(_: Any) -> None:
+            self.live -= self._known.pop(key)[1]
+
+        self._known[key] = weakref.ref(storage, remove), size
+        self.live += size
+
+
+class _Attention(torch.autograd.Function):
+    """Attention of query [..., H, S, C], with the memory and the FLOPs of a fused kernel."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        tensors: TensorTracker,
+    ) -> Tensor:
+        # Fused kernels store the heads of a token side by side.
+        heads_last = query.transpose(-3, -2).shape[:-1]
+        out = query.new_empty(*heads_last, value.shape[-1]).transpose(-3, -2)
+        lse = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, mask, out, lse)
+        size = sum(tensor.nbytes for tensor in (query, key, value, out))
+        heads = query.numel() // (query.shape[-1] * query.shape[-2])
+        shape = heads, key.shape[-2], (query.shape[-1] + value.shape[-1]) // 2
+        ctx.attention = FusedAttention(*shape, 2, size)
+        ctx.tensors = tensors
+        tensors.count_attention(ctx.attention)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, *_ = ctx.saved_tensors
+        forward = ctx.attention  # backward has three more products, reads and gradients
+        size = 2 * forward.num_bytes
+        ctx.tensors.count_attention(forward._replace(products=5, num_bytes=size, launches=2))
+        grads = (torch.empty_like(tensor) for tensor in (query, key, value))
+        return *grads, None, None
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, tensors: TensorTracker
+) -> Tensor:
+    """Return attention of query [..., H, S, C] without its values. It has the memory and the
+    operations of a fused kernel, which `tensors` counts."""
+    return _Attention.apply(query, key, value, mask, tensors)
+
+
+def _experts(*arguments: Any) -> tuple[Tensor, Tensor]:
+    return experts_grouped.forward(Operands(*arguments[:8]), arguments[8])
+
+
+def _experts_backward(grad: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    operands, (h, with_weights) = Operands(*arguments[:8]), arguments[8:]
+    into = None
+    if with_weights:
+        gate_up, down = torch.empty_like(operands.gate_up), torch.empty_like(operands.down)
+        into = WeightGrads(gate_up, down, add=False)
+    dx, dw, _ = experts_grouped.backward(grad, operands, h, into)
+    empty = operands.x.new_empty(0)
+    return dx, dw.to(operands.weights.dtype), *(into[:2] if into else (empty, empty))
+
+
+def _experts_backward_into(grad: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    operands, into = Operands(*arguments[:8]), WeightGrads(*arguments[9:])
+    dx, dw, _ = experts_grouped.backward(grad, operands, arguments[8], into)
+    return dx, dw.to(operands.weights.dtype)
+
+
+_EXPERTS: Mapping[Any, Callable[..., Any]] = {
+    torch.ops.optimus.experts: _experts,
+    torch.ops.optimus.experts_backward: _experts_backward,
+    torch.ops.optimus.experts_backward_into: _experts_backward_into,
+}
+"""Implementations of the ops of the experts on accelerators, by op."""
+_GROUPED_PRODUCTS = {torch.ops.optimus.grouped_mm, torch.ops.optimus.grouped_mm_weight}
+"""Products of R rows for all experts: [R, A] and [E, A, B], or [R, A] and [R, B]."""
