@@ -308,6 +308,9 @@ class ObserveConfig(Section):
     """Write TensorBoard events to `tb/` in the run directory."""
     log_interval: Count = 1
     """Number of updates between progress lines, if standard error is not a terminal."""
+    expert_load_interval: CountOrZero = 100
+    """Number of updates between expert loads in `expert_load.jsonl` in the run directory, which
+    `optimus plan --load` reads; 0: no file. The loads of the first update are also written."""
 
 
 class OffloadConfig(Section):

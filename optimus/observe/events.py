@@ -7,7 +7,7 @@ log.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -129,6 +129,13 @@ class ExpertLoad(NamedTuple):
 
     step: int
     layers: tuple[LayerLoad, ...]
+    rows: tuple[tuple[int, ...], ...] = ()
+    """Number of tokens that were routed to each expert of each MoE layer."""
+
+    def lines(self) -> Iterator[dict[str, object]]:
+        """Yield the keys and values of the lines in expert_load.jsonl, one for each MoE layer."""
+        for layer, rows in zip(self.layers, self.rows, strict=True):
+            yield {"step": self.step, "layer": layer.layer, "rows": rows}
 
     def figures(self, aux_loss: float | None, z_loss: float | None) -> MoeFigures:
         """Return a `MoeFigures` with the smallest and largest load of all layers, and the given

@@ -60,7 +60,7 @@ def expert_loads(expert_rows: Tensor, model: ModelConfig) -> list[Tensor]:
 
 
 def measure_expert_load(step: int, expert_rows: Tensor, model: ModelConfig) -> ExpertLoad:
-    """Return the ExpertLoad record of an update: the smallest and largest expert load per layer.
+    """Return the ExpertLoad record of an update.
 
     Args:
         step: Number of the update.
@@ -73,7 +73,9 @@ def measure_expert_load(step: int, expert_rows: Tensor, model: ModelConfig) -> E
         LayerLoad(layer, float(load.min()), float(load.max()), int((load == 0).sum()))
         for layer, load in loads
     )
-    return ExpertLoad(step, tuple(layers))
+    experts = (model.experts_by_layer[layer] for layer in model.sparse_layers)
+    rows = (tuple(row[:n]) for row, n in zip(expert_rows.tolist(), experts, strict=True))
+    return ExpertLoad(step, tuple(layers), tuple(rows))
 
 
 class Notice(NamedTuple):

@@ -1,7 +1,7 @@
-"""The metrics files of a run: metrics.jsonl, eval.jsonl and TensorBoard events.
+"""The metrics files of a run: metrics.jsonl, eval.jsonl, expert_load.jsonl and TensorBoard events.
 
-metrics.jsonl and eval.jsonl contain one JSON object per line. When a run resumes at step n, it
-removes the lines of steps after n.
+The first three contain one JSON object per line. When a run resumes at step n, it removes the lines
+of steps after n.
 """
 
 from __future__ import annotations
@@ -46,15 +46,21 @@ bytes."""
 
 
 class MetricsFiles(Recorder):
-    """Recorder that writes metrics.jsonl and eval.jsonl, and a hidden copy of each of these files.
+    """Recorder that writes metrics.jsonl, eval.jsonl and expert_load.jsonl, and a hidden copy of
+    each of these files.
 
     When a run starts, damaged or lost lines of a file are restored from the file's copy.
     """
 
     def __init__(
-        self, run_dir: Path, workspace: Workspace, step: int, expected: Mapping[str, Iterable[int]]
+        self,
+        run_dir: Path,
+        workspace: Workspace,
+        step: int,
+        expected: Mapping[str, Iterable[int]],
+        load_interval: int = 0,
     ) -> None:
-        """Open metrics.jsonl and eval.jsonl for appending. Remove the lines of steps after `step`.
+        """Open the files for appending. Remove the lines of steps after `step`.
 
         Each file is replaced by a new file. Processes of earlier starts cannot append to the new
         file.
@@ -65,14 +71,18 @@ class MetricsFiles(Recorder):
             step: Step at which the run starts.
             expected: Maps `metrics` and `eval` to the steps, up to `step`, for which metrics.jsonl
                 and eval.jsonl must contain a line.
+            load_interval: Number of updates between expert loads in expert_load.jsonl; 0: no file.
         """
         stamp = time.strftime("%Y%m%d-%H%M%S")
-        lines = []
-        for name in ("metrics", "eval"):
+        names = ["metrics", "eval", *(["expert_load"] if load_interval else [])]
+        self._files: list[JsonLines] = []
+        for name in names:
             path, copy = metrics_paths(run_dir, name)
             cut_log = run_dir / "log" / f"{name}-cut-{stamp}.jsonl"
-            lines.append(JsonLines.open(workspace, path, copy, step, cut_log, expected[name]))
-        self._metrics, self._eval = lines
+            steps = expected.get(name, ())
+            self._files.append(JsonLines.open(workspace, path, copy, step, cut_log, steps))
+        self._metrics, self._eval, *_ = self._files
+        self._load_interval = load_interval
         self._last_step: StepRecord | None = None
         self._last_evaluation: EvalRecord | None = None
 
@@ -84,6 +94,10 @@ class MetricsFiles(Recorder):
             case EvalRecord():
                 self._eval.append(record.values())
                 self._last_evaluation = record
+            case ExpertLoad() if self._load_interval:
+                if record.step == 1 or record.step % self._load_interval == 0:
+                    for line in record.lines():
+                        self._files[-1].append(line)
 
     def last_loss(self) -> float | None:
         """Return the loss in the last line of metrics.jsonl; None if there is no line or no loss in
@@ -106,19 +120,19 @@ class MetricsFiles(Recorder):
     def sync(self) -> None:
         """Make all recorded lines durable. Call this method before the commit of a checkpoint.
         Raises OSError."""
-        self._metrics.sync()
-        self._eval.sync()
+        for file in self._files:
+            file.sync()
 
     def close(self) -> None:
         """Write the lines that are still in memory, and close the files. Raises OSError if lines
         cannot be written."""
-        self._metrics.close()
-        self._eval.close()
+        for file in self._files:
+            file.close()
 
 
 def metrics_paths(run_dir: Path, name: str) -> tuple[Path, Path]:
-    """Return the path of metrics.jsonl or eval.jsonl and the path of the file's hidden copy. `name`
-    is "metrics" or "eval"."""
+    """Return the path of a metrics file and the path of its hidden copy. `name` is "metrics",
+    "eval" or "expert_load"."""
     return run_dir / f"{name}.jsonl", run_dir / f".{name}-copy.jsonl"
 
 
@@ -158,8 +172,8 @@ class JsonLines:
         """Repair a metrics file of a run that starts at `step`, and open it for appending.
 
         Lines of later steps and damaged lines are removed. Lost lines are restored from the copy.
-        If several lines have the same step and the same `source`, only the last one is kept. Lines
-        in metrics.jsonl have no `source`. The file and its copy are replaced by new files.
+        If several lines have the same step and the same `source` or `layer`, only the last one is
+        kept. Lines in metrics.jsonl have neither. The file and its copy are replaced by new files.
         Processes of earlier starts cannot append to the new files.
 
         Args:
@@ -352,11 +366,11 @@ def spell_ranges(ranges: Sequence[Sequence[int]]) -> str:
 
 
 def _key(line: bytes) -> tuple[int, str] | None:
-    """Return (step, source) of a line of metrics.jsonl or eval.jsonl; None if the line is damaged.
-    The source of a line of metrics.jsonl is ""."""
+    """Return (step, source) of a line of a metrics file; None if the line is damaged. The source of
+    a line of metrics.jsonl is "", and that of a line of expert_load.jsonl its layer."""
     try:
         record = json.loads(line)
-        step, source = record["step"], record.get("source", "")  # metrics.jsonl has no sources
+        step, source = record["step"], record.get("source", record.get("layer", ""))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
     return (step, str(source)) if type(step) is int else None

@@ -68,7 +68,8 @@ class RunDirectory:
         step = plan.start.step
         prepare_directory(self.path, plan.start, self.workspace)
         expected = {name: _expected_steps(plan, name, self.path) for name in ("metrics", "eval")}
-        self.metrics = MetricsFiles(self.path, self.workspace, step, expected)
+        loads = config.observe.expert_load_interval if config.model.sparse_layers else 0
+        self.metrics = MetricsFiles(self.path, self.workspace, step, expected, loads)
         self.workspace.write_bytes(self.path / "config.toml", dump_toml(config).encode())
         self._progress = Progress(step, last_step, config.observe.log_interval)
         sinks = [self.metrics, LogRecorder(), self._progress]
@@ -87,7 +88,7 @@ class RunDirectory:
             )
 
     def sync(self) -> None:
-        """Sync metrics.jsonl and eval.jsonl to disk. Call this method before a checkpoint is
+        """Sync the metrics files to disk. Call this method before a checkpoint is
         committed. Raises OSError if the disk fails."""
         self.metrics.sync()
 

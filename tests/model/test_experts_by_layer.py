@@ -66,7 +66,8 @@ def test_load_is_relative_to_the_experts_of_a_layer():
     config, rows = small_config(**MIXED), torch.tensor([[2, 2, 2, 2, 2], [0, 3, 3, 0, 0]])
     load = measure_expert_load(3, rows, config)
     first, second = config.sparse_layers
-    assert load == ExpertLoad(3, (LayerLoad(first, 1.0, 1.0, 0), LayerLoad(second, 0.0, 1.5, 1)))
+    layers = LayerLoad(first, 1.0, 1.0, 0), LayerLoad(second, 0.0, 1.5, 1)
+    assert load == ExpertLoad(3, layers, ((2, 2, 2, 2, 2), (0, 3, 3)))
     assert load.figures(0.5, None) == MoeFigures(0.5, None, 0.0, 1.5, second, second, 1)
 
 

@@ -29,7 +29,7 @@ from optimus.observe.metrics import MetricsFiles, TensorBoard, read_json_lines
 
 STEP = StepRecord(4, 2.5, 1.25, 1e-3, 4096, 0.5, 2048.0, 0.1, None, 1 << 20)
 EVALUATION = EvalRecord(4, "held-out", 2.75, 512)
-LOAD = ExpertLoad(4, (LayerLoad(1, 0.5, 1.5, 0), LayerLoad(3, 0.0, 2.0, 2)))
+LOAD = ExpertLoad(4, (LayerLoad(1, 0.5, 1.5, 0), LayerLoad(3, 0.0, 2.0, 2)), ((1, 3), (0, 0, 4, 4)))
 EVENT = ActionEvent("F", 1, 2, 10, 50, 15)
 
 
@@ -138,9 +138,29 @@ def test_files_return_the_last_record_also_after_a_resume(tmp_path):
     assert (files.last_loss(), files.last_evaluation()) == (2.5, EVALUATION)
     files.close()
     assert read_json_lines(tmp_path / "metrics.jsonl") == [STEP.values()]
+    assert not (tmp_path / "expert_load.jsonl").exists()
     files = MetricsFiles(tmp_path, Workspace.open(tmp_path / "checkpoints"), 4, nothing)
     assert (files.last_loss(), files.last_evaluation()) == (2.5, EVALUATION)
     files.close()
+
+
+def test_expert_loads_have_a_line_for_each_layer_at_the_interval(tmp_path):
+    (tmp_path / "log").mkdir()
+    workspace = Workspace.open(tmp_path / "checkpoints")
+    files = MetricsFiles(tmp_path, workspace, 0, {}, load_interval=3)
+    for step in range(1, 8):
+        files.record(LOAD._replace(step=step))
+    files.close()
+    lines = read_json_lines(tmp_path / "expert_load.jsonl")
+    assert [(line["step"], line["layer"]) for line in lines] == [
+        (step, layer) for step in (1, 3, 6) for layer in (1, 3)
+    ]
+    assert lines[-1] == {"step": 6, "layer": 3, "rows": [0, 0, 4, 4]}
+    # A resume removes the lines of later steps, and restores lost lines from the copy.
+    (tmp_path / "expert_load.jsonl").write_text("")
+    MetricsFiles(tmp_path, workspace, 3, {}, load_interval=3).close()
+    kept = read_json_lines(tmp_path / "expert_load.jsonl")
+    assert kept == lines[:4]
 
 
 def test_progress_has_a_line_at_the_interval_and_at_the_end(capsys):
