@@ -104,6 +104,10 @@ class DispatchedExperts(Experts):
         self.dispatcher = name
         self._dispatcher = DISPATCHERS[name](self._group, self.num_experts, self._choose)
 
+    def assume_all_tokens(self) -> None:
+        """Assume in plans that all tokens of all ep ranks choose experts of this rank."""
+        self._dispatcher.assumes_all_tokens = True
+
     def forward(
         self, x: Tensor, weights: Tensor, chosen: Tensor, save_input_only: bool = False
     ) -> Tensor:
@@ -125,6 +129,8 @@ class Dispatcher(ABC):
 
     def __init__(self, group: Group, num_experts: int, choose: Choice = top_k) -> None:
         self._group, self._num_experts, self._choose = group, num_experts, choose
+        self.assumes_all_tokens = False
+        """True if plans assume that all tokens of all ranks choose experts of this rank."""
 
     @abstractmethod
     def run(self, compute: Compute, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
@@ -198,12 +204,15 @@ class AllToAllDispatcher(Dispatcher):
         send to and to receive from each rank.
 
         Tensors on the meta device have no values. Therefore this method assumes random expert
-        probabilities, which balance the loads of the experts.
+        probabilities, which balance the loads of the experts, or `assumes_all_tokens`.
         """
         generator = torch.Generator().manual_seed(0)
         probs = torch.rand(len(chosen), self._num_experts, generator=generator)
         _, assumed = self._choose(probs, chosen.shape[1])
         tokens, counts = self._destinations(assumed)
+        if self.assumes_all_tokens:
+            tokens, counts = torch.arange(len(chosen)), torch.zeros_like(counts)
+            counts[self._group.rank] = len(chosen)
         all_to_all(torch.empty_like(counts, device="meta"), counts.to("meta"), self._group)
         # With balanced loads, this rank receives the same number of tokens from each rank, itself
         # included.

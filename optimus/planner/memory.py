@@ -3,18 +3,21 @@ states, the profile of its stages and its schedule."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 
 from optimus.config import Config
 from optimus.distributed.mesh import Coordinate, Mesh
+from optimus.parallel.expert_load import arrivals
 from optimus.parallel.layout import Layout
 from optimus.parallel.pipeline.actions import Kind, Schedule
+from optimus.planner.states import stages_of
 from optimus.platform import dtype_of
-from optimus.rank.profile import StageProfile, UseProfile, profile_stages
+from optimus.rank.profile import Profiled, StageProfile, UseProfile, profile_stages
 from optimus.rank.states import attach, plan_rank, staging_of
 
 
@@ -59,6 +62,7 @@ def rank_memory(
     num_microbatches: int,
     device: str = "cuda",
     profiles: Mapping[int, StageProfile] | None = None,
+    imbalance: float = 1.0,
 ) -> RankMemory:
     """Return the memory of the rank at `coordinate`.
 
@@ -68,24 +72,124 @@ def rank_memory(
         coordinate: The rank.
         num_microbatches: Number of microbatches of the rank in a step.
         device: Type of the rank's device.
-        profiles: Result of `profile_stages`, if it is known. It does not depend on the settings of
-            `[optim]` and `[offload]`, except `offload.order`.
+        profiles: Result of `RankProfiles.at`, if it is known. It does not depend on the
+            settings of `[optim]` and `[offload]`, except `offload.order`.
+        imbalance: Rows that the experts of the rank compute in each layer, relative to an equal
+            share of the ep ranks. `profiles`, if given, determines it.
     """
     planned = plan_rank(config, mesh, coordinate, num_microbatches)
     attach(planned.engine, planned.segments, planned.layout, config)
-    profiles = profiles or profile_stages(config, mesh, coordinate)
+    if profiles is None:
+        imbalances = dict.fromkeys(config.model.sparse_layers, imbalance)
+        profiles = RankProfiles(config, mesh, coordinate, device).at(imbalances)
     engine, sizes = planned.engine, planned.engine.state_bytes()
     return RankMemory(
         sizes["total"],
         engine.cache_bytes,
         engine.temporary_bytes,
-        *_activations(config, planned.layout, profiles, num_microbatches, device),
+        *activations_of(config, planned.layout, profiles, num_microbatches, device),
         sizes["host"],
         staging_of(config, planned).host,
     )
 
 
-def _activations(
+class RankProfiles:
+    """Profiles of the stages of a rank for one microbatch, for any load of its experts.
+
+    Bytes are interpolated between equal loads and the case that all tokens choose experts of this
+    rank. They are linear in the number of tokens that arrive and of the rows of the rank.
+
+    Args:
+        config, mesh, coordinate, device: As for `rank_memory`.
+        balanced, concentrated: Argument `profiled` of `profile_stages` for both cases.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        mesh: Mesh,
+        coordinate: Coordinate,
+        device: str = "cuda",
+        balanced: Profiled | None = None,
+        concentrated: Profiled | None = None,
+    ) -> None:
+        self._rank, self._device, self._known = (config, mesh, coordinate), device, concentrated
+        on_cpu = device == "cpu"
+        self._balanced = profile_stages(*self._rank, balanced, on_cpu)
+        stages = stages_of(config, mesh)
+        self._layers = {number: stages[number] for number in self._balanced}
+        in_order = sorted(layer for layers in self._layers.values() for layer in layers)
+        self._segments = {layer: n + (coordinate.pp == 0) for n, layer in enumerate(in_order)}
+
+    @cached_property
+    def _concentrated(self) -> dict[int, StageProfile]:
+        on_cpu = self._device == "cpu"
+        return profile_stages(*self._rank, self._known, on_cpu, concentrated=True)
+
+    def at(self, imbalances: Mapping[int, float]) -> dict[int, StageProfile]:
+        """Return the profile of each stage. `imbalances` has, for each MoE layer, the rows that the
+        experts of the rank compute, relative to an equal share."""
+        config, mesh, _ = self._rank
+        weights = {
+            layer: _concentration(config, mesh, layer, imbalances[layer], self._device)
+            for layer in self._segments.keys() & imbalances.keys()
+        }
+        if not any(weights.values()):
+            return self._balanced
+        of_segment = {self._segments[layer]: weight for layer, weight in weights.items()}
+        result = {}
+        for number, profile in self._balanced.items():
+            mean = sum(weights.get(layer, 0.0) for layer in self._layers[number])
+            of_weights = mean / len(self._layers[number])
+            *passes, deferred = (
+                tuple(
+                    _between(a, b, of_weights if is_deferred else of_segment.get(a.segment, 0.0))
+                    for a, b in zip(uses, others, strict=True)
+                )
+                for uses, others, is_deferred in _pairs(profile, self._concentrated[number])
+            )
+            result[number] = StageProfile(*passes, deferred[0] if deferred else None)
+        return result
+
+
+def _pairs(
+    a: StageProfile, b: StageProfile
+) -> Iterator[tuple[Iterable[UseProfile], Iterable[UseProfile], bool]]:
+    """Yield the uses of both profiles in forward, in backward and in the action W, with True for
+    the latter, which computes the gradients of all layers."""
+    yield a.forward, b.forward, False
+    yield a.backward, b.backward, False
+    yield (a.weights,) if a.weights else (), (b.weights,) if b.weights else (), True
+
+
+def depends_on_load(config: Config, mesh: Mesh, device: str) -> bool:
+    """Return True if the memory of a rank depends on the load of its experts. On accelerators,
+    allgather has rows for the experts of all ranks."""
+    if mesh.ep == 1 or not config.model.sparse_layers:
+        return False
+    return device == "cpu" or config.parallel.ep_dispatch == "alltoall"
+
+
+def _concentration(config: Config, mesh: Mesh, layer: int, imbalance: float, device: str) -> float:
+    """Return 0 for equal loads, 1 if all tokens choose experts of the rank, or a value between."""
+    if not depends_on_load(config, mesh, device):
+        return 0.0
+    if device == "cpu":  # memory is that of the rows of the rank
+        return (imbalance - 1) / (mesh.ep - 1)
+    model = config.model
+    kind = model.experts_by_layer[layer], model.num_experts_per_tok, mesh.ep
+    equal = arrivals(*kind)
+    return (arrivals(*kind, imbalance) - equal) / (1 - equal) if equal < 1 else 0.0
+
+
+def _between(a: UseProfile, b: UseProfile, weight: float) -> UseProfile:
+    """Return `a` with figures between those of `a`, for weight 0, and of `b`, for weight 1."""
+    names = ("kept", "peak", "flops", "moved")
+    values = ((name, getattr(a, name), getattr(b, name)) for name in names)
+    return a._replace(**{name: round(x + weight * (y - x)) for name, x, y in values})
+
+
+def activations_of(
     config: Config,
     layout: Layout,
     profiles: Mapping[int, StageProfile],

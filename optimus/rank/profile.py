@@ -27,6 +27,7 @@ from optimus.model.deferred_gradients import DeferredGradients
 from optimus.model.transformer import Transformer
 from optimus.observe.events import Recorder
 from optimus.parallel.apply import build_model, make_layout
+from optimus.parallel.expert import dispatched_experts
 from optimus.parallel.pipeline.stage import Objective, Stage, backward
 from optimus.platform import dtype_of
 from optimus.rank.operations import (
@@ -153,7 +154,9 @@ Profiled = dict[Any, tuple["StageProfile", Sequence[int]]]
 """Profiles of stages by their kind, each with the segments of the stage that was run."""
 
 
-def profile_work(config: Config, mesh: Mesh, on_cpu: bool = False) -> ModelWork:
+def profile_work(
+    config: Config, mesh: Mesh, on_cpu: bool = False, concentrated: bool = False
+) -> ModelWork:
     """Profile the operations of a model for one microbatch on one tp and ep rank.
 
     The result does not depend on pp, dp and the settings of `[optim]`, except the dtype of
@@ -163,6 +166,7 @@ def profile_work(config: Config, mesh: Mesh, on_cpu: bool = False) -> ModelWork:
         config: As for `profile_stages`.
         mesh: Sizes of all axes.
         on_cpu: True for a run on a CPU, which runs some operations for each expert.
+        concentrated: As for `profile_stages`.
     """
     model = config.model
     chosen = range(model.num_layers)
@@ -188,13 +192,11 @@ def profile_work(config: Config, mesh: Mesh, on_cpu: bool = False) -> ModelWork:
     )
     ranks = mesh._replace(pp=1, dp=1)
     divides = config.parallel.schedule == "zb-h1"
-    (whole,) = profile_stages(small, ranks, Coordinate(0, 0, 0, 0), on_cpu=on_cpu).values()
+    rank = small, ranks, Coordinate(0, 0, 0, 0), None, on_cpu
+    (whole,) = profile_stages(*rank, concentrated=concentrated).values()
     divided = None
     if divides:
-        stages = profile_stages(
-            small, ranks, Coordinate(0, 0, 0, 0), on_cpu=on_cpu, divides_backward=True
-        )
-        (divided,) = stages.values()
+        (divided,) = profile_stages(*rank, True, concentrated).values()
     backward = {use.segment: use for use in whole.backward}
     input_backward = {use.segment: use for use in divided.backward} if divided else None
     work = [
@@ -227,21 +229,24 @@ def profile_stages(
     profiled: Profiled | None = None,
     on_cpu: bool = False,
     divides_backward: bool | None = None,
+    concentrated: bool = False,
 ) -> dict[int, StageProfile]:
     """Profile the stages of the rank at `coordinate` for one microbatch.
 
-    Experts are assumed to have balanced loads. At most two layers of each kind are
-    run on a stage. The figures of the second also hold for further layers of this kind.
+    At most two layers of each kind are run on a stage. The figures of the second also hold for further layers of this kind.
 
     Args:
         config: The run's configuration, with `train.seq_len` and `train.microbatch_size`.
         mesh: Sizes of all axes.
         coordinate: The rank.
-        profiled: Profiles of other ranks with the same pp, ep, tp sizes and configuration. Stages
-            of a kind in it are not run; others are added.
-        on_cpu: True for the operations of a run on a CPU.
+        profiled: Profiles of other ranks with the same pp, ep, tp sizes, configuration and further
+            arguments. Stages of a kind in it are not run; others are added.
+        on_cpu: True for the operations of a run on a CPU, where operands of experts have only the
+            rows of the experts of the rank.
         divides_backward: True to divide the backward as zb-h1 does; None for the configuration's
             schedule.
+        concentrated: True if all tokens of all ep ranks choose only experts of this rank, so that
+            it computes ep times as many rows as with equal loads. False: experts have equal loads.
 
     Returns:
         A profile of each stage of the rank. `UseProfile.segment` is an index in the result of
@@ -261,8 +266,11 @@ def profile_stages(
     tokens = torch.empty(train.microbatch_size, train.seq_len, dtype=torch.int64, device="meta")
     model.rotary(train.seq_len, tokens.device)  # create the tables, which are shared by all uses
     shape = train.microbatch_size, train.seq_len // layout.sequence_shares, kind.hidden_size
-    # Each choice of a token is computed by one of the ep ranks, which have equal loads.
-    tracker.count_expert_rows(tokens.numel() * kind.num_experts_per_tok)
+    # Each choice of a token is computed by one of the ep ranks.
+    rows = tokens.numel() * kind.num_experts_per_tok
+    tracker.count_expert_rows(rows * (mesh.ep if concentrated else 1))
+    for experts in dispatched_experts(model) if concentrated else ():
+        experts.assume_all_tokens()
     boundary = torch.empty(shape, dtype=dtype_of(train.dtype), device="meta")
     divides = layout.schedule.splits_backward if divides_backward is None else divides_backward
     profiles: dict[int, StageProfile] = {}

@@ -94,7 +94,8 @@ class TensorTracker(TorchDispatchMode):
         """Share of the rows of the present op of experts that this rank computes."""
         self._expert_rows = 0
         """Number of rows that the experts of a layer on this rank compute for a microbatch. 0 if
-        each row of their operands belongs to an expert of this rank."""
+        each row of their operands belongs to an expert of this rank. On a CPU, only these rows are
+        in memory."""
         self._known: dict[int, tuple[weakref.ref, int]] = {}
         """Storages by address: a reference that removes the entry, and the counted bytes. Storages
         that existed before the first operation count as 0 bytes."""
@@ -130,6 +131,9 @@ class TensorTracker(TorchDispatchMode):
             return True if args[0].dtype is torch.bool else 1
         experts = _EXPERTS.get(packet)
         out = function(*args, **kwargs) if experts is None else self._run_experts(experts, args)
+        if packet is torch.ops.optimus.route and self._on_cpu and self._expert_rows:
+            offsets, *of_rows, row = out
+            out = offsets, *(index.new_empty(self._expert_rows) for index in of_rows), row
         written = [t for t in tree_iter(out) if isinstance(t, Tensor)]
         for tensor in written:
             self._add(tensor, is_new=True)
