@@ -232,6 +232,7 @@ def _end(error: OptimusError) -> int:
 def _parser() -> argparse.ArgumentParser:
     from optimus.bench.commands import add_to as add_bench
     from optimus.checkpoint.commands import add_to as add_checkpoint
+    from optimus.study.commands import add_to as add_study
     from optimus.train.commands import add_command
     from optimus.train.commands import add_to as add_train
 
@@ -242,6 +243,7 @@ def _parser() -> argparse.ArgumentParser:
     for add in (
         add_train,
         _add_plan,
+        add_study,
         _add_convert,
         add_checkpoint,
         _add_eval,

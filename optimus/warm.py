@@ -33,6 +33,7 @@ _MODULES = (
     "optimus.bench.commands",  # the parser of the command line needs it
     "optimus.planner.commands",  # the same
     "optimus.checkpoint.commands",
+    "optimus.study.commands",
     "optimus.train.commands",
     "encodings.idna",  # for the look-up of a host name
     "torch.utils._device",  # for torch.set_default_device and `with device`

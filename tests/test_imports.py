@@ -58,8 +58,9 @@ ALLOWED = {
     "offloading": f"{COMMON} kernels chunks rank planner",
     "evaluate": f"{COMMON} distributed model hf parallel data checkpoint",
     "train": ALL,
-    # Entry points. Nothing imports them.
     "bench": ALL,
+    "study": ALL,
+    # Entry points. Nothing imports them.
     "cli": ALL,
     "warm": ALL,
     "__main__": ALL,

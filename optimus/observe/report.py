@@ -37,7 +37,7 @@ class _Line(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True)
 
 
-class _Step(_Line):
+class StepLine(_Line):
     """Fields that the report reads from a line of metrics.jsonl."""
 
     step: _Count
@@ -76,10 +76,10 @@ def write_report(run_dir: Path) -> tuple[Path, str]:
             a line longer than 1 MiB.
     """
     path = run_dir / "metrics.jsonl"
-    steps, damaged_steps = _read_valid(path, _Step)
+    steps, damaged_steps = read_valid(path, StepLine)
     if not steps:
         raise DataError(f"{path}: no metrics; use the directory of a run that completed a step")
-    evaluations, damaged_evaluations = _read_valid(run_dir / "eval.jsonl", _Evaluation)
+    evaluations, damaged_evaluations = read_valid(run_dir / "eval.jsonl", _Evaluation)
     picture = run_dir / "report.png"
     _draw(steps, evaluations, picture)
     text = _summary(steps, evaluations)
@@ -88,7 +88,7 @@ def write_report(run_dir: Path) -> tuple[Path, str]:
     return picture, text
 
 
-def _read_valid(path: Path, kind: type[_AnyLine]) -> tuple[list[_AnyLine], int]:
+def read_valid(path: Path, kind: type[_AnyLine]) -> tuple[list[_AnyLine], int]:
     """Return (valid lines of a file, as objects of the class `kind`; number of invalid lines). A
     last line without a newline is not counted: a killed run may have written it incompletely."""
     valid, damaged = [], 0
@@ -100,7 +100,7 @@ def _read_valid(path: Path, kind: type[_AnyLine]) -> tuple[list[_AnyLine], int]:
     return valid, damaged
 
 
-def _summary(steps: Sequence[_Step], evaluations: Sequence[_Evaluation]) -> str:
+def _summary(steps: Sequence[StepLine], evaluations: Sequence[_Evaluation]) -> str:
     last = steps[-1]
     seconds = sum(step.step_time_s for step in steps)
     # These sums are over the lines that are present: a file may start late or have gaps.
@@ -119,7 +119,7 @@ def _summary(steps: Sequence[_Step], evaluations: Sequence[_Evaluation]) -> str:
     return text
 
 
-def _missing_steps(steps: Sequence[_Step]) -> list[tuple[int, int]]:
+def _missing_steps(steps: Sequence[StepLine]) -> list[tuple[int, int]]:
     """Return (first, last) of each range of missing steps between the first and the last element of
     `steps`."""
     numbers = sorted({step.step for step in steps})
@@ -156,7 +156,7 @@ def load_pyplot() -> Any:
     return pyplot
 
 
-def _draw(steps: Sequence[_Step], evaluations: Sequence[_Evaluation], path: Path) -> None:
+def _draw(steps: Sequence[StepLine], evaluations: Sequence[_Evaluation], path: Path) -> None:
     pyplot = load_pyplot()
     figure, (top, bottom) = pyplot.subplots(2, 1, figsize=(8, 7), sharex=True, height_ratios=(3, 1))
     # Points without values break the curves at gaps.

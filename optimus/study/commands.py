@@ -1,0 +1,339 @@
+"""The command `optimus study`. This module imports no torch until a point is planned."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from optimus.errors import ConfigError, counted, refuse_if
+from optimus.train.commands import add_command, add_config
+
+if TYPE_CHECKING:
+    from optimus.config import Config
+    from optimus.config.machine import Machine
+    from optimus.study.directory import StudyDirectory
+    from optimus.study.scaling import Job, Point, Settings
+
+
+def add_to(commands: argparse._SubParsersAction) -> None:
+    """Add the command `study` to `commands`, the subcommands of `optimus`."""
+    text = "Plan, run and draw scaling studies, and compare the MoE optimizations with a baseline."
+    parser = commands.add_parser("study", help=text, description=text)
+    studies = parser.add_subparsers(metavar="STUDY", required=True)
+    _add_scaling(studies)
+    show = add_command(studies, "show", _show, "Collect and draw the points of a scaling study.")
+    show.add_argument("dir", metavar="DIR", help="the --out directory of optimus study scaling")
+    show.add_argument(
+        "--out", metavar="FOLDER", help="folder for the pictures and tables (default: DIR)"
+    )
+    show.add_argument("--json", action="store_true", help="one JSON object on standard output")
+
+
+def _add_scaling(studies: argparse._SubParsersAction) -> None:
+    text = (
+        "Write the configuration and the job of a run on each number of nodes, and submit or run "
+        "those that are missing."
+    )
+    parser = add_command(studies, "scaling", _scaling, text)
+    add_config(parser)
+    parser.add_argument("--nodes", required=True, metavar="N,N,...", help="such as 32,64,128")
+    parser.add_argument(
+        "--machine",
+        required=True,
+        metavar="NAME",
+        help="a name in configs/machine, or the path of a TOML file",
+    )
+    parser.add_argument("--out", required=True, metavar="DIR", help="directory of the study")
+    parser.add_argument(
+        "--scaling",
+        choices=("weak", "strong"),
+        default="weak",
+        help="weak: the global batch grows with the nodes; strong: it is the same (weak)",
+    )
+    parser.add_argument(
+        "--routing",
+        metavar="R,R",
+        help="top-k, uniform or both: a point for each (default: model.router)",
+    )
+    parser.add_argument(
+        "--steps", type=int, default=30, metavar="N", help="updates of a point (30)"
+    )
+    parser.add_argument(
+        "--warmup", type=int, default=5, metavar="N", help="first updates not to measure (5)"
+    )
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="write the study, print the commands that submit its jobs, and run none (default)",
+    )
+    mode.add_argument("--submit", choices=("pbs", "slurm"), help="submit the missing points")
+    mode.add_argument(
+        "--local", action="store_true", help="run the missing points on ranks of this machine"
+    )
+    parser.add_argument(
+        "--max-node-hours", type=float, metavar="H", help="refuse jobs that could use more"
+    )
+    for name, text in (
+        ("queue", "queue of all jobs (default: the first of the machine that takes a point)"),
+        ("account", "account of the jobs"),
+        ("walltime", "time of a point, H:MM:SS (default: from its plan)"),
+    ):
+        parser.add_argument(f"--{name}", default="", metavar=name.upper(), help=text)
+    parser.add_argument(
+        "--share-jobs",
+        action="store_true",
+        help="run several points in a job, one after the other (default: only in queues that "
+        "limit the jobs of a user)",
+    )
+    parser.add_argument(
+        "--skip-data-check",
+        action="store_true",
+        help="do not check the data, which this machine cannot read",
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
+
+
+def _scaling(args: argparse.Namespace, arguments: list[str]) -> int:
+    from optimus.config import load_config
+    from optimus.config.machine import load_machine
+    from optimus.study.directory import StudyDirectory, local_threads
+    from optimus.study.scaling import make_point, pack_jobs, parse_nodes, parse_routings
+
+    _check_options(args)
+    config, machine = load_config(args.config, args.overrides), load_machine(args.machine)
+    nodes, routings = parse_nodes(args.nodes), parse_routings(args.routing, config)
+    directory = StudyDirectory(Path(args.out))
+    settings = _settings(args, config, machine, nodes, directory)
+    directory.check_same(config, settings, machine)
+    points = [
+        make_point(config, settings, machine, number, routing, directory.points)
+        for routing in routings
+        for number in nodes
+    ]
+    states = {point.name: directory.state(point.name, args.steps) for point in points}
+    missing = [p for p in points if states[p.name].name in ("missing", "failed")]
+    is_local = args.local and not args.walltime
+    jobs: list[Job] = []
+    if not is_local or all(point.planned is not None for point in missing):
+        jobs = pack_jobs(missing, machine, args.queue, args.walltime, args.share_jobs)
+    node_hours = sum(job.node_hours for job in jobs)
+    if args.max_node_hours is not None and node_hours > args.max_node_hours:
+        raise ConfigError(
+            f"--max-node-hours {args.max_node_hours:g}: the jobs of "
+            f"{counted(len(missing), 'point')} could use {node_hours:,.4g} node-hours; use fewer "
+            "--nodes or --steps, or raise the limit"
+        )
+    threads = local_threads(points) if args.local else 0
+    if args.local or args.submit:
+        _check_runs(missing, not args.skip_data_check)
+    with directory.locked():
+        directory.write(config, settings, machine)
+        for point in missing:
+            directory.write_point(point)
+        submissions = _write_jobs(args, directory, jobs, machine)
+        _report(args, points, states, jobs, submissions)
+        if args.submit:
+            return _submit(args, directory, jobs, submissions, machine)
+        if args.local:
+            return _run_locally(directory, missing, jobs, threads)
+    return 0
+
+
+def _check_options(args: argparse.Namespace) -> None:
+    for name, least in (("steps", 1), ("warmup", 0)):
+        value = getattr(args, name)
+        refuse_if(value < least, f"--{name} {value} must be at least {least}")
+    refuse_if(
+        args.warmup >= args.steps,
+        f"--warmup {args.warmup} leaves none of the {counted(args.steps, 'update')} of a point to "
+        "measure; use more --steps or a shorter --warmup",
+    )
+    limit = args.max_node_hours
+    refuse_if(limit is not None and not limit > 0, f"--max-node-hours {limit} must be above 0")
+    for name in ("queue", "account", "share_jobs"):
+        refuse_if(
+            args.local and getattr(args, name),
+            f"--{name.replace('_', '-')} has no effect with --local; remove it",
+        )
+    refuse_if(
+        args.skip_data_check and not args.submit,
+        "--skip-data-check has an effect only with --submit; remove it",
+    )
+
+
+def _settings(
+    args: argparse.Namespace,
+    config: Config,
+    machine: Machine,
+    nodes: Sequence[int],
+    directory: StudyDirectory,
+) -> Settings:
+    """Return the settings of the study. With `parallel.dp = 0`, an existing study keeps the tokens
+    of a data rank, although smaller numbers of nodes may be added."""
+    from optimus.study.scaling import Settings, tokens_per_data_rank
+
+    stored, tokens = directory.settings(), 0
+    if args.scaling == "strong":
+        refuse_if(
+            not config.train.global_batch_tokens,
+            "--scaling strong needs train.global_batch_tokens, the batch of all points; set it",
+        )
+    elif config.train.global_batch_tokens:
+        tokens = tokens_per_data_rank(config, machine, nodes)
+        if stored is not None and not config.parallel.dp:
+            tokens = stored.tokens_per_data_rank
+    return Settings(args.machine, args.scaling, args.steps, args.warmup, tokens)
+
+
+def _check_runs(points: Sequence[Point], check_data: bool) -> None:
+    """Check each point as `optimus train --dry-run` does."""
+    from optimus.train.startup import check_run
+
+    for point in points:
+        try:
+            check_run(point.config, point.mesh.world_size, check_data)
+        except ConfigError as error:
+            raise ConfigError(f"point {point.name}: {error}") from None
+
+
+def _write_jobs(
+    args: argparse.Namespace, directory: StudyDirectory, jobs: Sequence[Job], machine: Machine
+) -> list[list[str]]:
+    """Write the scripts of the jobs, and return the commands that submit them."""
+    from optimus.study.directory import scheduler, submission_of
+
+    system, commands = args.submit or scheduler(machine), []
+    for job in jobs:
+        command = submission_of(directory, job, system, machine, args.account)
+        directory.write_job(job, args.machine, machine.ranks_per_node, command)
+        commands.append(command)
+    return commands
+
+
+def _report(
+    args: argparse.Namespace,
+    points: Sequence[Point],
+    states: dict[str, Any],
+    jobs: Sequence[Job],
+    submissions: Sequence[Sequence[str]],
+) -> None:
+    """Print the points and the jobs."""
+    import shlex
+
+    from optimus.study.scaling import walltime_text
+
+    expected = [
+        point.nodes * (point.expected_s or 0) / 3600 for job in jobs for point in job.points
+    ]
+    node_hours = sum(job.node_hours for job in jobs)
+    if args.json:
+        result = {
+            "points": [
+                {
+                    "name": p.name,
+                    "nodes": p.nodes,
+                    "routing": p.routing,
+                    "ranks": p.mesh.world_size,
+                    "tokens": p.tokens,
+                    "planned": p.planned,
+                    "state": states[p.name].name,
+                }
+                for p in points
+            ],
+            "jobs": [
+                {
+                    "name": job.name,
+                    "queue": job.queue,
+                    "nodes": job.nodes,
+                    "walltime_s": job.walltime_s,
+                    "points": [point.name for point in job.points],
+                    "submission": list(command),
+                }
+                for job, command in zip(jobs, submissions, strict=True)
+            ],
+            "node_hours": node_hours,
+            "expected_node_hours": sum(expected),
+        }
+        print(json.dumps(result), flush=True)
+        return
+    for point in points:
+        step = f"planned step {point.planned['step_s']:.4g} s" if point.planned else "no plan"
+        batch = f"{point.tokens:,} tokens an update"
+        ranks = counted(point.mesh.world_size, "rank")
+        state = states[point.name]
+        print(f"{point.name}: {ranks}, {batch}, {step}; {state.name}")
+        if state.reason:
+            print(f"  {state.reason}")
+    for job, command in zip(jobs, submissions, strict=True):
+        names = ", ".join(point.name for point in job.points)
+        queue = f" in queue {job.queue}" if job.queue else ""
+        print(
+            f"job of {counted(job.nodes, 'node')}{queue} for {walltime_text(job.walltime_s)} "
+            f"({job.node_hours:,.4g} node-hours): {names}\n  {shlex.join(command)}"
+        )
+    print(
+        f"at most {node_hours:,.4g} node-hours, {sum(expected):,.4g} by the plan",
+        flush=True,
+    )
+
+
+def _submit(
+    args: argparse.Namespace,
+    directory: StudyDirectory,
+    jobs: Sequence[Job],
+    submissions: Sequence[Sequence[str]],
+    machine: Machine,
+) -> int:
+    """Submit the jobs, in each queue at most as many as it takes from a user."""
+    limits = {queue.name: queue.max_jobs for queue in machine.queues if queue.max_jobs}
+    left = 0
+    for job, command in zip(jobs, submissions, strict=True):
+        if limits.get(job.queue) == 0:
+            left += 1
+            continue
+        if job.queue in limits:
+            limits[job.queue] -= 1
+        name = directory.submit(job, args.submit, command)
+        if not args.json:
+            print(f"submitted {job.name} as job {name}", flush=True)
+    if left and not args.json:
+        print(
+            f"{counted(left, 'job')} not submitted, because the queue takes no more jobs of a "
+            "user; run the same command again when the others have ended"
+        )
+    return 0
+
+
+def _run_locally(
+    directory: StudyDirectory, points: Sequence[Point], jobs: Sequence[Job], threads: int
+) -> int:
+    """Run points one after the other. Return 1 if a point failed."""
+    from optimus.launch.signals import raising_keyboard_interrupt
+
+    limits = {point.name: job.walltime_s for job in jobs for point in job.points}
+    failed = 0
+    with raising_keyboard_interrupt():
+        for point in points:
+            status = directory.run_local(point, limits.get(point.name), threads)
+            failed += status != 0
+            print(f"{point.name}: exit status {status}", flush=True)
+    return 1 if failed else 0
+
+
+def _show(args: argparse.Namespace, arguments: list[str]) -> int:
+    from optimus.study.directory import StudyDirectory
+    from optimus.study.results import collect, format_results, rows, write_results
+
+    directory = StudyDirectory(Path(args.dir))
+    results = collect(directory)
+    paths = write_results(results, Path(args.out) if args.out else directory.path)
+    if args.json:
+        print(json.dumps({"points": rows(results), "files": [str(path) for path in paths]}))
+    else:
+        print(format_results(results))
+        print("\n".join(map(str, paths)))
+    return 0

@@ -1,0 +1,359 @@
+"""The results of a scaling study: medians of the points, tables and pictures."""
+
+from __future__ import annotations
+
+import csv
+import io
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from optimus.errors import DataError
+from optimus.io.files import atomic_writer, make_dirs, write_bytes
+from optimus.observe.report import StepLine, load_pyplot
+from optimus.study.directory import PlannedStep, State, StudyDirectory, read_metrics
+
+_MARKERS = ("o", "s")
+_COLORS = ("tab:blue", "tab:orange")
+_COMPONENTS = ("compute", "exposed", "bubble", "optimizer")
+
+
+class Measured(NamedTuple):
+    """Figures of the updates after the warm-up of a point. `low` and `high` are quartiles."""
+
+    updates: int
+    step_s: float
+    low_s: float
+    high_s: float
+    tokens_per_s: float
+    """From the median `step_s`."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """Plan and measurement of a point."""
+
+    name: str
+    nodes: int
+    routing: str
+    ranks: int
+    state: State
+    planned: PlannedStep | None
+    measured: Measured | None
+    lines: tuple[StepLine, ...]
+    """Metrics of all updates, also before the warm-up."""
+
+    @property
+    def planned_tokens_per_s(self) -> float | None:
+        return None if self.planned is None else self.planned.tokens_per_s
+
+    @property
+    def components_s(self) -> dict[str, float]:
+        """Planned seconds of the components of a step; {} without a plan."""
+        if self.planned is None:
+            return {}
+        planned = self.planned
+        exposed_s = sum(planned.exposed_s.values())
+        values = planned.compute_s, exposed_s, planned.bubble_s, planned.optimizer_s
+        return dict(zip(_COMPONENTS, values, strict=True))
+
+
+def collect(directory: StudyDirectory) -> list[Result]:
+    """Return the results of all points in the order of routing and nodes.
+
+    Raises:
+        DataError: The directory has no study, or one of its files is damaged.
+    """
+    settings = directory.settings()
+    if settings is None:
+        raise DataError(
+            f"{directory.path} has no study; use the --out directory of optimus study scaling"
+        )
+    results = []
+    for name, plan in directory.plans().items():
+        state = directory.state(name, settings.steps)
+        lines = read_metrics(directory.points / name / "run")
+        measured = None
+        if state.name == "done":
+            measured = _measure(lines[settings.warmup : settings.steps], plan.tokens)
+        sizes = plan.nodes, plan.routing, plan.ranks
+        results.append(Result(name, *sizes, state, plan.planned, measured, lines))
+    return sorted(results, key=lambda result: (result.routing, result.nodes))
+
+
+def _measure(lines: Sequence[StepLine], tokens: int) -> Measured:
+    """Return the figures of updates of `tokens` tokens."""
+    seconds = [line.step_time_s for line in lines]
+    middle = statistics.median(seconds)
+    low, high = middle, middle
+    if len(seconds) > 1:
+        low, _, high = statistics.quantiles(seconds, n=4, method="inclusive")
+    return Measured(len(seconds), middle, low, high, tokens / middle)
+
+
+def efficiencies(
+    results: Iterable[Result], rate: Callable[[Result], float | None]
+) -> dict[str, float]:
+    """Return the scaling efficiency of points by name.
+
+    It is the tokens per second of a rank, relative to those of the smallest point with the same
+    routing that has a rate. This holds for weak and for strong scaling.
+
+    Args:
+        results: Points in the order of routing and nodes.
+        rate: Function that returns the tokens per second of a point, or None for none.
+    """
+    first: dict[str, float] = {}
+    values = {}
+    for result in results:
+        if (tokens_per_s := rate(result)) is not None:
+            of_rank = tokens_per_s / result.ranks
+            values[result.name] = of_rank / first.setdefault(result.routing, of_rank)
+    return values
+
+
+def measured_rate(result: Result) -> float | None:
+    """Return the measured tokens per second of a point; None if it is not measured."""
+    return None if result.measured is None else result.measured.tokens_per_s
+
+
+def planned_rate(result: Result) -> float | None:
+    """Return the planned tokens per second of a point; None if they are not planned."""
+    return result.planned_tokens_per_s
+
+
+def rows(results: Sequence[Result]) -> list[dict[str, Any]]:
+    """Return a dict of figures for each point. A figure that does not exist is None."""
+    measured, planned = (efficiencies(results, rate) for rate in (measured_rate, planned_rate))
+    table = []
+    for result in results:
+        figures: dict[str, Any] = {
+            "point": result.name,
+            "routing": result.routing or "dense",
+            "nodes": result.nodes,
+            "tiles": result.ranks,
+            "state": result.state.name,
+            "reason": result.state.reason,
+        }
+        m = result.measured
+        figures |= {
+            "measured_updates": m and m.updates,
+            "measured_step_s": m and m.step_s,
+            "measured_step_s_quartile_1": m and m.low_s,
+            "measured_step_s_quartile_3": m and m.high_s,
+            "measured_tokens_per_s": m and m.tokens_per_s,
+            "measured_efficiency": measured.get(result.name),
+            "simulated_step_s": result.planned and result.planned.step_s,
+            "simulated_tokens_per_s": result.planned_tokens_per_s,
+            "simulated_efficiency": planned.get(result.name),
+        }
+        for name in _COMPONENTS:
+            figures[f"simulated_{name}_s"] = result.components_s.get(name)
+        table.append(figures)
+    return table
+
+
+def write_results(results: Sequence[Result], folder: Path) -> list[Path]:
+    """Write `points.csv`, `loss.csv`, `figure4.png` and `throughput.png`, and return their
+    paths."""
+    make_dirs(folder)
+    losses = [
+        {
+            "point": result.name,
+            "routing": result.routing or "dense",
+            "tiles": result.ranks,
+            "step": line.step,
+            "tokens": line.tokens,
+            "loss": line.loss,
+        }
+        for result in results
+        if result.measured is not None
+        for line in result.lines
+    ]
+    names = ("point", "routing", "tiles", "step", "tokens", "loss")
+    table = rows(results)
+    _write_csv(folder / "points.csv", table, tuple(table[0]) if table else ("point",))
+    _write_csv(folder / "loss.csv", losses, names)
+    _draw_figure_4(results, folder / "figure4.png")
+    _draw_throughput(results, folder / "throughput.png")
+    return [folder / f for f in ("figure4.png", "throughput.png", "points.csv", "loss.csv")]
+
+
+def format_results(results: Sequence[Result]) -> str:
+    """Return the results as text: a table, and a line for each point without a measurement."""
+    header = ("point", "tiles", "measured step, s (quartiles)", "tokens/s", "efficiency")
+    cells = [(*header, "simulated step, s", "simulated efficiency", "state")]
+    for result, row in zip(results, rows(results), strict=True):
+        spread = ""
+        if (m := result.measured) is not None:
+            spread = f"{m.step_s:.4g} ({m.low_s:.4g} to {m.high_s:.4g})"
+        cells.append(
+            (
+                result.name,
+                f"{result.ranks:,}",
+                spread,
+                _number(row["measured_tokens_per_s"], ",.0f"),
+                _number(row["measured_efficiency"], ".1%"),
+                _number(row["simulated_step_s"], ".4g"),
+                _number(row["simulated_efficiency"], ".1%"),
+                result.state.name,
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in cells
+    ]
+    for result in results:
+        if result.state.name in ("failed", "submitted"):
+            lines.append(f"{result.name} {result.state.name}: {result.state.reason}")
+    return "\n".join(lines)
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+def _write_csv(path: Path, table: Iterable[dict[str, Any]], names: Sequence[str]) -> None:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, names, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(table)
+    write_bytes(path, text.getvalue().encode())
+
+
+def _routings(results: Iterable[Result]) -> list[str]:
+    return list(dict.fromkeys(result.routing for result in results))
+
+
+def _draw_figure_4(results: Sequence[Result], path: Path) -> None:
+    """Draw the loss against tokens and the efficiency against tiles, as Figure 4 of the Optimus
+    paper."""
+    pyplot = load_pyplot()
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 5))
+    routings = _routings(results)
+    for result in results:
+        if result.measured is not None:
+            style = "-" if result.routing == routings[0] else ":"
+            tokens, losses = [line.tokens for line in result.lines], [x.loss for x in result.lines]
+            left.plot(tokens, losses, style, lw=1, label=_label(result.routing, result.ranks))
+    left.set_xlabel("training tokens")
+    left.set_ylabel("cross-entropy, nats per token")
+    _draw_points(right, results, routings, efficiencies)
+    right.axhline(1.0, lw=0.8, color="tab:gray")
+    right.set_ylabel("efficiency, relative to the smallest point")
+    right.set_ylim(bottom=0)
+    _finish(pyplot, figure, (left, right), path)
+
+
+def _draw_throughput(results: Sequence[Result], path: Path) -> None:
+    """Draw the tokens per second and the components of a step against tiles."""
+    pyplot = load_pyplot()
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 5))
+    routings = _routings(results)
+
+    def rates(of: Iterable[Result], rate: Callable[[Result], float | None]) -> dict[str, float]:
+        values = ((result.name, rate(result)) for result in of)
+        return {name: value for name, value in values if value is not None}
+
+    _draw_points(left, results, routings, rates)
+    left.set_yscale("log")
+    left.set_ylabel("tokens/s")
+    _draw_components(right, results, routings)
+    _finish(pyplot, figure, (left, right), path)
+
+
+_Values = Callable[[Iterable[Result], Callable[[Result], float | None]], dict[str, float]]
+
+
+def _draw_points(
+    axes: Any, results: Sequence[Result], routings: Sequence[str], values_of: _Values
+) -> None:
+    """Draw a figure of all points against tiles: filled with quartiles if it is measured, open if
+    it is planned."""
+    measured, planned = (values_of(results, rate) for rate in (measured_rate, planned_rate))
+    for number, routing in enumerate(routings):
+        of_routing = [result for result in results if result.routing == routing]
+        style = {"marker": _MARKERS[number % 2], "color": _COLORS[number % 2]}
+        name = routing or "dense"
+        points = [(r.ranks, planned[r.name]) for r in of_routing if r.name in planned]
+        label = f"{name}, simulated"
+        if points:
+            axes.plot(*zip(*points, strict=True), "--", mfc="none", label=label, **style)
+        timed = [(r, r.measured, measured[r.name]) for r in of_routing if r.measured is not None]
+        if timed:
+            spreads = [
+                (value * (1 - m.step_s / m.high_s), value * (m.step_s / m.low_s - 1))
+                for _, m, value in timed
+            ]
+            axes.errorbar(
+                [r.ranks for r, _, _ in timed],
+                [value for _, _, value in timed],
+                yerr=list(zip(*spreads, strict=True)),
+                capsize=3,
+                label=f"{name}, measured (quartiles)",
+                **style,
+            )
+    _scale_tiles(axes, results)
+
+
+def _draw_components(axes: Any, results: Sequence[Result], routings: Sequence[str]) -> None:
+    """Draw the planned components of a step as open bars, and measured steps as filled points."""
+    planned = {result.ranks: result for result in results if result.planned is not None}
+    positions = {ranks: n for n, ranks in enumerate(sorted({r.ranks for r in results}))}
+    bottom = dict.fromkeys(planned, 0.0)
+    for name, hatch in zip(_COMPONENTS, ("", "///", "...", "xxx"), strict=True):
+        heights = [planned[ranks].components_s[name] for ranks in planned]
+        axes.bar(
+            [positions[ranks] for ranks in planned],
+            heights,
+            0.6,
+            bottom=list(bottom.values()),
+            color="none",
+            edgecolor="black",
+            hatch=hatch,
+            label=f"{name}, simulated",
+        )
+        for ranks, height in zip(planned, heights, strict=True):
+            bottom[ranks] += height
+    for number, routing in enumerate(routings):
+        timed = [r for r in results if r.routing == routing and r.measured is not None]
+        if timed:
+            steps = [r.measured for r in timed if r.measured is not None]
+            axes.errorbar(
+                [positions[r.ranks] for r in timed],
+                [m.step_s for m in steps],
+                yerr=[[m.step_s - m.low_s for m in steps], [m.high_s - m.step_s for m in steps]],
+                fmt=_MARKERS[number % 2],
+                color=_COLORS[number % 2],
+                capsize=3,
+                label=f"step, {routing or 'dense'}, measured (quartiles)",
+            )
+    axes.set_xticks(list(positions.values()), [f"{ranks:,}" for ranks in positions])
+    axes.set_xlabel("tiles (ranks)")
+    axes.set_ylabel("s of a step")
+
+
+def _scale_tiles(axes: Any, results: Sequence[Result]) -> None:
+    tiles = sorted({result.ranks for result in results})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(tiles, [f"{ranks:,}" for ranks in tiles])
+    axes.minorticks_off()
+    axes.set_xlabel("tiles (ranks)")
+
+
+def _label(routing: str, ranks: int) -> str:
+    return f"{ranks:,} tiles" + (f", {routing}" if routing else "")
+
+
+def _finish(pyplot: Any, figure: Any, panels: Iterable[Any], path: Path) -> None:
+    for axes in panels:
+        axes.grid(alpha=0.3)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(fontsize="small")
+    figure.tight_layout()
+    with atomic_writer(path) as file:
+        figure.savefig(file, format="png", dpi=120)
+    pyplot.close(figure)

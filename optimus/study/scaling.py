@@ -1,0 +1,323 @@
+"""The points and jobs of a scaling study, computed without running anything.
+
+A point is a short run of a configuration on a number of nodes. With weak scaling, each data rank
+has the same number of tokens in every point; with strong scaling, the global batch is the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from optimus.config import Config, make_config
+from optimus.config.machine import Machine, Queue, parse_walltime
+from optimus.data.batch import plan_batch
+from optimus.distributed.mesh import Mesh, make_mesh
+from optimus.errors import ConfigError, counted, refuse_if
+
+Scaling = Literal["weak", "strong"]
+ROUTINGS = ("top-k", "uniform")
+_START_S = 600
+"""Seconds that a job has for the start of a point: rendezvous, process groups, compilation of
+kernels. No source: it is not measured on many nodes."""
+_MARGIN = 3.0
+"""Factor between the requested and the predicted time of the updates. The prediction is a lower
+bound if the machine file lacks figures."""
+_ROUND_S = 300
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings that all points of a study share."""
+
+    machine: str
+    """Name or path of the machine's file."""
+    scaling: Scaling
+    steps: int
+    """Number of updates of a point."""
+    warmup: int
+    """Number of first updates that are not measured."""
+    tokens_per_data_rank: int
+    """Tokens of a data rank in an update with weak scaling; 0: one microbatch."""
+
+    def global_batch_tokens(self, config: Config, mesh: Mesh) -> int:
+        """Return `train.global_batch_tokens` of a point."""
+        if self.scaling == "strong":
+            return config.train.global_batch_tokens
+        return self.tokens_per_data_rank * mesh.num_data_ranks
+
+
+@dataclass(frozen=True)
+class Point:
+    """A run of the study."""
+
+    name: str
+    nodes: int
+    routing: str
+    """Value of `model.router`; "" for a dense model."""
+    config: Config
+    mesh: Mesh
+    tokens: int
+    """Tokens of an update."""
+    planned: dict[str, Any] | None
+    """Result of `plan_step`, with uniform routing; None if the time of a step is not planned."""
+    not_planned: str = ""
+    """Reason why `planned` is None."""
+
+    @property
+    def expected_s(self) -> float | None:
+        """Predicted seconds of all updates; None if they are not planned."""
+        if self.planned is None:
+            return None
+        return self.config.train.stop_at_step * self.planned["step_s"]
+
+    @property
+    def walltime_s(self) -> int:
+        """Seconds to request for the point. Raises ConfigError if its time is not planned."""
+        if self.expected_s is None:
+            raise ConfigError(
+                f"the time of a step on {counted(self.nodes, 'node')} is not planned "
+                f"({self.not_planned}); add --walltime H:MM:SS, the time of a point"
+            )
+        return _START_S + math.ceil(_MARGIN * self.expected_s)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job of the scheduler, which runs points one after the other."""
+
+    name: str
+    queue: str
+    """Name of the queue; "" if the machine's file has no queues."""
+    points: tuple[Point, ...]
+    walltime_s: int
+
+    @property
+    def nodes(self) -> int:
+        """Number of nodes of the job. Smaller points leave nodes idle."""
+        return max(point.nodes for point in self.points)
+
+    @property
+    def node_hours(self) -> float:
+        """Node-hours of the whole walltime, the most that the job can use."""
+        return self.nodes * self.walltime_s / 3600
+
+
+def parse_nodes(text: str) -> tuple[int, ...]:
+    """Return the numbers of nodes in a list such as `32,64,128`, in ascending order. Raises
+    ConfigError."""
+    numbers = []
+    for word in text.split(","):
+        refuse_if(
+            not word.strip().isdecimal() or int(word) < 1,
+            f"--nodes {text}: {word!r} is not a number of nodes; give numbers such as 32,64,128",
+        )
+        numbers.append(int(word))
+    repeated = sorted({number for number in numbers if numbers.count(number) > 1})
+    refuse_if(repeated, f"--nodes {text}: {repeated[:1]} occurs twice; remove it")
+    return tuple(sorted(numbers))
+
+
+def parse_routings(text: str | None, config: Config) -> tuple[str, ...]:
+    """Return the routings in the value of `--routing`, or that of the configuration for None.
+    Raises ConfigError."""
+    if text is None:
+        return (config.model.router if config.model.sparse_layers else "",)
+    refuse_if(
+        not config.model.sparse_layers,
+        f"--routing {text} has no effect on a dense model; remove it",
+    )
+    routings = tuple(dict.fromkeys(text.split(",")))
+    for routing in routings:
+        refuse_if(
+            routing not in ROUTINGS,
+            f"--routing {text}: {routing!r} is no routing; use {' or '.join(ROUTINGS)}",
+        )
+    return routings
+
+
+def tokens_per_data_rank(config: Config, machine: Machine, nodes: Iterable[int]) -> int:
+    """Return the tokens of a data rank in an update of the configuration.
+
+    The configuration's mesh divides `train.global_batch_tokens`. With `parallel.dp = 0`, it is the
+    mesh on the smallest number of nodes.
+
+    Raises:
+        ConfigError: The mesh does not fit these nodes, or the batch is not divisible.
+    """
+    smallest = None if config.parallel.dp else min(nodes) * machine.ranks_per_node
+    mesh, batch = make_mesh(config.parallel, smallest), config.train.global_batch_tokens
+    plan_batch(config.train, mesh.num_data_ranks)
+    return batch // mesh.num_data_ranks
+
+
+def make_point(
+    config: Config,
+    settings: Settings,
+    machine: Machine,
+    nodes: int,
+    routing: str,
+    folder: Path,
+) -> Point:
+    """Return a point of a study.
+
+    Args:
+        config: The configuration of the study.
+        settings: Settings of the study.
+        machine: The definition of `settings.machine`.
+        nodes: Number of nodes.
+        routing: Value of `model.router`; "" for a dense model.
+        folder: Directory of all points.
+
+    Raises:
+        ConfigError: No queue takes the nodes, the layout does not fit them, the batch cannot be
+            divided, or the model states do not fit on a device.
+    """
+    from optimus.planner.step_plan import plan_step
+
+    machine.check_nodes(nodes)
+    free = config.parallel.model_copy(update={"dp": 0})
+    mesh = make_mesh(free, nodes * machine.ranks_per_node)
+    name = f"{nodes:05}-{routing or 'dense'}"
+    tree = config.model_dump(exclude_none=True)
+    train, steps = tree["train"], settings.steps
+    train["max_steps"] = max(train["max_steps"], steps)
+    train |= {
+        "run_dir": str(folder / name / "run"),
+        "stop_at_step": steps,
+        "global_batch_tokens": settings.global_batch_tokens(config, mesh),
+        **dict.fromkeys(("eval_interval", "sample_interval"), 0),
+        "eval_instances": 1,  # an evaluation follows the last update if there is held-out data
+        "deadline_s": 0.0,
+    }
+    tree["parallel"]["dp"] = mesh.dp
+    tree["checkpoint"] |= {"at_end": False, "interval": 0, "model_interval": 0}
+    tree["checkpoint"] |= {"keep_models": 0, "keep_models_every": 0}
+    if routing:
+        tree["model"]["router"] = routing
+    where = f"{counted(nodes, 'node')} of {settings.machine}"
+    try:
+        of_point = make_config(tree)
+        batch = plan_batch(of_point.train, mesh.num_data_ranks)
+        _check_states(of_point, mesh, machine)
+    except ConfigError as error:
+        raise ConfigError(f"on {where}: {error}") from None
+    planned, reason = None, ""
+    try:
+        planned = plan_step(of_point, mesh, machine, settings.machine)
+    except ConfigError as error:
+        reason = str(error)
+    return Point(name, nodes, routing, of_point, mesh, batch.tokens, planned, reason)
+
+
+def _check_states(config: Config, mesh: Mesh, machine: Machine) -> None:
+    """Refuse a point whose model states alone are larger than the memory of a device."""
+    from optimus.planner.states import plan_ranks
+
+    states = max(sizes["total"] for _, sizes in plan_ranks(config, mesh))
+    if machine.device is None or config.offload.mode == "auto":
+        return
+    missing = states - int(machine.device.memory_bytes.value)
+    refuse_if(
+        missing > 0,
+        f"the model states of a rank need {counted(states, 'byte')}, {counted(missing, 'byte')} "
+        "more than its device has; use more nodes, or optim.sharding = 'epso'",
+    )
+
+
+def pack_jobs(
+    points: Sequence[Point],
+    machine: Machine,
+    queue: str = "",
+    walltime: str = "",
+    share: bool = False,
+) -> list[Job]:
+    """Return the jobs that run the points.
+
+    Each point has a job, unless its queue limits the jobs of a user (`Queue.max_jobs`) to fewer
+    jobs than points. These points share jobs, as many as the longest walltime of the queue permits
+    in each.
+
+    Args:
+        points: The points.
+        machine: The machine, with its queues.
+        queue: Name of the queue; "" for the first queue in the file that takes a point.
+        walltime: Time of a point, as hours:minutes:seconds; "": from its plan.
+        share: True to share jobs also in queues without a limit.
+
+    Raises:
+        ConfigError: No queue takes a point, or the time of a point is not known.
+    """
+    fixed_s = 0
+    if walltime:
+        try:
+            fixed_s = parse_walltime(walltime)
+        except ValueError as error:
+            raise ConfigError(f"--walltime {error}") from None
+    by_queue: dict[str, list[tuple[Point, int]]] = {}
+    for point in points:
+        seconds = fixed_s or point.walltime_s
+        entry = _queue_of(machine, queue, point.nodes, seconds)
+        by_queue.setdefault(entry.name if entry else queue, []).append((point, seconds))
+    jobs = []
+    for name, timed in by_queue.items():
+        entries = [entry for entry in machine.queues if entry.name == name]
+        limit = max((entry.max_jobs for entry in entries), default=0)
+        shares = share or (limit and len(timed) > limit)
+        timed.sort(key=lambda pair: -pair[0].nodes)
+        groups: list[list[tuple[Point, int]]] = []
+        for pair in timed:
+            together = [*groups[-1], pair] if groups and shares else []
+            if together and _fits(entries, together):
+                groups[-1] = together
+            else:
+                groups.append([pair])
+        jobs += [_job(name, group, entries) for group in groups]
+    return jobs
+
+
+def _queue_of(machine: Machine, name: str, nodes: int, seconds: int) -> Queue | None:
+    """Return the first queue that takes a job; None if the machine's file has no such queue."""
+    entries = [entry for entry in machine.queues if name in ("", entry.name)]
+    if not entries:
+        return None
+    for entry in entries:
+        if _takes(entry, nodes, seconds):
+            return entry
+    hours = seconds / 3600
+    raise ConfigError(
+        f"{f'--queue {name}' if name else 'the machine'} has no queue that takes "
+        f"{counted(nodes, 'node')} for {hours:.2g} h; use fewer --steps, another --queue, or a "
+        "shorter --walltime"
+    )
+
+
+def _takes(entry: Queue, nodes: int, seconds: int) -> bool:
+    least, most = entry.nodes
+    return least <= nodes <= most and seconds <= parse_walltime(entry.walltime[1])
+
+
+def _fits(entries: Sequence[Queue], group: Sequence[tuple[Point, int]]) -> bool:
+    nodes, seconds = max(point.nodes for point, _ in group), sum(s for _, s in group)
+    return not entries or any(_takes(entry, nodes, seconds) for entry in entries)
+
+
+def _job(queue: str, group: Sequence[tuple[Point, int]], entries: Sequence[Queue]) -> Job:
+    points, seconds = tuple(point for point, _ in group), sum(s for _, s in group)
+    nodes = max(point.nodes for point in points)
+    fitting = [entry for entry in entries if _takes(entry, nodes, seconds)]
+    rounded = _ROUND_S * math.ceil(seconds / _ROUND_S)
+    if fitting:
+        least, most = map(parse_walltime, fitting[0].walltime)
+        rounded = max(least, min(most, rounded))
+    first = points[0].name
+    name = first if len(points) == 1 else f"{first}-and-{len(points) - 1}-more"
+    return Job(name, queue, points, rounded)
+
+
+def walltime_text(seconds: int) -> str:
+    """Return seconds as hours:minutes:seconds."""
+    return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"

@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# Submits a job of a scaling study to PBS. `optimus study scaling --submit pbs` calls this script.
+#
+#   scripts/pbs/study.sh --nodes 64 --account PROJECT --queue debug-scaling --walltime 1:00:00 -- DIR/jobs/NAME.sh
+#
+# --nodes N        number of nodes (1)
+# --account, --queue, --walltime, --filesystems      the options of qsub
+# --export NAMES   variables to export, such as A,B, as well as those a job needs (docs/launching.md)
+# --dry-run        print the commands that submit and launch the job, and run neither
+# The argument after -- is a job that `optimus study scaling` has written.
+set -euo pipefail
+
+source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/../jobs.sh" # also if called through a link
+
+nodes=1 account='' queue='' walltime=1:00:00 filesystems='' export=''
+options=(nodes account queue walltime filesystems export)
+read_options "${options[*]}" job "$@"
+need_whole_numbers "--nodes" "$nodes"
+program=${OPTIMUS:-$root/.venv/bin/optimus}
+need_program
+launch=(bash "${command[@]}")
+in_job exec "${launch[@]}"
+
+read_exported "$export"
+submit=(qsub -v "$exported" -N optimus-study -k doe -j oe -l "walltime=$walltime" -l place=scatter
+    -l "select=$nodes")
+[[ -z $account ]] || submit+=(-A "$account")
+[[ -z $queue ]] || submit+=(-q "$queue")
+[[ -z $filesystems ]] || submit+=(-l "filesystems=$filesystems")
+submit_job OPTIMUS "$program"
