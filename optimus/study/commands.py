@@ -106,6 +106,8 @@ def _scaling(args: argparse.Namespace, arguments: list[str]) -> int:
     _check_options(args)
     config, machine = load_config(args.config, args.overrides), load_machine(args.machine)
     nodes, routings = parse_nodes(args.nodes), parse_routings(args.routing, config)
+    for number in nodes:
+        machine.check_nodes(number)
     directory = StudyDirectory(Path(args.out))
     settings = _settings(args, config, machine, nodes, directory)
     directory.check_same(config, settings, machine)

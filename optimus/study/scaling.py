@@ -173,12 +173,11 @@ def make_point(
         folder: Directory of all points.
 
     Raises:
-        ConfigError: No queue takes the nodes, the layout does not fit them, the batch cannot be
-            divided, or the model states do not fit on a device.
+        ConfigError: The layout does not fit the nodes, the batch cannot be divided, or the model
+            states do not fit on a device.
     """
     from optimus.planner.step_plan import plan_step
 
-    machine.check_nodes(nodes)
     free = config.parallel.model_copy(update={"dp": 0})
     mesh = make_mesh(free, nodes * machine.ranks_per_node)
     name = f"{nodes:05}-{routing or 'dense'}"

@@ -1,6 +1,7 @@
-"""Replacements of `qsub` and of the `mpiexec` of PALS, as on Aurora. No package has the originals.
+"""Replacements of `qsub`, `qstat` and the `mpiexec` of PALS, as on Aurora. No package has the
+originals.
 
-`install(folder)` writes both programs. With this folder first on PATH, a job script of Optimus
+`install(folder)` writes these programs. With this folder first on PATH, a job script of Optimus
 starts real processes. There are two differences to the real programs: `qsub` waits for the job,
 prints its output and returns its exit status; and all hosts are this machine. Options that the
 scripts of Optimus do not use are refused, so that a misspelled option is an error.
@@ -22,9 +23,9 @@ RESOURCES = ("walltime", "place", "select", "filesystems")
 
 
 def install(folder: Path) -> None:
-    """Write the programs `qsub` and `mpiexec` to `folder`."""
+    """Write the programs `qsub`, `qstat` and `mpiexec` to `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name in ("qsub", "mpiexec"):
+    for name in ("qsub", "qstat", "mpiexec"):
         words = shlex.join([sys.executable, str(Path(__file__).resolve()), name])
         (folder / name).write_text(f'#!/bin/bash\nexec {words} "$@"\n')
         (folder / name).chmod(0o755)
@@ -69,6 +70,14 @@ def qsub(argv: Sequence[str]) -> int:
         return max(process.wait() for process in jobs)
 
 
+def qstat(argv: Sequence[str]) -> int:
+    """Answer as PBS does for a job that has ended long ago. `qsub` waits for the end of jobs."""
+    parser = argparse.ArgumentParser(prog="qstat", allow_abbrev=False)
+    parser.add_argument("job")
+    print(f"qstat: Unknown Job Id {parser.parse_args(argv).job}", file=sys.stderr)
+    return 153
+
+
 def mpiexec(argv: Sequence[str]) -> int:
     """Start the ranks with the variables that PALS sets. PMI_SIZE is not one of them. As with PALS,
     the failure of a rank ends the others."""
@@ -103,4 +112,5 @@ def mpiexec(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit({"qsub": qsub, "mpiexec": mpiexec}[sys.argv[1]](sys.argv[2:]))
+    programs = {"qsub": qsub, "qstat": qstat, "mpiexec": mpiexec}
+    sys.exit(programs[sys.argv[1]](sys.argv[2:]))

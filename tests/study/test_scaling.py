@@ -1,0 +1,251 @@
+"""Scaling studies: points and jobs, what is refused before a job, submission and results."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from optimus.cli import main
+from optimus.config import load_config
+from optimus.config.machine import load_machine
+from optimus.errors import ConfigError
+from optimus.study.directory import StudyDirectory
+from optimus.study.results import collect, efficiencies, measured_rate
+from optimus.study.scaling import Point, Settings, make_point, pack_jobs
+from tests.kit.ranks import pbs as fake_pbs
+from tests.kit.ranks.processes import install
+from tests.kit.runs.tiny import CONTEXT, DENSE, tiny_tree
+from tests.launch.test_spawn import write_config
+from tests.planner.test_plan import CONFIGS
+
+HERE = Path(__file__).parent / "machine.toml"
+STEPS, WARMUP = 6, 2
+
+
+@pytest.fixture
+def config(tiny_data, tmp_path) -> Path:
+    tree = tiny_tree(tiny_data, tmp_path / "unused", train__deterministic=False)
+    return write_config(tmp_path / "run.toml", tree)
+
+
+def study(config: Path, out: Path, *options: str, nodes: str = "1,2") -> list[str]:
+    sizes = ["--steps", str(STEPS), "--warmup", str(WARMUP), "--machine", str(HERE)]
+    return ["study", "scaling", str(config), "--nodes", nodes, *sizes, "--out", str(out), *options]
+
+
+def metrics(step_s: float, steps: int = STEPS, tokens: int = 256) -> str:
+    lines = [
+        {"step": step, "loss": 6 - step / 10, "grad_norm": 1.0, "tokens": tokens * step}
+        | {"step_time_s": 9.0 if step <= WARMUP else step_s * (1 + (step % 2) / 10)}
+        | {"tokens_per_s": 1.0}
+        for step in range(1, steps + 1)
+    ]
+    return "".join(f"{json.dumps(line)}\n" for line in lines)
+
+
+def complete(out: Path, name: str, text: str, status: str = "0") -> None:
+    """Write the files of a point that has run."""
+    (out / "points" / name / "run").mkdir(parents=True)
+    (out / "points" / name / "run" / "metrics.jsonl").write_text(text)
+    (out / "points" / name / "status").write_text(status)
+
+
+def test_points_of_a_weak_study_keep_the_tokens_of_a_rank():
+    config = load_config(CONFIGS / "run" / "mula-20b-a2b.toml", [])
+    machine = load_machine("aurora")
+    settings = Settings("aurora", "weak", 30, 5, 2048)
+    small, large = (
+        make_point(config, settings, machine, nodes, "uniform", Path("P")) for nodes in (32, 256)
+    )
+    assert small.mesh == (1, 32, 12, 1) and large.mesh == (1, 256, 12, 1)
+    assert 8 * small.tokens == large.tokens == config.train.global_batch_tokens
+    checkpoint = small.config.checkpoint
+    assert not (checkpoint.at_end or checkpoint.interval or checkpoint.model_interval)
+    train, before = small.config.train, config.train
+    assert (train.max_steps, train.stop_at_step) == (before.max_steps, 30)
+    assert small.config.model.router == "uniform"
+    assert small.planned and small.expected_s == 30 * small.planned["step_s"]
+    strong = make_point(
+        config, Settings("aurora", "strong", 30, 5, 0), machine, 32, "top-k", Path("P")
+    )
+    assert strong.tokens == large.tokens and strong.planned["step_s"] > large.planned["step_s"]
+
+
+def test_jobs_have_queues_and_share_those_with_a_limit(config):
+    machine = load_machine("aurora")
+    point = make_point(
+        load_config(config), Settings("h", "weak", 5, 1, 0), load_machine(str(HERE)), 1, "", Path()
+    )
+
+    def of(nodes: int, hours: float) -> Point:
+        planned = {"step_s": 3600 * hours / 15}  # 3 x 5 updates
+        return dataclasses.replace(point, nodes=nodes, planned=planned, name=f"{nodes}")
+
+    small = [of(nodes, 0.25) for nodes in (32, 64, 128)]  # 0.25 h + 600 s each
+    jobs = pack_jobs([*small, of(512, 2.0), of(1024, 2.0)], machine)
+    assert [(job.queue, [p.nodes for p in job.points]) for job in jobs] == [
+        ("debug-scaling", [128, 64]),
+        ("debug-scaling", [32]),
+        ("prod", [1024]),
+        ("prod", [512]),
+    ]
+    assert [job.nodes for job in jobs] == [128, 32, 1024, 512]
+    assert [job.walltime_s for job in jobs] == [3000, 1500, 7800, 7800]
+    assert jobs[0].node_hours == 128 * 3000 / 3600
+    (alone,) = pack_jobs([of(64, 0.001)], machine, walltime="0:01:00")
+    assert alone.walltime_s == 300, "a queue has a shortest walltime"
+    with pytest.raises(ConfigError, match="no queue that takes 64 nodes for 2.2 h"):
+        pack_jobs([of(64, 2.0)], machine)
+    with pytest.raises(ConfigError, match="--queue debug has no queue that takes 64 nodes"):
+        pack_jobs([of(64, 0.1)], machine, queue="debug")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--nodes", "1,x"), "'x' is not a number of nodes"),
+        (("--nodes", "2,2"), "occurs twice"),
+        (("--machine", "nowhere"), "no such machine"),
+        (("--machine", "aurora", "--nodes", "32,20000"), "none takes this number"),
+        (("--max-node-hours", "0.1"), "could use 0.75 node-hours"),
+        (("--warmup", "6"), "leaves none of the 6 updates"),
+        (("--routing", "random"), "use top-k or uniform"),
+        (("--nodes", "3", "parallel.ep=2"), "does not divide the world of 3 ranks"),
+        (("--nodes", "1,99", "--local"), "more than the"),
+        (("--submit", "pbs", "data.path=/nowhere"), "/nowhere"),
+        (("--walltime", "1h", "--submit", "pbs"), "must be hours:minutes:seconds"),
+        (("train.global_batch_tokens=8192", "--scaling", "strong", "--nodes", "3"), "multiple"),
+        (("--local", "--queue", "debug"), "has no effect with --local"),
+    ],
+)
+def test_mistake_is_refused_before_anything_is_written(
+    config, tmp_path, monkeypatch, capsys, options, message
+):
+    for program in ("qsub", "sbatch"):
+        (tmp_path / program).write_text(f"#!/bin/sh\ntouch {tmp_path}/submitted\n")
+        (tmp_path / program).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert main([*study(config, tmp_path / "out"), *options]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("optimus: error: ") and message in line
+    assert not (tmp_path / "out").exists() and not (tmp_path / "submitted").exists()
+
+
+def test_study_of_another_configuration_is_refused(config, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert main(study(config, out)) == 0
+    for option, message in (
+        ("optim.lr=1e-2", "optim.lr is 0.01, there 0.003"),
+        ("--scaling=strong", "scaling is 'strong', there 'weak'"),
+        ("--steps=7", "steps is 7, there 6"),
+    ):
+        assert main([*study(config, out), option]) == 2
+        assert message in capsys.readouterr().err
+    (out / "study.json").write_text("{")
+    assert main(study(config, out)) == 2
+    assert "study.json" in capsys.readouterr().err
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    assert main(study(config, tmp_path / "full")) == 2
+    assert "other files such as file; use another --out" in capsys.readouterr().err
+
+
+def test_dense_model_has_no_routing(tiny_data, tmp_path, capsys):
+    config = write_config(tmp_path / "run.toml", tiny_tree(tiny_data, "r", **DENSE))
+    assert main(study(config, tmp_path / "out", "--routing", "uniform")) == 2
+    assert "no effect on a dense model" in capsys.readouterr().err
+    assert main(study(config, tmp_path / "out")) == 0
+    assert (tmp_path / "out" / "points" / "00001-dense" / "config.toml").exists()
+
+
+def test_results_name_failed_points_and_do_not_draw_them(config, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert main(study(config, out, "--routing", "top-k,uniform", nodes="1,2,4")) == 0
+    complete_at = {"00001-top-k": 1.0, "00002-top-k": 1.25, "00001-uniform": 1.0}
+    for name, step_s in complete_at.items():
+        complete(out, name, metrics(step_s))
+    complete(out, "00004-top-k", metrics(1.0, steps=3), status="5")
+    (out / "points" / "00004-top-k" / "log.txt").write_text("a\noptimus: error: lost rank 3\n")
+    complete(out, "00002-uniform", "")
+    capsys.readouterr()
+    assert main(["study", "show", str(out)]) == 0
+    text = capsys.readouterr().out
+    assert "00004-top-k failed: exit status 5: optimus: error: lost rank 3" in text
+    assert "00002-uniform failed: metrics.jsonl has 0 of 6 steps" in text
+    results = collect(StudyDirectory(out))
+    first, _, third = results[:3]
+    assert first.measured is not None and first.measured.updates == STEPS - WARMUP
+    assert first.measured.step_s == pytest.approx(1.05)
+    assert (first.measured.low_s, first.measured.high_s) == pytest.approx((1.0, 1.1))
+    assert third.measured is None
+    measured = efficiencies(results, measured_rate)
+    assert measured["00002-top-k"] == pytest.approx(0.8)
+    assert measured.keys() == complete_at.keys()
+    with open(out / "points.csv", newline="") as file:
+        table = {row["point"]: row for row in csv.DictReader(file)}
+    assert len(table) == 6 and float(table["00002-top-k"]["measured_efficiency"]) < 1
+    failed = table["00004-top-k"]
+    assert failed["state"] == "failed" and failed["measured_step_s"] == ""
+    assert float(failed["simulated_step_s"]) > 0
+    with open(out / "loss.csv", newline="") as file:
+        assert {row["point"] for row in csv.DictReader(file)} == complete_at.keys()
+    for name in ("figure4.png", "throughput.png"):
+        assert (out / name).read_bytes()[:4] == b"\x89PNG"
+
+
+def test_same_command_runs_only_missing_points(config, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert main(study(config, out)) == 0
+    complete(out, "00001-top-k", metrics(1.0))
+    before = (out / "points" / "00001-top-k" / "config.toml").stat().st_mtime_ns
+    capsys.readouterr()
+    assert main(study(config, out, "--json")) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert [point["state"] for point in report["points"]] == ["done", "missing"]
+    assert [job["points"] for job in report["jobs"]] == [["00002-top-k"]]
+    assert (out / "points" / "00001-top-k" / "config.toml").stat().st_mtime_ns == before
+
+
+def test_damaged_metrics_are_refused(config, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert main(study(config, out)) == 0
+    complete(out, "00001-top-k", metrics(1.0).replace('"loss"', '"lost"', 1))
+    for command in (["study", "show", str(out)], study(config, out, "--submit", "pbs")):
+        capsys.readouterr()
+        assert main(command) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "metrics.jsonl: 1 line cannot be read" in line and "remove" in line
+
+
+def test_jobs_of_pbs_run_their_points(config, tmp_path, monkeypatch, capsys):
+    """Two points share a job, the larger first. The smaller one fails, and the same command runs
+    only this point again."""
+    out = tmp_path / "out"
+    fake_pbs.install(tmp_path / "bin")
+    program, real = tmp_path / "bin" / "optimus", install(tmp_path / "real", "optimus.cli")
+    fails = '[[ "$1 $2" != "train "*00001-top-k* ]] || exit 5'
+    program.write_text(f'#!/bin/bash\n{fails}\nexec {real} "$@"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setenv("OPTIMUS", str(program))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")  # the nodes of the fake PBS have no names
+    assert main(study(config, out, "--submit", "pbs", "--share-jobs")) == 0
+    assert "submitted 00002-top-k-and-1-more as job 1.here" in capsys.readouterr().out
+    states = [result.state for result in collect(StudyDirectory(out))]
+    assert [state.name for state in states] == ["failed", "done"]
+    assert "exit status 5" in states[0].reason
+    assert not [*out.glob("points/*/run/checkpoints/*")]
+    (result,) = [result for result in collect(StudyDirectory(out)) if result.measured]
+    assert result.measured.updates == STEPS - WARMUP
+    assert result.lines[-1].tokens == 2 * STEPS * 8 * CONTEXT
+    assert main([*study(config, out), "--json"]) == 0
+    jobs = json.loads(capsys.readouterr().out)["jobs"]
+    assert [job["points"] for job in jobs] == [["00001-top-k"]]
+    # A job that has ended without a result of its point is submitted again.
+    (out / "points" / "00002-top-k" / "status").unlink()
+    assert StudyDirectory(out).state("00002-top-k", STEPS).name == "failed"
