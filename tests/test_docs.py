@@ -85,7 +85,7 @@ def test_make_targets_exist(words):
 def test_commands_and_options_exist(words):
     program, *rest = words
     subcommand = rest[0] if rest and not rest[0].startswith("-") else ""
-    if subcommand == "bench":  # it has subcommands with other options
+    if subcommand in ("bench", "study"):  # they have subcommands with other options
         subcommand = " ".join(rest[:2])
     text = help_text(program, subcommand)
     for word in rest:

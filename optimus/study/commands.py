@@ -30,6 +30,48 @@ def add_to(commands: argparse._SubParsersAction) -> None:
         "--out", metavar="FOLDER", help="folder for the pictures and tables (default: DIR)"
     )
     show.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    _add_moe(studies)
+    _add_runs(studies)
+
+
+def _add_moe(studies: argparse._SubParsersAction) -> None:
+    text = (
+        "Compare FastSparseMoE and EPSO with a loop over experts and a sharding along dp alone, as "
+        "Table 3 of the Optimus paper does."
+    )
+    parser = add_command(studies, "moe", _moe, text)
+    parser.add_argument(
+        "configs", nargs="*", metavar="CONFIG", help="TOML files (default: the paper's MoE runs)"
+    )
+    parser.add_argument(
+        "--machine", default="aurora", metavar="NAME", help="machine of the step model (aurora)"
+    )
+    for name, default, text in (
+        ("nodes", 256, "nodes of runs with parallel.dp = 0 (256, as in the paper)"),
+        ("tokens", 0, "measured tokens of a rank (a microbatch; on a CPU 256)"),
+        ("rounds", 5, "timed rounds (5)"),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=text)
+    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
+
+
+def _add_runs(studies: argparse._SubParsersAction) -> None:
+    text = "Write a page with the planned memory, time and node-hours of runs."
+    parser = add_command(studies, "runs", _runs, text)
+    parser.add_argument(
+        "configs", nargs="*", metavar="CONFIG", help="TOML files (default: the paper's runs)"
+    )
+    parser.add_argument(
+        "--machine", default="aurora", metavar="NAME", help="as for scaling (aurora)"
+    )
+    parser.add_argument(
+        "--nodes",
+        type=int,
+        default=256,
+        metavar="N",
+        help="nodes of runs with parallel.dp = 0 (256, as in the paper)",
+    )
+    parser.add_argument("--out", metavar="FILE", help="write the page to this Markdown file")
 
 
 def _add_scaling(studies: argparse._SubParsersAction) -> None:
@@ -338,4 +380,78 @@ def _show(args: argparse.Namespace, arguments: list[str]) -> int:
     else:
         print(format_results(results))
         print("\n".join(map(str, paths)))
+    return 0
+
+
+def _moe(args: argparse.Namespace, arguments: list[str]) -> int:
+    from optimus.config import load_config
+    from optimus.config.machine import load_machine
+    from optimus.distributed.mesh import make_mesh
+    from optimus.study.runs import FOLDER, MULA
+
+    for name, least in (("nodes", 1), ("tokens", 0), ("rounds", 1)):
+        value = getattr(args, name)
+        refuse_if(value < least, f"--{name} {value} must be at least {least}")
+    machine = load_machine(args.machine)
+    paths = [Path(path) for path in args.configs] or [FOLDER / f"{name}.toml" for name in MULA[1:]]
+    runs = {}
+    for path in paths:
+        config = load_config(path, [])
+        ranks = None if config.parallel.dp else args.nodes * machine.ranks_per_node
+        runs[path.stem] = config, make_mesh(config.parallel, ranks)
+    import torch
+
+    from optimus import platform
+    from optimus.study.moe import Speedup, format_table, study_moe
+
+    first, _ = next(iter(runs.values()))
+    device = platform.pick_device(0, first.train.device)
+    threads = platform.set_threads(first.train.threads, False, 1)
+    results = {
+        name: study_moe(config, mesh, machine, args.machine, args.tokens, args.rounds, device)
+        for name, (config, mesh) in runs.items()
+    }
+    if args.json:
+        print(
+            json.dumps(
+                {
+                    name: {
+                        key: value._asdict() if isinstance(value, Speedup) else value
+                        for key, value in result.items()
+                    }
+                    for name, result in results.items()
+                }
+            )
+        )
+        return 0
+    tokens = sorted({result["tokens"] for result in results.values()})
+    conditions = (
+        f"Speed-ups over the baseline. Measured on {platform.device_name(device)}, torch "
+        f"{torch.__version__}, {counted(threads, 'thread')}, "
+        f"{' or '.join(map(str, tokens))} tokens of a rank, {counted(args.rounds, 'round')} (least "
+        f"to most); modelled for {args.machine}."
+    )
+    print(format_table(results, conditions))
+    return 0
+
+
+def _runs(args: argparse.Namespace, arguments: list[str]) -> int:
+    from optimus.config.machine import load_machine
+    from optimus.io.files import check_output, write_bytes
+    from optimus.study.runs import FOLDER, MULA, format_page, plan_run
+
+    if args.out is not None:
+        check_output(args.out, "--out")
+    machine = load_machine(args.machine)
+    paths = [Path(path) for path in args.configs] or [FOLDER / f"{name}.toml" for name in MULA]
+    runs = [plan_run(path, machine, args.machine, args.nodes) for path in paths]
+    page = format_page(runs, args.machine, " ".join(["optimus", *arguments]))
+    if args.out is not None:
+        write_bytes(args.out, page.encode())
+    print(page, end="")
+    if misfits := [run.name for run in runs if not run.fits]:
+        raise ConfigError(
+            f"{', '.join(misfits)}: states and activations exceed the memory of a device of "
+            f"{args.machine}; change the layout, or use optimus plan --search"
+        )
     return 0

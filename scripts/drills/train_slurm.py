@@ -9,11 +9,13 @@ world    a layout that 4 ranks cannot have: one error line, exit status 2
 address  a MASTER_ADDR that does not exist: one error line of each node, exit status 2, even though
          srun ends one rank before its Python has started
 rank     one of 4 ranks is killed: one error line, exit status 5
+study    a scaling study on one and two nodes, from generated jobs to pictures
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import subprocess
@@ -121,7 +123,26 @@ def rank(drill: Drill, out: Path) -> str:
     return assert_refused(job, 5, "did not complete")
 
 
-CASES = {case.__name__: case for case in (nodes, world, address, rank)}
+def study(drill: Drill, out: Path) -> str:
+    machine = jobs.ROOT / "tests" / "study" / "machine.toml"
+    command = [str(drill.program), "study", "scaling", str(drill.config), "--nodes", "1,2"]
+    command += ["--machine", str(machine), "--out", str(out), "--steps", "4", "--warmup", "1"]
+    printed = jobs.output_of(*command, "--submit", "slurm")
+    names = re.findall(r"as job (\d+)", printed)
+    assert len(names) == 2, printed
+    again = jobs.output_of(*command, "--submit", "slurm")
+    assert "as job" not in again, f"points were submitted twice: {again}"
+    for name in names:
+        jobs.ended(name)
+        assert status(name) == 0, f"exit status {status(name)}"
+    result = json.loads(jobs.output_of(str(drill.program), "study", "show", str(out), "--json"))
+    assert [point["state"] for point in result["points"]] == ["done", "done"], result
+    assert [point["measured_updates"] for point in result["points"]] == [3, 3], result
+    assert all(Path(path).stat().st_size > 0 for path in result["files"])
+    return "two points done, " + ", ".join(Path(path).name for path in result["files"])
+
+
+CASES = {case.__name__: case for case in (nodes, world, address, rank, study)}
 
 
 def prepare(base: Path, args: argparse.Namespace) -> Drill:

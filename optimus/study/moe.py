@@ -1,0 +1,307 @@
+"""Table 3 of the Optimus paper: FastSparseMoE and EPSO against a baseline.
+
+The baseline computes the experts in a loop, as the OLMoE block of transformers 4 does, and shards
+the optimizer states along dp alone ("so"). The experts and the AdamW update of one rank are
+measured on this device; the step model of the planner adds all other work of a step. Each value is
+therefore measured or modelled, and says which.
+
+Dims: T tokens, D hidden, F intermediate of an expert, E experts, K experts per token.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from optimus import platform
+from optimus.bench.meters import clear_gradients, clocked, paired, turns
+from optimus.config import Config
+from optimus.config.machine import Machine
+from optimus.distributed.mesh import Mesh
+from optimus.errors import ConfigError
+from optimus.model.moe import Experts
+from optimus.model.router import uniform
+from optimus.planner.collectives import collective_s
+from optimus.planner.operations import Exchange
+from optimus.planner.step_time import Layers, Rates, Step, rates_of, step_time
+from optimus.planner.workload import stage_weights, step_of, updated_parameters
+from optimus_kernels import adamw_
+
+PAPER: dict[str, tuple[float | None, ...]] = {
+    "mula-7b-a1b": (2.83, 1.71, None, None, 1.71),
+    "mula-20b-a2b": (1.33, 1.11, 1.36, 1.19, 1.35),
+    "mula-100b-a7b": (1.51, 1.31, 1.23, 1.06, 1.41),
+    "mula-220b-a10b": (1.66, 1.48, 1.07, 1.01, 1.51),
+}
+"""Table 3 of the Optimus paper: the columns of COLUMNS from passes to both."""
+COLUMNS = {
+    "experts": "experts",
+    "passes": "F+B",
+    "step_of_passes": "training with FSMOE",
+    "update": "update",
+    "optimizer": "optimizer",
+    "step_of_optimizer": "training with EPSO",
+    "both": "training with both",
+}
+"""Heading of each speed-up."""
+_MOST_UPDATED = 1 << 25
+"""Maximum number of parameters in a timed update. The time of a larger update is proportional."""
+_CPU_TOKENS = 256
+"""Default tokens of a rank on a CPU, where a microbatch of the paper takes minutes."""
+
+
+class Speedup(NamedTuple):
+    """A speed-up over the baseline; the least and the most are those of the rounds."""
+
+    value: float
+    source: Literal["measured", "modelled"]
+    least: float
+    most: float
+
+
+class LoopExperts(nn.Module):
+    """Experts in a Python loop, each with separate weights. The call is that of `Experts`."""
+
+    def __init__(self, experts: Experts) -> None:
+        super().__init__()
+        inner = experts.down.shape[2]
+        self._first = experts.first_expert
+
+        def parameters(rows: Tensor) -> nn.ParameterList:
+            return nn.ParameterList(nn.Parameter(weight.detach().clone()) for weight in rows)
+
+        self.gate = parameters(experts.gate_up[:, :inner])
+        self.up = parameters(experts.gate_up[:, inner:])
+        self.down = parameters(experts.down)
+
+    def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """Return [T, D], as `Experts.forward`."""
+        out = torch.zeros_like(x)
+        matrices = zip(self.gate, self.up, self.down, strict=True)
+        for index, (gate, up, down) in enumerate(matrices, self._first):
+            token, slot = (chosen == index).nonzero(as_tuple=True)
+            rows = x[token]
+            hidden = F.silu(F.linear(rows, gate)) * F.linear(rows, up)
+            out.index_add_(0, token, F.linear(hidden, down) * weights[token, slot, None])
+        return out
+
+
+def local_experts(config: Config, ep: int, device: torch.device) -> Experts:
+    """Return the experts of one layer on a rank: 1/ep of all, with random weights."""
+    layer = config.model.layer(config.model.sparse_layers[0])
+    share = layer.model_copy(update={"num_experts": layer.experts // ep})
+    with device:
+        module = Experts(share).to(platform.dtype_of(config.train.dtype))
+    module.num_experts = layer.experts  # the others are on other ranks
+    with torch.no_grad():
+        for weight in module.parameters():
+            weight.normal_(std=0.02)
+    return module
+
+
+def measure_experts(
+    config: Config, ep: int, tokens: int, rounds: int, device: torch.device
+) -> list[float]:
+    """Measure forward and backward of a rank's experts, in turn with those of a loop.
+
+    Args:
+        config: The run.
+        ep: Number of ranks over which the experts are divided. The rank receives the tokens of all
+            of them.
+        tokens: T, tokens of one rank.
+        rounds: Number of timed rounds.
+        device: The device.
+
+    Returns:
+        The smallest, the median and the largest of the ratios loop / ours of a round: processor
+        time on a CPU, otherwise wall-clock time.
+    """
+    model, dtype = config.model, platform.dtype_of(config.train.dtype)
+    ours = local_experts(config, ep, device)
+    blocks: dict[str, nn.Module] = {"ours": ours, "loop": LoopExperts(ours)}
+    generator = torch.Generator().manual_seed(0)
+    shape = (tokens * ep, model.hidden_size)
+    x = torch.randn(shape, generator=generator).to(device, dtype).requires_grad_()
+    probs = torch.rand(tokens * ep, ours.num_experts, generator=generator).softmax(-1).to(device)
+    weights, chosen = uniform(probs, model.num_experts_per_tok)
+    grad, clock = torch.ones_like(x), int(device.type == "cpu")
+    times: dict[str, list[float]] = {name: [] for name in blocks}
+    for number, name in turns(blocks, rounds):
+        run = functools.partial(blocks[name], x, weights.to(dtype), chosen)
+        _, both = clocked(run, device, grad)
+        if number:
+            times[name].append(both[clock])
+        clear_gradients(blocks[name], x)
+    return paired(times["loop"], times["ours"])
+
+
+def measure_updates(sizes: tuple[float, float], rounds: int, device: torch.device) -> list[float]:
+    """Measure AdamW updates of two numbers of parameters, in turn. Return the smallest, the median
+    and the largest of the ratios first / second of a round."""
+    scale = min(1.0, _MOST_UPDATED / max(sizes))
+    runs: dict[str, Callable[[], Any]] = {}
+    for name, size in zip(("first", "second"), sizes, strict=True):
+        count = max(1, round(scale * size))
+        master, mean, square, grad = (torch.full((count,), 0.01, device=device) for _ in range(4))
+        runs[name] = functools.partial(_update, master, mean, square, grad, master.bfloat16())
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    clock = int(device.type == "cpu")
+    for number, name in turns(runs, rounds):
+        seconds, _ = clocked(runs[name], device)
+        if number:
+            times[name].append(seconds[clock])
+    return paired(times["first"], times["second"])
+
+
+def _update(master: Tensor, mean: Tensor, square: Tensor, grad: Tensor, param: Tensor) -> None:
+    adamw_(master, mean, square, grad, param, 1e-3, 0.9, 0.95, 1e-8, 0.1, step=1)
+
+
+def study_moe(
+    config: Config,
+    mesh: Mesh,
+    machine: Machine,
+    machine_name: str,
+    tokens: int,
+    rounds: int,
+    device: torch.device,
+) -> dict[str, Any]:
+    """Return the columns of Table 3 for a run.
+
+    Args:
+        config: The run, with experts.
+        mesh: Its mesh.
+        machine: The machine of the step model.
+        machine_name: Its name, for messages.
+        tokens: Tokens of a rank in the measurement; 0: a microbatch, or 256 on a CPU.
+        rounds: Number of timed rounds.
+        device: Device of the measurement.
+
+    Returns:
+        For each column of COLUMNS a `Speedup`, or None if EPSO has no effect because ep is 1; and
+        `tokens`, the tokens of the measurement.
+
+    Raises:
+        ConfigError: The model has no experts, or the step cannot be planned.
+    """
+    train, model = config.train, config.model
+    if not model.sparse_layers:
+        raise ConfigError("model.architecture = 'olmo': the model has no experts to compare")
+    if not tokens:
+        tokens = _CPU_TOKENS if device.type == "cpu" else train.microbatch_size * train.seq_len
+    rates = rates_of(machine, train.dtype, machine_name)
+    experts = measure_experts(config, mesh.ep, tokens, rounds, device)
+    fullest = max(stage_weights(config, mesh), key=sum)
+    sizes = tuple(updated_parameters(name, mesh, fullest) for name in ("so", "epso"))
+    updates = [1.0, 1.0, 1.0]
+    if mesh.ep > 1:
+        updates = measure_updates((sizes[0], sizes[1]), rounds, device)
+    spread = zip(experts, updates, strict=True)
+    rows = [_speedups(config, mesh, rates, loop, update) for loop, update in spread]
+    columns: dict[str, Any] = {"tokens": tokens}
+    for name in COLUMNS:
+        least, value, most = (row[name] for row in rows)
+        source: Literal["measured", "modelled"] = "modelled"
+        if name in ("experts", "update"):
+            source = "measured"
+        of_epso = name in ("update", "optimizer", "step_of_optimizer")
+        shown = None if of_epso and mesh.ep == 1 else Speedup(value, source, least, most)
+        columns[name] = shown
+    return columns
+
+
+def _speedups(
+    config: Config, mesh: Mesh, rates: Rates, experts: float, update: float
+) -> dict[str, float]:
+    """Return the speed-ups of a run, from those of the experts and of the update of a rank."""
+    fast, slow = (_split(config, mesh, rates, sharding, update) for sharding in ("epso", "so"))
+    step = fast.step
+    loop = dataclasses.replace(step, stages=tuple(_slower(stage, experts) for stage in step.stages))
+    passes_s = _passes_s(loop, rates)
+    return {
+        "experts": experts,
+        "passes": passes_s / fast.passes_s,
+        "step_of_passes": (passes_s + slow.optimizer_s) / (fast.passes_s + slow.optimizer_s),
+        "update": update,
+        "optimizer": slow.optimizer_s / fast.optimizer_s,
+        "step_of_optimizer": (passes_s + slow.optimizer_s) / (passes_s + fast.optimizer_s),
+        "both": (passes_s + slow.optimizer_s) / (fast.passes_s + fast.optimizer_s),
+    }
+
+
+class _Split(NamedTuple):
+    """Work of a step, and the seconds of forward and backward and of the optimizer."""
+
+    step: Step
+    passes_s: float
+    optimizer_s: float
+    """With the reduction of gradients and the gather of parameters, which overlap with nothing."""
+
+
+def _split(config: Config, mesh: Mesh, rates: Rates, sharding: str, update: float) -> _Split:
+    """Return the step with a sharding. `update` is the time of the update with `so`, relative to
+    that with `epso`."""
+    optim = config.optim.model_copy(update={"sharding": sharding, "overlap": False})
+    step = step_of(config.model_copy(update={"optim": optim}), mesh)
+    with_epso = config.optim.model_copy(update={"sharding": "epso", "overlap": False})
+    least = step_of(config.model_copy(update={"optim": with_epso}), mesh).optimizer_bytes
+    optimizer_s = least / rates.memory * (update if sharding == "so" else 1.0)
+    for reduction in step.reductions:
+        optimizer_s += reduction.repeats * collective_s(
+            reduction.name,
+            reduction.size_bytes,
+            step.groups[reduction.axis],
+            rates.links,
+            rates.algorithm,
+        )
+    return _Split(step, _passes_s(step, rates), optimizer_s)
+
+
+def _passes_s(step: Step, rates: Rates) -> float:
+    """Return the seconds of forward and backward with the pipeline bubble."""
+    return step_time(dataclasses.replace(step, reductions=(), optimizer_bytes=0.0), rates).total_s
+
+
+def _slower(stage: tuple[Layers, ...], experts: float) -> tuple[Layers, ...]:
+    """Return a stage whose experts take `experts` times as long."""
+    slower = list(stage)
+    for layers in stage:
+        of_experts = tuple(
+            op for op in layers.operations if "moe" in op.modules and not isinstance(op, Exchange)
+        )
+        if of_experts:
+            slower.append(Layers(of_experts, layers.number * (experts - 1), layers.recompute))
+    return tuple(slower)
+
+
+def format_table(results: dict[str, dict[str, Any]], conditions: str) -> str:
+    """Return the results of `study_moe` by run as a Markdown table, with the paper's values."""
+    lines = [
+        conditions,
+        "",
+        f"| run | {' | '.join(COLUMNS.values())} |",
+        f"|{'---|' * (1 + len(COLUMNS))}",
+    ]
+    for name, result in results.items():
+        cells = []
+        for column in COLUMNS:
+            speedup: Speedup | None = result[column]
+            cell = "no effect (ep = 1)"
+            if speedup is not None:
+                spread = f"{speedup.least:.2f} to {speedup.most:.2f}"
+                cell = f"{speedup.value:.2f} {speedup.source} ({spread})"
+            cells.append(cell)
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+        if name in PAPER:
+            passes, of_passes, optimizer, of_optimizer, both = (
+                "" if value is None else f"{value:.2f}" for value in PAPER[name]
+            )
+            cells = ["", passes, of_passes, "", optimizer, of_optimizer, both]
+            lines.append(f"| {name}, paper | {' | '.join(cells)} |")
+    return "\n".join(lines)
