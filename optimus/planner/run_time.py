@@ -76,7 +76,7 @@ def plan_run(
     """
     checkpoint, missing = config.checkpoint, list[str]()
     steps = config.train.max_steps
-    interval = checkpoint.interval or steps
+    interval = checkpoint.interval or (steps if checkpoint.at_end else 0)
     result: dict[str, Any] = {"storage": None, "checkpoint_s": None, "interval": interval}
     result |= {"goodput": None, "best_interval": None, "best_goodput": None}
     full = model = Save(0, 0.0, 0.0)

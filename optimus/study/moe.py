@@ -145,11 +145,14 @@ def measure_updates(sizes: tuple[float, float], rounds: int, device: torch.devic
     """Measure AdamW updates of two numbers of parameters, in turn. Return the smallest, the median
     and the largest of the ratios first / second of a round."""
     scale = min(1.0, _MOST_UPDATED / max(sizes))
-    runs: dict[str, Callable[[], Any]] = {}
-    for name, size in zip(("first", "second"), sizes, strict=True):
-        count = max(1, round(scale * size))
-        master, mean, square, grad = (torch.full((count,), 0.01, device=device) for _ in range(4))
-        runs[name] = functools.partial(_update, master, mean, square, grad, master.bfloat16())
+    counts = [max(1, round(scale * size)) for size in sizes]
+    # Both updates use the same memory, since the pages of two allocations may have other sizes.
+    states = [torch.full((max(counts),), 0.01, device=device) for _ in range(4)]
+    states.append(states[0].bfloat16())
+    runs: dict[str, Callable[[], Any]] = {
+        name: functools.partial(_update, [state[:count] for state in states])
+        for name, count in zip(("first", "second"), counts, strict=True)
+    }
     times: dict[str, list[float]] = {name: [] for name in runs}
     clock = int(device.type == "cpu")
     for number, name in turns(runs, rounds):
@@ -159,7 +162,8 @@ def measure_updates(sizes: tuple[float, float], rounds: int, device: torch.devic
     return paired(times["first"], times["second"])
 
 
-def _update(master: Tensor, mean: Tensor, square: Tensor, grad: Tensor, param: Tensor) -> None:
+def _update(states: list[Tensor]) -> None:
+    master, mean, square, grad, param = states
     adamw_(master, mean, square, grad, param, 1e-3, 0.9, 0.95, 1e-8, 0.1, step=1)
 
 

@@ -105,8 +105,8 @@ def format_page(runs: Sequence[PlannedRun], machine: str, command: str) -> str:
         "",
         f"`{command}` writes this page. All figures are predictions by `optimus plan` with the",
         f"machine file {machine}; no run was measured there. Times assume uniform routing to",
-        "experts. They do not include checkpoints, evaluation and failures, and figures without a",
-        "source in the machine file make them lower bounds.",
+        "experts. Hours and node-hours include checkpoints and failures as far as the machine file",
+        "has their figures; figures without a source make all times lower bounds.",
         "",
         "| run | nodes x ranks | pp dp ep tp | states, GiB | needed, GiB | of the device | step, s "
         "| tokens a day | MFU | hours | node-hours |",
@@ -129,7 +129,8 @@ def format_page(runs: Sequence[PlannedRun], machine: str, command: str) -> str:
             f"{step['node_hours']:,.5g}",
         )
         lines.append(f"| {' | '.join(cells)} |")
-    missing = sorted({key for run in runs for key in run.plan["step"]["missing"]})
+    steps = [run.plan["step"] for run in runs]
+    missing = sorted({key for step in steps for key in step["missing"] + step["missing_of_run"]})
     device = runs[0].plan["device_bytes"]
     misfits = [run.name for run in runs if not run.fits]
     fit = f"do not fit: {', '.join(misfits)}" if misfits else "all runs fit"
