@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import mmap
 import os
 import statistics
-import tempfile
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from optimus.chunks.disk import BLOCK_BYTES, THREADS
 from optimus.chunks.engine import ChunkEngine
 from optimus.chunks.groups import ParamProcessGroups
 from optimus.chunks.memory import update_threads
@@ -25,94 +20,13 @@ from optimus.chunks.optimizer import AdamW
 from optimus.chunks.residency import Residency
 from optimus.config import OptimConfig
 from optimus.distributed.collectives import ALONE
-from optimus.errors import ConfigError, reason_of
+from optimus.planner.rates import RawFile
 
 _CHUNKS = 12
 _ELEMENTS = 1 << 22
 """Number of elements of a chunk. The states of a chunk have 48 MiB."""
-_HUGE_PAGE = 2 << 20
 _STATE_BYTES = 12
 """Bytes of the states of an element: fp32 master, exp_avg and exp_avg_sq."""
-
-
-class RawFile:
-    """A file that threads read and write with O_DIRECT. The threads do no other work.
-
-    Args:
-        path: The file.
-        size: Bytes of the file, a multiple of BLOCK_BYTES.
-
-    Raises:
-        OSError: The file cannot be opened with O_DIRECT.
-    """
-
-    def __init__(self, path: Path, size: int) -> None:
-        self._fd, self._size = os.open(path, os.O_RDWR | os.O_DIRECT), size
-        self._threads = ThreadPoolExecutor(2 * THREADS)
-        # With huge pages, the system divides a block into fewer requests.
-        memory = mmap.mmap(-1, 2 * THREADS * BLOCK_BYTES + _HUGE_PAGE)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):  # a kernel without huge pages
-                memory.madvise(mmap.MADV_HUGEPAGE)
-        flat = torch.frombuffer(memory, dtype=torch.uint8)
-        flat = flat[-flat.data_ptr() % _HUGE_PAGE :][: 2 * THREADS * BLOCK_BYTES]
-        flat.view(torch.float32).uniform_(0.1, 1.0)  # a disk may move zeros faster
-        self._blocks = flat.split(BLOCK_BYTES)
-
-    def close(self) -> None:
-        self._threads.shutdown()
-        os.close(self._fd)
-
-    def read(self) -> float:
-        """Read the whole file. Return the duration in seconds."""
-        return self._time(os.preadv)
-
-    def write(self) -> float:
-        """Write the whole file. Return the duration in seconds."""
-        return self._time(os.pwritev)
-
-    def read_and_write(self) -> float:
-        """Read and write the whole file, first at the same time and then one after the other.
-        Return the duration of the faster method in seconds."""
-        return min(self._time(os.preadv, os.pwritev), self.read() + self.write())
-
-    def _time(self, *calls: Callable[..., int]) -> float:
-        def move(call: Callable[..., int], thread: int, block: torch.Tensor) -> None:
-            content = block.numpy().data
-            for at in range(thread * BLOCK_BYTES, self._size, THREADS * BLOCK_BYTES):
-                assert call(self._fd, [content], at) == BLOCK_BYTES, "a short read or write"
-
-        start = time.perf_counter()
-        blocks = iter(self._blocks)
-        jobs = [
-            self._threads.submit(move, call, thread, next(blocks))
-            for call in calls
-            for thread in range(THREADS)
-        ]
-        for job in jobs:
-            job.result()
-        return time.perf_counter() - start
-
-
-def disk_rates(directory: Path, runs: int = 7) -> dict[str, list[float]]:
-    """Measure a disk. Return the bytes per second of each run, with the keys of the table `links`
-    in a machine file. Raises ConfigError if the directory cannot be used."""
-    size = 32 * BLOCK_BYTES
-    try:
-        with tempfile.NamedTemporaryFile(dir=directory, prefix="optimus-bench-") as file:
-            os.posix_fallocate(file.fileno(), 0, size)
-            with contextlib.closing(RawFile(Path(file.name), size)) as raw:
-                raw.write()  # the first write of an allocated block may be slower
-                seconds = [(raw.read(), raw.write()) for _ in range(runs)]
-    except OSError as error:
-        raise ConfigError(
-            f"--disk {directory}: {reason_of(error)}; use a directory on a local disk that "
-            "supports O_DIRECT"
-        ) from error
-    return {
-        "disk_read": [size / read for read, _ in seconds],
-        "disk_write": [size / write for _, write in seconds],
-    }
 
 
 def bench_disk(directory: Path, rounds: int, threads: int) -> dict[str, Any]:

@@ -14,12 +14,11 @@ from typing import Any
 import torch
 
 from optimus import platform
-from optimus.bench.disk import disk_rates
 from optimus.chunks.memory import update_threads
 from optimus.errors import ConfigError, counted, reason_of
 from optimus.io import files
 from optimus.peak import find_peak
-from optimus.planner.rates import measure_links
+from optimus.planner.rates import disk_rates, measure_links
 from optimus_kernels import library_of
 
 
@@ -42,7 +41,13 @@ def bench_links(device: torch.device, threads: int, disk: Path | None = None) ->
     """
     rates = measure_links(device, threads)
     if disk is not None:
-        rates |= disk_rates(disk)
+        try:
+            rates |= disk_rates(disk)
+        except OSError as error:
+            raise ConfigError(
+                f"--disk {disk}: {reason_of(error)}; use a directory on a local disk that supports "
+                "O_DIRECT"
+            ) from error
     quartiles = {name: statistics.quantiles(values, n=4) for name, values in rates.items()}
     library = library_of(torch.empty(0, device=device))
     log = partial(print, file=sys.stderr)  # standard output is for the result, such as JSON

@@ -97,7 +97,7 @@ class Mix(NamedTuple):
             [_PARAM_BYTES] * n,
             [_GRAD_BYTES] * n,
             [_ELEMENTS] * n,
-            early_chunks=n if self.early else 0,
+            early=frozenset(range(n) if self.early and not self.read_s else ()),
             clips=self.clips,
             disk_bytes=[_STATE_BYTES] * n if self.read_s else (),
         )

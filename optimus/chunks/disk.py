@@ -65,6 +65,28 @@ def file_bytes(length: int, dtypes: Iterable[torch.dtype]) -> int:
     return sum(_round_up(length * dtype.itemsize) for dtype in dtypes)
 
 
+def staging_bytes(sizes: Sequence[int]) -> int:
+    """Return the bytes of the buffers in host memory through which updates move the states.
+
+    Args:
+        sizes: The result of `file_bytes` for the states of each chunk.
+    """
+    return min(BUFFERS, len(sizes)) * (max(sizes, default=0) + _ALIGNED)
+
+
+def free_bytes(directory: Path) -> int:
+    """Return the bytes that the files of a new run may have in a directory: the free bytes, and
+    those of the files of processes that have ended. Raises ConfigError."""
+    try:
+        disk = os.statvfs(directory)
+        stale = sum(path.stat().st_blocks * 512 for path in directory.glob(f"{_NAME}*"))
+        return disk.f_bavail * disk.f_frsize + stale
+    except OSError as error:
+        raise ConfigError(
+            f"offload.disk = '{directory}': {reason_of(error)}; use another directory"
+        ) from None
+
+
 class DiskTier(Closing):
     """Buffers on disk, and the states of chunks while they are updated.
 
@@ -104,12 +126,11 @@ class DiskTier(Closing):
         """Protects `error` and `_free`."""
         self._free: list[Tensor] = []
         """Buffers in host memory that no chunk uses now."""
-        largest, count = max(sizes), min(BUFFERS, len(sizes))
-        for _ in range(count):
-            flat = memory.new(largest + _ALIGNED, torch.uint8, Tier.HOST)
-            self._free.append(_align(flat)[:largest])
-        self.staging_bytes = count * (largest + _ALIGNED)
+        self.staging_bytes = staging_bytes(sizes)
         """Bytes of the buffers in host memory."""
+        for _ in range(min(BUFFERS, len(sizes))):
+            flat = memory.new(max(sizes) + _ALIGNED, torch.uint8, Tier.HOST)
+            self._free.append(_align(flat)[: max(sizes)])
         self._reads: dict[int, Future[_Staged]] = {}
         """States that are read for an update, by the number of the chunk."""
         self._writes: list[Future[None]] = []

@@ -33,7 +33,7 @@ from optimus.chunks.memory import Memory, Tier
 from optimus.chunks.norm import exact_norm, fast_norm
 from optimus.chunks.optimizer import Optimizer, UpdateQueue
 from optimus.chunks.param_store import ParamStore
-from optimus.chunks.placement import ChunkCost, Workload
+from optimus.chunks.placement import ChunkCost, Workload, choose_spare, spread_evenly
 from optimus.chunks.residency import ALL_RESIDENT, MAX_COPYING, Pass, Residency, use_order
 from optimus.chunks.segments import ModelSegment, register_uses
 from optimus.config.machine import Links
@@ -148,26 +148,17 @@ class ChunkEngine:
     def add_spare(self, limit: float) -> None:
         """Make spare buffers for early updates (`UpdateQueue`) of as many chunks on the host as
         `limit` bytes allow: the last ones, whose gradients backward completes first."""
-        for state in reversed(self._by_first_use):
-            size = state.buffers.nbytes
-            if state.home is Tier.HOST and not state.on_disk and size <= limit:
-                limit -= size
-                spare = self._spare[state.chunk.number] = state.new_spare(self.memory)
-                self._updates.add_spare(spare)
+        states = [s for s in self._by_first_use if s.home is Tier.HOST and not s.on_disk]
+        for number in choose_spare([state.buffers.nbytes for state in states], limit):
+            state = states[number]
+            spare = self._spare[state.chunk.number] = state.new_spare(self.memory)
+            self._updates.add_spare(spare)
 
     def _choose_on_disk(self, on_host: Sequence[Chunk]) -> set[int]:
-        """Return the numbers of the chunks whose masters and moments are on disk.
-
-        They are distributed evenly over the chunks in order of first use, so that reads and writes
-        overlap with the updates of other chunks.
-        """
+        """Return the numbers of the chunks whose masters and moments are on disk."""
         trained = [chunk for chunk in on_host if not _groups_of(chunk).options.frozen]
-        count, total = math.ceil(self.residency.disk_share * len(trained)), len(trained)
-        return {
-            chunk.number
-            for position, chunk in enumerate(trained)
-            if (position + 1) * count // total > position * count // total
-        }
+        count = math.ceil(self.residency.disk_share * len(trained))
+        return {trained[index].number for index in spread_evenly(count, len(trained))}
 
     def _make_disk(
         self, chunks: Sequence[Chunk], dtype: torch.dtype, links: Links | None
@@ -518,7 +509,7 @@ class ChunkEngine:
             reductions: Number of times that the gradients of a chunk are reduced in a step.
         """
         assert self.params.plan is not None
-        numbers = {chunk.chunk.number: n for n, chunk in enumerate(self._all_by_first_use)}
+        numbers = {number: n for n, number in enumerate(self.numbers_by_first_use)}
 
         def renumber(chunks: frozenset[int]) -> frozenset[int]:
             return frozenset(numbers[chunk] for chunk in chunks)
@@ -538,10 +529,16 @@ class ChunkEngine:
             ],
             forward_s,
             backward_s,
-            device_bytes + sizes["total"] + self.gradients.reduction_bytes,
+            device_bytes + sizes["total"],
             sizes["host"] - sum(cost.host for cost in costs) - MAX_COPYING * copied,
             reductions,
+            self.gradients.reduction_bytes,
         )
+
+    @property
+    def numbers_by_first_use(self) -> list[int]:
+        """The numbers of all chunks in order of first use."""
+        return [chunk.chunk.number for chunk in self._all_by_first_use]
 
     def _cost_of(self, chunk: ParamChunk) -> ChunkCost:
         """Return the cost of a chunk whose home is the host."""
@@ -552,13 +549,23 @@ class ChunkEngine:
         params, shard = chunk.params.nbytes, chunk.shard.nbytes
         is_sharded = self.residency.divides_parameters and shard < params
         resident = host if is_sharded else host - shard + params
+        sizes = resident, host, params, shard
+        if not isinstance(chunk, ChunkState):
+            return ChunkCost(*sizes, gradients=0, copied=0, elements=0)
+        dtypes = dtypes_apart(self.optimizer.moments, chunk.params.dtype).values()
+        moved = len(chunk.shard) * sum(dtype.itemsize for dtype in dtypes)
+        cost = ChunkCost(
+            *sizes,
+            gradients=chunk.grads.nbytes,
+            copied=self.gradients.copied_bytes(chunk),
+            elements=len(chunk.shard),
+            spare=chunk.buffers.nbytes,
+            moved=moved,
+            file=file_bytes(len(chunk.shard), dtypes),
+        )
         if (spare := self._spare.get(chunk.chunk.number)) is not None:
-            host += spare.nbytes
-        gradients = copied = elements = 0
-        if isinstance(chunk, ChunkState):
-            gradients, elements = chunk.grads.nbytes, len(chunk.shard)
-            copied = self.gradients.copied_bytes(chunk)
-        return ChunkCost(resident, host, params, shard, gradients, copied, elements)
+            cost = cost._replace(host=host + spare.nbytes, moved=moved + spare.nbytes)
+        return cost
 
     @property
     def temporary_bytes(self) -> int:

@@ -30,7 +30,7 @@ from optimus.chunks.groups import ParamProcessGroups
 from optimus.chunks.layout import Slot
 from optimus.chunks.memory import Tier
 from optimus.chunks.optimizer import UpdateQueue
-from optimus.chunks.reductions import ReduceOnce, ReducePerMicrobatch, most_in_flight
+from optimus.chunks.reductions import ReduceOnce, ReducePerMicrobatch, most_gradients
 from optimus.chunks.residency import Pass
 from optimus.chunks.segments import ModelSegment
 from optimus.distributed.collectives import (
@@ -239,14 +239,15 @@ class GradReducer:
         if not self._frees_buffers:
             return self.reduction_bytes
         assert isinstance(strategy, ReducePerMicrobatch)
-        freed = {buffer for buffer in self._buffers() if strategy.frees(buffer)}
-        live = [self.reduction_bytes]
-        for buffers in self.allocated_together():
-            now = freed.intersection(buffers)
-            copied = [self.copied_bytes(b) for b in freed - now if b.home is not Tier.DEVICE]
-            in_flight = most_in_flight(copied, self.reduction_bytes)
-            live.append(sum(b.grads.nbytes for b in now) + in_flight)
-        return max(live)
+        freed = [buffer for buffer in self._buffers() if strategy.frees(buffer)]
+        numbers = {buffer: number for number, buffer in enumerate(freed)}
+        copied = [0 if b.home is Tier.DEVICE else self.copied_bytes(b) for b in freed]
+        together = [
+            [numbers[buffer] for buffer in buffers if buffer in numbers]
+            for buffers in self.allocated_together()
+        ]
+        sizes = [buffer.grads.nbytes for buffer in freed]
+        return int(most_gradients(together, sizes, copied, self.reduction_bytes)[-1])
 
     def allocated_together(self) -> Iterator[set[GradBuffer]]:
         """Yield, for each segment, the buffers that have memory during its backward, if they are

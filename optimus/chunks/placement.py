@@ -1,23 +1,27 @@
-"""Search for the placement of a rank's chunks: the chunks on the host, the size of the cache, and
-the order of the microbatches.
+"""Search for the placement of a rank's chunks: the chunks on the host, those with states on disk,
+the size of the cache, and the order of the microbatches.
 
 The search minimises the time of a step: the largest of the times for which the device computes, the
-link copies in each direction, and the host updates. Elixir (arXiv 2212.05339, section 5.1) compares
-two ratios of benefit to memory instead, which assume that nothing overlaps: `cache_benefit` and
-`upload_benefit`.
+link copies in each direction, the host updates, and the disk reads and writes. Elixir (arXiv
+2212.05339, section 5.1) compares two ratios of benefit to memory instead, which assume that nothing
+overlaps: `cache_benefit` and `upload_benefit`.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
+from optimus.chunks.disk import staging_bytes
+from optimus.chunks.reductions import most_gradients
 from optimus.chunks.residency import MAX_COPYING, Use, plan_residency
 from optimus.chunks.step_time import StepTime, StepWork, predict_step
 from optimus.config.machine import Links
@@ -39,7 +43,16 @@ class ChunkCost(NamedTuple):
     copied: int
     """Bytes of gradients that a reduction copies to the host."""
     elements: int
-    """Elements that this rank updates."""
+    """Elements that this rank updates; 0 for a frozen chunk."""
+    spare: int = 0
+    """Bytes of the spare buffers that let the host update the chunk early."""
+    moved: int = 0
+    """Bytes of `host` that are not in host memory if the masters and moments are on disk."""
+    file: int = 0
+    """Bytes in the file if the masters and moments are on disk, which each update reads and writes.
+    """
+    saved: int = 0
+    """Bytes in the file for copies of checkpoint.async_save in addition."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +81,8 @@ class Workload:
     """Bytes on the host that do not depend on the number of chunks there."""
     reductions: int = 1
     """Number of times that the gradients of a chunk are reduced in a step."""
+    reduction_bytes: int = 0
+    """Bytes on the device of the temporary tensors of a reduction."""
 
     @cached_property
     def compute_s(self) -> float:
@@ -105,90 +120,155 @@ class Workload:
         """Return the smallest cache for the last `num_host` chunks."""
         return int(self._counts[num_host])
 
-    def host(self, num_host: int) -> int:
-        """Return the bytes on the host if the last `num_host` chunks are there."""
+    def host(self, num_host: int, num_disk: int = 0) -> int:
+        """Return the bytes on the host if the last `num_host` chunks are there, and the masters and
+        moments of `num_disk` of them are on disk."""
         total = self._total("host")[num_host] + MAX_COPYING * self._most_copied[num_host]
+        if num_disk:
+            on_disk = self.on_disk(num_host, num_disk)
+            total += staging_bytes(self._costs("file")[on_disk].tolist())
+            total -= self._costs("moved")[on_disk].sum()
         return self.host_bytes + int(total)
+
+    def disk(self, num_host: int, num_disk: int) -> int:
+        """Return the bytes on disk if the masters and moments of `num_disk` of the last `num_host`
+        chunks are there."""
+        on_disk = self.on_disk(num_host, num_disk)
+        return int((self._costs("file") + self._costs("saved"))[on_disk].sum())
+
+    def on_disk(self, num_host: int, num_disk: int) -> np.ndarray:
+        """Return the numbers of the chunks whose masters and moments are on disk, as
+        `spread_evenly` selects them."""
+        trained = self._trained_of(num_host)
+        return trained[spread_evenly(num_disk, len(trained))]
+
+    def fewest_on_disk(self, num_host: int, host_memory: int, disk_memory: int) -> int | None:
+        """Return the smallest number of chunks on disk with which the last `num_host` chunks fit
+        into both limits; None if none fits."""
+        if self.host(num_host) <= host_memory:
+            return 0
+        most = self.most_on_disk(num_host, disk_memory)
+        # With few chunks on disk, the buffers for their updates are larger than their states.
+        fits = _first_true(most, lambda n: self.host(num_host, n) <= host_memory)
+        return fits if fits <= most else None
+
+    def most_on_disk(self, num_host: int, disk_memory: int) -> int:
+        """Return the largest number of chunks whose masters and moments fit on the disk."""
+        total = len(self._trained_of(num_host)) if disk_memory else 0
+        return _first_true(total, lambda n: self.disk(num_host, n) > disk_memory) - 1
+
+    def num_trained(self, num_host: int) -> int:
+        """Return the number of the last `num_host` chunks that are trained."""
+        return len(self._trained_of(num_host))
+
+    def _trained_of(self, num_host: int) -> np.ndarray:
+        """Return the numbers of those of the last `num_host` chunks that are trained."""
+        first = np.searchsorted(self._trained, len(self.chunks) - num_host)
+        return self._trained[first:]
+
+    @cached_property
+    def _trained(self) -> np.ndarray:
+        return np.flatnonzero(self._costs("elements"))
+
+    def _costs(self, name: str) -> np.ndarray:
+        """Return a cost of each chunk."""
+        if name not in self._arrays:
+            self._arrays[name] = np.array([getattr(chunk, name) for chunk in self.chunks])
+        return self._arrays[name]
+
+    @cached_property
+    def _arrays(self) -> dict[str, np.ndarray]:
+        return {}
 
     def _largest(self, num_host: int) -> np.ndarray:
         """Return the sizes of the last `num_host` chunks, with the largest first."""
-        return np.sort(self._cached[len(self.chunks) - num_host :])[::-1]
-
-    @cached_property
-    def _cached(self) -> np.ndarray:
-        return np.array([chunk.cached for chunk in self.chunks])
+        return np.sort(self._costs("cached")[len(self.chunks) - num_host :])[::-1]
 
     @cached_property
     def _most_copied(self) -> np.ndarray:
-        copied = [0, *(chunk.copied for chunk in reversed(self.chunks))]
-        return np.maximum.accumulate(copied)
+        return np.maximum.accumulate([0, *self._costs("copied")[::-1]])
 
     def _total(self, name: str) -> np.ndarray:
         """Return, for each number of chunks on the host, the sum of a cost of these chunks."""
         if name not in self._totals:
-            costs = [getattr(chunk, name) for chunk in reversed(self.chunks)]
-            self._totals[name] = np.concatenate([[0], np.cumsum(costs)])
+            self._totals[name] = np.concatenate([[0], np.cumsum(self._costs(name)[::-1])])
         return self._totals[name]
 
     @cached_property
     def _totals(self) -> dict[str, np.ndarray]:
         return {}
 
-    def _table(self, sets: Sequence[frozenset[int]]) -> np.ndarray:
-        """Return [sets, chunks + 1]: True where a set contains a chunk. The chunks are in reverse
-        order after a column of False."""
-        table = np.zeros((len(sets), len(self.chunks) + 1), dtype=bool)
-        for row, chunks in zip(table, sets, strict=True):
-            row[[len(self.chunks) - chunk for chunk in chunks]] = True
-        return table
-
     @cached_property
     def _counts(self) -> np.ndarray:
         """For each number of chunks on the host, the largest number of them in a segment."""
-        return self._table(self.needs).cumsum(axis=1).max(axis=0)
+        last = len(self.chunks)
+        is_needed = np.zeros((len(self.needs), last + 1), dtype=bool)
+        for row, chunks in zip(is_needed, self.needs, strict=True):
+            row[[last - chunk for chunk in chunks]] = True
+        return is_needed.cumsum(axis=1).max(axis=0)
 
     @cached_property
     def _uncached(self) -> np.ndarray:
         """For each number of chunks on the host, the bytes on the device without the cache: those
         of resident chunks, and the largest gradients during a backward."""
         resident = self._total("resident")
-        gradients = np.array([0, *(chunk.gradients for chunk in reversed(self.chunks))])
-        is_now = self._table(self.with_gradients)
-        now = np.where(is_now, gradients, 0).cumsum(axis=1)
-        # While a segment computes, the largest gradients of others may be copied to the host.
-        others = np.where(is_now, 0, gradients)
-        copying = np.zeros_like(now)
-        for _ in range(MAX_COPYING):
-            largest = np.maximum.accumulate(others, axis=1)
-            copying += largest
-            others = _without(others, largest)
-        return self.device_bytes + resident[-1] - resident + (now + copying).max(axis=0)
+        gradients = most_gradients(
+            self.with_gradients,
+            self._costs("gradients"),
+            self._costs("copied"),
+            self.reduction_bytes,
+        )
+        return self.device_bytes + resident[-1] - resident + gradients
 
-    def estimate(self, num_host: int, slots: int, links: Links) -> float:
+    def estimate(
+        self, num_host: int, slots: int, links: Links, num_disk: int = 0, spare: float = 0.0
+    ) -> float:
         """Return the estimated time of a step, in seconds: the largest time of a resource, or of
-        the computation and the updates that its first forward waits for.
+        the computation and the reads and updates that its first forward waits for.
 
         The number of gathers is that of a step with one chunk for each segment, as in
         `optimus.chunks.residency`.
+
+        Args:
+            num_host: Number of chunks on the host.
+            slots: Size of the cache, in chunks.
+            links: Rates.
+            num_disk: Number of chunks with states on disk.
+            spare: Bytes of the spare buffers for early updates.
         """
         if not num_host:
             return self.compute_s
         gathers = self._sweeps * num_host - (self._sweeps - 1) * slots
         uploaded = self._total("uploaded")[num_host] / num_host * gathers
         copied = self._total("copied")[num_host] * self.reductions
-        updates = self._total("elements")[num_host] / links.host_adam
+        elements, spared = self._total("elements")[num_host], self._total("spare")[num_host]
+        moved = 0
+        if num_disk:
+            on_disk = self.on_disk(num_host, num_disk)
+            moved = self._costs("file")[on_disk].sum()
+            spared -= self._costs("spare")[on_disk].sum()
+        early = elements * min(spare, spared) / max(1, self._total("spare")[num_host])
+        first = max((elements - early) / links.host_adam, moved / links.disk_read)
         return max(
             uploaded / links.to_device,
             copied / links.to_host,
-            max(self.leading_s, updates) + self.compute_s - self.leading_s,
+            elements / links.host_adam,
+            moved / links.disk_write,
+            max(self.leading_s, first) + self.compute_s - self.leading_s,
         )
 
-    def predict(self, num_host: int, slots: int, links: Links) -> StepTime:
-        """Return the simulated time of a step."""
+    def predict(
+        self, num_host: int, slots: int, links: Links, num_disk: int = 0, spare: float = 0.0
+    ) -> StepTime:
+        """Return the simulated time of a step that does not clip. The arguments are those of
+        `estimate`."""
         first = len(self.chunks) - num_host
         chunks = self.chunks[first:]
         needs = [frozenset(n - first for n in need if n >= first) for need in self.needs]
         uses = [use._replace(need=needs[use.segment]) for use in self.uses]
+        moved, spared = [0] * num_host, [chunk.spare for chunk in chunks]
+        for number in (self.on_disk(num_host, num_disk) - first).tolist():
+            moved[number], spared[number] = chunks[number].file, 0
         work = StepWork(
             plan_residency(uses, slots),
             needs,
@@ -197,8 +277,52 @@ class Workload:
             [chunk.uploaded for chunk in chunks],
             [chunk.copied for chunk in chunks],
             [chunk.elements for chunk in chunks],
+            early=frozenset(choose_spare(spared, spare)),
+            disk_bytes=moved if num_disk else (),
         )
         return predict_step(work, links)
+
+
+def spread_evenly(count: int, total: int) -> np.ndarray:
+    """Return the indices of `count` of `total` chunks in order of first use that have states on
+    disk. They are distributed evenly, so that reads and writes overlap with the updates of other
+    chunks."""
+    return -(-np.arange(1, count + 1) * total // max(1, count)) - 1
+
+
+def choose_spare(sizes: Sequence[int], limit: float) -> list[int]:
+    """Return the indices of the chunks that have spare buffers for early updates: as many of the
+    last ones as `limit` bytes allow, because backward completes their gradients first.
+
+    Args:
+        sizes: Bytes of the spare buffers of each chunk in order of first use; 0 for a chunk that
+            cannot be updated early.
+        limit: Most bytes of all spare buffers.
+    """
+    chosen = []
+    for number in reversed(range(len(sizes))):
+        if 0 < sizes[number] <= limit:
+            limit -= sizes[number]
+            chosen.append(number)
+    return chosen
+
+
+def _first_true(count: int, is_true: Callable[[int], bool]) -> int:
+    """Return the first of the numbers 1 to `count` for which a condition is true, `count` + 1 if
+    there is none. A number after one for which it is true must make it true, too."""
+    return bisect_left(range(1, count + 1), True, key=is_true) + 1
+
+
+Early = Literal["auto", "on", "off"]
+"""Values of `offload.early_adam`."""
+
+
+class Capacity(NamedTuple):
+    """Memory that a placement may use, in bytes."""
+
+    device: int
+    host: int
+    disk: int = 0
 
 
 class Placement(NamedTuple):
@@ -209,77 +333,106 @@ class Placement(NamedTuple):
     """Number of chunks on the host: the last ones in the order of first use."""
     slots: int
     """Size of the cache, in chunks."""
-    device: int
-    """Bytes on the device."""
-    host: int
-    """Bytes on the host."""
+    num_disk: int
+    """Number of chunks on the host whose masters and moments are on disk."""
+    needs: Capacity
+    """Bytes in each tier, without spare buffers unless all chunks on the host have them."""
     time: StepTime
     """Simulated time of a step."""
+    late_s: float
+    """Simulated time of a step without early updates, in seconds."""
+
+    @property
+    def updates_early(self) -> bool:
+        """True if early updates make a step shorter."""
+        return self.time.step < self.late_s * (1 - _SMALLEST_GAIN)
+
+
+_SMALLEST_GAIN = 1e-3
+"""Share of a step by which early updates must shorten it, or their memory is left free."""
 
 
 class NoPlacement(Exception):
     """No placement fits.
 
     Attributes:
-        device, host: Bytes of the placement that needs the least more: of those that fit on the
-            device, the placement with the fewest bytes on the host; if there is none, of those that
-            fit on the host, the placement with the fewest bytes on the device.
+        needs: Bytes of the placement that needs the least more: of those that fit on the device,
+            the placement with the fewest bytes on the host; if there is none, of those that fit on
+            the host, the placement with the fewest bytes on the device.
     """
 
-    def __init__(self, device: int, host: int) -> None:
-        super().__init__(device, host)
-        self.device, self.host = device, host
+    def __init__(self, needs: Capacity) -> None:
+        super().__init__(needs)
+        self.needs = needs
 
 
 def search(
-    workloads: Iterable[Workload], device_memory: int, host_memory: int, links: Links
+    workloads: Iterable[Workload], capacity: Capacity, links: Links, early: Early = "off"
 ) -> Placement:
     """Return the placement with the shortest step.
 
-    For each number of chunks on the host, the cache is as large as `device_memory` allows. The
-    placements with the shortest estimates are simulated.
+    For each number of chunks on the host, the cache is as large as the device allows, and as few
+    chunks are on disk as the host allows. The placements with the shortest estimates are simulated.
 
     Args:
-        workloads: Possible orders and layouts.
-        device_memory: Bytes on the device that the placement may use.
-        host_memory: Bytes on the host that the placement may use.
-        links: Rates of the links and of updates on the host.
+        workloads: Possible orders and layouts. With `early` = "on", the host bytes of their chunks
+            include spare buffers.
+        capacity: Memory that the placement may use.
+        links: Rates of the links, of updates on the host, and of the disk.
+        early: The chunks that are updated early: none, all that have no states on disk, or as many
+            as half of the free host memory has spare buffers for.
 
     Raises:
         NoPlacement: No placement fits.
     """
     workloads = list(workloads)
-    fitting: list[tuple[float, int, int, int, Workload]] = []
+    fitting: list[tuple[float, int, int, int, int, Workload]] = []
     for workload, num_host in _numbers(workloads):
-        slots = workload.most_slots(num_host, device_memory)
-        if slots is not None and workload.host(num_host) <= host_memory:
-            estimate = workload.estimate(num_host, slots, links)
-            fitting.append((estimate, num_host, -slots, len(fitting), workload))
+        slots = workload.most_slots(num_host, capacity.device)
+        if slots is None:
+            continue
+        num_disk = workload.fewest_on_disk(num_host, capacity.host, capacity.disk)
+        if num_disk is not None:
+            spare = _spare_bytes(workload, num_host, num_disk, capacity, early)
+            estimate = workload.estimate(num_host, slots, links, num_disk, spare)
+            fitting.append((estimate, num_disk, num_host, -slots, len(fitting), workload))
     if not fitting:
-        raise _nearest(workloads, device_memory, host_memory)
-    fitting.sort()
+        raise NoPlacement(_nearest(workloads, capacity))
+    fitting.sort(key=lambda entry: entry[:-1])
     simulated = []
-    for _, num_host, negative, rank, workload in fitting[:_SIMULATED]:
-        time = workload.predict(num_host, -negative, links)
-        simulated.append(
-            (
-                time.step,
-                rank,
-                Placement(
-                    workload,
-                    num_host,
-                    -negative,
-                    workload.device(num_host, -negative),
-                    workload.host(num_host),
-                    time,
-                ),
-            )
+    for _, num_disk, num_host, negative, _, workload in fitting[:_SIMULATED]:
+        of_workload = num_host, -negative, links, num_disk
+        spare = _spare_bytes(workload, num_host, num_disk, capacity, early)
+        late = workload.predict(*of_workload)
+        time = workload.predict(*of_workload, spare) if spare else late
+        needs = Capacity(
+            workload.device(num_host, -negative),
+            workload.host(num_host, num_disk),
+            workload.disk(num_host, num_disk),
         )
-    return min(simulated, key=lambda entry: entry[:2])[2]
+        simulated.append(Placement(workload, num_host, -negative, num_disk, needs, time, late.step))
+    return min(simulated, key=lambda placement: placement.time.step)
 
 
 _SIMULATED = 4
 """Number of placements that a search simulates."""
+
+
+def smallest_capacity(workloads: Sequence[Workload], capacity: Capacity) -> tuple[int, int]:
+    """Return the fewest bytes on the device of the placements that fit in the other tiers, and the
+    fewest bytes on the host of those that fit in the other tiers. If none fits, return those of the
+    placements with the fewest bytes in all."""
+    device = _nearest(workloads, capacity._replace(device=-1)).device
+    return device, _nearest(workloads, capacity._replace(host=-1)).host
+
+
+def _spare_bytes(
+    workload: Workload, num_host: int, num_disk: int, capacity: Capacity, early: Early
+) -> float:
+    """Return the most bytes that the spare buffers for early updates may have."""
+    if early == "auto":
+        return max(0, capacity.host - workload.host(num_host, num_disk)) // 2
+    return math.inf if early == "on" else 0.0
 
 
 def _numbers(workloads: Sequence[Workload]) -> Iterator[tuple[Workload, int]]:
@@ -288,23 +441,19 @@ def _numbers(workloads: Sequence[Workload]) -> Iterator[tuple[Workload, int]]:
             yield workload, num_host
 
 
-def _without(values: np.ndarray, largest: np.ndarray) -> np.ndarray:
-    """Replace, in each row, the values that have become the largest by the largest before them.
-    `largest` are the cumulative maxima of the rows."""
-    before = np.concatenate([np.zeros_like(largest[:, :1]), largest[:, :-1]], axis=1)
-    return np.minimum(values, before)
-
-
-def _nearest(workloads: Sequence[Workload], device_memory: int, host_memory: int) -> NoPlacement:
-    needs = [
-        (workload.device(num_host, workload.fewest_slots(num_host)), workload.host(num_host))
-        for workload, num_host in _numbers(workloads)
-    ]
-    on_device = [need for need in needs if need[0] <= device_memory]
+def _nearest(workloads: Sequence[Workload], capacity: Capacity) -> Capacity:
+    """Return `NoPlacement.needs`."""
+    needs = []
+    for workload, num_host in _numbers(workloads):
+        most = workload.most_on_disk(num_host, capacity.disk)
+        host, num_disk = min((workload.host(num_host, n), n) for n in {0, most})
+        device = workload.device(num_host, workload.fewest_slots(num_host))
+        needs.append(Capacity(device, host, workload.disk(num_host, num_disk)))
+    on_device = [need for need in needs if need.device <= capacity.device]
     if on_device:
-        return NoPlacement(*min(on_device, key=lambda need: need[1]))
-    on_host = [need for need in needs if need[1] <= host_memory]
-    return NoPlacement(*min(on_host or needs))
+        return min(on_device, key=lambda need: need.host)
+    on_host = [need for need in needs if need.host <= capacity.host]
+    return min(on_host or needs)
 
 
 class Rates(NamedTuple):

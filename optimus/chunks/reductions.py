@@ -11,10 +11,11 @@ shard that they update.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -384,13 +385,39 @@ _BLOCK = 1 << 18
 """Number of elements of a block."""
 
 
-def most_in_flight(copied: Iterable[int], reduction: int) -> int:
-    """Return the largest device memory of gradients that are being copied to the host and of a
-    reduction, which waits until only `MAX_COPYING` - 1 are being copied.
+def most_gradients(
+    together: Sequence[Collection[int]],
+    sizes: Sequence[int] | np.ndarray,
+    copied: Sequence[int] | np.ndarray,
+    reduction: int,
+) -> np.ndarray:
+    """Return, for each n from 0 to the number of buffers, the most device memory of the last n
+    buffers and of their reductions during a backward, in bytes.
+
+    While a segment computes, the gradients of others are copied to the host, at most `MAX_COPYING`
+    at the same time. A reduction waits until only `MAX_COPYING` - 1 are being copied.
 
     Args:
-        copied: `ReducePerMicrobatch.copied_bytes` of each buffer that may be copied.
+        together: For each segment, the buffers that have memory during its backward.
+        sizes: Bytes of each buffer.
+        copied: `ReducePerMicrobatch.copied_bytes` of each buffer; 0 if it stays on the device.
         reduction: Bytes of the temporary tensors of a reduction.
     """
-    sizes = sorted(copied)[-MAX_COPYING:]
-    return max(sum(sizes), sum(sizes[-(MAX_COPYING - 1) :]) + reduction)
+    is_now = np.zeros((len(together), len(sizes) + 1), dtype=bool)
+    for row, buffers in zip(is_now, together, strict=True):
+        row[[len(sizes) - buffer for buffer in buffers]] = True
+    now = np.where(is_now, [0, *sizes[::-1]], 0).cumsum(axis=1)
+    others = np.where(is_now, 0, [0, *copied[::-1]])
+    in_flight = before = np.zeros_like(now)
+    for _ in range(MAX_COPYING):
+        largest = np.maximum.accumulate(others, axis=1)
+        in_flight, before = in_flight + largest, in_flight
+        others = _without(others, largest)
+    return (now + np.maximum(in_flight, before + reduction)).max(axis=0, initial=reduction)
+
+
+def _without(values: np.ndarray, largest: np.ndarray) -> np.ndarray:
+    """Replace, in each row, the values that have become the largest by the largest before them.
+    `largest` are the cumulative maxima of the rows."""
+    before = np.concatenate([np.zeros_like(largest[:, :1]), largest[:, :-1]], axis=1)
+    return np.minimum(values, before)

@@ -34,20 +34,14 @@ class StepWork:
     """Bytes of each chunk that are copied to the host after each backward."""
     elements: Sequence[int]
     """Elements of each chunk that the host updates."""
-    early_chunks: int = 0
-    """Number of chunks, the last ones, that have spare buffers for early updates (`UpdateQueue`).
+    early: frozenset[int] = frozenset()
+    """Chunks that have spare buffers for early updates (`UpdateQueue`). Chunks on disk have none.
     """
     clips: bool = False
     """True if the norm of the gradients is clipped, so that early updates are discarded."""
     disk_bytes: Sequence[int] = ()
     """Bytes of each chunk that are read from disk for its update and written afterwards; empty if
     no states are on disk."""
-
-    @property
-    def early(self) -> list[int]:
-        """The chunks that have spare buffers. Chunks on disk have none."""
-        numbers = range(len(self.elements) - self.early_chunks, len(self.elements))
-        return [n for n in numbers if not (self.disk_bytes and self.disk_bytes[n])]
 
     def seconds_of(self, use: Use) -> float:
         """Return the seconds that a use computes."""
@@ -124,7 +118,7 @@ def _longest_chain(work: StepWork, links: Links) -> float:
     trailing = list(itertools.takewhile(lambda use: use.backward, reversed(uses)))[::-1]
     read = updated = uploaded = forward = 0.0
     ready: dict[int, float] = {}
-    early = set() if work.clips else set(work.early) - uses[-1].need
+    early = frozenset() if work.clips else work.early - uses[-1].need
     for segment, _, needs in leading:
         for chunk in sorted(needs - ready.keys()):
             if work.disk_bytes:

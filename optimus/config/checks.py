@@ -355,14 +355,14 @@ def _disk(offload: OffloadConfig) -> None:
         "local disk",
     )
     refuse_if(
-        offload.disk_share and offload.mode == "auto",
-        f"offload.disk_share = {offload.disk_share}: offload.mode = 'auto' does not use the disk; "
-        "use offload.mode = 'manual'",
+        offload.disk_memory and not offload.disk,
+        f"offload.disk_memory = {offload.disk_memory!r} needs offload.disk; set it to a directory "
+        "on a local disk",
     )
     for key in ("disk", "disk_memory"):
         value = getattr(offload, key)
         refuse_if(
-            value and not offload.disk_share,
+            value and not offload.disk_share and offload.mode == "manual",
             f"offload.{key} = {value!r} has no effect with offload.disk_share = 0; set "
             "offload.disk_share, or leave it out",
         )
@@ -378,6 +378,7 @@ def _residency(optim: OptimConfig, train: TrainConfig, offload: OffloadConfig) -
         )
     for key, value in (
         ("offload.host_share", offload.host_share),
+        ("offload.disk_share", offload.disk_share),
         ("offload.order", offload.order),
         ("optim.cache_chunks", optim.cache_chunks),
     ):

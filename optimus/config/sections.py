@@ -320,7 +320,8 @@ class OffloadConfig(Section):
     """Placement of model states. `off`: all on the device. `manual`: as `host_share` states.
     `auto`: on the device if they fit there together with activations and temporary tensors;
     otherwise the placement with the shortest predicted step, for which `auto` sets `host_share`,
-    `order`, `optim.cache_chunks` and `optim.chunk_length`. `optimus plan` prints the placement."""
+    `order`, `optim.cache_chunks` and `optim.chunk_length`, and, if host memory is too small and
+    `disk` is set, `disk_share`. `optimus plan` prints the placement."""
     device_memory: Size = ""
     """Device memory that a rank may use for model states, activations and temporary tensors, as a
     number with a unit, such as "20GB" or "20GiB". A run that needs more does not start. Empty: the
@@ -340,7 +341,7 @@ class OffloadConfig(Section):
     disk: str = ""
     """Directory for the states on disk, on a local disk of each node. Each rank creates one file
     with the full size at the start, and removes it at the end of the run. Checkpoints contain these
-    states, too."""
+    states, too. With mode = `auto`, as few states as possible are on disk."""
     disk_memory: Size = ""
     """Maximum size of the file of a rank in `disk`, as a number with a unit, such as "500GB" or
     "1.5TiB". A run whose states need more does not start. Empty: the free space of the disk."""
@@ -364,7 +365,8 @@ class OffloadConfig(Section):
     (12 with fp32 parameters). The states do not change if gradients are clipped or not finite;
     clipped gradients are then applied as with `off`. `on`: in each step, for all chunks. `auto`: in
     steps that do not clip or follow a step whose norm was not clipped, for as many chunks as fit in
-    half of the host memory that the states leave free. `off`: never. The results are the same."""
+    half of the host memory that the states leave free; with mode = `auto`, only if the predicted
+    step is shorter. `off`: never. The results are the same."""
     links: str = ""
     """On a CPU, which emulates a device: the rates of the link between the device and the host, and
     of the updates on the host. Copies and updates then take the time that these rates determine.

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 
 from optimus.chunks.engine import ChunkEngine
 from optimus.chunks.groups import ParamProcessGroups
-from optimus.chunks.placement import NoPlacement, search
+from optimus.chunks.placement import Capacity, NoPlacement, search
 from optimus.chunks.residency import Residency, Use
 from optimus.chunks.segments import ModelSegment, register_module
 from optimus.config.machine import Links
@@ -135,11 +135,11 @@ def placement_for(
         "microbatch", chunk_length, of_engine, forward, backward, activations, reductions=1
     )
     try:
-        best = search([work], device_memory, host_memory, links)
+        best = search([work], Capacity(device_memory, host_memory), links)
     except NoPlacement as problem:
-        name, missing = "device_memory", problem.device - device_memory
+        name, missing = "device_memory", problem.needs.device - device_memory
         if missing <= 0:
-            name, missing = "the memory of the host", problem.host - host_memory
+            name, missing = "the memory of the host", problem.needs.host - host_memory
         raise ConfigError(
             f"{name} is too small by {counted(missing, 'byte')} for the example, whose activations "
             f"need {counted(activations, 'byte')}; use gradient checkpointing, a smaller batch, or "

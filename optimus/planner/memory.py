@@ -43,6 +43,8 @@ class RankMemory:
     """Model states in host memory, and the memory to which gradients are copied."""
     staging: int
     """Host memory for the copies of checkpoint.async_save."""
+    disk: int = 0
+    """Model states on disk, and their copies for checkpoint.async_save."""
 
     @property
     def device(self) -> int:
@@ -83,13 +85,15 @@ def rank_memory(
         imbalances = dict.fromkeys(config.model.sparse_layers, imbalance)
         profiles = RankProfiles(config, mesh, coordinate, device).at(imbalances)
     engine, sizes = planned.engine, planned.engine.state_bytes()
+    staging = staging_of(config, planned)
     return RankMemory(
         sizes["total"],
         engine.cache_bytes,
         engine.temporary_bytes,
         *activations_of(config, planned.layout, profiles, num_microbatches, device),
         sizes["host"],
-        staging_of(config, planned).host,
+        staging.host,
+        sizes["disk"] + staging.disk,
     )
 
 

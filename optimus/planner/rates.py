@@ -1,21 +1,29 @@
-"""Rates of this machine's device, host and links for the placement of model states, measured once
-and cached."""
+"""Rates of this machine's device, host, links and disk for the placement of model states, measured
+once and cached."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
+import mmap
+import os
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import torch
 from pydantic import ValidationError
 
 from optimus import platform
+from optimus.chunks.disk import BLOCK_BYTES, THREADS
 from optimus.chunks.memory import update_threads
 from optimus.config.machine import Links
+from optimus.errors import reason_of
 from optimus.io import files
 from optimus.peak import cache_dir, find_peak, setup_of
 from optimus_kernels import adamw_, library_of
@@ -25,36 +33,71 @@ _COPIED_BYTES = 1 << 26
 _UPDATED = 1 << 22
 """Elements of a timed update. The states, 18 bytes for each element, exceed the caches of a CPU."""
 _RUNS = 15
+_DISK_RUNS = 3
+_HUGE_PAGE = 2 << 20
 
 
 def find_links(
-    device: torch.device, dtype: torch.dtype, log: Callable[[str], None], ranks_per_node: int = 1
+    device: torch.device,
+    dtype: torch.dtype,
+    log: Callable[[str], None],
+    ranks_per_node: int = 1,
+    disk: Path | None = None,
 ) -> Links:
-    """Return the rates of this rank, from the cache or from a measurement of about two seconds.
+    """Return the rates of this rank, from the cache or from a measurement of a few seconds.
 
     Args:
         device: Device of this rank.
         dtype: Dtype of matrix products.
         log: Function that writes one line to the log.
-        ranks_per_node: Number of ranks that share the cores of this machine. Cached rates are used
-            only for this number.
+        ranks_per_node: Number of ranks that share the cores and the disk of this machine. Cached
+            rates are used only for this number.
+        disk: Directory whose disk is measured, too.
     """
     library = library_of(torch.empty(0, dtype=dtype, device=device))
-    setup, folder = setup_of(device, dtype, library), cache_dir()
-    path = None if folder is None else folder / f"links-{setup.key}-{ranks_per_node}.json"
+    key = f"{setup_of(device, dtype, library).key}-{ranks_per_node}"
+
+    def measure() -> dict[str, float]:
+        rates = _medians(measure_links(device, torch.get_num_threads()))
+        return rates | {"flops": find_peak(device, dtype, library, log).flops}
+
+    rates = _cached(f"links-{key}", measure)
+    if disk is not None:
+        of_path = hashlib.sha256(os.fsencode(disk.resolve())).hexdigest()[:16]
+        try:
+            measured = _cached(
+                f"disk-{key}-{of_path}", lambda: _medians(disk_rates(disk, _DISK_RUNS))
+            )
+            rates |= {name: rate / ranks_per_node for name, rate in measured.items()}
+        except OSError as error:  # such as a file system without O_DIRECT
+            default = Links()
+            log(
+                f"offload.disk = '{disk}': its rates cannot be measured ({reason_of(error)}); the "
+                f"placement assumes reads of {default.disk_read / 1e9:g} GB/s and writes of "
+                f"{default.disk_write / 1e9:g} GB/s; offload.links = FILE sets them"
+            )
+    return Links(**rates)
+
+
+def _cached(name: str, measure: Callable[[], dict[str, float]]) -> dict[str, float]:
+    """Return rates from a file in the cache, or measure them and write this file."""
+    folder = cache_dir()
+    path = None if folder is None else folder / f"{name}.json"
     if path is not None:
         with contextlib.suppress(OSError, ValueError, ValidationError):
-            return Links.model_validate(json.loads(path.read_bytes()))
-    rates = measure_links(device, torch.get_num_threads())
-    links = Links(
-        **{name: statistics.median(values) for name, values in rates.items()},
-        flops=find_peak(device, dtype, library, log).flops,
-    )
+            rates = json.loads(path.read_bytes())
+            Links.model_validate(rates)
+            return rates
+    rates = measure()
     if path is not None and folder is not None:
         with contextlib.suppress(OSError):  # the next run measures again
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            files.write_bytes(path, json.dumps(links.model_dump()).encode())
-    return links
+            files.write_bytes(path, json.dumps(rates).encode())
+    return rates
+
+
+def _medians(rates: dict[str, list[float]]) -> dict[str, float]:
+    return {name: statistics.median(values) for name, values in rates.items()}
 
 
 def measure_links(device: torch.device, threads: int) -> dict[str, list[float]]:
@@ -103,3 +146,77 @@ def _times(run: Callable[[], Any], device: torch.device) -> list[float]:
         platform.synchronize(device)
         times.append(time.perf_counter() - start)
     return times[2:]
+
+
+class RawFile:
+    """A file that threads read and write with O_DIRECT. The threads do no other work.
+
+    Args:
+        path: The file.
+        size: Bytes of the file, a multiple of BLOCK_BYTES.
+
+    Raises:
+        OSError: The file cannot be opened with O_DIRECT.
+    """
+
+    def __init__(self, path: Path, size: int) -> None:
+        self._fd, self._size = os.open(path, os.O_RDWR | os.O_DIRECT), size
+        self._threads = ThreadPoolExecutor(2 * THREADS)
+        # With huge pages, the system divides a block into fewer requests.
+        memory = mmap.mmap(-1, 2 * THREADS * BLOCK_BYTES + _HUGE_PAGE)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with contextlib.suppress(OSError):  # a kernel without huge pages
+                memory.madvise(mmap.MADV_HUGEPAGE)
+        flat = torch.frombuffer(memory, dtype=torch.uint8)
+        flat = flat[-flat.data_ptr() % _HUGE_PAGE :][: 2 * THREADS * BLOCK_BYTES]
+        flat.view(torch.float32).uniform_(0.1, 1.0)  # a disk may move zeros faster
+        self._blocks = flat.split(BLOCK_BYTES)
+
+    def close(self) -> None:
+        self._threads.shutdown()
+        os.close(self._fd)
+
+    def read(self) -> float:
+        """Read the whole file. Return the duration in seconds."""
+        return self._time(os.preadv)
+
+    def write(self) -> float:
+        """Write the whole file. Return the duration in seconds."""
+        return self._time(os.pwritev)
+
+    def read_and_write(self) -> float:
+        """Read and write the whole file, first at the same time and then one after the other.
+        Return the duration of the faster method in seconds."""
+        return min(self._time(os.preadv, os.pwritev), self.read() + self.write())
+
+    def _time(self, *calls: Callable[..., int]) -> float:
+        def move(call: Callable[..., int], thread: int, block: torch.Tensor) -> None:
+            content = block.numpy().data
+            for at in range(thread * BLOCK_BYTES, self._size, THREADS * BLOCK_BYTES):
+                assert call(self._fd, [content], at) == BLOCK_BYTES, "a short read or write"
+
+        start = time.perf_counter()
+        blocks = iter(self._blocks)
+        jobs = [
+            self._threads.submit(move, call, thread, next(blocks))
+            for call in calls
+            for thread in range(THREADS)
+        ]
+        for job in jobs:
+            job.result()
+        return time.perf_counter() - start
+
+
+def disk_rates(directory: Path, runs: int = 7) -> dict[str, list[float]]:
+    """Measure a disk. Return the bytes per second of each run, with the keys of the table `links`
+    in a machine file. Raises OSError if the directory cannot be used, or has no O_DIRECT."""
+    size = 32 * BLOCK_BYTES
+    with tempfile.NamedTemporaryFile(dir=directory, prefix="optimus-bench-") as file:
+        os.posix_fallocate(file.fileno(), 0, size)
+        with contextlib.closing(RawFile(Path(file.name), size)) as raw:
+            raw.write()  # the first write of an allocated block may be slower
+            seconds = [(raw.read(), raw.write()) for _ in range(runs)]
+    return {
+        "disk_read": [size / read for read, _ in seconds],
+        "disk_write": [size / write for _, write in seconds],
+    }

@@ -272,16 +272,26 @@ def _spare_limit(engine: ChunkEngine, config: Config) -> float:
 
 def staging_of(config: Config, planned: PlannedRank) -> StagingBytes:
     """Return the bytes that checkpoint.async_save needs on a rank; 0 without it."""
+    sizes = staging_by_chunk(config, planned).values()
+    return StagingBytes(sum(size.host for size in sizes), sum(size.disk for size in sizes))
+
+
+def staging_by_chunk(config: Config, planned: PlannedRank) -> dict[int, StagingBytes]:
+    """Return the bytes that checkpoint.async_save needs on a rank for the copies of the states of
+    each chunk, by the number of the chunk."""
     if not config.checkpoint.async_save:
-        return StagingBytes(0, 0)
+        return {}
     scatter = config.checkpoint.scatter
     of_rank = states_of_rank(config.model, planned.layout, planned.groups, planned.engine)
-    host, disk = staging_bytes(of_rank, states_to_write(of_rank, scatter))
+    copies = [(pair, torch.float32) for pair in states_to_write(of_rank, scatter)]
     if config.checkpoint.model_interval:
-        masters = masters_to_write(of_rank, scatter)
-        of_model = staging_bytes(of_rank, masters, MODEL_DTYPE)
-        host, disk = host + of_model.host, disk + of_model.disk
-    return StagingBytes(host, disk)
+        copies += [(pair, MODEL_DTYPE) for pair in masters_to_write(of_rank, scatter)]
+    sizes = {shard.chunk.number: StagingBytes(0, 0) for shard in of_rank.shards}
+    for (state, state_slice), dtype in copies:
+        number = of_rank.shards[state_slice.shard].chunk.number
+        host, disk = staging_bytes(of_rank, [(state, state_slice)], dtype)
+        sizes[number] = StagingBytes(sizes[number].host + host, sizes[number].disk + disk)
+    return sizes
 
 
 def _kinds(mesh: Mesh) -> Iterator[Coordinate]:

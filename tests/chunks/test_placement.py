@@ -3,25 +3,52 @@ Elixir equal those of the paper."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 
 import pytest
 
+from optimus.chunks.disk import staging_bytes
 from optimus.chunks.placement import (
+    Capacity,
     ChunkCost,
     NoPlacement,
     Rates,
     Workload,
     cache_benefit,
     search,
+    smallest_capacity,
     upload_benefit,
 )
 from optimus.chunks.residency import Use
 from optimus.config.machine import Links
 
-LINKS = Links(to_device=100.0, to_host=80.0, host_adam=50.0, flops=1.0, memory=1.0)
+LINKS = Links(
+    to_device=100.0,
+    to_host=80.0,
+    host_adam=50.0,
+    flops=1.0,
+    memory=1.0,
+    disk_read=3e5,
+    disk_write=2e5,
+)
 HUGE = 1 << 60
+
+
+COST = ChunkCost(
+    resident=9,
+    host=10,
+    cached=1,
+    uploaded=1,
+    gradients=2,
+    copied=1,
+    elements=1,
+    spare=7,
+    moved=6,
+    file=4096,
+)
+SCALED = set(COST._fields) - {"file"}
 
 
 def workload(
@@ -44,7 +71,7 @@ def workload(
     return Workload(
         order,
         size,
-        [ChunkCost(9 * size, 10 * size, size, size, 2 * size, size, size)] * chunks,
+        [COST._replace(**{name: size * getattr(COST, name) for name in SCALED})] * chunks,
         uses,
         needs,
         needs,
@@ -69,7 +96,7 @@ def test_search_equals_a_full_enumeration(seed: int) -> None:
         workload(6, 3, "layer", 60, compute_s, seed),
     ]
     limit = draw.randrange(60, 300)
-    placement = search(works, limit, HUGE, LINKS)
+    placement = search(works, Capacity(limit, HUGE), LINKS)
     times = [
         work.predict(num_host, slots, LINKS).step
         for work in works
@@ -77,42 +104,136 @@ def test_search_equals_a_full_enumeration(seed: int) -> None:
         for slots in range(1, num_host + 1)
         if work.device(num_host, slots) <= limit
     ]
-    assert placement.device <= limit
+    assert placement.needs.device <= limit
     # The search simulates only the placements with the best estimates.
     assert min(times) <= placement.time.step <= 1.02 * min(times)
 
 
 def test_memory_of_a_placement_by_hand() -> None:
     work, size = workload(5, device_bytes=7), workload(5).chunk_length
-    # 3 resident chunks of 9 units, 1 slot, and the gradients of 2 chunks.
-    assert work.device(2, 1) == 7 + size * (3 * 9 + 1 + 2 * 2)
+    # 3 resident chunks of 9 units, 1 slot, the gradients of a chunk, and those being copied.
+    assert work.device(2, 1) == 7 + size * (3 * 9 + 1 + 2 + 1)
     # A chunk of the present segment, and two whose gradients are being copied.
-    assert work.device(5, 2) == 7 + size * (2 + 3 * 2)
+    assert work.device(5, 2) == 7 + size * (2 + 2 + 2 * 1)
     assert work.host(2) == size * (2 * 10 + 2)
+    # A reduction waits until only the gradients of one chunk are being copied.
+    reducing = dataclasses.replace(work, reduction_bytes=3 * size)
+    assert reducing.device(5, 2) == work.device(5, 2) + 2 * size
+    # The states of one chunk in two are on disk, and updates move them through two buffers.
+    assert work.on_disk(4, 2).tolist() == [2, 4]
+    assert work.host(4, 2) == size * (4 * 10 + 2 - 2 * 6) + staging_bytes([4096, 4096])
+    assert work.disk(4, 2) == 2 * 4096
 
 
 def test_a_limit_that_lacks_a_byte_is_refused_with_the_fewest_bytes() -> None:
     works = [workload(4, device_bytes=5), workload(4, order="layer", device_bytes=9)]
     least = min(w.device(n, 1) for w, n in itertools.product(works, range(1, 5)))
-    assert search(works, least, HUGE, LINKS).device == least
+    assert search(works, Capacity(least, HUGE), LINKS).needs.device == least
+    assert smallest_capacity(works, Capacity(HUGE, HUGE))[0] == least
     with pytest.raises(NoPlacement) as refused:
-        search(works, least - 1, HUGE, LINKS)
-    assert refused.value.device == least
+        search(works, Capacity(least - 1, HUGE), LINKS)
+    assert refused.value.needs.device == least
+
+
+def large_states(chunks: int, seed: int, sizes: tuple[int, ...]) -> Workload:
+    """Return a workload whose states are larger than the buffers for their updates, with chunks of
+    random sizes, one of them frozen."""
+    draw, costs = random.Random(seed), []
+    work = workload(chunks, compute_s=draw.choice([0.01, 0.1, 1.0]))
+    for number in range(chunks):
+        size = draw.choice(sizes)
+        cost = COST._replace(elements=10 * size, moved=100_000 * size, file=102_400 * size)
+        cost = cost._replace(host=120_000 * size, spare=110_000 * size)
+        if number == seed % chunks:
+            cost = cost._replace(elements=0, moved=0, file=0, spare=0)
+        costs.append(cost)
+    return dataclasses.replace(work, chunks=costs)
+
+
+def enumerate_disk(work: Workload, capacity: Capacity) -> list[tuple[int, int, int]]:
+    """Return all placements that fit: chunks on the host, slots, and chunks on disk."""
+    numbers = range(1, len(work.chunks) + 1)
+    return [
+        (num_host, slots, num_disk)
+        for num_host in numbers
+        for slots in range(1, num_host + 1)
+        for num_disk in range(work.num_trained(num_host) + 1)
+        if work.device(num_host, slots) <= capacity.device
+        and work.host(num_host, num_disk) <= capacity.host
+        and work.disk(num_host, num_disk) <= capacity.disk
+    ]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_search_with_a_disk_equals_a_full_enumeration(seed: int) -> None:
+    draw = random.Random(seed)
+    work = large_states(9, seed, (1,) if seed % 2 else (1, 2))
+    device = work.device(draw.randint(5, 9), 1)
+    most = work.num_trained(9)
+    fewest = min(work.host(n, k) for n in range(5, 10) for k in range(work.num_trained(n) + 1))
+    capacity = Capacity(device, draw.randint(fewest, work.host(9)), work.disk(9, most))
+    fitting = enumerate_disk(work, capacity)
+    try:
+        placement = search([work], capacity, LINKS)
+    except NoPlacement as problem:
+        assert not fitting, problem.needs
+        return
+    chosen = placement.num_host, placement.slots, placement.num_disk
+    assert chosen in fitting and placement.needs.disk == work.disk(chosen[0], chosen[2])
+    times = {entry: work.predict(entry[0], entry[1], LINKS, entry[2]).step for entry in fitting}
+    assert min(times.values()) <= placement.time.step <= 1.02 * min(times.values())
+    # As few states as possible are on disk.
+    assert all(entry[2] >= chosen[2] for entry in fitting if entry[0] == chosen[0])
+
+
+def test_the_disk_is_used_only_where_the_host_is_too_small() -> None:
+    work = large_states(9, 0, (1,))
+    device = work.device(7, 1)
+    assert search([work], Capacity(device, HUGE, HUGE), LINKS).num_disk == 0
+    fewest = min(work.host(n, work.num_trained(n)) for n in (7, 8, 9))
+    capacity = Capacity(device, fewest, HUGE)
+    placement = search([work], capacity, LINKS)
+    assert placement.num_disk == work.num_trained(placement.num_host)
+    assert smallest_capacity([work], capacity) == (work.device(7, 1), fewest)
+    for short in (capacity._replace(host=fewest - 1), capacity._replace(disk=0)):
+        with pytest.raises(NoPlacement) as refused:
+            search([work], short, LINKS)
+        assert refused.value.needs.device <= device and refused.value.needs.host > short.host
+
+
+@pytest.mark.parametrize("num_disk", [0, 6])
+def test_early_updates_shorten_steps_in_which_the_host_delays_the_forward(num_disk: int) -> None:
+    work = dataclasses.replace(large_states(9, 8, (1,)), forward_s=[0.1] * 9, backward_s=[0.2] * 9)
+    spare = sum(chunk.spare for chunk in work.chunks)
+    fast = dict.fromkeys(("to_device", "to_host", "disk_read", "disk_write"), 1e9)
+    slow = LINKS.model_copy(update={**fast, "host_adam": 50.0})
+    late = work.predict(9, 9, slow, num_disk).step
+    early = work.predict(9, 9, slow, num_disk, spare).step
+    assert early < 0.99 * late
+    assert work.estimate(9, 9, slow, num_disk) <= late
+    assert work.estimate(9, 9, slow, num_disk, spare) <= early
+    if not num_disk:  # fewer spare buffers save less time
+        assert early < work.predict(9, 9, slow, 0, work.chunks[1].spare).step < late
+    capacity = Capacity(HUGE, work.host(9) + 2 * spare)
+    best = search([work], capacity._replace(device=work.device(9, 9)), slow, "auto")
+    assert best.updates_early and best.time.step < best.late_s
+    idle = slow.model_copy(update={"host_adam": 1e9})
+    assert not search([work], capacity, idle, "auto").updates_early
 
 
 def test_host_limit_keeps_chunks_on_the_device() -> None:
     work = workload(4)
-    placement = search([work], HUGE, work.host(2), LINKS)
+    placement = search([work], Capacity(HUGE, work.host(2)), LINKS)
     assert placement.num_host <= 2
     with pytest.raises(NoPlacement) as refused:
-        search([work], work.device(4, 1), work.host(1), LINKS)
-    assert refused.value.host == work.host(4)
+        search([work], Capacity(work.device(4, 1), work.host(1)), LINKS)
+    assert refused.value.needs.host == work.host(4)
 
 
 def test_layer_order_is_chosen_for_many_microbatches_on_a_slow_link() -> None:
     slow = LINKS.model_copy(update={"to_device": 1.0, "to_host": 1.0})
     works = [workload(6, 4, "microbatch"), workload(6, 4, "layer")]
-    assert search(works, works[0].device(6, 2), HUGE, slow).workload.order == "layer"
+    assert search(works, Capacity(works[0].device(6, 2), HUGE), slow).workload.order == "layer"
 
 
 SERVERS = {

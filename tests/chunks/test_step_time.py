@@ -69,7 +69,7 @@ def test_prediction_of_early_updates_is_the_time_computed_by_hand(
     adam_s, early_chunks, clips, expected
 ):
     """An update takes `adam_s` seconds. The last `early_chunks` of 3 chunks have spare buffers."""
-    work = replace(work_of(3, 3), early_chunks=early_chunks, clips=clips)
+    work = replace(work_of(3, 3), early=frozenset(range(3 - early_chunks, 3)), clips=clips)
     predicted = predict_step(work, Links(**(INSTANT | {"host_adam": 4 / adam_s})))
     assert predicted.step == pytest.approx(expected)
     assert predicted.shortest <= predicted.step + 1e-9

@@ -10,10 +10,10 @@ from optimus.config.machine import Links
 from optimus.distributed.mesh import Coordinate, make_mesh
 from optimus.errors import ConfigError
 from optimus.planner.memory import rank_memory
-from optimus.planner.offload import Limits, decide_placement, largest_rank
+from optimus.planner.offload import Decision, Limits, decide_placement, largest_rank
 from optimus.rank.states import plan_rank
 from tests.kit.runs.results import assert_same_run
-from tests.kit.runs.tiny import tiny_tree
+from tests.kit.runs.tiny import DENSE, tiny_tree
 from tests.kit.runs.training import printed_by, run_and_catch
 from tests.planner.test_memory import WIDE, measure
 
@@ -24,11 +24,17 @@ AUTO = {"offload__mode": "auto"}
 
 
 def decide(
-    device: int, host: int = HOST, microbatches: int = 8, device_type: str = "cpu", **settings
-):
+    device: int,
+    host: int = HOST,
+    microbatches: int = 8,
+    device_type: str = "cpu",
+    links: Links = LINKS,
+    disk: int = 0,
+    **settings,
+) -> Decision:
     config = make_config(tiny_tree("d", "r", **{**WIDE, **AUTO, **settings}))
     mesh = make_mesh(config.parallel)
-    limits = Limits(device, host, LINKS)
+    limits = Limits(device, host, links, disk)
     return decide_placement(config, mesh, FIRST, microbatches, limits, device_type)
 
 
@@ -94,15 +100,29 @@ def test_the_limit_holds_in_a_step(ranks) -> None:
 SIZES = ("cache_chunks", "chunk_length")
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_auto_trains_to_the_same_bits(ranks, tiny_data, tmp_path, size: int) -> None:
+@pytest.mark.parametrize(
+    ("size", "capped", "printed"),
+    [
+        (1, {"device_memory": "650000"}, "of the chunks on the host, "),
+        (2, {"device_memory": "650000"}, "of the chunks on the host, "),
+        (1, {"device_memory": "750000", "host_memory": "1150000"}, "of these on disk, "),
+    ],
+)
+def test_auto_trains_to_the_same_bits(
+    ranks, tiny_data, tmp_path, size: int, capped: dict, printed: str
+) -> None:
     run = {"train__max_steps": 4, "optim__chunk_length": 4000, "optim__sharding": "so"}
+    if "host_memory" in capped:
+        run |= DENSE | {"model__num_layers": 6}
+        (tmp_path / "links.toml").write_text("[links]\nhost_adam = 1e8\n")
+        capped = {**capped, "disk": str(tmp_path), "links": str(tmp_path / "links.toml")}
     plain, auto = tmp_path / "plain", tmp_path / "auto"
     alone = {"start_world": False, "timeout_s": 120}
     ranks(size, printed_by, tiny_tree(tiny_data, plain, **run), **alone)
-    capped = {**run, **AUTO, "offload__device_memory": "650000"}
-    log = ranks(size, printed_by, tiny_tree(tiny_data, auto, **capped), **alone)[0]
-    assert "of the chunks on the host" in log
+    settings = {**run, **AUTO, **{f"offload__{key}": value for key, value in capped.items()}}
+    log = ranks(size, printed_by, tiny_tree(tiny_data, auto, **settings), **alone)[0]
+    assert printed in log
+    assert not list(tmp_path.glob("optimus-states*"))
     assert_same_run(plain, auto)
 
 
@@ -118,7 +138,8 @@ def test_a_run_that_does_not_fit_is_refused_before_its_first_step(ranks, tiny_da
 def test_early_updates_use_host_memory_that_is_left_over(early: str) -> None:
     """With "auto", spare buffers have half of the memory that the states leave free up to the
     limit, and do not affect which placements fit. With "on", all chunks on the host need them."""
-    limit, settings = needed() * 6 // 10, {"train__dtype": "fp32"}
+    slow = LINKS.model_copy(update={"host_adam": 1e6})
+    limit, settings = needed() * 6 // 10, {"train__dtype": "fp32", "links": slow}
     late = decide(limit, offload__early_adam="off", **settings).memory
     spare = late.states_on_host * 12 // 16
     for host in (late.host, late.host + spare, late.host + 2 * spare + 100_000):
@@ -132,6 +153,35 @@ def test_early_updates_use_host_memory_that_is_left_over(early: str) -> None:
         assert early == "on" or memory.host - late.host <= (host - late.host) // 2
         if host > late.host + 2 * spare:
             assert memory.host > late.host + spare // 2
+    fast = decide(limit, host, offload__host_memory=str(host), **settings | {"links": LINKS})
+    assert fast.config.offload.early_adam == "off" and not fast.placement.updates_early
+
+
+@pytest.mark.parametrize("copies", [{}, {"checkpoint__async_save": True}])
+def test_states_are_on_disk_where_the_host_is_too_small(tmp_path, copies: dict) -> None:
+    """The planned bytes of each tier are those of the states, and a limit that lacks a byte is
+    refused. Chunks are small, because updates of states on disk need four buffers."""
+    settings = {"train__dtype": "bf16", "offload__disk": str(tmp_path), **copies}
+    settings |= DENSE | {"optim__chunk_length": 20_000}
+    limit = needed(train__dtype="bf16", **DENSE) * 7 // 10
+    on_host = decide(limit, disk=1 << 40, **settings)
+    assert on_host.config.offload.disk_share == 0 and on_host.config.offload.disk == ""
+    with pytest.raises(ConfigError) as refused:
+        decide(limit, 1000, disk=1 << 40, **settings)
+    text = str(refused.value)
+    least = int(text.split("host_memory must be at least ")[1].split(" byte")[0].replace(",", ""))
+    assert least < on_host.memory.host * 9 // 10
+    for host in (least, (least + on_host.memory.host) // 2):
+        decision = decide(limit, host, disk=1 << 40, **settings)
+        memory, offload = decision.memory, decision.config.offload
+        assert offload.disk_share > 0 and memory.device <= limit and memory.host <= host
+        assert memory.disk > 0 and f"{memory.disk / 1e9:.4g} GB on disk" in str(decision)
+        exact = decide(limit, host, disk=memory.disk, **settings)
+        assert exact.memory.disk <= memory.disk
+    with pytest.raises(ConfigError, match="1 byte more than now"):
+        decide(limit, least - 1, disk=1 << 40, **settings)
+    with pytest.raises(ConfigError, match="set offload.disk to a directory"):
+        decide(limit, least, **settings)
 
 
 def test_limits_apply_to_manual_placements(ranks, tiny_data, tmp_path) -> None:
@@ -150,6 +200,8 @@ def test_limits_apply_to_manual_placements(ranks, tiny_data, tmp_path) -> None:
         ({"offload__host_share": 0.5, **AUTO}, "offload.mode = 'auto' chooses it"),
         ({"offload__order": "layer", **AUTO}, "offload.mode = 'auto' chooses it"),
         ({"optim__cache_chunks": 4, **AUTO}, "offload.mode = 'auto' chooses it"),
+        ({"offload__disk_share": 0.5, **AUTO}, "offload.mode = 'auto' chooses it"),
+        ({"offload__disk_memory": "1GB", **AUTO}, "offload.disk_memory = '1GB' needs offload.disk"),
     ],
 )
 def test_wrong_settings_are_refused(settings: dict, message: str) -> None:
