@@ -139,7 +139,8 @@ check_run() {
     [[ -z $after ]] || return 0
     need_program
     if [[ -z $buffer_nodes ]]; then
-        "$program" train "${command[@]}" --dry-run --nodes "$nodes" --nproc "$ranks" "${flags[@]}"
+        "$program" train "${command[@]}" --dry-run --nodes "$nodes" --nproc "$ranks" \
+            ${machine:+--machine "$machine"} "${flags[@]}"
     else
         "${check[@]}" "${flags[@]}" >&2
     fi

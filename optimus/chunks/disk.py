@@ -362,10 +362,7 @@ class _StateFile(Closing):
             self._fd = self._open_direct()
         except OSError as error:
             self.close()
-            raise ConfigError(
-                f"offload.disk: cannot create {self.path}: {reason_of(error)}; use another "
-                "directory"
-            ) from None
+            raise _cannot_create(self.path, error) from None
         except BaseException:
             self.close()
             raise
@@ -475,6 +472,50 @@ class _StateFile(Closing):
         self._fd = self._lock = -1
 
 
+def check_directory(directory: str, ranks: Iterable[int]) -> None:
+    """Check that ranks with these numbers can create their files in `offload.disk`. Creates no
+    file.
+
+    Raises:
+        ConfigError: The directory is missing or not writable, or another run uses a file.
+    """
+    for rank in ranks:
+        path = Path(directory) / f"{_NAME}{rank:05d}"
+        try:
+            fd = os.open(path, _FLAGS)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise _cannot_create(path, error) from None
+        try:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise _cannot_create(path, OSError(errno.EINVAL, "not a regular file"))
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise _in_use(path) from None
+        finally:
+            os.close(fd)
+    kind = errno.ENOENT
+    if os.path.lexists(directory):
+        kind = errno.EACCES if os.path.isdir(directory) else errno.ENOTDIR
+    if kind != errno.EACCES or not os.access(directory, os.W_OK | os.X_OK):
+        path = Path(directory) / f"{_NAME}00000"
+        raise _cannot_create(path, OSError(kind, os.strerror(kind)))
+
+
+def _cannot_create(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"offload.disk: cannot create {path}: {reason_of(error)}; use another directory"
+    )
+
+
+def _in_use(path: Path) -> ConfigError:
+    return ConfigError(
+        f"offload.disk = '{path.parent}': another run uses {path.name}; wait for its end, or use "
+        "another directory"
+    )
+
+
 def _open_locked(path: Path) -> int:
     """Create a file, or open the file of a process that has ended, and lock it.
 
@@ -495,10 +536,7 @@ def _open_locked(path: Path) -> int:
         except BlockingIOError:
             os.close(fd)
             if time.monotonic() > deadline:
-                raise ConfigError(
-                    f"offload.disk = '{path.parent}': another run uses {path.name}; wait for its "
-                    "end, or use another directory"
-                ) from None
+                raise _in_use(path) from None
             time.sleep(0.05)
         except BaseException:
             os.close(fd)

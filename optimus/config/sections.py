@@ -117,6 +117,15 @@ class TrainConfig(Section):
     threads: Annotated[int, Field(ge=0, le=1024)] = 0
     """Number of intra-op threads per rank. 0: 1 thread in deterministic mode. In other modes, 0
     means OMP_NUM_THREADS or, if it is not set, the node's cores divided by its ranks."""
+    fit_check: Literal["refuse", "warn", "off"] = "refuse"
+    """Check, once before ranks start, that each rank fits in its memory. `refuse`: end with exit
+    status 2 if a lower bound of the memory exceeds that of the device (on a CPU, the memory of the
+    machine, which the ranks of a node share), and warn if only the prediction of `optimus plan`
+    does. `warn`: only warn. `off`: no check, and no comparison of predicted and measured figures
+    after the first updates."""
+    machine: str = ""
+    """Machine whose device `fit_check` and the predictions refer to: a name in configs/machine, or
+    the path of a TOML file. Empty: the device of the first rank, without a predicted step time."""
     deadline_s: NonNegative = 0.0
     """Seconds after the start of the process at which the run saves a checkpoint and ends with exit
     status 3; 0: no deadline."""

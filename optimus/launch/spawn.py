@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -38,13 +38,16 @@ _STOP_GRACE_S = 60.0
 Until then, the remaining ranks can finish writing and closing files."""
 _STOPPED = OutcomeKind.STOPPED.exit_status
 _PR_SET_PDEATHSIG = 1
+NO_VARIABLES: Mapping[str, str] = {}
 _CAUSES = (OutcomeKind.NONFINITE, OutcomeKind.USAGE, OutcomeKind.STOPPED, OutcomeKind.FAILED)
 """Kinds of outcome in order of precedence. If a rank has ended with one of these kinds, the run has
 the exit status of the first such kind. If not, but the exit status of a rank is not 0, the run has
 the exit status of LOST_PEER."""
 
 
-def spawn_local(arguments: Sequence[str], nproc: int) -> int:
+def spawn_local(
+    arguments: Sequence[str], nproc: int, variables: Mapping[str, str] = NO_VARIABLES
+) -> int:
     """Run `optimus ARGUMENTS` as `nproc` ranks on this machine, and wait until all have ended.
 
     Stop signals are passed on to the ranks. A second Ctrl-C kills the ranks. If a rank fails, the
@@ -53,6 +56,7 @@ def spawn_local(arguments: Sequence[str], nproc: int) -> int:
     Args:
         arguments: Arguments of the command `optimus`.
         nproc: Number of ranks.
+        variables: Environment variables of the ranks in addition to those of this process.
 
     Returns:
         The exit status of the run.
@@ -63,17 +67,24 @@ def spawn_local(arguments: Sequence[str], nproc: int) -> int:
         _passing_signals(ranks) as passed,
     ):
         for rank in range(nproc):
-            ranks.append(_start(arguments, rank, nproc, Path(directory)))
+            ranks.append(_start(arguments, rank, nproc, Path(directory), variables))
         if passed:  # a signal arrived while ranks were being started
             _send(ranks, signal.SIGTERM)
         return _watch(ranks, passed)
 
 
-def _start(arguments: Sequence[str], rank: int, nproc: int, directory: Path) -> subprocess.Popen:
+def _start(
+    arguments: Sequence[str],
+    rank: int,
+    nproc: int,
+    directory: Path,
+    variables: Mapping[str, str],
+) -> subprocess.Popen:
     environ = {
         "OMP_NUM_THREADS": str(max(1, available_cores() // nproc)),
         "GLOO_SOCKET_IFNAME": "lo",
         **os.environ,
+        **variables,
         "RANK": str(rank),
         "WORLD_SIZE": str(nproc),
         "LOCAL_RANK": str(rank),

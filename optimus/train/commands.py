@@ -67,6 +67,12 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
         metavar="N",
         help="with --dry-run: check a run on N nodes with --nproc ranks each",
     )
+    parser.add_argument(
+        "--machine",
+        metavar="NAME",
+        help="with --dry-run: check that the run fits on a machine, a name in configs/machine or "
+        "the path of a TOML file (default: train.machine)",
+    )
     _add_skips(parser)
 
 
@@ -113,18 +119,22 @@ def _train(args: argparse.Namespace, arguments: list[str]) -> int:
         return _dry_run(args)
     launch = read_launch_env()
     try:
-        _refuse_without_dry_run(args, "nodes", "skip_data_check", "skip_run_dir_check")
+        _refuse_without_dry_run(args, "nodes", "machine", "skip_data_check", "skip_run_dir_check")
         nproc = ranks_to_start(args.nproc, launch.world_size)
         config = load_config(args.config, args.overrides)
     except OptimusError as error:
         refuse_together(launch, error)
     if nproc:
         from optimus.launch.spawn import spawn_local
+        from optimus.train.fit import FIT_CHECKED, capacity_before_ranks, check_before_ranks
         from optimus.train.resolve import read_inputs
 
-        read_inputs(config, nproc)
+        inputs = read_inputs(config, nproc)
+        microbatches = inputs.batch.microbatches_per_rank
+        capacity = capacity_before_ranks(config.train, nproc)
+        is_checked = check_before_ranks(config, inputs.mesh, microbatches, capacity)
         print(f"optimus: starting {counted(nproc, 'rank')}", file=sys.stderr)
-        return spawn_local(arguments, nproc)
+        return spawn_local(arguments, nproc, {FIT_CHECKED: "1"} if is_checked else {})
     if launch.world_size == 1:
         from optimus.train.resolve import read_inputs
 
@@ -149,6 +159,7 @@ def _refuse_without_dry_run(args: argparse.Namespace, *options: str) -> None:
 
 def _dry_run(args: argparse.Namespace) -> int:
     from optimus.config import load_config
+    from optimus.config.machine import load_machine
     from optimus.train.startup import dry_run
 
     nodes, ranks = 1 if args.nodes is None else args.nodes, 1 if args.nproc is None else args.nproc
@@ -156,7 +167,9 @@ def _dry_run(args: argparse.Namespace) -> int:
         nodes < 1 or ranks < 1, f"--nodes {nodes} and --nproc {ranks}: both must be at least 1"
     )
     config = load_config(args.config, args.overrides)
-    dry_run(config, nodes, ranks, not args.skip_data_check, not args.skip_run_dir_check)
+    checks = not args.skip_data_check, not args.skip_run_dir_check
+    machine = load_machine(args.machine) if args.machine else None
+    dry_run(config, nodes, ranks, *checks, machine, is_node=args.nodes is None)
     return 0
 
 
@@ -262,7 +275,8 @@ def _launch(args: argparse.Namespace, arguments: list[str]) -> int:
         from optimus.train.startup import dry_run
 
         checks = not args.skip_data_check, not args.skip_run_dir_check
-        dry_run(config, args.nodes, args.ranks_per_node, *checks)
+        is_node = job.launcher.name == "local"
+        dry_run(config, args.nodes, args.ranks_per_node, *checks, options.machine, is_node)
         print(describe(job))
         return 0
     return supervise(job)

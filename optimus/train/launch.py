@@ -24,6 +24,7 @@ from optimus.config import Config, dump_toml
 from optimus.config.machine import Machine
 from optimus.errors import ConfigError, counted, refuse_if
 from optimus.io import files
+from optimus.planner.fit import Capacity, refuse_if_too_large
 from optimus.resilience.supervision.agent import SECRET, SUPERVISOR
 from optimus.resilience.supervision.agents import MIN_OPEN_FILES, Job
 from optimus.resilience.supervision.chain import Chain
@@ -42,6 +43,7 @@ from optimus.resilience.supervision.staging import (
     staged_python,
 )
 from optimus.resilience.supervision.supervisor import Supervisor
+from optimus.train.fit import capacity_before_ranks, check_before_ranks
 from optimus.train.resolve import FROZEN, divide, resolve
 
 logger = logging.getLogger(__name__)
@@ -107,9 +109,13 @@ def plan_job(config: Config, options: LaunchOptions) -> Job:
     machine, resilience, run_dir = options.machine, config.resilience, Path(config.train.run_dir)
     launcher = _make_launcher(options)
     allocation = _allocation(options, launcher.name)
+    # The launcher "local" emulates all nodes on this machine.
+    ranks_here = options.ranks_per_node * (options.nodes if launcher.name == "local" else 1)
+    capacity = capacity_before_ranks(config.train, ranks_here, machine, not options.is_dry_run)
     if not options.is_dry_run:
         # Finds mistakes before ranks start.
-        resolve(config, options.nodes * options.ranks_per_node, True, False)
+        plan = resolve(config, options.nodes * options.ranks_per_node, True, False)
+        check_before_ranks(config, plan.mesh, plan.batch.microbatches_per_rank, capacity)
         _allow_open_files(MIN_OPEN_FILES + len(allocation))
         _check_pardoned(options.pardoned, allocation, run_dir)
         program = launcher.agent_commands(allocation[:1], Path())[0][0]
@@ -127,7 +133,7 @@ def plan_job(config: Config, options: LaunchOptions) -> Job:
         nodes=allocation,
         ranks_per_node=options.ranks_per_node,
         policy=Policy(
-            sizes=_valid_sizes(config, options.nodes, options.ranks_per_node),
+            sizes=_valid_sizes(config, options.nodes, options.ranks_per_node, capacity),
             on_exhausted=resilience.on_exhausted,
             on_repeat_nan=resilience.on_repeat_nan,
             max_restarts=resilience.max_restarts,
@@ -261,13 +267,19 @@ def supervise(job: Job) -> int:
     return asyncio.run(Supervisor(job).run())
 
 
-def _valid_sizes(config: Config, nodes: int, ranks_per_node: int) -> tuple[int, ...]:
-    """Return all node counts from 1 to `nodes` with which the configuration is valid. Raises
-    ConfigError if the configuration is invalid with `nodes` nodes."""
+def _valid_sizes(
+    config: Config, nodes: int, ranks_per_node: int, capacity: Capacity | None
+) -> tuple[int, ...]:
+    """Return all node counts from 1 to `nodes` with which the configuration is valid, and the run
+    can fit if it may shrink. Raises ConfigError if the configuration is invalid with `nodes`
+    nodes."""
+    may_shrink = config.resilience.on_exhausted == "shrink"
     sizes = []
     for number in range(1, nodes + 1):
         try:
-            divide(config, number * ranks_per_node)
+            mesh, batch = divide(config, number * ranks_per_node)
+            if number < nodes and may_shrink and capacity is not None:
+                refuse_if_too_large(config, mesh, batch.microbatches_per_rank, capacity)
         except ConfigError:
             if number == nodes:
                 raise

@@ -62,6 +62,7 @@ from optimus.train.autotune import (
     check_fp16,
     recompute_report,
 )
+from optimus.train.fit import FirstUpdates, check_on_first_rank
 from optimus.train.load import load_start
 from optimus.train.loss_scale import LossScale
 from optimus.train.malloc_trim import MallocTrim
@@ -109,6 +110,8 @@ def train(config: Config, launch: LaunchEnv, process: float | None = None) -> No
             check_names(config.optim, config.model)
             check_slots(config, inputs.mesh)
             check_disk_memory(config, inputs.mesh)
+            microbatches = inputs.batch.microbatches_per_rank
+            check_on_first_rank(config, inputs.mesh, microbatches, launch)
             if config.train.sample_interval:  # fail before a GPU or the network is used
                 data = inputs.data.held_out or inputs.data.training
                 TextTokenizer(data.tokenizer_file)
@@ -243,6 +246,8 @@ class Run:
                 self.recorder.add(self.trace)
         self.groups = join_groups(plan.mesh, world, config.parallel.virtual_stages, self.recorder)
         placed = self._placed(config, plan)
+        microbatches = plan.batch.microbatches_per_rank
+        self.first_updates = FirstUpdates(placed, plan.mesh, microbatches, world)
         self.rank_model = RankModel(placed, self.groups, plan.batch, world.device)
         self.model, layout = self.rank_model.model, self.rank_model.layout
         # A run that starts from weights alone also needs initial values, because the dispatchers
@@ -327,7 +332,10 @@ class Run:
             for step in range(self.plan.start.step + 1, self.last_step + 1):
                 self.step = step
                 self.progress.enter("update", step)
-                self.update(step)
+                seconds = self.update(step)
+                self.first_updates.after_update(
+                    step, step == self.last_step, seconds, self.directory
+                )
                 stopping = stop_request.agreed(self.world.everyone, self.world.device)
                 if stopping is None:
                     self.progress.enter("evaluation", step)
@@ -371,9 +379,9 @@ class Run:
         train, newest = self.config.train, self.saves.newest
         print_end(train, self.config.model, self.plan, *figures, newest)
 
-    def update(self, step: int) -> None:
-        """Run the update number `step`. On the first rank, record its figures. The recorded time
-        includes the time to read the data."""
+    def update(self, step: int) -> float:
+        """Run the update number `step`, and return its duration in seconds, which includes the time
+        to read the data. On the first rank, record its figures."""
         self.meter.clear()
         self.trace.events.clear()
         start = time.perf_counter()
@@ -382,7 +390,7 @@ class Run:
         self.malloc_trim.after_update()
         seconds = time.perf_counter() - start
         if self.directory is None:
-            return
+            return seconds
         # Copied to the host once, for the expert-load figures and the warnings.
         result = replace(result, expert_rows=result.expert_rows.cpu())
         self._record(result, seconds)
@@ -393,6 +401,7 @@ class Run:
             self._start_up.done("first update")
             self.recorder.record(self._start_up.record())
             self._start_up = None
+        return seconds
 
     def evaluate(self, step: int) -> None:
         """Compute and record the loss on the held-out data, if there is any, when `step` is the

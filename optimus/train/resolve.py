@@ -30,6 +30,7 @@ from optimus.errors import CheckpointError, ConfigError, DamageError, DataError,
 from optimus.io.files import read_regular
 from optimus.parallel.divisible import check_divisible
 from optimus.parallel.pipeline.plan import plan_stages, schedule_of
+from optimus.planner.fit import capacity_of_machine
 from optimus.resilience.supervision.attempt import read_skipped_steps
 from optimus.train.schedule import rate_change
 
@@ -67,7 +68,10 @@ CHANGEABLE = (
 # Values that are known only after ranks have measured them. `optimus.train.autotune` then compares
 # them with the checkpoint's values.
 _MEASURED = ("kernels.backend", "kernels.grouped_gemm")
-_PER_LAUNCH = ("train.run_dir", "train.deadline_s", "train.stop_at_step", "checkpoint.load")
+_PER_LAUNCH = (
+    *("train.run_dir", "train.deadline_s", "train.stop_at_step", "checkpoint.load"),
+    *("train.fit_check", "train.machine"),
+)
 
 
 class RunData(NamedTuple):
@@ -217,6 +221,8 @@ def check_settings(config: Config, world_size: int) -> tuple[Mesh, BatchPlan]:
     mesh, batch = divide(config, world_size)
     if config.offload.links:
         load_links(config.offload.links)  # refuse a wrong file before the rendezvous
+    if config.train.machine:
+        capacity_of_machine(config.train.machine)
     for key, value in (
         ("data.path", config.data.path or config.data.mix),
         ("train.run_dir", config.train.run_dir),

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from optimus.config import Config
+from optimus.config.machine import Machine
 from optimus.errors import ConfigError, OptimusError, counted, refuse_if
 from optimus.launch.environment import COMMAND_STARTED, LaunchEnv
 from optimus.observe.events import StartUpRecord
@@ -70,11 +71,26 @@ def check_run(
 
 
 def dry_run(
-    config: Config, nodes: int, ranks_per_node: int, check_data: bool, check_run_dir: bool
+    config: Config,
+    nodes: int,
+    ranks_per_node: int,
+    check_data: bool,
+    check_run_dir: bool,
+    machine: Machine | None = None,
+    is_node: bool = True,
 ) -> None:
     """Check a run on `nodes` nodes with `ranks_per_node` ranks each, and print its plan.
-    `check_data` and `check_run_dir` have the same meaning as in `check_run`."""
+
+    Args:
+        config: The run's configuration.
+        nodes, ranks_per_node: Numbers of nodes and ranks.
+        check_data, check_run_dir: As for `check_run`.
+        machine: Machine of the run, if `train.machine` is not set.
+        is_node: False if this machine is not a node of the run. Its memory and its disk are then
+            not checked.
+    """
     plan = check_run(config, nodes * ranks_per_node, check_data, check_run_dir)
+    _check_node(config, plan, nodes, ranks_per_node, machine, is_node)
     from optimus.train.summary import print_start
 
     print_start(config, plan, ranks_per_node)
@@ -82,6 +98,34 @@ def dry_run(
         "dry run: all checks%s passed, and no file was created",
         "" if check_data and check_run_dir else " except the skipped ones",
     )
+
+
+def _check_node(
+    config: Config,
+    plan: PartialPlan,
+    nodes: int,
+    ranks_per_node: int,
+    machine: Machine | None,
+    is_node: bool,
+) -> None:
+    """Check that the ranks of a node fit in its memory, and that `offload.disk` can be used. The
+    arguments are those of `dry_run`."""
+    from optimus.chunks.disk import check_directory
+    from optimus.train.fit import capacity_before_ranks, capacity_of_rank, check_before_ranks
+
+    # Without a machine, all ranks run here: `optimus launch --launcher local` emulates nodes.
+    ranks_here = nodes * ranks_per_node
+    capacity = capacity_before_ranks(config.train, ranks_here, machine, is_node)
+    if capacity is None and is_node and config.train.fit_check != "off":
+        capacity = capacity_of_rank(config.train, 0, ranks_here)
+    microbatches = plan.batch.microbatches_per_rank
+    if not check_before_ranks(config, plan.mesh, microbatches, capacity):
+        logging.getLogger(__name__).info(
+            "the memory of the nodes is unknown here, so this check does not find out whether the "
+            "run fits; set train.machine"
+        )
+    if is_node and config.offload.disk_share:
+        check_directory(config.offload.disk, range(ranks_here))
 
 
 def refuse_together(launch: LaunchEnv, error: OptimusError) -> NoReturn:

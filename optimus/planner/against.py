@@ -1,0 +1,271 @@
+"""Comparison of a plan with the figures that a run has measured: `optimus plan --against`."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from optimus.config import Config, load_config
+from optimus.config.machine import load_machine
+from optimus.data.batch import plan_batch
+from optimus.distributed.mesh import Mesh, make_mesh
+from optimus.errors import ConfigError, DataError, counted, reason_of, refuse_if
+from optimus.io import files
+from optimus.observe.metrics import read_lines
+
+FIT_FILE = "fit.json"
+"""File of the run directory with the figures of the first updates."""
+FIT_FORMAT = 1
+_MAX_FIT_BYTES = 1 << 26
+_WARM_UP = 3
+"""Number of updates at the start of metrics.jsonl whose times do not count."""
+
+_COMPARED = {
+    "parallel": (
+        *("pp", "dp", "ep", "tp", "schedule", "virtual_stages", "stage_layers"),
+        "sequence_parallel",
+    ),
+    "train": (
+        *("seq_len", "global_batch_tokens", "microbatch_size", "dtype", "deterministic"),
+        "compile",
+    ),
+    "optim": (
+        *("groups", "frozen", "sharding", "resident", "cache_chunks", "chunk_length"),
+        *("grad_reduce_dtype", "grad_dtype", "overlap"),
+    ),
+    "recompute": ("modules",),
+    "data": ("document_mask",),
+    "offload": ("mode", "device_memory", "host_memory", "host_share", "disk_share", "order"),
+}
+"""Settings that determine memory and step time, in addition to all of `[model]`."""
+
+
+def settings_of(config: Config) -> dict[str, Any]:
+    """Return the settings that determine memory and step time, as a dict from "section.key" to the
+    value in JSON."""
+    tree = config.model_dump(mode="json")
+    flat = {f"model.{key}": value for key, value in tree["model"].items()}
+    for section, keys in _COMPARED.items():
+        flat |= {f"{section}.{key}": tree[section][key] for key in keys}
+    return flat
+
+
+def settings_key(config: Config, mesh: Mesh) -> str:
+    """Return a hash of the settings that determine memory and step time, and of the mesh."""
+    values = settings_of(config) | {"mesh": mesh._asdict()}
+    return files.xxh3_bytes(json.dumps(values, sort_keys=True).encode())
+
+
+class _Kind(BaseModel):
+    """Memory of the ranks with the same pp and tp coordinates."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+    pp: Annotated[int, Field(ge=0)]
+    tp: Annotated[int, Field(ge=0)]
+    process_bytes: Annotated[int, Field(ge=0)]
+    peak_bytes: Annotated[int, Field(gt=0)]
+
+
+class _Fit(BaseModel):
+    """Content of FIT_FILE that the comparison reads."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+    format: Annotated[int, Field(ge=FIT_FORMAT, le=FIT_FORMAT)]
+    settings: str
+    device: str
+    mesh: dict[str, Annotated[int, Field(ge=1)]]
+    ranks: Annotated[list[_Kind], Field(min_length=1)]
+
+
+class _Update(BaseModel):
+    """Fields of a line of metrics.jsonl that the comparison reads."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+    step: Annotated[int, Field(ge=1)]
+    step_time_s: Annotated[float, Field(gt=0, lt=1e9)]
+    mem_bytes: Annotated[int, Field(gt=0)]
+
+
+def read_fit(run_dir: Path) -> dict[str, Any] | None:
+    """Return the content of fit.json; None if there is no such file. Raises ConfigError if the file
+    is damaged or cannot be read."""
+    path = run_dir / FIT_FILE
+    try:
+        figures = files.parse_checked_json(files.read_regular(path, _MAX_FIT_BYTES))
+        mesh = _Fit.model_validate(figures).mesh
+        Mesh(**mesh)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ConfigError(f"{path}: {reason_of(error)}; make the file readable") from None
+    except (ValueError, TypeError, RecursionError):
+        raise ConfigError(
+            f"{path}: damaged; remove it, and the next start of the run writes it again"
+        ) from None
+    return figures
+
+
+def compare(config: Config, run_dir: str, machine: str | None) -> dict[str, Any]:
+    """Return the predicted and the measured memory and step time of a run, as a dict for JSON.
+
+    Args:
+        config: The configuration of the run.
+        run_dir: Its run directory.
+        machine: Machine for the predicted step time; None for `train.machine`.
+
+    Returns:
+        - `memory`: list with an entry for each kind of rank, with its `pp` and `tp` coordinates,
+          `predicted_bytes` and `measured_bytes`. Without fit.json, only the first rank.
+        - `step`: `measured_s`, the median of `updates` updates, `low_s` and `high_s`, their 10th
+          and 90th percentile, and `predicted_s`, or None and the reason `no_prediction`.
+
+    Raises:
+        ConfigError: The directory has no run, its run has another configuration, or its metrics are
+            damaged.
+    """
+    path = Path(run_dir)
+    _check_same(config, path, run_dir)
+    updates = _read_updates(path)
+    figures = read_fit(path)
+    fit = None if figures is None else _Fit.model_validate(figures)
+    if fit is None and not config.parallel.dp:
+        raise ConfigError(
+            f"--against {run_dir}: the number of ranks is unknown, since the run has no {FIT_FILE} "
+            "and parallel.dp = 0; add parallel.dp=N"
+        )
+    mesh = make_mesh(config.parallel, None) if fit is None else Mesh(**fit.mesh)
+    return {
+        "run_dir": run_dir,
+        "mesh": mesh._asdict(),
+        "memory": list(_memory(config, mesh, fit, updates)),
+        "step": _step(config, mesh, updates, machine or config.train.machine),
+    }
+
+
+def _check_same(config: Config, path: Path, run_dir: str) -> None:
+    stored_path = path / "config.toml"
+    refuse_if(
+        not stored_path.is_file(),
+        f"--against {run_dir}: not a run directory, since it has no config.toml; give the "
+        "train.run_dir of a run",
+    )
+    try:
+        stored = settings_of(load_config(stored_path))
+    except ConfigError as error:
+        raise ConfigError(f"--against {run_dir}: {error}") from None
+    planned = settings_of(config)
+    for key, value in planned.items():
+        if stored[key] != value and (key != "parallel.dp" or (stored[key] and value)):
+            raise ConfigError(
+                f"--against {run_dir}: its run has {key} = {stored[key]!r}, but the configuration "
+                f"has {value!r}; plan {stored_path}"
+            )
+
+
+def _read_updates(path: Path) -> list[_Update]:
+    metrics = path / "metrics.jsonl"
+    try:
+        lines = b"".join(read_lines(metrics)).splitlines(keepends=True)
+    except (OSError, DataError) as error:
+        raise ConfigError(f"--against: {metrics}: {error}; give another run directory") from None
+    updates = []
+    for number, line in enumerate(lines, 1):
+        if number == len(lines) and not line.endswith(b"\n"):
+            break  # the run is writing this line, or was killed
+        try:
+            updates.append(_Update.model_validate_json(line))
+        except ValidationError:
+            raise ConfigError(
+                f"--against: {metrics}: line {number} is damaged; start the run again, which "
+                "repairs the file, or remove the line"
+            ) from None
+    refuse_if(not updates, f"--against: {metrics} has no update; wait for the first update")
+    return updates
+
+
+def _memory(
+    config: Config, mesh: Mesh, fit: _Fit | None, updates: list[_Update]
+) -> Iterator[dict[str, int]]:
+    from optimus.planner.memory import rank_memory  # imports torch
+    from optimus.planner.offload import largest_rank
+
+    train = config.train
+    microbatches = mesh.pp
+    if train.global_batch_tokens:
+        microbatches = plan_batch(train, mesh.num_data_ranks).microbatches_per_rank
+    kinds = [_Kind(pp=0, tp=0, process_bytes=0, peak_bytes=updates[-1].mem_bytes)]
+    device = "cuda"
+    if fit is not None:
+        kinds, device = fit.ranks, fit.device
+    for kind in kinds:
+        coordinate = largest_rank(config, mesh, kind.pp)._replace(tp=kind.tp)
+        memory = rank_memory(config, mesh, coordinate, microbatches, device)
+        on_host = memory.host if device == "cpu" else 0
+        yield {
+            "pp": kind.pp,
+            "tp": kind.tp,
+            "predicted_bytes": kind.process_bytes + memory.device + on_host,
+            "measured_bytes": kind.peak_bytes,
+        }
+
+
+def _step(config: Config, mesh: Mesh, updates: list[_Update], machine: str) -> dict[str, Any]:
+    from optimus.planner.step_plan import plan_step
+
+    seconds = sorted(update.step_time_s for update in updates[_WARM_UP:] or updates)
+    predicted, reason = None, "no machine; add --machine NAME"
+    if machine:
+        definition = load_machine(machine)
+        try:
+            predicted, reason = plan_step(config, mesh, definition, machine)["step_s"], ""
+        except ConfigError as error:
+            reason = str(error)
+    return {
+        "measured_s": statistics.median(seconds),
+        "low_s": seconds[len(seconds) // 10],
+        "high_s": seconds[-1 - len(seconds) // 10],
+        "updates": len(seconds),
+        "predicted_s": predicted,
+        "no_prediction": reason,
+    }
+
+
+def format_comparison(result: dict[str, Any]) -> str:
+    """Return the result of `compare` as a table."""
+    rows = [("", "predicted", "measured", "predicted - measured")]
+    for kind in result["memory"]:
+        axes = [f"{axis} {kind[axis]}" for axis in ("pp", "tp") if result["mesh"][axis] > 1]
+        predicted, measured = kind["predicted_bytes"], kind["measured_bytes"]
+        rows.append(
+            (
+                " ".join(["peak memory", *axes]),
+                f"{predicted / 1e9:,.4g} GB",
+                f"{measured / 1e9:,.4g} GB",
+                difference(predicted, measured),
+            )
+        )
+    step = result["step"]
+    predicted = step["predicted_s"]
+    spread = f"{step['low_s']:.4g} to {step['high_s']:.4g} s, {counted(step['updates'], 'update')}"
+    rows.append(
+        (
+            "step",
+            "unknown" if predicted is None else f"{predicted:.4g} s",
+            f"{step['measured_s']:.4g} s ({spread})",
+            step["no_prediction"]
+            if predicted is None
+            else difference(predicted, step["measured_s"]),
+        )
+    )
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    return "\n".join("  ".join([*map(str.ljust, row[:3], widths), row[3]]).rstrip() for row in rows)
+
+
+def difference(predicted: float, measured: float) -> str:
+    """Return the relative error of a prediction, such as `+2.5 %`."""
+    return f"{100 * (predicted / measured - 1):+.1f} %"

@@ -1,0 +1,288 @@
+"""Check that the ranks of a run fit in their memory, before they start.
+
+A lower bound of the memory decides whether a run is refused, so that no run that fits is refused.
+`least_bytes` documents the bound. If a cheap upper limit does not exceed the memory, nothing else
+is computed. Otherwise the prediction of `optimus plan` decides whether to warn.
+
+This module imports torch only for the prediction.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from optimus.config import Config
+from optimus.config.hardware import Device
+from optimus.config.machine import load_machine
+from optimus.distributed.mesh import Coordinate, Mesh
+from optimus.errors import ConfigError, counted, one_line, refuse_if
+from optimus.launch.environment import usable_memory
+from optimus.parallel.pipeline.actions import Kind
+from optimus.parallel.pipeline.plan import schedule_of
+from optimus.planner.states import ITEMSIZE, StateSizes, stages_of
+
+logger = logging.getLogger(__name__)
+
+_GPU_FILES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dri", "/dev/dxg", "/dev/kfd")
+"""Files of the drivers of accelerators. If none exists, torch finds no accelerator."""
+_PROCESS_BYTES = 400_000_000
+"""Memory of Python, torch and its libraries in a rank on a CPU, before its model is made."""
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """Memory for the tensors of ranks."""
+
+    num_bytes: int
+    name: str
+    """Phrase for messages, such as `the cuda device of the first rank`."""
+    ranks: int = 1
+    """Number of ranks that share the memory, with consecutive numbers."""
+    kind: Literal["device", "host"] = "device"
+    """`host` if the memory also contains the states that are offloaded, as on a CPU."""
+
+
+def capacity_of_device(device: Device) -> Capacity:
+    """Return the memory of a device from a machine file."""
+    # The files of `optimus bench machine` contain the share of a rank also for CPUs.
+    return Capacity(int(device.memory_bytes.value), f"the device {device.name!r}")
+
+
+def capacity_of_machine(name: str) -> Capacity:
+    """Return the memory of a device of a machine.
+
+    Args:
+        name: Value of `train.machine`, as for `load_machine`.
+
+    Raises:
+        ConfigError: There is no such machine, or its file has no device.
+    """
+    device = load_machine(name, "train.machine").device
+    if device is None:
+        raise ConfigError(
+            f"train.machine = {name!r}: the file has no table [device]; write it with `optimus "
+            "bench machine --out FILE`, or select another machine"
+        )
+    return capacity_of_device(device)
+
+
+def capacity_of_host(ranks: int) -> Capacity:
+    """Return the memory of this machine, which `ranks` ranks on its CPU share. A limit of the
+    control group counts."""
+    return Capacity(usable_memory(), "this machine", ranks, "host")
+
+
+def has_accelerator_files() -> bool:
+    """Return False if this machine certainly has no accelerator. Needs no torch."""
+    return any(Path(path).exists() for path in _GPU_FILES)
+
+
+def least_bytes(config: Config, mesh: Mesh, num_microbatches: int, kind: str) -> _Bytes:
+    """Return a function from a coordinate to a lower bound of the bytes of its rank.
+
+    The bound is the sum of
+
+    - the model states that have memory between steps, exactly (`StateSizes`), without the gathered
+      parameters of optim.resident = "cache". With offload.mode = "auto", no state need be on the
+      device. In host memory, parameters count, and masters and moments unless they may be on disk;
+    - the inputs of all layers of the microbatches that are in progress at the same time, at the
+      most. Backward needs the input of each layer, whatever is recomputed. With optim.frozen, they
+      are left out, because layers before the first trained parameter have no backward.
+
+    The states have memory throughout a step, so both exist at the same time.
+
+    Args:
+        config: The run, with `train.seq_len`.
+        mesh: Sizes of the axes.
+        num_microbatches: Number of microbatches of a rank in a step.
+        kind: `Capacity.kind`.
+
+    Raises:
+        ConfigError: As `stages_of`.
+    """
+    offload, stages = config.offload, stages_of(config, mesh)
+    if offload.mode == "auto":  # parameters on the host are divided over the shard group
+        offload = offload.model_copy(update={"host_share": 1.0})
+    states = StateSizes(config.model_copy(update={"offload": offload}))
+    inputs = _layer_inputs(config, mesh, stages, num_microbatches)
+
+    def least(coordinate: Coordinate) -> int:
+        sizes = states.of_rank(mesh, stages, coordinate).sizes
+        size = sizes["total"] - sizes["cache"]
+        if config.offload.mode != "off" and kind == "host":
+            size = sizes["parameters"]
+            if not offload.disk:
+                size += sizes["masters"] + sizes["moments"]
+        elif config.offload.mode == "auto":
+            size = 0
+        return size + inputs(coordinate.pp)
+
+    return least
+
+
+_Bytes = Callable[[Coordinate], int]
+
+
+def _layer_inputs(
+    config: Config, mesh: Mesh, stages: tuple[range, ...], num_microbatches: int
+) -> Callable[[int], int]:
+    """Return a function from a pp index to the most bytes of layer inputs that the rank keeps."""
+    train = config.train
+    if config.optim.frozen or not train.seq_len:
+        return lambda pp: 0
+    rows = train.seq_len // (mesh.tp if config.parallel.sequence_parallel else 1)
+    size = train.microbatch_size * rows * config.model.hidden_size * ITEMSIZE[train.dtype]
+    is_gpipe = config.offload.order == "layer" or (
+        config.parallel.schedule == "gpipe" and len(stages) > 1
+    )
+    # All schedules reach their maximum within the first microbatches; gpipe keeps all of them.
+    schedule = schedule_of(config, mesh, min(num_microbatches, 2 * mesh.pp))
+
+    def most(pp: int) -> int:
+        if is_gpipe:
+            return size * num_microbatches * sum(map(len, stages[pp :: mesh.pp]))
+        live = largest = 0
+        for action in schedule.ranks[pp]:
+            if action.kind is Kind.F:
+                live += len(stages[action.stage])
+                largest = max(largest, live)
+            elif action.kind in (Kind.B, Kind.I):
+                live -= len(stages[action.stage])
+        return size * largest
+
+    return most
+
+
+def most_bytes(config: Config, mesh: Mesh, num_microbatches: int) -> _Bytes:
+    """Return a function from a coordinate to a cheap estimate of the bytes of its rank that is
+    above the prediction of `rank_memory`. The arguments are those of `least_bytes`."""
+    model, train, stages = config.model, config.train, stages_of(config, mesh)
+    states = StateSizes(config)
+    optim = config.optim.model_copy(update={"resident": "all", "sharding": "none"})
+    whole = StateSizes(config.model_copy(update={"optim": optim}))
+    tokens = train.microbatch_size * train.seq_len
+    is_gpipe = config.offload.order == "layer" or config.parallel.schedule == "gpipe"
+    kept = num_microbatches if is_gpipe else min(num_microbatches, 2 * len(stages) - 1)
+    width = max(1, model.num_experts_per_tok) * model.intermediate_size
+    width = max(width, model.dense_intermediate_size) + model.hidden_size
+    experts = max(model.experts_by_layer, default=0)
+    # ep may gather the tokens of all its ranks.
+    layer = 4 * tokens * mesh.ep * (_LAYER_TENSORS * width + _EXPERT_VALUES * experts)
+    head = 4 * tokens * _HEAD_TENSORS * (model.vocab_size + model.hidden_size)
+
+    def most(coordinate: Coordinate) -> int:
+        sizes = states.of_rank(mesh, stages, coordinate).sizes
+        unsharded = whole.of_rank(mesh, stages, coordinate).sizes
+        layers = sum(map(len, stages[coordinate.pp :: mesh.pp]))
+        size = sizes["total"] + unsharded["gradients"] + unsharded["parameters"]
+        if config.offload.mode != "off":
+            size += unsharded["total"]
+        size += kept * layers * layer + (kept if is_gpipe else 1) * head
+        return _PROCESS_BYTES + size + num_microbatches * tokens * _TOKEN_BYTES
+
+    return most
+
+
+_LAYER_TENSORS, _EXPERT_VALUES, _HEAD_TENSORS, _TOKEN_BYTES = 12, 8, 6, 32
+"""Upper limits for `most_bytes`: numbers of fp32 tensors of the hidden size and of the intermediate
+size of each expert of a token, and of values for each expert, that a layer keeps; number of tensors
+of the size of the vocabulary that the head has; bytes of the inputs and loss terms of a token."""
+
+
+def check_fit(config: Config, mesh: Mesh, num_microbatches: int, capacity: Capacity) -> None:
+    """Check that each rank of a run fits in its memory. `train.fit_check` selects the reaction.
+
+    Log a warning if only the prediction exceeds the memory.
+
+    Args:
+        config: The run.
+        mesh: Sizes of the axes.
+        num_microbatches: Number of microbatches of a rank in a step.
+        capacity: The memory.
+
+    Raises:
+        ConfigError: The lower bound of `least_bytes` exceeds the memory, and `train.fit_check` is
+            "refuse".
+    """
+    if config.train.fit_check == "off":
+        return
+    settings = config, mesh, num_microbatches
+    try:
+        refuse_if_too_large(*settings, capacity)
+    except ConfigError as error:
+        if config.train.fit_check == "refuse":
+            raise
+        logger.warning(one_line(error))
+        return
+    if _on_fullest(mesh, capacity, most_bytes(*settings)) <= capacity.num_bytes:
+        return
+    if (predicted := predicted_bytes(*settings, capacity)) > capacity.num_bytes:
+        logger.warning(
+            "the run may not fit: %s; `optimus plan CONFIG --machine NAME` lists layouts that fit",
+            _message(predicted, capacity, "a predicted "),
+        )
+
+
+def refuse_if_too_large(
+    config: Config, mesh: Mesh, num_microbatches: int, capacity: Capacity
+) -> None:
+    """Raise ConfigError if the lower bound of `least_bytes` exceeds the memory. The arguments are
+    those of `check_fit`."""
+    bound = least_bytes(config, mesh, num_microbatches, capacity.kind)
+    least = _on_fullest(mesh, capacity, bound)
+    refuse_if(
+        least > capacity.num_bytes,
+        f"the run cannot fit: {_message(least, capacity, 'at least ')}; use more ranks or another "
+        "layout of `optimus plan CONFIG --machine NAME`, or set train.fit_check = 'warn' to start "
+        "it anyway",
+    )
+
+
+def predicted_bytes(config: Config, mesh: Mesh, num_microbatches: int, capacity: Capacity) -> int:
+    """Return the predicted bytes of the fullest rank, times the ranks that share the memory. 0 with
+    offload.mode = "auto", since the run then decides on a placement that fits."""
+    if config.offload.mode == "auto":
+        return 0
+    from optimus.planner.memory import rank_memory  # imports torch
+    from optimus.planner.offload import largest_rank
+
+    device = "cpu" if capacity.kind == "host" else "cuda"
+    ends = [largest_rank(config, mesh, pp) for pp in dict.fromkeys((0, mesh.pp - 1))]
+    ranks = [rank_memory(config, mesh, end, num_microbatches, device) for end in ends]
+    on_host = capacity.kind == "host"
+    sizes = [rank.device + (rank.host + _PROCESS_BYTES if on_host else 0) for rank in ranks]
+    return capacity.ranks * max(sizes)
+
+
+def _on_fullest(mesh: Mesh, capacity: Capacity, bytes_of: _Bytes) -> int:
+    """Return the largest sum of the bytes of ranks that share memory."""
+    known: dict[tuple[int, int], int] = {}
+
+    def cached(coordinate: Coordinate) -> int:
+        key = coordinate.pp, coordinate.tp  # the others have the same bytes
+        if key not in known:
+            known[key] = bytes_of(coordinate)
+        return known[key]
+
+    if capacity.ranks == 1:
+        return max(
+            cached(Coordinate(pp, 0, 0, tp)) for pp in range(mesh.pp) for tp in range(mesh.tp)
+        )
+    return max(sum(map(cached, ranks)) for ranks in _nodes(mesh, capacity.ranks))
+
+
+def _nodes(mesh: Mesh, ranks_per_node: int) -> Iterator[list[Coordinate]]:
+    for first in range(0, mesh.world_size, ranks_per_node):
+        last = min(first + ranks_per_node, mesh.world_size)
+        yield [mesh.coordinate(rank) for rank in range(first, last)]
+
+
+def _message(needed: int, capacity: Capacity, quality: str) -> str:
+    missing = counted(needed - capacity.num_bytes, "byte")
+    ranks = "a rank needs" if capacity.ranks == 1 else f"{counted(capacity.ranks, 'rank')} need"
+    has = f"{capacity.name} has ({capacity.num_bytes:,})"
+    return f"{ranks} {quality}{counted(needed, 'byte')} of memory, {missing} more than {has}"
