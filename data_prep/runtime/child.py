@@ -1,4 +1,4 @@
-"""Run functions that may crash, hang or fill the memory in a forked child process."""
+"""Calls of functions that may crash, hang or fill the memory, in a forked child process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from optimus.launch.signals import STOP_SIGNALS
 _CRASHES = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 _RETURNED, _RAISED = b"r", b"e"
 _MESSAGE_BYTES = 4096
-"""Longest message of an exception, in bytes. A pipe accepts it in a single write."""
+"""Longest message of an exception, in bytes. A pipe accepts such a message in a single write."""
 
 _PID = struct.Struct("q")
 """Format of the child's process id, which the child writes to the pipe before its result. The
@@ -47,13 +47,13 @@ class UnfinishedError(Exception):
 def run(
     call: Callable[[], object], *, limit_s: float, cpu_s: int = 0, memory_bytes: int = 0
 ) -> str | None:
-    """Call `call` in a forked child process, whose standard error is discarded.
+    """Call `call` in a forked child process. Its standard error is discarded.
 
     Args:
         call: The function. It must not use locks that other threads of this process may hold.
         limit_s: Limit of the wall-clock time in seconds.
-        cpu_s: Limit of the processor time in seconds. 0: none.
-        memory_bytes: Limit of the memory that the child allocates. 0: none.
+        cpu_s: Limit of the processor time in seconds. 0: no limit.
+        memory_bytes: Limit of the memory that the child allocates. 0: no limit.
 
     Returns:
         None if `call` returned, else the message of its exception.
@@ -76,7 +76,8 @@ def run(
                     _run_and_exit(call, parent, writer, mask, cpu_s, memory_bytes)
             poll = select.poll()
             poll.register(pipe, select.POLLIN)
-            # A process that another thread forked may keep the pipe open after the child's end.
+            # A process that another thread has forked may keep the pipe open after the child has
+            # ended.
             with contextlib.suppress(OSError, AttributeError):  # Linux 5.3 or newer
                 process = os.pidfd_open(pid)
                 stack.callback(os.close, process)
@@ -109,7 +110,7 @@ def run(
 
 
 def _error_of(status: int, cpu_s: int) -> CrashError | UnfinishedError:
-    """Return the error of a child process that ended with `status` and without a result."""
+    """Return the error for a child process that ended with `status` and without a result."""
     if not os.WIFSIGNALED(status):
         return UnfinishedError("the child process ended without a result, or memory was short")
     number = os.WTERMSIG(status)
@@ -121,10 +122,10 @@ def _error_of(status: int, cpu_s: int) -> CrashError | UnfinishedError:
 
 
 def _pipe() -> tuple[int, int]:
-    """Return the descriptors of a new pipe: the one to read, and the one to write.
+    """Create a pipe, and return its descriptors (read end, write end).
 
-    The descriptor to write is above 2. In a process without standard error, the pipe could
-    otherwise get descriptor 2, which the child redirects to /dev/null.
+    The descriptor of the write end is above 2: in a process without standard error, the pipe could
+    get descriptor 2, which the child redirects to /dev/null.
     """
     reader, writer = os.pipe()
     try:
@@ -138,10 +139,10 @@ def _pipe() -> tuple[int, int]:
 
 @contextlib.contextmanager
 def _child_statuses() -> Iterator[None]:
-    """Return a context manager that makes the system keep the exit status of a child process.
+    """Context manager that makes the system keep the exit status of a child process.
 
-    The system discards the status if this process ignores SIGCHLD, so the context manager restores
-    the default action. Only the main thread can do this. In another thread, the status is
+    The system discards the status if this process ignores SIGCHLD. The context manager therefore
+    restores the default action. Only the main thread can do this. In another thread, the status is
     discarded, and `run` reports a crash as a lack of memory. Other children of this process that
     end while the context is active remain zombies.
     """
@@ -158,10 +159,10 @@ def _child_statuses() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _blocked_signals() -> Iterator[set[int]]:
-    """Return a context manager that blocks all signals to this thread, and yields the signal mask
-    that the thread had before.
+    """Context manager that blocks all signals to this thread. It yields the previous signal mask of
+    the thread.
 
-    A child that is forked within the context therefore cannot call a signal handler of its parent.
+    A child that is forked in this context therefore cannot call a signal handler of its parent.
     """
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
@@ -201,8 +202,8 @@ def _run_and_exit(
 
 
 def _isolate(cpu_s: int, memory_bytes: int) -> None:
-    """Set the resource limits of this child process, the default action of stop signals that have a
-    handler, and /dev/null as standard error."""
+    """Prepare this child process: set its resource limits, restore the default action of stop
+    signals that have a handler, and redirect standard error to /dev/null."""
     faulthandler.disable()
     signal.set_wakeup_fd(-1)
     for number in STOP_SIGNALS:

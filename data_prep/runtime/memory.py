@@ -1,4 +1,4 @@
-"""The memory that a worker has for a document: docs/formats/dataset.md, "Memory"."""
+"""Memory of a worker for a document. See docs/formats/dataset.md, "Memory"."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from optimus.launch.environment import usable_memory
 
 _PARENT_BYTES = 64 << 20
 _BASE_BYTES = 192 << 20
-"""Bytes of memory of a worker without its tokenizer and document. Measured: 150 to 170 MB, of which
-90 MB are the encoder's cache of the ids of words."""
+"""Bytes of memory of a worker without its tokenizer and document. Measured: 150 to 170 MB. The
+encoder's cache of word ids takes 90 MB of this memory."""
 _TOKENIZER_FACTOR = 16
 """Bytes of memory per byte of tokenizer.json, for the loaded tokenizer and a copy of its merges."""
 _LEAST_ROOM_BYTES = 32 << 20
@@ -21,7 +21,7 @@ _LEAVE_OUT = "leave such documents out with --max-document SIZE --on-error quara
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits on the size of a document and on the memory that it takes. None: no limit."""
+    """Limits on the size of a document and on the memory that a document takes. None: no limit."""
 
     room_bytes: int | None = None
     """Bytes of memory that a worker has for one document."""
@@ -60,7 +60,7 @@ class Limits:
 def divide_memory(
     memory_bytes: int | None, workers: int, tokenizer: Path, max_document: int | None
 ) -> tuple[int, Limits]:
-    """Return the number of workers that can tokenize at once, and the limits of a document.
+    """Return (number of workers that can tokenize at once, limits of a document).
 
     Args:
         memory_bytes: Memory of all workers together, in bytes. None: `default_bytes()`.
@@ -84,8 +84,8 @@ def divide_memory(
 
 
 def default_bytes() -> int:
-    """Return the default of `--memory` for tokenizing, in bytes: half of the usable memory, but at
-    least 2 GB."""
+    """Return the default value of `--memory` for tokenizing, in bytes: half of the usable memory,
+    but at least 2 GB."""
     return max(_DEFAULT_BYTES, usable_memory() // 2)
 
 
@@ -95,7 +95,7 @@ def _reserve(tokenizer: Path) -> int:
 
 
 def bytes_for(workers: int, tokenizer: Path) -> int:
-    """Return the smallest memory, in bytes, with which `workers` workers can tokenize at once."""
+    """Return the memory, in bytes, that `workers` workers need to tokenize at once."""
     return workers * (_reserve(tokenizer) + _LEAST_ROOM_BYTES) + _PARENT_BYTES + 10**6
 
 
@@ -106,7 +106,7 @@ def bytes_of_line(line: bytes) -> int:
     and the text of the document. Python strings take 1, 2 or 4 bytes per character, depending on
     their widest character. An ASCII line may contain wide characters as escape sequences. While the
     JSON decoder builds the text, it enlarges its buffer by a quarter at a time, and copies the
-    buffer once if a wider character follows. The text therefore counts 1.5 times.
+    buffer once if a wider character follows. The text is therefore counted 1.5 times.
     """
     width = _width(line)
     text = max(width, 4) if b"\\u" in line else width
@@ -119,7 +119,8 @@ def bytes_of_text(data: bytes) -> int:
 
 
 def _width(data: bytes) -> int:
-    """Return an upper limit of the bytes per character of the string that UTF-8 `data` encodes."""
+    """Return an upper limit of the bytes per character of the Python string for the UTF-8 text
+    `data`."""
     if data.isascii():
         return 1
     beyond_basic_plane = any(bytes([lead]) in data for lead in range(0xF0, 0xF5))

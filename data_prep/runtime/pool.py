@@ -1,4 +1,4 @@
-"""Run jobs, which are calls of one function, in local worker processes. With one worker, this
+"""Runs jobs in local worker processes. Jobs are calls of one function. With a single worker, this
 process does all jobs."""
 
 from __future__ import annotations
@@ -20,15 +20,14 @@ from optimus.launch.environment import available_cores, read_local_size
 _POLL_S = 0.2
 
 Job = Callable[[Any, int, Callable[[int], None]], Any]
-"""A function that does one item of work: `job(context, index, advance) -> result`. The function
-calls `advance(n)` when it has processed n more bytes or instances."""
+"""Function `job(context, index, advance) -> result` that does an item of work. It calls
+`advance(n)` when it has processed n more bytes or instances."""
 
 _state: tuple[Any, Any, Any] | None = None  # (context, counter, stop flag) of a worker process
 
 
 class _Cancelled(Exception):
-    """Exception that the argument `advance` of a job raises, to end a job whose result is no longer
-    needed."""
+    """Raised by the argument `advance` of a job, to end a job whose result is no longer needed."""
 
 
 def cores_of_this_rank() -> int:
@@ -45,13 +44,13 @@ def cores_of_this_rank() -> int:
 def run_jobs(
     job: Job, context: Any, order: Sequence[int], workers: int, progress: Progress
 ) -> dict[int, Any]:
-    """Call `job(context, index, advance)` for every index in `order`. Jobs start in that order.
+    """Call `job(context, index, advance)` for every index in `order`. Jobs start in this order.
 
     `context` is sent to each worker once. The first error of a job ends the other jobs, and
     `run_jobs` raises this error. Files that jobs have completed are not removed.
 
     Returns:
-        The result for each index.
+        A dict that maps each index to the result of its job.
 
     Raises:
         OptimusError: a worker process was killed, for example because memory was short.
@@ -79,13 +78,13 @@ def run_jobs(
             "continue, perhaps with fewer --workers"
         ) from None
     finally:
-        stop.value = 1  # no effect after success; otherwise jobs end at their next `advance`
+        stop.value = 1  # after an error, jobs end at their next `advance`
         threading.Thread(target=_end_with_each_other, args=(started,), daemon=True).start()
         executor.shutdown(wait=True, cancel_futures=True)
 
 
 def _end_with_each_other(workers: Sequence[Any]) -> None:
-    """Wait until all workers have ended. If a worker was killed, kill the other workers.
+    """Wait until all workers have ended. If a worker is killed, kill the other workers.
 
     A worker that is killed while it receives a message does not release a lock. The other workers
     and the executor could wait for this lock forever.
@@ -98,8 +97,8 @@ def _end_with_each_other(workers: Sequence[Any]) -> None:
 
 
 def _watch(waiting: set[Future], counter: Any, progress: Progress) -> None:
-    """Show the progress of all jobs until every future in `waiting` is done. If a future fails,
-    raise its error."""
+    """Show the progress of all jobs until every future in `waiting` is done. If a job fails, raise
+    its error."""
     shown = 0
     while waiting:
         done, waiting = wait(waiting, _POLL_S, FIRST_EXCEPTION)
@@ -119,8 +118,8 @@ def _start_worker(context: Any, counter: Any, stop: Any, parent: int) -> None:
 
 
 def _die_with(parent: int) -> None:
-    """Wait until the process `parent` has ended. Then end this process, because no process would
-    read its results."""
+    """Wait until the process `parent` has ended. Then end this process, whose results no process
+    would read."""
     while os.getppid() == parent:
         time.sleep(_POLL_S)
     os._exit(1)

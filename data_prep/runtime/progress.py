@@ -28,8 +28,8 @@ def say(line: str) -> None:
 
 
 def _print(line: str) -> None:
-    """Print a line to standard error. If the pipe of standard error is closed, as by `2>&1 | head`,
-    discard this line and all later output."""
+    """Print a line to standard error. If the pipe of standard error is closed, for example by `2>&1
+    | head`, discard this line and all later output."""
     try:
         # One write: with PYTHONUNBUFFERED, `print` would write the line end separately, so that
         # lines of several workers could mix.
@@ -42,7 +42,7 @@ def _print(line: str) -> None:
 
 
 class Progress:
-    """Context manager that shows on standard error how much work of the amount `total` is done.
+    """Context manager that shows on standard error which amount of `total` is done.
 
     `unit` is the unit of `total`, such as "B" or " instances".
     """

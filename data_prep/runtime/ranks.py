@@ -1,10 +1,10 @@
 """The ranks of a command: processes that share work only through files in the output directory.
 
 The ranks may be on any number of machines. A rank that ends in an error writes its message to the
-output directory. A rank that works regularly updates a file there, as a sign of life. A waiting
-rank can therefore detect that another rank has failed or was lost: docs/formats/dataset.md, "Many
-machines". Every item of work is idempotent: if two ranks do an item, both write the same bytes
-under the same name.
+output directory. A rank that works sends heartbeats: it regularly updates a file in this directory.
+A waiting rank can therefore detect that another rank has failed or was lost
+(docs/formats/dataset.md, "Many machines"). Every item of work is idempotent: if two ranks do the
+same item, they write the same bytes under the same name.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ from optimus.errors import LostPeerError, counted, one_line
 from optimus.io import files
 
 _FAILED, _ALIVE = ".failed-rank-", ".alive-rank-"
-"""Prefixes of the names of the files by which a rank reports its failure (_FAILED) or shows that it
-works (_ALIVE). The number of the rank and a dot follow."""
+"""Name prefixes of the files by which a rank reports its failure (_FAILED) or sends heartbeats
+(_ALIVE). The number of the rank and a dot follow."""
 _MESSAGE_BYTES = 1 << 20
-_SIGNS_PER_SILENCE = 8
+_HEARTBEATS_PER_SILENCE = 8
 _END_S = 1.0
-"""Longest wait in seconds for the end of the thread that gives signs of life. The thread may hang
-with the file system."""
+"""Longest wait in seconds for the end of the thread that sends heartbeats. The thread may hang with
+the file system."""
 
 
 class RankFiles:
-    """The files in an output directory by which the ranks of a command inform each other.
+    """The files in an output directory through which the ranks of a command communicate.
 
-    A rank that ends in an error writes its message to `.failed-rank-R.*.tmp`. As a sign of life, a
+    A rank that ends in an error writes its message to `.failed-rank-R.*.tmp`. As a heartbeat, a
     rank that works regularly updates the modification time of `.alive-rank-R.*.tmp`.
     """
 
     def __init__(self, out: Path):
-        """Record the names of the files that ranks of earlier runs left in `out`. `out` need not
-        exist yet."""
+        """Record the names of the files that ranks of earlier runs have left in `out`. `out` may be
+        missing."""
         self._out = out
         self._old = self._names(_FAILED)
-        self._old_signs: dict[str, int | None] = dict.fromkeys(self._names(_ALIVE))
+        self._old_heartbeats: dict[str, int | None] = dict.fromkeys(self._names(_ALIVE))
 
     def _names(self, prefix: str) -> list[str]:
         try:
@@ -57,7 +57,7 @@ class RankFiles:
             return []
 
     def check(self) -> None:
-        """Raise LostPeerError if a rank has failed since this object was made."""
+        """Raise LostPeerError if a rank has failed since this object was created."""
         for name in self._names(_FAILED):
             if name in self._old:
                 continue
@@ -72,9 +72,9 @@ class RankFiles:
                 )
 
     def write_failure(self, rank: int, error: Exception) -> None:
-        """Write the message of `error` to the output directory as the failure of `rank`.
+        """Write the message of `error` to the output directory, as the failure of `rank`.
 
-        Nothing is written, and no error is raised, if the directory is missing or full.
+        If the directory is missing or full, the method does nothing.
         """
         text = one_line(error) or type(error).__name__
         if isinstance(error, OSError) and error.strerror:
@@ -87,11 +87,11 @@ class RankFiles:
 
     @contextlib.contextmanager
     def alive(self, rank: int, every_s: float) -> Iterator[None]:
-        """Return a context manager that runs a thread. Every `every_s` seconds, the thread updates
-        the file `.alive-rank-R.*.tmp` of `rank`, as a sign of life."""
+        """Context manager that sends heartbeats of `rank`: a thread updates the file
+        `.alive-rank-R.*.tmp` every `every_s` seconds."""
         path, end = files.temporary_name(self._out / f"{_ALIVE[1:]}{rank}"), threading.Event()
 
-        def give_signs() -> None:
+        def send_heartbeats() -> None:
             warned = False
             while not end.is_set():
                 try:
@@ -107,7 +107,7 @@ class RankFiles:
             with contextlib.suppress(OSError):
                 path.unlink()
 
-        thread = threading.Thread(target=give_signs, daemon=True)
+        thread = threading.Thread(target=send_heartbeats, daemon=True)
         # The thread inherits this mask, so the main thread receives all signals. A signal to
         # another thread would not interrupt a wait of the main thread.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
@@ -121,35 +121,35 @@ class RankFiles:
             end.set()
             thread.join(_END_S)
 
-    def signs(self, ranks: Collection[int]) -> dict[int, set[tuple[str, int]]]:
-        """Return each rank's signs of life, which are its files `.alive-rank-R.*.tmp`.
+    def heartbeats(self, ranks: Collection[int]) -> dict[int, set[tuple[str, int]]]:
+        """Return the heartbeats of each rank, read from its files `.alive-rank-R.*.tmp`.
 
-        Clocks of machines differ, so compare a time only with an earlier time of the same file.
+        The clocks of machines differ. Compare a time only with an earlier time of the same file.
 
         Returns:
-            For each rank, pairs of the name and the modification time in ns of a file. A file that
-            existed before this object was made is left out until its modification time has changed
-            since the first call.
+            Maps each rank to pairs (name, modification time in ns) of its files. A file that
+            existed before this object was created is left out until its modification time has
+            changed since the first call.
         """
-        signs: dict[int, set[tuple[str, int]]] = {rank: set() for rank in ranks}
+        heartbeats: dict[int, set[tuple[str, int]]] = {rank: set() for rank in ranks}
         for name in self._names(_ALIVE):
             number = name.removeprefix(_ALIVE).partition(".")[0]
-            if not (number.isascii() and number.isdecimal() and int(number) in signs):
+            if not (number.isascii() and number.isdecimal() and int(number) in heartbeats):
                 continue
             with contextlib.suppress(OSError):  # the rank has ended
                 time_ns = os.stat(self._out / name).st_mtime_ns
-                if name in self._old_signs:
-                    # The time of an old file is read at the first look, since the files of all
-                    # ranks can be many. It is a sign of life only when it changes.
-                    if self._old_signs[name] is None:
-                        self._old_signs[name] = time_ns
-                    if self._old_signs[name] == time_ns:
+                if name in self._old_heartbeats:
+                    # The time of an old file is read at its first check, because there may be many
+                    # files. An old file is a heartbeat only if its time changes.
+                    if self._old_heartbeats[name] is None:
+                        self._old_heartbeats[name] = time_ns
+                    if self._old_heartbeats[name] == time_ns:
                         continue
-                signs[int(number)].add((name, time_ns))
-        return signs
+                heartbeats[int(number)].add((name, time_ns))
+        return heartbeats
 
     def remove_old(self) -> None:
-        """Remove the failure messages of earlier runs. Call this after the work is done."""
+        """Remove the failure messages of earlier runs. Call this when the work is done."""
         for name in self._old:
             (self._out / name).unlink(missing_ok=True)
 
@@ -162,20 +162,20 @@ def _touch(path: Path) -> None:
 
 
 _SILENCE_S = 120.0
-"""Default of `WorkerGroup.silence_s`. It is longer than file systems take to show files that other
-machines have written."""
+"""Default of `WorkerGroup.silence_s`. File systems take less time to show files that other machines
+have written."""
 _STUCK_FACTOR = 30
 """If no rank makes progress, a waiting rank ends with an error after this multiple of `silence_s`,
-even if the other ranks give signs of life. The multiple is large because some work, such as the
-comparison of ids, writes no files for a long time."""
+even if the other ranks send heartbeats. The multiple is large because some work, such as the
+comparison of ids, does not write files for a long time."""
 _MOST_WATCHED = 16
-"""Largest number of ranks whose signs of life a waiting rank reads. Rank r reads those of ranks
-r + 1, r + 2 and so on first, then those of the ranks from 0. Without a limit, each rank might read
-the signs of all other ranks."""
+"""Largest number of ranks whose heartbeats a waiting rank reads. Rank r first reads the heartbeats
+of ranks r + 1, r + 2 and so on, then of the ranks from 0. Without a limit, each rank might read the
+heartbeats of all other ranks."""
 _POLL_S = (0.05, 5.0)
 _RANKS_PER_POLL_S = 50.0
 """The polling interval in seconds is the number of ranks divided by `_RANKS_PER_POLL_S`, within the
-limits `_POLL_S`. Together, up to 250 ranks then list a directory at most 50 times per second."""
+limits `_POLL_S`. Up to 250 ranks together then list a directory at most 50 times per second."""
 
 
 @dataclass(frozen=True)
@@ -185,10 +185,10 @@ class WorkerGroup:
     rank: int = 0
     world: int = 1
     silence_s: float = _SILENCE_S
-    """Seconds without a sign of life (an update of the file `.alive-rank-R.*.tmp`) after which a
-    rank is lost. A rank that waits for a lost rank ends with an error."""
+    """Seconds without a heartbeat (an update of the file `.alive-rank-R.*.tmp`) after which a rank
+    is considered lost. A rank that waits for a lost rank ends with an error."""
     files: RankFiles | None = None
-    """The files by which the ranks inform each other; set by `failure_scope`."""
+    """The files through which the ranks communicate; set by `failure_scope`."""
 
     @property
     def poll_s(self) -> float:
@@ -201,7 +201,7 @@ class WorkerGroup:
             self.files.check()
 
     def say(self, line: str) -> None:
-        """Print a line on rank 0. Other ranks print nothing."""
+        """Print a line on rank 0. Does nothing on other ranks."""
         if self.rank == 0:
             say(line)
 
@@ -215,18 +215,18 @@ ALONE = WorkerGroup()
 
 @contextlib.contextmanager
 def failure_scope(group: WorkerGroup, out: Path) -> Iterator[WorkerGroup]:
-    """Return a context manager for a command that writes to `out`. It yields the group that the
-    command must use: if there are several ranks, a copy of `group` that detects failures of other
-    ranks.
+    """Context manager for a command that writes to `out`. It yields the group that the command must
+    use. With several ranks, this is a copy of `group` that detects failures of other ranks.
 
-    If a rank fails or is killed within the context, the other ranks finish their shares, which a
-    later run can use. They then raise LostPeerError instead of waiting for the lost rank.
+    If a rank fails or is killed within the context, the other ranks finish their shares of the
+    work, which a later run can use. These ranks then raise LostPeerError instead of waiting for the
+    lost rank.
     """
     if group.world == 1 or group.files is not None:
         yield group
         return
     rank_files = RankFiles(out)
-    with rank_files.alive(group.rank, group.silence_s / _SIGNS_PER_SILENCE):
+    with rank_files.alive(group.rank, group.silence_s / _HEARTBEATS_PER_SILENCE):
         try:
             yield dataclasses.replace(group, files=rank_files)
         except LostPeerError:  # the failed rank has written its message
@@ -238,11 +238,11 @@ def failure_scope(group: WorkerGroup, out: Path) -> Iterator[WorkerGroup]:
 
 
 def assign(sizes: Sequence[int], world: int) -> list[int]:
-    """Return a list with the rank that does each item of work.
+    """Assign items of work to ranks. Return the rank of each item.
 
     Items are assigned in the order of decreasing size, each to the rank with the smallest sum of
-    sizes. The largest sum is at most 4/3 of the best possible one (Graham 1969). All ranks compute
-    the same assignment. An item of size 0 counts as 1.
+    sizes. The largest sum is at most 4/3 of the smallest possible largest sum (Graham 1969). All
+    ranks compute the same assignment. An item of size 0 is counted as 1.
     """
     loads = [(0, rank) for rank in range(world)]
     ranks = [0] * len(sizes)
@@ -264,24 +264,24 @@ def _by_size(sizes: Sequence[int]) -> list[int]:
 
 
 class PrepTask(Protocol):
-    """A step of data preparation. It is divided into items of work, which ranks share. If two ranks
-    do the same item, the result is the same as if one rank does it."""
+    """Protocol of a step of data preparation. The step is divided into items of work, which ranks
+    share. If two ranks do the same item, the result is the same as if a single rank does it."""
 
     @property
     def folder(self) -> Path:
         """Return the directory to which ranks write the results of items. Ranks detect progress by
-        the growth of its unfinished files."""
+        the growth of the unfinished files in it."""
 
     def plan(self) -> Sequence[int]:
         """Return the size of each item. All ranks must return equal sizes, because the sizes decide
         which rank does which item."""
 
     def missing(self) -> list[int]:
-        """Return the indices of items that are not done. This check may be superficial, because
-        ranks repeat it often and `verify` follows it."""
+        """Return the indices of items that are not done. The check may be superficial: ranks repeat
+        it often, and `verify` follows."""
 
     def do(self, items: list[int]) -> None:
-        """Do the items with these indices."""
+        """Do the items with the indices `items`."""
 
     def verify(self) -> list[int]:
         """Check all items thoroughly, after `missing` has returned []. Return the indices of
@@ -327,7 +327,7 @@ def growth(folder: Path) -> tuple[int, int]:
 def wait_for(group: WorkerGroup, done: Callable[[], bool], do: Callable[[], object]) -> None:
     """Call `do` on rank 0. On the other ranks, wait until `done` returns True.
 
-    Raises LostPeerError as `_wait` does.
+    Raises the errors of `_wait`.
     """
     if group.rank == 0:
         do()
@@ -340,54 +340,55 @@ class _Watch:
     """Detector of lost ranks and missing progress, for a rank that waits for other ranks.
 
     Time is counted in calls of `look` instead of seconds, so that a period in which this process or
-    its file system was suspended does not count.
+    its file system was suspended is not counted.
     """
 
     def __init__(self, group: WorkerGroup) -> None:
         self._group = group
         self._looks = 0
-        self._signs: dict[int, tuple[int, object]] = {}
+        self._heartbeats: dict[int, tuple[int, object]] = {}
         self._silent: Counter[int] = Counter()
-        """For each rank, the number of calls of `look` since its last sign of life or completed
+        """Maps each rank to the number of calls of `look` since its last heartbeat or completed
         item."""
         self._heard: set[int] = set()
-        """The ranks that gave a sign of life or completed an item in this run."""
+        """The ranks that have sent a heartbeat or completed an item in this run."""
         self._progress: object = None
         self._idle = 0
-        """Number of consecutive periods without progress. A period is `_SIGNS_PER_SILENCE` calls of
-        `look`."""
+        """Number of consecutive periods without progress. A period is `_HEARTBEATS_PER_SILENCE`
+        calls of `look`."""
 
     def look(self, left: Counter[int], progress: Callable[[], object]) -> tuple[list[int], bool]:
-        """Check the ranks that have items left, once per call.
+        """Check the ranks that still have items to do.
 
-        A rank is lost if its signs of life have stopped for `silence_s`. A rank that never gave a
-        sign may only start late: it is lost if, in addition, no rank made progress for `silence_s`.
+        A rank is lost if its heartbeats have stopped for `silence_s`. A rank that has never sent a
+        heartbeat may start late. It is lost only if, in addition, no rank has made progress for
+        `silence_s`.
 
         Args:
-            left: The number of items that each rank has left.
-            progress: Returns a value that changes while ranks work.
+            left: The number of items that each rank still has to do.
+            progress: Function that returns a value that changes while ranks work.
 
         Returns:
-            The ranks that are lost, and True if no rank made progress for `_STUCK_FACTOR` times
-            `silence_s`.
+            (ranks that are lost, True if no rank made progress for `_STUCK_FACTOR` times
+            `silence_s`).
         """
-        if self._looks % _SIGNS_PER_SILENCE == 0:  # rare, because it lists many files
+        if self._looks % _HEARTBEATS_PER_SILENCE == 0:  # rarely, because this lists many files
             before, self._progress = self._progress, (left, progress())
             self._idle = self._idle + 1 if self._progress == before else 0
         self._looks += 1
         in_turn = sorted(left, key=lambda rank: (rank <= self._group.rank, rank))
         watched = sorted(in_turn[:_MOST_WATCHED])
-        signs = self._group.files.signs(watched) if self._group.files else {}
+        heartbeats = self._group.files.heartbeats(watched) if self._group.files else {}
         for rank in watched:
-            before, now = self._signs.get(rank), (left[rank], signs.get(rank))
+            before, now = self._heartbeats.get(rank), (left[rank], heartbeats.get(rank))
             self._silent[rank] = self._silent[rank] + 1 if now == before else 0
             if now[1] or (before is not None and now[0] < before[0]):
                 self._heard.add(rank)
-            self._signs[rank] = now
+            self._heartbeats[rank] = now
         lost = [
             rank
             for rank in watched
-            if self._silent[rank] >= _SIGNS_PER_SILENCE and (rank in self._heard or self._idle)
+            if self._silent[rank] >= _HEARTBEATS_PER_SILENCE and (rank in self._heard or self._idle)
         ]
         return lost, self._idle >= _STUCK_FACTOR
 
@@ -398,12 +399,12 @@ def _wait(
     progress: Callable[[], object],
     work: str,
 ) -> None:
-    """Wait until no rank has items left.
+    """Wait until all ranks have done their items.
 
     Args:
         group: The ranks.
-        remaining: Returns the number of items that each rank has left.
-        progress: Returns a value that changes while ranks work.
+        remaining: Function that returns the number of items that each rank still has to do.
+        progress: Function that returns a value that changes while ranks work.
         work: Description of the items, for the message of an error.
 
     Raises:
@@ -414,16 +415,16 @@ def _wait(
     while left := remaining():
         group.check()
         if time.monotonic() >= next_look:
-            next_look = time.monotonic() + group.silence_s / _SIGNS_PER_SILENCE
+            next_look = time.monotonic() + group.silence_s / _HEARTBEATS_PER_SILENCE
             lost, is_stuck = watch.look(left, progress)
             if lost:
-                if group.files:  # for the ranks that do not watch it
+                if group.files:  # for ranks that do not check this rank
                     silence = LostPeerError(
-                        f"no sign of life of this rank for {group.silence_s:g} s; check its process"
+                        f"no heartbeat of this rank for {group.silence_s:g} s; check its process"
                     )
                     group.files.write_failure(lost[0], silence)
                 raise LostPeerError(
-                    f"no sign of life of rank {', '.join(map(str, lost))} for {group.silence_s:g} "
+                    f"no heartbeat of rank {', '.join(map(str, lost))} for {group.silence_s:g} "
                     f"s while waiting for {work}: the rank was lost or has not started; run the "
                     "same command again on all ranks"
                 )

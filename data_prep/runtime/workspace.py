@@ -1,6 +1,6 @@
 """Output directories that several runs may use at once.
 
-No run removes the unfinished files of another run that is still working.
+A run does not remove the unfinished files of another run that is still working.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def make_folder(folder: Path, out: Path) -> None:
 
     Args:
         folder: The directory to make.
-        out: The path that `--out` gives, for the error message.
+        out: The value of `--out`, for the error message.
 
     Raises:
         DataError: the folder cannot be made or is not writable.
@@ -46,14 +46,14 @@ def make_folder(folder: Path, out: Path) -> None:
 
 @contextlib.contextmanager
 def working_in(directory: str | os.PathLike, rank: int = 0) -> Iterator[Path]:
-    """Return a context manager for work in `directory`. The directory is made if it does not exist.
+    """Context manager for work in `directory`. The directory is created if it does not exist.
 
-    At the start and at the end of its context, the context manager removes the incomplete files of
-    killed runs. Several runs at once are allowed: every commit is atomic, and all runs write the
-    same bytes. A lock shows whether another run of this user works in the directory. If no other
-    run does, the context manager removes all incomplete files that this user wrote from this
-    machine. The lock may not be visible on other machines. Rank 0 therefore removes any other
-    incomplete file only if no process has written to it for a day.
+    At its start and at its end, the context manager removes the incomplete files of killed runs.
+    Several runs at once are allowed: every commit is atomic, and all runs write the same bytes. A
+    lock shows if another run of this user works in the directory. If there is no such run, the
+    context manager removes all incomplete files that this user has written from this machine. The
+    lock may not be visible on other machines. Therefore rank 0 removes any other incomplete file
+    only if no process has written to the file for a day.
 
     Raises:
         DataError: the directory cannot be made, is not writable or stays locked.
@@ -75,7 +75,7 @@ def working_in(directory: str | os.PathLike, rank: int = 0) -> Iterator[Path]:
 def remove_temporaries(pids: Collection[int]) -> list[Path]:
     """Remove the temporary files of the processes `pids` of this machine.
 
-    Only the directories in which this process works are searched. All processes of `pids` must have
+    Only the directories in which this process works are searched. All processes in `pids` must have
     stopped writing.
 
     Returns:
@@ -95,8 +95,8 @@ class _Lock:
     """Lock of an output directory: a file that every run of this user locks while the run works.
 
     Runs take the lock as a shared lock. A run that removes incomplete files of killed runs takes it
-    as an exclusive lock. The file has mode 0600, because a user who can read a file can lock it and
-    so stop a run. If the file cannot be made or belongs to another user, there is no lock, and
+    as an exclusive lock. The file has mode 0600: a user who could read the file could lock it, and
+    thus stop a run. If the file cannot be created or belongs to another user, there is no lock, and
     `is_alone` returns False.
     """
 
@@ -105,8 +105,7 @@ class _Lock:
         self._open()
 
     def is_alone(self) -> bool:
-        """Try to take the exclusive lock. Return True if this succeeded, which means that no other
-        run has the lock."""
+        """Try to take the exclusive lock. Return True on success: no other run has the lock."""
         return bool(self._flock(fcntl.LOCK_EX)) and self._is_named()
 
     def share(self) -> None:
@@ -115,7 +114,7 @@ class _Lock:
         while (has_lock := self._flock(fcntl.LOCK_SH)) is not None:
             if has_lock and self._is_named():
                 return
-            if has_lock:  # but the run that used the file last has removed it
+            if has_lock:  # another run has removed the file
                 os.close(self._fd)
                 self._open()
             elif time.monotonic() > until:
@@ -150,7 +149,7 @@ class _Lock:
                 os.close(fd)
 
     def _flock(self, mode: int) -> bool | None:
-        """Try to take the lock without waiting. Return whether this succeeded.
+        """Try to take the lock without waiting. Return True on success.
 
         The result is None if there is no lock file or the file system has no locks.
         """
@@ -167,7 +166,7 @@ class _Lock:
         return True
 
     def _is_named(self) -> bool:
-        """Return whether the path of the lock file still refers to the file that this object has
+        """Return True if the path of the lock file still refers to the file that this object has
         opened."""
         try:
             return os.path.samestat(os.lstat(self._path), os.fstat(self._fd))

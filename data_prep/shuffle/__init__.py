@@ -1,1 +1,1 @@
-"""The order of instances, blends of several sources, and reads of instances in their order."""
+"""The order of instances, blends of several sources, and readers of instances in this order."""

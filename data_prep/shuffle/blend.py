@@ -1,7 +1,7 @@
-"""Blends: data sets of several sources, each with an exact share of the instances.
+"""Blends: data sets that are mixed from several sources in exact proportions.
 
-A source is a set of token arrays. `Mixing` decides the source of each instance, so that each source
-gets an exact integer quota. Specification, proof and test vectors: docs/formats/dataset.md,
+A source is a set of token arrays. `Mixing` determines the source of each instance, so that each
+source gets an exact integer quota. Specification, proof and test vectors: docs/formats/dataset.md,
 "Mixing" and "Blends". Shapes: n and R are numbers of instances.
 """
 
@@ -33,10 +33,11 @@ from data_prep.shuffle.order import (
 from optimus.errors import ConfigError
 
 MIXING_ALGORITHM = "largest-deficit"
-"""Name of the algorithm in `Mixing`. A changed algorithm needs another name."""
+"""Name of the algorithm in `Mixing`. Change the name if the algorithm changes."""
 
 MAX_PERIOD = 1 << 20
-"""Largest period of a `Mixing`: the sum of its weights. A period is computed in at most 2 s."""
+"""Largest period of a `Mixing`. The period is the sum of the weights. A period is computed in at
+most 2 s."""
 
 
 def integer_weights(weights: Sequence[int | float | str | Fraction]) -> tuple[int, ...]:
@@ -70,7 +71,8 @@ def integer_weights(weights: Sequence[int | float | str | Fraction]) -> tuple[in
 
 
 class Mixing:
-    """An infinite, periodic sequence of sources in the ratios of integer weights. Immutable."""
+    """Infinite, periodic sequence of sources in the ratios of integer weights. Objects are
+    immutable."""
 
     def __init__(self, weights: Sequence[int]):
         """Compute one period of the sequence. Source i occurs weights[i] times in the period.
@@ -100,14 +102,13 @@ class Mixing:
         return picks
 
     def locate(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the source of each instance in [start, stop), and the number of the instance
-        within its source.
+        """Return the source of each instance in [start, stop), and its number within the source.
 
         The instances of a source have the numbers 0, 1, 2 and so on. If the source has N instances,
         number n is instance n % N of its epoch n // N.
 
         Returns:
-            Sources, and numbers within the sources, both int64 [n].
+            (sources, numbers within the sources), two arrays int64 [n].
         """
         assert 0 <= start <= stop < 1 << 62, (start, stop)
         rounds, positions = np.divmod(np.arange(start, stop, dtype=np.int64), self.period)
@@ -115,7 +116,7 @@ class Mixing:
         return sources, rounds * self._weights[sources] + self._before[positions]
 
     def before_repeating(self, available: Sequence[int]) -> int:
-        """Return the largest number of instances of a mix in which no instance of a source repeats.
+        """Return the largest number of instances of a mix without repeated instances.
 
         Source i has available[i] instances.
         """
@@ -138,13 +139,12 @@ class Mixing:
 FORM = "optimus-blend-order"
 _WEIGHT = re.compile(r"[0-9]{1,18}(\.[0-9]{1,18})?")
 _MAX_PICKS = 1 << 28
-"""The quotas of a blend are checked only if the period of its `Mixing`, multiplied by its number of
-sources, is at most _MAX_PICKS. Larger checks take minutes."""
+"""Maximum product of the period of a blend's `Mixing` and the number of sources for which the
+quotas of the blend are checked. Larger checks take minutes."""
 _PASS_KEYS = 1 << 32
-"""Factor in the number of the epoch whose permutation selects the instances of a partial pass. A
-complete pass uses each instance of a source once. If the last pass p of source s is partial, it
-uses the first instances in the permutation of epoch (s + 1) * 2^32 + p. Training never reaches such
-an epoch."""
+"""Factor in the epoch number for the permutation of a partial pass. A complete pass uses each
+instance of a source once. If the last pass p of source s is partial, it uses the first instances in
+the permutation of epoch (s + 1) * 2^32 + p. Training never reaches such an epoch."""
 
 
 def parse_weight(text: str) -> Fraction:
@@ -167,8 +167,8 @@ def mixing_of(weights: Sequence[str]) -> Mixing:
 
 @dataclass(frozen=True)
 class BlendSource:
-    """A source of a blend: a set of token arrays. `order` divides the token arrays into instances.
-    The permutation of `order` is not used."""
+    """A source of a blend: a set of token arrays. `order` divides the token arrays into instances,
+    but its permutation is not used."""
 
     weight: str
     quota: int
@@ -208,12 +208,12 @@ class BlendOrder(InShards):
 
     @property
     def tail_tokens(self) -> int:
-        """Return the number of tokens of all sources that are in no instance of their source."""
+        """Return the number of tokens of all sources that are not in an instance."""
         return sum(order.tail_tokens for order in self.sources)
 
     def tails(self) -> tuple[int, ...]:
-        """Return, for each unit (token array) of each source, the number of tokens that are in no
-        instance of the source."""
+        """For each unit (token array) of each source, return the number of tokens that are not in
+        an instance."""
         return tuple(tail for order in self.sources for tail in order.tails())
 
     def split(self, instances: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
@@ -233,10 +233,10 @@ class BlendOrder(InShards):
             yield int(number), rows, self._of_source(number, instances[rows] - starts[number])
 
     def _of_source(self, number: int, indices: np.ndarray) -> np.ndarray:
-        """Return the instances of source `number` that the blend uses at these positions among all
-        uses of the source.
+        """Return the instances of source `number` that the blend uses at the positions `indices`.
+        Positions are counted among all uses of this source.
 
-        The blend uses a source in one or more passes. A complete pass keeps the order of the
+        The blend reads a source in one or more passes. A complete pass keeps the order of the
         source. If the last pass is partial, it is permuted, so that it is a random sample.
         """
         source = self.blended[number]
@@ -317,7 +317,7 @@ def make_blend(
         orders: The order of each source, with the same context and dtype.
         weights: The weight of each source, a decimal number.
         seed: Seed of the permutations.
-        total: The number of instances. 0: the largest number that repeats no instance.
+        total: The number of instances. 0: the largest number without repeated instances.
         shard_bytes: Bytes of a shard, as in `order.rows_of_shard`.
 
     Raises:

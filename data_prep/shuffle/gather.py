@@ -1,9 +1,9 @@
-"""Read instances from token arrays in the order of the shards, in bounded memory.
+"""Readers of instances from token arrays, in the order of the shards and in bounded memory.
 
 A row is an instance. Legend: R requested rows, C tokens of a row (context). Two strategies produce
 the same bytes. `gather` reads rows at random positions. `bucket` first writes sorted runs, like an
 external sort. A run contains consecutive instances of the token arrays, sorted by their row in the
-shards. The rows of a run that belong to the same shard are therefore adjacent, and are called a
+shards. The rows of a run that belong to the same shard are therefore adjacent. They are called a
 piece of the run. A shard is made of one piece of each run, so that all reads are long
 (docs/formats/dataset.md, "Strategies").
 
@@ -45,15 +45,16 @@ INDEX_BYTES = 80
 """Bytes of memory per row, in addition to its tokens: ten 8-byte temporaries of `Gatherer.rows`."""
 
 _DENSE = 4
-"""A range of a token array is read as a whole if the requested rows are at least a quarter of the
-range, because one sequential read costs less than the random reads that it replaces."""
+"""A range of a token array is read as a whole if at least a quarter (1/_DENSE) of it is requested.
+A sequential read then costs less than random reads."""
 
 
 class Gatherer:
     """Reader of the instances of an order, from token arrays. Threads must not share a reader."""
 
     def __init__(self, dataset: Path, order: Order | BlendOrder, window_bytes: int):
-        """Open the token arrays of `order`. A sequential read has about `window_bytes` bytes."""
+        """Open the token arrays of `order`. Sequential reads have about `window_bytes` bytes
+        each."""
         self._order = order
         self._sources = [_SourceReader(dataset, source, window_bytes) for source in order.sources]
 
@@ -64,8 +65,8 @@ class Gatherer:
     def rows(self, instances: np.ndarray, out: np.ndarray) -> np.ndarray:
         """Copy the tokens of instance instances[i] to out[i], for all i, and return `out`.
 
-        Callers reuse `out`. This saves a tenth of the time, because the kernel does not have to
-        clear new pages.
+        Callers reuse `out`. This takes a tenth less time, because the kernel does not have to clear
+        new pages.
 
         Args:
             instances: int64 [R], numbers of instances before the shuffle.
@@ -160,8 +161,8 @@ class Spill:
         return -(-self.order.num_instances // self.run_rows)
 
     def rows(self, run: int) -> tuple[int, int]:
-        """Return the range [first, stop) of the instances in a run. The numbers are those before
-        the shuffle."""
+        """Return the range [first, stop) of the instances in a run. Instances are numbered as
+        before the shuffle."""
         first = run * self.run_rows
         return first, min(first + self.run_rows, self.order.num_instances)
 
@@ -178,13 +179,14 @@ class Spill:
         return [run for run in range(self.num_runs) if f"{layout.unit_name(run)}.npy" not in names]
 
     def do(self, runs: list[int]) -> None:
-        """Write the runs with these indices. Runs that are already complete are kept."""
+        """Write the runs with the indices `runs`. Complete runs are not written again."""
         total = sum(stop - first for first, stop in map(self.rows, runs))
         with Progress(self.label, total, " instances") as progress:
             run_jobs(_do_run, self, runs, self.workers, progress)
 
     def verify(self) -> list[int]:
-        """Return [], because `SpillReader` checks the hashes of runs when it reads them."""
+        """Return []. Runs are verified later: `SpillReader` checks their hashes when it reads
+        them."""
         return []
 
 
@@ -200,9 +202,10 @@ def open_spill(
 
     Args:
         dataset: The directory of the data set.
-        order: Its order.
+        order: The order of the data set.
         order_xxh3: The hash of order.json.
-        block_bytes: Memory of a worker for rows, in bytes. It determines the length of runs.
+        block_bytes: Memory of a worker for rows, in bytes. This memory determines the length of
+            runs.
         workers: Number of worker processes of this rank.
         label: Name of the step in progress messages.
     """
@@ -213,7 +216,8 @@ def open_spill(
 
 
 def rows_of_run(order: Order | BlendOrder, block_bytes: int) -> int:
-    """Return the number of rows of a sorted run that a worker can make in `block_bytes` of memory.
+    """Return the number of rows of a sorted run that a worker can make in `block_bytes` bytes of
+    memory.
 
     The number is a power of two, so that small differences in memory do not change it.
     """
@@ -282,9 +286,10 @@ class SpillReader:
         self._reader.close()
 
     def rows(self, instances: np.ndarray, out: np.ndarray) -> np.ndarray:
-        """Copy the next R rows of the shard to `out` [R, C], and return `out`.
+        """Copy the next R rows of the shard to `out` [R, C]. Return `out`.
 
-        `instances`, int64 [R], are the numbers before the shuffle of the instances in these rows.
+        `instances`, int64 [R], contains the instances in these rows, numbered as before the
+        shuffle.
         """
         runs = instances // self._run_rows
         rows = np.argsort(runs, kind="stable")
@@ -304,7 +309,7 @@ class SpillReader:
         """Update the hash of this shard's rows in `run` with `piece`, the tokens that were read
         last.
 
-        Raises DamageError if `piece` has the last of these rows and the hash is wrong.
+        Raises DamageError if `piece` contains the last of these rows and the hash is wrong.
         """
         digest = self._digests.setdefault(run, xxhash.xxh3_64())
         digest.update(piece.data)
@@ -323,15 +328,15 @@ _LEAST_PIECE_ROWS = 8
 each run. Shorter reads are as slow as random reads, and `bucket` writes twice as much as
 `gather`."""
 _WORTH_IT = 3.0
-"""Strategy "auto" selects `bucket` if random reads take more than _WORTH_IT times as long as a
-sequential read of as many bytes. For V bytes of tokens, `gather` makes random reads of V bytes and
-writes V bytes, but `bucket` makes long reads and writes of 4 V bytes."""
+"""The strategy "auto" selects `bucket` if random reads take more than _WORTH_IT times as long as a
+sequential read of the same number of bytes. For V bytes of tokens, `gather` makes random reads of V
+bytes and writes V bytes, but `bucket` makes long reads and writes of 4 V bytes."""
 
 
 def choose_strategy(
     dataset: Path, order: Order | BlendOrder, strategy: str, group: WorkerGroup, run_rows: int
 ) -> str:
-    """Return the strategy to read token arrays, "gather" or "bucket".
+    """Return the strategy for reading token arrays, "gather" or "bucket".
 
     With several ranks, "auto" selects "gather", because all ranks must use the same strategy, and
     parallel file systems serve many readers at once. With one rank, "auto" measures the disk if the
@@ -339,7 +344,7 @@ def choose_strategy(
 
     Args:
         dataset: The directory of the data set.
-        order: Its order.
+        order: The order of the data set.
         strategy: "gather", "bucket" or "auto".
         group: The ranks that share the work.
         run_rows: Number of rows in a run, for the strategy `bucket`.
@@ -364,9 +369,9 @@ def choose_strategy(
 def random_read_cost(dataset: Path, order: Order | BlendOrder) -> float:
     """Return the ratio of the time of random reads to the time of a sequential read.
 
-    The sequential read has as many bytes as all random reads together. The reads are from the
-    largest token array of the largest source. The ratio is 1 if this array is too small to measure,
-    or compressed.
+    The sequential read has the same number of bytes as all random reads together. The largest token
+    array of the largest source is read. The ratio is 1 if this array is compressed or too small for
+    a measurement.
     """
     row_bytes, source = order.row_bytes, max(order.sources, key=lambda source: source.num_instances)
     unit = max(range(len(source.units)), key=lambda unit: source.units[unit].tokens)

@@ -1,13 +1,14 @@
-"""The order of instances: how token arrays divide into instances, and their permutation.
+"""The order of instances: division of token arrays into instances, and permutation of the
+instances.
 
-See docs/formats/dataset.md, "Instances and their order". An `Order` describes the shards. The step
-`shard` writes them.
+See docs/formats/dataset.md, "Instances and their order". An `Order` describes the shards, which the
+step `shard` writes.
 
 The permutation is an exactly specified bijection on [0, N), keyed with (seed, epoch): a Feistel
 network on b bits, N <= 2^b < 2N, which is applied again to its output until the output is below N
-(cycle walking). It needs O(1) memory for any N, and any machine can compute any range of it. All
-arithmetic is modulo 2^64.
-Specification and test vectors: docs/formats/dataset.md, "Permutation".
+(cycle walking). The permutation needs O(1) memory for any N, and any machine can compute any range
+of it. All arithmetic is modulo 2^64. Specification and test vectors: docs/formats/dataset.md,
+"Permutation".
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from data_prep import layout
 from data_prep.tokenize.token_set import read_token_set
 
 PERMUTATION_ALGORITHM = "feistel8-splitmix64"
-"""Name of the algorithm in manifests. A change of the algorithm needs another name."""
+"""Name of the algorithm in manifests. Change the name if the algorithm changes."""
 
 MAX_SEED = (1 << 64) - 1
 _ROUNDS = 8
@@ -54,7 +55,7 @@ class Permutation:
         self._rounds = list(enumerate(round_keys))
 
     def apply(self, positions: np.ndarray) -> np.ndarray:
-        """Return the images of these positions.
+        """Return the images of `positions`.
 
         Args:
             positions: [k], of any integer dtype, in [0, n).
@@ -65,8 +66,8 @@ class Permutation:
         return self._walk(positions, self._rounds)
 
     def inverse(self, images: np.ndarray) -> np.ndarray:
-        """Return the positions of these images: inverse(apply(i)) == i. The shapes and dtypes are
-        those of `apply`."""
+        """Return the positions of `images`: inverse(apply(i)) == i. Shapes and dtypes are as for
+        `apply`."""
         return self._walk(images, self._rounds[::-1])
 
     def _walk(self, values: np.ndarray, rounds: Sequence[tuple[int, np.uint64]]) -> np.ndarray:
@@ -113,7 +114,7 @@ FORM = "optimus-order"
 
 @dataclass(frozen=True)
 class Unit:
-    """Entry in an `Order` for a token array.
+    """Entry of an `Order` for a token array.
 
     The array contains the tokens of one unit: a range of input files that are tokenized together.
     """
@@ -145,7 +146,7 @@ class InShards(ABC):
 
     @property
     def row_bytes(self) -> int:
-        """Return the bytes of an instance."""
+        """Return the size of an instance in bytes."""
         return self.context * layout.little_endian(self.dtype).itemsize
 
     @property
@@ -186,22 +187,22 @@ class Order(InShards):
 
     @property
     def sources(self) -> tuple[Order, ...]:
-        """Return a tuple of this order alone. In contrast, `BlendOrder.sources` has an order for
-        each source."""
+        """Return a tuple that contains only this order. (`BlendOrder.sources` contains an order for
+        each source.)"""
         return (self,)
 
     def split(self, instances: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-        """Group `instances` by source, like `BlendOrder.split`. This order has a single source, so
-        yield one group: source 0 with all `instances`."""
+        """Group `instances` by source, like `BlendOrder.split`. This order has a single source. The
+        method yields one group: source 0 with all `instances`."""
         yield 0, np.arange(len(instances)), instances
 
     @property
     def tail_tokens(self) -> int:
-        """Return the number of tokens that are in no instance, over all token arrays."""
+        """Return the total number of tokens of all token arrays that are not in an instance."""
         return sum(unit.tokens for unit in self.units) - self.num_instances * self.context
 
     def tails(self) -> tuple[int, ...]:
-        """Return, for each unit, the number of tokens at its end that are in no instance."""
+        """For each unit, return the number of tokens at its end that are not in an instance."""
         tails = [unit.tokens - unit.kept for unit in self.units]
         left = sum(unit.kept for unit in self.units) % self.context
         # With carried tails, the dropped tokens are at the end of the concatenated units.
@@ -223,7 +224,7 @@ class Order(InShards):
 
 
 def read_order(dataset: Path) -> Order:
-    """Read the order of a data set that is no blend.
+    """Read the order of a data set that is not a blend.
 
     Raises:
         DataError: the order is missing, damaged, of a blend, or has impossible values.
@@ -235,7 +236,7 @@ def read_order(dataset: Path) -> Order:
 
 
 def check_order_values(order: Order, path: Path) -> None:
-    """Raise DataError if a value of an order, which was read from `path`, is impossible."""
+    """Raise DataError if a value of `order`, which was read from `path`, is impossible."""
     check_in_shards(order, path)
     units, size = order.units, order.context
     kept, tokens = ([getattr(unit, key) for unit in units] for key in ("kept", "tokens"))
@@ -286,7 +287,8 @@ def check_in_shards(order: InShards, path: Path) -> None:
 
 
 def rows_of_shard(num_instances: int, row_bytes: int, shard_bytes: int) -> int:
-    """Return the number of instances (rows) per shard. Only the last shard may have fewer.
+    """Return the number of instances (rows) per shard. Only the last shard may have fewer
+    instances.
 
     Args:
         num_instances: Number of instances in the data set.
@@ -314,8 +316,8 @@ def make_order(
         dataset: The directory of the data set to which the order belongs.
         context: Tokens of an instance.
         seed: Seed of the permutation.
-        carry_tails: True: instances may continue in the next token array, so that only tokens at
-            the end of the last arrays are in no instance.
+        carry_tails: True: instances may continue in the next token array. Only tokens at the end of
+            the last arrays are then not in an instance.
         shard_bytes: Bytes of a shard, as in `rows_of_shard`.
 
     Raises:
@@ -337,7 +339,7 @@ def make_order(
     return Order(
         part=records[0]["part"],
         plan=plan_xxh3,
-        tokens_dir=tokens_dir.name  # also if the folder is a link to another disk
+        tokens_dir=tokens_dir.name  # even if the folder is a link to another disk
         if tokens_dir.parent == dataset
         else os.path.relpath(tokens_dir.resolve(), dataset.resolve()),
         context=context,

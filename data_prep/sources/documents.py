@@ -2,9 +2,9 @@
 file and the line.
 
 A text or source file is one document; a file of JSON lines has a document per line, a Parquet file
-a document per row. Text is used byte for byte: no newline is translated and no blank is removed. An
-empty text is a document. A text file above LONG_BYTES is read twice: once to check the file, and
-then in blocks, so that the file need not fit in memory.
+a document per row. Text is used byte for byte: newlines are not translated, and white space is not
+removed. An empty text is a document. A text file above LONG_BYTES is read twice: once to check the
+file, and then in blocks, so that the file need not fit in memory.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Survey:
 
 @dataclass
 class LongText:
-    """A document that is read in blocks, because it is a text file above LONG_BYTES."""
+    """A document that is read in blocks: a text file above LONG_BYTES."""
 
     size: int
     xxh3: int
@@ -54,7 +54,7 @@ class LongText:
 
     @property
     def text(self) -> str:
-        """Read all blocks and return their text."""
+        """Read all blocks and return the whole text."""
         return "".join(self.blocks)
 
 
@@ -95,8 +95,8 @@ class Document:
     data: bytes
     line: int
     id: object = None
-    """The value of the field `id_field` of InputReader. None: the document has no such value, or
-    `id_field` is empty."""
+    """The value of the field `id_field` of InputReader. None: the document does not have this
+    field, or `id_field` is ""."""
 
 
 @dataclass(frozen=True)
@@ -116,21 +116,22 @@ class Position:
     """A position between two documents of a file, from which reading can continue."""
 
     offset: int
-    """Bytes of the decompressed file before the position. In a table: rows before the position."""
+    """Bytes of the decompressed file before the position. In a table: number of rows before the
+    position."""
     line: int
     raw_bytes: int
-    """Number of bytes that had been read from disk at this position. Their hash is `raw_xxh3`. A
-    later run compares this hash to detect that the file has changed."""
+    """Number of bytes that were read from disk before this position. `raw_xxh3` is the hash of
+    these bytes. A later run compares this hash to detect changes of the file."""
     raw_xxh3: str
 
     def is_possible(self) -> bool:
-        """Return whether `InputReader.position` could have returned this position."""
+        """Return True if `InputReader.position` could have returned this position."""
         counts = [self.offset, self.line, self.raw_bytes - 1, self.offset - self.line]
         return layout.are_counts(counts) and layout.are_hashes([self.raw_xxh3])
 
 
 class DamagedFile(Exception):
-    """Raised if a file cannot be read to its end. None of its documents is used."""
+    """Raised if a file cannot be read to its end. The documents of this file are not used."""
 
     def __init__(self, line: int, reason: str):
         super().__init__(line, reason)
@@ -140,7 +141,7 @@ class DamagedFile(Exception):
 class InputReader:
     """Iterable of the documents of one file. After the iteration, `xxh3` is the hash of the file.
 
-    docs/formats/dataset.md, "Memory", states how much memory the reading of a document takes.
+    See docs/formats/dataset.md, "Memory", for the memory that is needed to read a document.
 
     Args:
         file: The file, and the size that it had when the work was planned.
@@ -261,7 +262,8 @@ class InputReader:
         return LongText(checked.size, checked.xxh3, codecs.iterdecode(blocks, "utf-8"))
 
     def _skip(self, stream: IO[bytes]) -> None:
-        """Read and discard the bytes before the start position, which an earlier run processed."""
+        """Read and discard the bytes before the start position. An earlier run has processed these
+        bytes."""
         left = self._offset
         while left and (block := stream.read(min(left, READ_BYTES))):
             left -= len(block)
@@ -305,7 +307,7 @@ class InputReader:
                 self._line += 1
                 self._offset += 1
                 document = self._from_row(value, document_id, batch_bytes)
-                del value, document_id  # they keep their batch in memory
+                del value, document_id  # these objects keep their batch in memory
                 yield document
                 del document
         except DamagedTable as error:
@@ -317,7 +319,7 @@ class InputReader:
         Args:
             value: The text, as a pyarrow scalar.
             document_id: The id, as a pyarrow scalar. None: there is no id column.
-            batch_bytes: Bytes of memory that it takes to read the batch of the row.
+            batch_bytes: Bytes of memory that are needed to read the batch that contains the row.
         """
         size = value.as_buffer().size if value.is_valid else 0
         if reason := self._limits.too_long(size):
@@ -341,9 +343,9 @@ class InputReader:
 
 
 def _too_deep(data: bytes) -> bool:
-    """Return whether `data`, a JSON text, is nested deeper than _DEPTH.
+    """Return True if `data`, a JSON text, is nested deeper than _DEPTH.
 
-    json.loads has its own limit, which is below 1000 and depends on the stack of its caller. The
+    json.loads also has a limit, which is below 1000 and depends on the stack of its caller. The
     limit is lower in a worker process.
     """
     if data.count(b"[") + data.count(b"{") <= _DEPTH:

@@ -1,4 +1,4 @@
-"""Reader of token files that other programs wrote: a flat array of ids, and the ends of documents.
+"""Reader of token files that other programs wrote: flat arrays of ids and the ends of documents.
 
 Megatron-LM: `NAME.bin` contains the ids of all sequences; `NAME.idx` contains the dtype of the ids,
 the length of each sequence and the first sequence of each document (version 1 of
@@ -30,8 +30,8 @@ _NPY_ERRORS = (
     *(ValueError, TypeError, OverflowError, RecursionError, MemoryError, SyntaxError),
     TokenError,
 )
-"""Exceptions that numpy raises for a .npy file with a damaged header. There are many, because numpy
-parses the header as Python code and does not check the shape."""
+"""Exceptions that numpy raises for a .npy file with a damaged header. There are many kinds, because
+numpy parses the header as Python code and does not check the shape."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Foreign:
     """[T] of any integer dtype, memory-mapped from the file."""
     ends: np.ndarray
     """int64 [D], ascending: the offset after the last token of each document. Empty if the file
-    does not list documents, so that only EOS marks their ends."""
+    does not list documents. Their ends are then marked only by EOS."""
 
 
 def open_foreign(name: str, dtype: str | None) -> Foreign:
@@ -127,8 +127,8 @@ def _npy(path: Path, dtype: str | None) -> Foreign:
             )
         return Foreign(_raw(path, np.dtype(dtype).newbyteorder("<")), no_ends)
     try:
-        # No warnings: np.load raises an error after an overflow, and would warn of headers that
-        # Python 2 wrote.
+        # Warnings are ignored: np.load raises an error after an overflow, and would warn of headers
+        # that Python 2 wrote.
         with np.errstate(over="ignore"), warnings.catch_warnings(action="ignore"):
             ids = np.load(path, mmap_mode="r", allow_pickle=False)
     except _NPY_ERRORS as error:

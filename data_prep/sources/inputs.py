@@ -1,4 +1,4 @@
-"""Input files of a command, their kinds, and their division into units of work.
+"""Input files of a command: search, kinds of files, and division into units of work.
 
 A unit is a range of consecutive input files, which becomes one token array per split. Units depend
 only on names and sizes, so that all workers and all later runs have the same units. Each directory
@@ -25,7 +25,7 @@ _EVERYTHING = "**"
 
 @dataclass
 class _Skipped:
-    """The paths that a search for input files left out."""
+    """Paths that a search for input files has left out."""
 
     hidden: list[str] = field(default_factory=list)
     """Paths whose last component has a leading dot."""
@@ -79,10 +79,10 @@ def _folders(top: str, skipped: _Skipped) -> Iterator[str]:
 
 
 def _in_folder(folder: str, skipped: _Skipped) -> list[str]:
-    """Return the paths of the directories in `folder`, except names with a leading dot, which are
-    added to `skipped`.
+    """Return the paths of the directories in `folder`. Directories with a leading dot are added to
+    `skipped` instead.
 
-    If `folder` cannot be read, add it to `skipped` and return no directories.
+    If `folder` cannot be read, add it to `skipped` and return [].
     """
     folders = []
     try:
@@ -99,9 +99,9 @@ def _in_folder(folder: str, skipped: _Skipped) -> list[str]:
 
 
 UNIT_BYTES = 4 << 20
-"""Default of `--unit-size`, in bytes. A unit of this size takes 3 s to tokenize. A larger file is a
-unit by itself. Smaller files share a unit, so that a million source files do not become a million
-token arrays."""
+"""Default value of `--unit-size`, in bytes. A unit of this size takes 3 s to tokenize. A larger
+file is a unit by itself. Smaller files share a unit, so that a million source files do not become a
+million token arrays."""
 
 _JSON_LINES = (
     *(".jsonl", ".ndjson"),
@@ -128,7 +128,7 @@ class InputFile:
     """The path and the size of an input file."""
 
     name: str
-    """Path of the file, as `--input` states it or as a pattern of `--input` matches it."""
+    """Path of the file: a value of `--input`, or a match of a pattern in `--input`."""
     size: int
     """Size on disk in bytes."""
 
@@ -139,13 +139,13 @@ def find_inputs(
     out: str | os.PathLike | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> tuple[InputFile, ...]:
-    """Return the input files of a command, each once, sorted by name.
+    """Return the input files of a command, sorted by name and without duplicates.
 
     Args:
         patterns: Paths, globs and `@FILE`, as the help of `--input` describes.
         exclude: Patterns of names to leave out. They match whole names; `*` also matches `/`.
         out: The output directory. Files below it are not inputs.
-        say: Called with a line about names with a leading dot, if any were left out.
+        say: Function that is called with a line of text if names with a leading dot were left out.
 
     Raises:
         DataError: a pattern matches nothing, a link is broken, a directory cannot be read, or a
@@ -195,7 +195,7 @@ def _matches(name: str, exclude: Sequence[str]) -> bool:
 
 
 def _below(name: str, out: str | os.PathLike | None) -> bool:
-    """Return whether the path `name` is below the output directory `out`."""
+    """Return True if the path `name` is below the output directory `out`."""
     if out is None:
         return False
     folder, base = os.path.split(name)
@@ -224,10 +224,10 @@ def _with_lists(patterns: Sequence[str]) -> Iterable[str]:
 
 
 def _each_file_once(names: Sequence[str], out: str | os.PathLike | None) -> list[str]:
-    """Return one name for each file that is not below `out`. If a file has several names, the
-    result has the name with the fewest directories."""
+    """Return one name for each file that is not below `out`. If a file has several names, the name
+    with the fewest directories is returned."""
     output = os.path.join(os.path.realpath(out), "") if out is not None else None
-    real_folder = functools.cache(os.path.realpath)  # a million files share few folders
+    real_folder = functools.cache(os.path.realpath)  # many files are in the same folder
     first: dict[str, str] = {}
     for name in sorted(names, key=lambda name: (name.count(os.sep), name)):
         folder, base = os.path.split(name)
@@ -265,8 +265,8 @@ def packing_of(name: str) -> Literal["gzip", "zstd"] | None:
 def group_units(inputs: Sequence[InputFile], unit_bytes: int) -> tuple[tuple[int, int], ...]:
     """Divide the inputs into units of consecutive files.
 
-    A unit ends before the file with which it would exceed `unit_bytes`. A file above `unit_bytes`
-    is a unit by itself.
+    A unit ends before the file that would make it larger than `unit_bytes`. A file above
+    `unit_bytes` is a unit by itself.
 
     Returns:
         For each unit, the range [first, stop) of its inputs.
@@ -283,7 +283,7 @@ def group_units(inputs: Sequence[InputFile], unit_bytes: int) -> tuple[tuple[int
 
 
 def require_file(path: str | os.PathLike, flag: str) -> Path:
-    """Return `path`, and check that it is a readable file.
+    """Check that `path` is a readable file, and return it as a Path.
 
     Raises:
         DataError: `path` is not a readable file. The message begins with `flag`, the option that

@@ -1,9 +1,9 @@
 """Reader of a text column of a Parquet file, a few rows at a time in bounded memory. Needs pyarrow.
 
-The bound of the memory is computed for each row group from the sizes in the metadata of the file.
-A value or a page is at most as large as its uncompressed column chunk, which contains the values of
-a column in a row group. Several values together may be larger than the column chunk, because it
-stores repeated values, or repeated beginnings of values, once.
+The bound of the memory is computed for each row group from the sizes in the metadata of the file. A
+value or a page is at most as large as its uncompressed column chunk. A column chunk contains the
+values of a column in a row group. Several values together may be larger than the column chunk,
+because the chunk stores repeated values, and repeated beginnings of values, only once.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ from optimus.errors import DataError, OptimusError, counted, one_line
 
 _ROWS = 256
 _BATCH_BYTES = 8 << 20
-"""Bytes of text to read at a time. The number of rows to read at a time is this number divided by
+"""Bytes of text to read at a time. The number of rows to read at a time is _BATCH_BYTES divided by
 the mean size of a row."""
 _TEXT_FACTOR = 2
-"""Memory of an ASCII text and of its copy in UTF-8 together, as a multiple of the bytes of the
-text."""
+"""Memory of an ASCII text and its copy in UTF-8, as a multiple of the bytes of the text."""
 _NO_LIMITS = Limits()
 _CHECK_S = 300.0
 """Time limit of `_check_metadata` in seconds. A million columns take a few seconds."""
@@ -47,12 +46,12 @@ class RowGroup:
     """Decompressed size in bytes of each column to read, the text column first."""
 
     def needs(self, rows: int) -> int:
-        """Return the bytes of memory that it takes to read `rows` rows at a time.
+        """Return the bytes of memory that are needed to read `rows` rows at a time.
 
         The memory is for the compressed column, a decompressed page, and the array of decoded
-        values, but not for the texts that the reader returns. With more than one row, this array
-        took up to 4 times the bytes of its values in measurements, because it is reallocated while
-        it grows and the allocator does not reuse all memory that is freed.
+        values, but not for the texts that the reader returns. In measurements with more than one
+        row, this array took up to 4 times the bytes of its values: it is reallocated while it
+        grows, and the allocator does not reuse all freed memory.
         """
         times = 2 if rows == 1 else 4 * rows
         return sum((2 + times) * size for size in self.sizes)
@@ -75,8 +74,8 @@ def read_column(
         limits: Limits on the size of a document and on the memory to read it.
 
     Yields:
-        For each row: its text and its id as pyarrow scalars, and the bytes of memory that it takes
-        to read the batch of the row.
+        For each row: (text as pyarrow scalar, id as pyarrow scalar, bytes of memory that are needed
+        to read the batch that contains the row).
 
     Raises:
         DamagedTable: the table cannot be read to its end.
@@ -95,9 +94,9 @@ def read_column(
     try:
         with (
             pyarrow.OSFile(os.fsencode(name)) as file,  # pyarrow may interpret a name as a URI
-            # Without a buffer, pyarrow reads the compressed bytes of a column chunk at once. With
-            # one, it allocates the size in the header of a page, which may be any number in a
-            # damaged file.
+            # Without a buffer, pyarrow reads the compressed bytes of a column chunk at once. With a
+            # buffer, pyarrow allocates the size in the header of a page, which may be any number in
+            # a damaged file.
             parquet.ParquetFile(file, pre_buffer=False, buffer_size=0) as table,
         ):
             wanted = _columns(name, table.schema_arrow, column, id_column)
@@ -112,7 +111,7 @@ def read_column(
                     ids = id_column if id_column in wanted else None
                     for value, row_id in _read_group(group, batches, column, ids, skip):
                         yield value, row_id, group.needs(rows)
-                        del value, row_id  # they keep their batch in memory
+                        del value, row_id  # these objects keep their batch in memory
                 skip = max(0, skip - group.rows)
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise DamagedTable(one_line(error)) from None
@@ -186,10 +185,10 @@ def _columns(name: str, schema: Any, column: str, id_column: str) -> list[str]:
 
 def _check_metadata(name: str, metadata: Any) -> None:
     """Check the metadata of each column chunk, and the numbers of rows. pyarrow does not check
-    them.
+    these values.
 
     A child process reads the metadata of the column chunks, because for some damaged statistics
-    pyarrow throws a C++ exception that nothing catches, which ends the process.
+    pyarrow throws a C++ exception that is not caught and ends the process.
 
     Raises:
         DamagedTable: the metadata of a column chunk cannot be read, or the rows of the row groups
@@ -224,8 +223,8 @@ def _check_metadata(name: str, metadata: Any) -> None:
 
 
 def _group(metadata: Any, number: int, first: int, wanted: Sequence[str]) -> RowGroup:
-    """Return the description of row group `number`. `sizes` of the result has an entry for each
-    leaf column of the columns `wanted`."""
+    """Return the description of row group `number`. Its `sizes` has an entry for each leaf column
+    of the columns `wanted`."""
     group = metadata.row_group(number)
     chunks = [group.column(index) for index in range(group.num_columns)]
     sizes = tuple(

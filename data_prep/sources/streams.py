@@ -1,7 +1,7 @@
-"""Byte streams of an input file: as stored on disk, and decompressed from gzip or zstd.
+"""Byte streams of an input file: the stored bytes, and the bytes decompressed from gzip or zstd.
 
 A damaged or truncated file raises DamagedStream. The stream reader of `zstandard` is not used,
-because it ends without an error at a truncated frame.
+because that reader ends without an error at a truncated frame.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from optimus.errors import DataError, one_line
 READ_BYTES = 1 << 20
 _ZSTD_WINDOW = 1 << 31
 """Largest accepted window of a zstd frame in bytes: the window of `zstd --long=31`. Only files that
-were compressed with this option take so much memory."""
+were compressed with this option need this amount of memory."""
 
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 _SKIPPED_MAGIC = b"\x2a\x4d\x18"
@@ -38,8 +38,8 @@ class HashingFile(io.RawIOBase):
     Args:
         name: The path of the file.
         advance: Function that is called after each read with the number of bytes that were read.
-        expected: Number n of bytes that an earlier run read from the start of the file, and their
-            xxh3-64. A read raises DataError if the first n bytes now have another hash.
+        expected: (number n of bytes that an earlier run read from the start of the file, xxh3-64 of
+            these bytes). A read raises DataError if the first n bytes now have another hash.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class HashingFile(io.RawIOBase):
         return True
 
     def so_far(self) -> tuple[int, str]:
-        """Return the number of bytes that have been read so far, and their xxh3-64."""
+        """Return (number of bytes that have been read so far, xxh3-64 of these bytes)."""
         return self.size, self._digest.hexdigest()
 
     def readinto(self, buffer: Any) -> int:
@@ -91,10 +91,10 @@ class HashingFile(io.RawIOBase):
 
 
 class _ZstdReader(io.RawIOBase):
-    """Stream of the decompressed content of a file that consists of consecutive zstd frames.
+    """Stream of the decompressed content of a zstd file, which consists of consecutive frames.
 
-    A call of `zstandard` decompresses all its input at once, and four bytes of input may become 128
-    KiB. Each call therefore receives a single block, whose content is at most 128 KiB. The
+    A call of `zstandard` decompresses its whole input at once, and four bytes of input may become
+    128 KiB. Each call therefore receives a single block, whose content is at most 128 KiB. The
     compressed length of each block is stored in front of the block (RFC 8878).
 
     `backports.zstd` can limit its output but is not used, because at an error it discards content
@@ -214,7 +214,7 @@ def unpack(file: IO[bytes], name: str) -> IO[bytes]:
 
 
 def damage_of_gzip(name: str) -> tuple[int, str]:
-    """Return the line at which Python's gzip module stops in a damaged file, and its error message.
+    """Return (line at which Python's gzip module stops in a damaged file, its error message).
 
     The isal library stops at another line with another message, but the list of quarantined files
     must not depend on the installed library.

@@ -111,7 +111,7 @@ def test_rank_without_the_others_does_its_share_and_names_the_remedy(
         assert main(command) == 5
     error = capsys.readouterr().err.splitlines()[-1]
     lost = "0, 1" if rank else "1, 2"
-    assert f"no sign of life of rank {lost} for 0.1 s while waiting for items in" in error
+    assert f"no heartbeat of rank {lost} for 0.1 s while waiting for items in" in error
     assert "run the same command again on all ranks" in error
     assert any((out / "tokens").glob("unit-*.json")) and not (out / "manifest.json").exists()
     assert statuses([start_rank([*arguments, "--rank", str(rank)]) for rank in range(3)]) == [0] * 3
@@ -167,7 +167,7 @@ class Items:
         return []
 
 
-def test_rank_waits_while_another_rank_gives_signs_of_life(tmp_path):
+def test_rank_waits_while_another_rank_sends_heartbeats(tmp_path):
     """The other rank hashes for a long time and writes nothing. Then it is killed."""
     start, items = time.monotonic(), Items(tmp_path)
     pid = os.fork()
@@ -176,7 +176,7 @@ def test_rank_waits_while_another_rank_gives_signs_of_life(tmp_path):
             time.sleep(1.2)
             os.kill(os.getpid(), signal.SIGKILL)
     with (
-        pytest.raises(LostPeerError, match="no sign of life of rank 1 for 0.4 s .* same command"),
+        pytest.raises(LostPeerError, match="no heartbeat of rank 1 for 0.4 s .* same command"),
         failure_scope(WorkerGroup(0, 2, 0.4), tmp_path) as group,
     ):
         run_task(group, items)
@@ -185,7 +185,7 @@ def test_rank_waits_while_another_rank_gives_signs_of_life(tmp_path):
     (left,) = tmp_path.glob(".alive-rank-*")
     assert left.name.startswith(".alive-rank-1.")
     assert [path.read_text() for path in tmp_path.glob(".failed-rank-1.*")] == [
-        "no sign of life of this rank for 0.4 s; check its process"
+        "no heartbeat of this rank for 0.4 s; check its process"
     ]
     with working_in(tmp_path), failure_scope(WorkerGroup(0, 2), tmp_path):
         pass
@@ -211,7 +211,7 @@ def test_rank_whose_signs_stop_is_lost_though_others_make_progress(tmp_path):
 
 
 def test_files_of_killed_ranks_of_an_earlier_run_are_no_signs_of_life(tmp_path):
-    """The removal of these files by a starting rank is no sign of life, either."""
+    """The removal of these files by a starting rank is not a heartbeat, either."""
     old = tmp_path / ".alive-rank-1.tmp"
     old.touch()
     watch = ranks_module._Watch(WorkerGroup(0, 3, files=RankFiles(tmp_path)))
@@ -232,7 +232,7 @@ def test_rank_that_was_killed_between_two_waits_is_lost(tmp_path):
 def test_each_waiting_rank_watches_the_ranks_after_it():
     left = Counter(range(0, 100, 2))
     watched = []
-    for rank in (0, 51, 98):  # without any sign of life, all ranks that are watched are lost
+    for rank in (0, 51, 98):  # without any heartbeat, all ranks that are watched are lost
         watch = ranks_module._Watch(WorkerGroup(rank, 100))
         watched.append([watch.look(left, lambda: None)[0] for _ in range(9)][-1])
     assert watched[0] == list(range(2, 34, 2)) and watched[1] == list(range(52, 84, 2))
@@ -255,7 +255,7 @@ def test_rank_zero_that_is_killed_is_noticed_soon(tmp_path):
 
 
 def test_waiting_for_a_rank_without_progress_has_a_limit(tmp_path, monkeypatch):
-    """The other rank gives signs of life, but its file grows only for a second."""
+    """The other rank sends heartbeats, but its file grows only for a second."""
     monkeypatch.setattr(ranks_module, "_STUCK_FACTOR", 2)
     start, items, unfinished = time.monotonic(), Items(tmp_path), tmp_path / ".unit.tmp"
 
