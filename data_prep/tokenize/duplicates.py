@@ -1,8 +1,9 @@
 """Exclusion of documents that have the id of an earlier document.
 
 The ids are compared after tokenization, by hashes of 16 bytes and in bounded memory. A document is
-earlier if its input or, in the same input, its line comes first. The result therefore does not
-depend on the ranks. docs/formats/dataset.md, "Duplicate ids", describes the files and hashes.
+earlier than another document if its input comes first or, in the same input, if its line comes
+first. Therefore the result does not depend on the ranks. docs/formats/dataset.md, "Duplicate ids",
+describes the files and hashes.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _FORM = "optimus-duplicates"
 _MARK = "duplicates.json"
 _TABLE = "duplicates.npy"
 _ROW_BYTES = 120
-"""Memory, in bytes per document, that it takes to sort a bucket of document hashes."""
+"""Memory, in bytes per document, that is needed to sort a bucket of document hashes."""
 _LEAST_BYTES_TO_COMPARE = 64 << 20
 _SHOWN_CHARS = 80
 
@@ -45,7 +46,7 @@ def make_distinct_units(work: TokenizeWork, workers: int, group: WorkerGroup) ->
 
     All units (ranges of inputs) are tokenized first. Then rank 0 compares the ids of all documents.
     If `work.quarantine` is True, units with duplicates are tokenized again without the duplicates.
-    Otherwise a duplicate is an error.
+    If it is False, a duplicate is an error.
 
     Raises:
         DataError: a document cannot be used or is a duplicate, or an input has changed.
@@ -64,17 +65,18 @@ def make_distinct_units(work: TokenizeWork, workers: int, group: WorkerGroup) ->
 
 @dataclass(frozen=True)
 class _Duplicates:
-    """The duplicates of a unit: its documents that have the id of an earlier document.
+    """Duplicates of a unit: the documents of the unit that have the id of an earlier document.
 
-    `documents` maps each duplicate to the first document with the same id, both as (input, line).
+    `documents` maps each duplicate to the first document with the same id. Documents are given as
+    (input, line).
     """
 
     plan: TokenPlan
     documents: Mapping[tuple[int, int], tuple[int, int]]
 
     def reason(self, source: int, document: Document) -> str | None:
-        """Return the reason to exclude `document`, which is from input number `source`. Return None
-        if the document is not a duplicate."""
+        """Return the reason to exclude `document` of the input `source`; None if it is not a
+        duplicate."""
         first = self.documents.get((source, document.line))
         return _reason(self.plan, document.id, *first) if first else None
 
@@ -85,8 +87,8 @@ def _duplicates_of(work: TokenizeWork, unit: int, rows: np.ndarray | None) -> _D
 
 
 class _DistinctTask(UnitTask):
-    """Task that tokenizes units (ranges of input files) without their known duplicates. If the list
-    of duplicates does not exist yet, no duplicates are known."""
+    """Task that tokenizes units (ranges of input files) without their known duplicates. No
+    duplicates are known before the list of duplicates exists."""
 
     @staticmethod
     def job(work: TokenizeWork, unit: int, advance: Callable[[int], None]) -> None:
@@ -97,8 +99,8 @@ class _DistinctTask(UnitTask):
             if work.plan.id_field and rows is None and not work.quarantine:
                 _compare_neighbours(work, unit)
             # If the list of duplicates was written while this unit was made, the unit may contain
-            # duplicates, and is made again. If the list is written later, `_RepeatTask` makes the
-            # unit again.
+            # duplicates. It is then made again. If the list is written later, `_RepeatTask` makes
+            # the unit again.
             before, rows = rows, _read(work)
             if (before is None) == (rows is None):
                 return
@@ -114,14 +116,14 @@ class _DistinctTask(UnitTask):
 
 
 class _RepeatTask(_DistinctTask):
-    """Task that tokenizes again the units that contain duplicates, now without these duplicates."""
+    """Task that tokenizes units with duplicates again, without these duplicates."""
 
     def missing(self) -> list[int]:
         """Return the indices of units that still contain duplicates."""
         return self.verify()
 
     def do(self, items: Sequence[int]) -> None:
-        """Tokenize again those units of `items` that still contain duplicates."""
+        """Tokenize the units in `items` that still contain duplicates again."""
         if left := sorted({*items} & {*self.missing()}):
             super().do(left)
 
@@ -146,7 +148,7 @@ def _compare(work: TokenizeWork) -> None:
 
 
 def _compare_neighbours(work: TokenizeWork, unit: int) -> None:
-    """Compare the document ids of a unit with each other and with those of adjacent complete units.
+    """Compare the document ids of a unit and of the complete units next to it.
 
     The comparison of all ids needs all units, whose tokenization may take hours. This comparison
     detects early that the values of the id field are not unique, for example because the ids of
@@ -189,7 +191,7 @@ def find(folders: Sequence[Path], units: Sequence[int], memory_bytes: int) -> np
 
 
 def _find_in_bucket(unit_files: list[tuple[Path, int]], bucket: int, buckets: int) -> np.ndarray:
-    """Return the duplicates among the hashes of one bucket, int64 [n, 4]."""
+    """Return the duplicates in one bucket of hashes, int64 [n, 4] as in `find`."""
     hashes, positions = [np.empty((0, 2), ">u8")], [np.empty((0, 2), np.int64)]
     for folder, unit in unit_files:
         ids = read_ids(folder, unit)
@@ -203,7 +205,8 @@ def _find_in_bucket(unit_files: list[tuple[Path, int]], bucket: int, buckets: in
         hashes.append(halves[chosen])
         positions.append(read_docs(folder, unit)[chosen, 1:])
     key, position = np.concatenate(hashes), np.concatenate(positions)
-    # A fast test, which nearly always shows that all hashes differ: sort only their upper halves.
+    # Sort only the upper halves of the hashes. This fast test nearly always shows that all hashes
+    # differ.
     upper = np.sort(key[:, 0].astype(np.uint64))
     if not (upper[1:] == upper[:-1]).any():
         return np.empty((0, 4), np.int64)
@@ -216,8 +219,8 @@ def _find_in_bucket(unit_files: list[tuple[Path, int]], bucket: int, buckets: in
 
 
 def _error(plan: TokenPlan, source: int, line: int, first: int, first_line: int) -> DataError:
-    """Return the error for a duplicate. To state the id in the message, the document is read
-    again."""
+    """Return the error for a duplicate. The document is read again, because the message states its
+    id."""
     file, document_id = plan.inputs[source], None
     with contextlib.suppress(DamagedFile):
         reader = InputReader(file, plan.text_field, lambda count: None, id_field=plan.id_field)
@@ -233,7 +236,8 @@ def _error(plan: TokenPlan, source: int, line: int, first: int, first_line: int)
 
 
 def _reason(plan: TokenPlan, document_id: object, source: int, line: int) -> str:
-    """Return the reason to exclude a duplicate of the document at `source` and `line`."""
+    """Return the reason to exclude a duplicate of the document at line `line` of the input
+    `source`."""
     shown = "" if document_id is None else f" {document_id!r}"
     shown = shown if len(shown) <= _SHOWN_CHARS else shown[: _SHOWN_CHARS - 3] + "..."
     return f"duplicate id{shown}: {plan.inputs[source].name}:{line} has it"
@@ -281,7 +285,7 @@ def read_duplicates(tokens_dir: Path, plan: TokenPlan, plan_xxh3: str) -> np.nda
     layout.require(path, (is_whole, f"does not contain the number of rows in {_MARK}"))
     table = np.frombuffer(data, layout.little_endian("int64"), offset=layout.HEADER_BYTES)
     table = table.reshape(shape)
-    # In the order of the documents, and each after the document that it repeats.
+    # Duplicates must be in the order of the documents, and after the document that they repeat.
     inputs, lines, first_inputs, first_lines = table.T
     steps = np.diff(inputs)
     is_sorted = (steps > 0) | ((steps == 0) & (np.diff(lines) > 0))
@@ -300,7 +304,7 @@ def read_duplicates(tokens_dir: Path, plan: TokenPlan, plan_xxh3: str) -> np.nda
 
 
 def _read(work: TokenizeWork) -> np.ndarray | None:
-    """Return the list of duplicates, or None if there is no valid list for `work.plan`."""
+    """Return the list of duplicates; None if there is no valid list for `work.plan`."""
     try:
         if not work.plan.id_field:
             return None
@@ -310,7 +314,7 @@ def _read(work: TokenizeWork) -> np.ndarray | None:
 
 
 def _of_inputs(rows: np.ndarray, inputs: tuple[int, int]) -> dict[tuple[int, int], tuple[int, int]]:
-    """Convert the `rows` whose duplicate is in a range of inputs to the format of
+    """Select the `rows` whose duplicate is in the range `inputs`. Return them in the format of
     `_Duplicates.documents`."""
     low, high = np.searchsorted(rows[:, 0], inputs)
     return {(a, b): (c, d) for a, b, c, d in rows[low:high].tolist()}

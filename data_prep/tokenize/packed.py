@@ -28,8 +28,8 @@ from optimus.errors import ConfigError, DamageError
 from optimus.io import files
 
 BLOCK_TOKENS = 8192
-"""Number of tokens in a zstd frame. With this number, a row of 2048 tokens is read and decompressed
-in 30 us. Smaller frames would compress less well."""
+"""Number of tokens in a zstd frame. With this number, reading and decompressing a row of 2048
+tokens takes 30 us. The compression of smaller frames would be worse."""
 _READ_TOKENS = 128 * BLOCK_TOKENS
 _LEVEL = 3
 _MAGIC = b"OPTPACK1"
@@ -66,11 +66,10 @@ def _unpack(data: bytes | memoryview, dtype: np.dtype, tokens: int) -> np.ndarra
 
 
 def _unpack_blocks(data: bytes | memoryview, dtype: np.dtype) -> Iterator[np.ndarray]:
-    """Decompress a zstd frame of any length, and yield its ids in blocks of at most _READ_TOKENS
-    ids.
+    """Decompress a zstd frame of any length. Yield its ids in blocks of at most _READ_TOKENS ids.
 
-    A few bytes may become gigabytes, so the frame is not decompressed at once. Raises ValueError if
-    the frame is damaged.
+    A few bytes may become gigabytes. Therefore the frame is not decompressed at once. Raises
+    ValueError if the frame is damaged.
     """
     import zstandard
 
@@ -96,8 +95,7 @@ def packed_share(ids: np.ndarray) -> float:
 
 
 class PackedStore:
-    """Writer of the ids of a TokenArrayWriter to a packed (compressed) array in `file`, which must
-    be empty."""
+    """Writer of a packed (compressed) token array, for a TokenArrayWriter. `file` must be empty."""
 
     def __init__(self, file: BinaryIO, dtype: str):
         self._file, self._name, self._dtype = file, dtype, little_endian(dtype)
@@ -105,7 +103,7 @@ class PackedStore:
         self._open = np.empty(0, self._dtype)  # the last ids, which do not fill a frame yet
 
     def append(self, ids: np.ndarray) -> None:
-        """Append ids, which have the dtype of the array."""
+        """Append ids. `ids` must have the dtype of the array."""
         ids = np.concatenate([self._open, ids])
         whole = len(ids) // BLOCK_TOKENS * BLOCK_TOKENS
         for first in range(0, whole, BLOCK_TOKENS):
@@ -128,7 +126,7 @@ class PackedStore:
         self._open = kept
 
     def read(self, first: int, stop: int) -> np.ndarray:
-        """Return the ids at the indices [first, stop) of all appended ids."""
+        """Return the ids with the indices [first, stop) among all appended ids."""
         self._file.flush()
         frame = bisect.bisect_right(self._starts, first) - 1
         frames, begin = [], self._starts[frame]
@@ -142,12 +140,12 @@ class PackedStore:
         return ids[first - begin : stop - begin]
 
     def save(self, first: int, stop: int) -> bytes:
-        """Return the ids at the indices [first, stop) as a zstd frame, for a checkpoint."""
+        """Return the ids with the indices [first, stop) as a zstd frame, for a checkpoint."""
         return _pack(self.read(first, stop))
 
     def saved_ids(self, saved: bytes | memoryview) -> Iterator[np.ndarray]:
-        """Yield, in blocks, the ids of `saved`, which `save` returned. Raises ValueError if `saved`
-        is damaged."""
+        """Yield the ids in `saved`, a result of `save`, in blocks. Raises ValueError if `saved` is
+        damaged."""
         return _unpack_blocks(saved, self._dtype)
 
     def finish(self) -> dict[str, Any]:
@@ -187,7 +185,7 @@ class PackedArray:
             self._starts, self._offsets = np.frombuffer(index, "<i8").reshape(-1, 2).T
             edges = (self._starts[0], self._starts[-1], self._offsets[0], self._offsets[-1])
             tokens, sizes = np.diff(self._starts), np.diff(self._offsets)
-            # Frames of other sizes could take any amount of memory.
+            # Frames of other sizes could need any amount of memory.
             full = (tokens[:-1] == BLOCK_TOKENS).all() and (tokens[-1:] > 0).all()
             full &= (tokens[-1:] <= BLOCK_TOKENS).all() and (sizes > 0).all()
             if edges != (0, self.tokens, 0, end - size) or not full:
@@ -211,7 +209,7 @@ class PackedArray:
         return DamageError(f"{self._path}: {why}; remove it and run the same command again")
 
     def read_into(self, out: np.ndarray, start: int) -> None:
-        """Fill `out` [n] with the n ids that begin at `start`.
+        """Fill `out` [n] with the n ids from index `start` on.
 
         `out` has the dtype of the array.
         """
@@ -225,7 +223,7 @@ class PackedArray:
             filled, frame = filled + len(ids), frame + 1
 
     def read_rows(self, out: np.ndarray, rows: np.ndarray, starts: np.ndarray) -> None:
-        """Fill out[rows[i]] with the ids that begin at starts[i], for each i."""
+        """For each i, fill out[rows[i]] with the ids from index starts[i] on."""
         for row, start in zip(rows.tolist(), starts.tolist(), strict=True):
             self.read_into(out[row], start)
 

@@ -19,10 +19,10 @@ from data_prep.tokenizer.tokenizer import TokenizerFacts
 
 _FORM_PLAN = "optimus-token-plan"
 IMPORT_FIELD = "import "
-"""Prefix of `text_field` in a plan of `optimus-data import`. The dtype of the ids follows the
+"""Prefix of `text_field` in a plan of `optimus-data import`. The dtype of the ids follows this
 prefix."""
 _SINCE_2 = ("max_document", "id_field")
-"""Keys of a plan of version 2. A plan without them is of version 1."""
+"""Keys that exist only in plans of version 2. A plan without these keys has version 1."""
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,11 @@ class TokenPlan:
     units: tuple[tuple[int, int], ...]
     """Range [first, stop) of the inputs of each unit. A unit becomes one token array per split."""
     id_field: str = ""
-    """Field with the id of a document. Documents must have different ids. "": ids are not
+    """Field with the id of a document. Different documents must have different ids. "": ids are not
     compared."""
     max_document: int | None = None
-    """Largest size of a document in bytes. None: no limit, and plan.json has no such key."""
+    """Largest size of a document in bytes. None: there is no limit, and plan.json does not contain
+    this key."""
 
     @property
     def dtype(self) -> str:
@@ -47,7 +48,7 @@ class TokenPlan:
 
     @property
     def splits(self) -> tuple[str, ...]:
-        """Return the splits of the data set: "train", and "held-out" if documents are held out."""
+        """Return the splits of the data set: "train" and, if documents are held out, "held-out"."""
         return layout.SPLITS if self.eval_fraction > 0 else layout.SPLITS[:1]
 
     def unit_bytes(self, unit: int) -> int:
@@ -68,7 +69,7 @@ def read_plan(tokens_dir: Path, xxh3: str | None = None) -> TokenPlan:
 
     Args:
         tokens_dir: The folder.
-        xxh3: The hash that the file must have. None: any hash.
+        xxh3: The hash that plan.json must have. None: the file may have any hash.
 
     Raises:
         DataError: the plan is missing, damaged or invalid.
@@ -111,7 +112,8 @@ def read_plan(tokens_dir: Path, xxh3: str | None = None) -> TokenPlan:
 
 
 def is_import(text_field: str) -> bool:
-    """Return whether token arrays were imported from token files instead of made from text.
+    """Return True if token arrays were imported from token files, False if they were made from
+    text.
 
     Args:
         text_field: The value of `text_field` in the plan or manifest of the token arrays.

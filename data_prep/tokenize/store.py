@@ -1,10 +1,10 @@
-"""Token arrays T_i and their tables of documents: written by tokenization, read by sharding.
+"""Token arrays T_i and their tables of documents: written by tokenization and read by sharding.
 
 A unit is a range of input files. T is the number of its tokens, and D the number of its documents.
-`unit-*.npy` is [T] in the dtype of the data set. `unit-*.docs.npy` is int64 [D, 3], a row (end,
-input, line) for each document: the offset after its EOS, the number of its input in the plan, and
-its line in that input (0: the whole file). If any document has an id, `unit-*.ids.npy` is uint8
-[D, 16], the hashes of the ids.
+`unit-*.npy` is [T] in the dtype of the data set. `unit-*.docs.npy` is int64 [D, 3]. It contains a
+row (end, input, line) for each document: the offset after the document's EOS, the number of its
+input in the plan, and its line in this input (0: the whole file). If any document has an id,
+`unit-*.ids.npy` is uint8 [D, 16], the hashes of the ids.
 
 With `--fused`, `unit-*.packed` (data_prep/tokenize/packed.py) replaces `unit-*.npy`.
 """
@@ -67,36 +67,36 @@ def ids_path(tokens_dir: Path, unit: int) -> Path:
 
 
 def sidecar_path(tokens_dir: Path, unit: int) -> Path:
-    """Return the path of the sidecar of a unit: the JSON file that is written last and shows that
-    the unit is complete."""
+    """Return the path of the sidecar of a unit: a JSON file that is written last and shows that the
+    unit is complete."""
     return tokens_dir / f"{unit_name(unit)}.json"
 
 
 def plain_arrays(tokens_dir: Path, units: Iterable[int]) -> dict[int, Path]:
-    """Return the path of each existing .npy token array of `units`, by unit.
+    """Return a dict that maps units to the paths of their .npy token arrays, if they exist.
 
-    Packed arrays are not included: their hashes need no comparison, because every read checks them.
+    Packed arrays are not included. Their hashes are not compared, because every read checks them.
     """
     paths = {unit: array_path(tokens_dir, unit) for unit in units}
     return {unit: path for unit, path in paths.items() if path.exists()}
 
 
 def has_any_array(tokens_dir: Path) -> bool:
-    """Return whether a folder contains at least one token array."""
+    """Return True if a folder contains at least one token array."""
     return any(map(_ARRAY.fullmatch, os.listdir(tokens_dir)))
 
 
 def unit_files(tokens_dir: Path, unit: int) -> list[Path]:
-    """Return the paths of those files of a unit that exist."""
+    """Return the paths of the existing files of a unit."""
     paths = [array_path(tokens_dir, unit), docs_path(tokens_dir, unit), ids_path(tokens_dir, unit)]
     paths += [array_path(tokens_dir, unit, packed=True), sidecar_path(tokens_dir, unit)]
     return [path for path in paths if path.exists()]
 
 
 def require_array(tokens_dir: Path, unit: int, tokens: int, size: int) -> None:
-    """Check that the token array of a unit exists, packed or not, and has `tokens` tokens.
+    """Check that the token array of a unit, packed or not, exists and has `tokens` tokens.
 
-    `size` is the size in bytes of the array as a .npy file. Raises DataError if the array is
+    `size` is the size of the array in bytes, as a .npy file. Raises DataError if the array is
     missing, and DamageError if the size or the header of the array is wrong.
     """
     path = array_path(tokens_dir, unit)
@@ -139,16 +139,16 @@ def check_array(
     eos_id: int,
     ends: np.ndarray | None,
 ) -> None:
-    """Read the token array of a unit, packed or not, and check it.
+    """Read and check the token array of a unit, packed or not.
 
     Args:
         tokens_dir: The folder of token arrays.
         unit: The number of the unit.
         dtype: The dtype of the ids.
-        size: The size of the .npy file in bytes, also if the array is packed.
-        xxh3: The hash of the .npy file, also if the array is packed.
+        size: The size in bytes of a .npy file that contains the array, even if the array is packed.
+        xxh3: The hash of a .npy file that contains the array, even if the array is packed.
         vocab_size: The number of ids of the tokenizer.
-        eos_id: The id that ends each document, and that is nowhere else.
+        eos_id: The id that ends each document and occurs nowhere else.
         ends: The offset after the last id of each document, int64 [D]. None: the ends of documents
             are not checked.
 
@@ -202,14 +202,14 @@ def check_array(
 
 
 class PlainStore:
-    """Writer of the ids of a TokenArrayWriter to a .npy file. `file` must be empty."""
+    """Writer of a .npy token array, for a TokenArrayWriter. `file` must be empty."""
 
     def __init__(self, file: BinaryIO, dtype: str):
         self._file, self._dtype, self._itemsize = file, dtype, little_endian(dtype).itemsize
         file.write(bytes(HEADER_BYTES))  # replaced by `finish`, when the length is known
 
     def append(self, ids: np.ndarray) -> None:
-        """Append ids, which have the dtype of the array."""
+        """Append ids. `ids` must have the dtype of the array."""
         self._file.write(ids.data)
 
     def truncate(self, tokens: int) -> None:
@@ -221,7 +221,7 @@ class PlainStore:
         return HEADER_BYTES + tokens * self._itemsize
 
     def save(self, first: int, stop: int) -> bytes:
-        """Return the ids at the indices [first, stop) as bytes, for a checkpoint."""
+        """Return the ids with the indices [first, stop) as bytes, for a checkpoint."""
         self._file.flush()
         size = (stop - first) * self._itemsize
         with open(self._file.name, "rb") as written:
@@ -251,7 +251,7 @@ class TokenArrayWriter:
         self._vocab_size, self._dtype, self._eos_id = vocab_size, dtype, eos_id
         self._docs = array("q")
         self._id_hashes = bytearray()
-        self._saved = (0, 0)  # the numbers of tokens and of values of _docs in checkpoints
+        self._saved = (0, 0)  # numbers of tokens and of _docs values in checkpoints
         self.tokens = 0
 
     @property
@@ -265,15 +265,16 @@ class TokenArrayWriter:
         id_hashes: Sequence[bytes] = (),
         where: Sequence[str] = (),
     ) -> None:
-        """Append documents, each with EOS after it.
+        """Append documents, and EOS after each document.
 
-        All ids are checked before they are converted to the stored dtype, because in a conversion
-        to uint16, numpy changes 70000 to 4464 without an error.
+        All ids are checked before they are converted to the stored dtype: a conversion to uint16 in
+        numpy changes 70000 to 4464 without an error.
 
         Args:
             encoded: The ids of each document, uint32 [T], without EOS.
             sources: Input and line of each document.
-            id_hashes: The hash of the id of each document, ID_BYTES long, zeros if it has no id.
+            id_hashes: The hash of each document's id, ID_BYTES long. Zeros if the document has no
+                id.
             where: File and line of each document, for an error message.
 
         Raises:
@@ -293,7 +294,7 @@ class TokenArrayWriter:
         self._store.append(flat.astype(little_endian(self._dtype)))
 
     def extend(self, ids: np.ndarray, where: str = "") -> None:
-        """Append ids to the document that is not complete yet. The next call of `close` ends this
+        """Append ids to the current, incomplete document. The next call of `close` ends this
         document. The ids are checked as in `append`."""
         if len(ids) and int(ids.max()) >= self._vocab_size:
             raise DataError(self._outside(int(ids.max())))
@@ -303,8 +304,8 @@ class TokenArrayWriter:
         self.tokens += len(ids)
 
     def close(self, source: int, line: int, id_hash: bytes = b"") -> None:
-        """End the document whose ids `extend` has appended: append EOS, and add a row to the table
-        of documents."""
+        """End the current document, whose ids `extend` has appended: append EOS, and add a row to
+        the table of documents."""
         self._store.append(np.array([self._eos_id], little_endian(self._dtype)))
         self.tokens += 1
         self._docs.extend((self.tokens, source, line))
@@ -317,7 +318,8 @@ class TokenArrayWriter:
         )
 
     def drop_input(self, source: int) -> None:
-        """Remove all documents of input `source`. Its documents must be the last in the array."""
+        """Remove all documents of the input `source`. They must be the last documents in the
+        array."""
         while self._docs and self._docs[-2] == source:
             del self._docs[-3:]
         self.tokens = self._docs[-3] if self._docs else 0
@@ -326,10 +328,10 @@ class TokenArrayWriter:
         self._store.truncate(self.tokens)
 
     def checkpoint(self) -> list[bytes]:
-        """Return the data that were added since the last call of `checkpoint`.
+        """Return the data that was added since the last call of `checkpoint`.
 
-        The result has three byte strings: token ids, rows of the table of documents, and hashes of
-        document ids.
+        The result contains three byte strings: token ids, rows of the table of documents, and
+        hashes of document ids.
         """
         tokens, values = self._saved
         ids = self._store.save(tokens, self.tokens)
@@ -344,7 +346,7 @@ class TokenArrayWriter:
         rows: bytes | memoryview,
         id_hashes: bytes | memoryview,
     ) -> None:
-        """Append the content of a checkpoint, after a check of the content.
+        """Check the content of a checkpoint, and append it.
 
         Args:
             inputs: The inputs from which the documents may come.
@@ -353,7 +355,7 @@ class TokenArrayWriter:
             id_hashes: The hashes of document ids, from `checkpoint`.
 
         Raises:
-            ValueError: `checkpoint` cannot have returned this content.
+            ValueError: This content cannot be a result of `checkpoint`.
         """
         table = np.frombuffer(rows, little_endian("int64")).reshape(-1, 3)
         if len(id_hashes) != len(table) * ID_BYTES:
@@ -389,7 +391,7 @@ class TokenArrayWriter:
     def ids_bytes(self) -> bytes:
         """Return the content of a .npy file with the hashes of document ids.
 
-        The result is empty if no document has an id.
+        If no document has an id, the result is empty.
         """
         if not any(self._id_hashes):
             return b""
@@ -413,7 +415,7 @@ def read_docs(tokens_dir: Path, unit: int, xxh3: str | None = None) -> np.ndarra
     Args:
         tokens_dir: The folder of token arrays.
         unit: The number of the unit.
-        xxh3: The hash that the file must have. None: any hash.
+        xxh3: The hash that the file must have. None: the file may have any hash.
 
     Returns:
         int64 [D, 3]: for each document, the index after its last token, the number of its input in
@@ -435,8 +437,7 @@ def read_docs(tokens_dir: Path, unit: int, xxh3: str | None = None) -> np.ndarra
 
 
 def read_ids(tokens_dir: Path, unit: int) -> np.ndarray | None:
-    """Return the hashes of document ids of a unit, uint8 [D, 16], or None if no document has an
-    id."""
+    """Return the hashes of a unit's document ids, uint8 [D, 16]; None if no document has an id."""
     try:
         data = files.read_regular(ids_path(tokens_dir, unit))
     except FileNotFoundError:
@@ -455,7 +456,7 @@ class _PlainArray:
         self._file.close()
 
     def read_into(self, out: np.ndarray, start: int) -> None:
-        """Fill `out` [n] with the n ids that begin at `start`.
+        """Fill `out` [n] with the n ids from index `start` on.
 
         `out` is contiguous and has the dtype of the array.
         """
@@ -468,9 +469,9 @@ class _PlainArray:
             view, offset = view[count:], offset + count
 
     def read_rows(self, out: np.ndarray, rows: np.ndarray, starts: np.ndarray) -> None:
-        """Fill out[rows[i]] with the ids that begin at starts[i], for each i.
+        """For each i, fill out[rows[i]] with the ids from index starts[i] on.
 
-        Each row needs a system call. These calls take most of the time.
+        Each row needs a system call. Most of the time is spent in these calls.
         """
         fd, size = self._file.fileno(), out.shape[1] * self._itemsize
         offsets = (HEADER_BYTES + starts * self._itemsize).tolist()
@@ -508,8 +509,8 @@ class TokenArrayReader:
         return out
 
     def read_rows(self, out: np.ndarray, rows: np.ndarray, unit: int, starts: np.ndarray) -> None:
-        """For each i, copy C ids, which begin at index starts[i] of the token array of `unit`, to
-        the row out[rows[i]]. `out` is [R, C]."""
+        """For each i, copy the C ids from index starts[i] of a unit's token array on to
+        out[rows[i]]. `out` is [R, C]."""
         self._opened(unit).read_rows(out, rows, starts)
 
     def _opened(self, unit: int) -> _PlainArray | PackedArray:

@@ -1,19 +1,19 @@
-"""Write the sidecars of token arrays, and check and remove the arrays.
+"""Sidecars of token arrays, and checks and removal of the arrays.
 
-A unit is a range of input files that becomes one token array per split. Its sidecar, one for each
-split, is a JSON file with the sizes and hashes of its other files. A unit is complete when its
-sidecars of all splits exist. They are written after its other files.
+A unit is a range of input files that becomes one token array per split. For each split, the unit
+has a sidecar: a JSON file that contains the sizes and hashes of the unit's other files. Sidecars
+are written last. A unit is complete when the sidecars of all splits exist.
 
-A run with existing output checks the sizes and headers of all token arrays and shards. It compares
-the hashes of all these files if their total size is at most HASH_BYTES, and otherwise those of a
-random sample of that size. `optimus-data verify` compares all hashes. docs/formats/dataset.md,
-"Commit and resume", states the cost.
+A run with existing output checks the sizes and headers of all token arrays and shards. If the total
+size of these files is at most HASH_BYTES, the run also compares the hashes of all files. If not, it
+compares the hashes of a random sample of at most HASH_BYTES. `optimus-data verify` compares all
+hashes. docs/formats/dataset.md, "Commit and resume", states the cost.
 
 With `--fused`, arrays are removed when the shards are complete. Sidecars and tables of documents
-stay, so that `inspect` can name the input file of a document. The file MARK shows that the arrays
-were removed on purpose. It is written after the manifest, when the arrays are no longer needed, and
-before the first array is removed. If a run is killed during the removal, the next run therefore
-does not report missing arrays.
+are kept, so that `inspect` can name the input file of a document. The file MARK shows that the
+arrays were removed on purpose. It is written after the manifest, when the arrays are no longer
+needed, and before an array is removed. If a run is killed during the removal, the next run
+therefore does not report missing arrays.
 """
 
 from __future__ import annotations
@@ -41,23 +41,24 @@ from optimus.errors import DamageError, DataError, counted
 from optimus.io import files
 
 HASH_BYTES = 1 << 30
-"""Limit of the bytes that a run reads at its start to compare the hashes of existing files. The
-limit applies to token arrays and to shards separately."""
+"""Maximum number of bytes that a run reads at its start to compare the hashes of existing files.
+The limit applies separately to token arrays and to shards."""
 _SEED = os.urandom(8)
-"""Seed of the sample, different in each process."""
+"""Seed of the sample. It is different in each process."""
 
 
 def sample(sizes: Sequence[int], seed: str | bytes | None = None) -> frozenset[int]:
-    """Choose the files of an earlier run whose hashes are compared.
+    """Choose the files of an earlier run whose hashes will be compared.
 
     Args:
         sizes: The size of each file, in bytes.
         seed: The seed of the sample. Ranks that must choose the same files pass the same seed.
-            None: a random seed of this process.
+            None: use the random seed of this process.
 
     Returns:
-        The indices of all files if their total size is at most HASH_BYTES. Otherwise the indices
-        of a random sample of at most HASH_BYTES, or of a single random file that is larger.
+        The indices of all files if their total size is at most HASH_BYTES. If it is larger, the
+        indices of a random sample of at most HASH_BYTES, or of a single random file that is larger
+        than HASH_BYTES.
     """
     chosen, left = list(range(len(sizes))), HASH_BYTES
     if sum(sizes) > left:
@@ -71,12 +72,12 @@ def sample(sizes: Sequence[int], seed: str | bytes | None = None) -> frozenset[i
 
 
 def say_sample(chosen: frozenset[int], sizes: Sequence[int], kind: str, dataset: Path) -> None:
-    """Print a line if the hashes of only some files of an earlier run are compared.
+    """Print a line if only a sample of the hashes of an earlier run's files is compared.
 
     Args:
         chosen: The indices from `sample`.
         sizes: The size of each file, in bytes.
-        kind: The word for one of these files in the message: "unit" or "shard".
+        kind: The noun for a file in the message: "unit" or "shard".
         dataset: The directory of the data set.
     """
     if len(chosen) < len(sizes):
@@ -89,13 +90,13 @@ def say_sample(chosen: frozenset[int], sizes: Sequence[int], kind: str, dataset:
 
 
 def damaged(promised: Mapping[Path, str]) -> list[Path]:
-    """Return the files whose hash differs from the hash that `promised` states for them."""
+    """Return the files whose hashes differ from the hashes in `promised`."""
     return [path for path, xxh3 in promised.items() if files.xxh3_file(path) != xxh3]
 
 
 def are_whole(promised: Mapping[Path, str]) -> bool:
-    """Return whether all files have the hashes that `promised` states. Print a line for each file
-    with another hash."""
+    """Return True if all files have the hashes in `promised`. Print a line for each file with
+    another hash."""
     paths = damaged(promised)
     for path in paths:
         say(f"{path}: its content is damaged (hash differs); it is made again")
@@ -106,8 +107,7 @@ _FORM = "optimus-token-array"
 
 
 class Quarantined(TypedDict):
-    """Entry in a sidecar for a document or a whole input that is left out, because it cannot be
-    used.
+    """Sidecar entry for a document, or a whole input, that is left out because it cannot be used.
 
     `input` is the number of the input in the plan. `line` is 0 if no line is known.
     """
@@ -123,7 +123,8 @@ class _Repairs(TypedDict, total=False):
 
 
 class _EveryUnit(TypedDict):
-    """The keys that the sidecar of every unit has. Keys that no code reads are omitted here."""
+    """The keys that exist in the sidecar of every unit. Keys that no code reads are omitted
+    here."""
 
     plan: str
     part: str
@@ -137,7 +138,7 @@ class _EveryUnit(TypedDict):
 
 
 class _UnitRecord(_EveryUnit, total=False):
-    """Content of the sidecar of a unit, including the keys that only some sidecars have."""
+    """Content of the sidecar of a unit, including keys that exist only in some sidecars."""
 
     ids: layout.FileRecord
     dropped: int
@@ -165,8 +166,8 @@ def write_unit(
         writers: The writer of the array of each split.
         inputs: The hashes of the inputs of the unit.
         set_aside: The quarantined documents and inputs of the unit.
-        more: Additional keys of the sidecar of each split. If they include `dropped`, the number
-            of excluded documents, or if documents have ids, the sidecar has version 2.
+        more: Maps each split to additional keys of its sidecar. The sidecar has version 2 if these
+            keys include `dropped`, the number of excluded documents, or if documents have ids.
         arrays: Size and hash of the array of each split.
     """
     for split in reversed(list(folders)):
@@ -175,7 +176,7 @@ def write_unit(
         files.write_bytes(docs_path(folder, unit), docs)
         if ids:
             files.write_bytes(ids_path(folder, unit), ids)
-        else:  # all documents with ids may be duplicates that are excluded now
+        else:  # all documents with ids may be excluded duplicates
             ids_path(folder, unit).unlink(missing_ok=True)
         is_new = bool(ids) or "dropped" in extra
         record = {
@@ -250,8 +251,8 @@ def read_unit(tokens_dir: Path, unit: int, plan_xxh3: str, has_array: bool = Tru
 
 
 def promises(tokens_dir: Path, unit: int, record: Mapping[str, Any]) -> dict[Path, str]:
-    """Return the hash that the sidecar states for each existing file of a unit, except packed
-    arrays."""
+    """Return a dict that maps each existing file of a unit, except packed arrays, to its hash in
+    the sidecar."""
     paths = {"array": array_path, "docs": docs_path, "ids": ids_path}
     return {
         path(tokens_dir, unit): record[key]["xxh3"]
@@ -303,7 +304,8 @@ MARK = "removed.json"
 
 
 def removed(tokens_dir: Path) -> bool:
-    """Return whether the file MARK shows that `--fused` removed the token arrays of a folder."""
+    """Return True if the file MARK shows that `--fused` has removed the token arrays of a
+    folder."""
     try:
         mark = layout.read_checked_json(tokens_dir / MARK, FORM)
         return mark.get("plan") == files.xxh3_file(tokens_dir / layout.PLAN)
@@ -312,7 +314,7 @@ def removed(tokens_dir: Path) -> bool:
 
 
 def mark_removed(tokens_dir: Path) -> None:
-    """Write the file MARK, which shows that the arrays of a finished data set are removed on
+    """Write the file MARK. It shows that the arrays of a finished data set were removed on
     purpose."""
     plan_xxh3 = files.xxh3_file(tokens_dir / layout.PLAN)
     if not removed(tokens_dir):
@@ -321,11 +323,11 @@ def mark_removed(tokens_dir: Path) -> None:
 
 
 def check_arrays(tokens_dir: Path) -> None:
-    """Compare the hashes of .npy token arrays with their sidecars. Call this before the arrays are
-    removed.
+    """Compare the hashes of .npy token arrays with their sidecars. Call this before removing the
+    arrays.
 
     After the removal, damage of the arrays from which the shards were made could not be detected.
-    Packed arrays need no comparison here, because they are checked whenever they are read.
+    Packed arrays are not compared here, because every read checks them.
 
     Raises:
         DamageError: the hash of an array differs.
@@ -357,7 +359,7 @@ def unmark_removed(tokens_dir: Path) -> None:
 
 
 def require_arrays(tokens_dir: Path) -> None:
-    """Raise DataError if `--fused` removed the token arrays of a folder. The message states the
+    """Raise DataError if `--fused` has removed the token arrays of a folder. The message states the
     remedy."""
     if removed(tokens_dir):
         raise DataError(

@@ -1,9 +1,9 @@
 """Tokenization of units of input files.
 
 A unit is a range of consecutive input files. Unit i becomes the token array T_i of the training
-split. Its held-out documents become a second array. The content of these arrays depends only on the
-plan and on the excluded documents. Any process may therefore tokenize any unit, in any order, and
-may tokenize a unit again.
+split. The held-out documents of the unit become a second array. The content of these arrays depends
+only on the plan and on the excluded documents. Therefore any process may tokenize any unit, in any
+order, and may tokenize a unit again.
 """
 
 from __future__ import annotations
@@ -52,21 +52,21 @@ from optimus.io import files
 
 
 class Exclusions(Protocol):
-    """The documents that are excluded from a unit, although they can be read."""
+    """Protocol of the documents that are excluded from a unit although they can be read."""
 
     @property
     def documents(self) -> Mapping[tuple[int, int], tuple[int, int]]:
-        """Map each excluded document to the document that it repeats, both as (input, line)."""
+        """Map each excluded document to the document that it repeats. Documents are given as
+        (input, line)."""
 
     def reason(self, source: int, document: Document) -> str | None:
-        """Return the reason to exclude `document`, which is from input number `source`. Return None
-        if the document is kept."""
+        """Return the reason to exclude `document` of the input `source`; None if the document is
+        kept."""
 
 
 @dataclass(frozen=True)
 class TokenizeWork:
-    """The settings with which a worker process tokenizes units. A unit is a range of input
-    files."""
+    """Settings that worker processes use to tokenize units. A unit is a range of input files."""
 
     plan: TokenPlan
     plan_xxh3: str
@@ -78,7 +78,7 @@ class TokenizeWork:
     """True: write compressed arrays (`packed.py`), as for `--fused`. Existing .npy arrays are kept
     and used."""
     sample: frozenset[int] = frozenset()
-    """Result of `token_set.sample`: the units for whose existing files the hashes are compared."""
+    """Result of `token_set.sample`: the units of an earlier run whose hashes are compared."""
 
     @property
     def tokens_dir(self) -> Path:
@@ -105,7 +105,7 @@ class UnitTask(ABC):
         Args:
             work: The values that a worker needs.
             unit: The number of the unit.
-            advance: Called with the number of input bytes that were read.
+            advance: Function that is called with the number of input bytes that were read.
         """
 
     @property
@@ -118,8 +118,8 @@ class UnitTask(ABC):
         return [self.work.plan.unit_bytes(unit) for unit in self.units]
 
     def missing(self) -> list[int]:
-        """Return the indices of units that have no sidecar of the training split. This sidecar is
-        the last file of a unit that is written."""
+        """Return the indices of units without a sidecar of the training split. This sidecar is the
+        last file of a unit that is written."""
         names = set(os.listdir(self.folder))
         return [
             i for i, unit in enumerate(self.units) if f"{layout.unit_name(unit)}.json" not in names
@@ -174,12 +174,12 @@ def make_unit(
         work: The values that a worker needs.
         unit: The number of the unit.
         exclusions: The documents to leave out.
-        advance: Called with the number of input bytes that were read.
+        advance: Function that is called with the number of input bytes that were read.
 
     Raises:
         DataError: an input cannot be used or has changed.
     """
-    # Checkpoints of runs with other exclusions have another hash: they are ignored.
+    # The checkpoints of a run with other exclusions have another hash. They are ignored.
     values = json.dumps([work.plan_xxh3, work.packed, sorted(exclusions.documents.items())])
     hash_of_work = files.xxh3_bytes(values.encode())
     checkpoints = Segments(work.tokens_dir, unit, hash_of_work, work.limits)
@@ -194,7 +194,7 @@ def make_unit(
 
 
 def check_inputs(work: TokenizeWork, units: Sequence[int]) -> None:
-    """Check that the input files of `units` still have the hashes that the units' sidecars state.
+    """Check that the input files of `units` still have the hashes in the sidecars.
 
     The arrays of the units may be missing.
 
@@ -211,13 +211,13 @@ def check_inputs(work: TokenizeWork, units: Sequence[int]) -> None:
 def check_inputs_of(
     work: TokenizeWork, unit: int, record: Mapping[str, Any], advance: Callable[[int], None]
 ) -> None:
-    """Check that the input files of a unit still have the hashes that its sidecar states.
+    """Check that the input files of a unit still have the hashes in the sidecar.
 
     Args:
         work: The values that a worker needs.
         unit: The number of the unit.
         record: The sidecar of the training split of the unit.
-        advance: Called with the number of input bytes that were read.
+        advance: Function that is called with the number of input bytes that were read.
 
     Raises:
         DataError: an input has changed, or an earlier run quarantined a document but this
@@ -230,8 +230,8 @@ def check_inputs_of(
 
 
 def _check_quarantined(work: TokenizeWork, entries: Sequence[Quarantined]) -> None:
-    """Raise DataError if `entries`, the quarantined documents of an earlier run, are not empty but
-    this run does not use --on-error quarantine."""
+    """Raise DataError if an earlier run has quarantined documents (`entries`), but this run does
+    not use --on-error quarantine."""
     if entries and not work.quarantine:
         first = entries[0]
         problem = Problem(first["line"], first["reason"])
@@ -253,7 +253,7 @@ def _check_unchanged(
 def complete_and_whole(
     work: TokenizeWork, unit: int, num_excluded: int = 0
 ) -> Mapping[str, Any] | None:
-    """Return the result of `complete`, or None if the hash of a file differs from the hash in the
+    """Return the result of `complete`; None if a file of the unit has another hash than in the
     sidecar.
 
     Hashes are compared only if the unit is in `work.sample`. For each damaged file, a line is
@@ -271,11 +271,11 @@ def complete_and_whole(
 def complete(
     work: TokenizeWork, unit: int, num_excluded: int = 0, report: bool = False
 ) -> Mapping[str, Any] | None:
-    """Return the sidecar of the training split of a unit, or None if the unit is not complete.
+    """Return the training split's sidecar of a unit; None if the unit is not complete.
 
-    A unit is also incomplete if its only array is packed but this run needs a .npy file, or if its
-    number of excluded documents is not `num_excluded`. If `report` is True and a file of the unit
-    is damaged or missing, a line is printed.
+    A unit is also regarded as incomplete if its only array is packed but this run needs a .npy
+    file, or if its number of excluded documents is not `num_excluded`. If `report` is True and a
+    file of the unit is damaged or missing, a line is printed.
     """
     records = {}
     for split, folder in tokens_dirs(work.out, work.plan).items():
@@ -365,7 +365,8 @@ def _read_input(
     exclusions: Exclusions,
     advance: Callable[[int], None],
 ) -> str:
-    """Read the documents of input `source`, and add them to `unit_writer` unless they are excluded.
+    """Read the documents of the input `source`. Add the documents that are not excluded to
+    `unit_writer`.
 
     Args:
         work: The values that a worker needs.
@@ -373,7 +374,7 @@ def _read_input(
         start: The position at which to start. None: the beginning of the input.
         unit_writer: The writer of the arrays of the unit.
         exclusions: The documents to leave out.
-        advance: Called with the number of input bytes that were read.
+        advance: Function that is called with the number of input bytes that were read.
 
     Returns:
         The hash of the whole input file.

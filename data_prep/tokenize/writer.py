@@ -1,7 +1,7 @@
 """Writer of the token arrays of a unit (a range of input files), and its checkpoints.
 
-A checkpoint contains the data that were added since the previous checkpoint, so that a killed run
-loses only seconds of work: docs/formats/dataset.md, "Commit and resume". The positions of
+A checkpoint contains the data that was added since the previous checkpoint, so that a killed run
+loses only seconds of work (docs/formats/dataset.md, "Commit and resume"). The positions of
 checkpoints depend only on the text. Two runs at the same time therefore write the same checkpoints.
 """
 
@@ -35,15 +35,15 @@ from optimus.errors import DataError
 from optimus.io import files
 
 SEGMENT_BYTES = 16 << 20
-"""Bytes of text between checkpoints. This text takes two seconds to tokenize and becomes 10 MB of
-ids."""
+"""Bytes of text between two checkpoints. This amount of text is tokenized in two seconds and
+becomes 10 MB of ids."""
 _VERSION = 2
-"""Version of checkpoints. Checkpoints of another version are ignored. Version 1 has no hashes of
-document ids."""
+"""Version of checkpoints. Checkpoints of another version are ignored. Checkpoints of version 1 do
+not contain hashes of document ids."""
 _HASH_BYTES = 16
 _SOUND_BYTES = 1 << 30
-"""Size in bytes above which a checkpoint is refused if a worker has too little memory to read it. A
-checkpoint of many short documents is larger than the text of these documents."""
+"""Size in bytes above which a checkpoint is refused if a worker does not have enough memory to read
+it. A checkpoint of many short documents is larger than the text of these documents."""
 _REASON_CHARS = 1 << 16
 _REMOVE = "remove it: its documents are then tokenized again"
 
@@ -57,7 +57,7 @@ class State:
     start: Position | None
     """The position in `source` at which the later run continues. None: the start of `source`."""
     hashes: list[str]
-    """The hashes of those inputs of the unit that precede `source`."""
+    """The hashes of the unit's inputs before `source`."""
     set_aside: list[Quarantined]
 
 
@@ -72,7 +72,7 @@ class Segments:
     """The checkpoint files of one unit."""
 
     def __init__(self, tokens_dir: Path, unit: int, work: str, limits: Limits = NO_LIMITS):
-        """Initialize the object without reading a checkpoint.
+        """Initialize the object. Does not read checkpoints.
 
         Args:
             tokens_dir: The folder of token arrays.
@@ -89,8 +89,8 @@ class Segments:
         return self._dir / f"{layout.unit_name(self._unit)}.part-{number:04d}"
 
     def read(self) -> Iterator[tuple[Path, State, list[memoryview]]]:
-        """Yield the path, the state and the blobs of each checkpoint, in order. Stop before the
-        first checkpoint that is missing or damaged.
+        """Yield (path, state, blobs) of each checkpoint, in order. Stop before the first checkpoint
+        that is missing or damaged.
 
         The next call of `save` then writes the checkpoint that follows the last yielded checkpoint.
 
@@ -108,7 +108,7 @@ class Segments:
             if size > _SOUND_BYTES:
                 self._limits.refuse(str(path), f"a checkpoint of {size} bytes", size, _REMOVE)
             data = files.read_regular(path, layout.ARRAY_BYTES)
-        except FileNotFoundError:  # also if another run has just removed it
+        except FileNotFoundError:  # or another run has just removed it
             return None
         except OSError as error:
             raise DataError(f"{path}: cannot be read: {error.strerror}") from None
@@ -123,7 +123,7 @@ class Segments:
             value = json.loads(bytes(body[8 : 8 + size]))
         if not isinstance(value, dict):
             raise layout.foreign(path, "does not begin with a JSON object")
-        # Compared as text, because true equals 1.
+        # Compare as text, because True == 1.
         if json.dumps(value.get("identity")) != json.dumps({**self._identity, "number": number}):
             return None
         head = layout.as_record(_Head, value, path)
@@ -141,7 +141,7 @@ class Segments:
 
         Args:
             state: The state of the writer of the unit at the checkpoint.
-            blobs: The data that were added since the previous checkpoint.
+            blobs: The data that was added since the previous checkpoint.
         """
         identity = {**self._identity, "number": self._next}
         head = {"identity": identity, "blobs": [len(blob) for blob in blobs], "state": state}
@@ -155,7 +155,8 @@ class Segments:
         self._next += 1
 
     def remove(self) -> None:
-        """Remove all checkpoints. The last is removed first, so that a killed run leaves no gap."""
+        """Remove all checkpoints. The last checkpoint is removed first, so that a kill does not
+        leave a gap."""
         number = self._next
         while self._path(number).exists():
             number += 1
@@ -171,7 +172,7 @@ _BATCH_DOCUMENTS = 1024
 
 
 class UnitWriter:
-    """Writer that encodes the documents of a unit, writes their ids to token arrays, and saves
+    """Writer of a unit: encodes its documents, writes the ids to token arrays, and saves
     checkpoints.
 
     There is one array per split. Short documents are encoded in batches.
@@ -245,8 +246,8 @@ class UnitWriter:
                 raise layout.foreign(path, error) from None
 
     def add(self, source: int, document: Document, where: str) -> None:
-        """Add a document of input number `source`. `where` is the file and line of the document,
-        for messages."""
+        """Add a document of the input `source`. `where` is the file and line of the document, for
+        messages."""
         if len(document.text) > SECTION_CHARS:
             self.flush()
             text, size = document.text, len(document.data)
@@ -268,8 +269,8 @@ class UnitWriter:
             self.flush()
 
     def add_long(self, source: int, long: LongText, reader: InputReader, where: str) -> None:
-        """Add a long document of input number `source`. Checkpoints may be saved between the
-        sections of the document.
+        """Add a long document of the input `source`. Checkpoints may be saved between the sections
+        of the document.
 
         `where` is the file and line of the document, for messages.
         """
@@ -298,7 +299,7 @@ class UnitWriter:
     ) -> Iterator[str]:
         """Encode a text in sections, write the ids, and yield each section after it is written.
 
-        A text that cannot be cut at any position is one section.
+        If a text cannot be cut at any position, it is one section.
         """
         assert self._encoder.cutter is not None
         needs, room = self._encoder.bytes_per_byte, self._limits.room_bytes
@@ -321,12 +322,12 @@ class UnitWriter:
 
     @property
     def due(self) -> bool:
-        """Return whether at least SEGMENT_BYTES of text were added since the last checkpoint."""
+        """Return True if at least SEGMENT_BYTES of text were added since the last checkpoint."""
         return self._unsaved_bytes >= SEGMENT_BYTES
 
     def save(self, source: int, start: Position | None) -> None:
-        """Write a checkpoint, from which a later run continues at the position `start` in input
-        number `source`."""
+        """Write a checkpoint. From it, a later run continues at the position `start` of the input
+        `source`."""
         self.flush()
         state = State(source, start, self.hashes, self.set_aside)
         blobs = [blob for writer in self._writers for blob in writer.checkpoint()]
@@ -334,7 +335,7 @@ class UnitWriter:
         self._unsaved_bytes = 0
 
     def flush(self) -> None:
-        """Encode the documents that were added but are not written yet, and write their ids."""
+        """Encode the documents that were added but not written yet, and write their ids."""
         encoded = self._encoder.encode([document.text for _, document, _ in self._pending])
         by_split: list[list[int]] = [[] for _ in self._writers]
         for index, (_, document, _) in enumerate(self._pending):
@@ -349,17 +350,17 @@ class UnitWriter:
         self._pending, self._pending_bytes = [], 0
 
     def quarantine_input(self, source: int, problem: Problem) -> None:
-        """Remove the documents of the damaged input number `source`, and add this input to the list
-        of quarantined documents."""
+        """Remove the documents of the damaged input `source`, and add this input to the list of
+        quarantined documents."""
         self._pending = [entry for entry in self._pending if entry[0] != source]
         self._pending_bytes = sum(len(document.data) for _, document, _ in self._pending)
         for writer in self._writers:
             writer.drop_input(source)
-        self._checkpoints.remove()  # they may contain documents of the input
+        self._checkpoints.remove()  # checkpoints may contain documents of the input
         self.set_aside = [entry for entry in self.set_aside if entry["input"] != source]
         self.quarantine(source, problem)
 
     def quarantine(self, source: int, problem: Problem) -> None:
-        """Add `problem`, of a document or of the whole input number `source`, to the list of
-        quarantined documents."""
+        """Add `problem` to the list of quarantined documents. It concerns a document or the whole
+        input `source`."""
         self.set_aside.append(Quarantined(input=source, line=problem.line, reason=problem.reason))

@@ -1,19 +1,19 @@
-"""Byte-level BPE with a cache from pieces of text to their ids, for the tokenizers of common
-models.
+"""Byte-level BPE with a cache of the ids of text pieces, for the tokenizers of common models.
 
 A byte-level BPE tokenizer divides a text into pieces (pre-tokens) and encodes each piece
 separately. Few pieces are distinct: 0.3 M of the 18.9 M pieces of documentation and code. A
-tokenizer is called recognised, and this module encodes its texts, if its configuration shows that a
-pattern for Python's `re` finds exactly the pieces of its pre-tokenizer. The supported
-pre-tokenizers are those in the tokenizer.json of GPT-2, GPT-NeoX and OLMo (`ByteLevel`), Llama 3
-and OLMo 2 (`Split`, three digits) and Qwen 2 (`Split`, one digit). The patterns take the classes of
-letters, numbers and white space from the tokenizers library, whose Unicode version may differ from
-Python's. If the patterns do not apply to a text or a tokenizer, the tokenizers library encodes the
-text.
+tokenizer is called recognised if its configuration shows that a pattern for Python's `re` finds
+exactly the pieces of its pre-tokenizer. This module encodes texts for recognised tokenizers. The
+supported pre-tokenizers are those in the tokenizer.json of GPT-2, GPT-NeoX and OLMo (`ByteLevel`),
+Llama 3 and OLMo 2 (`Split`, three digits) and Qwen 2 (`Split`, one digit). The patterns use the
+tokenizers library's classes of letters, numbers and white space, because the Unicode versions of
+the library and of Python may differ. If the patterns do not apply to a text or a tokenizer, the
+tokenizers library encodes the text.
 
-A long text is cut into sections whose concatenated ids are the ids of the text. No added token can
-cross a cut, and the normalizer and pre-tokenizer process the text after a cut independently of the
-text before it. The positions of cuts depend only on the text and the added tokens.
+A long text is cut into sections. The concatenated ids of the sections are the ids of the text:
+added tokens cannot cross a cut, and the normalizer and pre-tokenizer process the text after a cut
+independently of the text before the cut. The positions of cuts depend only on the text and the
+added tokens.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ _TEMPLATES = {
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+": _SPLIT.replace("{digits}", ""),
 }
-"""Map from a pattern of a pre-tokenizer to the equivalent pattern for Python's `re`, in which {L},
-{N} and {S} represent the classes of letters, numbers and white space."""
+"""Maps the pattern of a pre-tokenizer to the equivalent pattern for Python's `re`. {L}, {N} and {S}
+represent the classes of letters, numbers and white space."""
 NOT_SPACE = r"[^\s\u180e\u200b\ufeff]"
 """Regular expression for a character that is not white space in any version of Unicode, before or
 after NFC normalization."""
 CUT = re.compile(f" (?={NOT_SPACE})")
-"""Matches the last of consecutive spaces. A text can be cut before this space, because every
-pattern in _TEMPLATES begins a piece at the space: the piece is the space alone, or the space and
-the following letters, numbers or punctuation. The pieces before the space do not depend on the text
-after it, and NFC joins no character to a space."""
+"""Matches the last space of a sequence of spaces. A text can be cut before this space, because
+every pattern in _TEMPLATES begins a piece at the space: the piece is the space alone, or the space
+and the following letters, numbers or punctuation. The pieces before the space do not depend on the
+text after it, and NFC does not join characters to a space."""
 
 _ASCII = {"L": "A-Za-z", "N": "0-9", "S": "\t-\r "}
 _LAST = 0x1FFFF
@@ -61,9 +61,9 @@ _LAST = 0x1FFFF
 encoded by the tokenizers library."""
 BEYOND = re.compile("[\U00020000-\U0010ffff]")
 _ASTRAL = re.compile("[\U00010000-\U0010ffff]")
-"""Matches a code point outside the basic plane. If a class contains such code points, `re` searches
-the ranges of the class instead of a table, which is 10 times slower. For texts without such code
-points, the classes of the pattern therefore do not contain them."""
+"""Matches a code point outside the Basic Multilingual Plane. If a class contains such code points,
+`re` searches the ranges of the class instead of a table, which is 10 times slower. For texts
+without such code points, the classes of the pattern therefore do not contain them."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def _template(pre_tokenizer: Mapping[str, Any] | None) -> str | None:
 
 
 def pattern_for(template: str, text: str) -> re.Pattern[str]:
-    """Compile `template` to a pattern that finds the pieces (pre-tokens) of `text`.
+    """Compile `template` to a pattern that finds the pieces (pre-tokens) in `text`.
 
     The code points of `text` must be at most _LAST.
     """
@@ -154,8 +154,8 @@ def _classes(astral: bool) -> tuple[tuple[str, str], ...]:
         astral: True: include the code points outside the basic plane.
 
     Returns:
-        For each class: its name, and the ranges of its characters in the tokenizers library, as in
-        the brackets of a regular expression.
+        For each class: (name, ranges of its characters in the tokenizers library). The ranges have
+        the syntax of a regular expression's brackets.
     """
     from tokenizers import Regex, pre_tokenizers
 
@@ -174,11 +174,11 @@ def _class_of(runs: Iterable[tuple[int, int]]) -> str:
 
 
 def may_change_by_nfc(text: str) -> bool:
-    """Return whether NFC may change `text`, whose code points are at most _LAST.
+    """Return True if NFC may change `text`. The code points of `text` must be at most _LAST.
 
-    If the result is False, the text is in NFC in every Unicode version: later versions do not
-    change the normalization of code points that are assigned already (UAX 15, stability), and for
-    code points that are not assigned in Python's tables the result is True.
+    If the result is False, the text is in NFC in every Unicode version. Later versions do not
+    change the normalization of assigned code points (UAX 15, stability). For code points that are
+    not assigned in Python's tables, the result is True.
     """
     if text.isascii():
         return False
@@ -188,10 +188,10 @@ def may_change_by_nfc(text: str) -> bool:
 
 @functools.cache
 def _changed_by_nfc() -> tuple[re.Pattern[str], re.Pattern[str]]:
-    """Return two patterns that match the code points that NFC changes or joins to other code
-    points.
+    """Return two patterns for the code points that NFC changes or joins to other code points.
 
-    The first pattern matches code points in the basic plane, the second those in other planes.
+    The first pattern matches such code points in the Basic Multilingual Plane, the second pattern
+    matches such code points in other planes.
     """
     changed = {*range(0x1161, 0x1176), *range(0x11A8, 0x11C3)}  # Hangul vowels and finals
     for code in range(0xC0, _LAST + 1):
@@ -217,18 +217,19 @@ def _pattern_of(codes: set[int]) -> re.Pattern[str]:
 
 
 SECTION_CHARS = 1 << 18
-"""A text with more characters than this is cut into sections. Each section ends at the first
+"""Number of characters above which a text is cut into sections. Each section ends at the first
 possible cut after SECTION_CHARS / 2 characters."""
 
 _LETTERS = "\u3041-\u3096\u30a1-\u30fa\u4e00-\u9fa5\uac00-\ud7a3"
-"""Kana, ideographs and Hangul: letters that NFC joins to no character before them."""
+"""Kana, ideographs and Hangul: letters that NFC does not join to a preceding character."""
 _SIGNS = "\u3001\u3002\uff01\uff0c\uff1a\uff1b\uff1f"
 _CUT = re.compile(
     f"(?={CUT.pattern})"
     f"|(?<={NOT_SPACE}\n)(?={NOT_SPACE})"
     f"|(?<=[{_LETTERS}])(?=[{_SIGNS}][{_LETTERS}])"
 )
-"""Matches positions where every pattern in _TEMPLATES begins a piece and NFC joins no characters:
+"""Matches positions at which every pattern in _TEMPLATES begins a piece and NFC does not join
+characters:
 
 - Before the last of consecutive spaces (CUT).
 - After a single newline. The newline is a piece, or ends the piece of the punctuation before it.
@@ -237,8 +238,8 @@ _CUT = re.compile(
 """
 
 _TO_ASCII = re.compile("[\u037e\u1fef\u212a]")
-"""Matches all characters that NFC replaces by an ASCII character. NFC joins none of them to another
-character."""
+"""Matches all characters that NFC replaces by an ASCII character. NFC does not join these
+characters to other characters."""
 
 
 class NoCut(Exception):
@@ -247,10 +248,10 @@ class NoCut(Exception):
 
 
 class Cutter:
-    """Divider of texts into sections. The concatenated ids of the sections are the ids of the text.
+    """Divides texts into sections. The concatenated ids of the sections are the ids of the text.
 
     Args:
-        added: Contents of the added tokens of the tokenizer, including special ones.
+        added: Contents of the tokenizer's added tokens, including special tokens.
     """
 
     def __init__(self, added: Iterable[str]):
@@ -292,7 +293,7 @@ class Cutter:
 
     def _until_cut(self, pending: str, blocks: Iterator[str]) -> int:
         """Return the number of bytes from the end of `pending` to the next possible cut. `blocks`
-        yields the text after `pending`. Only one block is in memory at a time."""
+        yields the text after `pending`. A single block is in memory at a time."""
         size, around = 0, 2 * self._reach + 2
         for block in blocks:
             tail = pending[-around:]
@@ -307,8 +308,8 @@ class Cutter:
         """Find the first position at or after `start` where `text` can be cut.
 
         Returns:
-            The position, or None if there is none; and the position at which to start the search
-            again when more text has been appended to `text`.
+            (position; None if there is none, position at which to start the search again when more
+            text has been appended to `text`).
         """
         stop = len(text) - self._reach
         for match in _CUT.finditer(text, start):
@@ -319,7 +320,8 @@ class Cutter:
         return None, max(start, stop)
 
     def _may_cut(self, around: str) -> bool:
-        """Return False if an added token could cross the middle of `around` or of its NFC form."""
+        """Return False if an added token could cross the middle of `around`, or of the NFC form of
+        `around`."""
         if self._added is None:
             return True
         if self._all_ascii:
@@ -334,7 +336,7 @@ REFERENCE_ONLY = "OPTIMUS_DATA_ENCODER"
 texts."""
 
 _MEMO_PIECES = 1 << 19
-"""Largest number of text pieces in the cache of a process. A full cache takes 90 MB."""
+"""Maximum number of text pieces in the cache of a process. A full cache takes 90 MB."""
 _MEMO_CHARS = 64
 _WINDOW_CHARS = 1 << 18
 _BATCH_CHARS = 1 << 16
@@ -351,14 +353,14 @@ SAMPLES = (
     "\U00020000b",
     "  \n  \n\t\t if x:\n        return  y ;;  \r\r  ",
 )
-"""Texts whose ids from this module are compared with those from the tokenizers library when a
-recognised tokenizer is opened."""
+"""Sample texts. When a recognised tokenizer is opened, this module and the tokenizers library must
+encode them to the same ids."""
 
 
 def reference_encode(tokenizer: Tokenizer, texts: Sequence[str]) -> list[np.ndarray]:
     """Encode texts with the tokenizers library. Return the ids of each text, uint32 [T].
 
-    The texts are encoded in batches, because the library takes 100 times the memory of a text.
+    The texts are encoded in batches, because the library needs 100 times the memory of a text.
     """
     ids: list[np.ndarray] = []
     first = chars = 0
@@ -372,9 +374,9 @@ def reference_encode(tokenizer: Tokenizer, texts: Sequence[str]) -> list[np.ndar
 
 
 class _Memo(dict[str, bytes]):
-    """Cache that maps a piece of text to its ids, as bytes of native uint32.
+    """Cache that maps a piece of text to the ids of the piece, as bytes of native uint32.
 
-    A full cache is cleared, which removes the pieces of older texts.
+    When the cache is full, it is cleared.
     """
 
     def __init__(self, tokenizer: Tokenizer):
@@ -391,8 +393,7 @@ class _Memo(dict[str, bytes]):
 
 
 class MemoEncoder:
-    """Encoder that returns the same ids as `tokenizer`, with a cache from pieces of text to their
-    ids.
+    """Encoder that returns the same ids as `tokenizer`, but caches the ids of text pieces.
 
     Args:
         tokenizer: A tokenizer for which `recognise` did not return None.
@@ -412,8 +413,8 @@ class MemoEncoder:
         self._unchecked = _CHECK_EVERY_CHARS  # so that the first text is checked
 
     def agrees(self) -> bool:
-        """Return whether this encoder and the tokenizers library return the same ids for SAMPLES
-        and for texts with each added token."""
+        """Return True if this encoder and the tokenizers library return the same ids for SAMPLES
+        and for texts that contain each added token."""
         samples = [*SAMPLES, *(f"a {token}b  {token} c" for token in self._recipe.added)]
         expected = reference_encode(self._tokenizer, samples)
         return all(
@@ -424,8 +425,8 @@ class MemoEncoder:
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Return the ids of each text, uint32 [T].
 
-        After every 4 million characters, the ids of a short text are compared with those that the
-        tokenizers library returns.
+        After every 4 million characters, the ids of a short text are compared with the ids from the
+        tokenizers library.
 
         Raises:
             OptimusError: The compared ids differ.
@@ -455,7 +456,7 @@ class MemoEncoder:
         pattern = pattern_for(self._recipe.template, text)
         if self._added is None:
             return np.frombuffer(self._pieces(pattern, text), np.uint32)
-        if any(token in text for token in self._recipe.special):  # it may overlap an added token
+        if any(token in text for token in self._recipe.special):  # may overlap an added token
             return reference_encode(self._tokenizer, [text])[0]
         ids = [
             self._added_ids[run] if index % 2 else self._pieces(pattern, run)
@@ -464,7 +465,7 @@ class MemoEncoder:
         return np.frombuffer(b"".join(ids), np.uint32)
 
     def _pieces(self, pattern: re.Pattern[str], text: str) -> bytes:
-        """Return the ids of a text that contains no added token, as bytes of native uint32.
+        """Return the ids of a text without added tokens, as bytes of native uint32.
 
         A long text is divided at spaces, so that only a window of it is encoded at a time.
         """

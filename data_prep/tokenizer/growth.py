@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 MAX_GROWTH = 32
-"""Largest accepted factor by which a component of a tokenizer may increase the bytes of a text.
-Among common tokenizers, the largest result of `max_growth` and `max_growth_by_map` is 16, for a
-sentencepiece model."""
+"""Maximum factor by which a component of a tokenizer may increase the bytes of a text. Among common
+tokenizers, the largest result of `max_growth` and `max_growth_by_map` is 16, for a sentencepiece
+model."""
 _LITERAL = re.compile(r"([^\\.^$*+?()\[\]{}|]+)(?:\+|\{([1-9]\d?),\})?")
 """Matches a regular expression that is plain text, in which `+` or `{n,}` may repeat the last
 character."""
@@ -26,13 +26,13 @@ _CLASS = re.compile(r"(?:\\[sSwWdDnrt]|\[[^\[\]\\&]+\])(?:\+|\{[1-9]\d?,\})?")
 repeat the class."""
 _MAP_KEY_BYTES = 5
 """Bytes of the longest key that the tokenizers library looks up in a character map. The library
-looks up single characters, and clusters of characters that have fewer than 6 bytes."""
+looks up single characters, and clusters of characters with fewer than 6 bytes."""
 _MAX_KEY_BYTES, _MAX_NODES = 256, 1 << 21
-"""The limits of a character map: the bytes of a key, and the nodes of the trie that stores the
-keys. A node with two parents counts twice. In the maps of the sentencepiece package, keys have up
-to 12 bytes."""
+"""Limits of a character map: the bytes of a key, and the nodes of the trie that stores the keys. A
+node with two parents is counted twice. In the maps of the sentencepiece package, keys have up to 12
+bytes."""
 _UNICODE_GROWTH = {"NFC": 3.0, "NFD": 3.0, "NFKC": 11.0, "NFKD": 11.0, "Lowercase": 1.5}
-"""For each normalization, the largest factor by which it lengthens a character in UTF-8. The
+"""Maps each normalization to the largest factor by which it lengthens a character in UTF-8. The
 characters with these factors are U+1D1C0 (NFC), U+0DDD (NFD), U+FDFA (NFKC, NFKD) and U+023E
 (Lowercase)."""
 _NEVER_LONGER = frozenset(
@@ -54,8 +54,8 @@ def max_growth(component: dict[str, Any]) -> float:
         component: The component as the tokenizers library writes it to tokenizer.json.
 
     Returns:
-        An upper bound, at least 1, of the ratio of the bytes that the component returns for a text
-        to the bytes of the text.
+        An upper bound of (bytes that the component returns for a text) / (bytes of the text). The
+        result is at least 1.
 
     Raises:
         ValueError: The type of a step is not supported, or a character map is too large.
@@ -70,7 +70,7 @@ def max_growth(component: dict[str, Any]) -> float:
 def max_growth_by_map(charsmap: bytes) -> float:
     """Return an upper bound of the factor by which a sentencepiece character map lengthens a text.
 
-    The bound takes into account that the model replaces each space by U+2581, which has 3 bytes.
+    The bound includes the replacement of each space by U+2581, which has 3 bytes.
 
     Raises:
         ValueError: The map is too large.
@@ -91,21 +91,20 @@ def _steps(component: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 class _Weights:
-    """Upper bounds of the factor by which each character grows in the steps of a tokenizer's
-    component.
+    """Upper bounds of the factors by which a tokenizer component lengthens each character.
 
-    The weight of a character is the number of bytes that the character can become in the steps that
-    were added so far, divided by the bytes of the character. Steps are added from the last to the
-    first. If a step replaces a pattern, the weight of the pattern's characters is the number of
-    bytes that the replacement can become in the later steps, divided by the bytes of the pattern.
-    The factors of two replacements are therefore multiplied only if the first writes characters
-    that the second replaces.
+    A component is a sequence of steps. The weight of a character is the number of bytes that the
+    character can become in the steps that were added so far, divided by the bytes of the character.
+    Steps are added from the last to the first. If a step replaces a pattern, the weight of the
+    pattern's characters is the number of bytes that the replacement can become in the later steps,
+    divided by the bytes of the pattern. Therefore the factors of two replacements are multiplied
+    only if the first replacement writes characters that the second one replaces.
     """
 
     def __init__(self) -> None:
         self._by_character = np.zeros(0x110000)
-        """A value for each code point. The weight of a code point is the maximum of its value and
-        `_of_all`."""
+        """An array with a value for each code point. The weight of a code point is the maximum of
+        this value and `_of_all`."""
         self._of_all = 1.0
         self.top = 1.0
         """Largest weight of a character."""
@@ -171,7 +170,7 @@ class _Weights:
         self._raise_all(of_clusters)
 
     def _normalize(self, kinds: Sequence[str], first: bool) -> None:
-        """Add the Unicode normalizations `kinds`, which the tokenizers library applies in this
+        """Add the Unicode normalizations `kinds`. The tokenizers library applies them in this
         order."""
         if first and self.top == self._of_all:  # then only the largest factor of a kind matters
             self._raise_all(self.top * max(_UNICODE_GROWTH[kind] for kind in kinds))
@@ -186,11 +185,11 @@ class _Weights:
             self.top = max(self._of_all, float(self._by_character.max()))
 
     def _compose(self) -> None:
-        """Add the step that composes a character and its marks, or Hangul letters, into one
-        character. Each mark, and each Hangul letter after the first, gets the weight that it would
-        have if this mark or letter alone became the composed character."""
+        """Add the step that composes a character and its marks, or Hangul letters, to a single
+        character. Each mark, and each Hangul letter after the first letter, gets the weight that it
+        would have if the composed character were made from it alone."""
         codes = np.flatnonzero(self._by_character > self._of_all)
-        for start, stop in _CHINESE:  # these compose with no character
+        for start, stop in _CHINESE:  # these are not composed with other characters
             codes = codes[(codes < start) | (codes >= stop)]
         weights = self._by_character[codes]
         for code, weight in zip(codes.tolist(), weights.tolist(), strict=True):
@@ -205,7 +204,7 @@ class _Weights:
 
     def _of_bytes(self, text: bytes) -> np.ndarray:
         """Return a number for each byte of `text`: for the first byte of a character, the number of
-        bytes that the character can become, and 0 for its other bytes. If `text` is not UTF-8, each
+        bytes that the character can become; for its other bytes, 0. If `text` is not UTF-8, each
         number is the largest weight."""
         try:
             codes = _code_points(text.decode())
@@ -288,12 +287,12 @@ def _unicode_table(kind: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         kind: Name of a class in `tokenizers.normalizers`. The first call with a name takes 0.2 s.
 
     Returns:
-        The changed code points; the concatenated replacements of these code points; and the index
-        in this concatenation at which each replacement begins.
+        (changed code points, concatenated replacements of these code points, index in the
+        concatenation at which each replacement begins).
     """
     from tokenizers import normalizers
 
-    separator = "zjq"  # normalization neither joins it with a character nor creates it
+    separator = "zjq"  # normalization does not join or create it
     before = [chr(code) for start, stop in _CHANGED for code in range(start, stop)]
     normalize = getattr(normalizers, kind)().normalize_str
     after = normalize(separator.join(before)).split(separator)
@@ -309,17 +308,18 @@ def _unicode_table(kind: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def _map_entries(charsmap: bytes, key_bytes: int) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
     """Read a sentencepiece character map, which maps keys to replacement texts.
 
-    A map consists of the size of a trie in bytes (4 bytes, little-endian), the trie, and the texts,
-    each of which ends with NUL. The trie is a double array (github.com/s-yata/darts-clone) of
-    4-byte units. The trie maps a key to the offset of a text. Two nodes may have the same children.
+    A map consists of the size of a trie in bytes (4 bytes, little-endian), the trie, and the
+    replacement texts. Each text ends with NUL. The trie is a double array
+    (github.com/s-yata/darts-clone) of 4-byte units. The trie maps a key to the offset of a text.
+    Two nodes may have the same children.
 
     Args:
         charsmap: The map.
         key_bytes: Size of the longest keys to read, in bytes.
 
     Yields:
-        For each key size in ascending order: the size in bytes, the keys of this size, and the
-        offsets of their texts. Keys are big-endian integers, or 0 if the size is above 4.
+        For each key size in ascending order: (size in bytes, keys of this size, offsets of their
+        texts). Keys are big-endian integers, or 0 if the size is above 4.
 
     Raises:
         ValueError: A key to read has `_MAX_KEY_BYTES` bytes or more, or the keys to read have more

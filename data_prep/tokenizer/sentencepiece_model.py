@@ -1,4 +1,4 @@
-"""Tokenizers in sentencepiece's `.model` format, which need the sentencepiece package.
+"""Tokenizers in sentencepiece's `.model` format. They need the sentencepiece package.
 
 The package never returns the id of a control symbol (`<s>`, `</s>`) for a text: it encodes the text
 `<s>` as plain text. In contrast, it encodes the text of a user-defined symbol as the id of this
@@ -26,7 +26,7 @@ ModelProto, and `precompiled_charsmap` of NormalizerSpec."""
 
 
 def is_sentencepiece(path: str | os.PathLike) -> bool:
-    """Return whether the first bytes of a file are those of a sentencepiece model.
+    """Return True if the first bytes of a file belong to a sentencepiece model.
 
     Return False if the file cannot be read.
     """
@@ -91,7 +91,7 @@ class SentencePieceTokenizer:
         return [np.array(self._model.encode(text, out_type=int), np.uint32) for text in texts]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        """Return the text of `ids`. It includes the names of control symbols unless
+        """Return the text of `ids`. The text includes the names of control symbols unless
         `skip_special_tokens` is True."""
         texts: list[str] = []
         for is_control, run in itertools.groupby(ids, self._model.is_control):
@@ -146,13 +146,13 @@ def fields(message: bytes) -> Iterator[tuple[int, Any]]:
 
 
 def _max_growth(model: bytes) -> float:
-    """Return the largest factor by which the character maps of a model lengthen a text.
+    """Return an upper bound of the factor by which the character maps of a model lengthen a text.
 
     Raises:
         ValueError: The model is damaged, or has more than two maps.
     """
-    # Skip the pieces at the start, which are most of a model. Each is a byte 10 (its key), a byte
-    # with its size, which is below 128, and its content.
+    # Skip the pieces at the start, which are most of a model. A piece consists of a byte 10 (the
+    # key), a byte that contains the size, which is below 128, and the content.
     offset = 0
     while model[offset : offset + 1] == b"\n" and model[offset + 1 : offset + 2] < b"\x80":
         offset += 2 + int.from_bytes(model[offset + 1 : offset + 2], "little")

@@ -1,8 +1,8 @@
-"""Tokenizer files, and the encoding of text to token ids.
+"""Tokenizer files, and an encoder of text to token ids.
 
 For a tokenizer.json, `Encoder` returns exactly the ids that the tokenizers library returns for
-`encode(text, add_special_tokens=False)` if `encode_special_tokens` is True. The library then
-encodes special tokens in the text as plain text.
+`encode(text, add_special_tokens=False)` with `encode_special_tokens = True`. Special tokens in the
+text are then encoded as plain text.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
-"""Names of tokens that are taken as the end-of-document token without `--eos`."""
+"""Names of the tokens that are used as the end-of-document token if `--eos` is not given."""
 
 _CHECK_S, _CHECK_BYTES = 300.0, 192 << 20
-"""The limits of the check of a tokenizer file: wall-clock time in seconds, and memory in bytes. For
+"""Limits for the check of a tokenizer file: wall-clock time in seconds, and memory in bytes. For
 each byte of the tokenizer file, the memory limit increases by _BYTES_PER_BYTE bytes."""
 _CHECK_CPU_S, _LOAD_BYTES_PER_S = 4, 4 << 20
-"""Limit of the processor time of the check: _CHECK_CPU_S seconds, plus the time to load the
+"""Limit for the processor time of the check: _CHECK_CPU_S seconds, plus the time to load the
 tokenizer file twice at _LOAD_BYTES_PER_S bytes per second."""
 _BYTES_PER_BYTE = 32
-"""Limit of the memory to load a tokenizer.json, as a multiple of its size. The tokenizers library
-was measured to take 11 times the size."""
+"""Limit for the memory to load a tokenizer.json, as a multiple of the file's size. In measurements,
+the tokenizers library took 11 times the size."""
 _MODEL = re.compile(rb'"model"\s*:\s*\{')
 _OTHER_KEYS = (b'"added_tokens"', b'"normalizer"', b'"pre_tokenizer"', b'"decoder"')
 _COMPONENT = re.compile(rb"\s*:\s*[{\[]")
@@ -57,8 +57,8 @@ the function would not find an escaped key. Writers of JSON do not escape letter
 _SMALL_MODEL = b'"model": {"type": "BPE", "vocab": {}, "merges": []}}'
 
 _LIBRARY_BYTES, _SENTENCEPIECE_BYTES = 300, 64
-"""Bytes of memory that the tokenizers library and sentencepiece take to encode a byte of text.
-Measured with one token per character: 241 and 49. Ordinary text takes half as much."""
+"""Bytes of memory that the tokenizers library and sentencepiece need to encode a byte of text.
+Measured with one token per character: 241 and 49. Ordinary text needs half of this memory."""
 
 
 @dataclass(frozen=True)
@@ -81,8 +81,8 @@ def open_tokenizer(
     Args:
         path: A tokenizer.json or a sentencepiece model.
         check: True: first load and try the tokenizer in a forked child process. A fork is not safe
-            after this process has used a GPU or the network. Therefore pass True before that, and
-            False when the same file is opened again afterwards.
+            after this process has used a GPU or the network. Pass True before such a use, and False
+            when the same file is opened again later.
 
     Raises:
         DataError: The file is not a tokenizer, or its use crashes, hangs or takes too much memory.
@@ -110,17 +110,17 @@ def _load(path: str | os.PathLike, content: bytes) -> Tokenizer:
             raise DataError(f"{path}: is not a tokenizer.json: {one_line(error)}") from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    # A post-processor would add special tokens, which data preparation does not want, and may
-    # repeat the text.
+    # A post-processor would add special tokens, which data preparation does not use, and may repeat
+    # the text.
     tokenizer.post_processor = None
     tokenizer.encode_special_tokens = True
     return tokenizer
 
 
 def _in_child(path: str | os.PathLike, size: int, work: Callable[[], object]) -> None:
-    """Call `work` in a child process with limited processor time and memory. Both limits increase
-    with `size`, the size of the file in bytes. Raise DataError if `work` raises an exception,
-    crashes or exceeds the limits."""
+    """Call `work` in a child process with limited processor time and memory. The two limits
+    increase with `size`, the size of the tokenizer file in bytes. Raise DataError if `work` raises
+    an exception, crashes or exceeds the limits."""
 
     def call() -> None:
         try:
@@ -170,7 +170,7 @@ def _without_model(content: bytes) -> bytes:
     """Replace the model in the content of a tokenizer.json by an empty model, and return the
     result.
 
-    Return `content` unchanged if it cannot be shown that `model` is its last key.
+    Return `content` unchanged if it is not certain that `model` is the last key.
     """
     if (model := _MODEL.search(content)) is None:
         return content
@@ -179,7 +179,7 @@ def _without_model(content: bytes) -> bytes:
     for key in _OTHER_KEYS:
         start = model.end()
         while (start := content.find(key, start) + len(key)) >= len(key):
-            if _COMPONENT.match(content, start):  # otherwise the match is a token of the vocabulary
+            if _COMPONENT.match(content, start):  # if not, the match is a token in the vocabulary
                 return content
     short = content[: model.start()] + _SMALL_MODEL
     try:
@@ -197,7 +197,7 @@ def _check_growth(path: str | os.PathLike, name: str, component: Any) -> None:
     Args:
         path: The tokenizer file, for the message.
         name: "normalizer", "pre-tokenizer" or "decoder", for the message.
-        component: This component of the tokenizer, or None if the tokenizer has no such component.
+        component: The component with this name; None if the tokenizer has no such component.
     """
     try:
         growth = 1.0 if component is None else max_growth(json.loads(component.__getstate__()))
@@ -212,12 +212,11 @@ def _check_growth(path: str | os.PathLike, name: str, component: Any) -> None:
 
 @contextlib.contextmanager
 def library_errors(path: str | os.PathLike) -> Iterator[None]:
-    """Return a context manager that converts an error or a panic of the tokenizers library to
-    DataError.
+    """Context manager that converts errors and panics of the tokenizers library to DataError.
 
-    For an error, the library raises an instance of `Exception`, and not of a subclass. An example
-    is a text with an unknown word if the vocabulary has no unknown token. The library panics on a
-    damaged table of a normalizer and on a pattern that needs too many steps. The exception of a
+    For an error, the library raises an instance of `Exception`, not of a subclass. An example of an
+    error is an unknown word in a text if the vocabulary has no unknown token. The library panics on
+    a damaged table of a normalizer and on a pattern that needs too many steps. The exception of a
     panic derives from BaseException, and its class cannot be imported. The library also prints the
     panic.
 
@@ -302,8 +301,8 @@ def sha256_of(path: str | os.PathLike) -> str:
 
 
 class Encoder:
-    """Encoder of texts to token ids. It uses a single thread, because data preparation runs a
-    process per core.
+    """Encoder of texts to token ids. It uses a single thread: data preparation runs a process per
+    core.
 
     Args:
         path: A tokenizer.json or a sentencepiece model.
@@ -317,10 +316,10 @@ class Encoder:
         self._path, self._tokenizer = path, open_tokenizer(path)
         self._memo: MemoEncoder | None = None
         self.cutter: Cutter | None = None
-        """Divides a long text into sections that are encoded separately. None: the tokenizer has to
-        encode each text as a whole."""
+        """`Cutter` that divides a long text into sections, which are encoded separately. None: the
+        tokenizer must encode each text as a whole."""
         self.bytes_per_byte = _SENTENCEPIECE_BYTES
-        """Bytes of memory that the tokenizers or sentencepiece library takes to encode a byte of
+        """Bytes of memory that the tokenizers or sentencepiece library needs to encode a byte of
         text."""
         if isinstance(self._tokenizer, SentencePieceTokenizer):
             return
@@ -353,7 +352,8 @@ class Encoder:
 
 @functools.lru_cache(maxsize=1)
 def shared_encoder(path: str) -> Encoder:
-    """Return the Encoder of the tokenizer file `path`, which all callers in this process share.
+    """Return the Encoder of the tokenizer file `path`. All callers in this process share this
+    Encoder.
 
     The first call may take a second.
     """
