@@ -1,8 +1,8 @@
-"""adamw_: in-place AdamW update of flat fp32 parameters, in one pass over memory.
+"""`adamw_`: in-place AdamW update of flat fp32 parameters, in one pass over memory.
 
 The op computes the update of torch.optim.AdamW(fused=True). Gradients may be bf16, fp16 or fp32.
-The op can also write the updated parameters in bf16 or fp16. The result for an element has the same
-bits for every tensor length, number of threads and backend.
+The op can also write the updated parameters in bf16 or fp16. The bits of an element's result do not
+depend on the tensor length, the number of threads or the backend.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def coefficients_of(
     step: int,
     grad_scale: float,
 ) -> Coefficients:
-    """Return the coefficients of AdamW update number `step`. The first update has the number 1."""
+    """Return the coefficients of the AdamW update with the number `step`. The first update has the
+    number 1."""
     return Coefficients(
         grad_scale=grad_scale,
         decay=1 - lr * weight_decay,
@@ -78,7 +79,7 @@ def reference(
 
 
 def _update(p: Tensor, m: Tensor, v: Tensor, g: Tensor, n: Coefficients) -> None:
-    # Every operation rounds as torch's fused kernel does for full AVX2 or AVX-512 vectors.
+    # Every operation has the rounding of torch's fused kernel for full AVX2 or AVX-512 vectors.
     g = g * n.grad_scale
     from_m = _fp32(n.lerp) < 0.5  # as torch's lerp, start from the nearer of m and g
     weight = _fp32(n.lerp) if from_m else _fp32(_fp32(n.lerp) - 1)
@@ -93,9 +94,10 @@ def _update(p: Tensor, m: Tensor, v: Tensor, g: Tensor, n: Coefficients) -> None
 
 
 def _fused(a: Tensor | float, b: Tensor, c: Tensor) -> Tensor:
-    """Return a * b + c for fp32 numbers with a single rounding to fp32 (fused multiply-add)."""
+    """Return a * b + c for fp32 numbers, with a single rounding to fp32 (fused multiply-add)."""
     # The product is exact in fp64. The sum is rounded to fp64 with rounding to odd: the last bit of
-    # an inexact sum is 1. Rounding this sum to fp32 then equals one rounding of the exact sum.
+    # an inexact sum is 1. Rounding this sum to fp32 then has the same result as a single rounding
+    # of the exact sum.
     product = a * b.double()
     addend = c.double()
     total = product + addend
@@ -160,7 +162,7 @@ def adamw_(
     step: int,
     grad_scale: float = 1.0,
 ) -> None:
-    """Update master, exp_avg and exp_avg_sq in place with one step of AdamW.
+    """Update master, exp_avg and exp_avg_sq in place by one step of AdamW.
 
     The tensors must not overlap; the op does not check this. If an element of the gradient is NaN
     or infinite, the same element of every output is not finite.
@@ -212,20 +214,21 @@ def adamw_into(
     step: int,
     grad_scale: float = 1.0,
 ) -> None:
-    """Compute the update of `adamw_`, but write the new master, exp_avg and exp_avg_sq to the
-    tensors of `into`, fp32 [n] each. The bits are those of `adamw_`.
+    """Compute the update of `adamw_`, but write the new master, exp_avg and exp_avg_sq to other
+    tensors. The results have the same bits as the results of `adamw_`.
 
-    The compiled kernel for CPUs streams its results to memory: it does not read the memory of
-    `into` and `param_out` first, as other stores do. Without this kernel, the states are copied and
-    updated in place.
+    The compiled kernel for CPUs streams its results to memory. Unlike other stores, streaming
+    stores do not read the memory of `into` and `param_out` first. Without this kernel, the states
+    are copied and updated in place.
 
     Args:
-        into: The outputs. They must not overlap the other tensors.
-        master, exp_avg, exp_avg_sq: The states before the update; they do not change.
+        into: The new (master, exp_avg, exp_avg_sq), fp32 [n] each. They must not overlap the other
+            tensors.
+        master, exp_avg, exp_avg_sq: The states before the update. They are not changed.
         grad, param_out, lr, beta1, beta2, eps, weight_decay, step, grad_scale: As for `adamw_`.
 
     Raises:
-        ValueError, TypeError: As for `adamw_`, for these tensors and for those of `into`.
+        ValueError, TypeError: As for `adamw_`. The tensors in `into` are also checked.
     """
     numbers = lr, beta1, beta2, eps, weight_decay, step, grad_scale
     kernels = library.native(master)

@@ -2,8 +2,8 @@
 
 Each device type has one compiled backend: sycl for xpu, cuda for cuda, cpu for cpu. The environment
 variable OPTIMUS_KERNELS selects a backend by name and takes precedence over `choose`. With "auto"
-(the default), ops run in plain torch if the compiled backend is not available. With any other
-name, KernelError is raised if the backend with this name is not available.
+(the default), ops run in plain torch if the compiled backend is not available. With any other name,
+KernelError is raised if this backend is not available.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ CHOICES = ("auto", "sycl", "cuda", "cpu", "torch")
 DEVICE_OF = {"sycl": "xpu", "cuda": "cuda", "cpu": "cpu"}
 _BACKEND_OF = {device: backend for backend, device in DEVICE_OF.items()}
 MAX_BUILDING_WORLD = 16
-"""Largest number of ranks with which a run may compile kernels. A run with more ranks only loads
+"""Maximum number of ranks of a run that may compile kernels. A run with more ranks only loads
 libraries from the cache."""
 
 _WORLD_SIZES = (
     *("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE"),
     *("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
 )
-"""Environment variables that torchrun, MPICH, Open MPI and Slurm set to the number of processes."""
+"""Environment variables for the number of processes, set by torchrun, MPICH, Open MPI and Slurm."""
 _BUILD_FACTS = ("torch", "machine", "arch", "compiler", "flags")
 
 
@@ -41,11 +41,12 @@ class Backend:
     name: str
     """Name of the backend: sycl, cuda or cpu, or torch for the reference implementations."""
     key: str = ""
-    """Name of the library's cache entry, or "" for torch."""
+    """Name of the library's cache entry; "" for torch."""
     library: ctypes.CDLL | None = field(default=None, compare=False)
     """The loaded library; None for torch."""
     why_not: str = field(default="", compare=False)
-    """Reason why "auto" selected torch instead of the device's compiled backend, or ""."""
+    """Reason why "auto" selected torch instead of the device's compiled backend; "" if it did
+    not."""
 
 
 _configured = "auto"
@@ -55,7 +56,7 @@ _loaded: dict[tuple[int, int], ctypes.CDLL] = {}
 
 
 def choose(name: str) -> None:
-    """Select a backend by its name in the configuration (kernels.backend).
+    """Select a backend by its name, the value of the setting kernels.backend.
 
     Args:
         name: one of CHOICES. The environment variable OPTIMUS_KERNELS takes precedence.
@@ -74,7 +75,7 @@ def choose(name: str) -> None:
 
 
 def chosen() -> tuple[str, str]:
-    """Return the name of the selected backend and the name of the setting that selects it.
+    """Return (name of the selected backend, name of the setting that selects it).
 
     Raises:
         KernelError: OPTIMUS_KERNELS has an unknown value.
@@ -113,10 +114,10 @@ def find(kind: str, may_build: bool | None = None, key: str = "", name: str = ""
     Args:
         kind: device type: cpu, cuda or xpu.
         may_build: True to compile the library if the cache does not have it; False to only load
-            libraries from the cache; None means True if this run has at most MAX_BUILDING_WORLD
-            ranks, else False.
+            libraries from the cache; None to compile only if this run has at most
+            MAX_BUILDING_WORLD ranks.
         key: name of the preferred cache entry.
-        name: name of the backend to use instead of the selected one; "" for the selected one.
+        name: name of the backend to use; "" for the selected backend.
 
     Raises:
         KernelError: the selected backend is not available. With "auto", this is not an error.
@@ -151,17 +152,17 @@ def use(kind: str, backend: Backend) -> None:
 
 
 def obtain(backend: str, may_build: bool, key: str = "") -> Entry:
-    """Return the compiled library of a backend from the cache, or compile it.
+    """Return the cache entry of a backend's compiled library. Compile the library if necessary.
 
     Args:
         backend: sycl, cuda or cpu.
         may_build: True to compile the library if the cache has no library from this machine's
             compiler. If `may_build` is False or the compilation fails, the cache is searched for
             any compatible library.
-        key: name of the cache entry to prefer if several libraries are compatible.
+        key: name of the cache entry to use if several libraries are compatible.
 
     Raises:
-        KernelError: no compatible library exists and none can be compiled.
+        KernelError: no compatible library exists, and the library cannot be compiled.
     """
     failure = ""
     if may_build:
@@ -189,8 +190,8 @@ def load(entry: Entry) -> ctypes.CDLL:
     """Load the library of a cache entry and check its C interface.
 
     Raises:
-        KernelError: the library cannot be loaded, or its interface is not the interface that this
-            package needs.
+        KernelError: the library cannot be loaded, or does not have the interface that this package
+            needs.
     """
     path = entry.library
     try:
@@ -220,7 +221,7 @@ def _load_descriptor(file: int) -> ctypes.CDLL:
         os.close(file)
         return _loaded[inode]
     # The linker identifies a library by its path, /proc/self/fd/N. Descriptor N stays open: if a
-    # second library got the same N, the linker would return the first library for it.
+    # second library got the same N, the linker would return the first library.
     try:
         library = _loaded[inode] = ctypes.CDLL(f"/proc/self/fd/{file}")
     except OSError:
@@ -230,8 +231,8 @@ def _load_descriptor(file: int) -> ctypes.CDLL:
 
 
 def status() -> list[dict[str, Any]]:
-    """Return a list with one dict for each compiled backend. The dict describes whether the device
-    is present and whether the library is built and usable."""
+    """Return a list with one dict for each compiled backend. A dict contains the state of the
+    device (present or not) and of the library (built, usable)."""
     return [_status_of(backend) for backend in build.BACKENDS]
 
 
@@ -258,12 +259,12 @@ def _status_of(backend: str) -> dict[str, Any]:
 
 
 def _why_not(backend: str, entry: Entry | None) -> str:
-    """Return the reason why a backend cannot be used, or "" if it can be used.
+    """Return the reason why a backend cannot be used; "" if it can be used.
 
     Args:
         backend: sycl, cuda or cpu.
-        entry: the compatible library of the backend. If the cache has no such library, `entry` is
-            None, and the returned reason is that the library is not built yet.
+        entry: the compatible library of the backend; None if the cache does not contain one. The
+            reason is then that the library is not built yet.
 
     Raises:
         KernelError: the library of `entry` cannot be loaded, or `entry` is None and the library
@@ -279,6 +280,6 @@ def _why_not(backend: str, entry: Entry | None) -> str:
 
 
 def device_is_present(kind: str) -> bool:
-    """Return whether torch finds a device of this type."""
+    """Return True if torch finds a device of the type `kind`."""
     module = getattr(torch, kind, None)
     return kind == "cpu" or bool(module is not None and module.is_available())

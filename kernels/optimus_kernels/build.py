@@ -31,18 +31,18 @@ CPU_FLAGS = [
     "-fPIC",
     "-fvisibility=hidden",
     "-fno-math-errno",
-    "-fno-trapping-math",  # never -ffast-math: it breaks NaN
+    "-fno-trapping-math",  # -ffast-math must not be used: it breaks NaN
 ]
 PORTABLE = "portable"
-# Files *_avx2.cpp and *_avx512.cpp are compiled with the flags of their instruction set.
+# The files *_avx2.cpp and *_avx512.cpp are compiled with the flags of their instruction set.
 # dispatch.cpp selects an instruction set at run time.
 CPU_ISAS = {
     "avx2": ("-march=x86-64-v3",),
     "avx512": ("-march=x86-64-v4", "-mprefer-vector-width=512"),
 }
 PORTABLE_FLAGS = ("-DOPTIMUS_PORTABLE_ALONE",)
-"""Flags of a CPU build without AVX2 and AVX-512. Processors other than x86-64, and compilers that
-do not support these instruction sets, need such a build."""
+"""Flags of a CPU build without AVX2 and AVX-512. Such a build is needed for processors other than
+x86-64, and for compilers that do not support these instruction sets."""
 # The files adamw_* must round every product before it is added, as torch's optimizer does.
 CPU_FILE_FLAGS = {"adamw": ("-ffp-contract=off",)}
 CUDA_ARCHS = ("80", "90")
@@ -52,8 +52,8 @@ _COMPILE_S = 1800.0
 
 @dataclass(frozen=True)
 class Target:
-    """All inputs of the compilation of one backend. The name of the library in the cache contains a
-    hash of these inputs."""
+    """All inputs of a backend's compilation. The name of the library in the cache contains a hash
+    of these inputs."""
 
     backend: str
     sources: str
@@ -88,7 +88,7 @@ def sources(backend: str) -> list[Path]:
 
 
 def interface_functions() -> list[str]:
-    """Return the names of the C functions that the compiled library of every backend exports."""
+    """Return the names of the C functions that every backend's library exports."""
     text = (csrc() / "include" / "interface.h").read_text()
     return re.findall(r"^OPTIMUS_API .*?\b(optimus_\w+)\(", text, re.MULTILINE)
 
@@ -115,7 +115,7 @@ def source_hash(backend: str) -> str:
 
 
 def why_incompatible(entry: Entry) -> str:
-    """Return the reason why a cached library does not fit this machine and package, or "" if it
+    """Return the reason why a cached library does not fit this machine and package; "" if it
     fits."""
     backend, record = entry.record["backend"], entry.record
     portable_only = record.get("arch") == PORTABLE
@@ -128,14 +128,14 @@ def why_incompatible(entry: Entry) -> str:
         if record.get(field) != expected:
             return f"built for {field} {record.get(field)}, not for {expected}"
     if record.get("sources") != source_hash(backend):
-        return "built from other source files than those of this package"
+        return "built from other source files than this package has"
     if record.get("flags") not in [flags(backend, clang, portable_only) for clang in (False, True)]:
         return "built with other compiler flags than this package uses"
     return ""
 
 
 def prebuilt(backend: str, key: str = "") -> Entry | None:
-    """Return a compatible library of a backend from the cache, or None if the cache has none.
+    """Return a compatible library of a backend from the cache; None if there is none.
 
     If several libraries are compatible, return the entry named `key`, or the newest entry if `key`
     is not among them.
@@ -145,7 +145,7 @@ def prebuilt(backend: str, key: str = "") -> Entry | None:
 
 
 def build(backend: str) -> Entry:
-    """Return the library of a backend. Compile the library if the cache has no library with the
+    """Return the library of a backend. Compile it if the cache does not contain a library for the
     same `Target`.
 
     Raises:
@@ -158,7 +158,7 @@ def build(backend: str) -> Entry:
 
 
 def plan(backend: str) -> tuple[Target, list[str]]:
-    """Return the inputs for the compilation of a backend on this machine, and the compiler command.
+    """Return (inputs for the compilation of a backend on this machine, compiler command).
 
     Raises:
         KernelError: there is no working compiler or no source file.
@@ -210,20 +210,20 @@ def flags(backend: str, clang: bool, portable_only: bool = False) -> str:
 
 
 def is_clang(version: str) -> bool:
-    """Return whether `version`, a line of `--version` output, is from clang or Intel's compiler."""
+    """Return True if `version`, a line of `--version` output, is from clang or Intel's compiler."""
     return "clang" in version.lower() or "oneapi" in version.lower()
 
 
 @functools.cache
 def openmp_runtime() -> str:
-    """Return the path of the OpenMP runtime that torch has loaded, or "" if there is none."""
+    """Return the path of the OpenMP runtime that torch has loaded; "" if there is none."""
     # Kernels with the same runtime share torch's threads and obey torch.set_num_threads.
     try:
         maps = Path("/proc/self/maps").read_text()
     except OSError:
         return ""
     runtimes = set(re.findall(r"\S*/(?:libgomp|libiomp5|libomp)[-.]\S*", maps))
-    # Other packages may have loaded their own runtimes; torch's is in torch's folder.
+    # Other packages may have loaded their own runtimes; torch's runtime is in torch's folder.
     torch_folder = str(Path(torch.__file__).parent)
     return min(runtimes, key=lambda path: (not path.startswith(torch_folder), path), default="")
 
@@ -231,7 +231,7 @@ def openmp_runtime() -> str:
 def _openmp_flags(clang: bool) -> list[str]:
     """Return the compiler's OpenMP flags that work with torch's OpenMP runtime."""
     # OpenMP code from clang does not run with gcc's runtime, libgomp. With -fopenmp-simd, loops are
-    # vectorized but use one thread.
+    # vectorized but use a single thread.
     runtime = openmp_runtime()
     if not runtime or (clang and "libgomp" in Path(runtime).name):
         return ["-fopenmp-simd"]
@@ -240,7 +240,7 @@ def _openmp_flags(clang: bool) -> list[str]:
 
 @functools.cache
 def _supports_isas(compiler: tuple[str, ...]) -> bool:
-    """Return whether this machine is x86-64 and the compiler accepts the AVX2 and AVX-512 flags."""
+    """Return True if this machine is x86-64 and the compiler accepts the AVX2 and AVX-512 flags."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return False
     isa_flags = [flag for isa in CPU_ISAS.values() for flag in isa]

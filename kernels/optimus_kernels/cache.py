@@ -1,12 +1,12 @@
 """Cache of compiled kernels on disk, shared by many processes.
 
 The folder CACHE/<backend>-<key>/ is one cache entry: a compiled library, and the file `info.json`
-with the inputs of the compilation. A process that holds a file lock writes both files to a
+with the inputs of the compilation. A process that has a file lock writes the two files to a
 temporary folder, and then renames the folder.
 
-Loading a library runs its code. A cache entry is therefore used only if no untrusted user can have
-written the entry. Trusted users are root, the user of this process and the owner of the cache
-folder. If root runs this process, only root is trusted.
+Loading a library runs its code. Therefore a cache entry is used only if untrusted users cannot have
+written it. Trusted users are root, the user of this process and the owner of the cache folder. If
+root runs this process, only root is trusted.
 """
 
 from __future__ import annotations
@@ -33,20 +33,22 @@ LOCK_WAIT_S = 900.0
 """Longest time in seconds that a process waits while another process compiles."""
 _POLL_S = 0.1
 _MAX_LINKS = 40
-"""Largest number of symbolic links that are followed to resolve a path, as in Linux."""
+"""Maximum number of symbolic links that are followed to resolve a path. Linux has the same
+limit."""
 _MAX_RECORD_BYTES = 1 << 20
-"""Largest number of bytes that are read from an info.json file."""
+"""Maximum number of bytes that are read from an info.json file."""
 
 
 class KernelError(RuntimeError):
-    """Raised if compiled kernels are not available. The message contains cause and remedy."""
+    """Raised if compiled kernels are not available. The message contains the cause and the
+    remedy."""
 
 
 def cache_dir() -> Path:
     """Return the cache folder.
 
-    The environment variable OPTIMUS_KERNELS_CACHE sets the folder. The default is `optimus-kernels`
-    in the user's cache directory, XDG_CACHE_HOME or ~/.cache.
+    The folder is the value of the environment variable OPTIMUS_KERNELS_CACHE. The default is
+    `optimus-kernels` in the user's cache directory, XDG_CACHE_HOME or ~/.cache.
 
     Raises:
         KernelError: none of the variables is set, and the user has no home directory.
@@ -89,15 +91,15 @@ def key_of(fields: dict[str, Any]) -> str:
 
 
 def entries(backend: str) -> list[Entry]:
-    """Return the cache entries of a backend that are trusted and intact, sorted from the newest to
-    the oldest. The order is the same on all ranks."""
+    """Return the trusted, intact cache entries of a backend, the newest first. The order is the
+    same on all ranks."""
     usable = [entry for entry in map(read_entry, _paths(backend)) if entry is not None]
     return sorted(usable, key=lambda entry: (-entry.record["built_at"], entry.key))
 
 
 def refused(backend: str) -> dict[str, str]:
-    """Return the cache entries of a backend that are not trusted or have an invalid info.json, as a
-    dict from the name of the entry to the reason."""
+    """Return a dict that maps the name of each refused cache entry of a backend to the reason. An
+    entry is refused if it is not trusted or has an invalid info.json."""
     reasons = {}
     for path in _paths(backend):
         try:
@@ -111,8 +113,8 @@ def refused(backend: str) -> dict[str, str]:
 
 
 def read_entry(path: Path) -> Entry | None:
-    """Return the cache entry in the folder `path`, or None if the entry is absent, incomplete,
-    damaged or not trusted."""
+    """Return the cache entry in the folder `path`; None if the entry is absent, incomplete, damaged
+    or not trusted."""
     try:
         with _opened(path) as (entry, library), open(library, "rb", closefd=False) as content:
             digest = hashlib.file_digest(content, "sha256").hexdigest()
@@ -122,7 +124,7 @@ def read_entry(path: Path) -> Entry | None:
 
 
 def open_library(entry: Entry) -> int:
-    """Check that a cache entry is still trusted, and return a new file descriptor of its library.
+    """Check that a cache entry is still trusted. Return a new file descriptor of its library.
 
     Raises:
         KernelError: the library is absent, or an untrusted user may have written the entry.
@@ -166,7 +168,7 @@ def _opened(path: Path) -> Iterator[tuple[Entry, int]]:
 
 
 def _open_checked(path: Path, folder: int, owners: set[int], is_kind: Callable[[int], bool]) -> int:
-    """Open `path` for reading, check it, and return its descriptor.
+    """Open `path` for reading, check the open file, and return its descriptor.
 
     Args:
         path: the path to open.
@@ -185,7 +187,7 @@ def _open_checked(path: Path, folder: int, owners: set[int], is_kind: Callable[[
         if error.errno == errno.ELOOP:
             raise ValueError(f"{path} is a symbolic link") from error
         raise OSError(error.errno, error.strerror, str(path)) from error
-    # The open descriptor is checked, so nobody can replace the file between the check and its use.
+    # The open descriptor is checked, so that nobody can replace the file between check and use.
     reason = _why_untrusted(path, os.fstat(file), owners, is_kind)
     if reason:
         os.close(file)
@@ -232,7 +234,7 @@ def _open_cache(root: Path) -> tuple[int, set[int]]:
 
 def _why_untrusted_cache(root: Path, status: os.stat_result, owners: set[int]) -> str:
     """Return the reason why users outside `owners` may have changed or replaced the cache folder
-    `root`, or "" if there is no reason."""
+    `root`; "" if they cannot."""
     real, folders, links = _walk(root)
     for link in links:
         of_link = link.lstat()
@@ -242,8 +244,9 @@ def _why_untrusted_cache(root: Path, status: os.stat_result, owners: set[int]) -
     if reason:
         return reason
     # A user who can rename a folder of the path can replace the cache folder. A sticky bit prevents
-    # this if this process's user or root owns the cache folder. If another user owns the cache
-    # folder, the sticky bit does not help: that user may already have replaced the original folder.
+    # this if the user of this process or root owns the cache folder. If another user owns the cache
+    # folder, the sticky bit is not sufficient: that user may already have replaced the original
+    # folder.
     foreign = status.st_uid not in (0, os.geteuid())
     for above in folders:
         mode = above.stat()
@@ -255,10 +258,10 @@ def _why_untrusted_cache(root: Path, status: os.stat_result, owners: set[int]) -
 
 
 def _walk(path: Path) -> tuple[Path, list[Path], list[Path]]:
-    """Resolve all symbolic links in `path`. Return the real path, the folders in which its
-    components were looked up, and the links that were followed."""
+    """Resolve all symbolic links in `path`. Return (real path, folders in which its components were
+    looked up, links that were followed)."""
     # A user who can write to one of these folders can redirect the path. If a link refers to a
-    # second link, checking the parents of `path` and of the real path would not suffice.
+    # second link, a check of the parents of `path` and of the real path would not be sufficient.
     current, folders, links = Path("/"), dict[Path, None](), list[Path]()
     components = [*reversed(path.absolute().parts[1:])]
     while components:
@@ -321,7 +324,7 @@ def install(name: str, compile_into: Callable[[Path], Path], record: dict[str, A
     if entry is not None:
         return entry
     try:
-        for folder in reversed([root, *root.parents]):  # parents=True would ignore `mode` for them
+        for folder in reversed([root, *root.parents]):  # parents=True would ignore `mode`
             folder.mkdir(mode=0o700, exist_ok=True)
         try:
             os.close(_open_cache(root)[0])
@@ -337,7 +340,7 @@ def install(name: str, compile_into: Callable[[Path], Path], record: dict[str, A
                 return entry
             failure = root / f".{name}.failed"
             with contextlib.suppress(FileNotFoundError):
-                if failure.stat().st_mtime >= started:  # another process failed during the wait
+                if failure.stat().st_mtime >= started:  # another process has failed during the wait
                     raise KernelError(failure.read_text())
                 failure.unlink()
             for leftover in root.glob(f".{name}.*.tmp"):  # of a killed build
@@ -387,12 +390,12 @@ def _compile(
 
 
 def _rename(work: Path, final: Path) -> None:
-    """Rename the folder `work` to `final`. If `final` exists, replace it if it is a damaged cache
-    entry, and keep it if it is an intact one."""
+    """Rename the folder `work` to `final`. An existing folder `final` is replaced if it is a
+    damaged cache entry, and kept if it is intact."""
     damaged = None
     if final.exists() and read_entry(final) is None:
         damaged = final.rename(work.with_name(f".{final.name}.{uuid.uuid4().hex[:8]}.tmp"))
-    # Without file locks, two processes may compile the same entry. The first one is kept.
+    # Without file locks, two processes may compile the same entry. The first entry is kept.
     try:
         work.rename(final)
     except OSError as error:

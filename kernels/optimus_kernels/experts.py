@@ -79,10 +79,10 @@ def experts(
 
     Args:
         x: [T, D], fp32, bf16, fp16 or fp64. x, weights, gate_up and down must have the same device
-            and dtype. Autocast converts all four, as it does with the operands of a linear
-            layer.
+            and dtype. Autocast converts these four tensors like the operands of a linear layer.
         weights: [T, K], routing weights.
-        gate_up: [E, 2F, D], for each expert the F rows of gate, then the F rows of up.
+        gate_up: [E, 2F, D]. For each expert: the F rows of the gate projection, then the F rows of
+            the up projection.
         down: [E, D, F].
         rows: result of `route`. To save memory on accelerators, a caller may shorten rows.token and
             rows.slot to the rows of local experts.
@@ -90,11 +90,11 @@ def experts(
             of saving it.
         weight_grads: function that backward calls once to get the destination of the weight
             gradients, see `Destination`. If the function or the destination is None, autograd gets
-            the gradients of gate_up and down. Otherwise, autograd gets no gradients of gate_up and
-            down. torch.compile does not support this argument.
+            the gradients of gate_up and down. If not, autograd does not get these gradients.
+            torch.compile does not support this argument.
 
     Returns:
-        [T, D] of x's dtype.
+        [T, D] in the dtype of x.
 
     Raises:
         ValueError: shapes do not match.
@@ -119,7 +119,7 @@ def experts(
 
 
 def _without_absent_rows(rows: Rows) -> Rows:
-    """Return `rows` with `token` and `slot` shortened to the rows of local experts.
+    """Return `rows` with `token` and `slot` cut to the rows of local experts.
 
     Return `rows` unchanged under torch.compile, or if the offsets are not on the CPU.
     """
@@ -150,7 +150,8 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Compute the gradients. Raises NotImplementedError if create_graph is True."""
-        # The ops of backward have no gradient, so a second derivative would silently be wrong.
+        # The ops of backward have no gradient. A second derivative would therefore be wrong without
+        # an error.
         if torch.is_grad_enabled():
             raise NotImplementedError(
                 "experts has no second derivative; use create_graph=False, or compute the experts "
@@ -192,8 +193,8 @@ def reference(
     x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor,
     offsets: Tensor, token: Tensor, slot: Tensor, row: Tensor, save_h: bool = True,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return the output [T, D] and the pre-activation h [N, 2F], computed in plain torch. h is
-    empty unless `save_h`."""
+    """Compute the output [T, D] and the pre-activation h [N, 2F] in plain torch. h is empty unless
+    `save_h`."""
     h = grouped_reference(gather_reference(x, token, row), gate_up.mT, offsets)
     y = grouped_reference(swiglu_reference(h), down.mT, offsets)
     return reduce_reference(y, weights, row, slot), h if save_h else x.new_empty(0)
@@ -203,8 +204,8 @@ def reference_backward(
     grad: Tensor, x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor,
     offsets: Tensor, token: Tensor, slot: Tensor, row: Tensor, h: Tensor | None, with_weights: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return dx, dweights, dgate_up and ddown, computed in plain torch. dgate_up and ddown are
-    empty unless `with_weights`."""
+    """Compute dx, dweights, dgate_up and ddown in plain torch. dgate_up and ddown are empty unless
+    `with_weights`."""
     copies, dy = gather_reference(x, token, row), gather_reference(grad, token, row)
     h = grouped_reference(copies, gate_up.mT, offsets) if h is None else h
     da = grouped_reference(dy, down, offsets)
@@ -219,8 +220,9 @@ def reference_backward(
 
 
 def _implementation(x: Tensor, gate_up: Tensor) -> ModuleType:
-    """Return the module that implements forward and backward: experts_grouped or experts_loop."""
-    # Rows have D, F or 2F elements. Rows of 2F elements are aligned if rows of F elements are.
+    """Return the module to use for forward and backward: experts_grouped or experts_loop."""
+    # Rows have D, F or 2F elements. If rows of F elements are aligned, rows of 2F elements are
+    # aligned, too.
     if x.is_meta:  # a plan needs the memory of accelerators
         return experts_grouped
     chosen = form(x, gate_up.shape[2], gate_up.shape[1] // 2)
@@ -328,6 +330,7 @@ def _flops_backward(
     h: torch.Size | None, *more: Any, **__: Any,
 ) -> int:  # fmt: skip
     """Return the FLOPs of backward for torch's FlopCounterMode."""
-    # The weight gradients need as many FLOPs as dx. Recomputing h adds 2 products of R x D x F.
+    # The weight gradients need the same number of FLOPs as dx. Recomputing h adds 2 products of R x
+    # D x F.
     products = 6 if more[:1] == (False,) else 12
     return (products + (4 if h is None else 0)) * token[0] * x[1] * down[2]

@@ -1,5 +1,5 @@
-"""Forward and backward of the experts, computed with grouped matrix products. Each product is one
-call for all experts. The host does not wait for the device."""
+"""Forward and backward of the experts with grouped matrix products. Each product is a single call
+for all experts. The host does not wait for the device."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from optimus_kernels.swiglu import swiglu, swiglu_backward
 
 
 def forward(operands: Operands, save_h: bool) -> tuple[Tensor, Tensor]:
-    """Return the output [T, D] of the experts and the pre-activation h [N, 2F], for N elements of
-    `operands.token`. If `save_h` is False, h is an empty tensor."""
+    """Return the output [T, D] of the experts and the pre-activation h [N, 2F]. N is the number of
+    elements of `operands.token`. If `save_h` is False, h is an empty tensor."""
     x, rows = operands.x, operands.rows
     h = _hidden(x, operands.gate_up, rows)
     y = grouped_mm(swiglu(h), operands.down.mT, rows.offsets)

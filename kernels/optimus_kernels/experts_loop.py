@@ -1,7 +1,7 @@
 """Forward and backward of the experts, computed in a loop over experts.
 
 On CPUs, this implementation is faster than experts_grouped. All experts use the same scratch
-memory, so the working set stays in the CPU's cache.
+memory, so that the working set stays in the CPU's cache.
 
 oneDNN compiles a kernel for each new shape, and the compilation takes longer than a small product.
 Row counts of oneDNN products are therefore rounded up (padded), so that few shapes occur. The
@@ -30,13 +30,14 @@ _Pass = TypeVar("_Pass", bound=Callable[..., Any])
 
 
 def extra_rows(x: Tensor) -> int:
-    """Return the number of additional rows that a buffer for the rows of all experts needs, for the
-    padding of the last expert."""
+    """Return the number of additional rows in a buffer for the rows of all experts. They contain
+    the padding of the last expert."""
     return _MAX_PADDING - 1 if by_onednn(x) else 0
 
 
 class DeferredInputs(NamedTuple):
-    """Tensors of backward from which `weight_grads` computes the deferred weight gradients."""
+    """Tensors of the backward pass from which `weight_grads` computes the deferred weight
+    gradients."""
 
     dh: Tensor
     """[P, 2F], gradient of the pre-activation, for P rows including padding."""
@@ -45,7 +46,7 @@ class DeferredInputs(NamedTuple):
 
 
 def _with_fastest_library(run: _Pass) -> _Pass:
-    """Decorator that runs a forward or backward pass inside the context `fastest_library`, which
+    """Decorator that runs a forward or backward pass in the context `fastest_library`, which
     selects MKL or oneDNN."""
 
     @functools.wraps(run)
@@ -84,7 +85,7 @@ def forward(operands: Operands, save_h: bool) -> tuple[Tensor, Tensor]:
     if not save_h:
         return out, x.new_empty(0)
     last = blocks[-1][1] + blocks[-1][2] if blocks else 0
-    h[last:] = 0  # not used, but an op's results must be deterministic
+    h[last:] = 0  # unused, but results must be deterministic
     return out, h
 
 
@@ -164,15 +165,16 @@ def weight_grads(
 def _backward_views(
     both: Tensor, da: Tensor, dh: Tensor, rows: int, start: int
 ) -> tuple[Tensor, ...]:
-    """Return views of one expert's rows in the buffers: the copied rows of x, dy, dy^T, da, dh and
-    dh^T, in this order."""
+    """Return views of one expert's rows in the buffers, in this order: copied rows of x, dy, dy^T,
+    da, dh and dh^T."""
     copies, dy = both.narrow(1, 0, rows).unbind(0)
     dh = dh.narrow(0, start, rows)
     return copies, dy, dy.t(), da.narrow(0, start, rows), dh, dh.t()
 
 
 class _Targets:
-    """Writer of the weight gradients of all experts to the tensors of a `WeightGrads`."""
+    """Computes the weight gradients of all experts, and writes them to the tensors of a
+    `WeightGrads`."""
 
     def __init__(self, into: WeightGrads, rows: Rows, x: Tensor) -> None:
         gate_up, down, self._add = into
@@ -189,16 +191,17 @@ class _Targets:
 
     def take(self, e: int, dh_t: Tensor, copies: Tensor, dy_t: Tensor, scaled: Tensor) -> None:
         """Compute the gradients of expert e: dh_t @ copies for gate_up, and dy_t @ scaled for down.
-        Write the gradients to the tensors of the `WeightGrads`, or add them."""
+        Write or add the gradients to the tensors of the `WeightGrads`."""
         gate_up, down = self._pairs[e]
         product(dy_t, scaled, down, self._add, self._scratch)
         product(dh_t, copies, gate_up, self._add, self._scratch)
 
 
 def _padded_starts(blocks: list[tuple[int, int, int, int]]) -> tuple[list[int], int]:
-    """Return the index of each expert's first row in the tensors of `DeferredInputs`, and the
-    number of rows of these tensors, including padding."""
-    # Each first row is a multiple of 32, so its address is aligned to 64 bytes for any row length.
+    """Return (index of each expert's first row in the tensors of `DeferredInputs`, number of rows
+    of these tensors including padding)."""
+    # Each first row is a multiple of 32, so that its address is aligned to 64 bytes for any row
+    # length.
     starts, end = [], 0
     for *_, padded in blocks:
         starts.append(end)
@@ -207,14 +210,14 @@ def _padded_starts(blocks: list[tuple[int, int, int, int]]) -> tuple[list[int], 
 
 
 def _expert_blocks(rows: Rows, x: Tensor) -> tuple[list[tuple[int, int, int, int]], int]:
-    """Return a tuple (expert, first row, row count, padded row count) for each expert with rows,
-    and the largest padded row count."""
+    """Return (list of tuples, largest padded row count). Each expert with rows has a tuple (expert,
+    first row, row count, padded row count)."""
     bounds, rounds = rows.offsets.tolist(), by_onednn(x) and amx_kernel(x) is None
     blocks = []
     for e in range(len(bounds) - 1):
         start, count = bounds[e], bounds[e + 1] - bounds[e]
         if count:
-            # oneDNN's cache of 1024 kernels has space for all these shapes.
+            # All these shapes fit in oneDNN's cache of 1024 kernels.
             multiple = (_MAX_PADDING if count > 512 else 16) if rounds else 1
             blocks.append((e, start, count, -(-count // multiple) * multiple))
     return blocks, max((padded for *_, padded in blocks), default=0)

@@ -11,8 +11,8 @@ from optimus_kernels.rows import Rows
 
 
 class Operands(NamedTuple):
-    """Operands of the experts' forward and backward ops, in the order of the ops' schemas.
-    `rows.Rows` documents `offsets`, `token`, `slot` and `row`."""
+    """Operands of the experts' forward and backward ops, in the order of the ops' schemas. See
+    `rows.Rows` for `offsets`, `token`, `slot` and `row`."""
 
     x: Tensor
     """[T, D], the inputs of the experts."""
@@ -33,7 +33,7 @@ class Operands(NamedTuple):
 
 
 class WeightGrads(NamedTuple):
-    """Tensors to which backward writes the weight gradients. The tensors and the weights may have
+    """Tensors to which backward writes the weight gradients. These tensors and the weights may have
     different dtypes."""
 
     gate_up: Tensor
@@ -71,8 +71,9 @@ def check(op: str, operands: Operands, **more: Tensor | None) -> None:
         )
     if operands.offsets.shape != (experts + 1,):
         raise ValueError(
-            f"{op}: rows are routed for {operands.offsets.shape[0] - 1} experts, but gate_up "
-            f"{list(gate_up.shape)} has {experts}; pass num_experts={experts} to route"
+            f"{op}: gate_up {list(gate_up.shape)} has {experts} experts, but `rows` is the result "
+            f"of route for {operands.offsets.shape[0] - 1} experts; call route with "
+            f"num_experts={experts}"
         )
     if operands.row.shape != weights.shape or weights.shape[0] != x.shape[0]:
         raise ValueError(
@@ -82,7 +83,8 @@ def check(op: str, operands: Operands, **more: Tensor | None) -> None:
     if operands.token.dim() != 1 or operands.token.shape != operands.slot.shape:
         raise ValueError(
             f"{op}: rows.token {list(operands.token.shape)} and rows.slot "
-            f"{list(operands.slot.shape)} must be 1-D and of the same size; shorten both or neither"
+            f"{list(operands.slot.shape)} must be 1-D and of the same size; cut both to the "
+            "same length"
         )
     indices = zip(("offsets", "token", "slot", "row"), rows, strict=True)
     check_operands(op, {**named, **more}, {f"rows.{name}": index for name, index in indices})
@@ -100,8 +102,8 @@ def check_backward(op: str, grad: Tensor, operands: Operands, h: Tensor | None) 
 
 
 def dense(op: str, operands: Operands) -> Operands:
-    """Return `operands` with contiguous tensors; gate_up and down are unchanged. Check the indices
-    in `offsets`, `token`, `slot` and `row`."""
+    """Check the indices in `offsets`, `token`, `slot` and `row`. Return `operands` with contiguous
+    tensors, except gate_up and down, which are returned unchanged."""
     x, weights, gate_up, down, *rows = operands
     # Kernels receive addresses without strides, so these operands must be contiguous.
     result = Operands(
@@ -117,7 +119,6 @@ def dense(op: str, operands: Operands) -> Operands:
 def dense_backward(
     op: str, grad: Tensor, operands: Operands, h: Tensor | None
 ) -> tuple[Tensor, Operands, Tensor | None]:
-    """Return `grad`, `operands` and `h` with contiguous tensors, except the weights `gate_up` and
-    `down` in `operands`, which are returned as they are. Check the indices in `operands` as `dense`
-    does."""
+    """Check the indices in `operands`. Return `grad`, `operands` and `h` with contiguous tensors,
+    except the weights `gate_up` and `down`, which are returned unchanged."""
     return grad.contiguous(), dense(op, operands), None if h is None else h.contiguous()

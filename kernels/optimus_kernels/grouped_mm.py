@@ -1,10 +1,12 @@
-"""Grouped matrix products: each expert's rows times that expert's weights, and the weight gradient.
+"""Grouped matrix products: the rows of each expert times the expert's weights, and weight
+gradients.
 
 Expert e has rows offsets[e] to offsets[e+1] - 1. In the result, the values of all rows after the
 rows of the last expert are undefined.
 
-There are two implementations. "torch" calls torch's grouped_mm. "loop" calls torch.mm once per
-expert. "loop" is faster on CPUs and supports every dtype.
+There are two implementations. The implementation "torch" calls torch's grouped_mm. The
+implementation "loop" calls torch.mm once per expert. "loop" is faster on CPUs and supports every
+dtype.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ _ROW_BYTES = 16
 """Alignment in bytes that torch's grouped_mm requires for strides."""
 _form = "auto"
 torch_grouped_mm: Any = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
-"""torch's grouped_mm, under its public or its earlier private name. None if torch has neither."""
+"""torch's grouped_mm, under its public or its earlier private name. None if torch does not have
+it."""
 
 
 def set_form(name: str) -> None:
@@ -32,7 +35,7 @@ def set_form(name: str) -> None:
 
     Args:
         name: "loop", "torch" or "auto". "auto" selects "loop" on CPUs and for operands that torch
-            does not support, and "torch" for all others.
+            does not support, and "torch" for all other operands.
 
     Raises:
         ValueError: `name` is unknown.
@@ -102,9 +105,9 @@ def reference_weight(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
 
 @functools.cache
 def torch_form_works(device: str, dtype: torch.dtype) -> bool:
-    """Return whether torch supports `grouped_mm` and `grouped_mm_weight` for this device type and
+    """Return True if torch supports `grouped_mm` and `grouped_mm_weight` for a device type and
     dtype."""
-    # Running the products is the only reliable test.
+    # The only reliable test is to run the products.
     try:
         rows = torch.zeros(16, 16, device=device, dtype=dtype)
         weights = torch.zeros(2, 16, 16, device=device, dtype=dtype)

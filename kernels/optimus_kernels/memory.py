@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 
 SMALLEST = 1 << 20
-"""Smallest size in bytes of a tensor that uses a buffer of this module. For smaller tensors,
-buffers are not faster than torch's allocator."""
+"""Smallest size in bytes of a tensor that uses a buffer of this module. For smaller tensors, a
+buffer is not faster than torch's allocator."""
 _GRAIN = 1 << 21
 """Size in bytes of a huge page. The size of each buffer is a multiple of this size."""
 _SLACK = 1.25
-"""Largest allowed ratio of the size of a reused buffer to the requested size, which is rounded up
-to a multiple of _GRAIN."""
+"""Maximum ratio of the size of a reused buffer to the requested size. The requested size is rounded
+up to a multiple of _GRAIN."""
 # A limit of 1.0 would release the buffers of the forward pass during backward.
 _SPARE = 1.5
 """Limit of the total size of all buffers, as a multiple of the peak size of the buffers in use.
@@ -48,7 +48,7 @@ class _Buffer:
         self.size = size
         self.memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):  # error if Linux has no huge pages
+            with contextlib.suppress(OSError):  # Linux without huge pages
                 self.memory.madvise(mmap.MADV_HUGEPAGE)
         self.last_request = 0
 
@@ -65,7 +65,7 @@ _REFERENCES_WHEN_FREE = _Buffer(mmap.PAGESIZE).count()
 
 def empty(shape: Sequence[int], like: Tensor) -> Tensor:
     """Return an uninitialized contiguous tensor with the dtype and device of `like`. Large tensors
-    on a CPU use the buffers of this module."""
+    on a CPU use buffers of this module."""
     size = math.prod(shape) * like.element_size()
     if not like.is_cpu or size < SMALLEST:
         return like.new_empty(shape)
@@ -79,7 +79,7 @@ def empty(shape: Sequence[int], like: Tensor) -> Tensor:
 
 
 def release() -> int:
-    """Free every buffer that no tensor refers to, and return the number of bytes freed."""
+    """Free every buffer that no tensor refers to. Return the number of bytes that were freed."""
     global _most_used
     with _lock:
         _most_used = 0
@@ -87,13 +87,13 @@ def release() -> int:
 
 
 def total_bytes() -> int:
-    """Return the size of all buffers in bytes, including free ones."""
+    """Return the size of all buffers in bytes, including free buffers."""
     return sum(buffer.size for buffer in _buffers)
 
 
 def _find(size: int) -> _Buffer:
-    """Return the smallest free buffer with at least `size` and at most _SLACK * `size` bytes, or a
-    new buffer if there is no such buffer. `size` is rounded up to a multiple of _GRAIN."""
+    """Return the smallest free buffer that has from `size` to _SLACK * `size` bytes, or a new
+    buffer if there is no such buffer. `size` is rounded up to a multiple of _GRAIN."""
     global _most_used
     size = -(-size // _GRAIN) * _GRAIN
     free = [buffer for buffer in _buffers if buffer.free()]

@@ -1,8 +1,8 @@
 """Registration of ops as `optimus::NAME`, and checks of their operands.
 
-Schemas are defined in Python, so the ops exist even if no kernels are compiled. An error message
-names the operand, its shape and its dtype. Messages are formatted only after a check has failed,
-because torch.compile cannot format dynamic sizes.
+Schemas are defined in Python, so that the ops exist even if kernels are not compiled. An error
+message names the operand, its shape and its dtype. Messages are formatted only after a check has
+failed, because torch.compile cannot format dynamic sizes.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def define(
     Args:
         schema: name and schema of the op, such as `gather(Tensor x) -> Tensor`.
         fake: the fake implementation for tracing, which returns empty outputs of the right shapes.
-        check: raises an error if operands are invalid; called before the decorated function and
-            before `fake`.
+        check: function that raises an error if operands are invalid. It is called before the
+            decorated function and before `fake`.
         backward: `backward(ctx, *grads)`, as for torch.library.register_autograd. If it is None,
             backward through the op raises NotImplementedError.
         save: `save(ctx, inputs, output)`, the argument `setup_context` of
@@ -62,8 +62,8 @@ def define(
         _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
         _LIBRARY.impl(name, checked(run), "CompositeExplicitAutograd")
         torch.library.register_fake(f"optimus::{name}", checked(fake), lib=_LIBRARY)
-        if "!" not in schema:  # torch accepts no gradient for ops that write to operands
-            # Without `refuse`, torch would return no gradient and raise no error.
+        if "!" not in schema:  # ops that write to operands cannot have a gradient
+            # Without `refuse`, torch would return no gradient, without an error.
             setup = save or (_save_inputs if backward else None)
             torch.library.register_autograd(
                 f"optimus::{name}", backward or refuse, setup_context=setup, lib=_LIBRARY
@@ -85,7 +85,8 @@ def _save_inputs(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
 
 def refuse_gradient(name: str, *operands: Tensor) -> None:
     """Raise NotImplementedError if gradients are enabled and an operand requires a gradient."""
-    # For an op that writes to operands, torch accepts no backward that could raise this error.
+    # For an op that writes to operands, torch does not accept a backward function, which could
+    # raise this error.
     if torch.is_grad_enabled() and any(operand.requires_grad for operand in operands):
         raise _no_gradient(name)
 
@@ -98,12 +99,12 @@ def _no_gradient(name: str) -> NotImplementedError:
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which ops compute: fp64 for fp64 operands, fp32 for all others."""
+    """Return the dtype in which ops compute: fp64 for fp64 operands, else fp32."""
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
 def debug() -> bool:
-    """Return whether OPTIMUS_KERNELS_DEBUG=1 is set (debug mode). In debug mode, ops check all
+    """Return True if OPTIMUS_KERNELS_DEBUG=1 is set (debug mode). In debug mode, ops check all
     indices before they use them."""
     return os.environ.get("OPTIMUS_KERNELS_DEBUG") == "1"
 
@@ -151,7 +152,7 @@ def check_index(op: str, name: str, index: Tensor, size: int) -> None:
 
 def check_offsets(op: str, offsets: Tensor, rows: int) -> None:
     """Raise ValueError unless `offsets` starts with 0, does not decrease, and ends with at most
-    `rows`, the number of rows.
+    `rows`. `rows` is the number of rows.
 
     On accelerators, the offsets are checked only in debug mode, because the host must wait for the
     device before it can read the offsets.

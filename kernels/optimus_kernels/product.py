@@ -1,4 +1,4 @@
-"""Matrix products of one expert.
+"""Matrix products for a single expert.
 
 On CPUs with AMX, the kernel in csrc/cpu/amx_avx512.cpp computes products of bf16 operands. torch.mm
 computes all other products. The kernel has less overhead than torch.mm, and can add the product to
@@ -29,16 +29,16 @@ _ARGUMENTS = (_P, _I, _P, _I, _P, _I, _L, _L, _L)
 PROFILED_AS = "optimus::product"
 """Name of the AMX kernel's products in torch's profiler."""
 _WIDEN_ELEMENTS = 1 << 16
-"""Number of elements to convert to fp32 at a time, so that the converted elements stay in the L2
+"""Number of elements that are converted to fp32 at a time. The converted elements fit in the L2
 cache."""
 _FP32_ERROR = 1e-5
 """Limit of the relative error of a 256 x 256 product in fp32. A larger error shows that the product
-was computed in a narrower dtype; in bf16, the error is 2e-3."""
+was computed in a narrower dtype. The error in bf16 is 2e-3."""
 
 
 def amx_kernel(like: Tensor) -> Callable[..., int] | None:
-    """Return the AMX kernel for operands with the device and dtype of `like`. Return None if
-    there is no such kernel, so that torch.mm must compute the products."""
+    """Return the AMX kernel for operands with the device and dtype of `like`. Return None if there
+    is no such kernel. The products must then be computed by torch.mm."""
     if like.dtype is not torch.bfloat16 or not like.is_cpu:
         return None
     library = backend.active(like.device).library
@@ -46,7 +46,7 @@ def amx_kernel(like: Tensor) -> Callable[..., int] | None:
 
 
 def by_onednn(like: Tensor) -> bool:
-    """Return whether torch.mm uses oneDNN for operands with the device and dtype of `like`, inside
+    """Return True if torch.mm uses oneDNN for operands with the device and dtype of `like`, inside
     the context `fastest_library(like)`."""
     if not like.is_cpu:
         return False
@@ -56,7 +56,7 @@ def by_onednn(like: Tensor) -> bool:
 
 
 def library_of(like: Tensor) -> str:
-    """Return the name of the library that torch.mm uses inside the context `fastest_library`.
+    """Return the name of the library that torch.mm uses inside the context `fastest_library(like)`.
 
     Args:
         like: tensor with the operands' device and dtype.
@@ -73,15 +73,16 @@ def library_of(like: Tensor) -> str:
 
 @contextlib.contextmanager
 def fastest_library(like: Tensor) -> Iterator[None]:
-    """Make torch use oneDNN for fp32 products on CPUs that are not made by Intel.
+    """Context manager that makes torch use oneDNN for fp32 products on CPUs that are not made by
+    Intel.
 
     On these CPUs, oneDNN is faster than MKL, torch's default.
 
-    The setting applies to all threads until the `with` statement ends.
+    The setting applies to all threads.
 
     Args:
         like: tensor with the operands' device and dtype. If the dtype is not fp32 or the device is
-            not a CPU, nothing changes.
+            not a CPU, the setting is not changed.
     """
     if like.dtype is torch.float32 and by_onednn(like):
         with onednn():
@@ -96,10 +97,10 @@ _num_inside, _default_precision = 0, "none"
 
 @contextlib.contextmanager
 def onednn() -> Iterator[None]:
-    """Make torch use oneDNN for fp32 products on CPUs. On CPUs with AMX, oneDNN computes these
-    products in bf16.
+    """Context manager that makes torch use oneDNN for fp32 products on CPUs. On CPUs with AMX,
+    oneDNN computes these products in bf16.
 
-    The setting applies to all threads until the `with` statement ends.
+    The setting applies to all threads.
     """
     global _num_inside, _default_precision
     mkldnn: Any = torch.backends.mkldnn  # its attributes are created on import
@@ -120,7 +121,7 @@ def onednn() -> Iterator[None]:
 
 @functools.cache
 def onednn_is_exact() -> bool:
-    """Return whether oneDNN is available and computes fp32 products in fp32, not in bf16."""
+    """Return True if oneDNN is available and computes fp32 products in fp32, not in bf16."""
     if not hasattr(torch.backends.mkldnn, "matmul") or not torch.backends.mkldnn.is_available():
         return False
     a = torch.linspace(-1, 1, 1 << 16).sin().view(256, 256)
@@ -132,9 +133,9 @@ def onednn_is_exact() -> bool:
 
 @functools.cache
 def _onednn_is_better() -> bool:
-    """Return whether to prefer oneDNN to MKL for fp32 products on this CPU."""
-    # No times are measured, so that ranks on equal machines agree. MKL is used if the vendor of the
-    # processor is unknown.
+    """Return True if oneDNN is to be preferred to MKL for fp32 products on this CPU."""
+    # Times are not measured, so that ranks on equal machines agree. MKL is used if the vendor of
+    # the processor is unknown.
     if not torch.backends.mkl.is_available():
         return False
     try:
@@ -181,7 +182,7 @@ def product(
 
 
 def needs_scratch(like: Tensor, out: torch.dtype, add: bool) -> bool:
-    """Return whether `product` needs scratch memory for the product before writing to `out`.
+    """Return True if `product` needs scratch memory for the product before it writes to `out`.
 
     Args:
         like: tensor with the device and dtype of the operands. Each operand or its transpose must
@@ -224,7 +225,7 @@ def _call(kernel: Callable[..., int], a: Tensor, b: Tensor, out: Tensor, mode: i
 
 @functools.cache
 def _bind(library: ctypes.CDLL) -> Callable[..., int] | None:
-    """Return the AMX kernel of a library, or None if the library or the CPU lacks AMX support."""
+    """Return the AMX kernel of a library; None if the library or the CPU does not support AMX."""
     if not hasattr(library, "optimus_cpu_has_gemm") or not library.optimus_cpu_has_gemm():
         return None
     function = library.optimus_cpu_gemm

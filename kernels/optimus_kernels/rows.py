@@ -1,13 +1,12 @@
 """Assignment of tokens to the rows of experts (`route`), and the ops `gather` and `reduce_rows`.
 
 There are T tokens, K experts per token, N = T*K slots and E local experts. Slot t*K + k is the pair
-of token t and its k-th expert. A row has D elements: the input or output of a local expert for one
-slot.
-`route` sorts rows by expert and then by slot, so the result is deterministic. `gather` copies the
-token of each row: out[r] = x[token[r]], or zeros if token[r] is -1. `reduce_rows` adds the rows of
-each token: out[t] = sum over k of w[t, k] * y[row[t, k]]. The terms are added in fp32, in the order
-of k and without atomics. Without weights, `reduce_rows` is the gradient of `gather`, and `gather`
-is the gradient of `reduce_rows`.
+of token t and its k-th expert. A row has D elements: the input or the output of a local expert for
+one slot. `route` sorts rows by expert and then by slot, so that the result is deterministic.
+`gather` copies the token of each row: out[r] = x[token[r]], or zeros if token[r] is -1.
+`reduce_rows` adds the rows of each token: out[t] = sum over k of w[t, k] * y[row[t, k]]. The terms
+are added in fp32, in the order of k and without atomics. Without weights, `reduce_rows` is the
+gradient of `gather`, and `gather` is the gradient of `reduce_rows`.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ from optimus_kernels.ops import (
 
 
 class Rows(NamedTuple):
-    """Assignment of slots to rows, in int32. Slot t*K + k is the pair of token t and its k-th
-    expert."""
+    """Assignment of slots to rows, as int32 tensors. Slot t*K + k is the pair of token t and its
+    k-th expert."""
 
     offsets: Tensor
     """[E+1]: expert e has rows offsets[e] to offsets[e+1] - 1. There are R = offsets[E] rows."""
@@ -43,13 +42,13 @@ class Rows(NamedTuple):
 
 
 def route(chosen: Tensor, first_expert: int, num_experts: int, *, of: int | None = None) -> Rows:
-    """Assign a row to each slot whose expert is local. A slot is a pair of a token and one of its
-    chosen experts.
+    """Assign a row to each slot with a local expert. A slot is a pair of a token and one of the
+    token's chosen experts.
 
     Args:
         chosen: int64 [T, K], the indices of each token's experts.
         first_expert: index of the first local expert.
-        num_experts: number E of local experts. The slots of all other experts get no row.
+        num_experts: number E of local experts. The slots of other experts do not get rows.
         of: total number of experts. With OPTIMUS_KERNELS_DEBUG=1, an index in `chosen` outside [0,
             of) raises ValueError. None disables this check.
 
@@ -147,7 +146,7 @@ def _check_gather(x: Tensor, token: Tensor, row: Tensor) -> None:
 
 
 def gather_into(x: Tensor, token: Tensor, start: int, out: Tensor, count: int = -1) -> Tensor:
-    """Copy x[token[start : start + count]] to out[:count] and return `out`.
+    """Copy x[token[start : start + count]] to out[:count]. Return `out`.
 
     `count` defaults to the number of rows of `out`. The operands must be contiguous; the function
     does not check this. -1 in `token` is allowed only with compiled kernels.
@@ -180,12 +179,12 @@ def gather(x: Tensor, token: Tensor, row: Tensor) -> Tensor:
 
     Args:
         x: [T, D], the tokens, in fp32, bf16, fp16 or fp64.
-        token: int32 [R], the token of each row, from `route`. -1 gives a row of zeros. Other values
-            must be in [0, T); OPTIMUS_KERNELS_DEBUG=1 checks this.
+        token: int32 [R], the token of each row, from `route`. For -1, the row is set to zeros.
+            Other values must be in [0, T); OPTIMUS_KERNELS_DEBUG=1 checks this.
         row: int32 [T, K], the rows of each token, from `route`. Only the gradient uses it.
 
     Returns:
-        [R, D] of x's dtype.
+        [R, D] in the dtype of x.
 
     Raises:
         ValueError: a tensor has the wrong number of dims.
@@ -285,17 +284,17 @@ def _empty_reduce_backward(
     _save_reduce,
 )
 def reduce_rows(y: Tensor, weights: Tensor | None, row: Tensor, slot: Tensor) -> Tensor:
-    """Return, for each token, the weighted sum of the token's rows.
+    """Compute the weighted sum of each token's rows.
 
     Args:
         y: [R, D], the rows to add.
         weights: [T, K] of y's dtype, the weight of each row. If it is None, all weights are 1.
-        row: int32 [T, K], the indices of each token's rows, from `route`. An index of -1 adds
-            nothing. Other values must be in [0, R); OPTIMUS_KERNELS_DEBUG=1 checks this.
+        row: int32 [T, K], the indices of each token's rows, from `route`. Indices of -1 are
+            ignored. Other values must be in [0, R); OPTIMUS_KERNELS_DEBUG=1 checks this.
         slot: int32 [R], the slot t*K + k of each row, from `route`. Only the gradient uses it.
 
     Returns:
-        [T, D] of y's dtype.
+        [T, D] in the dtype of y.
     """
     check_index("reduce_rows", "row", row, y.shape[0])
     kernels = library.native(y)
@@ -318,7 +317,7 @@ def reduce_rows(y: Tensor, weights: Tensor | None, row: Tensor, slot: Tensor) ->
 def reduce_rows_backward(
     grad: Tensor, y: Tensor, weights: Tensor, slot: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Backward of `reduce_rows`: return the gradients of y and of the weights.
+    """Backward of `reduce_rows`. Compute the gradients of y and of the weights.
 
     Args:
         grad: [T, D], the gradient of the output of `reduce_rows`.
@@ -327,8 +326,8 @@ def reduce_rows_backward(
         slot: int32 [R]. slot[r] is t*K + k if row r belongs to the k-th expert of token t.
 
     Returns:
-        dy [R, D], with dy[r] = weights[t, k] * grad[t], and dweights [T, K], the dot products of
-        grad[t] and y[r]. dweights is fp32, or fp64 if y is fp64.
+        dy [R, D], with dy[r] = weights[t, k] * grad[t], and dweights [T, K], which contains the dot
+        products of grad[t] and y[r]. dweights is fp32, or fp64 if y is fp64.
     """
     check_index("reduce_rows_backward", "slot", slot, weights.numel())
     kernels = library.native(y)

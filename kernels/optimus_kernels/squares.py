@@ -1,4 +1,5 @@
-"""square_bins_: sum of the squares of a flat tensor. The bits do not depend on the order of blocks.
+"""`square_bins_`: sum of the squares of a flat tensor. Its bits do not depend on the order of
+blocks.
 
 The squares in each block of 32 elements are added in fp64, in a fixed order. The block sums are
 then added exactly, as integers. There is a bin for each binary exponent, and the significand of a
@@ -47,7 +48,7 @@ def total_of(bins: Tensor) -> float:
     for exponent in range(_BINS):
         high, low = halves[exponent], halves[_BINS + exponent]
         total += ((high << _LOW) + low) << exponent
-    shift = max(0, total.bit_length() - 900)  # an integer of over 1024 bits overflows
+    shift = max(0, total.bit_length() - 900)  # an integer of more than 1024 bits overflows
     return math.ldexp(total >> shift, _MIN_EXPONENT - 53 + shift)
 
 

@@ -97,7 +97,8 @@ def swiglu_backward_into(
     count: int,
     outs: tuple[Tensor, Tensor, Tensor],
 ) -> None:
-    """Write the gradients of `count` rows to `outs`, which are dh, w * a and dweights [T, K].
+    """Compute the gradients of `count` rows. Write them to the tensors `outs`: dh, w * a and
+    dweights [T, K].
 
     The inputs are h[start : start + count], da[:count] and slot[first : first + count]. The
     operands must be contiguous; the function does not check this. The output w * a may be the same
@@ -141,7 +142,7 @@ def swiglu(h: Tensor) -> Tensor:
 def swiglu_backward(
     h: Tensor, da: Tensor, weights: Tensor, slot: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients of SwiGLU and of the routing weights.
+    """Compute the gradients of SwiGLU's input and of the routing weights.
 
     Args:
         h: [R, 2F], the pre-activation.

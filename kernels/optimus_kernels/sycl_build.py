@@ -1,8 +1,8 @@
 """Compilation of csrc/sycl for torch's xpu devices.
 
 The build uses torch's SyclExtension, or DPCPPExtension of IPEX (Intel Extension for PyTorch). When
-this module is run as a script, it builds the extension as a setup.py does. Libraries from either
-extension have not been run on an Intel GPU yet.
+this module is run as a script, it builds the extension like a setup.py. The resulting libraries
+have not been run on an Intel GPU yet.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ IPEX = "intel_extension_for_pytorch"
 
 
 def arch_list() -> str:
-    """Return the GPU architectures to compile for, separated by commas: the environment variable
-    TORCH_XPU_ARCH_LIST, or "pvc" by default."""
+    """Return the GPU architectures to compile for, separated by commas: the value of the
+    environment variable TORCH_XPU_ARCH_LIST, or "pvc" by default."""
     # Without a list of devices, every process would compile the kernels at run time.
     return os.environ.get("TORCH_XPU_ARCH_LIST") or DEFAULT_ARCHS
 
 
 def way() -> str:
-    """Return the extension to build with: "torch" for torch's SyclExtension, or "ipex" for IPEX's
-    DPCPPExtension.
+    """Return the name of the extension for the build: "torch" for torch's SyclExtension, or "ipex"
+    for IPEX's DPCPPExtension.
 
     Raises:
         KernelError: neither extension is available.
@@ -53,8 +53,8 @@ def way() -> str:
     source = Path(spec.origin).read_text() if spec and spec.origin else ""
     if getattr(torch.version, "xpu", None) and "def SyclExtension" in source:
         return "torch"
-    # IPEX must not be imported here, because its import changes torch's operators. find_spec of a
-    # submodule would import IPEX.
+    # IPEX must not be imported here, because its import changes torch's operators. find_spec would
+    # import IPEX if it were called for a submodule.
     spec = importlib.util.find_spec(IPEX)
     folders = (spec.submodule_search_locations if spec else None) or ()
     has_dpcpp = any((Path(folder) / "xpu" / "cpp_extension.py").exists() for folder in folders)
@@ -85,13 +85,13 @@ def find_compiler() -> list[str]:
 
 
 def command(sources: Sequence[Path], include: Path, work: Path) -> tuple[list[str], dict[str, str]]:
-    """Return the command that builds the SYCL library in the folder `work`, and the environment
-    variables to set for the command."""
+    """Return (command that builds the SYCL library in the folder `work`, environment variables for
+    the command)."""
     job = {"way": way(), "sources": [str(s) for s in sources], "include": str(include)}
     parents = str(Path(__file__).resolve().parents[1])
     path = os.pathsep.join(filter(None, [parents, os.environ.get("PYTHONPATH")]))
     environ = {"TORCH_XPU_ARCH_LIST": arch_list(), "PYTHONPATH": path}
-    # -P: do not import modules from the working directory, which anybody may have written.
+    # -P: do not import modules from the working directory, which another user may have written.
     return [sys.executable, "-P", "-m", __name__, json.dumps(job), str(work)], environ
 
 
@@ -99,7 +99,7 @@ def built_library(work: Path) -> Path:
     """Return the path of the library that the build wrote to `work`.
 
     Raises:
-        KernelError: the build wrote no library or more than one.
+        KernelError: the build did not write exactly one library.
     """
     libraries = list(work.glob(f"{NAME}*.so"))
     if len(libraries) != 1:
@@ -108,7 +108,7 @@ def built_library(work: Path) -> Path:
 
 
 def torch_arguments(sources: Sequence[str], include: str) -> dict[str, Any]:
-    """Return the keyword arguments with which to construct torch's SyclExtension."""
+    """Return the keyword arguments for the constructor of torch's SyclExtension."""
     return {
         "name": NAME,
         "sources": list(sources),
@@ -119,8 +119,8 @@ def torch_arguments(sources: Sequence[str], include: str) -> dict[str, Any]:
 
 
 def ipex_arguments(sources: Sequence[str], include: str, work: Path) -> dict[str, Any]:
-    """Copy the source files to `work`, and return the keyword arguments with which to construct
-    IPEX's DPCPPExtension."""
+    """Copy the source files to `work`. Return the keyword arguments for the constructor of IPEX's
+    DPCPPExtension."""
     # The extension accepts only .cpp files.
     copies = []
     for source in map(Path, sources):
