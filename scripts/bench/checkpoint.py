@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Compare the speed of checkpoints in Optimus, in other libraries and in plain file operations.
+"""Compare the speed of checkpoints in Optimus with other libraries and with plain file operations.
 
     python scripts/bench/checkpoint.py [--dir FOLDER] [--ranks N] [--hidden N] [--rounds N] [--json]
 
@@ -11,7 +11,7 @@ folders of one file system. Before a load, the files are removed from the page c
 `raw` writes the same bytes with write and fsync, and reads them and verifies their checksums.
 
 `dcp` is torch.distributed.checkpoint; `torch` is torch.save on each rank. `dcp` and `torch` receive
-a few large tensors instead of many small ones, because each tensor adds an overhead.
+a few large tensors instead of many small tensors, because each tensor adds an overhead.
 
 There are two more comparisons: `verify` and `stall`. `verify` compares `optimus checkpoint verify`
 in one process with reading and hashing the files of `raw`. `stall` compares the time for which the
@@ -53,16 +53,15 @@ _STEP = "step-00000001"
 
 
 class Method(NamedTuple):
-    """Checkpoint method that is measured: `save` writes the states to an empty folder, and `load`
-    reads them from this folder into the same tensors. All ranks must call `save` and `load`
-    together."""
+    """Checkpoint method to measure. `save` writes the states to an empty folder, and `load` reads
+    the states from this folder into the same tensors. All ranks must call `save` and `load`."""
 
     save: Callable[[Path], None]
     load: Callable[[Path], None]
 
 
 class SaveFolder:
-    """Folder for the checkpoints of one `Method`. All ranks must call `renew` and `drop_cache`."""
+    """Folder for the checkpoints of a `Method`. All ranks must call `renew` and `drop_cache`."""
 
     def __init__(self, path: Path, world: World) -> None:
         self._path, self._world, self._number = path, world, 0
@@ -93,8 +92,8 @@ class SaveFolder:
 
 
 class SaveStall:
-    """Operations of the comparison `stall`, whose times are measured: the start of an asynchronous
-    save, and a copy of the same states in memory."""
+    """Operations that the comparison `stall` measures: the start of an asynchronous save, and a
+    copy of the same states in memory."""
 
     def __init__(self, states: RankStates) -> None:
         self._states, self._saver = states, FullSaver(states, "balanced", staged=True)
@@ -121,11 +120,11 @@ class SaveStall:
 
 
 def measure_checkpoint(world: World, folder: Path, hidden: int, rounds: int) -> dict[str, Any]:
-    """Measure how fast Optimus, other libraries and plain file operations save and load the states
-    of a model. All ranks must call this function.
+    """Measure the speed of saves and loads of a model's states by Optimus, other libraries and
+    plain file operations. All ranks must call this function.
 
-    In addition, compare the time to verify a checkpoint with the time to hash plain files, and the
-    time to start an asynchronous save with the time to copy the states in memory.
+    The function also compares the time to verify a checkpoint with the time to hash plain files,
+    and the time to start an asynchronous save with the time to copy the states in memory.
 
     Args:
         world: All ranks.
@@ -242,8 +241,8 @@ def _blocks(flats: Sequence[Tensor]) -> Iterator[memoryview]:
 
 
 def _dcp(flats: Sequence[Tensor], world: World) -> Method:
-    """Return a Method that uses torch.distributed.checkpoint. If there are several ranks, each
-    tensor of `flats` is saved as the local shard of a DTensor."""
+    """Return a `Method` that uses torch.distributed.checkpoint. With several ranks, each tensor in
+    `flats` is saved as the local shard of a DTensor."""
     from torch.distributed import checkpoint
 
     tree: dict[str, Any] = {str(number): flat for number, flat in enumerate(flats)}
@@ -268,8 +267,8 @@ def _dcp(flats: Sequence[Tensor], world: World) -> Method:
 
 
 def _torch_save(flats: Sequence[Tensor], world: World) -> Method:
-    """Return a Method that saves with torch.save, followed by fsync, and loads with torch.load.
-    Each rank has a separate file."""
+    """Return a `Method` that uses torch.save, followed by fsync, and torch.load. Each rank has a
+    separate file."""
 
     def save(folder: Path) -> None:
         with open(folder / f"{world.everyone.rank}.pt", "xb") as file:
@@ -296,12 +295,13 @@ def _compare(
     rounds: int,
     world: World,
 ) -> dict[str, Any]:
-    """Measure the time of each function in `contestants`, in turn. The function with the name
-    `ours` is that of Optimus.
+    """Measure the time of each function in `contestants`, in turn. The function named `ours` runs
+    Optimus.
 
     Returns:
-        `s`: Seconds of each contestant in each round. `ours_by`: For each other contestant, the
-        least, median and greatest ratio of its time to the time of `ours` in the same round.
+        A dict with two keys. `s`: seconds of each contestant in each round. `ours_by`: for each
+        other contestant, the minimum, median and maximum of the ratio of its time to the time of
+        `ours` in the same round.
     """
     seconds = common.race(contestants, rounds, world, before=before)
     ours_by = {name: paired(s, seconds["ours"]) for name, s in seconds.items() if name != "ours"}
@@ -340,8 +340,9 @@ def _stall(states: RankStates, path: Path, rounds: int, world: World) -> dict[st
 
 
 def _peak_bytes(method: Method, folder: SaveFolder, world: World) -> dict[str, int]:
-    """Run one save and one load. For each of them, with the keys "save" and "load", return by how
-    many bytes resident memory increases at its peak. The value is the maximum over all ranks."""
+    """Run a save and a load. For each of them, return by how many bytes resident memory increases
+    at its peak, on the rank with the largest increase. The keys of the result are "save" and
+    "load"."""
     meter = common.MemoryMeter()
     folder.renew()
     barrier(world.everyone)
@@ -354,9 +355,9 @@ def _peak_bytes(method: Method, folder: SaveFolder, world: World) -> dict[str, i
 
 
 def format_result(result: Mapping[str, Any]) -> str:
-    """Return the results as two Markdown tables. The first table contains the speeds of Optimus,
-    and the ratio of the time of each alternative to the time of Optimus. The second table contains
-    the peaks of memory."""
+    """Return the results as two Markdown tables. The first table contains the speeds of Optimus and
+    the ratios (time of an alternative) / (time of Optimus). The second table contains the memory
+    peaks."""
     lines = [
         "| ranks | GB | what | ours, MB/s | ours by others: least, median, greatest |",
         "|---|---|---|---|---|",

@@ -1,7 +1,7 @@
 """Helpers for the benchmark scripts in this folder, which compare Optimus with other libraries.
 
-Import this module before `optimus` and `optimus_kernels`, because it adds the folders of this
-checkout that contain these packages to sys.path.
+Import this module before `optimus` and `optimus_kernels`. It adds the folders of this checkout that
+contain these packages to sys.path.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "kernels"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-# Waiting threads sleep, as in the command `optimus`. OpenMP reads this when torch is imported.
+# Waiting threads sleep, as in the command `optimus`. OpenMP reads this variable when torch is
+# imported.
 os.environ["OMP_WAIT_POLICY"] = os.environ.get("OMP_WAIT_POLICY", "passive")
 
 import torch
@@ -42,8 +43,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 
 
 class Absent(Exception):
-    """Raised if a library that is compared with Optimus cannot run on this machine. The message
-    gives the reason."""
+    """Raised if a compared library cannot run on this machine. The message is the reason."""
 
 
 def run_script(
@@ -82,7 +82,8 @@ def run_ranks(
             rank calls `measure(world, folder, *arguments)`, where `folder` is an empty folder that
             all ranks share.
         arguments: Further arguments of `measure`.
-        directory: Parent of the shared folder; None for the system's folder of temporary files.
+        directory: Parent folder of the shared folder; None for the system's folder of temporary
+            files.
 
     Returns:
         The result of `measure` on rank 0.
@@ -123,8 +124,8 @@ def _start_rank(
 def measure_on_rank(
     launch: LaunchEnv, folder: Path, measure: Callable[..., dict[str, Any]], arguments: Any
 ) -> None:
-    """Join the other ranks and call `measure(world, scratch, *arguments)` on this rank, where
-    `scratch` is a new subfolder of `folder` that all ranks share. On rank 0, write the result to
+    """Join the other ranks, and call `measure(world, scratch, *arguments)` on this rank. `scratch`
+    is a new subfolder of `folder` that all ranks share. On rank 0, write the result to
     `folder`/result.json.
 
     Raises:
@@ -158,14 +159,14 @@ def race(
 
     Args:
         contestants: The functions by name.
-        rounds: Number of timed rounds. One untimed round precedes them.
+        rounds: Number of timed rounds. They follow an untimed round.
         world: All ranks.
         clock: Clock in seconds.
-        before: For each name, a function that is called before the timed function. Its time is not
-            measured.
+        before: Maps each name to a function that is called before the timed function. Its time is
+            not measured.
 
     Returns:
-        For each name, the seconds of the slowest rank in each round.
+        A dict that maps each name to the seconds of the slowest rank in each round.
     """
     times: dict[str, list[float]] = {name: [] for name in contestants}
     for number, name in turns(contestants, rounds):
@@ -184,8 +185,8 @@ def race(
 class MemoryMeter:
     """Meter of the resident memory of this process, in bytes.
 
-    The constructor makes malloc return freed blocks of 64 KiB or more to the system at once, so
-    that resident memory does not include these blocks.
+    The constructor configures malloc to return freed blocks of 64 KiB or more to the system at
+    once. Resident memory then does not include these blocks.
     """
 
     def __init__(self) -> None:
@@ -204,7 +205,8 @@ class MemoryMeter:
         Path("/proc/self/clear_refs").write_text("5")
 
     def peak(self) -> int:
-        """Return the peak of resident memory, in bytes, since `start` or `reset_peak`."""
+        """Return the peak of resident memory since the last call of `start` or `reset_peak`, in
+        bytes."""
         return self._read("VmHWM")
 
     def _read(self, key: str) -> int:
@@ -217,7 +219,7 @@ class MemoryMeter:
 
 @contextlib.contextmanager
 def on_threads(count: int) -> Iterator[None]:
-    """Return a context manager. In its `with` block, torch computes with `count` threads."""
+    """Context manager that makes torch compute with `count` threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -227,8 +229,8 @@ def on_threads(count: int) -> Iterator[None]:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the free memory of `device` in bytes. Return 2^62 for devices other than cpu and cuda,
-    whose free memory is unknown."""
+    """Return the free memory of `device` in bytes. For devices other than cpu and cuda, the free
+    memory is unknown, and the result is 2^62."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     if device.type != "cpu":

@@ -7,7 +7,7 @@ GPTDataset needs a separate virtual environment:
 
 The Loader and GPTDataset read the same tokens. Each run is a new process, and the CPU time of a run
 includes all threads. Our Loader reads complete batches. GPTDataset reads single samples, without
-collation, workers or masks. The Loader is also measured with a permuted order, with document masks,
+collation, workers or masks. Our Loader is also measured with a permuted order, with document masks,
 and with a mixture of three data sets. The script also measures the time to open a data set of
 10,000 shards.
 """
@@ -35,7 +35,7 @@ BATCH = 8
 MEAN_DOCUMENT = 500
 SHARDS = 10_000
 PASSES = 10
-"""Number of timed passes of our Loader; a single pass is too short to be timed precisely."""
+"""Number of timed passes of our Loader. A single pass is too short to be timed precisely."""
 VARIANTS = ("epoch 0", "later epoch", "document mask", "mix of three")
 
 
@@ -51,8 +51,8 @@ def save_tokenizer(path: Path, size: int) -> None:
 
 
 def make_data(folder: Path, tokens: int, context: int) -> None:
-    """Create a Megatron-LM data set of about `tokens` random token ids in `folder`, and three
-    Optimus data sets with the same tokens in different orders."""
+    """Create data sets in `folder`: a Megatron-LM data set of about `tokens` random token ids, and
+    three Optimus data sets that contain the same tokens in different orders."""
     import numpy as np
 
     from data_prep.cli import main as optimus_data
@@ -79,15 +79,15 @@ def make_data(folder: Path, tokens: int, context: int) -> None:
 
 
 def read_ours(folder: Path, variant: str) -> dict[str, Any]:
-    """Measure the time of the Loader of Optimus on the data sets that `make_data` made in `folder`.
+    """Measure the time of Optimus' Loader on the data sets that `make_data` has created.
 
     Args:
         folder: Folder that contains the data sets.
         variant: One of VARIANTS.
 
     Returns:
-        `tokens`: Number of tokens read. `cpu_s`: CPU-seconds to read the tokens. `open_s`:
-        CPU-seconds to open the first data set.
+        A dict. `tokens`: number of tokens read. `cpu_s`: CPU seconds to read the tokens. `open_s`:
+        CPU seconds to open the first data set.
     """
     import torch
 
@@ -120,7 +120,7 @@ def read_ours(folder: Path, variant: str) -> dict[str, Any]:
 
 
 def open_many(folder: Path) -> float:
-    """Return the median time, in wall-clock seconds, to open a data set of SHARDS shards."""
+    """Return the median time to open a data set of SHARDS shards, in wall-clock seconds."""
     from dataclasses import replace
 
     from data_prep import layout
@@ -151,8 +151,8 @@ def open_many(folder: Path) -> float:
 
 
 def child(command: list[str]) -> dict[str, Any]:
-    """Run a command, and return the JSON object in the last line of its standard output. If the
-    command fails, end this script with the command's standard error as the message."""
+    """Run a command. Return the JSON object in the last line of its standard output. If the command
+    fails, end this script with the command's standard error as the message."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
     if done.returncode:
@@ -166,8 +166,8 @@ def spread(values: list[float]) -> dict[str, float]:
 
 
 def bench(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Create the data sets in `folder`. In each round, run each variant of our Loader once, and
-    then GPTDataset once. Return the speeds in all rounds."""
+    """Create the data sets in `folder`. In each round, run each variant of our Loader and then
+    GPTDataset. Return the speeds in all rounds."""
     make_data(folder, args.tokens, args.context)
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in (*VARIANTS, "GPTDataset")}
     for _ in range(args.rounds):

@@ -5,11 +5,11 @@
     python scripts/bench/data_shuffle.py memory [--instances 10000000] [--memory 256MB]
     python scripts/bench/data_shuffle.py scaling --input GLOB --tokenizer FILE [--rounds 3]
 
-`ratio` divides the time of shuffling and sharding by the time to copy the same bytes, for each of
-the strategies `gather` and `bucket` of sharding. `memory` measures the peak resident memory of
-shuffling and sharding under the limit `--memory`. `scaling` compares the time in which one worker
-tokenizes a corpus with the time in which two workers tokenize two copies of the corpus. Each
-command prints one JSON object.
+`ratio` divides the time of shuffling and sharding by the time to copy the same bytes, for each
+sharding strategy (`gather` and `bucket`). `memory` measures the peak resident memory of shuffling
+and sharding under the limit `--memory`. `scaling` compares the time of one worker to tokenize a
+corpus with the time of two workers to tokenize two copies of the corpus. Each command prints one
+JSON object.
 """
 
 from __future__ import annotations
@@ -68,9 +68,8 @@ def make_token_arrays(out: Path, tokens: int) -> None:
 
 
 def copy(source: Path, target: Path, block_bytes: int, file_bytes: int) -> None:
-    """Copy the token ids of all unit-*.npy files in `source`, in the order of the files, to new
-    files of `file_bytes` bytes in `target`. Read and write at most `block_bytes` bytes at a
-    time."""
+    """Copy the token ids of all unit-*.npy files in `source`, in order, to new files of
+    `file_bytes` bytes in `target`. Read and write at most `block_bytes` bytes at a time."""
     target.mkdir()
     names = sorted(source.glob("unit-?????.npy"))
     buffer = memoryview(bytearray(block_bytes))
@@ -141,9 +140,9 @@ def ratio(args: argparse.Namespace) -> dict:
 
 
 def memory(args: argparse.Namespace) -> dict:
-    """Measure the peak resident memory of shuffling and sharding many short rows, with each of the
-    strategies `gather` and `bucket`. Return the peaks, and whether both strategies write identical
-    shards."""
+    """Measure the peak resident memory of shuffling and sharding many short rows, with each
+    strategy (`gather` and `bucket`). Return the peaks, and True if the two strategies write
+    identical shards."""
     with tempfile.TemporaryDirectory(dir=args.dir, prefix="data-shuffle-") as base:
         source = Path(base, "source")
         make_token_arrays(source, args.instances * args.context)
@@ -168,8 +167,8 @@ def memory(args: argparse.Namespace) -> dict:
 
 
 def scaling(args: argparse.Namespace) -> dict:
-    """Measure the weak scaling of tokenization: compare the time in which one worker tokenizes a
-    corpus with the time in which two workers tokenize two copies of the corpus."""
+    """Measure the weak scaling of tokenization: compare the time of one worker to tokenize a corpus
+    with the time of two workers to tokenize two copies of the corpus."""
     times: dict[int, list[float]] = {1: [], 2: []}
     cpu: dict[int, list[float]] = {1: [], 2: []}
     with tempfile.TemporaryDirectory(dir=args.dir, prefix="data-shuffle-") as base:

@@ -14,7 +14,7 @@ megatron-core. Each of the other programs (peers) needs a separate virtual envir
 
 All programs use the same tokenizer and one worker. CPU seconds include the start-up and all
 processes of a program. The program `bare` is a minimal loop that encodes the corpus. The token ids
-of each program are compared with those of `bare`.
+of each program are compared with the token ids of `bare`.
 
 The corpus should not contain the text of special tokens, because the peers encode such text as the
 special tokens. If dolma is a peer, the script rewrites the corpus to a form that dolma accepts, and
@@ -95,7 +95,7 @@ PEERS = ("datatrove", "dolma", "megatron")
 
 
 def command(name: str, python: str, args: argparse.Namespace, out: Path, eos: int) -> list[str]:
-    """Return the command line with which the program `name` tokenizes the corpus."""
+    """Return the command line for tokenizing the corpus with the program `name`."""
     corpus, tokenizer = str(args.corpus.resolve()), str(args.tokenizer.resolve())
     if name == "optimus-data":
         arguments = ["tokenize", "--input", corpus, "--tokenizer", tokenizer, "--out", str(out)]
@@ -111,8 +111,8 @@ def command(name: str, python: str, args: argparse.Namespace, out: Path, eos: in
 def run_once(
     name: str, python: str, args: argparse.Namespace, eos: int
 ) -> tuple[float, float, Path]:
-    """Tokenize the corpus with the program `name`. Return the CPU seconds, the wall-clock seconds
-    and the output directory."""
+    """Tokenize the corpus with the program `name`. Return (CPU seconds, wall-clock seconds, output
+    directory)."""
     out = args.work / name
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
@@ -140,7 +140,7 @@ def run_once(
 
 
 def ids_of(name: str, out: Path) -> np.ndarray:
-    """Return the token ids that the program `name` wrote to the directory `out`."""
+    """Return the token ids that the program `name` has written to the directory `out`."""
     if name == "optimus-data":
         return np.load(next((out / "tokens").glob("unit-?????.npy")))
     pattern = {"datatrove": "*.ds", "dolma": "*.npy", "megatron": "*.bin"}.get(name, "ids.bin")
@@ -151,8 +151,8 @@ def ids_of(name: str, out: Path) -> np.ndarray:
 def same_ids(name: str, ids: np.ndarray, expected: np.ndarray, eos: int) -> str:
     """Compare `ids` with `expected` and return the result as text.
 
-    The text is "equal", or "equal, other order" if only the order of documents differs. Otherwise,
-    the text contains the number of ids in each array.
+    The text is "equal", or "equal, other order" if only the order of documents differs. If the ids
+    differ, the text contains the number of ids in each array.
     """
     if np.array_equal(ids, expected):
         return "equal"
@@ -167,8 +167,8 @@ def same_ids(name: str, ids: np.ndarray, expected: np.ndarray, eos: int) -> str:
 
 def rewritten(corpus: Path, work: Path) -> Path:
     """Write a copy of the corpus to `work` in a form that dolma accepts, and return the path of the
-    copy. Each document of the copy has a string as id, and a text without white space at either
-    end. Empty documents are left out."""
+    copy. In the copy, ids are strings, and texts do not begin or end with white space. Empty
+    documents are left out."""
     work.mkdir(parents=True, exist_ok=True)
     path = work / "corpus.jsonl"
     with open(corpus, "rb") as file, open(path, "w", encoding="utf-8") as out:
@@ -181,7 +181,7 @@ def rewritten(corpus: Path, work: Path) -> Path:
 
 def version_of(python: str, names: tuple[str, ...]) -> str:
     """Return the names and versions of the packages `names` that are installed for the interpreter
-    `python`, as one text, for example "torch 2.13.0, triton 3.4.0"."""
+    `python`, such as "torch 2.13.0, triton 3.4.0"."""
     code = "import sys, importlib.metadata as m\nfor n in sys.argv[1:]:\n print(n, m.version(n))"
     done = subprocess.run([python, "-c", code, *names], capture_output=True, text=True)
     return ", ".join(done.stdout.split("\n")[:-1])

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Measure the overhead of the pipeline executor per action, such as a forward pass or a send.
+"""Measure the overhead of the pipeline executor per action. An action is, for example, a send.
 
     python scripts/bench/executor.py [--microbatches 64] [--repeat 30]
 
 The script prints three measurements, each as median and quartiles:
 
-`interpretation` is the CPU time of the executor's loop, with actions that do nothing.
+`interpretation` is the CPU time of the executor's loop if actions do nothing.
 
-`bookkeeping` is the CPU time that the executor adds to forward and backward passes. It is the time
-of these passes with an executor, minus their time without an executor.
+`bookkeeping` is the CPU time that the executor adds to forward and backward passes: the time of
+these passes with an executor, minus their time without an executor.
 
 `posting` is the wall-clock time to post a send or a receive of --bytes bytes over gloo. It does not
 include waiting for a message.
@@ -58,8 +58,7 @@ class OneNumber:
 
 
 class Interpreted(Executor):
-    """Executor that does nothing for each action, so that only the time of the executor's loop is
-    measured."""
+    """Executor whose actions do nothing, to measure only the time of the executor's loop."""
 
     def run_nothing(self, microbatches: list) -> None:
         table = dict.fromkeys(self._table, lambda action: None)
@@ -98,9 +97,8 @@ def measure(function: Callable[[], Any], repeat: int) -> list[float]:
 
 
 def post(rank: int, init_method: str, microbatches: int, repeat: int, length: int) -> None:
-    """Run one stage of a pipeline of two stages, each of which is a separate process. In the
-    process of stage 0 (`rank` 0), print the times to post a send and a receive of `length` fp32
-    values."""
+    """Run the stage `rank` of a pipeline of two stages. Each stage is a separate process. In stage
+    0, print the times to post a send and a receive of `length` fp32 values."""
     torch.set_num_threads(1)
     world = start_world(LaunchEnv(rank, 2, rank, 2, init_method), device="cpu")
     channels = join_groups(Mesh(pp=2), world).channels
@@ -148,7 +146,7 @@ def main() -> None:
         executor.run(microbatches, lambda stage, microbatch: None, lambda: None)
 
     whole, hand = [], []
-    for _ in range(args.repeat):  # in turn, so that other load on the machine affects both
+    for _ in range(args.repeat):  # in turn, so that other load affects both times
         whole += measure(run, 1)
         hand += measure(lambda: by_hand(stages, microbatches), 1)
     show("executor with autograd", [1e6 * s / len(compute) for s in whole])

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Count the source files used by an operation, and the stack frames of a gradient reduction.
+"""Count the source files that operations use, and the stack frames of a gradient reduction.
 
     python scripts/bench/frames.py [--files] [--json]
 
@@ -44,8 +44,8 @@ _TEXT = "A document of a few words, which the tokenizer divides into tokens.\n"
 
 @contextlib.contextmanager
 def entered_files() -> Iterator[set[str]]:
-    """Return a context manager that yields a set of paths. During the `with` block, the path of
-    each source file of Optimus whose functions are called is added to the set."""
+    """Context manager that yields a set of paths. If a function of Optimus is called in the `with`
+    block, the path of its source file is added to the set."""
     files: set[str] = set()
 
     def enter(frame: FrameType, event: str, argument: Any) -> None:
@@ -64,9 +64,9 @@ def entered_files() -> Iterator[set[str]]:
 
 @contextlib.contextmanager
 def reduce_scatter_frames() -> Iterator[list[list[str]]]:
-    """Return a context manager that yields a list. For each reduce-scatter during a backward pass,
-    a list of function names is appended: the functions of Optimus on the call stack between torch's
-    autograd and torch's reduce-scatter, outermost first."""
+    """Context manager that yields a list. For each reduce-scatter during a backward pass, a list of
+    function names is appended: the functions of Optimus on the call stack between torch's autograd
+    and torch's reduce-scatter, outermost first."""
     stacks: list[list[str]] = []
     name = "reduce_scatter_single"
     if not hasattr(distributed, name):
@@ -92,12 +92,12 @@ def reduce_scatter_frames() -> Iterator[list[list[str]]]:
 
 
 def measure_ranks(world: World, folder: Path) -> dict[str, Any]:
-    """Run a training step, a save and a load, and record the source files that they use. Also
-    record the call stack of a reduce-scatter. All ranks must call this function.
+    """Run a training step, a save and a load. Record the source files that these operations use,
+    and the call stack of a reduce-scatter. All ranks must call this function.
 
     Returns:
-        `files`: For each operation, the source files whose functions the operation calls.
-        `reduce-scatter`: The functions of Optimus on the longest stack from backward to a
+        A dict with two keys. `files`: for each operation, the source files that it uses.
+        `reduce-scatter`: the functions of Optimus on the longest stack from backward to a
         reduce-scatter.
     """
     rank = make_rank(common.mula_config(64, world.size, ep=2, sharding="epso"), world)
@@ -132,8 +132,8 @@ def measure_ranks(world: World, folder: Path) -> dict[str, Any]:
 
 
 def measure_tokenize(folder: Path) -> list[str]:
-    """Tokenize a document with `optimus-data tokenize`. Return the paths of the source files whose
-    functions the command calls."""
+    """Tokenize a document with `optimus-data tokenize`. Return the paths of the source files that
+    the command uses."""
     text, tokenizer = folder / "text.txt", folder / "tokenizer.json"
     text.write_text(_TEXT)
     source = ["--input", str(text)]

@@ -1,5 +1,5 @@
-"""Write the results of `scripts/bench/gpu_all.sh` to a Markdown page, with the date of the results
-and the versions of the compared packages."""
+"""Write the results of `scripts/bench/gpu_all.sh` to a Markdown page, with their date and the
+versions of the compared packages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from optimus.bench import step
 
 
 def page(folder: Path) -> tuple[str, str]:
-    """Return the device name, and a Markdown page with the benchmark results in `folder`."""
+    """Return (name of the device, Markdown page with the benchmark results in `folder`)."""
     benchmarks = [line.split("\t") for line in (folder / "parts.tsv").read_text().splitlines()]
     rows: list[str] = []
     bodies: list[str] = []

@@ -1,4 +1,4 @@
-"""Measure the CPU time in which Megatron-LM's GPTDataset reads one epoch of a data set.
+"""Measure the CPU time that Megatron-LM's GPTDataset needs to read one epoch of a data set.
 
     PYTHON scripts/bench/megatron_loader.py STEM CONTEXT CACHE
 
@@ -43,7 +43,7 @@ def main(stem: str, context: int, cache: str) -> None:
         reset_position_ids=False,
         reset_attention_mask=False,
         eod_mask_loss=False,
-        create_attention_mask=False,  # the cheapest setting: attention kernels make the mask
+        create_attention_mask=False,  # cheapest setting: attention kernels create the mask
     )
     start = time.process_time()
     indexed = GPTDataset.build_low_level_dataset(stem, config)

@@ -3,11 +3,11 @@
 
     python scripts/bench/moe.py [--case SHAPE-DTYPE] [--peers A,B] [--threads N] [--json]
 
-First, the output and gradients of each block are compared with those of a loop over the experts. If
-our block differs, the script ends with an error. For a block of another library (a peer in
-moe_peers.py), the relative error, or the message of its failure, is printed. Then all blocks,
-including their routers, are timed in turn, with the same weights and input. A pass is forward and
-backward.
+First, the output and gradients of each block are compared with the results of a loop over the
+experts. If our block differs, the script ends with an error. For a block of another library (a peer
+in moe_peers.py), the script prints the relative error or, if the block fails, the error message.
+Then all blocks, including their routers, are timed in turn, with the same weights and input. A pass
+is forward and backward.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ GPU_CASES = tuple(f"{shape}-bf16" for shape in SHAPES if shape != "small")
 _CPU_TOKENS = {"small": 2048}
 _GPU_TOKENS = 16384
 _SLOW_S = 15.0
-"""A block whose pass takes longer than this number of seconds is timed in one round only."""
+"""Time of a pass, in seconds, above which a block is timed in a single round."""
 _TOO_SLOW_ON_A_CPU = "hf-eager"
 """Peer that needs 35 s on a CPU for a pass at the size of Mula-7B. On a CPU, this peer is left out
-for large shapes, unless --peers contains it."""
+for large shapes unless it is named with --peers."""
 _COLUMNS = (
     "block",
     "forward ms",
@@ -98,8 +98,8 @@ class Case:
 
     @property
     def bytes_needed(self) -> int:
-        """Memory in bytes that the measurement of this case needs: the weights, two sets of
-        gradients of the weights, and the activations of a batch."""
+        """Bytes of memory that the measurement of this case needs: the weights, two sets of weight
+        gradients, and the activations of a batch."""
         size = 4 if self.dtype == "fp32" else 2
         weights = 3 * self.experts * self.hidden * self.inner
         slots = self.tokens * self.top_k * (4 * self.hidden + 6 * self.inner)
@@ -107,7 +107,7 @@ class Case:
 
 
 def make_case(name: str, tokens: int, on_cpu: bool) -> Case:
-    """Return the case that `name`, in the form SHAPE-DTYPE, describes. `tokens` is the number of
+    """Return the case with the name `name`, in the form SHAPE-DTYPE. `tokens` is the number of
     tokens in a batch. With 0, a batch has 1024 tokens on a CPU (2048 for the shape `small`) and
     16384 on an accelerator."""
     shape, _, dtype = name.rpartition("-")
@@ -156,7 +156,7 @@ class OurBlock(nn.Module):
 
 
 class PeerBlock(nn.Module):
-    """MoE block with the experts of another library (a peer), and with a plain implementation of
+    """MoE block that uses the experts of another library (a peer), and a plain implementation of
     OLMoE's router."""
 
     def __init__(self, case: Case, weights: dict[str, Tensor], make: Callable[..., Peer]) -> None:
@@ -179,12 +179,12 @@ def bench_moe(
     tokens: int = 0,
     device: str = "auto",
 ) -> dict[str, Any]:
-    """Measure our MoE block and those of other libraries (peers) for each case. On a CPU, measure
-    each case with each thread count; on another device, measure each case once.
+    """Measure our MoE block and the blocks of other libraries (peers) for each case. On a CPU,
+    measure each case with each thread count; on another device, measure each case once.
 
     Args:
         cases: Names SHAPE-DTYPE; empty for the default cases of the device.
-        peers: Keys of PEERS; empty for all, except those that are too slow on a CPU.
+        peers: Keys of PEERS; empty for all peers except peers that are too slow on a CPU.
         threads: Thread counts for a CPU.
         rounds: Number of timed rounds.
         tokens: Number of tokens in a batch; 0 for the default of the case.
@@ -196,7 +196,7 @@ def bench_moe(
 
     Raises:
         ConfigError: A case or a peer is unknown, or an argument is too small.
-        OptimusError: The result of our block differs from that of the loop over the experts.
+        OptimusError: The results of our block and of the loop over the experts differ.
     """
     chosen_device = platform.pick_device(0, device)
     on_cpu = chosen_device.type == "cpu"
@@ -252,8 +252,8 @@ def _measure_case(
 
 
 def make_tensors(case: Case, device: torch.device) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-    """Return random tensors for a case: the weights by name, an input [T, D] that requires a
-    gradient, and a gradient [T, D] of the output."""
+    """Return random tensors for a case: (weights by name, input [T, D] that requires a gradient,
+    gradient [T, D] of the output)."""
     dtype = platform.dtype_of(case.dtype)
     generator = torch.Generator(device).manual_seed(0)
 
@@ -278,14 +278,15 @@ def _check(
     grad: Tensor,
     absent: dict[str, str],
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Compare the output and the gradients of each block with those of the loop over the experts.
+    """Compare the output and the gradients of each block with the results of the loop over the
+    experts.
 
-    A block of another library that fails is removed from `blocks`, and the reason is added to
+    If a block of another library fails, it is removed from `blocks`, and the reason is added to
     `absent`.
 
     Returns:
-        Two dicts with the names of the blocks as keys. The first contains the greatest relative
-        error of each block, the second contains the seconds of the second pass of each block.
+        Two dicts that map the names of the blocks to the greatest relative error of the block and
+        to the seconds of its second pass.
 
     Raises:
         OptimusError: The relative error of our block is above the limit for the dtype.
@@ -296,8 +297,8 @@ def _check(
     for name, block in list(blocks.items()):
         try:
             outputs = _outputs(block, x, grad)
-            # Time the second pass, because Triton may compile kernels in the first. On a CPU this
-            # is the processor time, otherwise the wall-clock time.
+            # Time the second pass, because Triton may compile kernels in the first pass. On a CPU,
+            # use the processor time, else the wall-clock time.
             first[name] = clocked(functools.partial(block, x), x.device, grad)[1][x.is_cpu]
         except Exception as error:
             if name == "ours":
@@ -345,13 +346,13 @@ def _race(
     """Measure the time of all blocks and of a large matrix product, in turn.
 
     Returns:
-        `times`: For each block, a list with an entry for each round. An entry contains two pairs
-        (wall-clock seconds, CPU seconds): one for forward, and one for forward and backward
-        together. `peak`: The FLOPs of the matrix product, and a list with a pair (wall-clock
-        seconds, CPU seconds) for each round.
+        (times, peak). `times` maps each block to a list with an entry for each round. An entry
+        contains two pairs (wall-clock seconds, CPU seconds): for forward, and for forward and
+        backward together. `peak` contains the FLOPs of the matrix product, and a list with a pair
+        (wall-clock seconds, CPU seconds) for each round.
     """
     # Each timed pass has a new batch and follows an untimed pass with another batch. oneDNN
-    # compiles products for each shape, and in training each step has other numbers of rows. With
+    # compiles products for each shape, and each training step has different numbers of rows. With
     # one batch for all rounds, the shapes of the peers would be compiled only once, and the blocks
     # would remove each other's products from oneDNN's cache.
     peak = PeakGemm(x.dtype, device)
@@ -381,7 +382,8 @@ def _summary(
     device: torch.device,
 ) -> dict[str, Any]:
     """Return the speed of each block and the peak FLOP/s of the device. On a CPU with one thread,
-    speeds are computed from CPU time, otherwise from wall-clock time."""
+    speeds are computed from CPU time. In all other cases, they are computed from wall-clock
+    time."""
     clock = int(device.type == "cpu" and torch.get_num_threads() == 1)
     flops, peaks = peak
     peak_flops = flops / min(seconds[clock] for seconds in peaks)
@@ -464,13 +466,15 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="SHAPE-DTYPE",
         help="such as small-bf16; may be repeated (all of the device)",
     )
-    parser.add_argument("--peers", default="", metavar="A,B", help="only these of all peers")
+    parser.add_argument(
+        "--peers", default="", metavar="A,B", help="only these peers (default: all)"
+    )
     parser.add_argument("--rounds", type=int, default=5, help="timed rounds (5)")
     parser.add_argument(
         "--threads", type=int, action="append", help="on a CPU; may be repeated (1, 2)"
     )
     parser.add_argument(
-        "--tokens", type=int, default=0, help="tokens in a batch (0: by case and device)"
+        "--tokens", type=int, default=0, help="tokens in a batch (0: depends on case and device)"
     )
     parser.add_argument("--device", default="auto", help="cpu, cuda, xpu or auto")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")

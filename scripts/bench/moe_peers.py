@@ -1,4 +1,4 @@
-"""MoE experts of other libraries, which moe.py and moe_step.py compare with those of Optimus.
+"""MoE experts of other libraries, which moe.py and moe_step.py compare with the experts of Optimus.
 
 All libraries use the same weights. Dimensions: T tokens, D hidden size, F intermediate size of an
 expert, E experts, K experts per token. Inputs are x [T, D], the routing weights [T, K] in the dtype
@@ -26,9 +26,9 @@ def gradient_of(leaf: Tensor) -> Tensor:
 
 
 class Peer(nn.Module):
-    """Experts of another library (a peer) with the weights gate_up [E, 2F, D] and down [E, D, F].
+    """Experts of another library (a peer) for the weights gate_up [E, 2F, D] and down [E, D, F].
 
-    The parameters share memory with these weights, unless the library needs another layout.
+    The parameters share the memory of these weights, unless the library needs another layout.
     `gradients` returns the gradients in the layout of gate_up and down.
     """
 
@@ -102,9 +102,9 @@ class ThreeGrouped(Peer):
 
 
 class HuggingFace(Peer):
-    """Experts module of the Hugging Face library `transformers`, which stores the weights of all
-    experts in one tensor. `implementation` is the name that transformers uses for the function that
-    computes the experts."""
+    """Experts module of the Hugging Face library `transformers`. It stores the weights of all
+    experts in one tensor. `implementation` is transformers' name for the function that computes the
+    experts."""
 
     implementation = "grouped_mm"
 

@@ -1,4 +1,4 @@
-"""Measure how much faster a model trains with our MoE experts than with those of other libraries.
+"""Measure the speed-up of training with our MoE experts over the experts of other libraries.
 
     python scripts/bench/moe_step.py --model configs/model/mula-7b-a1b.toml --layers 1
 
@@ -93,12 +93,12 @@ class Contest:
 
 
 def measure(contest: Contest, batch: tuple[int, int], rounds: int) -> dict[str, dict[str, list]]:
-    """In each round and for the experts of each library, time a pass of the whole model and a pass
-    of a single MoE block.
+    """Time a pass of the whole model and a pass of a single MoE block, in each round and with the
+    experts of each library.
 
     Returns:
-        `times[name][span]`, where `name` is a library and `span` is "pass" or "block": a list that
-        contains a pair (wall-clock seconds, CPU seconds) for each round.
+        A dict `times`. `times[name][span]` is a list of pairs (wall-clock seconds, CPU seconds),
+        one for each round. `name` is a library, and `span` is "pass" or "block".
     """
     config, device = contest.config, next(contest.model.parameters()).device
     generator = torch.Generator().manual_seed(0)
@@ -109,7 +109,7 @@ def measure(contest: Contest, batch: tuple[int, int], rounds: int) -> dict[str, 
     losses: dict[str, float] = {}
     for number in range(rounds + 1):
         # Each timed pass has new tokens and follows an untimed pass with other tokens. The reason
-        # is oneDNN's cache of compiled products, which a comment in moe.py explains.
+        # is oneDNN's cache of compiled products; see moe.py.
         before, tokens = (
             torch.randint(config.vocab_size, batch, generator=generator).to(device)
             for _ in range(2)
@@ -135,10 +135,9 @@ def measure(contest: Contest, batch: tuple[int, int], rounds: int) -> dict[str, 
 def summary(
     contest: Contest, times: dict[str, dict[str, list]], clock: int, seq_len: int
 ) -> dict[str, Any]:
-    """Return, for each library, the median times, and the speed-up of a pass with our experts over
-    a pass with the library's experts. The key `speed_up` contains the measured speed-up. The key
-    `predicted` contains a speed-up that is computed from the median times of a pass and of a single
-    MoE block."""
+    """Return a dict for each library with its median times, and with the speed-up of a pass with
+    our experts over a pass with the library's experts. The value of `speed_up` is measured. The
+    value of `predicted` is computed from the median times of a pass and of a single MoE block."""
     config = contest.config
     slots = config.num_experts_per_tok * 3 * config.hidden_size * config.intermediate_size
     share = config.num_layers * 6.0 * slots / flops_per_token(config, seq_len)

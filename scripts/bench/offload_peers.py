@@ -1,14 +1,14 @@
-"""Compare `optimus.offload` with other libraries that train a model larger than the device.
+"""Compare `optimus.offload` with other libraries that train models larger than the device memory.
 
 Each point trains transformers' GPT-2 with random weights, gradient checkpointing, sequences of
 1,024 tokens and AdamW with clipping, within a limit of device memory that torch's allocator
-enforces. Each point runs in a new process, so that no library sees the memory of another. Points
-run in a fixed order, the most important first, until the time is over.
+enforces. Each point runs in a new process, so that the libraries do not affect each other's memory.
+Points run in a fixed order, the most important first, until the time is over.
 
     python scripts/bench/offload_peers.py [--budget SECONDS] [--out FILE] [--rehearse]
 
-`--rehearse` runs small models on the CPU, where the device is emulated. It tests the script; its
-times say nothing about a GPU.
+`--rehearse` runs small models on the CPU, where the device is emulated. This option is for tests of
+the script. The measured times say nothing about a GPU.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ MEGATRAIN = "counts 6 x parameters x tokens and keeps no fp32 masters in its rel
 
 @dataclass(frozen=True)
 class Point:
-    """A training run of a few steps with one library."""
+    """A training run of a few steps with a single library."""
 
     library: str
     model: str
@@ -111,7 +111,7 @@ Step = Callable[[list[torch.Tensor]], None]
 
 
 def optimus_step(point: Point, device: torch.device) -> tuple[Step, int, str]:
-    """Return a function that trains a step, the number of parameters, and remarks."""
+    """Return (function that runs a training step, number of parameters, remarks)."""
     model = make_model(point.model, point.seq_len, device, torch.bfloat16)
     count = sum(p.numel() for p in model.parameters())
     tokens = torch.zeros(point.batch, point.seq_len, dtype=torch.int64)
@@ -199,7 +199,8 @@ def megatrain_step(point: Point, device: torch.device) -> tuple[Step, int, str]:
 
 
 def resident_step(point: Point, device: torch.device) -> tuple[Step, int, str]:
-    """Train with all states on the device, in fp32 with autocast."""
+    """Version of `optimus_step` without offloading: all states are on the device, in fp32 with
+    autocast."""
     model = make_model(point.model, point.seq_len, device, torch.float32).to(device)
     count = sum(p.numel() for p in model.parameters())
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
@@ -227,7 +228,7 @@ STEPS: dict[str, Callable[[Point, torch.device], tuple[Step, int, str]]] = {
 
 
 def start_alone(backend: str) -> None:
-    """Start a process group of this process."""
+    """Create a process group that contains only this process."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511", "RANK": "0"}
     os.environ |= {"WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     torch.distributed.init_process_group(backend, rank=0, world_size=1)
@@ -250,7 +251,7 @@ def run_point(point: Point, device: torch.device, steps: int) -> dict[str, Any]:
             step(batches)
             platform.synchronize(device)
             times.append(time.perf_counter() - start)
-    except Exception as error:  # of any library; the row names it
+    except Exception as error:  # of any kind; the table contains it
         return {"failed": f"{type(error).__name__}: {one_line(error)}"[:200]}
     tokens = point.batch * point.seq_len * point.microbatches
     return {
@@ -264,9 +265,10 @@ def run_point(point: Point, device: torch.device, steps: int) -> dict[str, Any]:
 
 
 def shortest_step(point: Point, parameters: int, links: Links) -> float:
-    """Return the lower limit of the time of a step with all chunks on the host, in seconds: the
-    largest time of the computation (with recomputation), of the link in each direction (2 bytes of
-    each parameter for each of two gathers, and one bf16 gradient), and of the host's updates."""
+    """Return a lower limit of the time of a training step with all chunks on the host, in seconds.
+    It is the maximum of the times of the computation (with recomputation), of the link in each
+    direction (two gathers of 2 bytes per parameter, and a bf16 gradient), and of the updates on the
+    host."""
     tokens = point.batch * point.seq_len * point.microbatches
     return max(
         8 * parameters * tokens / links.flops,

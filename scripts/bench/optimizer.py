@@ -1,18 +1,18 @@
 #!/usr/bin/env python3
-"""Compare the time of our AdamW step with other libraries and the limit by memory bandwidth.
+"""Compare the time of our AdamW step with other libraries and with the memory bandwidth limit.
 
     python scripts/bench/optimizer.py [--size N] [--threads N] [--rounds N] [--peers A,B] [--json]
 
-A step reads bf16 gradients and updates fp32 states and bf16 parameters, all of which are flat
-tensors. The compared programs update the same states in turn. First, the result of each program on
-small tensors is compared with AdamW in fp64.
+A step reads bf16 gradients and updates fp32 states and bf16 parameters. All tensors are flat. The
+compared programs update the same states in turn. First, the result of each program on small tensors
+is compared with AdamW in fp64.
 
 `ours` is the fused op of Optimus. `torch` is torch's fused AdamW, and `deepspeed` is DeepSpeed's
 cpu_adam. `torch` and `deepspeed` need two additional ops, which cast the gradients to fp32 and the
 parameters to bf16.
 
-`bound` is the limit by memory bandwidth: it reads and writes the same number of bytes as a step,
-with a simple in-place op of torch. Two such ops are timed, and the time of the faster one is used.
+`bound` is the limit by memory bandwidth: a simple in-place op of torch that reads and writes the
+same number of bytes as a step. Two such ops are timed, and the time of the faster op is used.
 
 The script also measures the time to compute the exact norm of gradients.
 """
@@ -47,10 +47,10 @@ _STORED = 16
 """Bytes stored per parameter: states, gradient and parameter."""
 SIZES = (1 << 16, 1 << 26)
 """Default sizes of a chunk, in parameters. The small chunk needs 1 MiB and fits in the cache of a
-core. The large chunk needs 1 GiB and fits in no cache."""
+core. The large chunk needs 1 GiB and does not fit in a cache."""
 _PARAMETERS_PER_SAMPLE = 1 << 22
-"""Least number of parameters that are updated in a timed sample. For small sizes, a sample repeats
-the update, because one update is short compared with the resolution of the clock."""
+"""Minimum number of parameters that are updated in a timed sample. For small sizes, a sample
+repeats the update, because a single update is too short for the resolution of the clock."""
 _HYPERPARAMETERS: dict[str, Any] = {
     "lr": 1e-4,
     "beta1": 0.9,
@@ -64,8 +64,8 @@ _CLASS_HYPERPARAMETERS: dict[str, Any] = {
     "eps": 1e-8,
     "weight_decay": 0.1,
 }
-"""The same values as _HYPERPARAMETERS, but with the argument names that the optimizer classes of
-torch and DeepSpeed use."""
+"""The values of _HYPERPARAMETERS, with the argument names of torch's and DeepSpeed's optimizer
+classes."""
 PEERS = ("ours", "torch", "deepspeed", "bound")
 
 
@@ -140,8 +140,8 @@ def deepspeed_adam(chunk: Chunk) -> Callable[[], Any]:
 
 
 def bound(chunk: Chunk) -> list[Callable[[], Any]]:
-    """Return two functions, each of which calls a simple in-place op of torch. For each parameter
-    of `chunk`, each op reads 14 bytes and writes 14 bytes, as an AdamW step does."""
+    """Return two functions that each call a simple in-place op of torch. For each parameter of
+    `chunk`, an op reads 14 bytes and writes 14 bytes, like an AdamW step."""
     n = chunk.master.numel()
     memory = torch.zeros(n * _STORED // 4, device=chunk.master.device)
     bytes_each_way = n * BYTES // 2
@@ -243,9 +243,9 @@ def bench_norm(size: int, rounds: int, clock: int, device: torch.device) -> dict
         device: Device of the gradients.
 
     Returns:
-        Seconds per round of the op (`ours`), of its reference implementation (`twin`) and of
-        torch's plain sum (`read`); for `twin` and `read`, also the least, median and greatest
-        ratio of the time to the time of `ours`.
+        A dict with the seconds per round of the op (`ours`), of its reference implementation
+        (`twin`) and of torch's plain sum (`read`). For `twin` and `read`, it also contains the
+        minimum, median and maximum of the ratio of the time to the time of `ours`.
     """
     flat, bins = torch.randn(max(BLOCK, size - size % BLOCK), device=device), new_bins(device)
     runs: dict[str, list[Callable[[], Any]]] = {
@@ -289,9 +289,9 @@ def _race(
     clock: int,
     device: torch.device,
 ) -> dict[str, list[float]]:
-    """Measure the time of the programs in `runs`, in turn. Return, for each program, the seconds of
-    one step in each round. If a program has several functions, the time of the fastest function is
-    used."""
+    """Measure the time of the programs in `runs`, in turn. Return a dict that maps each program to
+    the seconds of a step in each round. If a program has several functions, the time of the fastest
+    function is used."""
 
     def repeated(run: Callable[[], Any]) -> None:
         for _ in range(repeat):
@@ -352,7 +352,9 @@ def make_parser() -> argparse.ArgumentParser:
         action="append",
         help="number of parameters; may be repeated (2^16, 2^26)",
     )
-    parser.add_argument("--peers", default="", metavar="A,B", help="only these of all peers")
+    parser.add_argument(
+        "--peers", default="", metavar="A,B", help="only these peers (default: all)"
+    )
     parser.add_argument("--rounds", type=int, default=7, help="timed rounds (7)")
     parser.add_argument(
         "--threads", type=int, action="append", help="on a CPU; may be repeated (1, 2)"

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Compare the time of a training step in this checkout with that in another checkout.
+"""Compare the times of a training step in this checkout and in another checkout.
 
     git worktree add /tmp/before COMMIT && python scripts/bench/paired_step.py /tmp/before
 
-Each round runs `optimus bench step` in both checkouts, in alternating order. The ratio of a round
-is the time in this checkout divided by the time in the other checkout. The script prints the median
-ratio of all rounds with its 95 % confidence interval, once for CPU time and once for wall-clock
-time.
+Each round runs `optimus bench step` in the two checkouts, in alternating order. The ratio of a
+round is the time in this checkout divided by the time in the other checkout. The script prints the
+median ratio of all rounds with its 95 % confidence interval, once for CPU time and once for
+wall-clock time.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def bench(checkout: Path, config: Path, steps: int, overrides: list[str]) -> dic
     words = [sys.executable, "-m", "optimus.cli", "bench", "step", str(config)]
     settings = ["train.dtype=fp32", "train.threads=1", "train.device=cpu", *overrides]
     command = [*words, *settings, "--steps", str(steps), "--json"]
-    # Without PYTHONPATH, an installed checkout would provide the kernels for both checkouts.
+    # Without PYTHONPATH, the kernels of both checkouts would come from the installed checkout.
     env = os.environ | {"PYTHONPATH": f"{checkout}:{checkout / 'kernels'}"}
     done = subprocess.run(
         command, cwd=checkout, env=env, check=True, capture_output=True, text=True

@@ -3,8 +3,8 @@
 
     python scripts/bench/sharding.py [--ranks N] [--hidden N] [--rounds N] [--json]
 
-The local ranks train a model in which experts and other parameters have the proportions of
-Mula-7B-A1B. The compared programs run in turn. Each measured time is the maximum over all ranks.
+The local ranks train a model with the proportions of experts and other parameters in Mula-7B-A1B.
+The compared programs run in turn. Each measured time is the maximum over all ranks.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class FsdpLoop(PlainLoop):
     """Training loop in which FSDP2 shards each transformer block and the remaining parameters.
 
     Parameters stay gathered between forward and backward (`reshard_after_forward=False`). This mode
-    of FSDP2 is faster than `reshard_after_forward=True`, and more similar to Optimus.
+    of FSDP2 is faster than `reshard_after_forward=True` and more similar to Optimus.
     """
 
     def __init__(self, config: Config, plan: BatchPlan, world: World) -> None:
@@ -101,10 +101,10 @@ def measure_peak(config: Config, small: Config, world: World) -> dict[str, Any]:
         world: All ranks.
 
     Returns:
-        `measured`: Resident bytes at the peak of a training step, minus the resident bytes before
-        the model was built, on the rank with the greatest difference. `parts`: Bytes that this rank
-        needs for the states, for the activations, and for two chunks of gradients. `formula`: Sum
-        of `parts`.
+        A dict with three keys. `measured`: resident bytes at the peak of a training step, minus the
+        resident bytes before the model was built, on the rank with the largest difference. `parts`:
+        bytes that this rank needs for the states, for the activations, and for two chunks of
+        gradients. `formula`: sum of `parts`.
     """
     meter = common.MemoryMeter()
     _train(small, world, meter)
@@ -115,8 +115,8 @@ def measure_peak(config: Config, small: Config, world: World) -> dict[str, Any]:
 
 
 def _train(config: Config, world: World, meter: common.MemoryMeter) -> tuple[int, dict[str, int]]:
-    """Run three training steps. Return the peak of resident memory in the last step, and the terms
-    whose sum predicts this peak, both in bytes."""
+    """Run three training steps. Return (peak of resident memory in the last step, terms whose sum
+    predicts this peak), in bytes."""
     ours = make_rank(config, world)
     states, microbatches, updater = ours.states, ours.microbatches(), ours.updater()
     for step in range(1, 1 + _WARMUP):
@@ -137,10 +137,10 @@ def compare_shardings(so: Config, epso: Config, world: World, rounds: int) -> di
     """Compare `optim.sharding` "epso" with "so". All ranks must call this function.
 
     Returns:
-        `update`: CPU seconds in which AdamW updates the shard of a rank. `step`: Wall-clock seconds
-        of all work between backward and the next forward: reduction, norm, update and gather.
-        `update` and `step` contain the seconds for each sharding and the ratios "epso" / "so".
-        `predicted`: Ratio of the sizes of the shards, "epso" / "so".
+        A dict with three keys. `update`: CPU seconds of the AdamW update of a rank's shard. `step`:
+        wall-clock seconds of all work between backward and the next forward: reduction, norm,
+        update and gather. `update` and `step` contain the seconds for each sharding and the ratios
+        "epso" / "so". `predicted`: ratio of the sizes of the shards, "epso" / "so".
     """
     ranks = {"so": make_rank(so, world), "epso": make_rank(epso, world)}
     updates = {name: _make_update(rank.states, rank.config) for name, rank in ranks.items()}
@@ -194,12 +194,12 @@ def _make_step(states: ChunkEngine) -> Callable[[], None]:
 
 
 def compare_fsdp(config: Config, world: World, rounds: int) -> dict[str, Any]:
-    """Compare the times of a training step with Optimus and with FSDP2. All ranks must call this
+    """Compare the times of a training step in Optimus and in FSDP2. All ranks must call this
     function.
 
     Returns:
-        Seconds of a training step with each library, the ratios Optimus / FSDP2 of these times, and
-        the greatest relative difference between the losses of the libraries.
+        A dict with the seconds of a training step in each library, the ratios Optimus / FSDP2 of
+        these times, and the largest relative difference between the losses of the libraries.
 
     Raises:
         OptimusError: The relative difference of the losses is 1e-3 or more.

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Interrupt saves of training runs, resume the runs, and compare them with an undisturbed run.
+"""Interrupt saves of training runs, resume the runs, and compare the results with an undisturbed
+run.
 
     python scripts/drills/checkpoint_kill.py random --kills 1000 [--work DIR] [--asynchronous]
     python scripts/drills/checkpoint_kill.py points
@@ -7,7 +8,7 @@
     python scripts/drills/checkpoint_kill.py power
 
 A file call is a system call on a file, such as write or rename. `random` kills rank 0, rank 1 or
-both with SIGKILL at random moments, and resumes the run after each kill until the run ends.
+both ranks with SIGKILL at random moments, and resumes the run after each kill until the run ends.
 `points` kills a rank before and after each file call of a save, and in the middle of each write.
 `errors` lets each file call of a save fail (ENOSPC, EIO) or write too few bytes; the run must
 continue. `power` records the file calls of a run, simulates a power cut after each call, and
@@ -56,8 +57,8 @@ LONG = {
 
 def sum_up(records: Sequence[dict[str, Any]], unit: str) -> int:
     """Print the number of records, the number of records with a failed check (key `broken`), and
-    the first 20 of these. Return the exit status. `unit` is the noun for the records in the printed
-    text, such as "cases"."""
+    the first 20 records with a failed check. Return the exit status. `unit` is the noun for the
+    records in the printed text, such as "cases"."""
     broken = [record for record in records if record.get("broken")]
     seconds = sum(record["s"] for record in records)
     print(f"{len(records)} {unit}, {seconds:.0f} s; broken: {len(broken)}")
@@ -142,8 +143,8 @@ def kill_at_random(
 
 
 def _unbroken(pool: RankPool, tree: dict[str, Any], work: Path) -> float:
-    """Return the duration in seconds of a run without kills. If `work` does not contain the
-    duration, first do this run and store its duration in `work`."""
+    """Return the duration in seconds of a run without kills. If the duration is not stored in
+    `work`, first do this run and store its duration."""
     duration = work / "unbroken.json"
     if not duration.exists():
         for _ in range(2):  # the first also starts the pool
@@ -191,7 +192,7 @@ def break_calls(
     args: argparse.Namespace,
     settings: dict[str, Any],
 ) -> int:
-    """For each file call of a save, repeat the save and disturb this call: kill the rank at the
+    """Repeat a save once for each of its file calls, and disturb this call: kill the rank at the
     call, or let the call fail. Return the exit status."""
     save = broken_runs.record_save(pool, data, scratch, **settings)
     points = args.what == "points"

@@ -4,8 +4,8 @@
     python scripts/drills/data_kill.py --kills 100 [--workers 2] [--world 1] [--seed 0]
 
 The drill first prepares a data set from a corpus without kills. Then it prepares the same data set
-again and again, and kills the main process, one worker, or all processes of the command by SIGKILL
-at random moments. When a run ends without a kill, its output is compared with the first output, and
+repeatedly, and kills the main process, a worker, or all processes of the command by SIGKILL at
+random moments. When a run ends without a kill, its output is compared with the first output, and
 the next run writes to a new directory. Exit status 0: the number of kills was reached, all outputs
 were byte-identical, and no file with a final name ever had other content.
 """
@@ -92,8 +92,8 @@ def tree(folder: Path) -> dict[str, bytes]:
 
 
 def differences(out: Path, expected: dict[str, bytes], whole: bool) -> list[str]:
-    """Return the relative paths of the files in `out` whose content is not the expected content.
-    Hidden files and files in the folders for temporary data (spill) are ignored.
+    """Return the relative paths of the files in `out` with unexpected content. Hidden files and
+    files in the folders for temporary data (spill) are ignored.
 
     Args:
         out: Directory of the output.
@@ -110,8 +110,8 @@ def differences(out: Path, expected: dict[str, bytes], whole: bool) -> list[str]
 
 
 def kill(process: subprocess.Popen[bytes], rng: random.Random) -> str:
-    """Kill the main process of the command, one of its workers, or all its processes, chosen at
-    random. Return the choice: "command", "worker" or "all"."""
+    """Kill the main process of the command, a worker, or all its processes, chosen at random.
+    Return the choice: "command", "worker" or "all"."""
     target = rng.choice(("command", "command", "worker", "all"))
     children = children_of(process.pid)
     if target == "worker" and children:
@@ -127,7 +127,7 @@ def kill(process: subprocess.Popen[bytes], rng: random.Random) -> str:
 
 def start_and_kill(drill: Drill, out: Path, limit_s: float, rng: random.Random) -> str:
     """Start all ranks of the command, and kill each rank at a random moment unless it has already
-    ended. Return the target of the last kill (as `kill` does), or "" if no rank was killed."""
+    ended. Return the result of the last `kill`, or "" if no rank was killed."""
     ranks = [drill.start(out, rank) for rank in range(drill.world)]
     target = ""
     for process in ranks:

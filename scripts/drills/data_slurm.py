@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""Prepare data sets with jobs on two nodes of a real Slurm, and interrupt some of the jobs.
+"""Prepare data sets by jobs on two nodes of a real Slurm installation, and interrupt some of the
+jobs.
 
     scripts/drills/slurm.sh --nodes 2 -- python scripts/drills/data_slurm.py [--cases nodes,array]
 
-Each case prepares a data set from the same corpus. All bytes must be equal to those of the data set
-that one process prepares from this corpus without Slurm, and `optimus-data verify` must accept the
-data set.
+Each case prepares a data set from the same corpus. The data set must be byte-identical to the data
+set that a single process prepares from this corpus without Slurm, and `optimus-data verify` must
+accept it.
 
 nodes    scripts/slurm/data.sh --nodes 2
 tasks    srun with two tasks on each of two nodes
@@ -44,9 +45,9 @@ JOB_SCRIPT = jobs.ROOT / "scripts" / "slurm" / "data.sh"
 
 @dataclass
 class Drill:
-    """The inputs of all cases: `base`, the folder with the corpus and the tokenizer; `program`, the
-    command `optimus-data`; and `expected`, the files of the data set that one process prepares from
-    the corpus, by relative path."""
+    """Inputs of all cases: `base`, the folder that contains the corpus and the tokenizer;
+    `program`, the command `optimus-data`; and `expected`, the files of the data set that a single
+    process prepares from the corpus, by relative path."""
 
     base: Path
     program: Path
@@ -58,7 +59,7 @@ class Drill:
         return [*words, "--unit-size", "50KB", "--shard-size", "40KB", "--eval-fraction", "0.1"]
 
     def submit(self, out: Path, *how: str) -> str:
-        """Submit a job that prepares the data set in `out`, with the options `how` of
+        """Submit a job that prepares the data set in `out`. `how` are options of
         scripts/slurm/data.sh. Return the ID of the job."""
         return jobs.submitted(str(JOB_SCRIPT), *how, "--time", "10", "--", *self.arguments(out))
 
@@ -75,9 +76,9 @@ class Drill:
         return jobs.running(job) and not (out / "manifest.json").exists()
 
     def disturb(self, out: Path, how: Callable[[str], None], tries: int = 5) -> str:
-        """Submit a job of two nodes, and call `how` with the ID of the job when the job has
-        tokenized a third of the text. If a job ends before this moment, submit another job, but at
-        most `tries` jobs in total. Return the ID of the job with which `how` was called."""
+        """Submit a job of two nodes. When the job has tokenized a third of the text, call `how(job
+        ID)`. If a job ends before this moment, submit another job, but at most `tries` jobs in
+        total. Return the ID of the disturbed job."""
         for _ in range(tries):
             job = self.submit(out, "--nodes", "2")
             if self.half_way(out, job):
@@ -90,7 +91,8 @@ class Drill:
 
     def check(self, out: Path) -> str:
         """Assert that all files of the data set in `out` have the expected bytes, and that
-        `optimus-data verify` accepts the data set. Return a text for the result of the case."""
+        `optimus-data verify` accepts the data set. Return text to append to the result of the
+        case."""
         verified = subprocess.run([self.program, "verify", str(out)], capture_output=True)
         wrong = differences(out, self.expected, whole=True) + ["verify"] * bool(verified.returncode)
         assert not wrong, wrong[:5]
@@ -104,8 +106,8 @@ def states(job: str) -> list[str]:
 
 def assert_all_ranks_worked(printed: str, world: int) -> None:
     """Assert that `printed`, the output of a job, contains a line about tokenization from each of
-    `world` ranks. The data set alone does not show that all ranks worked, because a single rank
-    would write the same bytes."""
+    `world` ranks. The data set does not show that all ranks worked, because a single rank would
+    write the same bytes."""
     ranks = set(re.findall(rf"^\[rank (\d+) of {world}\] tokenize", printed, re.MULTILINE))
     assert ranks == {str(rank) for rank in range(world)}, (
         f"of {world} ranks, only {ranks} printed a line about tokenization: {printed}"
@@ -154,7 +156,7 @@ def requeue(drill: Drill, out: Path) -> str:
     def how(job: str) -> None:
         jobs.output_of("scontrol", "requeue", job)
         jobs.wait_until(lambda: "PENDING" in states(job), f"job {job} in the queue")
-        # Start the job after 3 s. Otherwise Slurm would wait for two minutes. A start in the same
+        # Start the job after 3 s. By default, Slurm would wait for two minutes. A start in the same
         # second as the requeue would fail, because a node refuses it: "credential revoked".
         jobs.output_of("scontrol", "update", f"JobId={job}", "StartTime=now+3")
 
@@ -165,8 +167,8 @@ def requeue(drill: Drill, out: Path) -> str:
 
 
 def complete(drill: Drill, out: Path, job: str, nodes: str) -> None:
-    """Cancel a job that has lost a rank. Submit the same command as a new job on `nodes` nodes, and
-    assert that the new job completes the data set."""
+    """Cancel a job that has lost a rank. Submit the same command as a new job on `nodes` nodes.
+    Assert that the new job completes the data set."""
     jobs.output_of("scancel", job)
     jobs.ended(job)
     assert not (out / "manifest.json").exists(), f"{out} is complete although a rank was lost"
@@ -207,8 +209,8 @@ CASES = {case.__name__: case for case in (nodes, tasks, array, cancel, requeue, 
 
 
 def prepare(base: Path, args: argparse.Namespace) -> Drill:
-    """Write the corpus, train the tokenizer, and prepare the expected data set with one process.
-    Return the inputs of the cases."""
+    """Write the corpus, train the tokenizer, and prepare the expected data set with a single
+    process. Return the inputs of the cases."""
     program = install(base / "optimus-data", "data_prep.cli")
     os.environ["OPTIMUS_DATA"] = str(program)
     write_corpus(base / "text", args.files, 2000, random.Random(0))

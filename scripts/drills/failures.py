@@ -7,13 +7,15 @@ r"""Cause failures of ranks, agents, nodes and supervisors of `optimus launch`; 
         python scripts/drills/failures.py --launcher srun [--case NAME | --sequences N]
 
 Nodes are emulated on this machine: each emulated node is an agent process and the ranks that the
-agent starts. With --launcher srun, nodes are those of a real Slurm, each with a separate network,
-and a launch is a job. Each run trains a tiny model on 2 nodes of 2 ranks. The drill causes one
-fault of `tests/kit/faults/failures.py::CASES` (with srun: `tests/kit/faults/slurm.py::CASES`) at a
-random step of the run. With --sequences, it causes several random faults, each after the run has
-recovered from the previous fault. After the run, the drill checks that
+agent starts. With --launcher srun, the nodes belong to a real Slurm installation, each node has a
+separate network, and a launch is a job. Each run trains a tiny model on 2 nodes of 2 ranks. The
+drill causes one fault of `tests/kit/faults/failures.py::CASES` (with srun:
+`tests/kit/faults/slurm.py::CASES`) at a random step of the run. With --sequences, the drill causes
+several random faults, each after the run has recovered from the previous fault. After the run, the
+drill checks that
 
-- the losses and norms of all steps equal those of an unbroken run, and each step appears once;
+- the losses and norms of all steps are equal to the values of an unbroken run, and each step
+  appears once;
 - the right nodes were excluded or suspected, and the right buffer nodes replaced them;
 - the number of restarts of training, the exit status and the verdict are right;
 - every checkpoint is complete and finite;
@@ -54,7 +56,7 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=1, help="runs of each case (1)")
     parser.add_argument("--sequences", type=int, default=0, help="runs with several faults (0)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the first run (0)")
-    parser.add_argument("--results", default="-", help="file with the results; -: none")
+    parser.add_argument("--results", default="-", help="file of the results; -: none")
     parser.add_argument("--work", type=Path, help="folder for the runs; default: a temporary one")
     args = parser.parse_args()
     # A shell starts a background process with SIGINT ignored, and the runs would inherit this.

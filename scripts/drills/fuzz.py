@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
-"""Train random models on random layouts with interruptions; compare with runs on one process.
+"""Train random models on random layouts with interruptions, and compare with runs on one process.
 
     python scripts/drills/fuzz.py [--minutes M] [--seed S] [--out fuzz.jsonl] [--case JSON]
 
 A case has a model, a batch, and two layouts. A run under the first layout is ended early, for
 example by a kill, and a run under the second layout resumes from the checkpoint of the first run.
 tests/kit/faults/fuzz.py draws the cases at random. Results are appended to --out; the same command
-continues after the last result. A case that fails is reduced to a simpler case that also fails, and
-the command for the simpler case is printed. The summary contains the number of cases, how often
-each setting had each value, and the failures. Exit status 0: all results agree with the runs on one
-process.
+continues after the last result. If a case fails, it is reduced to a simpler case that also fails,
+and the command for the simpler case is printed. The summary contains the number of cases, the
+frequency of each value of each setting, and the failures. Exit status 0: all results agree with the
+runs on one process.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def _arguments() -> argparse.Namespace:
 
 def _case(text: str) -> Case:
     """Return the case that `text`, a JSON object, describes. The keys of the object are axes
-    (settings of a case), such as "dtype". An axis that is missing in the object gets its first
-    choice, which is the simplest."""
+    (settings of a case), such as "dtype". An axis that is missing in the object gets its first,
+    simplest choice."""
     chosen = json.loads(text)
     case = {axis: choices[0] for axis, choices in axes().items()}
     if unknown := set(chosen) - set(case):
@@ -100,7 +100,7 @@ def _drill(runner: CaseRunner, args: argparse.Namespace) -> int:
 
 def command(case: Case) -> str:
     """Return the shell command that runs only `case`. The JSON object in the command contains only
-    the axes (settings of a case) that do not have their first choice."""
+    axes (settings of a case) with a value other than their first choice."""
     chosen = {axis: case[axis] for axis, choices in axes().items() if case[axis] != choices[0]}
     return f"python scripts/drills/fuzz.py --case {shlex.quote(json.dumps(chosen))}"
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Mutate files of all formats that Optimus reads, and check the commands that read the files.
+"""Mutate files of all formats that Optimus reads, and check the commands that read these files.
 
     python scripts/drills/hostile_files.py --cases 20000 | --every-field
         [--seed S] [--jobs 2] [--only FORMAT] [--case K] [--out findings.jsonl]
@@ -9,7 +9,7 @@ the cases at random. Together, --seed, --only and the number of a case determine
 --every-field, the cases are not random: each field of each format gets each wrong value in turn. A
 finding is a case in which the command breaks a rule of judge.py, for example by a traceback.
 Findings are appended to --out, with the seed and the number of the case; `--case K` repeats case K
-and prints its output. The table at the end has, for each format, the number of cases with each
+and prints its output. The table at the end contains, for each format, the number of cases with each
 outcome. Exit status 0: no finding.
 """
 

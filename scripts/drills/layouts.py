@@ -6,8 +6,8 @@
 The layouts are all divisions of the ranks into pp, dp, ep and tp, combined with the schedules,
 models, dtypes and batches of `tests/kit/layouts/matrix.py`. Without ep and tp, a run must have the
 same bits as the run on one process; with ep or tp, errors up to 1e-5 are allowed. Results are
-appended to --out; the same command continues after the last result. For a case that fails, the
-command that runs only this case is printed. Exit status 0: no case failed.
+appended to --out; the same command continues after the last result. If a case fails, the command
+that runs only this case is printed. Exit status 0: no case failed.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def main() -> int:
 
 
 def _run(pool: RankPool, case: Case, known: dict[str, Outcome]) -> dict[str, Any]:
-    """Run a case, compare the outcome with that of a run on one process, and return the result as a
-    record. `known` is a cache of the outcomes of runs on one process."""
+    """Run a case, compare its outcome with the outcome of a run on one process, and return the
+    result as a record. `known` is a cache of the outcomes of runs on one process."""
     start = time.monotonic()
     record = {"case": str(case), "exact": case.is_exact}
 

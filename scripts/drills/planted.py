@@ -6,9 +6,9 @@
 Each entry of tests/planted/faults.toml is a fault: a change of one file, and the tests that must
 detect the change. The drill copies the tracked files of the working tree, once for each job. First,
 the tests of all faults run without a fault and must pass. Then each fault is planted, its tests
-run, and the file is restored. A fault is caught if a test fails; an error of collection or import
-does not count. A fault whose tests are skipped on this machine is "not decidable here". Exit status
-0: all faults were caught.
+run, and the file is restored. A fault is caught if a test fails. An error in the collection or
+import of tests is not a failure. If the tests of a fault are skipped on this machine, the fault is
+"not decidable here". Exit status 0: all faults were caught.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ TABLE = ROOT / "tests" / "planted" / "faults.toml"
 _LIMIT_S = 600
 """Time limit of a run of pytest, in seconds."""
 _NO_FINDING = re.compile(r"(\w+\.)*(ImportError|ModuleNotFoundError|NameError|SyntaxError)\b")
-"""Pattern of failure messages which show that the changed code is invalid, for example that it
+"""Pattern of failure messages that show that the changed code is invalid, for example because it
 cannot be imported. A test that fails with such a message has not caught the fault."""
 _OUTCOMES = {"failure": "failed", "error": "error", "skipped": "skipped"}
 """Maps the name of an XML element in the JUnit entry of a test case to the outcome of the case."""
@@ -45,7 +45,7 @@ _OUTCOMES = {"failure": "failed", "error": "error", "skipped": "skipped"}
 
 @dataclass(frozen=True)
 class Fault:
-    """Deliberate error in the code: the text `old`, which occurs once in `file`, is replaced by
+    """Deliberate error in the code. The text `old`, which occurs once in `file`, is replaced by
     `new`. At least one of `tests` must then fail."""
 
     name: str
@@ -117,7 +117,7 @@ def copy_checkout(to: Path) -> Path:
         ["git", "ls-files", "-z"], cwd=ROOT, stdout=subprocess.PIPE, check=True
     ).stdout.decode()
     for name in filter(None, listed.split("\0")):
-        if os.path.lexists(ROOT / name):  # a file that was removed without git is still listed
+        if os.path.lexists(ROOT / name):  # git also lists a file that was removed without git
             (to / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, to / name, follow_symlinks=False)
     return to
@@ -159,8 +159,8 @@ def _drill(faults: Sequence[Fault], copies: Sequence[Path]) -> int:
 def _in_copies(
     copies: Sequence[Path], tasks: Sequence[T], function: Callable[[T, Path], R]
 ) -> list[R]:
-    """Call `function(task, copy)` for each task, in parallel threads, and return the results in the
-    order of `tasks`. At any time, at most one call uses a copy."""
+    """Call `function(task, copy)` for each task, in parallel threads. Return the results in the
+    order of `tasks`. A copy is used by at most one call at a time."""
     free: SimpleQueue[Path] = SimpleQueue()
     for copy in copies:
         free.put(copy)
@@ -177,13 +177,13 @@ def _in_copies(
 
 
 def _judge(fault: Fault, copy: Path, skipped: dict[str, str]) -> tuple[str, str]:
-    """Insert `fault` into a source file of `copy`, run the tests that should fail because of it,
-    and restore the file.
+    """Insert `fault` into a source file of `copy`, run the tests that must detect the fault, and
+    restore the file.
 
     Args:
         fault: The fault.
         copy: A copy of the checkout.
-        skipped: Tests that are skipped on this machine: maps the name of each to the reason.
+        skipped: Maps the name of each test that is skipped on this machine to the reason.
 
     Returns:
         The verdict ("caught", "MISSED", "NO VERDICT" or "not decidable here"), and the reason for
@@ -214,8 +214,8 @@ def _judge(fault: Fault, copy: Path, skipped: dict[str, str]) -> tuple[str, str]
 def run_tests(nodes: Sequence[str], copy: Path, *options: str, cache: Path | None = None) -> Run:
     """Run tests in a copy of the checkout.
 
-    Python writes no bytecode files. With bytecode files, Python would not notice that a source file
-    was changed twice within a second.
+    Python does not write bytecode files. With bytecode files, it would not detect that a source
+    file was changed twice within a second.
 
     Args:
         nodes: Names of the tests, as pytest's node IDs.

@@ -5,11 +5,11 @@
 
 A layout is a mesh of 1, 2, 4 or 8 ranks, and values of optim.sharding, optim.chunk_length,
 parallel.schedule and checkpoint.scatter. Ranks are simulated one after the other, but they write
-and read real shard files. All elements of the master weights and of both moments are compared.
+and read real shard files. All elements of the master weights and of the two moments are compared.
 `--all` selects all pairs of a saving and a loading layout; `--row` selects all pairs that contain
-LAYOUT; `--sample` adds N random pairs to the pairs of the other options. Results are appended to
---out; the same command continues after the last result. Exit status 0: all loaded bits equal the
-saved bits; 2: no pair was selected.
+LAYOUT; `--sample` selects N random pairs in addition to the pairs of the other options. Results are
+appended to --out; the same command continues after the last result. Exit status 0: all loaded bits
+equal the saved bits; 2: no pair was selected.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def select(layouts: list[Layout], args: argparse.Namespace) -> list[Pair]:
 
 class Saver:
     """Writer of checkpoints in the directory `scratch`. If `save` is called twice in succession
-    with the same layout, the second call returns the checkpoint of the first."""
+    with the same layout, the second call returns the checkpoint of the first call."""
 
     def __init__(self, scratch: Path) -> None:
         self._scratch = scratch
@@ -99,7 +99,7 @@ def main() -> int:
             try:
                 directory, index, states = saver.save(saving)
                 assert_loads(directory, index, loading.holdings(), states)
-            except Exception:  # record it, and continue with the next pair
+            except Exception:  # record the error, and continue with the next pair
                 broken = traceback.format_exc()
                 print(f"{pair}:\n{broken}", flush=True)
             done[pair] = results.add(pair=pair, broken=broken, s=time.monotonic() - start)

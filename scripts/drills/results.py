@@ -1,5 +1,5 @@
-"""File with the results of a drill (a long test in this folder). A later run of the drill reads the
-file and continues after the last result."""
+"""File of a drill's results. A drill is a long test in this folder. A later run of the drill reads
+the file and continues after the last result."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Results:
         self.records: list[dict[str, Any]] = [json.loads(line) for line in lines]
 
     def add(self, **record: Any) -> dict[str, Any]:
-        """Append a record to `records` and to the file, and return the record."""
+        """Append a record to `records` and to the file. Return the record."""
         self.records.append(record)
         if self._path is not None:
             with open(self._path, "a", encoding="utf-8") as file:

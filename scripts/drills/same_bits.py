@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
-"""Prepare data and train with this checkout and with another commit, and compare the results.
+"""Compare the results of this checkout and of another commit: prepared data, training and
+generation.
 
     python scripts/drills/same_bits.py [--against COMMIT] [--only TEXT] [--work DIR]
 
-Both versions run on this machine, since the bits of results depend on the processor. Each version
-prepares a data set from the documentation of COMMIT, trains models under eight layouts for 8 steps,
-with a stop and a resume after step 5, and generates text from the last checkpoint. The drill
-compares the token files and tokenizers, the lines of metrics.jsonl (without times) and eval.jsonl,
-all parameters and optimizer states of the last checkpoint, and the generated text. A refactoring
-must not change any of these results. Exit status 0: all are equal bit for bit.
+The two versions run on this machine, because the bits of results depend on the processor. Each
+version prepares a data set from the documentation of COMMIT, trains models under eight layouts for
+8 steps, with a stop and a resume after step 5, and generates text from the last checkpoint. The
+drill compares the token files and tokenizers, the lines of metrics.jsonl (without times) and
+eval.jsonl, all parameters and optimizer states of the last checkpoint, and the generated text. A
+refactoring must not change any of these results. Exit status 0: all results are bit-identical.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ DENSE = (
     "model.intermediate_size=128 model.tie_embeddings=true"
 )
 # fp16 and all-to-all do not support deterministic mode. With these settings, repeated runs have the
-# same bits without it.
+# same bits even without deterministic mode.
 FAST = "train.deterministic=false train.threads=1 kernels.grouped_gemm=loop"
 
 
@@ -101,8 +102,8 @@ LAYOUTS = (
 
 
 class Version:
-    """A version of Optimus (a checkout of a commit, or this working tree), and the directory for
-    the results of this version."""
+    """A version of Optimus (a checkout of a commit, or this working tree), and the directory of its
+    results."""
 
     def __init__(self, name: str, root: Path, work: Path) -> None:
         self.name, self.root, self.work = name, root, work / name
@@ -122,8 +123,8 @@ class Version:
         return done.stdout.decode(errors="replace")
 
     def prepare(self, text: Path) -> None:
-        """Train a tokenizer on the Markdown files in the folder `text`. Then make a data set, which
-        includes held-out instances, from the same files."""
+        """Train a tokenizer on the Markdown files in the folder `text`. Then create a data set that
+        includes held-out instances from the same files."""
         source = ["--input", str(text / "**" / "*.md")]
         vocabulary = ["--vocab-size", "512", "--out", "tokenizer.json"]
         self.run("data_prep.cli", "train-tokenizer", *source, *vocabulary)
@@ -184,7 +185,7 @@ def _report(name: str, different: list[str]) -> int:
 
 def _different_files(old: Path, new: Path) -> list[str]:
     """Return the names of the token files and tokenizers that differ between the data sets `old`
-    and `new`. Manifests are not compared, since they contain times and paths."""
+    and `new`. Manifests are not compared, because they contain times and paths."""
     files = [
         {
             path.relative_to(root).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
@@ -199,8 +200,8 @@ def _different_files(old: Path, new: Path) -> list[str]:
 
 
 def _different_runs(old: Path, new: Path) -> list[str]:
-    """Compare the runs in the directories `old` and `new`. Return the names of the metrics files
-    that differ, and of the parameters and optimizer states that differ in the last checkpoints."""
+    """Compare the runs in the directories `old` and `new`. Return the names of different metrics
+    files, and the names of different parameters and optimizer states in the last checkpoints."""
     different = ["metrics.jsonl"] if metrics_of(old) != metrics_of(new) else []
     evaluations = [read_json_lines(run / "eval.jsonl") for run in (old, new)]
     if evaluations[0] != evaluations[1]:

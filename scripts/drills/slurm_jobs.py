@@ -1,4 +1,4 @@
-"""Functions that submit, observe and kill Slurm jobs, and the command line of the drills that use
+"""Functions that submit, observe and kill Slurm jobs, and the command line of drills that use
 Slurm."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LIMIT_S = 180.0
 
 def wait_until(condition: Callable[[], object], name: str) -> None:
     """Call `condition` repeatedly until its result is true. Raise AssertionError after LIMIT_S
-    seconds; `name` describes the condition in the error message."""
+    seconds. `name` describes the condition in the error message."""
     end = time.monotonic() + LIMIT_S
     while not condition():
         assert time.monotonic() < end, f"timeout after {LIMIT_S:.0f} s while waiting for {name}"
@@ -41,7 +41,7 @@ def submitted(*command: str) -> str:
 
 
 def running(job: str) -> bool:
-    """Return True if the job with the ID `job` is pending or running."""
+    """Return True if the job `job` (an ID) is pending or running."""
     return bool(output_of("squeue", "--noheader", f"--jobs={job}"))
 
 
@@ -88,13 +88,13 @@ def run_cases(
 
     Args:
         parser: The parser of the command line; it gets the option --cases.
-        cases: Functions by name. Each receives the result of `prepare` and a directory for the
-            output. The function returns a description of the result, or raises AssertionError if
-            the case fails.
-        prepare: Called once with a directory and the parsed arguments. The result of `prepare` is
-            passed to all cases.
-        check: Called after each case with the same arguments as the case, to check the output.
-            `check` returns text that is added to the description, or raises AssertionError.
+        cases: Functions by name. A function receives the result of `prepare` and a directory for
+            the output. It returns a description of the result, or raises AssertionError if the case
+            fails.
+        prepare: Function that is called once with a directory and the parsed arguments. Its result
+            is passed to all cases.
+        check: Function that checks the output. It is called after each case with the same arguments
+            as the case. It returns text to add to the description, or raises AssertionError.
 
     Returns:
         The exit status: 0 if no case failed, else 1.

@@ -8,12 +8,13 @@ first run prepares the data set in --work. Once a second, the drill samples all 
 run: resident memory (anonymous and shared, without pages of files), open files (without the shards
 of the data set, which remain open) and threads. The drill also records the time of each step, as
 wall-clock time and as processor time of all ranks, which other programs affect less. The time after
-the first fifth of the run is divided into twelve windows. A line is fitted to the twelve medians of
-each quantity, and the rise of the line is printed with a 95 % confidence interval. Memory rises for
-some hundred updates until the caches of libraries are full, so a run should have thousands of
-updates. Exit status 0: each rise of memory, files, threads and processor time of a step is at most
-1 % of the mean, or its confidence interval includes 0; the run ended with status 3, as after any
-deadline, with a valid checkpoint; no process and no temporary file remains.
+the first fifth of the run is divided into twelve windows. For each quantity, a line is fitted to
+its medians in the twelve windows, and the rise of the line is printed with a 95 % confidence
+interval. Memory rises for some hundred updates until the caches of libraries are full. A run should
+therefore have thousands of updates. Exit status 0: each rise of memory, files, threads and
+processor time of a step is at most 1 % of the mean, or its confidence interval includes 0; the run
+ended with status 3, the status after a deadline, and with a valid checkpoint; processes and
+temporary files do not remain.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ OPTIMUS = (sys.executable, "-P", "-m", "optimus.cli")
 CONFIG = ROOT / "configs" / "run" / "demo.toml"
 WINDOWS = 12
 GROWTH = 0.01
-"""Largest accepted rise, as a fraction of the mean. A larger rise is accepted only if its
+"""Maximum accepted rise, as a fraction of the mean. A larger rise is accepted only if its
 confidence interval includes 0."""
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
@@ -64,8 +65,7 @@ History = dict[float, Sample]
 
 
 class Progress(NamedTuple):
-    """Number of steps and processor time of a run, from its start until `at_s` seconds after its
-    start."""
+    """Number of training steps and processor time in the first `at_s` seconds of a run."""
 
     at_s: float
     steps: int
@@ -74,7 +74,7 @@ class Progress(NamedTuple):
 
 
 class Process(NamedTuple):
-    """Identity of a process: its ID and its start time, because the system reuses IDs."""
+    """Identity of a process. It includes the start time, because the system reuses process IDs."""
 
     pid: int
     start: int
@@ -96,8 +96,8 @@ class Trend(NamedTuple):
         return self.rise - self.error > 0 and self.rise > GROWTH * self.mean
 
     def describe(self, scale: float, unit: str) -> str:
-        """Return the mean and the rise as text. Both are divided by `scale`, which converts them to
-        `unit`."""
+        """Return the mean and the rise as text. The two numbers are divided by `scale`, which
+        converts them to `unit`."""
         rise, error = self.rise / scale, self.error / scale
         return f"{self.mean / scale:.4g} {unit}, rise {rise:+.3g} +- {error:.2g}"
 
@@ -149,7 +149,7 @@ def _arguments() -> argparse.Namespace:
 
 def _demo_data(work: Path) -> Path:
     """Return the path of the demo's data set in `work`. If the data set does not exist, prepare it
-    in the same way as scripts/demo.sh."""
+    as in scripts/demo.sh."""
     data, tokenizer = work / "data", work / "tokenizer.json"
     text = ["--input", f"{os.path.dirname(os.__file__)}/**/*.py", "--exclude", "*/site-packages/*"]
     text += ["--on-error", "quarantine"]
@@ -212,7 +212,7 @@ def _stat(pid: int) -> list[str]:
 
 def _sample(pid: int, data: Path) -> Sample | None:
     """Return the resources that a process uses, or None if the process has ended. For each open
-    file of the data set `data`, one file descriptor is not counted."""
+    file of the data set `data`, one descriptor is not counted."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
         status = {name: value.split() for name, _, value in (line.partition(":") for line in lines)}
@@ -231,8 +231,8 @@ def _sample(pid: int, data: Path) -> Sample | None:
 
 
 def _trend(times: Sequence[float], values: Sequence[float]) -> Trend:
-    """Leave out the first fifth of the time, and divide the rest into WINDOWS windows. Return the
-    line fitted to the median value in each window. `times[i]` is the time of `values[i]` in
+    """Leave out the first fifth of the time, and divide the rest into WINDOWS windows. Return a
+    line fitted to the median values of the windows. `times[i]` is the time of `values[i]` in
     seconds."""
     start = min(times) + (max(times) - min(times)) / 5
     width = (max(times) - start) / WINDOWS
@@ -270,8 +270,8 @@ def _memory(samples: dict[Process, History]) -> list[str]:
 
 
 def _steps(run_dir: Path, progress: list[Progress]) -> list[str]:
-    """Print the trends of the wall-clock time and the processor time of a step. Return a message if
-    the processor time grows."""
+    """Print the trends of a training step's wall-clock time and processor time. Return a list with
+    a message if the processor time grows."""
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     seconds = [json.loads(line)["step_time_s"] for line in lines]
     clock = _trend(list(itertools.accumulate(seconds)), seconds)

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Train a tiny model with scripts/slurm/train.sh on two nodes of a real Slurm, and cause errors.
+"""Train a tiny model with scripts/slurm/train.sh on two real Slurm nodes, and cause errors.
 
     scripts/drills/slurm.sh --nodes 2 -- python scripts/drills/train_slurm.py [--cases nodes,rank]
 
@@ -40,8 +40,8 @@ LAYOUT = ("parallel.pp=2", "parallel.dp=2")
 
 @dataclass
 class Drill:
-    """The inputs of all cases: the configuration of the jobs, the command `optimus`, and the
-    expected metrics, which are those of a run on one process."""
+    """Inputs of all cases: the configuration of the jobs, the command `optimus`, and the expected
+    metrics, from a run on one process."""
 
     base: Path
     config: Path
@@ -67,9 +67,9 @@ def status(job: str) -> int:
 
 
 def assert_refused(job: str, code: int, message: str, max_lines: int = 1) -> str:
-    """Wait until the job has ended. Assert that its exit status is `code`, and that it printed 1 to
-    `max_lines` error lines, the first of which contains `message`. Return a description of the
-    result."""
+    """Wait until the job has ended. Assert that its exit status is `code`, that it has printed 1 to
+    `max_lines` error lines, and that the first of these lines contains `message`. Return a
+    description of the result."""
     jobs.ended(job)
     printed = Path(f"slurm-{job}.out").read_text()
     lines = [line for line in printed.splitlines() if re.match(r"optimus:.* error: ", line)]
@@ -85,7 +85,7 @@ def nodes(drill: Drill, out: Path) -> str:
     job = drill.submit(out, *LAYOUT)
     jobs.ended(job)
     assert status(job) == 0, f"exit status {status(job)}"
-    assert metrics_of(out) == drill.expected, "the metrics differ from those of one process"
+    assert metrics_of(out) == drill.expected, "the metrics differ from a run on one process"
     settings = (out / "config.toml").read_text()
     assert "pp = 2" in settings and "dp = 2" in settings
     return f"{len(drill.expected)} steps with the metrics of one process, bit for bit"
@@ -146,7 +146,7 @@ CASES = {case.__name__: case for case in (nodes, world, address, rank, study)}
 
 
 def prepare(base: Path, args: argparse.Namespace) -> Drill:
-    """Install the command `optimus`, make data and a configuration, and train on one process.
+    """Install the command `optimus`, create data and a configuration, and train on one process.
     Return the inputs of the cases."""
     program = install(base / "optimus", "optimus.cli")
     os.environ["OPTIMUS"] = str(program)
