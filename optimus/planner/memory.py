@@ -145,14 +145,14 @@ class RankProfiles:
         for number, profile in self._balanced.items():
             mean = sum(weights.get(layer, 0.0) for layer in self._layers[number])
             of_weights = mean / len(self._layers[number])
-            *passes, deferred = (
+            forward, backward, deferred = (
                 tuple(
                     _between(a, b, of_weights if is_deferred else of_segment.get(a.segment, 0.0))
                     for a, b in zip(uses, others, strict=True)
                 )
                 for uses, others, is_deferred in _pairs(profile, self._concentrated[number])
             )
-            result[number] = StageProfile(*passes, deferred[0] if deferred else None)
+            result[number] = StageProfile(forward, backward, deferred[0] if deferred else None)
         return result
 
 

@@ -169,7 +169,7 @@ def profile_work(
         concentrated: As for `profile_stages`.
     """
     model = config.model
-    chosen = range(model.num_layers)
+    chosen = list(range(model.num_layers))
     if not config.optim.frozen:  # layers with equal numbers of experts are equal
         of_kind = _grouped(dict(enumerate(model.experts_by_layer)))
         chosen = sorted(layer for layers in of_kind for layer in layers[:2])
@@ -233,7 +233,8 @@ def profile_stages(
 ) -> dict[int, StageProfile]:
     """Profile the stages of the rank at `coordinate` for one microbatch.
 
-    At most two layers of each kind are run on a stage. The figures of the second also hold for further layers of this kind.
+    At most two layers of each kind are run on a stage. The figures of the second also hold for
+    further layers of this kind.
 
     Args:
         config: The run's configuration, with `train.seq_len` and `train.microbatch_size`.

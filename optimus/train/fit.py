@@ -42,8 +42,8 @@ logger = logging.getLogger(__name__)
 FIT_CHECKED = "OPTIMUS_FIT_CHECKED"
 """Environment variable of ranks whose memory the command that started them has checked."""
 FIRST_UPDATES, _FEWEST_UPDATES, _WARM_UP = 5, 3, 2
-"""The figures are compared after so many updates of a command, or after the last one if there are
-at least `_FEWEST_UPDATES`. The times of the first `_WARM_UP` updates do not count."""
+"""The figures are compared after this number of updates of a command, or after the last update if
+there are at least `_FEWEST_UPDATES`. The times of the first `_WARM_UP` updates do not count."""
 
 
 def capacity_before_ranks(
@@ -180,8 +180,8 @@ class FirstUpdates:
         from optimus.platform import peak_memory_bytes
 
         world = self._world
-        here = _RankFigures(world.rank, self._process_bytes, peak_memory_bytes(world.device))
-        ranks = all_gather_objects(here, world.everyone, _RankFigures)
+        measured = _RankFigures(world.rank, self._process_bytes, peak_memory_bytes(world.device))
+        ranks = all_gather_objects(measured, world.everyone, _RankFigures)
         if directory is None:
             return
         key = settings_key(self._config, self._mesh)
@@ -267,8 +267,8 @@ def format_line(figures: dict[str, Any]) -> str:
     step = f"step {figures['step_s']:.4g} s, without a prediction ({figures['no_predicted_step']})"
     if figures["predicted_step_s"] is not None:
         step = f"step {_clause(figures['step_s'], figures['predicted_step_s'], 's')}"
-    place = "the process of the first rank" if figures["device"] == "cpu" else "the first rank"
-    return f"after update {figures['step']}: peak memory of {place} {memory}; {step}"
+    process = "the process of the first rank" if figures["device"] == "cpu" else "the first rank"
+    return f"after update {figures['step']}: peak memory of {process} {memory}; {step}"
 
 
 def _clause(measured: float, predicted: float, unit: str) -> str:
