@@ -300,6 +300,7 @@ def _plan(args: argparse.Namespace, arguments: list[str]) -> int:
     from optimus.planner.allocation import allocate
     from optimus.planner.commands import (
         check_options,
+        run_comparison,
         run_search,
         write_hosts,
         write_planned_trace,
@@ -307,6 +308,8 @@ def _plan(args: argparse.Namespace, arguments: list[str]) -> int:
 
     check_options(args)
     config = load_config(args.config, args.overrides)
+    if args.against:
+        return run_comparison(args, config)
     allocation = allocate(args.machine, args.nodes, args.hosts)
     if args.search:
         return run_search(args, config, allocation)

@@ -195,6 +195,7 @@ def test_reader_of_results_that_leaves_is_no_error(unbuffered):
         ["train", "--help"],
         ["plan", "configs/model/demo.toml"],
         ["plan", "configs/model/demo.toml", "--json", "parallel.pp=2", "parallel.tp=2"],
+        ["plan", "configs/run/mula-1b.toml", "--machine", "aurora"],
         ["machine", "aurora"],
         ["kernels", "status"],
         ["doctor"],

@@ -80,6 +80,8 @@ class _Fit(BaseModel):
     device: str
     mesh: dict[str, Annotated[int, Field(ge=1)]]
     ranks: Annotated[list[_Kind], Field(min_length=1)]
+    predicted_first_rank_bytes: Annotated[int, Field(gt=0)]
+    first_rank_bytes: Annotated[int, Field(gt=0)]
 
 
 class _Update(BaseModel):
@@ -120,8 +122,10 @@ def compare(config: Config, run_dir: str, machine: str | None) -> dict[str, Any]
 
     Returns:
         - `memory`: list with an entry for each kind of rank, with its `pp` and `tp` coordinates,
-          `predicted_bytes` and `measured_bytes`. Without fit.json, only the first rank.
-        - `step`: `measured_s`, the median of `updates` updates, `low_s` and `high_s`, their 10th
+          `predicted_bytes` and `measured_bytes`. Without fit.json, only the first rank, and on a
+          CPU the prediction lacks the memory of libraries. With offload.mode = "auto", only the
+          first rank, whose prediction the run has made for its placement.
+        - `step`: `machine`, `measured_s`, the median of `updates` updates, `low_s` and `high_s`, their 10th
           and 90th percentile, and `predicted_s`, or None and the reason `no_prediction`.
 
     Raises:
@@ -198,6 +202,14 @@ def _memory(
     microbatches = mesh.pp
     if train.global_batch_tokens:
         microbatches = plan_batch(train, mesh.num_data_ranks).microbatches_per_rank
+    if fit is not None and config.offload.mode == "auto":
+        yield {
+            "pp": 0,
+            "tp": 0,
+            "predicted_bytes": fit.predicted_first_rank_bytes,
+            "measured_bytes": fit.first_rank_bytes,
+        }
+        return
     kinds = [_Kind(pp=0, tp=0, process_bytes=0, peak_bytes=updates[-1].mem_bytes)]
     device = "cuda"
     if fit is not None:
@@ -226,6 +238,7 @@ def _step(config: Config, mesh: Mesh, updates: list[_Update], machine: str) -> d
         except ConfigError as error:
             reason = str(error)
     return {
+        "machine": machine,
         "measured_s": statistics.median(seconds),
         "low_s": seconds[len(seconds) // 10],
         "high_s": seconds[-1 - len(seconds) // 10],
@@ -254,7 +267,7 @@ def format_comparison(result: dict[str, Any]) -> str:
     spread = f"{step['low_s']:.4g} to {step['high_s']:.4g} s, {counted(step['updates'], 'update')}"
     rows.append(
         (
-            "step",
+            f"step on {step['machine']}" if step["machine"] else "step",
             "unknown" if predicted is None else f"{predicted:.4g} s",
             f"{step['measured_s']:.4g} s ({spread})",
             step["no_prediction"]

@@ -44,6 +44,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="write the planned pipeline actions of a step to this file, for ui.perfetto.dev",
     )
     parser.add_argument(
+        "--against",
+        metavar="RUN_DIR",
+        help="instead, compare predicted memory and step time with those of a run of this "
+        "configuration",
+    )
+    parser.add_argument(
         "--search",
         action="store_true",
         help="instead, rank the layouts of the run on the nodes of the machine",
@@ -77,13 +83,19 @@ def check_options(args: argparse.Namespace) -> None:
         for option, value in (
             ("--search", args.search),
             ("--resolved", args.resolved),
+            ("--against", args.against),
             ("--write-hosts", args.write_hosts),
         )
         if value
     ]
-    if args.trace and (args.search or args.resolved):
+    if args.trace and (args.search or args.resolved or args.against):
         chosen.append("--trace")
     refuse_if(len(chosen) > 1, f"{' and '.join(chosen)} exclude each other; leave one out")
+    for option in ("nodes", "hosts"):
+        refuse_if(
+            args.against and getattr(args, option),
+            f"--{option} has no effect with --against, which has the ranks of the run; remove it",
+        )
 
 
 def write_hosts(config: Config, mesh: dict[str, int], allocation: Allocation, path: str) -> None:
@@ -102,6 +114,15 @@ def write_planned_trace(config: Config, mesh: dict[str, int], machine: str, path
     from optimus.planner.step_plan import trace_step
 
     trace_step(config, Mesh(**mesh), load_machine(machine), machine, Path(path))
+
+
+def run_comparison(args: argparse.Namespace, config: Config) -> int:
+    """Compare a plan with a run, and print the result. Return the exit status."""
+    from optimus.planner.against import compare, format_comparison
+
+    result = compare(config, args.against, args.machine)
+    print(json.dumps(result) if args.json else format_comparison(result))
+    return 0
 
 
 def run_search(args: argparse.Namespace, config: Config, allocation: Allocation | None) -> int:

@@ -273,7 +273,7 @@ def _valid_sizes(
     """Return all node counts from 1 to `nodes` with which the configuration is valid, and the run
     can fit if it may shrink. Raises ConfigError if the configuration is invalid with `nodes`
     nodes."""
-    may_shrink = config.resilience.on_exhausted == "shrink"
+    may_shrink = config.resilience.on_exhausted == "shrink" and config.train.fit_check == "refuse"
     sizes = []
     for number in range(1, nodes + 1):
         try:

@@ -6,6 +6,7 @@ import pytest
 
 from optimus.chunks.memory import Memory, Tier
 from optimus.config import make_config
+from optimus.planner.fit import least_bytes, most_bytes
 from optimus.planner.memory import rank_memory
 from optimus.rank.tensor_tracker import TensorTracker
 from tests.kit.runs.tiny import DENSE, tiny_tree
@@ -40,15 +41,18 @@ class _Peak(TensorTracker):
         return out
 
 
-def measure(tree: dict) -> tuple[int, int]:
-    """Return the planned bytes of this rank, and the most bytes in two updates."""
+def measure(tree: dict) -> tuple[int, int, int, int]:
+    """Return the lower bound, the planned bytes and the upper limit of this rank, and the most
+    bytes in two updates."""
     config, _, groups, plan, _, states, updater = make_updater(tree)
     planned = rank_memory(config, groups.mesh, groups.coordinate, plan.microbatches_per_rank, "cpu")
     peak = _Peak(states.memory)
     with peak:
         for step in (1, 2):
             updater.run(step, local_batch(groups, first=8 * step, length=config.train.seq_len))
-    return planned.device, peak.most
+    settings = config, groups.mesh, plan.microbatches_per_rank
+    least = least_bytes(*settings, "device")(groups.coordinate)
+    return least, planned.device, most_bytes(*settings)(groups.coordinate), peak.most
 
 
 def offload(share: float, slots: int, **more) -> dict:
@@ -86,5 +90,6 @@ def offload(share: float, slots: int, **more) -> dict:
 def test_the_planned_memory_is_that_of_a_step(ranks, size: int, settings: dict) -> None:
     tree = tiny_tree("d", "r", **{**WIDE, **settings})
     assert make_config(tree)
-    for planned, most in ranks(size, measure, tree, start_world=False):
-        assert 0.94 * planned < most <= planned
+    for least, planned, limit, most in ranks(size, measure, tree, start_world=False):
+        assert 0.94 * planned < most <= planned < limit
+        assert 0 < least <= most

@@ -242,7 +242,9 @@ def test_dry_run_looks_at_the_run_directory_without_changing_it(tiny_data, tmp_p
     del locked
 
 
-@pytest.mark.parametrize("option", [["--nodes", "2"], ["--nodes", "0"], ["--skip-data-check"]])
+@pytest.mark.parametrize(
+    "option", [["--nodes", "2"], ["--nodes", "0"], ["--machine", "aurora"], ["--skip-data-check"]]
+)
 def test_options_of_a_dry_run_are_refused_without_it(option, capfd):
     assert optimus(["train", "any.toml", *option]) == 2
     assert f"{option[0]} has an effect only with --dry-run" in capfd.readouterr().err

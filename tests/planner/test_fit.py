@@ -1,0 +1,108 @@
+"""Tests of the check that a run fits before its ranks start."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from optimus.config import load_config, make_config
+from optimus.data.batch import plan_batch
+from optimus.distributed.mesh import Coordinate, Mesh, make_mesh
+from optimus.errors import ConfigError
+from optimus.planner import fit
+from optimus.planner.fit import Capacity, check_fit, least_bytes, most_bytes, predicted_bytes
+from optimus.planner.states import plan_ranks
+from tests.kit.runs.tiny import tiny_tree
+
+RUNS = Path(__file__).resolve().parents[2] / "configs" / "run"
+EACH = Capacity(1 << 40, "a device")
+
+
+def tiny(**settings):
+    return make_config(tiny_tree("d", "r", train__fit_check="refuse", **settings))
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("demo", ["parallel.pp=2"]),
+        ("mula-7b-a1b", ["parallel.pp=4", "parallel.ep=4", "recompute.modules=['block']"]),
+        ("mula-7b-a1b", ["parallel.dp=12", "optim.resident=cache", "optim.sharding=so"]),
+        ("mula-20b-a2b", ["recompute.modules=[]", "parallel.ep_dispatch=alltoall"]),
+    ],
+)
+def test_prediction_is_between_both_bounds(name, settings):
+    config = load_config(RUNS / f"{name}.toml", settings)
+    mesh = make_mesh(config.parallel, None)
+    run = config, mesh, plan_batch(config.train, mesh.num_data_ranks).microbatches_per_rank
+    first = Coordinate(0, 0, 0, 0)
+    predicted = predicted_bytes(*run, EACH)
+    assert least_bytes(*run, "device")(first) <= predicted <= most_bytes(*run)(first)
+
+
+def test_lower_bound_adds_the_inputs_of_all_layers_in_progress():
+    """Of 8 microbatches on 2 pipeline ranks, 1f1b keeps 2 on the first rank, gpipe all."""
+    of_input = 32 * 32 * 4  # sequence, hidden size, bytes
+    for schedule, kept in (("1f1b", 2), ("gpipe", 8)):
+        layers = {"model__num_layers": 4, "parallel__stage_layers": [2, 2]}
+        config = tiny(parallel__pp=2, parallel__schedule=schedule, **layers)
+        mesh = Mesh(pp=2)
+        ((_, states), _) = plan_ranks(config, mesh)
+        bound = least_bytes(config, mesh, 8, "device")(Coordinate(0, 0, 0, 0))
+        assert bound == states["total"] + kept * 2 * of_input
+
+
+def test_no_state_need_be_on_the_device_if_placement_is_automatic():
+    config = tiny(offload__mode="auto")
+    states = sum(size for _, s in plan_ranks(tiny(), Mesh()) for size in [s["total"]])
+    of_rank = Coordinate(0, 0, 0, 0)
+    on_device = least_bytes(config, Mesh(), 8, "device")(of_rank)
+    assert on_device == 2 * 32 * 32 * 4
+    assert on_device < least_bytes(config, Mesh(), 8, "host")(of_rank) < states
+
+
+def test_run_is_refused_only_if_the_lower_bound_exceeds_the_memory(caplog, monkeypatch):
+    config = tiny()
+    least = least_bytes(config, Mesh(), 8, "device")(Coordinate(0, 0, 0, 0))
+    with pytest.raises(ConfigError) as error:
+        check_fit(config, Mesh(), 8, Capacity(least - 1000, "the device"))
+    assert f"needs at least {least:,} bytes of memory, 1,000 bytes more" in str(error.value)
+    assert "\n" not in str(error.value) and not caplog.records
+    check_fit(config, Mesh(), 8, Capacity(least, "the device"))
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING and "predicted" in record.getMessage()
+    caplog.clear()
+    # Far from the limit, no model is profiled.
+    monkeypatch.setattr(fit, "predicted_bytes", None)
+    check_fit(config, Mesh(), 8, EACH)
+    assert not caplog.records
+
+
+def test_check_can_warn_or_be_off(caplog):
+    tree = tiny_tree("d", "r", train__fit_check="warn")
+    check_fit(make_config(tree), Mesh(), 8, Capacity(1, "the device"))
+    (record,) = caplog.records
+    assert "cannot fit" in record.getMessage()
+    caplog.clear()
+    check_fit(make_config(tiny_tree("d", "r")), Mesh(), 8, Capacity(1, "the device"))
+    assert not caplog.records
+
+
+def test_ranks_of_a_node_share_the_memory_of_the_host():
+    """The node with the fullest ranks decides: the first rank of a pipeline keeps most inputs."""
+    config, mesh = tiny(parallel__pp=4, model__num_layers=4), Mesh(pp=4)
+    bound = least_bytes(config, mesh, 8, "host")
+    ranks = [bound(Coordinate(pp, 0, 0, 0)) for pp in range(4)]
+    node = max(ranks[0] + ranks[1], ranks[2] + ranks[3])
+    check_fit(config, mesh, 8, Capacity(node, "this machine", 2, "host"))
+    with pytest.raises(ConfigError, match=r"2 ranks need at least .* 1 byte more than this"):
+        check_fit(config, mesh, 8, Capacity(node - 1, "this machine", 2, "host"))
+    # The last node may have fewer ranks.
+    check_fit(config, mesh, 8, Capacity(sum(ranks[:3]), "this machine", 3, "host"))
+
+
+def test_host_memory_is_what_the_control_group_allows(monkeypatch):
+    monkeypatch.setattr(fit, "usable_memory", lambda: 12345)
+    assert fit.capacity_of_host(4) == Capacity(12345, "this machine", 4, "host")
