@@ -125,8 +125,8 @@ def compare(config: Config, run_dir: str, machine: str | None) -> dict[str, Any]
           `predicted_bytes` and `measured_bytes`. Without fit.json, only the first rank, and on a
           CPU the prediction lacks the memory of libraries. With offload.mode = "auto", only the
           first rank, whose prediction the run has made for its placement.
-        - `step`: `machine`, `measured_s`, the median of `updates` updates, `low_s` and `high_s`, their 10th
-          and 90th percentile, and `predicted_s`, or None and the reason `no_prediction`.
+        - `step`: `measured_s`, the median of `updates` updates, `low_s` and `high_s`, their 10th
+          and 90th percentile, `machine`, and `predicted_s`, or None and the reason `no_prediction`.
 
     Raises:
         ConfigError: The directory has no run, its run has another configuration, or its metrics are

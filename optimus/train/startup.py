@@ -124,7 +124,7 @@ def _check_node(
             "the memory of the nodes is unknown here, so this check does not find out whether the "
             "run fits; set train.machine"
         )
-    if is_node and config.offload.disk_share:
+    if is_node and config.offload.disk:
         check_directory(config.offload.disk, range(ranks_here))
 
 

@@ -103,6 +103,6 @@ def test_ranks_of_a_node_share_the_memory_of_the_host():
     check_fit(config, mesh, 8, Capacity(sum(ranks[:3]), "this machine", 3, "host"))
 
 
-def test_host_memory_is_what_the_control_group_allows(monkeypatch):
+def test_host_memory_is_the_limit_of_the_control_group(monkeypatch):
     monkeypatch.setattr(fit, "usable_memory", lambda: 12345)
     assert fit.capacity_of_host(4) == Capacity(12345, "this machine", 4, "host")

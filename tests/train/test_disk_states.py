@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ from optimus.checkpoint import load as load_module
 from optimus.checkpoint import slices as slices_module
 from optimus.chunks import disk as disk_module
 from optimus.chunks.disk import DiskTier
-from optimus.config import make_config
+from optimus.cli import main as optimus
+from optimus.config import dump_toml, make_config
 from optimus.distributed.mesh import make_mesh
 from optimus.errors import ConfigError
 from optimus.planner.plan import format_plan, plan
@@ -275,3 +277,42 @@ def test_file_has_the_planned_size(ranks, tiny_data, tmp_path, async_save):
     config = make_config(tree)
     ((_, sizes),) = plan_ranks(config, make_mesh(config.parallel, 1))
     assert ranks(1, file_size, tree, start_world=False) == [sizes["disk"]]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda path: path.rmdir(), "No such file or directory"),
+        (lambda path: (path.rmdir(), path.write_text("")), "Not a directory"),
+        (lambda path: os.mkfifo(path / "optimus-states-rank00001"), "not a regular file"),
+        (lambda path: None, ""),
+    ],
+)
+def test_dry_run_checks_the_disk_as_a_run_does(tiny_data, tmp_path, capfd, make, message):
+    tree = tiny_tree(tiny_data, tmp_path / "run", **on_disk(tmp_path / "disk"))
+    (tmp_path / "c.toml").write_text(dump_toml(make_config(tree)))
+    make(tmp_path / "disk")
+    dry = ["train", str(tmp_path / "c.toml"), "--dry-run", "--nproc", "2"]
+    assert optimus(dry) == (2 if message else 0)
+    assert message in capfd.readouterr().err
+    assert optimus([*dry, "--nodes", "1"]) == 0  # the disk of another machine
+    if not message:
+        assert not list((tmp_path / "disk").iterdir())
+
+
+def test_dry_run_finds_a_disk_that_another_run_uses(tmp_path):
+    path = tmp_path / "optimus-states-rank00001"
+    with open(path, "wb") as file:
+        disk_module.check_directory(str(tmp_path), range(2))  # the file of a process that ended
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(ConfigError, match="another run uses optimus-states-rank00001"):
+            disk_module.check_directory(str(tmp_path), range(2))
+        disk_module.check_directory(str(tmp_path), range(1))
+    assert path.exists()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_dry_run_refuses_a_disk_that_is_not_writable(tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(ConfigError, match="Permission denied"):
+        disk_module.check_directory(str(tmp_path), range(1))
