@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from optimus.errors import ConfigError, counted, refuse_if
 from optimus.train.commands import add_command, add_config
@@ -14,7 +15,7 @@ from optimus.train.commands import add_command, add_config
 if TYPE_CHECKING:
     from optimus.config import Config
     from optimus.config.machine import Machine
-    from optimus.study.directory import StudyDirectory
+    from optimus.study.directory import State, StudyDirectory
     from optimus.study.scaling import Job, Point, Settings
 
 
@@ -158,7 +159,11 @@ def _scaling(args: argparse.Namespace, arguments: list[str]) -> int:
         for routing in routings
         for number in nodes
     ]
-    states = {point.name: directory.state(point.name, args.steps) for point in points}
+
+    def read_states() -> dict[str, State]:
+        return {point.name: directory.state(point.name, args.steps) for point in points}
+
+    states = read_states()
     missing = [p for p in points if states[p.name].name in ("missing", "failed")]
     is_local = args.local and not args.walltime
     jobs: list[Job] = []
@@ -175,6 +180,10 @@ def _scaling(args: argparse.Namespace, arguments: list[str]) -> int:
     if args.local or args.submit:
         _check_runs(missing, not args.skip_data_check)
     with directory.locked():
+        refuse_if(
+            read_states() != states,
+            f"--out {args.out}: another command has changed the study; run the same command again",
+        )
         directory.write(config, settings, machine)
         for point in missing:
             directory.write_point(point)
@@ -261,7 +270,7 @@ def _write_jobs(
 def _report(
     args: argparse.Namespace,
     points: Sequence[Point],
-    states: dict[str, Any],
+    states: dict[str, State],
     jobs: Sequence[Job],
     submissions: Sequence[Sequence[str]],
 ) -> None:
@@ -364,7 +373,7 @@ def _run_locally(
         for point in points:
             status = directory.run_local(point, limits.get(point.name), threads)
             failed += status != 0
-            print(f"{point.name}: exit status {status}", flush=True)
+            print(f"{point.name}: exit status {status}", file=sys.stderr, flush=True)
     return 1 if failed else 0
 
 

@@ -265,12 +265,13 @@ class StudyDirectory:
         names = sorted(entry.name for entry in self.points.glob("*") if entry.is_dir())
         return {name: _read_json(self.points / name / "plan.json", PlannedPoint) for name in names}
 
-    def state(self, name: str, steps: int) -> State:
+    def state(self, name: str, steps: int, must_ask: bool = True) -> State:
         """Return the state of a point.
 
         Args:
             name: Name of the point.
             steps: Number of updates of a point.
+            must_ask: False to return "submitted" if the scheduler does not answer.
 
         Raises:
             DataError: The metrics of the point are damaged.
@@ -288,7 +289,13 @@ class StudyDirectory:
             return State("failed", f"exit status {status}: {_last_error(log)} ({log})")
         if (folder / "job.json").exists():
             job = _read_json(folder / "job.json", _JobFile)
-            if _is_in_queue(job.system, job.name):
+            try:
+                is_in_queue = _is_in_queue(job.system, job.name)
+            except OptimusError as error:
+                if must_ask:
+                    raise
+                return State("submitted", str(error))
+            if is_in_queue:
                 return State("submitted", f"job {job.name}")
             return State("failed", f"job {job.name} has ended without this point")
         return State("missing")

@@ -73,7 +73,7 @@ def collect(directory: StudyDirectory) -> list[Result]:
         )
     results = []
     for name, plan in directory.plans().items():
-        state = directory.state(name, settings.steps)
+        state = directory.state(name, settings.steps, must_ask=False)
         lines = read_metrics(directory.points / name / "run")
         measured = None
         if state.name == "done":

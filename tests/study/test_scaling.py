@@ -211,6 +211,28 @@ def test_same_command_runs_only_missing_points(config, tmp_path, capsys):
     assert (out / "points" / "00001-top-k" / "config.toml").stat().st_mtime_ns == before
 
 
+def test_point_in_the_queue_is_not_submitted_again(config, tmp_path, monkeypatch, capsys):
+    """`show` also works on a machine without the scheduler, but no point is submitted there."""
+    out = tmp_path / "out"
+    assert main(study(config, out)) == 0
+    for point in ("00001-top-k", "00002-top-k"):
+        job = out / "points" / point / "job.json"
+        job.write_text(json.dumps({"name": "17", "system": "pbs"}))
+    (tmp_path / "qstat").write_text("#!/bin/sh\n[ $1 = 17 ] && echo 17 R\n")
+    (tmp_path / "qstat").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    capsys.readouterr()
+    assert main(study(config, out, "--json")) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert [point["state"] for point in report["points"]] == ["submitted"] * 2
+    assert report["jobs"] == []
+    (tmp_path / "qstat").write_text("#!/bin/sh\necho cannot connect >&2; exit 255\n")
+    assert main(study(config, out)) == 1
+    assert "cannot ask for job 17: qstat 17 ended with exit status 255" in capsys.readouterr().err
+    assert main(["study", "show", str(out)]) == 0
+    assert "00001-top-k submitted: cannot ask for job 17" in capsys.readouterr().out
+
+
 def test_damaged_metrics_are_refused(config, tmp_path, capsys):
     out = tmp_path / "out"
     assert main(study(config, out)) == 0
