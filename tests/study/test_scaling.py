@@ -12,7 +12,7 @@ import pytest
 
 from optimus.cli import main
 from optimus.config import load_config
-from optimus.config.machine import load_machine
+from optimus.config.machine import Queue, load_machine
 from optimus.errors import ConfigError
 from optimus.study.directory import StudyDirectory
 from optimus.study.results import collect, efficiencies, measured_rate
@@ -97,8 +97,11 @@ def test_jobs_have_queues_and_share_those_with_a_limit(config):
     assert [job.nodes for job in jobs] == [128, 32, 1024, 512]
     assert [job.walltime_s for job in jobs] == [3000, 1500, 7800, 7800]
     assert jobs[0].node_hours == 128 * 3000 / 3600
-    (alone,) = pack_jobs([of(64, 0.001)], machine, walltime="0:01:00")
-    assert alone.walltime_s == 300, "a queue has a shortest walltime"
+    queue = Queue(name="q", nodes=(1, 64), walltime=("0:10:00", "0:58:00"))
+    limited = machine.model_copy(update={"queues": (queue,)})
+    for asked, walltime_s in (("0:01:00", 600), ("0:31:00", 2100), ("0:57:00", 3480)):
+        (alone,) = pack_jobs([of(64, 1.0)], limited, walltime=asked)
+        assert alone.walltime_s == walltime_s
     with pytest.raises(ConfigError, match="no queue that takes 64 nodes for 2.2 h"):
         pack_jobs([of(64, 2.0)], machine)
     with pytest.raises(ConfigError, match="--queue debug has no queue that takes 64 nodes"):
