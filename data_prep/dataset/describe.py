@@ -458,8 +458,8 @@ def _segments(dataset: Path, order: Order | BlendOrder, source: int) -> list[dic
         index = int(np.searchsorted(docs[:, 0], offset, side="right"))
         if index == len(docs) or not 0 <= docs[index, 1] < len(plan.inputs):
             raise DamageError(
-                f"{docs_path(tokens_dir, unit)}: lists no document, or no valid input, for token "
-                f"{offset} of its token array"
+                f"{docs_path(tokens_dir, unit)}: does not list a document with a valid input for "
+                f"token {offset} of its token array"
             )
         doc_end, source_file, line = (int(value) for value in docs[index])
         doc_start = int(docs[index - 1, 0]) if index else 0

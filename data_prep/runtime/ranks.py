@@ -295,7 +295,7 @@ def run_task(group: WorkerGroup, task: PrepTask) -> None:
     Rank 0 also verifies the items of all ranks.
 
     Raises:
-        LostPeerError: Another rank failed, was lost or makes no progress. See `_wait`.
+        LostPeerError: Another rank failed, was lost or does not make progress. See `_wait`.
     """
     sizes = task.plan()
     task.do(share(sizes, group.rank, group.world))

@@ -193,8 +193,8 @@ def _check_metadata(name: str, metadata: Any) -> None:
     Raises:
         DamagedTable: the metadata of a column chunk cannot be read, or the rows of the row groups
             do not add up to the rows of the table.
-        OptimusError: the child process cannot be started, or returns no result for a reason other
-            than the metadata.
+        OptimusError: the child process cannot be started, or does not return a result, for a reason
+            other than the metadata.
     """
 
     def read_all() -> None:

@@ -170,7 +170,7 @@ def check_array(
                 file = stack.enter_context(files.open_regular(path))
                 header = file.read(HEADER_BYTES)
                 if header != npy_header((tokens,), dtype):
-                    raise DamageError(f"{path}: its header is not that of {tokens} {dtype} ids")
+                    raise DamageError(f"{path}: its header does not describe {tokens} {dtype} ids")
                 digest.update(header)
                 blocks = (
                     np.frombuffer(data, little_endian(dtype))

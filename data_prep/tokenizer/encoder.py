@@ -3,12 +3,12 @@
 A byte-level BPE tokenizer divides a text into pieces (pre-tokens) and encodes each piece
 separately. Few pieces are distinct: 0.3 M of the 18.9 M pieces of documentation and code. A
 tokenizer is called recognised if its configuration shows that a pattern for Python's `re` finds
-exactly the pieces of its pre-tokenizer. This module encodes texts for recognised tokenizers. The
-supported pre-tokenizers are those in the tokenizer.json of GPT-2, GPT-NeoX and OLMo (`ByteLevel`),
-Llama 3 and OLMo 2 (`Split`, three digits) and Qwen 2 (`Split`, one digit). The patterns use the
-tokenizers library's classes of letters, numbers and white space, because the Unicode versions of
-the library and of Python may differ. If the patterns do not apply to a text or a tokenizer, the
-tokenizers library encodes the text.
+exactly the pieces of its pre-tokenizer. This module encodes texts for recognised tokenizers. It
+supports the pre-tokenizers of GPT-2, GPT-NeoX and OLMo (`ByteLevel`), Llama 3 and OLMo 2 (`Split`,
+three digits), and Qwen 2 (`Split`, one digit). The patterns use the tokenizers library's classes of
+letters, numbers and white space, because the Unicode versions of the library and of Python may
+differ. If the patterns do not apply to a text or a tokenizer, the tokenizers library encodes the
+text.
 
 A long text is cut into sections. The concatenated ids of the sections are the ids of the text:
 added tokens cannot cross a cut, and the normalizer and pre-tokenizer process the text after a cut

@@ -104,7 +104,7 @@ def _add_supervision_options(group: argparse._ArgumentGroup) -> None:
         metavar="FIGURE",
         help="measure only this figure: faults (detection, the right node, time to the first "
         "update), cold (time to the first update if the warm process of the node is lost), files "
-        "(those that a restart opens and creates), nan-check (share of an update's time) or "
+        "(that a restart opens and creates), nan-check (share of an update's time) or "
         "false-alarms; may be repeated",
     )
     for name, text in (

@@ -146,7 +146,7 @@ def _copy_sidecars(source: Path, target: Path) -> None:
         if copied_bytes > _SIDECARS_BYTES:
             raise CheckpointError(
                 f"{source}: tokenizer files and chat templates together have more than "
-                f"{_SIDECARS_BYTES:,} bytes; remove those that the model does not need"
+                f"{_SIDECARS_BYTES:,} bytes; remove files that the model does not need"
             )
         copy = target / name
         copy.parent.mkdir(parents=True, exist_ok=True)

@@ -182,8 +182,8 @@ def aligned(size: int) -> int:
 class _BlockQueue:
     """Thread that writes submitted buffers in order while the caller fills the next buffer.
 
-    If a write fails, a later call of `take` or `finish` raises the error, and the thread writes no
-    further buffers. `close` ends the thread, also after an error.
+    If a write fails, a later call of `take` or `finish` raises the error, and the thread does not
+    write further buffers. `close` ends the thread, also after an error.
     """
 
     def __init__(self, block_bytes: int, write: Callable[[memoryview], None]) -> None:

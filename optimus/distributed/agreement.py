@@ -271,7 +271,9 @@ class Agreement:
         `end`."""
         key = next(filter(self._has, _CAUSES), None)
         if key is None:  # the file of a FileStore was removed
-            raise RuntimeError("the store has lost its keys: it contains no Outcome of any rank")
+            raise RuntimeError(
+                "the store has lost its keys: it does not contain the Outcome of any rank"
+            )
         text = self._store.compare_set(_DECISION, "", self._store.get(key).decode())
         # Wake the ranks that still wait for all ranks to reach the round.
         self._store.compare_set(f"optimus/all-at-{self._round}", "", "decided")

@@ -441,7 +441,7 @@ class TensorBoard(Recorder):
     def _end(self, error: OSError) -> None:
         self._writer = None
         logger.warning(
-            "tb/: %s; the run writes no more TensorBoard events, but continues metrics.jsonl",
+            "tb/: %s; the run no longer writes TensorBoard events, but continues metrics.jsonl",
             error.strerror,
         )
 

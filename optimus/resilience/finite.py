@@ -102,7 +102,7 @@ def refuse_bad_states(
         optim: `[optim]`, for the advice in the message.
         states: Optimizer states of this rank.
         everyone: Group of all ranks.
-        workspace: Workspace through which the file is written; None to write no file.
+        workspace: Workspace through which the file is written; None if the file is not written.
         step: Number of the current step, for the message and the file.
         updated: Number of the last step that has updated the weights: `step` or `step` - 1.
 

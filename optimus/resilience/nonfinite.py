@@ -242,7 +242,7 @@ class Watch:
             rank_model: Model of this rank.
             states: Parameters, gradients and optimizer states of this rank.
             workspace: Workspace through which this rank writes a marker, a JSON file that describes
-                a non-finite value; None to write no marker.
+                a non-finite value; None if markers are not written.
             batch: The batch sizes of an update.
             data: The training data, from which the marker names the instances (sequences) of the
                 microbatch; None if the marker does not name instances.

@@ -164,8 +164,8 @@ def _start_and_kill(
     rng: random.Random,
 ) -> dict[str, Any]:
     """Start or resume the run in `run`, kill ranks at a random moment, and verify all checkpoints.
-    If the run ends before the kill, compare its results with those in `unbroken`, the folder of a
-    run without kills. Return a record for Results."""
+    If the run ends before the kill, compare its results with `unbroken`, the folder of a run
+    without kills. Return a record for Results."""
     start, before = time.monotonic(), broken_runs.newest_step(run)
     victims, after_s = rng.choice(((0,), (1,), (0, 1))), rng.random() * whole_s / 2
     kills = dict.fromkeys(victims, after_s)

@@ -67,14 +67,14 @@ def _case(text: str) -> Case:
     case = {axis: choices[0] for axis, choices in axes().items()}
     if unknown := set(chosen) - set(case):
         raise argparse.ArgumentTypeError(
-            f"unknown axes of a case: {', '.join(sorted(unknown))}; use those of "
+            f"unknown axes of a case: {', '.join(sorted(unknown))}; use the axes in "
             "tests/kit/faults/fuzz.py"
         )
     case |= {axis: tuple(c) if isinstance(c, list) else c for axis, c in chosen.items()}
     if not is_legal(case):
         raise argparse.ArgumentTypeError(
             "this case is not legal: Optimus rejects one of its runs, or its results cannot be "
-            "compared with those of one process; change the case"
+            "compared with one process; change the case"
         )
     return case
 

@@ -4,7 +4,7 @@
     scripts/drills/slurm.sh --nodes 2 -- python scripts/drills/train_slurm.py [--cases nodes,rank]
 
 nodes    scripts/slurm/train.sh with 2 x 2 ranks, dp = 2 and pp = 2, deterministic: the metrics must
-         be those of one process without Slurm, bit for bit
+         be bit-identical to a run on one process without Slurm
 world    a layout that 4 ranks cannot have: one error line, exit status 2
 address  a MASTER_ADDR that does not exist: one error line of each node, exit status 2, even though
          srun ends one rank before its Python has started

@@ -321,7 +321,7 @@ def test_dtype_of_a_plan_that_contradicts_its_arrays_is_damage(made, tmp_path):
             write(sidecar, {"plan": plan_xxh3})
         write(folder / "order.json", {"plan": plan_xxh3})
     lines = list(verify(data))
-    assert any("unit-00000.npy: its header is not that of" in line for line in lines)
+    assert any("unit-00000.npy: its header does not describe" in line for line in lines)
 
 
 def test_damaged_array_is_damage_also_if_a_mark_says_that_arrays_are_removed(restored):

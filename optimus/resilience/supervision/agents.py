@@ -166,7 +166,7 @@ class Agents:
         self.clock_s = 0.0
         """Seconds for which this process has run. The silence of agents is measured with this
         clock. The clock stops while this process is suspended or waits for a disk, so that agents
-        do not seem to be silent only because this process has read no messages."""
+        do not seem to be silent only because this process has not read messages."""
         self.commands: list[subprocess.Popen[bytes]] = []
         """Launcher commands that started agents or ranks. They are not started by asyncio, which
         would kill them when this supervisor ends, although the next supervisor uses the agents."""

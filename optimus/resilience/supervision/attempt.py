@@ -129,10 +129,10 @@ class Progress(NamedTuple):
 class ProgressPage(Recorder):
     """A page of memory in which a rank counts its collectives and records its phase.
 
-    Writing takes no system call. The page is an array of int64: number of collectives; step; index
-    of the current phase; time at which this phase began, in ns of the node's monotonic clock;
-    number of completed updates; exit status for the first error of this rank; and, for each kind
-    of phase, the total time in completed phases in ns.
+    Writing does not need a system call. The page is an array of int64: number of collectives; step;
+    index of the current phase; time at which this phase began, in ns of the node's monotonic clock;
+    number of completed updates; exit status for the first error of this rank; and, for each kind of
+    phase, the total time in completed phases in ns.
     """
 
     def __init__(self, path: Path | None) -> None:

@@ -46,7 +46,9 @@ class Chain:
         """Submit the next job. Return its name. Raises OSError if the scheduler refuses the job."""
         output = (await self._run("bash", "-c", self.command)).split()
         if not output:
-            raise OSError("the command of --next-job prints no job name; print it as the last word")
+            raise OSError(
+                "the command of --next-job does not print a job name; print it as the last word"
+            )
         return output[-1].partition(";")[0]  # sbatch prints JOB;CLUSTER
 
     async def remove(self, job: str) -> None:

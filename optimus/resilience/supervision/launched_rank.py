@@ -120,7 +120,7 @@ async def receive_rank(
         secret: The launch secret.
         workspace: Name of the attempt's workspace (`AttemptStarted.workspace`).
         rank: The rank.
-        environ: Variables of the rank, in addition to those that mpiexec sets.
+        environ: Variables of the rank, in addition to the variables that mpiexec sets.
         arguments: Arguments of `optimus`.
         limit_s: Longest time to wait for mpiexec.
 

@@ -152,7 +152,7 @@ class Mpiexec(Launcher):
     Args:
         machine, nodes: As for Launcher.
         starts_ranks: True if, in each attempt, another mpiexec starts the ranks on all nodes, and
-            the agents start no ranks. Transports over MPI need this.
+            the agents do not start ranks. Transports over MPI need this.
     """
 
     name = "mpiexec"

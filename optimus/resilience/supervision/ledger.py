@@ -39,8 +39,8 @@ evidence does not name a node with certainty. shared: the failure is not attribu
 example because ranks on several nodes ended with the same error."""
 Standing = Literal["good", "suspect", "excluded"]
 """State of a node in the judgement of the supervisor. good: no failure is attributed to the node.
-suspect: a failure may be due to the node. excluded: the node gets no ranks in the present and later
-jobs of the run."""
+suspect: a failure may be due to the node. excluded: the node does not get ranks in the present and
+later jobs of the run."""
 
 
 _Number = Annotated[int, Field(ge=1)]

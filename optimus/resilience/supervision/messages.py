@@ -74,7 +74,7 @@ class RankReport(Message):
 
 class Report(Message):
     """Report on the ranks of a node. The node's agent sends it at regular intervals. If the
-    supervisor receives no more reports, it regards the node as lost."""
+    supervisor no longer receives reports, it regards the node as lost."""
 
     kind: Literal["report"] = "report"
     attempt: _Count

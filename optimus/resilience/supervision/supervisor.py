@@ -99,7 +99,7 @@ class Supervisor:
 
         Raises:
             ConfigError: Another supervisor or run uses the directory; or the ledger or
-                SKIPPED_STEPS is damaged; or settings differ from those of an earlier job.
+                SKIPPED_STEPS is damaged; or settings differ from the settings of an earlier job.
             OSError: A file cannot be written.
         """
         self._job, self._folder = job, job.run_dir / SUPERVISOR
