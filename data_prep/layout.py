@@ -173,7 +173,7 @@ def read_checked_json(
     """
     data = read_bytes(path, _JSON_BYTES)
     if xxh3 is not None and files.xxh3_bytes(data) != xxh3:
-        raise DamageError(f"{path}: its hash is not the one in {ORDER}")
+        raise DamageError(f"{path}: its hash differs from the hash in {ORDER}")
     try:
         value = files.parse_checked_json(data)
     except ValueError as error:

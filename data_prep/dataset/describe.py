@@ -51,7 +51,7 @@ def report(
 
     Args:
         out: Directory of the data set.
-        manifests: Manifest of the training split, and of the held-out split if there is one.
+        manifests: Manifest of the training split and, if it exists, of the held-out split.
         wall_s: Wall-clock time of the command in seconds.
 
     Returns:

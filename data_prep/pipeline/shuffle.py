@@ -33,13 +33,13 @@ class ShuffleRequest:
     seed: int = 0
     carry_tails: bool = False
     """True: an instance may continue in the next token array. False: the tokens after the last
-    complete instance of each array (its tail) are in no instance."""
+    complete instance of each array (its tail) are not in an instance."""
     shard_bytes: int = 0
     """Bytes of a shard. 0: the default of `order.rows_of_shard`."""
 
 
 def data_sets(out: Path) -> list[Path]:
-    """Return the directories of the training split and, if there is one, of the held-out split."""
+    """Return the directories of the training split and, if it exists, of the held-out split."""
     held_out = out / layout.EVAL_DIR
     return [out, held_out] if (held_out / layout.TOKENS_DIR / layout.PLAN).exists() else [out]
 
@@ -51,7 +51,7 @@ def shuffle(
 
     Instances of the held-out split always continue in the next token array (`carry_tails`). A token
     array of this split has few documents. Without `carry_tails`, most of its tokens could be in a
-    tail, and tails are in no instance.
+    tail, and tails are not in an instance.
 
     Args:
         source: The directory that contains the token arrays.

@@ -195,7 +195,7 @@ def _check_manifest(dataset: Path, manifest: Manifest, order: Order | BlendOrder
     path = dataset / layout.MANIFEST
     order_xxh3 = files.xxh3_file(dataset / layout.ORDER)
     if manifest.order_xxh3 != order_xxh3:
-        yield f"{dataset / layout.ORDER}: its hash is not the one in {path}"
+        yield f"{dataset / layout.ORDER}: its hash differs from the hash in {path}"
         return
     sources = []
     try:

@@ -1,5 +1,5 @@
-"""Runs jobs in local worker processes. Jobs are calls of one function. With a single worker, this
-process does all jobs."""
+"""Runs jobs in local worker processes. Jobs are calls of the same function. With a single worker,
+this process does all jobs."""
 
 from __future__ import annotations
 

@@ -118,8 +118,8 @@ class UnitTask(ABC):
         return [self.work.plan.unit_bytes(unit) for unit in self.units]
 
     def missing(self) -> list[int]:
-        """Return the indices of units without a sidecar of the training split. This sidecar is the
-        last file of a unit that is written."""
+        """Return the indices of units without a sidecar of the training split. A unit's last file
+        is this sidecar."""
         names = set(os.listdir(self.folder))
         return [
             i for i, unit in enumerate(self.units) if f"{layout.unit_name(unit)}.json" not in names
@@ -402,7 +402,7 @@ def _read_input(
                 unit_writer.add(source, document, f"{file.name}:{document.line}")
                 if unit_writer.due and document.line:  # line 0: the file is one document
                     unit_writer.save(source, reader.position())
-            del document  # frees a long text before the next one is read
+            del document  # frees a long text before the next text is read
     except DamagedFile as error:
         if not work.quarantine:
             raise DataError(_message(work.plan, source, error.problem)) from None

@@ -53,7 +53,7 @@ class State:
     """The state of a UnitWriter at a checkpoint."""
 
     source: int
-    """The number of the input with which a later run continues."""
+    """The number of the input from which a later run continues."""
     start: Position | None
     """The position in `source` at which the later run continues. None: the start of `source`."""
     hashes: list[str]

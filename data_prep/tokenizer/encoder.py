@@ -151,7 +151,7 @@ def _classes(astral: bool) -> tuple[tuple[str, str], ...]:
     The first call takes 0.3 s.
 
     Args:
-        astral: True: include the code points outside the basic plane.
+        astral: True: include the code points outside the Basic Multilingual Plane.
 
     Returns:
         For each class: (name, ranges of its characters in the tokenizers library). The ranges have

@@ -98,7 +98,7 @@ class _Weights:
     Steps are added from the last to the first. If a step replaces a pattern, the weight of the
     pattern's characters is the number of bytes that the replacement can become in the later steps,
     divided by the bytes of the pattern. Therefore the factors of two replacements are multiplied
-    only if the first replacement writes characters that the second one replaces.
+    only if the first replacement writes characters that the second replacement replaces.
     """
 
     def __init__(self) -> None:

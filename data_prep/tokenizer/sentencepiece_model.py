@@ -76,7 +76,8 @@ class SentencePieceTokenizer:
 
     @property
     def default_eos(self) -> str | None:
-        """End-of-sentence symbol, or None if the model was trained without one."""
+        """End-of-sentence symbol; None if the model was trained without an end-of-sentence
+        symbol."""
         eos = self._model.eos_id()
         return self._model.id_to_piece(eos) if eos >= 0 else None
 

@@ -263,8 +263,8 @@ def _why_not(backend: str, entry: Entry | None) -> str:
 
     Args:
         backend: sycl, cuda or cpu.
-        entry: the compatible library of the backend; None if the cache does not contain one. The
-            reason is then that the library is not built yet.
+        entry: the compatible library of the backend; None if the cache does not contain a
+            compatible library. The reason is then that the library is not built yet.
 
     Raises:
         KernelError: the library of `entry` cannot be loaded, or `entry` is None and the library

@@ -135,8 +135,8 @@ class Manifest:
     `step` and `tokens` are the numbers of updates and of tokens that the run had processed when the
     checkpoint was saved. `updates` is the number of updates since the optimizer states were zero. A
     restart from a model-only checkpoint sets the optimizer states to zero. `origin` is the value of
-    `checkpoint.load` with which the run was started. `settings` maps "section.key" to the value of
-    the setting.
+    `checkpoint.load` when the run was started. `settings` maps "section.key" to the value of the
+    setting.
     """
 
     kind: str
@@ -186,7 +186,7 @@ class Manifest:
     def _check_unlisted(self) -> None:
         """Raise CheckpointError if the directory has a weight, configuration or tokenizer file that
         the manifest does not list. A tokenizer may be added to a checkpoint that was saved without
-        one."""
+        a tokenizer."""
         listed = {entry.name for entry in self.files}
         may_be_added = () if listed.intersection(_TOKENIZERS) else _TOKENIZER_FILES
         try:

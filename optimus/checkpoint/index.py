@@ -352,7 +352,7 @@ def _box_sizes(boxes: tuple[Box, ...], shape: tuple[int, ...]) -> numpy.ndarray:
 
 
 def _overlap(boxes: Sequence[Box], shape: Sequence[int]) -> bool:
-    """Return whether any two of the boxes have an element in common. Raises ValueError if the boxes
+    """Return True if two of the boxes have an element in common. Raises ValueError if the boxes
     have more boundaries than any layout of a run produces."""
     cuts = [
         sorted({0, size, *(end for box in boxes for interval in box[dim] for end in interval)})

@@ -277,9 +277,8 @@ def broadcast_to_replicas(
 def send_to_later_stages(
     name: str, states: RankStates, stage_group: Group, method: Distribute
 ) -> None:
-    """Copy the states of a parameter that several pipeline stages have, from the first of these
-    stages to the other stages. All ranks of `stage_group` and of the shard groups must call this
-    function.
+    """Copy the states of a parameter of several pipeline stages from the first to the other stages.
+    All ranks of `stage_group` and of the shard groups must call this function.
 
     The shards of the stages may contain different elements. Therefore each rank of the later stages
     receives all elements of the parameter, one stripe at a time, and keeps the elements in its

@@ -273,7 +273,8 @@ class Generation(NamedTuple):
 
 
 class Saver(ABC):
-    """Base class of objects that save checkpoints of one kind, full or model-only, one at a time.
+    """Base class of savers. A saver saves checkpoints of one kind (full or model-only), one at a
+    time.
 
     The states that are passed to different saves must have the same sizes.
     """
@@ -339,8 +340,8 @@ class Saver(ABC):
         Args:
             states: The states of this rank.
             final: Directory of the committed checkpoint.
-            write_sidecars: Function that writes further files, such as the tokenizer, to a
-                directory, its argument. Called on the first rank.
+            write_sidecars: Function that receives a directory and writes further files, such as the
+                tokenizer, to it. Called on the first rank.
             after_commit: Function that is called on the first rank after the commit.
             clean: Function that removes the directory of a failed save. Called on the first rank.
             workspace: The workspace of the run, on the first rank; None outside a run.

@@ -179,8 +179,8 @@ def slices_to_write(
             and the pipeline stages that have a parameter write stripes of it in turn. With `paper`,
             the rank with data-parallel index m mod dp writes the whole model-parallel shard m, and
             only the first stage that has a parameter writes it.
-        turns: For each parameter that several pipeline stages have: Share(index of the rank's
-            stage among these stages, number of these stages).
+        turns: Maps each parameter that several pipeline stages have to `Share(index, count)`: the
+            index of the rank's stage among these stages, and the number of these stages.
     """
     slices: list[StateSlice] = []
     shares = {axes: share_of(mesh, coordinate, axes) for axes in {s.copy_axes for s in shards}}

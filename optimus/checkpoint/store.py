@@ -101,7 +101,7 @@ def write_checkpoint(
 
     Args:
         path: Directory of the checkpoint. It must not exist.
-        write_files: Function that writes the checkpoint's files to a directory, its argument.
+        write_files: Function that receives a directory and writes the checkpoint's files to it.
         facts: As for `commit`.
 
     Returns:
@@ -300,7 +300,7 @@ class Start:
     initialized weights."""
 
     origin: str
-    """The value of `checkpoint.load` with which the run was started."""
+    """The value of `checkpoint.load` when the run was started."""
     step: int = 0
     tokens: int = 0
     path: Path | None = None
@@ -436,7 +436,7 @@ def prepare_directory(run_dir: str | os.PathLike, start: Start, workspace: Works
 
     Raises:
         CheckpointError: A checkpoint cannot be moved. If the run continued nevertheless, its next
-            start would load this checkpoint as the newest one.
+            start would load this checkpoint as the newest checkpoint.
     """
     directory = checkpoints_dir(run_dir)
     # Earlier versions created the directories of saves in `checkpoints/`.

@@ -432,7 +432,7 @@ def _check_file(
         files.sync_to_disk(file.fileno())  # the writes of all ranks of this node
         if (actual := os.fstat(file.fileno()).st_size) != size:
             raise OptimusError(
-                f"{path.name}: the file has {actual} bytes, but the save planned {size}"
+                f"{path.name}: the file has {actual} bytes, but the save planned {size} bytes"
             )
         has_header = file.read(len(header)) == header
         while block := file.read(_BLOCK_BYTES):

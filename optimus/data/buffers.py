@@ -10,7 +10,7 @@ from collections import deque
 
 import numpy as np
 
-_MAX_FREE = 4  # arrays: one being filled, one waiting, one in use, one that the user still keeps
+_MAX_FREE = 4  # arrays: being filled, waiting, in use, and still kept by the user
 
 
 class BufferPool:

@@ -152,7 +152,7 @@ class Loader(files.Closing):
             try:
                 result: list[list[Microbatch]] | BaseException = self._read(step, updates)
             except BaseException as error:  # `microbatches` raises it
-                if updates > 1:  # read single updates, so that only the damaged one raises
+                if updates > 1:  # read single updates, so that only the damaged update raises
                     updates = 1
                     self._tickets.put(True)
                     continue

@@ -1,4 +1,4 @@
-"""Mixture of several data sets as one stream of instances (token sequences)."""
+"""Mixture of several data sets as a single stream of instances (token sequences)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class MixedDataset:
         Raises:
             DataError: Two sources have different tokenizers, different numbers of tokens per
                 instance or the same instances; or only some sources have held-out data; or held-out
-                documents of one source may be training documents of another.
+                documents of a source may be training documents of another source.
         """
         assert len(sources) == len(weights) > 0
         first = sources[0]

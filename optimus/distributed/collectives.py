@@ -57,8 +57,8 @@ class Group:
     recorder: Recorder = field(default=NO_RECORDER, compare=False, repr=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return the arguments with which copy and pickle create a copy of this Group. The copy has
-        no recorder."""
+        """Return the constructor and the arguments that copy and pickle use to copy this Group. The
+        copy has no recorder."""
         # The recorder may have open files, which cannot be copied.
         return Group, (self.size, self.rank, self.handle, self.axes)
 
@@ -377,8 +377,8 @@ def gather_bytes(data: bytes, group: Group) -> list[bytes]:
     """Send every rank's `data` to the group's first rank. Return the list of all `data`, in rank
     order, on the first rank, and [] on the other ranks.
 
-    Every `data` is padded to the length of the longest one. If only one rank's `data` is long, most
-    of the traffic is padding.
+    Every `data` is padded to the length of the longest `data`. If only one rank's `data` is long,
+    most of the traffic is padding.
     """
     if group.size == 1:
         return [data]

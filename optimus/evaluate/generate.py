@@ -39,7 +39,7 @@ def generate(
 
     Args:
         model: Function that computes logits. All ranks of `group` call it.
-        prompt: Tokens to continue, int64 [length], at least one.
+        prompt: Tokens to continue, int64 [length]. The length is at least 1.
         new_tokens: Maximum number of tokens to sample.
         context: Maximum number of tokens that the model receives. Earlier tokens are cut off.
         temperature: Sampling temperature; 0 selects the most likely token.

@@ -250,8 +250,8 @@ def lock_run_dir(path: Path, owner: bytes = b"", replace: bool = False) -> Binar
         path: `train.run_dir`.
         owner: Bytes that describe the locking process, which `read_lock_owner` returns. They are
             written to the lock file.
-        replace: True to replace the lock file by a new one, because the process that has locked the
-            old file is suspended or on a lost node.
+        replace: True to replace the lock file by a new file, because the process that has locked
+            the old file is suspended or on a lost node.
 
     Raises:
         ConfigError: The directory cannot be created, or another run has locked it.
@@ -263,8 +263,8 @@ def lock_run_dir(path: Path, owner: bytes = b"", replace: bool = False) -> Binar
             f"train.run_dir = {str(path)!r}: cannot create the directory: "
             f"{error.strerror}; choose another directory"
         ) from None
-    # Mode 0600, since any user who can open the file can lock it. O_NOFOLLOW, since opening a
-    # symbolic link could create a file in another directory.
+    # The mode is 0600, because any user who can open the file can lock it. O_NOFOLLOW is set,
+    # because opening a symbolic link could create a file in another directory.
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         if replace:

@@ -172,8 +172,8 @@ class JsonLines:
         """Repair a metrics file of a run that starts at `step`, and open it for appending.
 
         Lines of later steps and damaged lines are removed. Lost lines are restored from the copy.
-        If several lines have the same step and the same `source` or `layer`, only the last one is
-        kept. Lines in metrics.jsonl have neither. The file and its copy are replaced by new files.
+        If several lines have the same step and the same `source` or `layer`, only the last line is
+        kept. Lines in metrics.jsonl have neither key. The file and its copy are replaced by new files.
         Processes of earlier starts cannot append to the new files.
 
         Args:

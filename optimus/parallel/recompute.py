@@ -258,7 +258,7 @@ class KeptBytes:
         self._skipped = {p.untyped_storage()._cdata for p in model.parameters()}
         self._blocks = [block for block in model.modules() if isinstance(block, RecomputeBlock)]
         self._kept: dict[int, int] = {}
-        self._alive: list[Tensor] = []  # counted tensors, so that no later one reuses an address
+        self._alive: list[Tensor] = []  # keeps storages, so that addresses are unique
         self._hooks = saved_tensors_hooks(self._count, lambda saved: saved)
 
     def __enter__(self) -> KeptBytes:

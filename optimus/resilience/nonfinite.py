@@ -178,7 +178,7 @@ class Finding(NamedTuple):
         distance: Distance of the value from the cause, by the kind of value: 0 for a parameter, 1
             for an output computed from finite inputs, 2 for a gradient, 3 for a value that is
             finite when it is computed again.
-        stage: Pipeline rank; negated for a gradient, since gradients spread towards the first
+        stage: Pipeline rank; negated for a gradient, because gradients spread towards the first
             stage.
         when: Number of module outputs and collectives that the rank checked before it found the
             value.
@@ -260,7 +260,8 @@ class Watch:
         self._extremes: list[tuple[list[str], list[Tensor]]] = []
         """For each gradient buffer, in the order of the backward pass: the names of its parameters,
         last layers first, and for each parameter a tensor [2] on the device with the least and the
-        greatest value of its gradient. Both are NaN if a value of the gradient is NaN."""
+        greatest value of its gradient. These two values are NaN if a value of the gradient is
+        NaN."""
 
     def look_at(self, buffer: GradBuffer) -> None:
         """Check the gradients in `buffer` before they are reduced over ranks. The caller passes the
@@ -447,7 +448,8 @@ class Watch:
         name, depth = self._bad_gradient()
         if not name:
             return None
-        # Collectives spread a non-finite gradient. Its origin is the rank that first sent one.
+        # Collectives spread a non-finite gradient. Its origin is the first rank that sent a
+        # non-finite gradient.
         when, stage = sent.index(False) if False in sent else math.inf, self._groups.coordinate.pp
         text = f"the gradient of {name} is non-finite, although the forward pass is finite"
         return self._finding(2, -stage, when, depth, text, name, "backward", watch.microbatch)

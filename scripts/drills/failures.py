@@ -57,7 +57,9 @@ def main() -> int:
     parser.add_argument("--sequences", type=int, default=0, help="runs with several faults (0)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the first run (0)")
     parser.add_argument("--results", default="-", help="file of the results; -: none")
-    parser.add_argument("--work", type=Path, help="folder for the runs; default: a temporary one")
+    parser.add_argument(
+        "--work", type=Path, help="folder for the runs; default: a temporary folder"
+    )
     args = parser.parse_args()
     # A shell starts a background process with SIGINT ignored, and the runs would inherit this.
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -148,7 +148,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--against", default=START, metavar="COMMIT", help="default: %(default)s")
     parser.add_argument("--only", default="", help="layouts whose name contains this text")
-    parser.add_argument("--work", help="an empty directory that is kept; default: a temporary one")
+    parser.add_argument(
+        "--work", help="an empty directory that is kept; default: a temporary directory"
+    )
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="same-bits-") as scratch:
         work = Path(arguments.work or scratch).resolve()

@@ -221,7 +221,7 @@ def _sample(pid: int, data: Path) -> Sample | None:
         for fd in os.listdir(f"/proc/{pid}/fd"):
             with contextlib.suppress(FileNotFoundError):  # the file was closed
                 paths.append(os.readlink(f"/proc/{pid}/fd/{fd}"))
-        # Shards remain open after the first read; one descriptor of each is not counted.
+        # Shards remain open after their first read. One descriptor of each shard is not counted.
         shards = {path for path in paths if path.startswith(f"{data.resolve()}/")}
         threads = int(status["Threads"][0])
         cpu_s = sum(int(ticks) for ticks in _stat(pid)[11:13]) * TICK_S

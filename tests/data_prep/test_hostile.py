@@ -267,7 +267,7 @@ def test_other_json_with_impossible_values_is_damage(restored, name, changes, pr
     elif name == "tokens/plan.json":
         with pytest.raises(DataError, match=problem):
             read_plan(restored / "tokens")
-        problem = "its hash is not the one in order.json"
+        problem = "its hash differs from the hash in order.json"
     elif name == "tokens/unit-00000.json":
         plan = files.xxh3_file(restored / "tokens" / "plan.json")
         with pytest.raises(DataError, match="unit-00000.json: "):
@@ -384,7 +384,9 @@ def test_an_order_of_another_length_is_refused_by_inspect(restored):
 def test_inspect_refuses_token_arrays_of_another_plan(restored):
     """An order may name the token arrays of another data set. Their content must not be printed."""
     write(restored / "order.json", {"plan": "0" * 16})
-    with pytest.raises(DamageError, match=r"plan.json: its hash is not the one in order.json"):
+    with pytest.raises(
+        DamageError, match=r"plan.json: its hash differs from the hash in order.json"
+    ):
         inspect(restored, 0)
 
 
@@ -411,7 +413,7 @@ def test_commands_do_not_print_files_of_a_folder_in_an_order(
     )
     assert main([command, str(restored), *["0"] * (command == "inspect")]) == 1
     printed = "".join(capsys.readouterr())
-    assert "outside/plan.json: its hash is not the one in order.json" in printed
+    assert "outside/plan.json: its hash differs from the hash in order.json" in printed
     assert "a-secret" not in printed and "a-key" not in printed
     for removed in re.findall(r"rm -f ([^;]*)", printed):  # their order is not that in order.json
         assert re.fullmatch(r"\S+/shards/shard-\d+\.json", removed)

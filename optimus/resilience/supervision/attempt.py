@@ -63,7 +63,7 @@ class Attempt:
 
 
 def read_attempt(environ: Mapping[str, str] = os.environ) -> Attempt | None:
-    """Return the attempt of this rank; None if the run has no supervisor."""
+    """Return the `Attempt` to which this rank belongs; None if the run has no supervisor."""
     if ATTEMPT not in environ:
         return None
     end = environ.get(JOB_END)

@@ -36,7 +36,7 @@ class Chain:
             environ: Environment variables of the present job.
         """
         self.command = command
-        # The variables that Slurm sets in this job would change the request for the next one.
+        # The variables that Slurm sets in this job would change the request for the next job.
         self._environ = {
             k: v for k, v in environ.items() if not k.startswith("SLURM_") or k in _KEPT
         }

@@ -2,7 +2,7 @@
 
 A message is a JSON object of a type in `messages`. Each side proves that it knows the launch secret
 before it sends or accepts messages: the connection's key is derived from the secret and from random
-numbers of both sides. Each message is sent with an HMAC-SHA256 by this key of the message, its
+numbers of the two sides. Each message is sent with an HMAC-SHA256 by this key of the message, its
 direction and its number in this direction. A message of another connection, a repeated message or a
 changed message is therefore refused. Messages are not encrypted, because they do not contain
 secrets.
@@ -190,8 +190,8 @@ class Channel:
 
 
 def create_secret(path: Path) -> bytes:
-    """Create a launch secret, with which the processes of one launch authenticate. Write the secret
-    to a file that only this user may read, and return the secret."""
+    """Create a launch secret. The processes of a launch use it to authenticate. Write the secret to
+    a file that only this user may read, and return the secret."""
     secret = secrets.token_hex(_SECRET_BYTES // 2).encode()
     with contextlib.suppress(FileNotFoundError):
         path.unlink()

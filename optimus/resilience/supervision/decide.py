@@ -109,7 +109,7 @@ class Evidence:
 
 
 class _Cause(NamedTuple):
-    """The cause of the end of an attempt, found in one kind of evidence."""
+    """The cause of the end of a launch attempt, found in one kind of evidence."""
 
     outcome: Literal["done", "stopped", "failed", "usage", "interrupted"]
     failure: FailureKind | None = None
@@ -321,7 +321,7 @@ class Policy:
     """Settings on which the decisions of the supervisor depend."""
 
     sizes: tuple[int, ...]
-    """Numbers of nodes with which the run's configuration is valid, ascending. The last number is
+    """Numbers of nodes for which the run's configuration is valid, ascending. The last number is
     the value of `--nodes`."""
     on_exhausted: Literal["shrink", "requeue", "stop"] = "requeue"
     on_repeat_nan: Literal["stop", "skip"] = "stop"
@@ -433,7 +433,7 @@ def _repeated(history: History, last: AttemptStarted, end: AttemptEnded) -> Atte
     none.
 
     Two failures have the same cause if they have the same signature and step, and if they are
-    attributed to different nodes or both not attributed to a node. After a start from the older
+    attributed to different nodes or are both not attributed to a node. After a start from the older
     checkpoint, they may be attributed to the same node, because the failure has already occurred on
     two nodes.
 

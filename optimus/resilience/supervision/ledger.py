@@ -84,7 +84,8 @@ class AttemptStarted(_Record):
     non-finite values. The number of the attempt is not unique: numbers repeat after a user has
     moved the ledger away."""
     load: Literal["newest", "older"] = "newest"
-    """Checkpoint from which the attempt starts: the newest, or the one before it."""
+    """Checkpoint from which the attempt starts: the newest checkpoint, or the checkpoint before
+    it."""
     skipped_steps: tuple[_Count, ...] = ()
     """The steps whose updates are skipped. The data of these steps gives non-finite values."""
 

@@ -52,7 +52,8 @@ class Observer:
         self._job, self._agents = job, agents
         self._ledger, self._history = ledger, ledger.history
         self.stopped_at_s = math.inf
-        """Time of the stop signal to the ranks, by the supervisor's clock; infinity without one."""
+        """Time of the stop signal to the ranks, by the supervisor's clock; infinity if no signal
+        was sent."""
         self._cut_off_at_s = -math.inf
         """Last time, by the supervisor's clock, at which this node was cut off from all other
         nodes."""
@@ -116,7 +117,7 @@ class Observer:
             logger.warning("%s: %s", LEDGER, error.strerror)
 
     def _newest_checkpoint(self) -> int:
-        """Return the step of the newest full checkpoint; 0 without one."""
+        """Return the step of the newest full checkpoint; 0 if there is none."""
         paths = store.find_all(self._job.run_dir)
         names = [path.name for path in paths if path.name.startswith("step-")]
         return max((int(name.removeprefix("step-")) for name in names), default=0)
