@@ -354,7 +354,7 @@ def remove_arrays(tokens_dir: Path) -> None:
 
 
 def unmark_removed(tokens_dir: Path) -> None:
-    """Remove the file MARK, so that the next run writes the arrays again."""
+    """Remove the file MARK. The next run then writes the removed arrays again."""
     (tokens_dir / MARK).unlink(missing_ok=True)
 
 

@@ -88,11 +88,11 @@ class FaultResult:
     is_right: bool
     """True if the supervisor excluded the node of the fault and did not mark another node."""
     seconds: dict[str, float]
-    """Maps each phase, from the detection to the first update of the next attempt, to its duration
-    in seconds."""
+    """Maps each phase, from the detection to the first update of the next launch attempt, to its
+    duration in seconds."""
     imports_s: float
-    """Longest time that a rank of the next attempt took from the start of its interpreter to the
-    end of its imports; 0 if all ranks were forked from warm processes."""
+    """Longest time that a rank of the next launch attempt took from the start of its interpreter to
+    the end of its imports; 0 if all ranks were forked from warm processes."""
 
 
 def check(options: Options, folder: Path | None, has_config: bool) -> None:
@@ -427,8 +427,8 @@ class Files(NamedTuple):
 
 
 def measure_files(folder: Path, data: Path, nodes: int) -> Files:
-    """Launch a run on `nodes` nodes and kill a rank. Return the files that the next attempt opens
-    and creates.
+    """Launch a run on `nodes` nodes and kill a rank. Return the files that the next launch attempt
+    opens and creates.
 
     Args:
         folder: Folder for the run directory and the files of the benchmark.

@@ -440,7 +440,9 @@ def _check_dependent(fields: _Fields) -> None:
     if fields.kind == "full" and INDEX not in names:
         raise ValueError(f'the key "files" lacks {INDEX}, which every full checkpoint has')
     if fields.kind == "model" and INDEX in names:
-        raise ValueError(f'the key "files" lists {INDEX}, which no model-only checkpoint has')
+        raise ValueError(
+            f'the key "files" lists {INDEX}, which a model-only checkpoint does not have'
+        )
     if fields.kind == "model" and names.isdisjoint((tensor_file.MODEL, tensor_file.INDEX)):
         raise ValueError(
             f'the key "files" lists neither {tensor_file.MODEL} nor {tensor_file.INDEX}'

@@ -115,7 +115,7 @@ class _Alarm:
     """Creates the messages about one kind of fault, and limits how often the warning is repeated.
 
     The first repetition is allowed 100 updates after the first warning, the second repetition 200
-    updates after the first, then 400, and so on.
+    updates after the first repetition, then 400 updates, and so on.
     """
 
     def __init__(self) -> None:

@@ -123,8 +123,8 @@ class Version:
         return done.stdout.decode(errors="replace")
 
     def prepare(self, text: Path) -> None:
-        """Train a tokenizer on the Markdown files in the folder `text`. Then create a data set that
-        includes held-out instances from the same files."""
+        """Train a tokenizer on the Markdown files in the folder `text`. Then prepare a data set,
+        including held-out instances, from these files."""
         source = ["--input", str(text / "**" / "*.md")]
         vocabulary = ["--vocab-size", "512", "--out", "tokenizer.json"]
         self.run("data_prep.cli", "train-tokenizer", *source, *vocabulary)

@@ -135,10 +135,10 @@ class Agent:
     """Number of the last attempt that this agent has started."""
     ranks: dict[int, _Rank] = field(default_factory=dict)
     failure: str = ""
-    """Reason why the ranks of the attempt cannot be started; "" if they can."""
+    """Reason why the ranks of the launch attempt cannot be started; "" if they can."""
     stop_signal: int = 0
-    """Last signal that the supervisor has sent to the ranks of the attempt; 0 if none. Ranks that
-    start later also receive this signal."""
+    """Last signal that the supervisor has sent to the ranks of the launch attempt; 0 if none. Ranks
+    that start later also receive this signal."""
     starting: asyncio.Task[None] | None = None
     """Task that starts ranks."""
     watchers: list[asyncio.Task[None]] = field(default_factory=list)

@@ -68,7 +68,8 @@ MIN_OPEN_FILES = 1024
 about 30 files and one more for each node. In a flood of connections, it opens up to 3 *
 _MOST_UNAUTHENTICATED additional files."""
 _LOG_BYTES = 1 << 28
-"""Maximum size of the output of an attempt in `log/`. Additional lines are not written."""
+"""Maximum size, in bytes, of a launch attempt's output in `log/`. Additional lines are not
+written."""
 _MAX_PROBLEMS = 4
 """Maximum number of nodes whose problems an error message states."""
 
@@ -126,7 +127,7 @@ class Node:
     heard_at: float = -math.inf
     """Time of the agent's last message, by the supervisor's clock."""
     attempt: int = 0
-    """Number of the attempt to which `ranks` belongs."""
+    """Number of the launch attempt to which `ranks` belongs."""
     ranks: dict[int, RankReport] = field(default_factory=dict)
     ended: dict[int, int] = field(default_factory=dict)
     """Maps each ended rank to its position in the order in which the ranks of all nodes ended."""
@@ -136,13 +137,14 @@ class Node:
     """Type of the answer that the supervisor waits for."""
     answer: asyncio.Future[Any] | None = None
     failure: str = ""
-    """Reason why the agent cannot start the ranks of the attempt."""
+    """Reason why the agent cannot start the ranks of the launch attempt."""
     problem: str = ""
     """Reason why the agent of the node was refused or does not answer."""
     is_staged: bool = False
     """True if the node has a copy of the environment of the ranks."""
     has_lost_ranks: bool = False
-    """True if the agent was started again, so that the attempt's ranks on this node have ended."""
+    """True if the agent was started again, so that the ranks of the launch attempt on this node
+    have ended."""
 
 
 class Agents:
@@ -295,7 +297,8 @@ class Agents:
             )
 
     async def start_ranks(self, attempt: AttemptStarted, name: str) -> None:
-        """Request the agent of the node `name` to start the attempt's ranks on this node."""
+        """Request the agent of the node `name` to start the ranks of a launch attempt on this
+        node."""
         job, node = self._job, self.nodes[name]
         per_node, index = attempt.ranks_per_node, attempt.nodes.index(name)
         first = self.nodes[attempt.nodes[0]]

@@ -82,15 +82,15 @@ class Evidence:
 
     attempt: int
     step: int
-    """Last step that a rank of the attempt has reached."""
+    """Last step that a rank of the launch attempt has reached."""
     ends: tuple[RankEnd, ...] = ()
     """The ends of ranks, the earliest first."""
     markers: tuple[Marker, ...] = ()
     nodes: tuple[str, ...] = ()
-    """All nodes with ranks of the attempt."""
+    """All nodes with ranks of the launch attempt."""
     unreachable: tuple[str, ...] = ()
-    """Nodes of the attempt whose agent has sent no message for `heartbeat_s`, the longest silence
-    first."""
+    """Nodes of the launch attempt whose agents have not sent a message for `heartbeat_s`, the
+    longest silence first."""
     restarted: tuple[str, ...] = ()
     """Nodes whose agent was started again while no supervisor ran, so that their ranks have
     ended."""
@@ -98,8 +98,8 @@ class Evidence:
     stalled_s: float = 0.0
     """Seconds for which no rank has started a collective; 0 if this time is below the limit."""
     has_progressed: bool = False
-    """True if an attempt of the job has started an update, so the settings of the run must be
-    valid."""
+    """True if a launch attempt of the job has started an update, so that the settings of the run
+    must be valid."""
     launch_problem: str = ""
     """The reason why mpiexec has not started all ranks; "" if mpiexec has started all ranks or may
     still start them."""
@@ -122,7 +122,8 @@ class _Cause(NamedTuple):
 
 
 def find_cause(evidence: Evidence, ranks: int, now: float) -> AttemptEnded:
-    """Return the event for the end of an attempt of `ranks` ranks. The event contains the cause.
+    """Return the event for the end of a launch attempt with `ranks` ranks. The event contains the
+    cause.
 
     The cause is taken from the strongest kind of evidence that is present. From strongest to
     weakest, the kinds are: a marker, in which a rank describes a non-finite value; all ranks have
@@ -345,7 +346,7 @@ class Decision:
     status: int = 0
     """Exit status of `optimus launch`, unless `action` is "start"."""
     nodes: tuple[str, ...] = ()
-    """Nodes of the next attempt, in the order of their ranks."""
+    """Nodes of the next launch attempt, in the order of their ranks."""
     marks: Marks = field(default_factory=dict)
     load: Literal["newest", "older"] = "newest"
     skipped_steps: tuple[int, ...] = ()
@@ -354,7 +355,7 @@ class Decision:
 def decide(
     history: History, policy: Policy, reachable: Sequence[str], remaining_s: float
 ) -> Decision:
-    """Decide how a run without a running attempt continues.
+    """Decide how a run without a running launch attempt continues.
 
     Args:
         history: The state of the run, including the end of the last attempt.
@@ -483,7 +484,8 @@ def _usable(history: History, reachable: Sequence[str], marks: Marks) -> list[st
 
 
 def _assign(before: Sequence[str], usable: Sequence[str], policy: Policy) -> tuple[str, ...] | None:
-    """Return the nodes of the next attempt in the order of their ranks; None if there are too few.
+    """Return the nodes of the next launch attempt in the order of their ranks; None if there are
+    too few.
 
     Each node that is still usable keeps its ranks. A free node takes the ranks of a failed node.
 

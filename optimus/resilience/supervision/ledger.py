@@ -91,8 +91,8 @@ class AttemptStarted(_Record):
 
 
 class Progress(_Record):
-    """Event: the ranks of an attempt have started their first update, or a checkpoint is
-    committed."""
+    """Event: the ranks of a launch attempt have started their first update, or have committed a
+    checkpoint."""
 
     kind: Literal["progress"] = "progress"
     time: float
@@ -113,7 +113,7 @@ class AttemptEnded(_Record):
     a node failed. usage: ranks refused their configuration. interrupted: the ranks ended together
     with their agents or their job."""
     step: _Count
-    """Last step that the attempt has reached."""
+    """Last step that the launch attempt has reached."""
     failure: FailureKind | None = None
     nodes: tuple[str, ...] = ()
     """Nodes to which the failure is attributed, in the order in which they failed."""
@@ -226,7 +226,7 @@ class History:
 
     @property
     def running(self) -> AttemptStarted | None:
-        """The start event of the attempt that runs now; None if no attempt runs."""
+        """The start event of the running launch attempt; None if no attempt runs."""
         last = self.attempts[-1] if self.attempts else None
         return last if last is not None and last.attempt not in self.ends else None
 
@@ -235,7 +235,7 @@ class History:
         return self.attempts[self.first_of_job :]
 
     def has_updated(self, attempt: AttemptStarted) -> bool:
-        """Return True if an attempt has started its first update."""
+        """Return True if a launch attempt has started its first update."""
         events = self.events
         return any(isinstance(e, Progress) and e.attempt == attempt.attempt for e in events)
 
@@ -421,7 +421,8 @@ def parse(path: Path, lines: Sequence[str]) -> list[Event]:
 
 
 def _follow(event: Event, running: int, last: int) -> tuple[int, int]:
-    """Return (number of the running attempt or 0, number of the last attempt) after an event.
+    """Return (number of the running launch attempt or 0, number of the last attempt) after an
+    event.
 
     Args:
         event: The event.

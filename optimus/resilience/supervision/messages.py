@@ -84,7 +84,7 @@ class Report(Message):
     dropped: _Count = 0
     """Number of lines of output that the agent has dropped and has not reported before."""
     failure: str = ""
-    """Reason why the ranks of the attempt cannot be started on the node; "" if they can."""
+    """Reason why the ranks of the launch attempt cannot be started on the node; "" if they can."""
 
 
 class FreePort(Message):
@@ -107,7 +107,7 @@ class Staged(Message):
 
 
 class Killed(Message):
-    """Answer of an agent to Kill: all ranks of the attempt on its node have ended."""
+    """Answer of an agent to Kill: all ranks of the launch attempt on its node have ended."""
 
     kind: Literal["killed"] = "killed"
     attempt: _Count
@@ -154,7 +154,7 @@ class Stage(Message):
 
 
 class Start(Message):
-    """Request to an agent: start the ranks of an attempt on its node."""
+    """Request to an agent: start the ranks of a launch attempt on its node."""
 
     kind: Literal["start"] = "start"
     attempt: _Number
@@ -178,7 +178,8 @@ class Signal(Message):
 
 
 class Kill(Message):
-    """Request to an agent: kill the ranks of an attempt and of all earlier attempts on its node."""
+    """Request to an agent: kill the ranks of a launch attempt and of all earlier attempts on its
+    node."""
 
     kind: Literal["kill"] = "kill"
     attempt: _Number

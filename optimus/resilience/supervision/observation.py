@@ -190,7 +190,7 @@ class Observer:
             evidence: The observations.
             world: Number of ranks.
             since_s: Seconds since the first rank ended.
-            silence_s: Longest time in seconds for which an agent has sent no message.
+            silence_s: Longest time in seconds since the last message of an agent.
             by_mpiexec: True if an mpiexec has started the ranks.
         """
         if evidence.is_cut_off:  # if the others come back, no node has failed

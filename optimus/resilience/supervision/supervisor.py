@@ -377,8 +377,8 @@ class Supervisor:
     # -- Attempts ---------------------------------------------------------------------------------
 
     async def _start_attempt(self, decision: Decision) -> None:
-        """Launch the ranks of the next attempt on the nodes of `decision`. If one of the nodes
-        cannot be prepared, do not launch ranks."""
+        """Launch the ranks of the next launch attempt on the nodes of `decision`. If one of the
+        nodes cannot be prepared, do not launch ranks."""
         job = self._job
         number = self._history.attempts[-1].attempt + 1 if self._history.attempts else 1
         first = self._agents.nodes[decision.nodes[0]]
@@ -466,8 +466,8 @@ class Supervisor:
         return not any(problems)
 
     async def _finish_attempt(self, attempt: AttemptStarted) -> None:
-        """Wait until an attempt ends or fails, add the cause to the ledger, and kill the remaining
-        processes of the attempt."""
+        """Wait until a launch attempt ends or fails. Add the cause to the ledger, and kill the
+        remaining processes of the attempt."""
         has_updated = self._history.has_updated(attempt)
         by_mpiexec = self._agents.rank_command(attempt.nodes, attempt.workspace) is not None
         if by_mpiexec and self._mpiexec is None and not has_updated:
@@ -501,7 +501,7 @@ class Supervisor:
             self._job.workspace_of(attempt).close()
 
     async def _kill(self, attempt: AttemptStarted) -> None:
-        """Kill the ranks of an attempt on all nodes that can be reached."""
+        """Kill the ranks of a launch attempt on all nodes that can be reached."""
         now = self._agents.clock_s
         nodes = [node for node in self._agents.heard() if node.name in attempt.nodes]
         for node in nodes:
