@@ -173,8 +173,8 @@ class JsonLines:
 
         Lines of later steps and damaged lines are removed. Lost lines are restored from the copy.
         If several lines have the same step and the same `source` or `layer`, only the last line is
-        kept. Lines in metrics.jsonl have neither key. The file and its copy are replaced by new files.
-        Processes of earlier starts cannot append to the new files.
+        kept. Lines in metrics.jsonl have neither key. The file and its copy are replaced by new
+        files. Processes of earlier starts cannot append to the new files.
 
         Args:
             workspace: The workspace of the run.
