@@ -28,8 +28,8 @@ def say(line: str) -> None:
 
 
 def _print(line: str) -> None:
-    """Print a line to standard error. If the pipe of standard error is closed, for example by `2>&1
-    | head`, discard this line and all later output."""
+    """Print a line to standard error. If standard error is a closed pipe, as after `2>&1 | head`,
+    discard this line and all later output."""
     try:
         # One write: with PYTHONUNBUFFERED, `print` would write the line end separately, so that
         # lines of several workers could mix.

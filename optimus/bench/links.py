@@ -1,5 +1,4 @@
-"""Rates of copies between the memory tiers and of updates on the host, for `optimus bench
-links`."""
+"""Rates of copies between memory tiers and of updates on the host, for `optimus bench links`."""
 
 from __future__ import annotations
 

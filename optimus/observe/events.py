@@ -153,8 +153,7 @@ class Traffic(NamedTuple):
 
     step: int
     bytes_by_axes: dict[str, int]
-    """Payload bytes of each process group. The keys are names of the groups' mesh axes, such as `dp
-    x ep`."""
+    """Payload bytes of each process group. A key names the group's mesh axes, such as `dp x ep`."""
 
 
 class PipelineTimes(NamedTuple):

@@ -367,7 +367,7 @@ def spell_ranges(ranges: Sequence[Sequence[int]]) -> str:
 
 def _key(line: bytes) -> tuple[int, str] | None:
     """Return (step, source) of a line of a metrics file; None if the line is damaged. The source of
-    a line of metrics.jsonl is "", and that of a line of expert_load.jsonl its layer."""
+    a line of metrics.jsonl is "", and the source of a line of expert_load.jsonl is its layer."""
     try:
         record = json.loads(line)
         step, source = record["step"], record.get("source", record.get("layer", ""))

@@ -1,4 +1,4 @@
-"""Loads of the ranks of expert parallelism, by arithmetic alone.
+"""Imbalance of the ranks of expert parallelism, computed without communication.
 
 The imbalance of a rank in a layer is the number of rows that its experts compute, relative to an
 equal share of the rows of all ep ranks. A row is a pair of a token and one of its experts.
@@ -23,7 +23,7 @@ def rank_imbalances(rows: Sequence[int], ep: int) -> list[float]:
 
 
 def largest_imbalance(experts: int, experts_per_token: int, ep: int) -> float:
-    """Return the imbalance of a rank to which every token sends as many rows as possible."""
+    """Return the imbalance of a rank that gets the maximum number of rows of every token."""
     return ep * min(experts // ep, experts_per_token) / experts_per_token
 
 

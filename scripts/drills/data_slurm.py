@@ -76,8 +76,8 @@ class Drill:
         return jobs.running(job) and not (out / "manifest.json").exists()
 
     def disturb(self, out: Path, how: Callable[[str], None], tries: int = 5) -> str:
-        """Submit a job of two nodes. When the job has tokenized a third of the text, call `how(job
-        ID)`. If a job ends before this moment, submit another job, but at most `tries` jobs in
+        """Submit a job of two nodes. When the job has tokenized a third of the text, call
+        `how(ID)`. If a job ends before this moment, submit another job, but at most `tries` jobs in
         total. Return the ID of the disturbed job."""
         for _ in range(tries):
             job = self.submit(out, "--nodes", "2")
