@@ -331,7 +331,7 @@ def _plan(args: argparse.Namespace, arguments: list[str]) -> int:
         return 0
     from optimus.planner.plan import check_fit, format_plan, plan
 
-    result = plan(config, allocation)
+    result = plan(config, allocation, args.load)
     if args.write_hosts and allocation is not None:
         write_hosts(config, result["mesh"], allocation, args.write_hosts)
     if args.trace:

@@ -376,6 +376,11 @@ def _residency(optim: OptimConfig, train: TrainConfig, offload: OffloadConfig) -
             f"offload.{key} = {value!r} has no meaning with offload.mode = 'off'; use "
             "offload.mode = 'auto'",
         )
+    refuse_if(
+        offload.expert_imbalance != OffloadConfig().expert_imbalance and offload.mode == "off",
+        f"offload.expert_imbalance = {offload.expert_imbalance} has no meaning with offload.mode = "
+        "'off'; leave it out",
+    )
     for key, value in (
         ("offload.host_share", offload.host_share),
         ("offload.disk_share", offload.disk_share),

@@ -354,6 +354,11 @@ class OffloadConfig(Section):
     disk_memory: Size = ""
     """Maximum size of the file of a rank in `disk`, as a number with a unit, such as "500GB" or
     "1.5TiB". A run whose states need more does not start. Empty: the free space of the disk."""
+    expert_imbalance: Annotated[float, Field(ge=1)] = 1.5
+    """With `parallel.ep`, the largest number of rows of a rank's experts for which memory is left
+    free, relative to an equal share of the ep ranks, in each layer. `optimus plan --load RUN_DIR`
+    prints the imbalance of a run. On accelerators, memory depends on it only with
+    `parallel.ep_dispatch` = "alltoall"."""
     order: Literal["microbatch", "layer"] = "microbatch"
     """Order of the microbatches of a step. `microbatch`: forward and backward of a microbatch, then
     those of the next one. `layer`: all microbatches pass a layer before the next layer begins, as

@@ -50,6 +50,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "configuration",
     )
     parser.add_argument(
+        "--load",
+        metavar="RUN_DIR",
+        help="also plan for the loads of the experts in a run of this model",
+    )
+    parser.add_argument(
         "--search",
         action="store_true",
         help="instead, rank the layouts of the run on the nodes of the machine",
@@ -68,6 +73,7 @@ def check_options(args: argparse.Namespace) -> None:
     value."""
     refuse_if(args.write_hosts and not args.hosts, "--write-hosts needs --hosts FILE; add it")
     refuse_if(args.trace and not args.machine, "--trace needs --machine NAME; add it")
+    refuse_if(args.load and not args.machine, "--load needs --machine NAME; add it")
     if args.trace:
         check_output(args.trace, "--trace")
     for name in ("top", "memory", "out", "write"):
@@ -90,6 +96,8 @@ def check_options(args: argparse.Namespace) -> None:
     ]
     if args.trace and (args.search or args.resolved or args.against):
         chosen.append("--trace")
+    if args.load and (args.search or args.resolved or args.against):
+        chosen.append("--load")
     refuse_if(len(chosen) > 1, f"{' and '.join(chosen)} exclude each other; leave one out")
     for option in ("nodes", "hosts"):
         refuse_if(

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from optimus.config import Config
 from optimus.config.axes import UNEQUAL
 from optimus.config.machine import Machine, load_links, load_machine
 from optimus.data.batch import plan_batch
-from optimus.distributed.mesh import Coordinate, Mesh
+from optimus.distributed.mesh import Mesh
 from optimus.errors import ConfigError, counted, refuse_if
-from optimus.planner.memory import RankMemory, rank_memory
+from optimus.parallel.expert_load import largest_imbalance
+from optimus.parallel.pipeline.plan import schedule_of
+from optimus.planner.expert_loads import median_and_worst, read_loads
+from optimus.planner.memory import (
+    RankMemory,
+    RankProfiles,
+    activations_of,
+    depends_on_load,
+    rank_memory,
+)
 from optimus.planner.offload import decide_placement, largest_rank, limits_of
 from optimus.planner.states import plan_ranks, stages_of
 from optimus.planner.step_plan import plan_step, step_lines
-from optimus.rank.profile import Profiled, profile_stages
+from optimus.planner.step_time import is_cpu
+from optimus.planner.workload import Works
+from optimus.rank.profile import Profiled
 
 _GIB = 1 << 30
 _UNKNOWN = 1 << 62
@@ -50,20 +62,112 @@ def rank_kinds(config: Config, mesh: Mesh) -> list[RankKind]:
     return [RankKind(*key, tuple(pp)) for key, pp in kinds.items()]
 
 
-def _candidates(config: Config, mesh: Mesh, kind: RankKind) -> list[Coordinate]:
-    """Return the ranks of a kind that may need the most memory. Of ranks with equal layers, the
-    first one keeps the activations of at least as many microbatches as later ones."""
-    stages = stages_of(config, mesh)
-    first: dict[Any, int] = {}
-    for pp in kind.pp:
-        experts = config.model.experts_by_layer
-        layers = tuple(tuple(experts[layer] for layer in s) for s in stages[pp :: mesh.pp])
-        first.setdefault(layers, pp)
-    return [largest_rank(config, mesh, pp) for pp in first.values()]
+class _EqualRanks:
+    """Pipeline ranks of a kind that have equal layers."""
+
+    def __init__(
+        self,
+        config: Config,
+        mesh: Mesh,
+        pp: Sequence[int],
+        microbatches: int,
+        device: str,
+        known: tuple[Profiled, Profiled],
+    ) -> None:
+        """`known` has the profiles of other ranks for both cases of `RankProfiles`."""
+        self._config, self._mesh, self._pp, self._device = config, mesh, pp, device
+        self._microbatches, self._stages = microbatches, stages_of(config, mesh)
+        rank = largest_rank(config, mesh, pp[0])
+        self._schedule = schedule_of(config, mesh, microbatches)
+        self._profiles = RankProfiles(config, mesh, rank, device, *known)
+        equal = self._profiles.at({})
+        self._memory = rank_memory(config, mesh, rank, microbatches, device, equal)
+
+    def largest(self, imbalances: Mapping[int, Sequence[float]]) -> RankMemory:
+        """Return the memory of the fullest rank. `imbalances` has, for each MoE layer, the rows of
+        each ep rank relative to an equal share."""
+        memories = (self._of_rank(pp, imbalances) for pp in self._pp)
+        return max(memories, key=lambda memory: memory.device)
+
+    def _of_rank(self, pp: int, imbalances: Mapping[int, Sequence[float]]) -> RankMemory:
+        # The profiles are those of the first rank, whose layers are at the same positions.
+        layers, theirs = self._layers(pp), self._layers(self._pp[0])
+        sparse = [(a, b) for a, b in zip(layers, theirs, strict=True) if a in imbalances]
+        ep_ranks = range(len(imbalances[sparse[0][0]]) if sparse else 0)
+        fullest = max(ep_ranks, key=lambda ep: sum(imbalances[a][ep] for a, _ in sparse), default=0)
+        profiles = self._profiles.at({b: imbalances[a][fullest] for a, b in sparse})
+        numbers = range(pp, len(self._stages), self._mesh.pp)
+        of_stage = dict(zip(numbers, profiles.values(), strict=True))
+        rank = self._config, self._mesh, self._schedule, pp
+        activations, temporary = activations_of(*rank, of_stage, self._microbatches, self._device)
+        return dataclasses.replace(self._memory, activations=activations, temporary=temporary)
+
+    def _layers(self, pp: int) -> list[int]:
+        return [layer for stage in self._stages[pp :: self._mesh.pp] for layer in stage]
 
 
-def plan_on_machine(config: Config, mesh: Mesh, name: str) -> dict[str, Any]:
+class _Memory:
+    """Memory of all kinds of ranks, for any load of the experts."""
+
+    def __init__(self, config: Config, mesh: Mesh, microbatches: int, device: str) -> None:
+        self._model, self._depends = config.model, depends_on_load(config, mesh, device)
+        stages = stages_of(config, mesh)
+        known: tuple[Profiled, Profiled] = {}, {}
+        self._kinds: list[tuple[RankKind, list[_EqualRanks]]] = []
+        for kind in rank_kinds(config, mesh):
+            groups: dict[Any, list[int]] = {}
+            for pp in kind.pp:
+                experts = config.model.experts_by_layer
+                layers = tuple(tuple(experts[layer] for layer in s) for s in stages[pp :: mesh.pp])
+                groups.setdefault(layers, []).append(pp)
+            ranks = [
+                _EqualRanks(config, mesh, pp, microbatches, device, known) for pp in groups.values()
+            ]
+            self._kinds.append((kind, ranks))
+
+    def kinds(self, imbalances: Mapping[int, Sequence[float]] | None = None) -> list[dict]:
+        """Return `kinds` of `plan_on_machine`. Arguments as for `_EqualRanks.largest`; None: equal
+        loads."""
+        loads = imbalances if imbalances and self._depends else {}
+        largest = (
+            (kind, max((r.largest(loads) for r in ranks), key=lambda memory: memory.device))
+            for kind, ranks in self._kinds
+        )
+        return [_sizes_of(kind, memory) for kind, memory in largest]
+
+    def largest_fitting(self, limit: float, device: int) -> float | None:
+        """Return the largest imbalance of an ep rank, the same in all layers, with which the
+        activations fit on the device, at most `limit`. None if equal loads do not fit."""
+
+        def fits(imbalance: float) -> bool:
+            loads = dict.fromkeys(self._model.sparse_layers, (imbalance,))
+            return max(kind["total"] for kind in self.kinds(loads)) <= device
+
+        if not fits(1.0):
+            return None
+        if not self._depends or fits(limit):
+            return limit
+        low, high = 1.0, limit
+        while high - low > _PRECISION:
+            middle = (low + high) / 2
+            low, high = (middle, high) if fits(middle) else (low, middle)
+        return low
+
+
+_PRECISION = 0.01
+"""Precision of the largest imbalance that fits."""
+
+
+def plan_on_machine(
+    config: Config, mesh: Mesh, name: str, load: str | None = None
+) -> dict[str, Any]:
     """Return the figures of a plan that need a machine.
+
+    Args:
+        config: The run, with `train.seq_len`.
+        mesh: Sizes of all axes.
+        name: Name of the machine.
+        load: Directory of a run with expert loads, for `load` in the result.
 
     Returns:
         - `step`: the result of `plan_step`, or `no_step`: the reason why there is none.
@@ -72,35 +176,76 @@ def plan_on_machine(config: Config, mesh: Mesh, name: str) -> dict[str, Any]:
           microbatches in progress, `temporary` tensors and communication, and their sum `total`.
         - `needed`: the largest `total`; `device_bytes`: the memory of the device, or None if the
           machine's file does not have it.
+        - `imbalance`: for a model with experts and ep > 1, the `largest` imbalance of an ep rank
+          that fits on the device (the same in all layers; None if equal loads do not fit, or if the
+          memory of the device is unknown), the `limit`, with which all tokens choose experts of the
+          rank, and with a step time `step_s`, the time of a step with `largest`.
+        - `load`: `run`, number of `steps`, and for the `median` and the `worst` step of the run its
+          number `step`, the `imbalance` of the fullest ep rank and its `layer`, the
+          `mean_imbalance` of the fullest rank over all layers, `kinds` and `needed`, and the result
+          of `plan_step`, `step_plan`, if there is one.
         - `placements`: with offload.mode = "auto", the decisions for the first and the last rank as
           text. `kinds` then has these ranks, and `ranks` and `memory` are those of the decisions.
 
     Raises:
-        ConfigError: As `decide_placement`, or the machine has no rates for it.
+        ConfigError: As `decide_placement`, as `read_loads`, or the machine has no rates.
     """
     train, machine = config.train, load_machine(name)
+    loads = None if load is None else read_loads(load, config.model, mesh.ep)
     microbatches = mesh.pp
     if train.global_batch_tokens:
         microbatches = plan_batch(train, mesh.num_data_ranks).microbatches_per_rank
     if config.offload.mode == "auto":
+        refuse_if(
+            load is not None,
+            f"--load {load}: offload.mode = 'auto' decides for offload.expert_imbalance; leave "
+            "--load out, or set offload.mode = 'off'",
+        )
         return _placed(config, mesh, microbatches, machine, name)
-    result: dict[str, Any] = _step(config, mesh, machine, name)
-    profiled: Profiled = {}
-    kinds = []
-    for kind in rank_kinds(config, mesh):
-        sizes = [
-            rank_memory(
-                config,
-                mesh,
-                rank,
-                microbatches,
-                profiles=profile_stages(config, mesh, rank, profiled),
-            )
-            for rank in _candidates(config, mesh, kind)
-        ]
-        kinds.append(_sizes_of(kind, max(sizes, key=lambda memory: memory.device)))
+    run = config, mesh, machine, name
+    works: Works = {}
+    result: dict[str, Any] = _step(*run, works)
+    memory = _Memory(config, mesh, microbatches, "cpu" if is_cpu(machine) else "cuda")
     device = None if machine.device is None else int(machine.device.memory_bytes.value)
-    return result | _needs(kinds, device)
+    result |= _needs(memory.kinds(), device)
+    if config.model.sparse_layers and mesh.ep > 1:
+        result["imbalance"] = _imbalance(run, works, memory, device)
+    if loads is not None:
+        result["load"] = {"run": load, "steps": len(loads)}
+        for key, of_step in median_and_worst(loads).items():
+            fullest = of_step.fullest
+            layer = max(fullest, key=lambda n: fullest[n])
+            kinds = memory.kinds(of_step.imbalances)
+            result["load"][key] = {
+                "step": of_step.step,
+                "imbalance": fullest[layer],
+                "layer": layer,
+                "mean_imbalance": of_step.mean,
+                "kinds": kinds,
+                "needed": max(kind["total"] for kind in kinds),
+            }
+            if "step" in result:
+                result["load"][key]["step_plan"] = plan_step(*run, works, fullest)
+    return result
+
+
+def _imbalance(
+    run: tuple[Config, Mesh, Machine, str], works: Works, memory: _Memory, device: int | None
+) -> dict[str, Any]:
+    """Return `imbalance` of `plan_on_machine`."""
+    config, mesh, *_ = run
+    model = config.model
+    limit = min(
+        largest_imbalance(model.experts_by_layer[layer], model.num_experts_per_tok, mesh.ep)
+        for layer in model.sparse_layers
+    )
+    largest = None if device is None else memory.largest_fitting(limit, device)
+    result: dict[str, Any] = {"largest": largest, "limit": limit}
+    if largest is not None:
+        loads = dict.fromkeys(model.sparse_layers, largest)
+        step = _step(*run, works, loads).get("step")
+        result["step_s"] = None if step is None else step["step_s"]
+    return result
 
 
 def _sizes_of(kind: RankKind, memory: RankMemory) -> dict[str, Any]:
@@ -121,9 +266,16 @@ def _needs(kinds: list[dict[str, Any]], device: int | None) -> dict[str, Any]:
     }
 
 
-def _step(config: Config, mesh: Mesh, machine: Machine, name: str) -> dict[str, Any]:
+def _step(
+    config: Config,
+    mesh: Mesh,
+    machine: Machine,
+    name: str,
+    works: Works | None = None,
+    imbalances: Mapping[int, float] | None = None,
+) -> dict[str, Any]:
     try:
-        return {"step": plan_step(config, mesh, machine, name)}
+        return {"step": plan_step(config, mesh, machine, name, works, imbalances)}
     except ConfigError as error:
         return {"no_step": str(error)}
 
@@ -200,7 +352,43 @@ def machine_lines(result: dict[str, Any]) -> list[tuple[str, str]]:
         lines.append((f"placement on pp {rank['pp']}", text))
     if "no_step" in result:
         lines.append(("no step time", result["no_step"]))
-    return lines + step_lines(result["step"]) if "step" in result else lines
+    if "step" in result:
+        lines += step_lines(result["step"])
+    return lines + _load_lines(result)
+
+
+def _load_lines(result: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return `imbalance` and `load` of `plan_on_machine` as pairs (name, value) for a table."""
+    balanced = result.get("step")
+    lines = []
+    if "imbalance" in result and result["imbalance"]["largest"] is not None:
+        largest, limit = result["imbalance"]["largest"], result["imbalance"]["limit"]
+        text = f"{largest:.2f} times an equal share of the rows on an ep rank"
+        text += ", all that is possible" if largest == limit else f" of {limit:.2f} possible"
+        if balanced is not None:
+            text += f": {_slower(result['imbalance']['step_s'], balanced['step_s'])}"
+        lines.append(("largest imbalance that fits", text))
+    for key in ("median", "worst") if "load" in result else ():
+        load = result["load"][key]
+        text = (
+            f"{load['imbalance']:.2f} times an equal share of the rows on an ep rank in layer "
+            f"{load['layer']}, {load['mean_imbalance']:.2f} in the mean over layers; memory "
+            f"{load['needed'] / _GIB:,.2f} GiB"
+        )
+        device = result["device_bytes"]
+        if device is not None and load["needed"] > device:
+            text += ", which does not fit"
+        if balanced is not None:
+            step = load["step_plan"]
+            text += f"; {_slower(step['step_s'], balanced['step_s'])}"
+            exposed = (each["exposed_s"].get("ep", 0.0) for each in (step, balanced))
+            text += ", exposed ep {:,.4g} s (uniform: {:,.4g} s)".format(*exposed)
+        lines.append((f"{key} load, step {load['step']}", text))
+    return lines
+
+
+def _slower(step_s: float, balanced_s: float) -> str:
+    return f"step {step_s:,.4g} s, {step_s - balanced_s:,.4g} s more than with uniform routing"
 
 
 def _kind_text(kind: dict[str, Any]) -> str:

@@ -3,7 +3,7 @@ states, the profile of its stages and its schedule."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -12,8 +12,7 @@ import torch
 
 from optimus.config import Config
 from optimus.distributed.mesh import Coordinate, Mesh
-from optimus.parallel.expert_load import arrivals
-from optimus.parallel.layout import Layout
+from optimus.parallel.expert_load import arrivals, largest_imbalance
 from optimus.parallel.pipeline.actions import Kind, Schedule
 from optimus.planner.states import stages_of
 from optimus.platform import dtype_of
@@ -90,7 +89,9 @@ def rank_memory(
         sizes["total"],
         engine.cache_bytes,
         engine.temporary_bytes,
-        *activations_of(config, planned.layout, profiles, num_microbatches, device),
+        *activations_of(
+            config, mesh, planned.layout.schedule, coordinate.pp, profiles, num_microbatches, device
+        ),
         sizes["host"],
         staging.host,
         sizes["disk"] + staging.disk,
@@ -145,25 +146,19 @@ class RankProfiles:
         for number, profile in self._balanced.items():
             mean = sum(weights.get(layer, 0.0) for layer in self._layers[number])
             of_weights = mean / len(self._layers[number])
-            forward, backward, deferred = (
+            other = self._concentrated[number]
+            passes = [
                 tuple(
-                    _between(a, b, of_weights if is_deferred else of_segment.get(a.segment, 0.0))
+                    _between(a, b, of_segment.get(a.segment, 0.0))
                     for a, b in zip(uses, others, strict=True)
                 )
-                for uses, others, is_deferred in _pairs(profile, self._concentrated[number])
-            )
-            result[number] = StageProfile(forward, backward, deferred[0] if deferred else None)
+                for uses, others in zip(profile[:2], other[:2], strict=True)
+            ]
+            action = None  # the action W computes the gradients of all layers
+            if profile.weights is not None and other.weights is not None:
+                action = _between(profile.weights, other.weights, of_weights)
+            result[number] = StageProfile(passes[0], passes[1], action)
         return result
-
-
-def _pairs(
-    a: StageProfile, b: StageProfile
-) -> Iterator[tuple[Iterable[UseProfile], Iterable[UseProfile], bool]]:
-    """Yield the uses of both profiles in forward, in backward and in the action W, with True for
-    the latter, which computes the gradients of all layers."""
-    yield a.forward, b.forward, False
-    yield a.backward, b.backward, False
-    yield (a.weights,) if a.weights else (), (b.weights,) if b.weights else (), True
 
 
 def depends_on_load(config: Config, mesh: Mesh, device: str) -> bool:
@@ -178,10 +173,11 @@ def _concentration(config: Config, mesh: Mesh, layer: int, imbalance: float, dev
     """Return 0 for equal loads, 1 if all tokens choose experts of the rank, or a value between."""
     if not depends_on_load(config, mesh, device):
         return 0.0
-    if device == "cpu":  # memory is that of the rows of the rank
-        return (imbalance - 1) / (mesh.ep - 1)
     model = config.model
     kind = model.experts_by_layer[layer], model.num_experts_per_tok, mesh.ep
+    imbalance = min(imbalance, largest_imbalance(*kind))
+    if device == "cpu":  # memory is that of the rows of the rank
+        return (imbalance - 1) / (mesh.ep - 1)
     equal = arrivals(*kind)
     return (arrivals(*kind, imbalance) - equal) / (1 - equal) if equal < 1 else 0.0
 
@@ -195,17 +191,20 @@ def _between(a: UseProfile, b: UseProfile, weight: float) -> UseProfile:
 
 def activations_of(
     config: Config,
-    layout: Layout,
+    mesh: Mesh,
+    schedule: Schedule,
+    pp: int,
     profiles: Mapping[int, StageProfile],
     num_microbatches: int,
     device: str,
 ) -> tuple[int, int]:
-    """Return `RankMemory.activations` and `RankMemory.temporary`."""
+    """Return `RankMemory.activations` and `RankMemory.temporary` of a rank with index `pp`."""
+    sequence_shares = mesh.tp if config.parallel.sequence_parallel else 1
     peak = peak_of_step(
-        layout.schedule,
-        layout.coordinate.pp,
+        schedule,
+        pp,
         profiles,
-        boundary_bytes(config, layout.sequence_shares),
+        boundary_bytes(config, sequence_shares),
         keeps_sent=device == "cpu",
     )
     return peak.total + input_bytes(config, num_microbatches), peak.temporary

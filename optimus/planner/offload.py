@@ -35,6 +35,7 @@ from optimus.errors import ConfigError, counted, refuse_if
 from optimus.launch.environment import usable_memory
 from optimus.planner.memory import (
     RankMemory,
+    RankProfiles,
     boundary_bytes,
     input_bytes,
     peak_of_step,
@@ -42,7 +43,7 @@ from optimus.planner.memory import (
 )
 from optimus.planner.rates import find_links
 from optimus.platform import device_memory, dtype_of, limit_device_memory
-from optimus.rank.profile import StageProfile, profile_stages
+from optimus.rank.profile import StageProfile
 from optimus.rank.states import PlannedRank, attach, plan_rank, staging_by_chunk
 
 
@@ -174,7 +175,9 @@ def autotune_placement(
         if device.type != "cpu":  # there, the rates of the file are only for the decision
             decision = dataclasses.replace(decision, config=_with(decision.config, links=""))
     else:
-        decision = Decision(config, rank_memory(config, *rank, device.type), limits)
+        imbalance = config.offload.expert_imbalance
+        memory = rank_memory(config, *rank, device.type, imbalance=imbalance)
+        decision = Decision(config, memory, limits)
         check_limits(decision, device.type)
     if offload.device_memory:
         limit_device_memory(device, limits.device)
@@ -262,7 +265,7 @@ class PlacementSearch:
         self._limits, self._device = limits, device
         self._allowed = limits.device - reserve_of(limits.device, device)
         self._plain = _with_placement(self._config, mode="off")
-        self._profiles = {"microbatch": profile_stages(self._plain, mesh, coordinate)}
+        self._profiles = {"microbatch": self._profile(self._plain)}
         self._on_device = rank_memory(self._plain, *self._rank, self._profiles["microbatch"])
 
     def decide(self) -> Decision:
@@ -303,6 +306,12 @@ class PlacementSearch:
             host = min(host, self._on_device.host)
         return dataclasses.replace(self._limits, device=device, host=host)
 
+    def _profile(self, config: Config) -> dict[int, StageProfile]:
+        """Profile the rank with the load of experts for which memory is left free."""
+        mesh, coordinate, _, device = self._rank
+        loads = dict.fromkeys(config.model.sparse_layers, config.offload.expert_imbalance)
+        return RankProfiles(config, mesh, coordinate, device).at(loads)
+
     def _capacity(self, excess: Capacity) -> Capacity:
         """Return the memory for states and activations. `excess` is memory that the search does not
         know of."""
@@ -337,7 +346,7 @@ class PlacementSearch:
     def _workloads(self) -> list[Workload]:
         """The work of the rank with each order of microbatches and each length of chunks. Raises
         ConfigError if states cannot be offloaded."""
-        mesh, coordinate, num_microbatches, _ = self._rank
+        mesh, _, num_microbatches, _ = self._rank
         try:
             check(_with_placement(self._config))
         except ConfigError as error:
@@ -350,7 +359,7 @@ class PlacementSearch:
             by_layer = _with_placement(self._config, order="layer")
             with contextlib.suppress(ConfigError):  # the model does not allow this order
                 check(by_layer)
-                self._profiles["layer"] = profile_stages(by_layer, mesh, coordinate)
+                self._profiles["layer"] = self._profile(by_layer)
         length = self._config.optim.chunk_length
         lengths = {max(1, length // divisor) for divisor in _DIVISORS}
         has_disk = self._limits.disk > 0

@@ -3,6 +3,9 @@ alone."""
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from optimus.chunks.layout import KINDS
@@ -10,7 +13,7 @@ from optimus.config import Config
 from optimus.config.axes import UNEQUAL
 from optimus.data.batch import plan_batch
 from optimus.distributed.mesh import make_mesh
-from optimus.errors import ConfigError, counted
+from optimus.errors import ConfigError, counted, refuse_if
 from optimus.model.flops import count_parameters, flops_per_token
 from optimus.planner.allocation import Allocation
 from optimus.planner.states import plan_ranks
@@ -20,7 +23,9 @@ from optimus.planner.traffic import plan_topology
 _GIB = 1 << 30
 
 
-def plan(config: Config, allocation: Allocation | None = None) -> dict[str, Any]:
+def plan(
+    config: Config, allocation: Allocation | None = None, load: str | None = None
+) -> dict[str, Any]:
     """Return the number of parameters, the FLOPs and the memory of a run as a dict for JSON.
 
     Only the section `[model]` is required.
@@ -29,6 +34,7 @@ def plan(config: Config, allocation: Allocation | None = None) -> dict[str, Any]
         config: The configuration.
         allocation: The nodes of the run. If it has no number of nodes and `parallel.dp` is 0, the
             plan is for one replica.
+        load: As for `plan_on_machine`. Needs a machine and `train.seq_len`.
 
     These keys, among others, are always present:
 
@@ -52,6 +58,10 @@ def plan(config: Config, allocation: Allocation | None = None) -> dict[str, Any]
             nodes, also if the global batch cannot be divided over the ranks.
     """
     train = config.train
+    refuse_if(
+        load is not None and not train.seq_len,
+        f"--load {load}: train.seq_len = 0; set it, so that activations can be planned",
+    )
     total, active = count_parameters(config.model)
     mesh = make_mesh(config.parallel, allocation.world_size if allocation else None)
     if allocation and allocation.nodes and train.seq_len:
@@ -79,9 +89,10 @@ def plan(config: Config, allocation: Allocation | None = None) -> dict[str, Any]
         result["nodes"] = allocation.nodes or -(-mesh.world_size // allocation.ranks_per_node)
         result["topology"] = plan_topology(config, mesh, allocation)
         if train.seq_len:
-            from optimus.planner.machine_plan import plan_on_machine  # needs torch
+            with _without_collections():
+                from optimus.planner.machine_plan import plan_on_machine  # needs torch
 
-            result |= plan_on_machine(config, mesh, allocation.machine)
+                result |= plan_on_machine(config, mesh, allocation.machine, load)
     if not train.seq_len:
         return result
     result["seq_len"] = train.seq_len
@@ -93,6 +104,19 @@ def plan(config: Config, allocation: Allocation | None = None) -> dict[str, Any]
             result["tokens"] = train.global_batch_tokens * train.max_steps
             result["flops"] = result["flops_per_step"] * train.max_steps
     return result
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Disable collections of garbage, which take a fifth of the time of imports and profiles, and
+    find little garbage."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def check_fit(result: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,17 @@ from optimus.observe.chrome_trace import TracedAction, write_trace
 from optimus.parallel.pipeline.plan import schedule_of
 from optimus.planner.run_time import plan_run, run_lines
 from optimus.planner.step_time import is_cpu, rates_of, simulate_step, step_time
-from optimus.planner.workload import step_of
+from optimus.planner.workload import Works, step_of
 
 
-def plan_step(config: Config, mesh: Mesh, machine: Machine, name: str) -> dict[str, Any]:
+def plan_step(
+    config: Config,
+    mesh: Mesh,
+    machine: Machine,
+    name: str,
+    works: Works | None = None,
+    imbalances: Mapping[int, float] | None = None,
+) -> dict[str, Any]:
     """Return the time of a step on a machine as a dict for JSON.
 
     Args:
@@ -27,10 +35,11 @@ def plan_step(config: Config, mesh: Mesh, machine: Machine, name: str) -> dict[s
         mesh: Sizes of all axes.
         machine: The machine.
         name: Name of the machine, for messages.
+        works, imbalances: As for `step_of`.
 
     Returns:
-        - `step_s`: seconds of a step with uniform routing to experts, and its components
-          `compute_s`, `exposed_s` (by axis), `bubble_s` and `optimizer_s`.
+        - `step_s`: seconds of a step, and its components `compute_s`, `exposed_s` (by axis),
+          `bubble_s` and `optimizer_s`.
         - `tokens_per_s` of the steps, `tflops_per_device` and `mfu`, whose denominator is
           `peak_flops` of a device; `tokens_per_day` with `work_share`.
         - `nodes`, and the result of `plan_run`. `step_s` excludes its `checkpoint_s`.
@@ -43,7 +52,7 @@ def plan_step(config: Config, mesh: Mesh, machine: Machine, name: str) -> dict[s
     """
     train = config.train
     rates = rates_of(machine, train.dtype, name)
-    step = step_of(config, mesh, on_cpu=is_cpu(machine))
+    step = step_of(config, mesh, None, is_cpu(machine), works, imbalances)
     time = step_time(step, rates)
     tokens = step.microbatches * train.microbatch_size * train.seq_len * mesh.num_data_ranks
     flops = flops_per_token(config.model, train.seq_len) * tokens / mesh.world_size

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from optimus.config import Config, ModelConfig
 from optimus.config.hardware import BYTES
 from optimus.distributed.mesh import Mesh, ParameterKind
 from optimus.errors import ConfigError, refuse_if
+from optimus.parallel.expert_load import arrivals
 from optimus.parallel.pipeline.plan import plan_stages
 from optimus.planner.step_time import Layers, Overlap, Reduction, Step
-from optimus.rank.operations import ModelWork, SegmentWork
+from optimus.rank.operations import Exchange, ModelWork, Operation, SegmentWork
 
 _STATE_BYTES = 24
 """Bytes of AdamW's fp32 master and moments of a parameter, read and written."""
+
+Works = dict[bool, ModelWork]
+"""Results of `profile_work` by its argument `concentrated`."""
 
 
 class Weights(NamedTuple):
@@ -32,16 +36,20 @@ def step_of(
     mesh: Mesh,
     stages: tuple[range, ...] | None = None,
     on_cpu: bool = False,
-    work: ModelWork | None = None,
+    works: Works | None = None,
+    imbalances: Mapping[int, float] | None = None,
 ) -> Step:
-    """Return the work of a step on the ranks of `mesh`, with uniform routing to experts.
+    """Return the work of a step on the ranks of `mesh`.
 
     Args:
         config: The run.
         mesh: Sizes of the axes.
         stages: Layers of each pipeline stage; None for those of the configuration.
         on_cpu: True for a run on a CPU.
-        work: Result of `profile_work`, if it is known.
+        works: The results of `profile_work` that are known, by its argument `concentrated`. Others
+            are added.
+        imbalances: For each MoE layer, the rows that the experts of the fullest ep rank compute,
+            relative to an equal share; None: uniform routing to experts.
 
     Raises:
         ConfigError: train.seq_len is not set, the global batch is not a multiple of the tokens of
@@ -54,11 +62,17 @@ def step_of(
     tokens, e = train.microbatch_size * train.seq_len, BYTES[train.dtype]
     microbatches = _microbatches(config, mesh, tokens)
     stages = plan_stages(config, mesh.pp) if stages is None else stages
-    if work is None:
-        from optimus.rank.profile import profile_work  # needs torch
+    works, is_unbalanced = {} if works is None else works, mesh.ep > 1 and bool(imbalances)
+    for concentrated in (False, True) if is_unbalanced else (False,):
+        if concentrated not in works:
+            from optimus.rank.profile import profile_work  # needs torch
 
-        work = profile_work(config, mesh, on_cpu)
-    layers = [[_layers(segment) for segment in _counted(work, stage)] for stage in stages]
+            works[concentrated] = profile_work(config, mesh, on_cpu, concentrated)
+    work = works[False]
+    if imbalances and is_unbalanced:
+        layers = _unbalanced(config, mesh, stages, works, imbalances)
+    else:
+        layers = [[_layers(segment) for segment in _counted(work, stage)] for stage in stages]
     layers[0].append(_layers((work.embedding, 1)))
     layers[-1].append(_layers((work.head, 1)))
     fullest = max(stage_weights(config, mesh, stages), key=sum)
@@ -91,7 +105,57 @@ def _counted(work: ModelWork, stage: range) -> Iterator[tuple[SegmentWork, int]]
             yield work.blocks[layer], number
 
 
-def _layers(segment: tuple[SegmentWork, int]) -> Layers:
+def _unbalanced(
+    config: Config,
+    mesh: Mesh,
+    stages: tuple[range, ...],
+    works: Works,
+    imbalances: Mapping[int, float],
+) -> list[list[Layers]]:
+    """Return the layers of each stage, on the fullest ep rank of each layer.
+
+    The time of a layer is interpolated between equal loads and the case that all tokens choose
+    experts of the rank. With alltoall, collectives take longer by the number of tokens that arrive
+    at the rank. Arguments as for `step_of`.
+    """
+    model = config.model
+    result = []
+    for stage in stages:
+        layers = []
+        for layer in stage:
+            imbalance = imbalances.get(layer, 1.0)
+            kind = model.experts_by_layer[layer], model.num_experts_per_tok, mesh.ep
+            longer = arrivals(*kind, imbalance) / arrivals(*kind) if kind[0] else 1.0
+            weight = (imbalance - 1) / (mesh.ep - 1)
+            for concentrated, number in ((False, 1 - weight), (True, weight)):
+                block, equal = works[concentrated].blocks[layer], works[False].blocks[layer]
+                segment = SegmentWork(
+                    _with_exchanges(block.forward, equal.forward, longer),
+                    _with_exchanges(block.backward, equal.backward, longer),
+                    block.input_backward
+                    and _with_exchanges(block.input_backward, equal.input_backward or (), longer),
+                )
+                layers.append(_layers((segment, number)))
+        result.append(layers)
+    return result
+
+
+def _with_exchanges(
+    operations: tuple[Operation, ...], balanced: tuple[Operation, ...], longer: float
+) -> tuple[Operation, ...]:
+    """Return operations with the collectives of `balanced`, of which alltoall over ep is longer by
+    a factor."""
+    exchanges = (
+        op._replace(num_bytes=op.num_bytes * longer)
+        if (op.axis, op.name) == ("ep", "all_to_all")
+        else op
+        for op in balanced
+        if isinstance(op, Exchange)
+    )
+    return (*(op for op in operations if not isinstance(op, Exchange)), *exchanges)
+
+
+def _layers(segment: tuple[SegmentWork, float]) -> Layers:
     work, number = segment
     return Layers(work.forward, work.backward, number, work.input_backward)
 

@@ -52,6 +52,21 @@ def test_nothing_is_offloaded_where_all_fits() -> None:
     assert decision.config.offload.mode == "manual" and decision.config.offload.host_share > 0
 
 
+def test_space_is_left_for_unbalanced_experts() -> None:
+    layout = {"parallel__ep": 2, "parallel__ep_dispatch": "alltoall"}
+    device = needed(**layout)
+    equal = decide(device, **layout, offload__expert_imbalance=1.0)
+    assert equal.memory.device == device and equal.config.offload.mode == "off"
+    default = decide(device, **layout)
+    assert default.memory.device <= device and default.config.offload.mode == "manual"
+    config = make_config(tiny_tree("d", "r", **{**WIDE, **layout}))
+    rank = config, make_mesh(config.parallel), FIRST, 8, "cpu"
+    unbalanced = rank_memory(*rank, imbalance=1.5)
+    assert decide(unbalanced.device, **layout).memory == unbalanced
+    # A rank cannot have more rows than all ranks together.
+    assert rank_memory(*rank, imbalance=9.0) == rank_memory(*rank, imbalance=2.0)
+
+
 ZB = {"parallel__pp": 2, "parallel__schedule": "zb-h1"}
 
 

@@ -1,0 +1,168 @@
+"""Tests of plans for the loads of the experts in a run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from optimus.cli import main
+from optimus.config import dump_toml, make_config
+from optimus.config.machine import load_machine
+from optimus.distributed.mesh import make_mesh
+from optimus.errors import ConfigError
+from optimus.planner.expert_loads import median_and_worst, read_loads
+from optimus.planner.machine_plan import _Memory, machine_lines, plan_on_machine
+from optimus.planner.step_plan import plan_step
+from tests.kit.runs.tiny import tiny_config, tiny_tree
+from tests.kit.runs.training import train_on
+
+SETTINGS = {
+    "model__num_experts": 16,
+    "model__num_experts_per_tok": 4,
+    "parallel__ep": 4,
+    "parallel__ep_dispatch": "alltoall",
+    "train__dtype": "bf16",
+    "train__seq_len": 256,
+    "train__global_batch_tokens": 16 * 256,
+    "train__deterministic": False,
+}
+CONFIG = make_config(tiny_tree("d", "r", **SETTINGS))
+MESH = make_mesh(CONFIG.parallel)
+EQUAL = 16 * [100]
+SKEWED = 4 * [220] + 12 * [60]  # 2.2 times an equal share on the first of 4 ranks
+
+
+def write_run(run_dir: Path, *steps: tuple[int, list[int], list[int]], config=CONFIG) -> str:
+    """Write a run directory with these (step, rows of layer 0, rows of layer 1)."""
+    run_dir.mkdir(exist_ok=True)
+    (run_dir / "config.toml").write_text(dump_toml(config))
+    lines = [
+        json.dumps({"step": step, "layer": layer, "rows": rows}) + "\n"
+        for step, *layers in steps
+        for layer, rows in enumerate(layers)
+    ]
+    (run_dir / "expert_load.jsonl").write_text("".join(lines))
+    return str(run_dir)
+
+
+def test_a_run_records_the_loads_that_a_plan_reads(ranks, tiny_data, tmp_path) -> None:
+    tree = tiny_tree(tiny_data, tmp_path, train__max_steps=4, observe__expert_load_interval=3)
+    train_on(ranks, 1, tree)
+    loads = read_loads(str(tmp_path), make_config(tree).model, 2)
+    assert sorted(load.step for load in loads) == [1, 3]
+    for load in loads:
+        assert list(load.imbalances) == [0, 1]
+        assert all(sum(of_ranks) == pytest.approx(2) for of_ranks in load.imbalances.values())
+
+
+def test_median_and_worst_steps_are_those_of_the_mean_over_layers(tmp_path) -> None:
+    run = write_run(
+        tmp_path,
+        (1, SKEWED, SKEWED),
+        (100, EQUAL, EQUAL),
+        (200, SKEWED, EQUAL),
+        (300, EQUAL, EQUAL),
+    )
+    chosen = median_and_worst(read_loads(run, CONFIG.model, 4))
+    assert {key: load.step for key, load in chosen.items()} == {"median": 300, "worst": 1}
+    assert chosen["worst"].fullest == {0: 2.2, 1: 2.2} and chosen["worst"].mean == 2.2
+    assert read_loads(run, CONFIG.model, 2)[-1].fullest == {0: 1.4, 1: 1.4}
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda run: (run / "config.toml").unlink(), "config.toml is missing; give the run dir"),
+        (lambda run: (run / "expert_load.jsonl").unlink(), "is missing or empty; run with observe"),
+        (
+            lambda run: write_run(run, config=tiny_config("d", "r", model__num_layers=3)),
+            "the run has model.num_layers = 3, but the plan 2; give the run directory",
+        ),
+        (
+            lambda run: (run / "expert_load.jsonl").write_text('{"step": 1, "layer": 0}\n{}\n'),
+            "line 1 of expert_load.jsonl is damaged; restore",
+        ),
+        (lambda run: write_run(run, (1, EQUAL, EQUAL[1:])), "line 2 of expert_load.jsonl is dam"),
+        (lambda run: write_run(run, (1, EQUAL, 16 * [0])), "line 2 of expert_load.jsonl is dam"),
+        (lambda run: write_run(run, (1, EQUAL)), "has no update with all MoE layers"),
+    ],
+)
+def test_a_directory_without_valid_loads_is_refused(tmp_path, capsys, damage, message) -> None:
+    run = tmp_path / "run"
+    config = Path(write_run(run, (1, EQUAL, EQUAL))) / "config.toml"
+    path = tmp_path / "plan.toml"
+    path.write_text(config.read_text())
+    damage(run)
+    assert main(["plan", str(path), "--machine", "h200", "--load", str(run)]) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err and printed.err.count("\n") == 1 and not printed.out
+
+
+def test_a_line_that_a_kill_has_cut_is_ignored(tmp_path) -> None:
+    path = Path(write_run(tmp_path, (1, EQUAL, EQUAL), (100, EQUAL, SKEWED)))
+    file = path / "expert_load.jsonl"
+    file.write_text(file.read_text()[:-10])
+    assert [load.step for load in read_loads(str(path), CONFIG.model, 4)] == [1]
+
+
+def test_load_without_effect_is_refused(capsys) -> None:
+    assert main(["plan", "configs/run/demo.toml", "--load", "r"]) == 2
+    assert "--load needs --machine NAME; add it" in capsys.readouterr().err
+
+
+def test_plan_for_the_loads_of_a_run(tmp_path) -> None:
+    run = write_run(tmp_path, (1, SKEWED, EQUAL), (100, EQUAL, EQUAL), (200, EQUAL, EQUAL))
+    result = plan_on_machine(CONFIG, MESH, "h200", run)
+    load = result["load"]
+    assert (load["steps"], load["median"]["step"], load["worst"]["step"]) == (3, 200, 1)
+    assert load["median"]["needed"] == result["needed"] < load["worst"]["needed"]
+    worst = load["worst"]
+    assert (worst["imbalance"], worst["layer"]) == (2.2, 0)
+    assert worst["mean_imbalance"] == pytest.approx(1.6)
+    balanced, slow = result["step"], worst["step_plan"]
+    assert load["median"]["step_plan"]["step_s"] == pytest.approx(balanced["step_s"])
+    assert slow["step_s"] > balanced["step_s"]
+    assert slow["exposed_s"]["ep"] > balanced["exposed_s"]["ep"]
+    lines = dict(machine_lines(result | {"machine": "h200", "ranks": []}))
+    assert "2.20 times an equal share" in lines["worst load, step 1"]
+    assert "exposed ep" in lines["median load, step 200"]
+
+
+def test_time_of_a_step_follows_the_fullest_rank() -> None:
+    """The experts' rows on the fullest rank are 1 to 4 times an equal share, and all tokens arrive
+    there if it has all rows."""
+    machine = load_machine("h200")
+    plans = [
+        plan_step(CONFIG, MESH, machine, "h200", None, dict.fromkeys((0, 1), imbalance))
+        for imbalance in (1.0, 2.5, 4.0)
+    ]
+    assert plans[0] == plan_step(CONFIG, MESH, machine, "h200")
+    times = [plan["compute_s"] for plan in plans]
+    assert times[1] == pytest.approx((times[0] + times[2]) / 2) and times[2] > times[0]
+    sent = [plan["exposed_s"]["ep"] for plan in plans]
+    assert sent[0] < sent[1] < sent[2]
+
+
+def test_largest_imbalance_that_fits() -> None:
+    memory = _Memory(CONFIG, MESH, 4, "cuda")
+    needed = {
+        f: max(kind["total"] for kind in memory.kinds(dict.fromkeys((0, 1), (f,))))
+        for f in (1.0, 1.5, 2.0, 4.0)
+    }
+    assert sorted(needed.values()) == list(needed.values())
+    assert memory.largest_fitting(4.0, needed[1.0] - 1) is None
+    assert memory.largest_fitting(4.0, needed[4.0]) == 4.0
+    for imbalance in (1.5, 2.0):
+        assert memory.largest_fitting(4.0, needed[imbalance]) == pytest.approx(imbalance, abs=0.02)
+    result = plan_on_machine(CONFIG, MESH, "h200")
+    assert result["imbalance"]["largest"] == result["imbalance"]["limit"] == 4.0
+    assert result["imbalance"]["step_s"] > result["step"]["step_s"]
+
+
+def test_automatic_placement_refuses_loads(tmp_path) -> None:
+    auto = make_config(tiny_tree("d", "r", **SETTINGS, offload__mode="auto"))
+    run = write_run(tmp_path, (1, EQUAL, EQUAL))
+    with pytest.raises(ConfigError, match="expert_imbalance"):
+        plan_on_machine(auto, MESH, "h200", run)
