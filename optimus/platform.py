@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import importlib.util
 import mmap
@@ -188,17 +189,18 @@ def synchronize(device: torch.device) -> None:
         getattr(torch, device.type).synchronize(device)
 
 
-_locked_pages: list[mmap.mmap] = []
-"""Memory that CUDA has registered. It must stay mapped: CUDA would take other memory at the same
-addresses for locked memory."""
+_locked_pages: dict[int, mmap.mmap] = {}
+"""Memory that CUDA has registered, by its address. It must stay mapped: CUDA would take other
+memory at the same addresses for locked memory."""
 
 
 def host_zeros(length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return a 1-D tensor of zeros in host memory, from and to which `device` can copy in the
     background.
 
-    For an accelerator, the memory is page-locked until the process ends. On CUDA, exactly the pages
-    of the tensor are locked, whereas torch's allocator rounds up to a power of two.
+    For an accelerator, the memory is page-locked until `free_host` or the end of the process. On
+    CUDA, exactly the pages of the tensor are locked, whereas torch's allocator rounds up to a power
+    of two.
 
     Raises:
         ConfigError: The memory cannot be locked.
@@ -213,7 +215,7 @@ def host_zeros(length: int, dtype: torch.dtype, device: torch.device) -> torch.T
         flat = torch.frombuffer(pages, dtype=dtype)[:length]
         runtime: Any = torch.cuda.cudart()
         torch.cuda.check_error(runtime.cudaHostRegister(flat.data_ptr(), len(pages), 0))
-        _locked_pages.append(pages)
+        _locked_pages[flat.data_ptr()] = pages
         return flat
     except (OSError, RuntimeError) as error:
         raise ConfigError(
@@ -221,6 +223,25 @@ def host_zeros(length: int, dtype: torch.dtype, device: torch.device) -> torch.T
             "offload fewer states, or set checkpoint.async_save = false, or raise the limit of "
             "locked memory (ulimit -l), or request more memory for the job"
         ) from error
+
+
+def free_host(flat: torch.Tensor) -> None:
+    """Unlock the memory of a tensor from `host_zeros`, which keeps its values. The memory is freed
+    with the last reference to the tensor. All copies must be complete.
+
+    Only CUDA needs this call. Elsewhere, torch's allocator uses the memory of a freed tensor again.
+    """
+    if flat.data_ptr() in _locked_pages:
+        runtime: Any = torch.cuda.cudart()
+        torch.cuda.check_error(runtime.cudaHostUnregister(flat.data_ptr()))
+        del _locked_pages[flat.data_ptr()]
+
+
+def trim_heap() -> None:
+    """Return free memory of glibc's heap to the operating system. No effect without glibc. A call
+    takes up to a tenth of a second."""
+    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)
 
 
 def device_memory(device: torch.device) -> int:

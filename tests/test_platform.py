@@ -152,10 +152,15 @@ class Runtime:
 
     def __init__(self) -> None:
         self.registered: list[tuple[int, int]] = []
+        self.unregistered: list[int] = []
 
     def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
         self.registered.append((address, size))
         return 0 if address else 1
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.unregistered.append(address)
+        return 0
 
 
 def check_error(status: int) -> None:
@@ -167,7 +172,7 @@ def test_host_memory_for_cuda_is_registered_once_and_stays_mapped(monkeypatch):
     runtime = Runtime()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "check_error", check_error)
-    monkeypatch.setattr(platform, "_locked_pages", [])
+    monkeypatch.setattr(platform, "_locked_pages", {})
     device = torch.device("cuda")
     for length in (5, 0, 5000, 5):
         flat = platform.host_zeros(length, torch.float32, device)
@@ -177,7 +182,13 @@ def test_host_memory_for_cuda_is_registered_once_and_stays_mapped(monkeypatch):
     first, second, third = runtime.registered
     assert len({address for address, _ in (first, second, third)}) == 3
     assert [size for _, size in (first, second, third)] == [page, -(-20000 // page) * page, page]
-    assert len(platform._locked_pages) == 3
+    assert list(platform._locked_pages) == [first[0], second[0], third[0]]
+    flat = platform.host_zeros(7, torch.float32, device).fill_(3.0)
+    platform.free_host(flat)
+    platform.free_host(flat)
+    platform.free_host(torch.zeros(5))
+    assert runtime.unregistered == [flat.data_ptr()] and len(platform._locked_pages) == 3
+    assert bool((flat == 3.0).all())
 
 
 def test_memory_that_cannot_be_locked_is_a_single_line(monkeypatch):

@@ -13,26 +13,25 @@ O_DIRECT, so that states take no memory in the page cache.
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import logging
-import os
-import stat
+import mmap
+import random
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from optimus.chunks.memory import Memory, Pace, Tier
+from optimus.chunks.state_file import ALIGNED, StateFile, align, round_up
 from optimus.config.machine import Links
-from optimus.errors import ConfigError, OptimusError, counted, reason_of
+from optimus.errors import OptimusError
 from optimus.io.files import Closing
 
 logger = logging.getLogger(__name__)
@@ -41,28 +40,17 @@ BUFFERS = 4
 """Largest number of buffers in host memory: the states of one chunk are read, those of another are
 updated, and those of a third are written. The fourth lets a read begin while a thread waits for a
 core."""
-BLOCK_BYTES = 4 << 20
-"""Bytes of a read or a write, as in optimus/checkpoint/shard_file.py."""
-THREADS = 4
-"""Number of threads that read, and of threads that write. A disk is fastest with several requests
-at the same time."""
-_ALIGNED = 4096
-"""O_DIRECT needs offsets, sizes and addresses that are multiples of this number of bytes."""
 _BATCH_ELEMENTS = 1 << 22
 """Largest number of elements that `DiskTier.write` copies at a time."""
-_LOCK_S = 2.0
-"""Seconds for which another rank of the same run may lock a file to remove it."""
-_NAME = "optimus-states-rank"
-_FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-"""Flags of open(2). O_NOFOLLOW: a link could lead to a file elsewhere. O_NONBLOCK: a FIFO would
-block."""
+_LATE_S = 60.0
+"""Seconds after which a late read or write that no code waits for is a bug."""
 _NAN_BYTE = 0xFF
 """A float of which all bytes have this value is NaN."""
 
 
 def file_bytes(length: int, dtypes: Iterable[torch.dtype]) -> int:
     """Return the bytes in the file for buffers of `length` elements, one of each dtype."""
-    return sum(_round_up(length * dtype.itemsize) for dtype in dtypes)
+    return sum(round_up(length * dtype.itemsize) for dtype in dtypes)
 
 
 def staging_bytes(sizes: Sequence[int]) -> int:
@@ -71,20 +59,7 @@ def staging_bytes(sizes: Sequence[int]) -> int:
     Args:
         sizes: The result of `file_bytes` for the states of each chunk.
     """
-    return min(BUFFERS, len(sizes)) * (max(sizes, default=0) + _ALIGNED)
-
-
-def free_bytes(directory: Path) -> int:
-    """Return the bytes that the files of a new run may have in a directory: the free bytes, and
-    those of the files of processes that have ended. Raises ConfigError."""
-    try:
-        disk = os.statvfs(directory)
-        stale = sum(path.stat().st_blocks * 512 for path in directory.glob(f"{_NAME}*"))
-        return disk.f_bavail * disk.f_frsize + stale
-    except OSError as error:
-        raise ConfigError(
-            f"offload.disk = '{directory}': {reason_of(error)}; use another directory"
-        ) from None
+    return min(BUFFERS, len(sizes)) * (max(sizes, default=0) + ALIGNED)
 
 
 class DiskTier(Closing):
@@ -123,20 +98,22 @@ class DiskTier(Closing):
         """First error of a read, an update or a write. The states are then partly updated and must
         not be used."""
         self._condition = threading.Condition()
-        """Protects `error` and `_free`."""
+        """Protects `error`, `_free`, and the moments of transfers."""
         self._free: list[Tensor] = []
         """Buffers in host memory that no chunk uses now."""
         self.staging_bytes = staging_bytes(sizes)
         """Bytes of the buffers in host memory."""
         for _ in range(min(BUFFERS, len(sizes))):
-            flat = memory.new(max(sizes) + _ALIGNED, torch.uint8, Tier.HOST)
-            self._free.append(_align(flat)[: max(sizes)])
-        self._reads: dict[int, Future[_Staged]] = {}
+            flat = memory.new(max(sizes) + ALIGNED, torch.uint8, Tier.HOST)
+            self._free.append(align(flat)[: max(sizes)])
+        self._reads: dict[int, _Transfer] = {}
         """States that are read for an update, by the number of the chunk."""
-        self._writes: list[Future[None]] = []
-        self._file: _StateFile | None = None
+        self._writes: list[_Transfer] = []
+        self._copies = memory.copies if links is None else "early"
+        self._chance = random.Random(0)
+        self._file: StateFile | None = None
         if not self._free[0].is_meta:
-            self._file = _StateFile(Path(directory), rank, sum(sizes))
+            self._file = StateFile(Path(directory), rank, sum(sizes))
             weakref.finalize(self, self._file.close)
         self._read_pace = None if links is None else Pace(links.disk_read)
         self._write_pace = None if links is None else Pace(links.disk_write)
@@ -148,7 +125,7 @@ class DiskTier(Closing):
     def new(self, length: int, dtype: torch.dtype) -> Tensor:
         """Return the placeholder of a new buffer of `length` zeros. Raises ConfigError if the disk
         is full."""
-        size = _round_up(length * dtype.itemsize)
+        size = round_up(length * dtype.itemsize)
         whole = self._memory.new(size // dtype.itemsize, dtype, Tier.DISK)
         self._buffers[whole.untyped_storage()._cdata] = whole, self._stop
         self._stop += size
@@ -170,6 +147,17 @@ class DiskTier(Closing):
         self._open_file.read(at.aligned_start, buffer)
         return values.view(flat.dtype)
 
+    def map(self, flat: Tensor) -> Tensor:
+        """Return the elements of a 1-D tensor on disk as a map of the file, which takes memory only
+        in the page cache. The map is valid until the next write. A write to it changes no state.
+        Call `flush` first."""
+        start = self._range_of(flat).start
+        first = start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+        if not len(flat):
+            return torch.empty(0, dtype=flat.dtype)
+        mapped = self._open_file.map(first, start + flat.nbytes - first)
+        return torch.frombuffer(mapped, dtype=flat.dtype, count=len(flat), offset=start - first)
+
     def write(self, into: Tensor, values: Tensor) -> None:
         """Copy `values` to a 1-D tensor on disk or in memory. Do nothing if they are the same
         tensor. Raises OptimusError."""
@@ -182,9 +170,9 @@ class DiskTier(Closing):
             at = self._range_of(target)
             buffer, content = at.new_buffer()
             if at.start > at.aligned_start:
-                self._open_file.read(at.aligned_start, buffer[:_ALIGNED])
+                self._open_file.read(at.aligned_start, buffer[:ALIGNED])
             if at.stop < at.aligned_stop:
-                self._open_file.read(at.aligned_stop - _ALIGNED, buffer[-_ALIGNED:])
+                self._open_file.read(at.aligned_stop - ALIGNED, buffer[-ALIGNED:])
             content.view(target.dtype).copy_(source)
             self._open_file.write(at.aligned_start, buffer)
 
@@ -197,7 +185,7 @@ class DiskTier(Closing):
         offset = self._buffers[flat.untyped_storage()._cdata][1]
         start = offset + int(flat.storage_offset()) * flat.itemsize
         stop = start + flat.nbytes
-        return _Range(start, stop, start // _ALIGNED * _ALIGNED, _round_up(stop))
+        return _Range(start, stop, start // ALIGNED * ALIGNED, round_up(stop))
 
     @property
     def path(self) -> Path:
@@ -205,7 +193,7 @@ class DiskTier(Closing):
         return self._open_file.path
 
     @property
-    def _open_file(self) -> _StateFile:
+    def _open_file(self) -> StateFile:
         assert self._file is not None, "the states are on the meta device"
         return self._file
 
@@ -220,7 +208,8 @@ class DiskTier(Closing):
             states: The placeholders by name, made one directly after the other by `new`.
         """
         assert number not in self._reads, f"chunk {number} is being read already"
-        self._reads[number] = self._reader.submit(self._read_states, states, time.monotonic())
+        read = self._reads[number] = self._new_transfer()
+        read.job = self._reader.submit(self._read_states, states, read, time.monotonic())
 
     @contextlib.contextmanager
     def updating(self, number: int) -> Iterator[dict[str, Tensor]]:
@@ -231,19 +220,26 @@ class DiskTier(Closing):
         Raises:
             OptimusError: A read or a write has failed.
         """
-        staged = self._reads.pop(number).result()
+        staged = self._wait_for(self._reads.pop(number)).result()
         try:
             yield staged.tensors
         except BaseException as error:
             self.fail(error)
             raise
-        self._writes.append(self._writer.submit(self._write_states, staged, time.monotonic()))
+        if self._memory.poison:
+            old = torch.full((len(staged.content) + ALIGNED,), _NAN_BYTE, dtype=torch.uint8)
+            self._open_file.write(staged.start, align(old)[: len(staged.content)])
+        write = self._new_transfer()
+        write.job = self._writer.submit(self._write_states, staged, write, time.monotonic())
+        with self._condition:
+            self._writes.append(write)
+            self._condition.notify_all()
 
     def flush(self) -> None:
         """Wait until all writes are complete. Raises the first error of a read, an update or a
         write."""
         while self._writes:
-            self._writes.pop().exception()  # waits; `error` has the first exception of all
+            self._wait_for(self._writes.pop(0))  # `error` has the first exception of all
         self.check()
 
     def check(self) -> None:
@@ -265,12 +261,44 @@ class DiskTier(Closing):
         if self._file is not None:
             self._file.close()
 
-    def _read_states(self, states: Mapping[str, Tensor], ready: float) -> _Staged:
-        try:
-            with self._condition:
-                self._condition.wait_for(lambda: self._free or self.error is not None)
+    def _new_transfer(self) -> _Transfer:
+        is_late = self._copies == "random" and self._chance.random() < 0.5
+        return _Transfer(may_begin=not (is_late or self._copies == "late"))
+
+    def _wait_for(self, transfer: _Transfer) -> Future[Any]:
+        """Wait until a read or a write is complete."""
+        with self._condition:
+            transfer.may_begin = True
+            self._condition.notify_all()
+        assert transfer.job is not None
+        wait([transfer.job])
+        return transfer.job
+
+    def _begin(self, transfer: _Transfer) -> None:
+        """Wait until a read or a write may begin."""
+        with self._condition:
+            may_begin = self._condition.wait_for(
+                lambda: transfer.may_begin or self.error is not None, _LATE_S
+            )
+        assert may_begin, "no code waits for a read or a write of states"
+        self.check()
+
+    def _new_buffer(self) -> Tensor:
+        """Return a free buffer. Wait for one if there is none."""
+        with self._condition:
+            while not self._free:
                 self.check()
-                buffer = self._free.pop()
+                for write in self._writes:  # a late write must not keep its buffer
+                    write.may_begin = True
+                self._condition.notify_all()
+                self._condition.wait()
+            self.check()
+            return self._free.pop()
+
+    def _read_states(self, states: Mapping[str, Tensor], read: _Transfer, ready: float) -> _Staged:
+        try:
+            self._begin(read)
+            buffer = self._new_buffer()
             if self._memory.poison:
                 buffer.fill_(_NAN_BYTE)
             start = stop = self._range_of(next(iter(states.values()))).start
@@ -288,9 +316,9 @@ class DiskTier(Closing):
             self.fail(error)
             raise
 
-    def _write_states(self, staged: _Staged, ready: float) -> None:
+    def _write_states(self, staged: _Staged, write: _Transfer, ready: float) -> None:
         try:
-            self.check()
+            self._begin(write)
             self._keep_pace(self._write_pace, staged, ready)
             self._open_file.write(staged.start, staged.content)
             if self._memory.poison:
@@ -308,6 +336,15 @@ class DiskTier(Closing):
         that a missing wait changes results."""
         if pace is not None:
             pace.run(lambda: None, len(staged.content), ready)
+
+
+@dataclass
+class _Transfer:
+    """A read or a write of the states of a chunk. It begins as soon as its thread is free or, in
+    tests with late copies, when code waits for it."""
+
+    may_begin: bool
+    job: Future[Any] | None = None
 
 
 class _Staged(NamedTuple):
@@ -334,219 +371,5 @@ class _Range(NamedTuple):
     def new_buffer(self) -> tuple[Tensor, Tensor]:
         """Return a new uint8 buffer for the aligned range, and the view of it for the bytes."""
         size = self.aligned_stop - self.aligned_start
-        buffer = _align(torch.empty(size + _ALIGNED, dtype=torch.uint8))[:size]
+        buffer = align(torch.empty(size + ALIGNED, dtype=torch.uint8))[:size]
         return buffer, buffer[self.start - self.aligned_start :][: self.stop - self.start]
-
-
-class _StateFile(Closing):
-    """A locked file with threads that read and write it.
-
-    Args:
-        directory: Directory of the file.
-        rank: Number in the name of the file.
-        size: Bytes of the file.
-
-    Raises:
-        ConfigError: The file cannot be created, another process has locked it, or the disk is full.
-    """
-
-    def __init__(self, directory: Path, rank: int, size: int) -> None:
-        self.path = directory / f"{_NAME}{rank:05d}"
-        self._remove_stale(directory)
-        self._size = 0
-        self._lock = self._fd = -1
-        try:
-            self._lock = _open_locked(self.path)
-            os.ftruncate(self._lock, 0)
-            self.extend(size)
-            self._fd = self._open_direct()
-        except OSError as error:
-            self.close()
-            raise _cannot_create(self.path, error) from None
-        except BaseException:
-            self.close()
-            raise
-        self._readers = ThreadPoolExecutor(THREADS, "reads blocks")
-        self._writers = ThreadPoolExecutor(THREADS, "writes blocks")
-
-    def _remove_stale(self, directory: Path) -> None:
-        """Remove the files of processes that have ended without removing them."""
-        for path in directory.glob(f"{_NAME}*"):
-            if path != self.path:
-                with contextlib.suppress(OSError):
-                    fd = os.open(path, _FLAGS)
-                    try:
-                        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                        path.unlink()
-                    finally:
-                        os.close(fd)
-
-    def _open_direct(self) -> int:
-        """Open the locked file with O_DIRECT, or without if its file system does not support
-        this."""
-        try:
-            fd = os.open(self.path, _FLAGS | os.O_DIRECT)
-            block = _align(torch.zeros(2 * _ALIGNED, dtype=torch.uint8))[:_ALIGNED]
-            try:
-                os.preadv(fd, [block.numpy().data], 0)
-            except OSError:
-                os.close(fd)
-                raise
-            return fd
-        except (OSError, AttributeError) as error:  # macOS has no O_DIRECT
-            if isinstance(error, OSError) and error.errno not in (errno.EINVAL, errno.ENOTSUP):
-                raise
-        logger.warning(
-            "%s: its file system has no direct reads and writes (O_DIRECT); the states on disk "
-            "also take memory in the page cache",
-            self.path.parent,
-        )
-        return os.open(self.path, _FLAGS)
-
-    def extend(self, size: int) -> None:
-        """Extend the file to `size` bytes, and allocate them on the disk. Raises ConfigError."""
-        more = size - self._size
-        if more <= 0:
-            return
-        try:
-            disk = os.statvfs(self.path.parent)
-            missing = more - disk.f_bavail * disk.f_frsize
-            if missing > 0:  # otherwise the disk would be full until posix_fallocate has failed
-                raise ConfigError(
-                    f"offload.disk: {self.path} needs {counted(more, 'byte')}, {missing:,} more "
-                    "than are free; use another directory, or a smaller offload.disk_share"
-                )
-            os.posix_fallocate(self._lock, self._size, more)
-        except OSError as error:
-            raise ConfigError(
-                f"offload.disk: cannot allocate {counted(more, 'byte')} for {self.path}: "
-                f"{reason_of(error)}; use another directory, or a smaller offload.disk_share"
-            ) from None
-        self._size = size
-
-    def read(self, start: int, buffer: Tensor) -> None:
-        """Fill an aligned uint8 buffer with the bytes from `start`. Raises OptimusError."""
-        self._move(os.preadv, self._readers, start, buffer)
-
-    def write(self, start: int, buffer: Tensor) -> None:
-        """Write an aligned uint8 buffer to the bytes from `start`. Raises OptimusError."""
-        self._move(os.pwritev, self._writers, start, buffer)
-
-    def _move(
-        self, call: Callable[..., int], pool: ThreadPoolExecutor, start: int, buffer: Tensor
-    ) -> None:
-        content = buffer.numpy().data
-        blocks = range(0, len(content), BLOCK_BYTES)
-        move = partial(self._move_block, call)
-        jobs = [pool.submit(move, content[at : at + BLOCK_BYTES], start + at) for at in blocks]
-        try:
-            for job in jobs:
-                job.result()
-        except OSError as error:
-            verb = "read" if call is os.preadv else "write"
-            raise OptimusError(
-                f"offload.disk: cannot {verb} {self.path}: {reason_of(error)}; check the disk, and "
-                "give the same command again to resume from the newest checkpoint"
-            ) from None
-        finally:
-            wait(jobs)  # the memory must not be used while a thread still reads or writes it
-
-    def _move_block(self, call: Callable[..., int], block: memoryview, at: int) -> None:
-        while block:
-            count = call(self._fd, [block], at)
-            if count <= 0 or count % _ALIGNED:
-                raise OSError(errno.EIO, f"{count} of {counted(len(block), 'byte')} at byte {at}")
-            block, at = block[count:], at + count
-
-    def close(self) -> None:
-        """Remove the file. May be called more than once."""
-        if self._lock < 0:
-            return
-        for pool in (getattr(self, "_readers", None), getattr(self, "_writers", None)):
-            if pool is not None:
-                pool.shutdown()
-        with contextlib.suppress(OSError):
-            self.path.unlink()
-        for fd in {self._fd, self._lock} - {-1}:
-            os.close(fd)
-        self._fd = self._lock = -1
-
-
-def check_directory(directory: str, ranks: Iterable[int]) -> None:
-    """Check that ranks with these numbers can create their files in `offload.disk`. Creates no
-    file.
-
-    Raises:
-        ConfigError: The directory is missing or not writable, or another run uses a file.
-    """
-    for rank in ranks:
-        path = Path(directory) / f"{_NAME}{rank:05d}"
-        try:
-            fd = os.open(path, _FLAGS)
-        except FileNotFoundError:
-            continue
-        except OSError as error:
-            raise _cannot_create(path, error) from None
-        try:
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
-                raise _cannot_create(path, OSError(errno.EINVAL, "not a regular file"))
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise _in_use(path) from None
-        finally:
-            os.close(fd)
-    kind = errno.ENOENT
-    if os.path.lexists(directory):
-        kind = errno.EACCES if os.path.isdir(directory) else errno.ENOTDIR
-    if kind != errno.EACCES or not os.access(directory, os.W_OK | os.X_OK):
-        path = Path(directory) / f"{_NAME}00000"
-        raise _cannot_create(path, OSError(kind, os.strerror(kind)))
-
-
-def _cannot_create(path: Path, error: OSError) -> ConfigError:
-    return ConfigError(
-        f"offload.disk: cannot create {path}: {reason_of(error)}; use another directory"
-    )
-
-
-def _in_use(path: Path) -> ConfigError:
-    return ConfigError(
-        f"offload.disk = '{path.parent}': another run uses {path.name}; wait for its end, or use "
-        "another directory"
-    )
-
-
-def _open_locked(path: Path) -> int:
-    """Create a file, or open the file of a process that has ended, and lock it.
-
-    Raises:
-        OSError: The file cannot be created, or is not a regular file.
-        ConfigError: Another process has locked it.
-    """
-    deadline = time.monotonic() + _LOCK_S
-    while True:
-        fd = os.open(path, _FLAGS | os.O_CREAT, 0o600)
-        try:
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
-                raise OSError(errno.EINVAL, "not a regular file")
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.fstat(fd).st_nlink:
-                return fd
-            os.close(fd)  # another process has removed it since the call of open
-        except BlockingIOError:
-            os.close(fd)
-            if time.monotonic() > deadline:
-                raise _in_use(path) from None
-            time.sleep(0.05)
-        except BaseException:
-            os.close(fd)
-            raise
-
-
-def _round_up(size: int) -> int:
-    return -(-size // _ALIGNED) * _ALIGNED
-
-
-def _align(buffer: Tensor) -> Tensor:
-    """Return the view of a uint8 buffer from its first aligned address."""
-    return buffer[-buffer.data_ptr() % _ALIGNED :]

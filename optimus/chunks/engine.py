@@ -314,13 +314,16 @@ class ChunkEngine:
         """Clear the gradients and the cache of parameters before the first pass of a step.
 
         Args:
-            expected: The arguments that `update` will probably have, so that the host can begin
-                updates during backward; None to begin no update before `update`.
+            expected: The probable arguments of `update`, to begin updates early, or None.
         """
         self.gradients.start()
-        self._updates.start_step(expected)
+        self.expect_update(expected)
         if self.params.plan is not None:
             self.params.start_step()
+
+    def expect_update(self, expected: tuple[float, float] | None) -> None:
+        """Discard early updates. `expected` is as for `start_step`."""
+        self._updates.start_step(expected)
 
     def grad_norm(self) -> float:
         """Return the 2-norm of the whole model's gradient, in which each parameter counts once. All

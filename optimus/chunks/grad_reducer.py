@@ -132,6 +132,8 @@ class GradReducer:
         self._frees_early, self._reduces_each = False, True
         self._allocated: dict[GradBuffer, None] = {}
         self._in_step = False
+        self._is_reducing = False
+        """True if reductions have started since they were last completed."""
 
     # -- setup -----------------------------------------------------------------------------------
 
@@ -177,13 +179,21 @@ class GradReducer:
             for buffer in buffers:
                 self._first_segment.setdefault(buffer, index)
         self._frees_early, self._reduces_each = early, reduces_each
+        for stage in self._buckets:
+            self.expect_backwards(stage, sum(p.backward and p.stage == stage for p in passes))
+
+    def expect_backwards(self, stage: int, backwards: int) -> None:
+        """Let the host compute the squares of the gradients of a stage, and begin early updates,
+        after this number of backward passes of a step. Another number of passes costs time only.
+        Call this after `attach`, between two steps."""
+        assert isinstance(self._strategy, ReducePerMicrobatch)
         shared = (*self._stage_groups, *self.owner_of.values())
         changed = {self._by_name[name][0] for name in shared}  # by `finish`
-        assert isinstance(self._strategy, ReducePerMicrobatch)
+        reductions = backwards if self._reduces_each else min(backwards, 1)
         for buffer in self._first_segment:
-            if isinstance(buffer, ChunkState) and buffer not in changed:
-                backwards = sum(p.backward and p.stage == buffer.groups.stage for p in passes)
-                self._strategy.expect(buffer, backwards if reduces_each else min(backwards, 1))
+            of_stage = isinstance(buffer, ChunkState) and buffer.groups.stage == stage
+            if of_stage and buffer not in changed:
+                self._strategy.expect(buffer, reductions)
 
     def _add_bucket(self, buffer: GradBuffer, named: Mapping[str, Tensor]) -> None:
         """Let backward add into a buffer. Buckets are added in order of first use."""
@@ -279,6 +289,7 @@ class GradReducer:
     def start(self) -> None:
         """Clear all gradients. Call this before the first backward of a step."""
         self._strategy.start()
+        self._is_reducing = True  # `finish` clears the sums of the last step
         self._allocated.clear()  # not empty after a step that was abandoned
         for stage, buckets in self._buckets.items():
             self._num_launched[stage] = 0
@@ -351,7 +362,7 @@ class GradReducer:
         """Complete all reductions, so that each `grad` contains the whole sum. Call this before the
         update."""
         assert not self._allocated, "a gradient was not reduced"
-        self._in_step = False
+        self._in_step = self._is_reducing = False
         self._strategy.finish()
         for name, group in self._stage_groups.items():
             self._add_other_stages(name, group)
@@ -361,11 +372,16 @@ class GradReducer:
                 if (local := state.local_slice(state.grad, slot)) is not None:
                     local[0].add_(buffer.total.flatten()[local[1]])
 
-    def settle(self) -> None:
-        """Complete the reductions that have started, so that each `grad` contains the sum of the
-        backward passes so far. More backward passes may follow. All ranks must call this method.
-        """
-        self._strategy.finish()
+    def sum_so_far(self, state: ChunkState) -> Tensor:
+        """Return the sum of a chunk's gradient over the backward passes so far, fp32 [L / size of
+        the shard group]. The caller may change it before more backward passes follow. All ranks
+        must call this method."""
+        if self._is_reducing:
+            self._strategy.finish()
+            self._is_reducing = False
+        if isinstance(self._strategy, ReducePerMicrobatch):
+            self._strategy.forget(state)
+        return state.grad
 
     def squares_of(self, state: ChunkState) -> Tensor | None:
         """Return the sum of the squares of a chunk's gradient, as `optimus.chunks.norm.squares_of`
@@ -411,6 +427,7 @@ class GradReducer:
             self._check_views(bucket)
             self.before_reduce(bucket.buffer)
             bucket.is_launched = self._overlaps
+            self._is_reducing = True
             self._strategy.reduce(bucket.buffer)
 
     def _check_views(self, bucket: GradBucket) -> None:
@@ -437,6 +454,7 @@ class GradReducer:
     def _reduce_allocated(self, buffers: Sequence[GradBuffer]) -> None:
         for buffer in buffers:
             self.before_reduce(buffer)
+            self._is_reducing = True
             self._strategy.reduce(buffer)
             del self._allocated[buffer]
 

@@ -175,7 +175,7 @@ class Memory:
         poison: True to fill freed buffers with NaN.
         copies: Time at which copies on a CPU without `links` take place, for tests: "early", at
             their start, or in `Copy.wait` if they must wait for an action; "late", in `Copy.wait`;
-            "random", at one of both.
+            "random", at one of both. `optimus.chunks.disk.DiskTier` uses the same times.
         links: Rates of the links of an emulated device. Copies then take place in the background.
             They have no effect on an accelerator.
     """
@@ -189,7 +189,7 @@ class Memory:
     ) -> None:
         self._device = device
         self.poison = poison
-        self._copies, self._chance = copies, random.Random(0)
+        self.copies, self._chance = copies, random.Random(0)
         self._links = links
         # The threads of autograd may have another number.
         self.num_threads = update_threads(torch.get_num_threads(), device)
@@ -271,8 +271,8 @@ class Memory:
                 then()
 
         copy = Copy(complete)
-        is_random = self._copies == "random" and self._chance.random() < 0.5
-        if (self._copies == "early" and after is None) or is_random:
+        is_random = self.copies == "random" and self._chance.random() < 0.5
+        if (self.copies == "early" and after is None) or is_random:
             copy.wait()
         elif self.poison:
             into.fill_(torch.nan)

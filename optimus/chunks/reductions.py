@@ -175,12 +175,18 @@ class ReducePerMicrobatch:
         `reductions` reductions in a step.
 
         This has an effect only if the home of the buffer is the host, and its piece is complete
-        then. Code outside of this class must not change the sum.
+        then. Code outside of this class that changes the sum must first call `forget`.
         """
         groups = buffer.groups
         is_whole = groups.replica_group.size == groups.partial_group.size == 1
         if buffer.home is not Tier.DEVICE and is_whole:
             self._expected[buffer] = reductions
+
+    def forget(self, state: ChunkState) -> None:
+        """Discard the squares and the early update of a chunk, because code outside of this class
+        may change the sum. All reductions must be complete."""
+        if self.squares.pop(state, None) is not None:
+            self._updates.discard(state.chunk.number)
 
     def add(self, buffer: GradBuffer) -> None:
         self._buffers.append(buffer)

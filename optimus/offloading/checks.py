@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from optimus.config.sizes import parse_bytes
 from optimus.errors import ConfigError, counted, refuse_if
 
 TRAINED = (torch.float32, torch.bfloat16, torch.float16)
 MARK = "_optimus_offload"
 """Attribute of an offloaded model, and of its parameters."""
+_MAX_BYTES = 10**15
+MAX_CHUNK = 2**40
+"""Largest number of elements of a chunk."""
 
 
 def check_model(model: Any) -> None:
@@ -141,3 +146,86 @@ def make_groups(
             "are in no group; add them to a group, or call requires_grad_(False)"
         )
     return groups
+
+
+def check_bytes(key: str, value: str | int) -> int:
+    """Return a number of bytes, such as 20000000000 for "20GB".
+
+    Raises:
+        ConfigError: The value is not a positive size, or is absurdly large.
+    """
+    remedy = f"{key} = {value!r}: use a size such as '20GB', '16GiB' or a number of bytes"
+    if isinstance(value, bool) or not isinstance(value, (str, int)):
+        raise ConfigError(remedy)
+    try:
+        size = value if isinstance(value, int) else parse_bytes(value)
+    except ValueError:
+        raise ConfigError(remedy) from None
+    refuse_if(not 0 < size <= _MAX_BYTES, f"{remedy}, from 1 byte to 1000 TB")
+    return size
+
+
+def check_number(key: str, value: object, low: float, high: float = math.inf) -> float:
+    """Return a finite number in [low, high].
+
+    Raises:
+        ConfigError: The value is not such a number.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ConfigError(f"{key} = {value!r} is not a number; use a number from {low:g}")
+    limit = f" to {high:g}" if high < math.inf else ""
+    refuse_if(
+        not (math.isfinite(value) and low <= value <= high),
+        f"{key} = {value!r} is out of range; use a finite number from {low:g}{limit}",
+    )
+    return float(value)
+
+
+def check_betas(betas: Sequence[float]) -> tuple[float, float]:
+    """Return AdamW's betas, two numbers in [0, 1).
+
+    Raises:
+        ConfigError: They are not such numbers.
+    """
+    remedy = f"betas = {betas!r}: use two numbers from 0 to less than 1, such as (0.9, 0.999)"
+    try:
+        first, second = (float(beta) for beta in betas)
+    except (TypeError, ValueError):
+        raise ConfigError(remedy) from None
+    refuse_if(not (0 <= first < 1 and 0 <= second < 1), remedy)
+    return first, second
+
+
+def check_device(
+    named: Mapping[str, nn.Parameter], device: str | torch.device | None
+) -> torch.device:
+    """Return the device on which a model computes: `device`, or by default the accelerator.
+
+    Args:
+        named: The parameters of the model by name.
+        device: As for `optimus.offload`.
+
+    Raises:
+        ConfigError: The device does not exist, the parameters are on several devices, or this
+            process has peers.
+    """
+    devices = {parameter.device for parameter in named.values()}
+    refuse_if(
+        len(devices) > 1,
+        f"the parameters are on several devices ({', '.join(sorted(map(str, devices)))}); load "
+        "the model on the CPU",
+    )
+    refuse_if(
+        torch.distributed.is_available()
+        and torch.distributed.is_initialized()
+        and torch.distributed.get_world_size() > 1,
+        "optimus.offload trains on one device, but this process has peers; start one process",
+    )
+    if device is not None:
+        try:
+            return torch.empty(0, device=device).device
+        except (RuntimeError, AssertionError, TypeError) as error:
+            raise ConfigError(f"device = {device!r}: {str(error).splitlines()[0]}") from None
+    if torch.accelerator.is_available():
+        return torch.empty(0, device=torch.accelerator.current_accelerator()).device
+    return next(iter(devices))

@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from optimus import platform
 from optimus.chunks.buffers import ChunkState, ParamChunk
 from optimus.chunks.engine import ChunkEngine
-from optimus.chunks.groups import ParamProcessGroups
 from optimus.chunks.layout import Slot
-from optimus.chunks.optimizer import Optimizer
 from optimus.chunks.residency import Residency, Use
 from optimus.chunks.segments import Hook, ModelSegment
 from optimus.errors import ConfigError, counted, refuse_if
 from optimus.offloading import guard
 from optimus.offloading.checks import MARK
+from optimus.offloading.placement import ModelChunks
 from optimus.offloading.segments import ModuleSegment
 
 logger = logging.getLogger(__name__)
 
 _MAX_USES = 1_000_000
 """Number of uses of segments in a step that are recorded. Later uses have no plan."""
+_TRIMMED_BYTES = 1 << 20
+"""Fewest bytes of released parameters for a call of `platform.trim_heap`."""
 _OBSERVED = "_optimus_observed"
 """Attribute of an output: the operation that made it, if a trigger observes its gradient. An
 operation in place makes the same tensor again."""
@@ -38,39 +40,36 @@ class OffloadedModel:
 
     Args:
         model: The module.
-        segments: Result of `find_segments`.
-        keys: Result of `chunk_keys`.
-        rule: Updates a chunk.
+        chunks: Chunks of the model.
         residency: Placement of the states.
-        chunk_length: As for `ChunkEngine`.
         device: Device on which the model computes.
+        expected_update: Returns the arguments of `ChunkEngine.expect_update` for a step. It is
+            called before the first backward of a step.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        segments: Sequence[ModuleSegment],
-        keys: dict[str, ParamProcessGroups],
-        rule: Optimizer,
+        chunks: ModelChunks,
         residency: Residency,
-        chunk_length: int,
         device: torch.device,
+        expected_update: Callable[[], tuple[float, float] | None],
     ) -> None:
-        self._module = model
-        named = dict(model.named_parameters())
-        self.named = {name: named[name] for name in keys}
+        self._module, self._expected_update = model, expected_update
+        self.named = {name: chunks.named[name] for name in chunks.keys}
         self.trained = [name for name, p in self.named.items() if p.requires_grad]
         self.engine = ChunkEngine(
             self.named,
-            keys.__getitem__,
-            rule,
-            initial=lambda name: self.named[name].data,  # read when it is moved, then released
+            chunks.keys.__getitem__,
+            chunks.rule,
+            initial=_ReleasedValues(self.named, 4 * chunks.length),
             dtype=torch.float32,
-            chunk_length=chunk_length,
+            chunk_length=chunks.length,
             deterministic=True,
             residency=residency,
             device=device,
         )
+        platform.trim_heap()
         self._slots: dict[str, tuple[ParamChunk, Slot]] = {
             slot.name: (chunk, slot)
             for chunk in [*self.engine.chunks, *self.engine.frozen.chunks]
@@ -88,9 +87,10 @@ class OffloadedModel:
         """Backward passes in progress, as numbers of autograd. Reentrant checkpoints nest them."""
         self._is_complete = True
         """False from the start of a backward until it is complete, also if it fails."""
-        self._is_settled = False
-        """True if the sums on the host are complete, because no backward has started since."""
         self.num_backwards = 0
+        self._first_backward = 0
+        """Value of `num_backwards` before the present step."""
+        self._expected_backwards = 0
         self._received: set[str] = set()
         """Parameters that have a gradient since the gradients were cleared."""
         for name in self.trained:
@@ -99,11 +99,11 @@ class OffloadedModel:
         self._guarded = self._guard_tensors()
         self._hooks = [
             _SegmentHooks(self, index, segment, self._guarded)
-            for index, segment in enumerate(segments)
+            for index, segment in enumerate(chunks.segments)
         ]
         of_engine = [
             ModelSegment(s.name, 0, s.parameters + s.inherited, hooks.register)
-            for s, hooks in zip(segments, self._hooks, strict=True)
+            for s, hooks in zip(chunks.segments, self._hooks, strict=True)
         ]
         self.engine.attach(of_engine, passes=())
         self._needs = self.engine.transient_needs(of_engine)
@@ -188,10 +188,7 @@ class OffloadedModel:
         if in_backward and self.engine.memory.has(chunk.grads):
             return self._raw_grads[name]
         self.engine.wait()  # for updates that read the gradient
-        if not self._is_settled:
-            self.engine.gradients.settle()
-            self._is_settled = not in_backward
-        return chunk.view(chunk.grad, slot)
+        return chunk.view(self.engine.gradients.sum_so_far(chunk), slot)
 
     def clear_gradients(self, set_to_none: bool) -> None:
         """Clear all gradients, as `zero_grad` of torch."""
@@ -207,8 +204,10 @@ class OffloadedModel:
 
     def _start_gradients(self) -> None:
         self.engine.gradients.start()
+        self.engine.expect_update(self._expected_update())
         self._received.clear()
-        self._is_updated, self._is_complete, self._is_settled = False, True, False
+        self._is_updated, self._is_complete = False, True
+        self._first_backward = self.num_backwards
 
     def _without_gradient(self) -> list[str]:
         """Return the trained parameters whose `.grad` is None. Refuse any other `.grad` than that
@@ -246,7 +245,7 @@ class OffloadedModel:
         with _raw():
             for name in missing:
                 self.named[name].grad = self._grads[name]
-        self._is_complete = self._is_settled = False
+        self._is_complete = False
         engine: Any = torch.autograd.Variable._execution_engine
         engine.queue_callback(partial(self._end_backward, task))
 
@@ -255,8 +254,7 @@ class OffloadedModel:
         for name in self._received.intersection(names):
             chunk, slot = self._slots[name]
             assert isinstance(chunk, ChunkState)
-            self.engine.gradients.settle()
-            chunk.view(chunk.grad, slot).zero_()
+            chunk.view(self.engine.gradients.sum_so_far(chunk), slot).zero_()
             self._received.discard(name)
 
     def _end_backward(self, task: int) -> None:
@@ -306,6 +304,10 @@ class OffloadedModel:
         """Plan the next step after an update. The next step is expected to use the segments in the
         order of this one."""
         self._in_step, self._is_updated = False, True
+        backwards = self.num_backwards - self._first_backward
+        if backwards != self._expected_backwards:
+            self._expected_backwards = backwards
+            self.engine.gradients.expect_backwards(0, backwards)
         if self.engine.params.plan is None or self._uses == self._planned:
             return
         log = logger.debug if self._planned else logger.info
@@ -346,15 +348,23 @@ class OffloadedModel:
 
     # -- states ----------------------------------------------------------------------------------
 
-    def state_of(self, name: str) -> dict[str, Tensor]:
-        """Return the optimizer states of a trained parameter by name, as views: the moments, and
+    def state_names(self, name: str) -> list[str]:
+        """Return the names of the optimizer states of a trained parameter: the moments, and
         "master" unless the parameter is fp32."""
+        chunk, _ = self._slots[name]
+        assert isinstance(chunk, ChunkState)
+        return [*chunk.moments, *([] if chunk.master is chunk.shard else ["master"])]
+
+    def state_of(self, name: str) -> dict[str, Tensor]:
+        """Return the optimizer states of a trained parameter by name, as views."""
         chunk, slot = self._slots[name]
         assert isinstance(chunk, ChunkState)
-        states = dict(chunk.states)
-        if chunk.master.data_ptr() == chunk.shard.data_ptr():
-            del states["master"]
-        return {state: chunk.view(flat, slot) for state, flat in states.items()}
+        disk, states = self.engine.disk, {}
+        for state in self.state_names(name):
+            flat = chunk.states[state][slot.start : slot.stop]
+            on_disk = disk is not None and disk.has(flat)
+            states[state] = (disk.map(flat) if disk and on_disk else flat).view(slot.shape)
+        return states
 
     def show_values(self, parameters: dict[str, nn.Parameter]) -> None:
         """Let parameters be views of host memory with all updates, if their home is the host."""
@@ -377,12 +387,39 @@ class OffloadedModel:
         """Set the master weights from values that were written to parameters, which are visible."""
         for name in parameters:
             chunk, slot = self._slots[name]
-            if isinstance(chunk, ChunkState) and chunk.master.data_ptr() != chunk.shard.data_ptr():
-                master, values = chunk.view(chunk.master, slot), chunk.view(chunk.shard, slot)
+            if isinstance(chunk, ChunkState) and chunk.master is not chunk.shard:
+                values = chunk.shard[slot.start : slot.stop]
+                master = self.engine.read(chunk.master[slot.start : slot.stop])
                 # A master that has more bits of the same value is kept.
                 is_same = master.to(values.dtype) == values
-                master.copy_(torch.where(is_same, master, values.float()))
+                self.engine.put("master", name, torch.where(is_same, master, values.float()))
+        self.engine.expect_update(None)
         self.engine.params.invalidate()
+
+
+class _ReleasedValues:
+    """Initial values of parameters. The engine moves each of them to a chunk, and releases it.
+
+    glibc keeps the memory of released tensors that have less than 32 MB. Therefore free memory of
+    the heap is returned to the operating system about once for each chunk.
+
+    Args:
+        named: The parameters by name.
+        chunk_bytes: Bytes of a chunk of fp32 parameters.
+    """
+
+    def __init__(self, named: dict[str, nn.Parameter], chunk_bytes: int) -> None:
+        self._named, self._limit = named, max(chunk_bytes, _TRIMMED_BYTES)
+        self._released = 0
+        """Bytes of the values since the last trim."""
+
+    def __call__(self, name: str) -> Tensor:
+        """Return the values of a parameter. Those of all earlier calls are released."""
+        if self._released >= self._limit:
+            platform.trim_heap()
+            self._released = 0
+        self._released += self._named[name].nbytes
+        return self._named[name].data
 
 
 class _SegmentHooks:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import os
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,31 +13,33 @@ import torch
 from torch import Tensor, nn
 
 from optimus import platform
-from optimus.chunks.groups import ParamProcessGroups
+from optimus.chunks.buffers import ChunkState, ShardBuffers
+from optimus.chunks.placement import Early
 from optimus.chunks.residency import Residency
-from optimus.errors import ConfigError, NonFiniteError, counted, refuse_if
+from optimus.chunks.state_file import check_directory
+from optimus.errors import NonFiniteError, refuse_if
 from optimus.launch.environment import usable_memory
-from optimus.offloading.checks import check_model, make_groups
-from optimus.offloading.example import check_batch, placement_for, profile_step, shapes_of
-from optimus.offloading.offloaded_model import OffloadedModel
-from optimus.offloading.placement import (
-    Needs,
-    Placement,
+from optimus.offloading.checks import (
+    MAX_CHUNK,
     check_betas,
     check_bytes,
+    check_device,
+    check_model,
     check_number,
-    choose_placement,
-    chunk_keys,
-    default_chunk_length,
-    needs_of,
+    make_groups,
 )
-from optimus.offloading.segments import ModuleSegment, find_segments
-from optimus.offloading.update import GroupAdamW, Hyperparameters
-from optimus.planner.rates import find_links
+from optimus.offloading.offloaded_model import OffloadedModel
+from optimus.offloading.placement import (
+    Limits,
+    ModelChunks,
+    check_batch,
+    select_placement,
+    shapes_of,
+)
+from optimus.offloading.segments import chunk_keys, default_chunk_length, find_segments
+from optimus_kernels import adamw_, adamw_into
 
 logger = logging.getLogger(__name__)
-
-_MAX_CHUNK = 2**40
 
 
 def offload(
@@ -54,6 +57,10 @@ def offload(
     chunk_length: int = 0,
     device: str | torch.device | None = None,
     example: Mapping[str, Any] | None = None,
+    host_memory: str | int | None = None,
+    disk: str | os.PathLike[str] = "",
+    disk_memory: str | int | None = None,
+    early_adam: Early = "off",
 ) -> OffloadOptimizer:
     """Return an AdamW optimizer that keeps the states of a model in host memory, so that one device
     can train a model that is larger than its memory.
@@ -83,24 +90,27 @@ def offload(
             torch's meta device, and the placement is the one with the shortest simulated step that
             fits into `device_memory`. A larger batch is refused. None to leave half of
             `device_memory` to activations.
+        host_memory: Host memory that states may use; None for all memory of this process.
+        disk: Directory on a local disk. If the states exceed the host memory, masters and moments
+            are in a file there, as few as possible. "" to refuse such a model.
+        disk_memory: Bytes on disk that states may use; None for all that is free.
+        early_adam: When the host begins to update a chunk. "off": in `step`. "on": as soon as its
+            gradient is complete, before the norm of all gradients is known, if the last step had as
+            many backward passes. The states before the update are kept until `step`, which needs a
+            second copy of them in host memory. "auto": as "on", for as many chunks as half of the
+            host memory that is left over holds, and not after a step whose norm was clipped.
 
     Raises:
         ConfigError: The model or an argument is not supported.
     """
     check_model(model)
     named = dict(model.named_parameters())
-    place_on = _device_of(named, device)
+    on = check_device(named, device)
     segments = find_segments(model)
-    keys = chunk_keys(named, segments)
-    length = int(check_number("chunk_length", chunk_length, 0, _MAX_CHUNK))
+    length = int(check_number("chunk_length", chunk_length, 0, MAX_CHUNK))
     length = length or default_chunk_length(named, segments)
-    needs = needs_of(named, segments, keys, length)
-    limit = None if device_memory is None else check_bytes("device_memory", device_memory)
-    chunks = _Chunks(named, segments, keys, needs, length)
-    placement = _select_placement(model, chunks, place_on, limit, host_share, cache_chunks, example)
-    residency = Residency(
-        divides_gradients=True, host_share=placement.host_share, slots=placement.slots
-    )
+    chunks = ModelChunks(named, segments, chunk_keys(named, segments), length, GroupAdamW())
+    limits = _limits_of(device_memory, host_memory, disk, disk_memory)
     numbers = {"lr": lr, "eps": eps, "weight_decay": weight_decay}
     defaults: dict[str, Any] = {
         key: check_number(key, value, 0.0) for key, value in numbers.items()
@@ -110,9 +120,25 @@ def offload(
     if clip_norm is not None:
         clip_norm = check_number("clip_norm", clip_norm, 0.0)
         refuse_if(clip_norm == 0, "clip_norm = 0 would train nothing; use a positive norm, or None")
-    optimizer = OffloadOptimizer(model, groups, defaults, clip_norm, residency, length, place_on)
-    if limit is not None:
-        platform.limit_device_memory(place_on, limit)
+    refuse_if(
+        early_adam not in ("off", "on", "auto"),
+        f"early_adam = {early_adam!r}: use 'off', 'on' or 'auto'",
+    )
+    placement = select_placement(
+        model, chunks, on, limits, host_share, cache_chunks, example, early_adam
+    )
+    residency = Residency(
+        divides_gradients=True,
+        host_share=placement.host_share,
+        disk_share=placement.disk_share,
+        disk=limits.directory,
+        slots=placement.slots,
+    )
+    spare = {"off": 0.0, "on": math.inf, "auto": (limits.host - placement.host_bytes) / 2}
+    optimizer = OffloadOptimizer(model, chunks, groups, defaults, clip_norm, residency, on)
+    optimizer.allow_early_updates(early_adam, spare[early_adam])
+    if limits.device is not None:
+        platform.limit_device_memory(on, limits.device)
     if example is not None:
         # Before the hooks of segments, so that a refused batch begins no step.
         hook = partial(check_batch, shapes_of(example))
@@ -120,76 +146,166 @@ def offload(
     return optimizer
 
 
-class _Chunks(NamedTuple):
-    """The chunks of a model, as for `placement_for`."""
-
-    named: dict[str, nn.Parameter]
-    segments: Sequence[ModuleSegment]
-    keys: dict[str, ParamProcessGroups]
-    needs: Needs
-    length: int
-
-
-def _select_placement(
-    model: nn.Module,
-    chunks: _Chunks,
-    device: torch.device,
-    limit: int | None,
-    host_share: float | None,
-    cache_chunks: int,
-    example: Mapping[str, Any] | None,
-) -> Placement:
-    """Return the placement that the arguments of `offload` select. `limit` is the value of
-    `device_memory` in bytes."""
-    refuse_if(
-        host_share is not None and limit is not None,
-        "device_memory and host_share both select the placement; use one of them",
-    )
-    total = None if device.type == "cpu" else platform.device_memory(device)
-    if limit is not None and total is not None and limit > total:
-        raise ConfigError(
-            f"device_memory = {limit:,} bytes is more than the {total:,} bytes of {device}; use "
-            "less"
+def _limits_of(
+    device_memory: str | int | None,
+    host_memory: str | int | None,
+    disk: str | os.PathLike[str],
+    disk_memory: str | int | None,
+) -> Limits:
+    """Return the limits that arguments of `offload` set."""
+    usable = host = usable_memory()
+    if host_memory is not None:
+        host = check_bytes("host_memory", host_memory)
+        refuse_if(
+            host > usable,
+            f"host_memory = {host:,} bytes is {host - usable:,} bytes more than this process can "
+            "use; use less",
         )
-    if example is None:
-        placement = _placement_of(chunks.needs, total, limit, host_share, cache_chunks)
-        _check_memory(chunks.named, chunks.needs, device, placement, limit)
-        return placement
     refuse_if(
-        limit is None or bool(cache_chunks),
-        "example needs device_memory, and selects the size of the cache; use it with "
-        "device_memory and without host_share and cache_chunks",
+        not isinstance(disk, (str, os.PathLike)), f"disk = {disk!r}: use the path of a directory"
     )
-    assert limit is not None
-    return _placement_for(model, example, chunks, limit, device)
+    if disk:
+        check_directory(os.fspath(disk), [0])
+    return Limits(
+        None if device_memory is None else check_bytes("device_memory", device_memory),
+        host,
+        None if disk_memory is None else check_bytes("disk_memory", disk_memory),
+        os.fspath(disk),
+    )
 
 
-def _placement_for(
-    model: nn.Module,
-    example: Mapping[str, Any],
-    chunks: _Chunks,
-    limit: int,
-    device: torch.device,
-) -> Placement:
-    """Return the placement for an example batch and `limit` bytes of device memory."""
-    refuse_if(
-        not isinstance(example, Mapping),
-        f"example is a {type(example).__name__}; use a dict of the arguments of the forward",
-    )
-    dtype = next(model.parameters()).dtype
-    placement = placement_for(
-        profile_step(model, example),
-        *chunks,
-        limit if device.type == "cpu" else limit - limit // 20,
-        usable_memory(),
-        find_links(device, dtype, logger.warning),
-    )
-    logger.info(
-        "%.0f %% of the chunks are on the host, and the cache has %s",
-        100 * placement.host_share,
-        counted(placement.slots, "chunk"),
-    )
-    return placement
+class Hyperparameters(NamedTuple):
+    """Hyperparameters of AdamW for a parameter in one update."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    step: int
+    """Number of updates of the parameter, including this one, for the bias correction."""
+
+
+class _Range(NamedTuple):
+    """Adjacent parameters of a chunk with the same hyperparameters."""
+
+    start: int
+    stop: int
+    hyperparameters: Hyperparameters
+
+
+class GroupAdamW:
+    """`optimus.chunks.optimizer.Optimizer` whose hyperparameters may differ between parameters.
+
+    As in torch, a parameter without a gradient is not updated, and its updates are counted
+    separately.
+    """
+
+    moments: Mapping[str, torch.dtype] = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}
+
+    def __init__(self) -> None:
+        self.num_updates = 0
+        self._ranges: _Ranges = {}
+        self._expected: dict[int, _Ranges] = {}
+        """The hyperparameters of early updates, by the number of the update."""
+
+    def expect(
+        self, chunks: Sequence[ChunkState], hyperparameters: Mapping[str, Hyperparameters]
+    ) -> None:
+        """Set the hyperparameters of early updates of the next step. The arguments are those of
+        `set`."""
+        number = self.num_updates + 1
+        self._expected[number] = _ranges_of(chunks, hyperparameters)
+        self._expected.pop(number - 2, None)  # an update of the last step may be in progress
+
+    def set(
+        self, chunks: Sequence[ChunkState], hyperparameters: Mapping[str, Hyperparameters]
+    ) -> bool:
+        """Set the hyperparameters of the next update of all chunks. All earlier updates must be
+        complete.
+
+        Args:
+            chunks: All chunks.
+            hyperparameters: Those of each parameter to update, by name.
+
+        Returns:
+            True if `expect` had the same hyperparameters.
+        """
+        self._ranges = _ranges_of(chunks, hyperparameters)
+        return self._expected.get(self.num_updates + 1) == self._ranges
+
+    def update(self, state: ChunkState, lr: float, grad_scale: float) -> None:
+        """As `Optimizer.update`; `lr` is not used."""
+        shard = state.shard
+        for start, stop, hyperparameters in self._ranges[state.chunk.number]:
+            master, exp_avg, exp_avg_sq = _states_in(state.buffers, start, stop)
+            adamw_(
+                master,
+                exp_avg,
+                exp_avg_sq,
+                state.grad[start:stop],
+                None if state.master is shard else shard[start:stop],
+                *hyperparameters,
+                grad_scale,
+            )
+
+    def update_into(
+        self, into: ShardBuffers, state: ChunkState, lr: float, grad_scale: float, number: int
+    ) -> None:
+        """As `Optimizer.update_into`, with the hyperparameters of `expect`; `lr` is not used."""
+        ranges, end = self._expected[number][state.chunk.number], 0
+        for start, stop, hyperparameters in ranges:
+            _copy_range(into, state.buffers, end, start)
+            end = stop
+            master, exp_avg, exp_avg_sq = _states_in(state.buffers, start, stop)
+            adamw_into(
+                _states_in(into, start, stop),
+                master,
+                exp_avg,
+                exp_avg_sq,
+                state.grad[start:stop],
+                None if into.master is into.shard else into.shard[start:stop],
+                *hyperparameters,
+                grad_scale,
+            )
+        _copy_range(into, state.buffers, end, len(state.shard))
+
+
+_Ranges = dict[int, list[_Range]]
+"""The parameters to update, by the number of the chunk."""
+
+
+def _ranges_of(
+    chunks: Sequence[ChunkState], hyperparameters: Mapping[str, Hyperparameters]
+) -> _Ranges:
+    """Return the ranges of chunks whose parameters have hyperparameters."""
+    of_chunks: _Ranges = {}
+    for chunk in chunks:
+        ranges = of_chunks[chunk.chunk.number] = []
+        ends = [slot.start for slot in chunk.chunk.slots[1:]] + [chunk.chunk.length]
+        for slot, end in zip(chunk.chunk.slots, ends, strict=True):
+            if (of_slot := hyperparameters.get(slot.name)) is None:
+                continue
+            # The padding after a parameter is updated too: it is zero and stays zero.
+            last = ranges[-1] if ranges else None
+            if last and last.stop == slot.start and last.hyperparameters == of_slot:
+                ranges[-1] = last._replace(stop=end)
+            else:
+                ranges.append(_Range(slot.start, end, of_slot))
+    return of_chunks
+
+
+def _states_in(buffers: ShardBuffers, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a range of the masters and of both moments."""
+    _, master, moments = buffers
+    exp_avg, exp_avg_sq = moments["exp_avg"], moments["exp_avg_sq"]
+    return master[start:stop], exp_avg[start:stop], exp_avg_sq[start:stop]
+
+
+def _copy_range(into: ShardBuffers, values: ShardBuffers, start: int, stop: int) -> None:
+    """Copy a range of elements that an update does not change."""
+    for new, present in zip(into.tensors, values.tensors, strict=True):
+        new[start:stop].copy_(present[start:stop])
 
 
 class OffloadOptimizer(torch.optim.Optimizer):
@@ -200,35 +316,35 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     Args:
         model: The model. `offload` has checked it.
+        chunks: Chunks of the model.
         groups: Parameter groups.
         defaults: Defaults of the groups.
         clip_norm: As for `offload`.
         residency: Placement of the states.
-        chunk_length: As for `ChunkEngine`.
         device: Device on which the model computes.
     """
 
     def __init__(
         self,
         model: nn.Module,
+        chunks: ModelChunks,
         groups: list[dict[str, Any]],
         defaults: dict[str, Any],
         clip_norm: float | None,
         residency: Residency,
-        chunk_length: int,
         device: torch.device,
     ) -> None:
         self._model: OffloadedModel | None = None
         super().__init__(groups, defaults)
         for index in range(len(self.param_groups)):
             self._hyperparameters(index)
-        segments = find_segments(model)
-        keys = chunk_keys(dict(model.named_parameters()), segments)
-        self._rule = GroupAdamW()
-        self._model = OffloadedModel(
-            model, segments, keys, self._rule, residency, chunk_length, device
-        )
+        assert isinstance(chunks.rule, GroupAdamW)
+        self._rule = chunks.rule
+        self._model = OffloadedModel(model, chunks, residency, device, self._expected_update)
         self._clip_norm = clip_norm
+        self._early_adam, self._has_clipped = "off", True
+        self._last_updated = set(self._model.trained)
+        """Parameters of the last update."""
         self._steps = dict.fromkeys(self._model.trained, 0)
         """Number of updates of each parameter."""
         names = {id(parameter): name for name, parameter in self._model.named.items()}
@@ -239,6 +355,17 @@ class OffloadOptimizer(torch.optim.Optimizer):
             for key, buffer in module._buffers.items():
                 if buffer is not None:
                     module._buffers[key] = buffer.to(device)
+
+    def allow_early_updates(self, early_adam: str, limit: float) -> None:
+        """Make spare buffers of at most `limit` bytes for early updates. `early_adam` is as for
+        `offload`."""
+        self._early_adam = early_adam
+        self._offloaded.engine.add_spare(limit)
+
+    def close(self) -> None:
+        """Remove the file with the states on disk, which otherwise exists until the end of the
+        process. Neither the optimizer nor the model must be used afterwards."""
+        self._offloaded.engine.close()
 
     @property
     def _offloaded(self) -> OffloadedModel:
@@ -275,18 +402,37 @@ class OffloadOptimizer(torch.optim.Optimizer):
                     "optimizer.zero_grad() to skip this step"
                 )
             scale = min(1.0, self._clip_norm / (self.grad_norm + 1e-6))
+        self._has_clipped = scale < 1.0
         model.engine.wait()
+        hyperparameters = self._next_hyperparameters(names)
+        if not self._rule.set(model.engine.chunks, hyperparameters):
+            model.engine.expect_update(None)
+        for name in hyperparameters:
+            self._steps[name] += 1
+        self._last_updated = names
+        model.engine.update(0.0, scale)
+        model.end_step()
+        return loss
+
+    def _expected_update(self) -> tuple[float, float] | None:
+        """Return the arguments that the next update of the engine will probably have; None to begin
+        no update early."""
+        clips = self._clip_norm is not None and self._has_clipped
+        if self._early_adam == "off" or (self._early_adam == "auto" and clips):
+            return None
+        expected = self._next_hyperparameters(self._last_updated)
+        self._rule.expect(self._offloaded.engine.chunks, expected)
+        return 0.0, 1.0
+
+    def _next_hyperparameters(self, updated: Collection[str]) -> dict[str, Hyperparameters]:
+        """Return the hyperparameters of the next update of parameters by name."""
         hyperparameters = {}
         for index, group_names in enumerate(self._names):
             values = self._hyperparameters(index)
             for name in group_names:
-                if name in names:
-                    self._steps[name] += 1
-                    hyperparameters[name] = values._replace(step=self._steps[name])
-        self._rule.set(model.engine.chunks, hyperparameters)
-        model.engine.update(0.0, scale)
-        model.end_step()
-        return loss
+                if name in updated:
+                    hyperparameters[name] = values._replace(step=self._steps[name] + 1)
+        return hyperparameters
 
     def _hyperparameters(self, index: int) -> Hyperparameters:
         """Return the present hyperparameters of a group.
@@ -322,9 +468,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
     # -- states ----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states in the format of torch.optim.AdamW. The tensors are views of the
-        states. Parameters in bf16 or fp16 also have the fp32 "master". Before the first step, there
-        is no state."""
+        """Return the states in the format of torch.optim.AdamW. The tensors are views of host
+        memory, or of the file of the states on disk, and valid until the next step. Parameters in
+        bf16 or fp16 also have the fp32 "master". Before the first step, there is no state."""
         model = self._offloaded
         model.engine.wait()
         state, groups, number = {}, [], 0
@@ -360,114 +506,32 @@ class OffloadOptimizer(torch.optim.Optimizer):
             for number, name in zip(group["params"], names, strict=True):
                 states[name] = self._checked(name, state_dict["state"].get(number, {}))
         model.engine.wait()
+        model.engine.expect_update(None)
         for group, loaded in zip(self.param_groups, groups, strict=True):
             group.update({key: value for key, value in loaded.items() if key != "params"})
         for name, state in states.items():
             self._steps[name] = int(state.get("step", 0))
-            for key, values in model.state_of(name).items():
+            for key in model.state_names(name):
                 if key in state:
-                    values.copy_(state[key])
+                    model.engine.put(key, name, state[key])
                 elif key != "master":
-                    values.zero_()
+                    model.engine.put(key, name, torch.zeros(model.named[name].shape))
         if any("master" in state for state in states.values()):
             model.engine.sync_params()
 
     def _checked(self, name: str, state: dict[str, Any]) -> dict[str, Any]:
         """Return the states of a parameter. Raises ValueError if their shapes differ."""
-        for key, values in self._offloaded.state_of(name).items():
+        shape = tuple(self._offloaded.named[name].shape)
+        for key in self._offloaded.state_names(name):
             if key not in state and state and key != "master":
                 raise ValueError(f"the state of parameter {name} has no {key}")
-            if key in state and tuple(state[key].shape) != tuple(values.shape):
+            if key in state and tuple(state[key].shape) != shape:
                 raise ValueError(
                     f"{key} of parameter {name} has the shape {tuple(state[key].shape)} in the "
-                    f"state dict, not {tuple(values.shape)}"
+                    f"state dict, not {shape}"
                 )
         return state
 
 
 def _number(value: Any) -> Any:
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-
-
-def _device_of(named: dict[str, nn.Parameter], device: str | torch.device | None) -> torch.device:
-    devices = {parameter.device for parameter in named.values()}
-    refuse_if(
-        len(devices) > 1,
-        f"the parameters are on several devices ({', '.join(sorted(map(str, devices)))}); load "
-        "the model on the CPU",
-    )
-    refuse_if(
-        torch.distributed.is_available()
-        and torch.distributed.is_initialized()
-        and torch.distributed.get_world_size() > 1,
-        "optimus.offload trains on one device, but this process has peers; start one process",
-    )
-    if device is not None:
-        try:
-            return torch.empty(0, device=device).device
-        except (RuntimeError, AssertionError, TypeError) as error:
-            raise ConfigError(f"device = {device!r}: {str(error).splitlines()[0]}") from None
-    if torch.accelerator.is_available():
-        return torch.empty(0, device=torch.accelerator.current_accelerator()).device
-    return next(iter(devices))
-
-
-def _placement_of(
-    needs: Needs,
-    total: int | None,
-    device_memory: int | None,
-    host_share: float | None,
-    cache_chunks: int,
-) -> Placement:
-    """Return the placement that the arguments of `offload` select. `total` is the memory of an
-    accelerator."""
-    if host_share is None:
-        placement = choose_placement(needs, total if device_memory is None else device_memory)
-    else:
-        share = check_number("host_share", host_share, 0.0, 1.0)
-        placement = choose_placement(needs, None)._replace(host_share=share)
-    if slots := int(check_number("cache_chunks", cache_chunks, 0, _MAX_CHUNK)):
-        refuse_if(
-            slots < needs.chunks_per_use,
-            f"cache_chunks = {slots}: the segment {needs.largest or 'model'!r} needs "
-            f"{counted(needs.chunks_per_use, 'chunk')} at once; use {needs.chunks_per_use} or more",
-        )
-        refuse_if(
-            not placement.host_share,
-            f"cache_chunks = {slots} has no effect, because all states are on the device; leave it "
-            "out",
-        )
-        needed = 2 * (slots * needs.chunk + needs.gradients)
-        if device_memory is not None and needed > device_memory:
-            raise ConfigError(
-                f"cache_chunks = {slots} needs {needed:,} bytes, half of them for activations, and "
-                f"device_memory has {device_memory:,}; use fewer chunks, or leave cache_chunks out"
-            )
-        placement = placement._replace(slots=slots)
-    return placement
-
-
-def _check_memory(
-    named: dict[str, nn.Parameter],
-    needs: Needs,
-    device: torch.device,
-    placement: Placement,
-    device_memory: int | None,
-) -> None:
-    """Raise ConfigError if the host has too little memory, or if the whole model is on an
-    accelerator that it must not fill."""
-    if not placement.host_share:
-        return
-    usable = usable_memory()
-    refuse_if(
-        needs.states > usable,
-        f"the states of the model need {needs.states:,} bytes of host memory, "
-        f"{needs.states - usable:,} bytes more than this process can use; use a machine with more "
-        "memory, or freeze parameters",
-    )
-    on_device = sum(p.nbytes for p in named.values() if p.device.type != "cpu")
-    if device_memory is not None and on_device > device_memory:
-        raise ConfigError(
-            f"the model is on {device} already, with {on_device:,} bytes of parameters, more than "
-            f"device_memory = {device_memory:,}; load the model on the CPU"
-        )

@@ -1,30 +1,51 @@
-"""Placement of model states: which share of the chunks is in host memory, and how many chunks the
-cache on the device has.
+"""Placement of model states: the chunks in host memory, the chunks of the cache on the device, and
+the chunks with states on disk.
 
-This is a simple rule. A search over measured bandwidths can replace `choose_placement`.
+Without an example batch, `choose_placement` applies a simple rule. With it, the placement is the
+result of a search, whose activations come from a profile of a training step.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+import copy
+import inspect
+import logging
+import operator
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
+from optimus import platform
+from optimus.chunks.buffers import ChunkState
+from optimus.chunks.engine import ChunkEngine
 from optimus.chunks.groups import ParamProcessGroups
-from optimus.chunks.layout import ALIGNMENT, Parameter, lay_out
-from optimus.chunks.options import ParamOptions
-from optimus.chunks.reductions import MAX_COPYING
-from optimus.config.sizes import parse_bytes
-from optimus.errors import ConfigError, refuse_if
-from optimus.offloading.segments import ModuleSegment
+from optimus.chunks.layout import Parameter, lay_out
+from optimus.chunks.memory import Tier
+from optimus.chunks.optimizer import Optimizer
+from optimus.chunks.placement import Capacity, Early, NoPlacement, search
+from optimus.chunks.reductions import most_gradients
+from optimus.chunks.residency import Residency, Use
+from optimus.chunks.segments import ModelSegment, register_module
+from optimus.chunks.state_file import free_bytes
+from optimus.errors import ConfigError, counted, one_line, refuse_if
+from optimus.offloading.checks import MAX_CHUNK, check_number
+from optimus.offloading.guard import tensors_in
+from optimus.offloading.segments import ModuleSegment, find_segments
+from optimus.planner.rates import find_links
+from optimus.rank.profile import UseProfile, UseTracker
+
+logger = logging.getLogger(__name__)
 
 PREFETCH = 3
 """Number of segments for which the cache has space by default: that which computes, and two that
 are being copied."""
-_MAX_BYTES = 10**15
 
 
 class Placement(NamedTuple):
@@ -34,6 +55,53 @@ class Placement(NamedTuple):
     """As `Residency.host_share`."""
     slots: int
     """As `Residency.slots`."""
+    disk_share: float = 0.0
+    """As `Residency.disk_share`."""
+    host_bytes: int = 0
+    """Bytes of the states in host memory, without spare buffers for early updates."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Memory that training may use, in bytes."""
+
+    device: int | None
+    """None if it is not limited by the user."""
+    host: int
+    disk: int | None
+    """None for all that is free on the disk."""
+    directory: str
+    """Directory of the states on disk; "" to have none there."""
+
+
+class ModelChunks(NamedTuple):
+    """The chunks of a model."""
+
+    named: dict[str, nn.Parameter]
+    """All parameters by name."""
+    segments: Sequence[ModuleSegment]
+    keys: dict[str, ParamProcessGroups]
+    """The result of `chunk_keys`."""
+    length: int
+    """Target length of a chunk, in elements."""
+    rule: Optimizer
+    """Updates a chunk."""
+
+    def on_meta(self, placement: Placement) -> ChunkEngine:
+        """Return an engine on the meta device for a placement. It allocates no memory."""
+        return ChunkEngine(
+            {name: _meta_parameter(self.named[name], False) for name in self.keys},
+            self.keys.__getitem__,
+            self.rule,
+            dtype=torch.float32,
+            chunk_length=self.length,
+            deterministic=True,
+            residency=Residency(
+                divides_gradients=True,
+                host_share=placement.host_share,
+                disk_share=placement.disk_share,
+            ),
+        )
 
 
 @dataclass(frozen=True)
@@ -53,98 +121,96 @@ class Needs:
     """Name of the segment that needs `chunks_per_use` chunks."""
 
 
-@dataclass(frozen=True)
-class _ChunkOptions(ParamOptions):
-    """Options that parameters of a chunk have in common."""
-
-    segment: str = ""
-    """The segment, unless it is a block. Large parameters, such as embeddings, then neither
-    determine the chunk length of the blocks, nor share a chunk with a norm, which would need it on
-    the device."""
-
-
-def chunk_keys(
-    named: dict[str, nn.Parameter], segments: Sequence[ModuleSegment]
-) -> dict[str, ParamProcessGroups]:
-    """Return the key of each parameter's chunk, in order of first use."""
-    in_block = {name for segment in segments if segment.is_block for name in segment.parameters}
-    ordered: dict[str, str] = {}
-    for segment in segments:
-        for name in segment.parameters:
-            ordered.setdefault(name, "" if name in in_block else segment.name or "model")
-    assert ordered.keys() == named.keys(), "a parameter is in no segment"
-    return {
-        name: ParamProcessGroups(
-            options=_ChunkOptions(
-                frozen=not named[name].requires_grad,
-                dtype=named[name].dtype,
-                segment=of_segment,
-            )
-        )
-        for name, of_segment in ordered.items()
-    }
-
-
-def default_chunk_length(named: dict[str, nn.Parameter], segments: Sequence[ModuleSegment]) -> int:
-    """Return the number of elements of the largest block."""
-
-    def length(segment: ModuleSegment) -> int:
-        return sum(-(-named[name].numel() // ALIGNMENT) * ALIGNMENT for name in segment.parameters)
-
-    blocks = [segment for segment in segments if segment.is_block] or list(segments)
-    return max(ALIGNMENT, max(map(length, blocks)))
-
-
-def needs_of(
-    named: dict[str, nn.Parameter],
-    segments: Sequence[ModuleSegment],
-    keys: dict[str, ParamProcessGroups],
-    chunk_length: int,
-) -> Needs:
-    """Return the memory that a model needs on the device, from the layout of its chunks."""
-    parameters = [Parameter(name, tuple(named[name].shape), key) for name, key in keys.items()]
-    layout = lay_out(parameters, chunk_length)
-    chunk_of = {slot.name: slot.chunk for slot in layout.slots}
-    states = largest_params = 0
-    gradients: dict[int, int] = {}
-    for chunk in layout.chunks:
-        options = keys[chunk.slots[0].name].options
-        assert options.dtype is not None
-        params, fp32 = chunk.length * options.dtype.itemsize, chunk.length * 4
-        states += params
-        largest_params = max(largest_params, params)
-        if not options.frozen:
-            gradients[chunk.number] = fp32
-            states += 3 * fp32 + (fp32 if params < fp32 else 0)
-    used = [{chunk_of[name] for name in s.parameters + s.inherited} for s in segments]
-    numbers = range(len(segments))
-    largest = max(numbers, key=lambda number: len(used[number]))
-    return Needs(
-        states=states,
-        chunk=largest_params,
-        num_chunks=len(layout.chunks),
-        chunks_per_use=len(used[largest]),
-        gradients=_most_gradients(used, gradients),
-        largest=segments[largest].name,
-    )
-
-
-def _most_gradients(used: Sequence[set[int]], sizes: dict[int, int]) -> int:
-    """Return the most bytes of gradients that are on the device during a backward.
-
-    A chunk has a gradient from the backward of its last segment to that of its first one. Then it
-    is copied to the host, at the same time as at most one other.
+def select_placement(
+    model: nn.Module,
+    chunks: ModelChunks,
+    device: torch.device,
+    limits: Limits,
+    host_share: float | None,
+    cache_chunks: int,
+    example: Mapping[str, Any] | None,
+    early: Early,
+) -> Placement:
+    """Return the placement that the arguments of `optimus.offload` select.
 
     Args:
-        used: Chunks of each segment.
-        sizes: Bytes of the gradients of each trained chunk.
+        model: The model.
+        chunks: Its chunks.
+        device: Device on which the model computes.
+        limits: Memory that training may use.
+        host_share, cache_chunks, example: As for `optimus.offload`.
+        early: The value of `early_adam`.
+
+    Raises:
+        ConfigError: The arguments contradict each other, or no placement fits.
     """
-    most = 0
-    for now in range(len(used)):
-        earlier = set().union(*used[: now + 1])
-        later = set().union(*used[now:])
-        most = max(most, sum(sizes.get(number, 0) for number in earlier & later))
-    return most + sum(sorted(sizes.values())[-MAX_COPYING:])
+    refuse_if(
+        host_share is not None and limits.device is not None,
+        "device_memory and host_share both select the placement; use one of them",
+    )
+    total = None if device.type == "cpu" else platform.device_memory(device)
+    if limits.device is not None and total is not None and limits.device > total:
+        raise ConfigError(
+            f"device_memory = {limits.device:,} bytes is more than the {total:,} bytes of "
+            f"{device}; use less"
+        )
+    refuse_if(
+        limits.disk is not None and not limits.directory,
+        f"disk_memory = {limits.disk} has no effect without disk; set disk to a directory, or "
+        "leave disk_memory out",
+    )
+    if example is None:
+        needs = needs_of(chunks.named, chunks.segments, chunks.keys, chunks.length)
+        placement = _by_rule(needs, total, limits.device, host_share, cache_chunks)
+    else:
+        refuse_if(
+            limits.device is None or bool(cache_chunks),
+            "example needs device_memory, and selects the size of the cache; use it with "
+            "device_memory and without host_share and cache_chunks",
+        )
+        placement = _by_search(model, chunks, device, limits, example, early)
+    placement = _with_disk(chunks, placement, limits)
+    on_device = sum(p.nbytes for p in chunks.named.values() if p.device.type != "cpu")
+    if placement.host_share and limits.device is not None and on_device > limits.device:
+        raise ConfigError(
+            f"the model is on {device} already, with {on_device:,} bytes of parameters, more than "
+            f"device_memory = {limits.device:,}; load the model on the CPU"
+        )
+    return placement
+
+
+def _by_rule(
+    needs: Needs,
+    total: int | None,
+    device_memory: int | None,
+    host_share: float | None,
+    cache_chunks: int,
+) -> Placement:
+    """Return the placement without an example batch. `total` is the memory of an accelerator."""
+    if host_share is None:
+        placement = choose_placement(needs, total if device_memory is None else device_memory)
+    else:
+        share = check_number("host_share", host_share, 0.0, 1.0)
+        placement = choose_placement(needs, None)._replace(host_share=share)
+    if slots := int(check_number("cache_chunks", cache_chunks, 0, MAX_CHUNK)):
+        refuse_if(
+            slots < needs.chunks_per_use,
+            f"cache_chunks = {slots}: the segment {needs.largest or 'model'!r} needs "
+            f"{counted(needs.chunks_per_use, 'chunk')} at once; use {needs.chunks_per_use} or more",
+        )
+        refuse_if(
+            not placement.host_share,
+            f"cache_chunks = {slots} has no effect, because all states are on the device; leave it "
+            "out",
+        )
+        needed = 2 * (slots * needs.chunk + needs.gradients)
+        if device_memory is not None and needed > device_memory:
+            raise ConfigError(
+                f"cache_chunks = {slots} needs {needed:,} bytes, half of them for activations, and "
+                f"device_memory has {device_memory:,}; use fewer chunks, or leave cache_chunks out"
+            )
+        placement = placement._replace(slots=slots)
+    return placement
 
 
 def choose_placement(needs: Needs, device_memory: int | None) -> Placement:
@@ -178,49 +244,249 @@ def choose_placement(needs: Needs, device_memory: int | None) -> Placement:
     return Placement(1.0, slots)
 
 
-def check_bytes(key: str, value: str | int) -> int:
-    """Return a number of bytes, such as 20000000000 for "20GB".
-
-    Raises:
-        ConfigError: The value is not a positive size, or is absurdly large.
-    """
-    remedy = f"{key} = {value!r}: use a size such as '20GB', '16GiB' or a number of bytes"
-    if isinstance(value, bool) or not isinstance(value, (str, int)):
-        raise ConfigError(remedy)
-    try:
-        size = value if isinstance(value, int) else parse_bytes(value)
-    except ValueError:
-        raise ConfigError(remedy) from None
-    refuse_if(not 0 < size <= _MAX_BYTES, f"{remedy}, from 1 byte to 1000 TB")
-    return size
-
-
-def check_number(key: str, value: object, low: float, high: float = math.inf) -> float:
-    """Return a finite number in [low, high].
-
-    Raises:
-        ConfigError: The value is not such a number.
-    """
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ConfigError(f"{key} = {value!r} is not a number; use a number from {low:g}")
-    limit = f" to {high:g}" if high < math.inf else ""
+def _by_search(
+    model: nn.Module,
+    chunks: ModelChunks,
+    device: torch.device,
+    limits: Limits,
+    example: Mapping[str, Any],
+    early: Early,
+) -> Placement:
+    """Return the placement with the shortest simulated step for an example batch."""
     refuse_if(
-        not (math.isfinite(value) and low <= value <= high),
-        f"{key} = {value!r} is out of range; use a finite number from {low:g}{limit}",
+        not isinstance(example, Mapping),
+        f"example is a {type(example).__name__}; use a dict of the arguments of the forward",
     )
-    return float(value)
+    uses = profile_step(model, example)
+    before = accumulate((use.kept for use in uses), initial=0)
+    activations = max(live + use.peak for live, use in zip(before, uses, strict=False))
+    needs = needs_of(chunks.named, chunks.segments, chunks.keys, chunks.length)
+    assert limits.device is not None
+    # The allocators of accelerators reserve more bytes than tensors have.
+    memory = limits.device - (0 if device.type == "cpu" else limits.device // 20)
+    if needs.states + activations <= memory:
+        return Placement(0.0, needs.num_chunks)
+    disk = Path(limits.directory) if limits.directory else None
+    links = find_links(device, next(model.parameters()).dtype, logger.warning, 1, disk)
+    forward, backward = [0.0] * len(chunks.segments), [0.0] * len(chunks.segments)
+    for use in uses:
+        times = backward if use.backward else forward
+        times[use.segment] += use.flops / links.flops + use.moved / links.memory
+    engine = chunks.on_meta(Placement(1.0, 0))
+    of_engine = [
+        ModelSegment(s.name, 0, s.parameters + s.inherited, lambda *hooks: None)
+        for s in chunks.segments
+    ]
+    engine.attach(of_engine, passes=())
+    in_chunks = engine.transient_needs(of_engine)
+    engine.params.replan([Use(u.segment, u.backward, in_chunks[u.segment]) for u in uses])
+    work = engine.workload(
+        "microbatch", chunks.length, of_engine, forward, backward, activations, reductions=1
+    )
+    on_disk = min(free_bytes(Path(limits.directory)), limits.disk or _UNLIMITED) if disk else 0
+    try:
+        best = search([work], Capacity(memory, limits.host, on_disk), links, early)
+    except NoPlacement as problem:
+        missing = {
+            "device_memory": problem.needs.device - memory,
+            "the memory of the host": problem.needs.host - limits.host,
+            "disk_memory": problem.needs.disk - on_disk,
+        }
+        name = next(name for name, size in missing.items() if size > 0)
+        raise ConfigError(
+            f"{name} is too small by {counted(missing[name], 'byte')} for the example, whose "
+            f"activations need {counted(activations, 'byte')}; use gradient checkpointing, a "
+            "smaller batch, or more memory"
+        ) from None
+    logger.info(
+        "%.0f %% of the chunks are on the host, and the cache has %s",
+        100 * (best.num_host - 0.5) / len(work.chunks),
+        counted(best.slots, "chunk"),
+    )
+    return Placement(
+        (best.num_host - 0.5) / len(work.chunks),
+        best.slots,
+        max(0.0, best.num_disk - 0.5) / max(1, work.num_trained(best.num_host)),
+    )
 
 
-def check_betas(betas: Sequence[float]) -> tuple[float, float]:
-    """Return AdamW's betas, two numbers in [0, 1).
+_UNLIMITED = 1 << 62
+
+
+def _with_disk(chunks: ModelChunks, placement: Placement, limits: Limits) -> Placement:
+    """Return a placement with as few states on disk as the host memory allows, and the bytes on the
+    host.
 
     Raises:
-        ConfigError: They are not such numbers.
+        ConfigError: The host or the disk has too little memory.
     """
-    remedy = f"betas = {betas!r}: use two numbers from 0 to less than 1, such as (0.9, 0.999)"
+    engine = chunks.on_meta(placement)
+    host = engine.state_bytes()["host"]
+    if host <= limits.host or not placement.host_share:
+        return placement._replace(host_bytes=host)
+    count = sum(
+        isinstance(chunk, ChunkState) and chunk.home is Tier.HOST for chunk in engine.chunks
+    )
+
+    def with_chunks(number: int) -> tuple[Placement, int]:
+        """Return the placement with the states of `number` chunks on disk, and their bytes."""
+        changed = placement._replace(disk_share=max(0.0, number - 0.5) / count)  # rounded up
+        sizes = chunks.on_meta(changed).state_bytes()
+        return changed._replace(host_bytes=sizes["host"]), sizes["disk"]
+
+    least, on_disk = with_chunks(count)
+    least_bytes = min(host, least.host_bytes)
+    if not limits.directory or least.host_bytes > limits.host:
+        missing = (least_bytes if limits.directory else host) - limits.host
+        where = ", also with masters and moments on disk" if limits.directory else ""
+        remedy = "" if limits.directory else "set disk to a directory on a local disk, "
+        raise ConfigError(
+            f"the states of the model need {counted(limits.host + missing, 'byte')} of host memory"
+            f"{where}, {counted(missing, 'byte')} more than the {limits.host:,} that they may use; "
+            f"{remedy}use a machine with more memory, or freeze parameters"
+        )
+    low, high = 0, count  # `low` does not fit, and `high` does
+    while high - low > 1:
+        middle = (low + high) // 2
+        of_middle = with_chunks(middle)
+        if of_middle[0].host_bytes <= limits.host:
+            high, (least, on_disk) = middle, of_middle
+        else:
+            low = middle
+    if limits.disk is not None and on_disk > limits.disk:
+        raise ConfigError(
+            f"disk_memory = {limits.disk:,} bytes: the states that do not fit into host memory "
+            f"need {on_disk:,} bytes on disk, {on_disk - limits.disk:,} more; use a larger "
+            "disk_memory, or a machine with more memory"
+        )
+    logger.info(
+        "the masters and moments of %d of %s are on disk (%.3g GB), because the states exceed the "
+        "host memory",
+        high,
+        counted(count, "trained chunk"),
+        on_disk / 1e9,
+    )
+    return least
+
+
+def needs_of(
+    named: dict[str, nn.Parameter],
+    segments: Sequence[ModuleSegment],
+    keys: dict[str, ParamProcessGroups],
+    chunk_length: int,
+) -> Needs:
+    """Return the memory that a model needs on the device, from the layout of its chunks."""
+    parameters = [Parameter(name, tuple(named[name].shape), key) for name, key in keys.items()]
+    layout = lay_out(parameters, chunk_length)
+    chunk_of = {slot.name: slot.chunk for slot in layout.slots}
+    states = largest_params = 0
+    gradients: dict[int, int] = {}
+    for chunk in layout.chunks:
+        options = keys[chunk.slots[0].name].options
+        assert options.dtype is not None
+        params, fp32 = chunk.length * options.dtype.itemsize, chunk.length * 4
+        states += params
+        largest_params = max(largest_params, params)
+        if not options.frozen:
+            gradients[chunk.number] = fp32
+            states += 3 * fp32 + (fp32 if params < fp32 else 0)
+    used = [{chunk_of[name] for name in s.parameters + s.inherited} for s in segments]
+    # A chunk has a gradient from the backward of its last segment to that of its first one.
+    positions = {chunk: position for position, chunk in enumerate(gradients)}
+    numbers, sizes = range(len(segments)), list(gradients.values())
+    together = [
+        [
+            position
+            for chunk, position in positions.items()
+            if any(chunk in need for need in used[: number + 1])
+            and any(chunk in need for need in used[number:])
+        ]
+        for number in numbers
+    ]
+    largest = max(numbers, key=lambda number: len(used[number]))
+    return Needs(
+        states=states,
+        chunk=largest_params,
+        num_chunks=len(layout.chunks),
+        chunks_per_use=len(used[largest]),
+        gradients=int(most_gradients(together, sizes, sizes, 0)[-1]),
+        largest=segments[largest].name,
+    )
+
+
+def profile_step(model: nn.Module, example: Mapping[str, Any]) -> list[UseProfile]:
+    """Profile a forward and a backward of a model for one batch, on the meta device.
+
+    Args:
+        model: The model. It is not changed, and its parameters are not copied.
+        example: Keyword arguments of the forward, in training mode. The backward begins with the
+            `loss` of the result. Without it, a cross-entropy of each output is assumed.
+
+    Raises:
+        ConfigError: The forward or the backward failed.
+    """
+    tracker = UseTracker()
     try:
-        first, second = (float(beta) for beta in betas)
-    except (TypeError, ValueError):
-        raise ConfigError(remedy) from None
-    refuse_if(not (0 <= first < 1 and 0 <= second < 1), remedy)
-    return first, second
+        memo: dict[int, Any] = {id(p): _meta_parameter(p, True) for p in model.parameters()}
+        memo |= {id(b): torch.empty_like(b, device="meta") for b in model.buffers()}
+        on_meta = copy.deepcopy(model, memo).train()
+        for number, segment in enumerate(find_segments(on_meta)):
+            begin = (partial(tracker.use, number, backward) for backward in (False, True))
+            register_module(segment.module, *begin)
+        inputs = tree_map(lambda v: v.to("meta") if isinstance(v, Tensor) else v, dict(example))
+        with tracker, torch.enable_grad():
+            tracker.use(0, False)  # operations before the first segment
+            out = on_meta(**inputs)
+            loss = _loss_of(out)
+            loss.backward()
+            del out, loss
+    except Exception as error:  # of code that is not ours
+        raise ConfigError(
+            "example: the model cannot be profiled with it on torch's meta device "
+            f"({type(error).__name__}: {one_line(error)[:200]}); correct the example, or leave it "
+            "out"
+        ) from error
+    return tracker.uses
+
+
+def _loss_of(out: Any) -> Tensor:
+    """Return the loss in the result of a forward or, without a loss, a value with the memory of a
+    cross-entropy of each output."""
+    loss = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", None)
+    if loss is not None:
+        return loss
+    outputs = (tensor for tensor in tensors_in(out) if tensor.requires_grad)
+    return torch.stack([tensor.float().log_softmax(-1).sum() for tensor in outputs]).sum()
+
+
+def _meta_parameter(parameter: Tensor, with_gradient: bool) -> nn.Parameter:
+    """Return a parameter without memory. With `with_gradient`, it has an fp32 gradient, to which
+    backward adds."""
+    on_meta = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+    if with_gradient and parameter.requires_grad:
+        if parameter.dtype is not torch.float32:
+            on_meta.grad_dtype = torch.float32
+        on_meta.grad = torch.empty_like(on_meta, dtype=torch.float32)
+    return on_meta
+
+
+def shapes_of(arguments: Mapping[str, Any]) -> dict[str, torch.Size]:
+    """Return the shapes of the tensors in the arguments of a forward, by name of the argument."""
+    return {name: value.shape for name, value in arguments.items() if isinstance(value, Tensor)}
+
+
+def check_batch(
+    planned: Mapping[str, torch.Size], module: nn.Module, args: Any, kwargs: Any
+) -> None:
+    """Refuse a batch of training with a tensor that is longer in a dim than in the example. This is
+    a forward pre-hook."""
+    if not torch.is_grad_enabled():
+        return
+    arguments = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
+    for name, shape in shapes_of({**arguments, **arguments.get("kwargs", {})}).items():
+        limit = planned.get(name)
+        refuse_if(
+            limit is not None and (len(shape) != len(limit) or any(map(operator.gt, shape, limit))),
+            f"the batch has {name} of the shape {list(shape)}, but the example of optimus.offload "
+            f"had {list(limit or ())}; give offload an example of the largest batch",
+        )

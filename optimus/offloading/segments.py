@@ -1,11 +1,16 @@
-"""Segments of a module that is not ours: modules whose parameters are needed at the same time."""
+"""Segments of a module that is not ours: modules whose parameters are needed at the same time, and
+the chunks of their parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import nn
+
+from optimus.chunks.groups import ParamProcessGroups
+from optimus.chunks.layout import ALIGNMENT
+from optimus.chunks.options import ParamOptions
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential)
 
@@ -25,6 +30,16 @@ class ModuleSegment:
     before and after each call of the segment."""
     is_block: bool
     """True for an element of a list of blocks, such as a transformer layer."""
+
+
+@dataclass(frozen=True)
+class _ChunkOptions(ParamOptions):
+    """Options that parameters of a chunk have in common."""
+
+    segment: str = ""
+    """The segment, unless it is a block. Large parameters, such as embeddings, then neither
+    determine the chunk length of the blocks, nor share a chunk with a norm, which would need it on
+    the device."""
 
 
 def find_segments(model: nn.Module) -> list[ModuleSegment]:
@@ -96,3 +111,35 @@ def _direct_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
     for child in module.children():
         if not _is_called(child):
             yield from _direct_parameters(child)
+
+
+def chunk_keys(
+    named: dict[str, nn.Parameter], segments: Sequence[ModuleSegment]
+) -> dict[str, ParamProcessGroups]:
+    """Return the key of each parameter's chunk, in order of first use."""
+    in_block = {name for segment in segments if segment.is_block for name in segment.parameters}
+    ordered: dict[str, str] = {}
+    for segment in segments:
+        for name in segment.parameters:
+            ordered.setdefault(name, "" if name in in_block else segment.name or "model")
+    assert ordered.keys() == named.keys(), "a parameter is in no segment"
+    return {
+        name: ParamProcessGroups(
+            options=_ChunkOptions(
+                frozen=not named[name].requires_grad,
+                dtype=named[name].dtype,
+                segment=of_segment,
+            )
+        )
+        for name, of_segment in ordered.items()
+    }
+
+
+def default_chunk_length(named: dict[str, nn.Parameter], segments: Sequence[ModuleSegment]) -> int:
+    """Return the number of elements of the largest block."""
+
+    def length(segment: ModuleSegment) -> int:
+        return sum(-(-named[name].numel() // ALIGNMENT) * ALIGNMENT for name in segment.parameters)
+
+    blocks = [segment for segment in segments if segment.is_block] or list(segments)
+    return max(ALIGNMENT, max(map(length, blocks)))

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from optimus.checkpoint.slices import writer_in_paper
-from optimus.chunks.disk import free_bytes
 from optimus.chunks.placement import (
     Capacity,
     ChunkCost,
@@ -23,6 +22,7 @@ from optimus.chunks.placement import (
     search,
     smallest_capacity,
 )
+from optimus.chunks.state_file import free_bytes
 from optimus.chunks.step_time import StepTime
 from optimus.config import Config
 from optimus.config.checks import check

@@ -110,7 +110,7 @@ def _check_node(
 ) -> None:
     """Check that the ranks of a node fit in its memory, and that `offload.disk` can be used. The
     arguments are those of `dry_run`."""
-    from optimus.chunks.disk import check_directory
+    from optimus.chunks.state_file import check_directory
     from optimus.train.fit import capacity_before_ranks, capacity_of_rank, check_before_ranks
 
     # Without a machine, all ranks run here: `optimus launch --launcher local` emulates nodes.

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from optimus.chunks import disk as disk_module
+from optimus.chunks import state_file
 from optimus.chunks.disk import BUFFERS, DiskTier, file_bytes
 from optimus.chunks.engine import ChunkEngine
 from optimus.chunks.memory import Memory, Tier
@@ -36,7 +36,7 @@ def make_tier(directory: Path, length: int = 5000, rank: int = 0) -> tuple[DiskT
 
 def random_case(generator: random.Random, directory: Path) -> Case:
     """Return a random plan of a tower with states on disk."""
-    n = generator.randint(1, 6)
+    n = generator.randint(2, 8)  # up to more than BUFFERS
     rates = [CHUNK * 4 / generator.choice([1e-5, 1e-3, 3e-3]) for _ in range(5)]
     keys = ("to_device", "to_host", "host_adam", "disk_read", "disk_write")
     return Case(
@@ -49,7 +49,7 @@ def random_case(generator: random.Random, directory: Path) -> Case:
         steps=3,
         poison=True,
         host_share=generator.choice([0.3, 0.7, 1.0]),
-        disk_share=generator.uniform(0.01, 1.0),
+        disk_share=generator.choice([1.0, generator.uniform(0.01, 1.0)]),
         disk=str(directory),
         copies=generator.choice(["early", "late", "random"]),
         delay_s=generator.choice([0.0, 0.003]),
@@ -59,7 +59,9 @@ def random_case(generator: random.Random, directory: Path) -> Case:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_random_plans_train_to_the_bits_of_states_on_the_device(tmp_path, seed):
+def test_random_plans_train_to_the_bits_of_states_on_the_device(tmp_path, monkeypatch, seed):
+    """Reads and writes take place early, late or at random, in one block or in several."""
+    monkeypatch.setattr(state_file, "BLOCK_BYTES", random.Random(seed).choice([4096, 4 << 20]))
     case = random_case(random.Random(seed), tmp_path)
     order = random.Random(seed).choice(["forward", "skip", "alternate"])
     plain = Case(case.n, case.slots, case.microbatches, 0, False, False, dtype=case.dtype, steps=3)
@@ -75,6 +77,26 @@ def test_a_missing_wait_for_writes_changes_bits(tmp_path, monkeypatch):
     expected = train_in_order(case, "forward")
     monkeypatch.setattr(DiskTier, "flush", DiskTier.check)
     assert train_in_order(case, "forward")[:2] != expected[:2]
+
+
+def test_states_that_are_set_after_an_update_stay_set(tmp_path):
+    """An update takes 10 ms, and a write takes place when code waits for it."""
+    case = Case(3, parameters=False, host_share=1.0, disk_share=1.0, disk=str(tmp_path))
+    case = case._replace(delay_s=0.01, copies="late", poison=True, dtype=torch.bfloat16)
+    engine = make_engine(Tower(3), case, ALONE)
+    slots, values = engine.chunks[2].chunk.slots, torch.full((CHUNK,), 3.0)
+    for is_set, expected in ((True, 3.0), (False, 0.0)):
+        engine.start_step()
+        engine.gradients.finish()
+        engine.update(LR)
+        for slot in slots if is_set else ():
+            engine.put("exp_avg", slot.name, values)
+        if not is_set:
+            engine.clear_moments()
+        engine.wait()
+        moment = engine.read(engine.chunks[2].moments["exp_avg"])
+        assert all(bool((moment[s.start : s.stop] == expected).all()) for s in slots)
+    engine.close()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -177,13 +199,40 @@ def test_an_error_of_the_disk_ends_the_updates(tmp_path, monkeypatch, name, fail
     engine, message = run_with_failure(tmp_path, monkeypatch, name, fails)
     verb = "write" if name == "pwritev" else "read"
     assert message.startswith(f"offload.disk: cannot {verb} {tmp_path / 'optimus-states-rank'}")
-    assert reason in message and "give the same command again" in message and "\n" not in message
+    assert (
+        reason in message
+        and "start again from the newest checkpoint" in message
+        and "\n" not in message
+    )
     uses: list[Any] = [engine.shards, engine.wait, engine.clear_moments, lambda: engine.update(LR)]
     for use in uses:
         with pytest.raises(OptimusError, match="offload.disk: cannot"):
             use()
     engine.close()
     assert not list(tmp_path.iterdir())
+
+
+def test_an_error_of_a_block_waits_for_the_other_blocks(tmp_path, monkeypatch):
+    """Until then, they use the memory that the caller could free."""
+    monkeypatch.setattr(state_file, "BLOCK_BYTES", 4096)
+    tier, flat = make_tier(tmp_path)
+    active: list[int] = []
+    read = os.preadv
+
+    def read_slowly(fd: int, buffers: list[memoryview], at: int) -> int:
+        if at == 0:
+            broken(fd)
+        active.append(at)
+        time.sleep(0.02)
+        count = read(fd, buffers, at)
+        active.remove(at)
+        return count
+
+    monkeypatch.setattr(os, "preadv", read_slowly)
+    with pytest.raises(OptimusError, match="Input/output error"):
+        tier.read(flat)
+    assert not active
+    tier.close()
 
 
 def test_an_error_of_an_update_ends_the_reads(tmp_path, monkeypatch):
@@ -208,7 +257,7 @@ def test_an_error_of_an_update_ends_the_reads(tmp_path, monkeypatch):
 
 
 def test_a_second_run_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(disk_module, "_LOCK_S", 0.1)
+    monkeypatch.setattr(state_file, "_LOCK_S", 0.1)
     tier, flat = make_tier(tmp_path)
     tier.write(flat, torch.arange(5000.0))
     with pytest.raises(ConfigError) as refused:
@@ -284,7 +333,7 @@ def test_a_full_disk_is_refused_with_the_missing_bytes(tmp_path, length, needed,
             tier.new(length, torch.float32)
         assert str(refused.value) == (
             f"offload.disk: {folder}/optimus-states-rank00000 needs {needed:,} bytes, {missing:,} "
-            "more than are free; use another directory, or a smaller offload.disk_share"
+            "more than are free; use a directory with more space, or keep fewer states on disk"
         )
         if length == 200_000:
             tier.close()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import optimus
 from optimus.chunks.memory import Tier
 from optimus.errors import ConfigError
-from optimus.offloading.example import profile_step
+from optimus.offloading.placement import profile_step
 from tests.planner.test_memory import _Peak
 
 TOKENS = torch.randint(256, (4, 32), generator=torch.Generator().manual_seed(0))

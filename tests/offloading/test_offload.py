@@ -19,9 +19,9 @@ from optimus.chunks.residency import Residency
 from optimus.config.machine import Links
 from optimus.errors import NonFiniteError
 from optimus.offloading import optimizer as optimizer_module
-from optimus.offloading.placement import chunk_keys, default_chunk_length, needs_of
-from optimus.offloading.segments import find_segments
-from optimus.offloading.update import Hyperparameters
+from optimus.offloading.optimizer import Hyperparameters
+from optimus.offloading.placement import needs_of
+from optimus.offloading.segments import chunk_keys, default_chunk_length, find_segments
 from tests.offloading import models
 from tests.offloading.models import MODELS, adamw, assert_equal, loss_of, train, weights
 
@@ -381,7 +381,9 @@ def test_an_update_into_other_buffers_equals_an_inplace_update(dtype):
     engine.wait()
     rule, names = engine.optimizer, list(optimizer._offloaded.trained)
     values = Hyperparameters(1e-2, 0.9, 0.99, 1e-8, 0.1, 2)
-    rule.set(engine.chunks, dict.fromkeys(names[::3] + names[1::3], values))
+    updated = dict.fromkeys(names[::3] + names[1::3], values)
+    rule.expect(engine.chunks, updated)
+    assert rule.set(engine.chunks, updated)
     changes = []
     for state in engine.chunks:
         before = [tensor.clone() for tensor in state.buffers.tensors]
@@ -389,7 +391,7 @@ def test_an_update_into_other_buffers_equals_an_inplace_update(dtype):
         copies = {name: torch.full_like(moment, torch.nan) for name, moment in moments.items()}
         other = torch.full_like(shard, torch.nan)
         into = ShardBuffers(other, other if master is shard else torch.zeros_like(master), copies)
-        rule.update_into(into, state, 0.0, 0.5, 0)
+        rule.update_into(into, state, 0.0, 0.5, rule.num_updates + 1)
         assert all(map(torch.equal, state.buffers.tensors, before))
         rule.update(state, 0.0, 0.5)
         assert all(map(torch.equal, state.buffers.tensors, into.tensors))

@@ -20,13 +20,14 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "offload_one_gpu.md"
 def test_the_code_of_the_page_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     names: dict = {}
     for block in blocks:
         exec(compile(block, PAGE.name, "exec"), names)
     assert "step 2: loss" in capsys.readouterr().out
     homes = {state.home.value for state in names["optimizer"]._offloaded.engine.chunks}
     assert homes == {"host"}
+    assert names["large_optimizer"]._offloaded.engine.disk is not None
     before, after = names["model"].state_dict(), names["again"].state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)
     states = [names[name].state_dict()["state"] for name in ("optimizer", "resumed")]

@@ -12,7 +12,8 @@ from torch import nn
 import optimus
 from optimus.chunks.memory import Tier
 from optimus.errors import ConfigError
-from optimus.offloading.placement import Needs, Placement, check_bytes, choose_placement
+from optimus.offloading.checks import check_bytes
+from optimus.offloading.placement import Needs, Placement, choose_placement
 from optimus.offloading.segments import find_segments
 from tests.offloading import models
 from tests.offloading.models import loss_of, tokens, train

@@ -13,7 +13,7 @@ import pytest
 
 from optimus.checkpoint import load as load_module
 from optimus.checkpoint import slices as slices_module
-from optimus.chunks import disk as disk_module
+from optimus.chunks import state_file
 from optimus.chunks.disk import DiskTier
 from optimus.cli import main as optimus
 from optimus.config import dump_toml, make_config
@@ -171,7 +171,7 @@ def test_a_directory_that_cannot_be_used_is_refused(ranks, tiny_data, tmp_path):
     with small_disk(tmp_path / "small", "64k"):
         tree = tiny_tree(tiny_data, run, **(settings | {"offload__disk": str(tmp_path / "small")}))
         message = refused(ranks, tree, 2)
-        assert "more than are free; use another directory" in message
+        assert "more than are free; use a directory with more space" in message
         assert not list((tmp_path / "small").iterdir())
 
 
@@ -185,9 +185,9 @@ def test_a_read_only_directory_is_refused(ranks, tiny_data, tmp_path):
 
 def run_in_use(tree: dict[str, Any]) -> tuple[int, str]:
     """Return the result of a run whose directory another run uses."""
-    disk_module._LOCK_S = 0.1
+    state_file._LOCK_S = 0.1
     path = Path(tree["offload"]["disk"]) / "optimus-states-rank00000"
-    fd = disk_module._open_locked(path)
+    fd = state_file.open_locked(path)
     try:
         return run_and_catch(tree)
     finally:
@@ -303,11 +303,11 @@ def test_dry_run_checks_the_disk_as_a_run_does(tiny_data, tmp_path, capfd, make,
 def test_dry_run_finds_a_disk_that_another_run_uses(tmp_path):
     path = tmp_path / "optimus-states-rank00001"
     with open(path, "wb") as file:
-        disk_module.check_directory(str(tmp_path), range(2))  # the file of a process that ended
+        state_file.check_directory(str(tmp_path), range(2))  # the file of a process that ended
         fcntl.flock(file, fcntl.LOCK_EX)
         with pytest.raises(ConfigError, match="another run uses optimus-states-rank00001"):
-            disk_module.check_directory(str(tmp_path), range(2))
-        disk_module.check_directory(str(tmp_path), range(1))
+            state_file.check_directory(str(tmp_path), range(2))
+        state_file.check_directory(str(tmp_path), range(1))
     assert path.exists()
 
 
@@ -315,4 +315,4 @@ def test_dry_run_finds_a_disk_that_another_run_uses(tmp_path):
 def test_dry_run_refuses_a_disk_that_is_not_writable(tmp_path):
     tmp_path.chmod(0o500)
     with pytest.raises(ConfigError, match="Permission denied"):
-        disk_module.check_directory(str(tmp_path), range(1))
+        state_file.check_directory(str(tmp_path), range(1))

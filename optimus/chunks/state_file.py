@@ -1,0 +1,273 @@
+"""The locked file of a rank with states on disk, and threads that read and write it.
+
+Reads and writes use O_DIRECT. Their offsets, sizes and addresses are therefore multiples of
+`ALIGNED` bytes: `optimus.chunks.disk` pads every transfer, so that none needs the page cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import mmap
+import os
+import stat
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from optimus.errors import ConfigError, OptimusError, counted, reason_of
+from optimus.io.files import Closing
+
+logger = logging.getLogger(__name__)
+
+BLOCK_BYTES = 4 << 20
+"""Bytes of a read or a write, as in optimus/checkpoint/shard_file.py."""
+THREADS = 4
+"""Number of threads that read, and of threads that write. A disk is fastest with several requests
+at the same time."""
+ALIGNED = 4096
+"""O_DIRECT needs offsets, sizes and addresses that are multiples of this number of bytes."""
+_LOCK_S = 2.0
+"""Seconds for which another rank of the same run may lock a file to remove it."""
+_NAME = "optimus-states-rank"
+_FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+"""Flags of open(2). O_NOFOLLOW: a link could lead to a file elsewhere. O_NONBLOCK: a FIFO would
+block."""
+
+
+def free_bytes(directory: Path) -> int:
+    """Return the bytes that the files of a new run may have in a directory: the free bytes, and
+    those of the files of processes that have ended. Raises ConfigError."""
+    try:
+        disk = os.statvfs(directory)
+        stale = sum(path.stat().st_blocks * 512 for path in directory.glob(f"{_NAME}*"))
+        return disk.f_bavail * disk.f_frsize + stale
+    except OSError as error:
+        raise ConfigError(
+            f"offload.disk = '{directory}': {reason_of(error)}; use another directory"
+        ) from None
+
+
+class StateFile(Closing):
+    """A locked file with threads that read and write it.
+
+    Args:
+        directory: Directory of the file.
+        rank: Number in the name of the file.
+        size: Bytes of the file.
+
+    Raises:
+        ConfigError: The file cannot be created, another process has locked it, or the disk is full.
+    """
+
+    def __init__(self, directory: Path, rank: int, size: int) -> None:
+        self.path = directory / f"{_NAME}{rank:05d}"
+        self._remove_stale(directory)
+        self._size = 0
+        self._lock = self._fd = -1
+        try:
+            self._lock = open_locked(self.path)
+            os.ftruncate(self._lock, 0)
+            self.extend(size)
+            self._fd = self._open_direct()
+        except OSError as error:
+            self.close()
+            raise _cannot_create(self.path, error) from None
+        except BaseException:
+            self.close()
+            raise
+        self._readers = ThreadPoolExecutor(THREADS, "reads blocks")
+        self._writers = ThreadPoolExecutor(THREADS, "writes blocks")
+
+    def _remove_stale(self, directory: Path) -> None:
+        """Remove the files of processes that have ended without removing them."""
+        for path in directory.glob(f"{_NAME}*"):
+            if path != self.path:
+                with contextlib.suppress(OSError):
+                    fd = os.open(path, _FLAGS)
+                    try:
+                        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                        path.unlink()
+                    finally:
+                        os.close(fd)
+
+    def _open_direct(self) -> int:
+        """Open the locked file with O_DIRECT, or without if its file system does not support
+        this."""
+        try:
+            fd = os.open(self.path, _FLAGS | os.O_DIRECT)
+            block = align(torch.zeros(2 * ALIGNED, dtype=torch.uint8))[:ALIGNED]
+            try:
+                os.preadv(fd, [block.numpy().data], 0)
+            except OSError:
+                os.close(fd)
+                raise
+            return fd
+        except (OSError, AttributeError) as error:  # macOS has no O_DIRECT
+            if isinstance(error, OSError) and error.errno not in (errno.EINVAL, errno.ENOTSUP):
+                raise
+        logger.warning(
+            "%s: its file system has no direct reads and writes (O_DIRECT); the states on disk "
+            "also take memory in the page cache",
+            self.path.parent,
+        )
+        return os.open(self.path, _FLAGS)
+
+    def extend(self, size: int) -> None:
+        """Extend the file to `size` bytes, and allocate them on the disk. Raises ConfigError."""
+        more = size - self._size
+        if more <= 0:
+            return
+        try:
+            disk = os.statvfs(self.path.parent)
+            missing = more - disk.f_bavail * disk.f_frsize
+            if missing > 0:  # otherwise the disk would be full until posix_fallocate has failed
+                raise ConfigError(
+                    f"offload.disk: {self.path} needs {counted(more, 'byte')}, {missing:,} more "
+                    "than are free; use a directory with more space, or keep fewer states on disk"
+                )
+            os.posix_fallocate(self._lock, self._size, more)
+        except OSError as error:
+            raise ConfigError(
+                f"offload.disk: cannot allocate {counted(more, 'byte')} for {self.path}: "
+                f"{reason_of(error)}; use another directory, or keep fewer states on disk"
+            ) from None
+        self._size = size
+
+    def map(self, start: int, size: int) -> mmap.mmap:
+        """Return a private map of `size` bytes from `start`."""
+        return mmap.mmap(self._lock, size, access=mmap.ACCESS_COPY, offset=start)
+
+    def read(self, start: int, buffer: Tensor) -> None:
+        """Fill an aligned uint8 buffer with the bytes from `start`. Raises OptimusError."""
+        self._move(os.preadv, self._readers, start, buffer)
+
+    def write(self, start: int, buffer: Tensor) -> None:
+        """Write an aligned uint8 buffer to the bytes from `start`. Raises OptimusError."""
+        self._move(os.pwritev, self._writers, start, buffer)
+
+    def _move(
+        self, call: Callable[..., int], pool: ThreadPoolExecutor, start: int, buffer: Tensor
+    ) -> None:
+        content = buffer.numpy().data
+        blocks = range(0, len(content), BLOCK_BYTES)
+        move = partial(self._move_block, call)
+        jobs = [pool.submit(move, content[at : at + BLOCK_BYTES], start + at) for at in blocks]
+        try:
+            for job in jobs:
+                job.result()
+        except OSError as error:
+            verb = "read" if call is os.preadv else "write"
+            raise OptimusError(
+                f"offload.disk: cannot {verb} {self.path}: {reason_of(error)}; check the disk, and "
+                "start again from the newest checkpoint"
+            ) from None
+        finally:
+            wait(jobs)  # the memory must not be used while a thread still reads or writes it
+
+    def _move_block(self, call: Callable[..., int], block: memoryview, at: int) -> None:
+        while block:
+            count = call(self._fd, [block], at)
+            if count <= 0 or count % ALIGNED:
+                raise OSError(errno.EIO, f"{count} of {counted(len(block), 'byte')} at byte {at}")
+            block, at = block[count:], at + count
+
+    def close(self) -> None:
+        """Remove the file. May be called more than once."""
+        if self._lock < 0:
+            return
+        for pool in (getattr(self, "_readers", None), getattr(self, "_writers", None)):
+            if pool is not None:
+                pool.shutdown()
+        with contextlib.suppress(OSError):
+            self.path.unlink()
+        for fd in {self._fd, self._lock} - {-1}:
+            os.close(fd)
+        self._fd = self._lock = -1
+
+
+def check_directory(directory: str, ranks: Iterable[int]) -> None:
+    """Check that ranks with these numbers can create their files in `offload.disk`. Creates no
+    file.
+
+    Raises:
+        ConfigError: The directory is missing or not writable, or another run uses a file.
+    """
+    for rank in ranks:
+        path = Path(directory) / f"{_NAME}{rank:05d}"
+        try:
+            fd = os.open(path, _FLAGS)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise _cannot_create(path, error) from None
+        try:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise _cannot_create(path, OSError(errno.EINVAL, "not a regular file"))
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise _in_use(path) from None
+        finally:
+            os.close(fd)
+    kind = errno.ENOENT
+    if os.path.lexists(directory):
+        kind = errno.EACCES if os.path.isdir(directory) else errno.ENOTDIR
+    if kind != errno.EACCES or not os.access(directory, os.W_OK | os.X_OK):
+        path = Path(directory) / f"{_NAME}00000"
+        raise _cannot_create(path, OSError(kind, os.strerror(kind)))
+
+
+def _cannot_create(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"offload.disk: cannot create {path}: {reason_of(error)}; use another directory"
+    )
+
+
+def _in_use(path: Path) -> ConfigError:
+    return ConfigError(
+        f"offload.disk = '{path.parent}': another run uses {path.name}; wait for its end, or use "
+        "another directory"
+    )
+
+
+def open_locked(path: Path) -> int:
+    """Create a file, or open the file of a process that has ended, and lock it.
+
+    Raises:
+        OSError: The file cannot be created, or is not a regular file.
+        ConfigError: Another process has locked it.
+    """
+    deadline = time.monotonic() + _LOCK_S
+    while True:
+        fd = os.open(path, _FLAGS | os.O_CREAT, 0o600)
+        try:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise OSError(errno.EINVAL, "not a regular file")
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(fd).st_nlink:
+                return fd
+            os.close(fd)  # another process has removed it since the call of open
+        except BlockingIOError:
+            os.close(fd)
+            if time.monotonic() > deadline:
+                raise _in_use(path) from None
+            time.sleep(0.05)
+        except BaseException:
+            os.close(fd)
+            raise
+
+
+def round_up(size: int) -> int:
+    return -(-size // ALIGNED) * ALIGNED
+
+
+def align(buffer: Tensor) -> Tensor:
+    """Return the view of a uint8 buffer from its first aligned address."""
+    return buffer[-buffer.data_ptr() % ALIGNED :]

@@ -1,0 +1,335 @@
+"""`optimus.offload` with states on disk and with early updates: bits, files, and refusals."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import os
+import random
+import re
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import optimus
+from optimus.chunks.buffers import ChunkState
+from optimus.chunks.memory import Tier
+from optimus.chunks.residency import Residency
+from optimus.config.machine import Links
+from optimus.errors import ConfigError, NonFiniteError, OptimusError
+from optimus.offloading import OffloadOptimizer
+from optimus.offloading import optimizer as optimizer_module
+from tests.kit.faults.disk import small_disk
+from tests.offloading import models
+from tests.offloading.models import assert_equal, weights
+
+RATE = 2e7
+LINKS = Links(to_device=RATE, to_host=RATE, host_adam=RATE, disk_read=RATE, disk_write=RATE)
+
+
+def make_model(dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Return a model of twelve chunks: four buffers for states on disk are smaller than these."""
+    torch.manual_seed(0)
+    blocks = nn.Sequential(*(nn.Linear(64, 64, bias=n % 2 == 0) for n in range(11)))
+    return nn.Sequential(nn.Embedding(models.VOCAB, 64), blocks).to(dtype)
+
+
+def patch(monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
+    """Fill freed memory with NaN, and set the moments of copies."""
+    patched = partial(Residency, poison=True, **options)
+    monkeypatch.setattr(optimizer_module, "Residency", patched)
+
+
+def bytes_of(model: nn.Module, disk: str = "") -> int:
+    """Return the host memory for all states: with a disk, also if all masters and moments are
+    there."""
+    with pytest.raises(ConfigError) as refused:
+        optimus.offload(model, host_share=1.0, host_memory=1, disk=disk)
+    assert "\n" not in str(refused.value)
+    size = re.search("need ([0-9,]+) bytes of host memory", str(refused.value))
+    assert size is not None
+    return int(size[1].replace(",", ""))
+
+
+def step(model: nn.Module, optimizer: OffloadOptimizer, number: int, count: int, kind: str) -> None:
+    """Train a step of `count` microbatches. Its gradients are changed by the code of the user
+    ("write"), not finite ("inf"), or as they are."""
+    for microbatch in range(count):
+        out = model(models.tokens(10 * number + microbatch)).float()
+        loss = (out - number % 3).square().mean() / count
+        (loss * torch.inf if kind == "inf" and microbatch == count - 1 else loss).backward()
+    if kind == "write":
+        last = list(model.parameters())[-1]
+        assert last.grad is not None
+        last.grad.mul_(0.5)
+    try:
+        optimizer.step()
+        assert kind != "inf" or optimizer._clip_norm is None
+    except NonFiniteError:
+        assert kind == "inf"
+    optimizer.zero_grad()
+
+
+def states(optimizer: OffloadOptimizer) -> dict[str, torch.Tensor]:
+    loaded = copy.deepcopy(optimizer.state_dict()["state"])
+    return {f"{n}.{key}": value for n, state in loaded.items() for key, value in state.items()}
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_random_tiers_and_early_updates_change_no_bit(tmp_path, monkeypatch, seed):
+    """Draw the placement, the moments of copies, the numbers of microbatches, and what happens to
+    the gradients: nothing, a norm that is clipped or not finite, or a change by the user."""
+    draw = random.Random(seed)
+    dtype = draw.choice([torch.float32, torch.bfloat16])
+    options: dict[str, Any] = {"lr": 1e-2, "clip_norm": draw.choice([0.05, 0.5, 1e9])}
+    plan = [(draw.randrange(1, 4), draw.choice(["", "", "write", "inf"])) for _ in range(6)]
+    plan += [(2, ""), (2, ""), (2, "")]
+    expected = make_model(dtype)
+    reference = optimus.offload(expected, host_share=0.0, **options)
+    patch(
+        monkeypatch,
+        copies=draw.choice(["early", "late", "random"]),
+        links=draw.choice([None, LINKS]),
+    )
+    ours = make_model(dtype)
+    limits: dict[str, Any] = {}
+    if draw.random() < 0.6:
+        whole, least = bytes_of(ours), bytes_of(ours, str(tmp_path))
+        limits = {"disk": tmp_path, "host_memory": least + int(draw.random() * (whole - least))}
+    early = draw.choice(["on", "on", "auto", "off"])
+    share = 1.0 if limits else draw.choice([0.4, 1.0])
+    optimizer = optimus.offload(ours, host_share=share, early_adam=early, **limits, **options)
+    engine = optimizer._offloaded.engine
+    assert (engine.memory.num_bytes[Tier.DISK] > 0) == bool(limits)
+    for number, (count, kind) in enumerate(plan):
+        step(expected, reference, number, count, kind)
+        step(ours, optimizer, number, count, kind)
+    assert_equal(weights(ours), weights(expected))
+    assert_equal(states(optimizer), states(reference))
+    optimizer.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_early_updates_are_used_if_gradients_passes_and_the_norm_are_as_expected(monkeypatch):
+    """Each chunk is updated early in a step with as many backward passes as the last one, unless
+    the norm is clipped, a learning rate changes during the step, or user code uses a gradient."""
+    used: list[int] = []
+    exchange = ChunkState.exchange
+
+    def record(state: ChunkState, other: Any) -> None:
+        used.append(state.chunk.number)
+        exchange(state, other)
+
+    monkeypatch.setattr(ChunkState, "exchange", record)
+    patch(monkeypatch)
+    model = make_model()
+    optimizer = optimus.offload(model, host_share=1.0, early_adam="on", clip_norm=1e9)
+    everything = [chunk.chunk.number for chunk in optimizer._offloaded.engine.chunks]
+    for count, change, expected in (
+        (1, "", []),  # the first step has no expectation
+        (1, "", everything),
+        (1, "lr", everything),  # between two steps, as a scheduler does
+        (2, "", []),
+        (2, "", everything),
+        (2, "read", []),
+        (2, "clip", []),
+        (2, "", everything),
+        (2, "lr during the step", []),
+    ):
+        used.clear()
+        optimizer._clip_norm = 1e-3 if change == "clip" else 1e9
+        if change == "lr":
+            optimizer.param_groups[0]["lr"] *= 0.5
+        for microbatch in range(count):
+            model(models.tokens(microbatch)).square().mean().backward()
+        if change == "lr during the step":
+            optimizer.param_groups[0]["lr"] *= 0.5
+        if change == "read":
+            assert all(bool(p.grad.isfinite().all()) for p in model.parameters())
+        engine = optimizer._offloaded.engine
+        for early in [*engine._updates._early.values()]:
+            early.job.result()
+        optimizer.step()
+        optimizer.zero_grad()
+        engine.wait()
+        assert sorted(used) == expected, (count, change)
+
+
+def test_early_updates_need_a_second_copy_of_the_states_within_the_host_memory():
+    """By default there is none. With "auto", it has at most half of what is left over."""
+    model = make_model()
+    whole, sizes = bytes_of(model), []
+    optimizer: Any = None
+    for early, host_memory in (("off", whole), ("auto", whole + 300_000), ("on", whole)):
+        optimizer = optimus.offload(
+            make_model(), host_share=1.0, early_adam=early, host_memory=host_memory
+        )
+        sizes.append(optimizer._offloaded.engine.state_bytes()["host"])
+    (spare,) = {b.nbytes for b in optimizer._offloaded.engine._spare.values() if b.nbytes < 150_000}
+    assert [size - whole for size in sizes[:2]] == [0, 150_000 // spare * spare]
+    assert sizes[2] == whole + sum(b.nbytes for b in optimizer._offloaded.engine._spare.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_states_on_disk_are_saved_and_loaded(tmp_path, dtype):
+    """A saved state dict is that of states in memory, and is loaded under both placements."""
+    model = make_model(dtype)
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    on_disk = {"disk": disk, "host_memory": bytes_of(model, str(disk))}
+    files, results = [], []
+    for number, placement in enumerate(({}, on_disk)):
+        model = make_model(dtype)
+        optimizer = optimus.offload(model, host_share=1.0, **placement)
+        for index in range(2):
+            step(model, optimizer, index, 1, "")
+        files.append(tmp_path / f"{number}.pt")
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, files[-1])
+        step(model, optimizer, 2, 1, "")
+        results.append((weights(model), states(optimizer)))
+        optimizer.close()
+    assert results[0][1].keys() == results[1][1].keys()
+    for file, placement in ((files[0], on_disk), (files[1], {}), (files[1], on_disk)):
+        loaded = torch.load(file)
+        model = make_model(dtype)
+        optimizer = optimus.offload(model, host_share=1.0, lr=5.0, **placement)
+        model.load_state_dict(loaded["model"])
+        optimizer.load_state_dict(loaded["optimizer"])
+        step(model, optimizer, 2, 1, "")
+        for of_model, of_states in results:
+            assert_equal(weights(model), of_model)
+            assert_equal(states(optimizer), of_states)
+        optimizer.close()
+
+
+@pytest.mark.parametrize("loads", ["weights", "states"])
+def test_loaded_values_replace_early_updates(loads):
+    """A load in the middle of a step, after its gradients are complete."""
+    results = []
+    for early in ("off", "on"):
+        model = make_model(torch.bfloat16)
+        optimizer = optimus.offload(model, host_share=1.0, early_adam=early)
+        for number in range(3):
+            step(model, optimizer, number, 1, "")
+            if number == 1:
+                saved = copy.deepcopy(optimizer.state_dict())
+        for state in saved["state"].values():
+            state["step"] += 1  # that of the states now
+        model(models.tokens(1)).square().mean().backward()
+        if loads == "weights":
+            model.load_state_dict(make_model(torch.bfloat16).state_dict())
+        else:
+            optimizer.load_state_dict(saved)
+        optimizer.step()
+        results.append(weights(model))
+    assert_equal(*results)
+
+
+def test_as_few_states_are_on_disk_as_the_host_memory_allows(tmp_path):
+    """With one byte more, fewer chunks are on disk; with one byte less than all of them need there,
+    the model is refused."""
+    model = make_model()
+    whole, least = bytes_of(model), bytes_of(model, str(tmp_path))
+    on_disk = []
+    for host_memory in (whole, whole - 1, least):
+        optimizer = optimus.offload(
+            make_model(), host_share=1.0, disk=tmp_path, host_memory=host_memory
+        )
+        engine = optimizer._offloaded.engine
+        assert engine.state_bytes()["host"] <= host_memory
+        on_disk.append(engine.state_bytes()["disk"])
+        optimizer.close()
+    assert on_disk[0] == 0 < on_disk[1] < on_disk[2]
+    with pytest.raises(ConfigError, match=f"{least:,} bytes of host memory, also with .* 1 byte"):
+        optimus.offload(model, host_share=1.0, disk=tmp_path, host_memory=least - 1)
+    arguments = {"host_share": 1.0, "disk": tmp_path, "host_memory": least}
+    with pytest.raises(ConfigError, match=f"need {on_disk[2]:,} bytes on disk, 1 more"):
+        optimus.offload(model, **arguments, disk_memory=on_disk[2] - 1)
+    optimus.offload(model, **arguments, disk_memory=on_disk[2]).close()
+    assert not list(tmp_path.iterdir())
+
+
+ARGUMENTS = {
+    "missing": (
+        {"disk": "/missing/folder"},
+        "cannot create /missing/folder/.*: No such",
+    ),
+    "file": ({"disk": __file__}, "Not a directory; use another directory"),
+    "number": ({"disk": 5}, "disk = 5: use the path of a directory"),
+    "no disk": ({"disk_memory": "1GB"}, "disk_memory = 1000000000 has no effect without disk"),
+    "size": ({"disk": "/tmp", "disk_memory": "lots"}, "disk_memory = 'lots': use a size"),
+    "absurd": ({"host_memory": "900TB"}, "host_memory = .* more than this process can use"),
+    "early": ({"early_adam": "always"}, "early_adam = 'always': use 'off', 'on' or 'auto'"),
+}
+
+
+@pytest.mark.parametrize("case", ARGUMENTS)
+def test_arguments_are_refused_in_a_single_line(case):
+    arguments, message = ARGUMENTS[case]
+    model = make_model()
+    with pytest.raises(ConfigError, match=message) as error:
+        optimus.offload(model, host_share=1.0, **arguments)
+    assert "\n" not in str(error.value)
+    optimus.offload(model, host_share=1.0)  # the refusal has left nothing
+
+
+def refused(disk: Path, memory: int) -> str:
+    """Return the message with which a model that needs the disk is refused. The model is not
+    changed."""
+    model = make_model()
+    before = weights(model)
+    with pytest.raises(ConfigError) as error:
+        optimus.offload(model, host_share=1.0, disk=disk, host_memory=memory)
+    assert "\n" not in str(error.value)
+    assert_equal(weights(model), before)
+    optimus.offload(model, host_share=1.0)
+    return str(error.value)
+
+
+def test_a_full_or_read_only_disk_and_that_of_another_run_are_refused(tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    memory = bytes_of(make_model(), str(disk))
+    with small_disk(tmp_path / "small", "256k") as remount:
+        message = refused(tmp_path / "small", memory)
+        assert "more than are free; use a directory with more space" in message
+        assert not list((tmp_path / "small").iterdir())
+        remount("ro")
+        message = refused(tmp_path / "small", memory)
+        assert "Read-only file system" in message or "Permission denied" in message
+    first = optimus.offload(make_model(), host_share=1.0, disk=disk, host_memory=memory)
+    assert "another run uses optimus-states-rank00000; wait for its end" in refused(disk, memory)
+    first.close()
+    assert not list(disk.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("name", "fails", "reason"),
+    [("preadv", lambda *_: 0, "0 of "), ("pwritev", None, "No space left on device")],
+    ids=["short read", "full"],
+)
+def test_an_error_of_the_disk_ends_the_training(tmp_path, monkeypatch, name, fails, reason):
+    """No values that are partly updated can be read afterwards."""
+    model = make_model()
+    memory = bytes_of(model, str(tmp_path))
+    optimizer = optimus.offload(model, host_share=1.0, disk=tmp_path, host_memory=memory)
+    step(model, optimizer, 0, 1, "")
+    optimizer._offloaded.engine.wait()
+
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, name, fails or full)
+    with pytest.raises(OptimusError, match="offload.disk: cannot") as error:
+        for number in range(1, 3):
+            step(model, optimizer, number, 1, "")
+    assert reason in str(error.value) and "\n" not in str(error.value)
+    for use in (model.state_dict, optimizer.state_dict):
+        with pytest.raises(OptimusError, match="offload.disk: cannot"):
+            use()
+    optimizer.close()
+    assert not list(tmp_path.iterdir())
