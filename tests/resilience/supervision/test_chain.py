@@ -32,7 +32,7 @@ def test_refused_job_gives_the_message_of_the_scheduler():
     chain = Chain("echo 'qsub: would exceed the limit' >&2; exit 38")
     with pytest.raises(OSError, match="exit status 38: qsub: would exceed the limit"):
         asyncio.run(chain.submit())
-    with pytest.raises(OSError, match="prints no job"):
+    with pytest.raises(OSError, match="does not print a job name"):
         asyncio.run(Chain("true").submit())
 
 
