@@ -48,7 +48,7 @@ class ShardReader:
     def rows(self, first: int, stop: int, left: int = 0, right: int | None = None) -> np.ndarray:
         """Return columns [left, right) of rows [first, stop) as a new array in the stored dtype.
 
-        `right` None: the end of the rows.
+        If `right` is None, the rows are copied to their end.
         """
         right = self._manifest.context if right is None else right
         out = np.empty((stop - first, right - left), self._dtype)

@@ -80,7 +80,7 @@ def _check_output(
 
 def require_tokens(tokens_dir: Path) -> None:
     """Raise DataError if `--fused` has removed the token arrays, or if tokenization is not
-    finished. Its last step is the comparison of document ids."""
+    finished. The last step of tokenization is the comparison of document ids."""
     require_arrays(tokens_dir)
     require_distinct(tokens_dir)
 

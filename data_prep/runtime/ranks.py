@@ -277,8 +277,8 @@ class PrepTask(Protocol):
         which rank does which item."""
 
     def missing(self) -> list[int]:
-        """Return the indices of items that are not done. The check may be superficial: ranks repeat
-        it often, and `verify` follows."""
+        """Return the indices of items that are not done. The check may be superficial, because
+        ranks repeat it often, and `verify` is called later."""
 
     def do(self, items: list[int]) -> None:
         """Do the items with the indices `items`."""

@@ -209,7 +209,7 @@ class PackedArray:
         return DamageError(f"{self._path}: {why}; remove it and run the same command again")
 
     def read_into(self, out: np.ndarray, start: int) -> None:
-        """Fill `out` [n] with the n ids from index `start` on.
+        """Fill `out` [n] with n consecutive ids. The first id has the index `start`.
 
         `out` has the dtype of the array.
         """
@@ -223,7 +223,8 @@ class PackedArray:
             filled, frame = filled + len(ids), frame + 1
 
     def read_rows(self, out: np.ndarray, rows: np.ndarray, starts: np.ndarray) -> None:
-        """For each i, fill out[rows[i]] with the ids from index starts[i] on."""
+        """For each i, fill out[rows[i]] with consecutive ids. The first id has the index
+        starts[i]."""
         for row, start in zip(rows.tolist(), starts.tolist(), strict=True):
             self.read_into(out[row], start)
 

@@ -456,7 +456,7 @@ class _PlainArray:
         self._file.close()
 
     def read_into(self, out: np.ndarray, start: int) -> None:
-        """Fill `out` [n] with the n ids from index `start` on.
+        """Fill `out` [n] with n consecutive ids. The first id has the index `start`.
 
         `out` is contiguous and has the dtype of the array.
         """
@@ -469,7 +469,7 @@ class _PlainArray:
             view, offset = view[count:], offset + count
 
     def read_rows(self, out: np.ndarray, rows: np.ndarray, starts: np.ndarray) -> None:
-        """For each i, fill out[rows[i]] with the ids from index starts[i] on.
+        """For each i, fill out[rows[i]] with consecutive ids. The first id has the index starts[i].
 
         Each row needs a system call. Most of the time is spent in these calls.
         """
@@ -509,8 +509,8 @@ class TokenArrayReader:
         return out
 
     def read_rows(self, out: np.ndarray, rows: np.ndarray, unit: int, starts: np.ndarray) -> None:
-        """For each i, copy the C ids from index starts[i] of a unit's token array on to
-        out[rows[i]]. `out` is [R, C]."""
+        """For each i, copy C ids of a unit's token array to out[rows[i]]. The first of these ids
+        has the index starts[i] in the array. `out` is [R, C]."""
         self._opened(unit).read_rows(out, rows, starts)
 
     def _opened(self, unit: int) -> _PlainArray | PackedArray:

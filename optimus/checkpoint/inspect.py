@@ -162,8 +162,8 @@ def _directory_bytes(path: Path) -> int:
 
 
 def _count_elements(path: Path) -> int:
-    """Return the total number of elements of the tensors that the header of a safetensors file
-    lists."""
+    """Count the elements of all tensors in a safetensors file. Only the header of the file is
+    read."""
     try:
         with files.open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size  # the header of a damaged file may claim more
@@ -188,7 +188,7 @@ def list_checkpoints(path: str | os.PathLike) -> dict[str, Any]:
         `next_start`, the name of the checkpoint from which a run with `checkpoint.load = "auto"`
         would continue; and `full_by_model`, the size of the newest valid full checkpoint divided by
         the size of the newest valid model-only checkpoint. The last two values are None if the run
-        does not have the checkpoints.
+        does not have such checkpoints.
 
     Raises:
         CheckpointError: There is no checkpoint.

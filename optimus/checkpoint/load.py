@@ -58,7 +58,7 @@ Distribute = Literal["broadcast", "all_reduce"]
 
 
 class ReadRequest(NamedTuple):
-    """A request to read one state, such as the master weights, of parameter slices to `memory`."""
+    """Request to read a state (such as the master weights) of parameter slices to `memory`."""
 
     state: str
     params: Sequence[tuple[ParamSlice, int]]

@@ -216,8 +216,8 @@ def slices_to_read(
 
 
 def writer_in_paper(mesh: Mesh, coordinate: Coordinate) -> int:
-    """Return the data-parallel index of the rank that, with `checkpoint.scatter = "paper"`, writes
-    the model-parallel shard of the rank at `coordinate`: m mod dp for shard m."""
+    """Return the data-parallel index of the rank that writes the model-parallel shard of the rank
+    at `coordinate`, for `checkpoint.scatter = "paper"`. It is m mod dp for shard m."""
     return mesh.number_of(coordinate, MODEL) % mesh.dp
 
 

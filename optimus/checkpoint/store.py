@@ -295,8 +295,8 @@ def _check(path: Path, thorough: bool) -> Manifest:
 
 @dataclass(frozen=True)
 class Start:
-    """State from which a run starts: the weights, or the weights and optimizer states, of the
-    checkpoint at `path`, after `step` updates. If `path` is None, the run starts with newly
+    """State from which a run starts. It contains the weights, and possibly the optimizer states, of
+    the checkpoint at `path` after `step` updates. If `path` is None, the run starts with newly
     initialized weights."""
 
     origin: str

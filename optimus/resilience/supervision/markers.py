@@ -54,7 +54,7 @@ class LayerOutput(_Record):
 
 
 class Marker(_Record):
-    """Description of a non-finite value, which the rank that computed the value writes to a JSON
+    """Description of a non-finite value. The rank that computed the value writes it to a JSON
     file."""
 
     rank: _Count
