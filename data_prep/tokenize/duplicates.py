@@ -236,8 +236,8 @@ def _error(plan: TokenPlan, source: int, line: int, first: int, first_line: int)
 
 
 def _reason(plan: TokenPlan, document_id: object, source: int, line: int) -> str:
-    """Return the reason to exclude a duplicate of the document at line `line` of the input
-    `source`."""
+    """Return the reason to exclude a duplicate. The first document with the same id is at line
+    `line` of the input `source`."""
     shown = "" if document_id is None else f" {document_id!r}"
     shown = shown if len(shown) <= _SHOWN_CHARS else shown[: _SHOWN_CHARS - 3] + "..."
     return f"duplicate id{shown}: {plan.inputs[source].name}:{line} has it"

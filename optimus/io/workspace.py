@@ -203,7 +203,8 @@ class Workspace:
         return fd
 
     def close(self) -> None:
-        """Remove the workspace if it is empty. If it is not empty, the next start removes it."""
+        """Remove the workspace if it is empty. If it is not empty, the next start of the run
+        removes it."""
         with contextlib.suppress(OSError):
             os.rmdir(self.path)
 
