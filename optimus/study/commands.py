@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -187,7 +188,7 @@ def _scaling(args: argparse.Namespace, arguments: list[str]) -> int:
         directory.write(config, settings, machine)
         for point in missing:
             directory.write_point(point)
-        submissions = _write_jobs(args, directory, jobs, machine)
+        submissions = _write_jobs(args, directory, jobs, machine, settings.machine)
         _report(args, points, states, jobs, submissions)
         if args.submit:
             return _submit(args, directory, jobs, submissions, machine)
@@ -239,7 +240,9 @@ def _settings(
         tokens = tokens_per_data_rank(config, machine, nodes)
         if stored is not None and not config.parallel.dp:
             tokens = stored.tokens_per_data_rank
-    return Settings(args.machine, args.scaling, args.steps, args.warmup, tokens)
+    is_path = os.sep in args.machine or args.machine.endswith(".toml")
+    name = str(Path(args.machine).absolute()) if is_path else args.machine
+    return Settings(name, args.scaling, args.steps, args.warmup, tokens)
 
 
 def _check_runs(points: Sequence[Point], check_data: bool) -> None:
@@ -254,7 +257,11 @@ def _check_runs(points: Sequence[Point], check_data: bool) -> None:
 
 
 def _write_jobs(
-    args: argparse.Namespace, directory: StudyDirectory, jobs: Sequence[Job], machine: Machine
+    args: argparse.Namespace,
+    directory: StudyDirectory,
+    jobs: Sequence[Job],
+    machine: Machine,
+    machine_name: str,
 ) -> list[list[str]]:
     """Write the scripts of the jobs, and return the commands that submit them."""
     from optimus.study.directory import scheduler, submission_of
@@ -262,7 +269,7 @@ def _write_jobs(
     system, commands = args.submit or scheduler(machine), []
     for job in jobs:
         command = submission_of(directory, job, system, machine, args.account)
-        directory.write_job(job, args.machine, machine.ranks_per_node, command)
+        directory.write_job(job, machine_name, machine.ranks_per_node, command)
         commands.append(command)
     return commands
 

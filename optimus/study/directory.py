@@ -239,8 +239,14 @@ class StudyDirectory:
     def write_job(
         self, job: Job, machine: str, ranks_per_node: int, submission: Sequence[str]
     ) -> Path:
-        """Write the script of a job and return its path. `submission` is the command that submits
-        it."""
+        """Write the script of a job and return its path.
+
+        Args:
+            job: The job.
+            machine: `Settings.machine`.
+            ranks_per_node: Number of ranks on each node.
+            submission: The command that submits the job.
+        """
         path = self.job_path(job)
         make_dirs(path.parent)
         text = _JOB.format(
@@ -248,7 +254,7 @@ class StudyDirectory:
             command=shlex.join(submission),
             study=shlex.quote(str(self.path)),
             scripts=shlex.quote(str(SCRIPTS)),
-            machine=shlex.join(["--machine", _absolute(machine)]),
+            machine=shlex.join(["--machine", machine]),
             ranks=ranks_per_node,
             points="\n".join(f"point {point.name} {point.nodes}" for point in job.points),
         )
@@ -391,14 +397,8 @@ def scheduler(machine: Machine) -> System:
 
 def _settings_values(settings: Settings, machine: Machine) -> dict[str, Any]:
     definition = json.dumps(machine.model_dump(mode="json"), sort_keys=True)
-    values = dataclasses.asdict(settings) | {"machine": _absolute(settings.machine)}
+    values = dataclasses.asdict(settings)
     return {"version": _VERSION, **values, "machine_hash": xxh3_bytes(definition.encode())}
-
-
-def _absolute(machine: str) -> str:
-    """Return the name of a machine, or the absolute path of its file."""
-    is_path = os.sep in machine or machine.endswith(".toml")
-    return str(Path(machine).absolute()) if is_path else machine
 
 
 def _is_in_queue(system: str, job: str) -> bool:

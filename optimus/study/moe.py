@@ -22,15 +22,18 @@ from torch import Tensor, nn
 from optimus import platform
 from optimus.bench.meters import clear_gradients, clocked, paired, turns
 from optimus.config import Config
+from optimus.config.hardware import BYTES
 from optimus.config.machine import Machine
 from optimus.distributed.mesh import Mesh
 from optimus.errors import ConfigError
 from optimus.model.moe import Experts
 from optimus.model.router import uniform
+from optimus.parallel.pipeline.plan import plan_stages
 from optimus.planner.collectives import collective_s
-from optimus.planner.operations import Exchange
-from optimus.planner.step_time import Layers, Rates, Step, rates_of, step_time
+from optimus.planner.step_time import Layers, Rates, Step, is_cpu, rates_of, step_time
 from optimus.planner.workload import stage_weights, step_of, updated_parameters
+from optimus.rank.operations import ModelWork, Operation, Pass, Product
+from optimus.rank.profile import profile_work
 from optimus_kernels import adamw_
 
 PAPER: dict[str, tuple[float | None, ...]] = {
@@ -207,7 +210,8 @@ def study_moe(
     if mesh.ep > 1:
         updates = measure_updates((sizes[0], sizes[1]), rounds, device)
     spread = zip(experts, updates, strict=True)
-    rows = [_speedups(config, mesh, rates, loop, update) for loop, update in spread]
+    work = profile_work(config, mesh, is_cpu(machine))
+    rows = [_speedups(config, mesh, rates, work, loop, update) for loop, update in spread]
     columns: dict[str, Any] = {"tokens": tokens}
     for name in COLUMNS:
         least, value, most = (row[name] for row in rows)
@@ -221,50 +225,32 @@ def study_moe(
 
 
 def _speedups(
-    config: Config, mesh: Mesh, rates: Rates, experts: float, update: float
+    config: Config, mesh: Mesh, rates: Rates, work: ModelWork, experts: float, update: float
 ) -> dict[str, float]:
-    """Return the speed-ups of a run, from those of the experts and of the update of a rank."""
-    fast, slow = (_split(config, mesh, rates, sharding, update) for sharding in ("epso", "so"))
-    step = fast.step
-    loop = dataclasses.replace(step, stages=tuple(_slower(stage, experts) for stage in step.stages))
-    passes_s = _passes_s(loop, rates)
+    """Return the speed-ups of a run, from those of the experts and of the update of a rank. `work`
+    is the result of `profile_work`."""
+    fast = _step_with("epso", config, mesh, work)
+    slow = _step_with("so", config, mesh, work)
+    passes_s = _passes_s(fast, rates)
+    loop_s = _passes_s(_with_slower_experts(fast, config, mesh, experts), rates)
+    update_s = fast.optimizer_bytes / rates.memory
+    epso_s = update_s + _reductions_s(fast, rates)
+    so_s = update * update_s + _reductions_s(slow, rates)
     return {
         "experts": experts,
-        "passes": passes_s / fast.passes_s,
-        "step_of_passes": (passes_s + slow.optimizer_s) / (fast.passes_s + slow.optimizer_s),
+        "passes": loop_s / passes_s,
+        "step_of_passes": (loop_s + so_s) / (passes_s + so_s),
         "update": update,
-        "optimizer": slow.optimizer_s / fast.optimizer_s,
-        "step_of_optimizer": (passes_s + slow.optimizer_s) / (passes_s + fast.optimizer_s),
-        "both": (passes_s + slow.optimizer_s) / (fast.passes_s + fast.optimizer_s),
+        "optimizer": so_s / epso_s,
+        "step_of_optimizer": (loop_s + so_s) / (loop_s + epso_s),
+        "both": (loop_s + so_s) / (passes_s + epso_s),
     }
 
 
-class _Split(NamedTuple):
-    """Work of a step, and the seconds of forward and backward and of the optimizer."""
-
-    step: Step
-    passes_s: float
-    optimizer_s: float
-    """With the reduction of gradients and the gather of parameters, which overlap with nothing."""
-
-
-def _split(config: Config, mesh: Mesh, rates: Rates, sharding: str, update: float) -> _Split:
-    """Return the step with a sharding. `update` is the time of the update with `so`, relative to
-    that with `epso`."""
+def _step_with(sharding: str, config: Config, mesh: Mesh, work: ModelWork) -> Step:
+    """Return the step with a sharding, without overlap of the optimizer's communication."""
     optim = config.optim.model_copy(update={"sharding": sharding, "overlap": False})
-    step = step_of(config.model_copy(update={"optim": optim}), mesh)
-    with_epso = config.optim.model_copy(update={"sharding": "epso", "overlap": False})
-    least = step_of(config.model_copy(update={"optim": with_epso}), mesh).optimizer_bytes
-    optimizer_s = least / rates.memory * (update if sharding == "so" else 1.0)
-    for reduction in step.reductions:
-        optimizer_s += reduction.repeats * collective_s(
-            reduction.name,
-            reduction.size_bytes,
-            step.groups[reduction.axis],
-            rates.links,
-            rates.algorithm,
-        )
-    return _Split(step, _passes_s(step, rates), optimizer_s)
+    return step_of(config.model_copy(update={"optim": optim}), mesh, work=work)
 
 
 def _passes_s(step: Step, rates: Rates) -> float:
@@ -272,16 +258,54 @@ def _passes_s(step: Step, rates: Rates) -> float:
     return step_time(dataclasses.replace(step, reductions=(), optimizer_bytes=0.0), rates).total_s
 
 
-def _slower(stage: tuple[Layers, ...], experts: float) -> tuple[Layers, ...]:
-    """Return a stage whose experts take `experts` times as long."""
-    slower = list(stage)
-    for layers in stage:
-        of_experts = tuple(
-            op for op in layers.operations if "moe" in op.modules and not isinstance(op, Exchange)
+def _reductions_s(step: Step, rates: Rates) -> float:
+    """Return the seconds of the reduction of gradients and the gather of parameters."""
+    seconds = 0.0
+    for reduction in step.reductions:
+        ranks = step.groups[reduction.axis]
+        once_s = collective_s(
+            reduction.name, reduction.size_bytes, ranks, rates.links, rates.algorithm
         )
-        if of_experts:
-            slower.append(Layers(of_experts, layers.number * (experts - 1), layers.recompute))
-    return tuple(slower)
+        seconds += reduction.repeats * once_s
+    return seconds
+
+
+def _with_slower_experts(step: Step, config: Config, mesh: Mesh, experts: float) -> Step:
+    """Return the step with experts that take `experts` times as long."""
+    forward, backward = expert_work(config, mesh)
+    sparse = set(config.model.sparse_layers)
+    stages = []
+    for stage, layers in zip(step.stages, plan_stages(config, mesh.pp), strict=True):
+        number = (experts - 1) * len(sparse.intersection(layers))
+        more = [Layers(forward, backward, number)] if number else []
+        stages.append((*stage, *more))
+    return dataclasses.replace(step, stages=tuple(stages))
+
+
+def expert_work(config: Config, mesh: Mesh) -> tuple[tuple[Operation, ...], tuple[Operation, ...]]:
+    """Return the operations of the experts of a layer on a rank for one microbatch, in forward and
+    in backward, with uniform routing: gather of rows, two grouped products, SwiGLU, weighted sum.
+    """
+    train, layer = config.train, config.model.layer(config.model.sparse_layers[0])
+    rows = train.microbatch_size * train.seq_len * layer.num_experts_per_tok
+    local, d, f = layer.experts // mesh.ep, layer.hidden_size, layer.intermediate_size // mesh.tp
+    each, e = rows / local, BYTES[train.dtype]
+
+    def product(m: float, k: float, n: float) -> Product:
+        return Product(m, k, n, repeats=local, launches=1)
+
+    up, down = product(each, d, 2 * f), product(each, f, d)
+    moved, activation = Pass(2 * e * rows * d), Pass(3 * e * rows * f)
+    forward: tuple[Operation, ...] = (moved, up, activation, down, moved)
+    gradients = product(each, 2 * f, d), product(2 * f, each, d)
+    gradients += product(each, d, f), product(d, each, f)
+    backward: tuple[Operation, ...] = (*gradients, moved, Pass(5 * e * rows * f), moved)
+    modules = set(config.recompute.modules)
+    if modules & {"moe", "block"}:
+        backward += forward
+    elif "experts" in modules:  # only the pre-activation
+        backward += (moved, up)
+    return forward, backward
 
 
 def format_table(results: dict[str, dict[str, Any]], conditions: str) -> str:

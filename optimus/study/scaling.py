@@ -34,7 +34,7 @@ class Settings:
     """Settings that all points of a study share."""
 
     machine: str
-    """Name or path of the machine's file."""
+    """Name of the machine, or the absolute path of its file."""
     scaling: Scaling
     steps: int
     """Number of updates of a point."""
@@ -173,9 +173,10 @@ def make_point(
         folder: Directory of all points.
 
     Raises:
-        ConfigError: The layout does not fit the nodes, the batch cannot be divided, or the model
-            states do not fit on a device.
+        ConfigError: The layout does not fit the nodes, the batch cannot be divided, or the run
+            cannot fit in the memory of the devices (`train.fit_check`).
     """
+    from optimus.planner.fit import capacity_of_device, refuse_if_too_large
     from optimus.planner.step_plan import plan_step
 
     free = config.parallel.model_copy(update={"dp": 0})
@@ -192,6 +193,8 @@ def make_point(
         "eval_instances": 1,  # an evaluation follows the last update if there is held-out data
         "deadline_s": 0.0,
     }
+    if machine.device is not None:
+        train["machine"] = train["machine"] or settings.machine
     tree["parallel"]["dp"] = mesh.dp
     tree["checkpoint"] |= {"at_end": False, "interval": 0, "model_interval": 0}
     tree["checkpoint"] |= {"keep_models": 0, "keep_models_every": 0}
@@ -201,7 +204,9 @@ def make_point(
     try:
         of_point = make_config(tree)
         batch = plan_batch(of_point.train, mesh.num_data_ranks)
-        _check_states(of_point, mesh, machine)
+        if machine.device is not None and of_point.train.fit_check == "refuse":
+            capacity = capacity_of_device(machine.device)
+            refuse_if_too_large(of_point, mesh, batch.microbatches_per_rank, capacity)
     except ConfigError as error:
         raise ConfigError(f"on {where}: {error}") from None
     planned, reason = None, ""
@@ -210,21 +215,6 @@ def make_point(
     except ConfigError as error:
         reason = str(error)
     return Point(name, nodes, routing, of_point, mesh, batch.tokens, planned, reason)
-
-
-def _check_states(config: Config, mesh: Mesh, machine: Machine) -> None:
-    """Refuse a point whose model states alone are larger than the memory of a device."""
-    from optimus.planner.states import plan_ranks
-
-    states = max(sizes["total"] for _, sizes in plan_ranks(config, mesh))
-    if machine.device is None or config.offload.mode == "auto":
-        return
-    missing = states - int(machine.device.memory_bytes.value)
-    refuse_if(
-        missing > 0,
-        f"the model states of a rank need {counted(states, 'byte')}, {counted(missing, 'byte')} "
-        "more than its device has; use more nodes, or optim.sharding = 'epso'",
-    )
 
 
 def pack_jobs(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ from optimus.config.machine import load_machine
 from optimus.distributed.mesh import make_mesh
 from optimus.model.router import uniform
 from optimus.planner.step_time import rates_of
-from optimus.study.moe import COLUMNS, LoopExperts, _speedups, local_experts
+from optimus.rank.operations import Product
+from optimus.rank.profile import profile_work
+from optimus.study.moe import COLUMNS, LoopExperts, _speedups, expert_work, local_experts
 from tests.kit.runs.tiny import DENSE, tiny_config, tiny_tree
 from tests.launch.test_spawn import write_config
 from tests.planner.test_plan import CONFIGS
@@ -39,13 +42,29 @@ def test_loop_over_local_experts_equals_ours():
     assert results[0][0].abs().sum() > 0
 
 
+def repeats(operations) -> Counter:
+    """Return the number of products of each shape."""
+    counts: Counter = Counter()
+    for op in operations:
+        if isinstance(op, Product):
+            counts[op.rows, op.inner, op.columns] += op.repeats
+    return counts
+
+
 def test_speedups_follow_from_each_other():
-    config = load_config(CONFIGS / "run" / "mula-220b-a10b.toml", [])
+    sizes = ["model.num_layers=8", "model.intermediate_size=1024"]
+    config = load_config(CONFIGS / "run" / "mula-220b-a10b.toml", sizes)
     mesh, rates = make_mesh(config.parallel), rates_of(load_machine("aurora"), "bf16")
-    same = _speedups(config, mesh, rates, 1.0, 1.0)
+    work = profile_work(config, mesh)
+    # The profile of a block has all products of the experts.
+    block, experts = work.blocks[0], expert_work(config, mesh)
+    for all_products, of_experts in zip((block.forward, block.backward), experts, strict=True):
+        assert repeats(of_experts).total() > 0
+        assert repeats(of_experts) <= repeats(all_products)
+    same = _speedups(config, mesh, rates, work, 1.0, 1.0)
     assert same["passes"] == same["step_of_passes"] == 1.0
     assert same["step_of_optimizer"] == same["both"] > 1  # less communication with epso
-    row = _speedups(config, mesh, rates, 2.0, 1.2)
+    row = _speedups(config, mesh, rates, work, 2.0, 1.2)
     assert 1 < row["step_of_passes"] < row["passes"] < 2
     # The formula by which the columns of the paper's Table 3 agree (Amdahl's law).
     share = (1 - 1 / row["step_of_passes"]) / (1 - 1 / row["passes"])
