@@ -82,20 +82,25 @@ class Transformer(nn.Module):
     """Decoder: tokens int64 [B, S] -> logits [B, S, V] in the dtype of the parameters.
 
     The constructor does not initialise the weights: call `optimus.model.init.initialise_` or load
-    weights. `keep_stages` deletes all modules that the pipeline stages of a rank do not use.
+    weights. If `layers` is given, the model has only the blocks of these layers. `keep_stages`
+    deletes all modules that the pipeline stages of a rank do not use.
 
     `document_ids` are integers [B, S], preferably on the CPU. They divide sequences into documents:
     a document starts where the id changes, and tokens attend only within their document.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, layers: Collection[int] | None = None) -> None:
         super().__init__()
         self.config = config
         self.embed = Embedding(config)
         self.rotary = Rotary(config)
         # The keys are the layer numbers of the whole model, even on a pipeline stage.
         self.blocks = nn.ModuleDict(
-            {str(i): Block(config.layer(i)) for i in range(config.num_layers)}
+            {
+                str(i): Block(config.layer(i))
+                for i in range(config.num_layers)
+                if layers is None or i in layers
+            }
         )
         self.final_norm = make_norm(config)
         self.head: nn.Module | None = None

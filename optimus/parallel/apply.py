@@ -24,7 +24,8 @@ from optimus.parallel import expert, tensor
 from optimus.parallel.deferred_linear import DeferredLinears
 from optimus.parallel.layout import Layout
 from optimus.parallel.pipeline.plan import plan_stages, schedule_of
-from optimus.parallel.placement import Intervals, Placement, materialise, whole_model
+from optimus.parallel.pipeline.schedules import make_schedule
+from optimus.parallel.placement import Intervals, Placement, materialise
 from optimus.parallel.recompute import Recompute
 
 SLICES = {"ep": expert.slices, "tp": tensor.slices}
@@ -97,11 +98,36 @@ def make_layout(
     return replace(layout, placements=make_placements(model, mesh, coordinate, in_sequence))
 
 
+def layout_of_layers(
+    config: Config,
+    mesh: Mesh,
+    coordinate: Coordinate,
+    layers: tuple[int, ...],
+    divides_backward: bool,
+) -> Layout:
+    """Return the layout of a rank without pipeline parallelism whose model has only some layers of
+    the configuration, for a profile.
+
+    Args:
+        config: The configuration.
+        mesh, coordinate: As for `make_layout`, with pp = 1.
+        layers: Indices of the layers.
+        divides_backward: True for a schedule that divides the backward.
+    """
+    schedule = make_schedule("zb-h1" if divides_backward else "1f1b", 1, 1, 1)
+    in_sequence = config.parallel.sequence_parallel
+    shares = mesh.tp if in_sequence else 1
+    layout = Layout(mesh, coordinate, schedule, (layers,), {}, sequence_shares=shares)
+    model = _model_of_stages(config.model, layout)
+    return replace(layout, placements=make_placements(model, mesh, coordinate, in_sequence))
+
+
 def _model_of_stages(model_config: ModelConfig, layout: Layout) -> Transformer:
     """Return a model on the meta device with only the pipeline stages of this rank. The parameters
     are not divided over tp and ep ranks."""
-    model = whole_model(model_config)
     layers = {layer for stage in layout.stages for layer in layout.layers[stage]}
+    with torch.device("meta"):
+        model = Transformer(model_config, layers)
     model.keep_stages(layers, layout.has_first, layout.has_last)
     return model
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from optimus.distributed.mesh import Coordinate, Mesh
@@ -16,7 +17,7 @@ class Layout:
     mesh: Mesh
     coordinate: Coordinate
     schedule: Schedule
-    layers: tuple[range, ...]
+    layers: tuple[Sequence[int], ...]
     """The indices of the layers of each pipeline stage, for the stages of all ranks."""
     placements: dict[str, Placement]
     """Maps the name of each parameter to its placement on this rank."""

@@ -128,12 +128,13 @@ class _NormOutput:
         observers: Iterable[Callable[[Tensor], object]],
     ) -> None:
         self._norm, self._x, self._observers = norm, x.detach(), observers
-        self._memory = normed.untyped_storage().data_ptr()
+        self._memory = normed.untyped_storage()._cdata
         self._value: Tensor | None = None
 
     def pack(self, saved: Tensor) -> Any:
-        # No other tensor can have this address, because the output exists until the module has run.
-        if saved.untyped_storage().data_ptr() == self._memory:
+        # No other storage can have this address, because the output exists until the module has
+        # run. On the meta device, data has no address.
+        if saved.untyped_storage()._cdata == self._memory:
             return self, saved.shape, saved.stride(), saved.storage_offset()
         for observe in self._observers:
             observe(saved)

@@ -40,6 +40,7 @@ from optimus.model.shapes import block_shapes, head_shapes, model_shapes
 from optimus.parallel.divisible import check_divisible
 from optimus.parallel.pipeline.plan import plan_stages
 from optimus.parallel.pipeline.schedules import check_virtual_stages
+from optimus.planner.gradients import Buffer, GradientMemory
 
 ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes of an element of each dtype."""
@@ -106,6 +107,10 @@ class RankBytes(NamedTuple):
     """Bytes of each of KINDS and "padding", "cache" and "total", as in `plan_ranks`."""
     fewest_slots: int
     """Smallest number of chunks in the parameter cache with which the rank can run."""
+    temporary: tuple[int, int]
+    """Bytes of gradients that have memory only during a backward, and of temporary tensors of
+    reductions, if gradients are allocated by stage and if they are by segment
+    (`GradientMemory.bytes`)."""
 
 
 class StateSizes:
@@ -128,6 +133,9 @@ class StateSizes:
         self.grad_itemsize = max(self.itemsize, self.sum_itemsize)
         self.divides_gradients = optim.resident != "all" or self._host_share > 0
         self.divides_params = optim.resident == "cache"
+        self.rounds = config.offload.rounds_gradients(config.train)
+        self._gradients = GradientMemory(config)
+        self._dtypes = [config.train.dtype, optim.grad_dtype]
         self._has_patterns = bool(optim.groups or optim.frozen)
         self._kinds = model.experts_by_layer
         """Layers with equal numbers have parameters of equal shapes."""
@@ -166,7 +174,7 @@ class StateSizes:
             for tp in (rows.values() if pp in (0, mesh.pp - 1) else [0])
         ]
         largest = max(ranks, key=lambda rank: rank.sizes["total"])
-        return RankBytes(largest.sizes, max(rank.fewest_slots for rank in ranks))
+        return largest._replace(fewest_slots=max(rank.fewest_slots for rank in ranks))
 
     def _different(self, stages: tuple[range, ...], pp: int) -> list[int]:
         """Return the pipeline ranks without those whose layers have the same parameters as the
@@ -299,7 +307,8 @@ class StateSizes:
         host = {*by_first_use[on_device:]}
         trained = [chunk for chunk in chunks if not chunk.key.options.frozen]
         several = any(_group_sizes(chunk.key, mesh).reduce > 1 for chunk in trained)
-        tally = _Tally(self, self.divides_gradients or (self.deterministic and several))
+        adds_each = self.divides_gradients or self.rounds or (self.deterministic and several)
+        tally = _Tally(self, adds_each)
         # The head uses the embedding if it is tied, which is the first parameter.
         is_tied = self._model.tie_embeddings and has_last
         cached: list[int] = []
@@ -318,7 +327,32 @@ class StateSizes:
                 if has_embedding:
                     needs.setdefault(_HEAD, set()).add(number)
         cache = sum(sorted(cached)[-self._optim.cache_chunks :])
-        return RankBytes(tally.result(cache), fewest_slots(needs.values()))
+        buffers = self._buffers(params, chunks, mesh, is_tied)
+        by_stage = self._gradients.bytes(buffers, by_segment=False)
+        by_segment = self._gradients.bytes(buffers, by_segment=True)
+        slots = fewest_slots(needs.values())
+        return RankBytes(tally.result(cache), slots, (by_stage, by_segment))
+
+    def _buffers(
+        self, params: Sequence[_Param], chunks: Sequence[_Chunk], mesh: Mesh, is_tied: bool
+    ) -> list[Buffer]:
+        """Return the gradient buffers of a rank."""
+        last = max(param.segment for param in params) + 1  # index of the head
+        wide = "fp32" if "fp32" in self._dtypes else self._dtypes[0]
+        buffers = []
+        for chunk in chunks:
+            if not chunk.key.options.frozen:
+                of_chunk = [params[member].segment for member in chunk.members]
+                indices = [last if segment == _HEAD else segment for segment in of_chunk]
+                reduce = _group_sizes(chunk.key, mesh).reduce
+                ends = min(indices), max(indices)
+                buffers.append(Buffer(chunk.length, wide, reduce, chunk.key.stage, ends))
+        if is_tied and not params[0].key.options.frozen:
+            reduce = _group_sizes(params[0].key, mesh).reduce
+            (packed,) = _pack((params[0].size,), reduce, 1)
+            stage = max(param.key.stage for param in params)
+            buffers.append(Buffer(packed.length, self._dtypes[1], reduce, stage, (last, last)))
+        return buffers
 
     def _chunks_of(self, params: Sequence[_Param], mesh: Mesh) -> list[_Chunk]:
         """Return the chunks of a rank, in the order of `lay_out`."""
@@ -355,14 +389,14 @@ class _Tally:
         if not chunk.key.options.frozen:
             has_sum = groups.shard > 1 or is_on_host
             itemsize = settings.grad_itemsize
-            if not (settings.divides_gradients and (groups.reduce > 1 or is_on_host)):
+            if not self._is_freed(groups, is_on_host):
                 buffers.append(("gradients", length * itemsize, False))
             if has_sum:
                 buffers.append(("gradients", 4 * shard, True))
             if settings.itemsize < 4:
                 buffers.append(("masters", 4 * shard, True))
             buffers += [("moments", size * shard, True) for size in settings.moment_bytes]
-            if self._adds_each and groups.replica > 1:
+            if self._adds_each and (groups.replica > 1 or (settings.rounds and not has_sum)):
                 kind = "gradients" if settings.divides_gradients else "deterministic"
                 size = length // groups.reduce * (4 if has_sum else itemsize)
                 buffers.append((kind, size, True))
@@ -374,14 +408,20 @@ class _Tally:
         settings, itemsize = self._settings, self._settings.sum_itemsize
         (packed,) = _pack((size,), groups.reduce, 1)
         buffers = []
-        if not (settings.divides_gradients and (groups.reduce > 1 or is_on_host)):
+        if not self._is_freed(groups, is_on_host):
             buffers.append(("tied", packed.length * itemsize, False))
         if is_on_host:
             buffers.append(("tied", 4 * packed.length, True))
-        if self._adds_each and groups.reduce > 1:
+        if self._adds_each and (groups.reduce > 1 or (settings.rounds and not is_on_host)):
             piece = packed.length // groups.reduce
             buffers.append(("tied", piece * (4 if is_on_host else itemsize), True))
         self._add(buffers, is_on_host)
+
+    def _is_freed(self, groups: _GroupSizes, is_on_host: bool) -> bool:
+        """Return True if gradients have memory only during a backward."""
+        settings = self._settings
+        is_added = groups.reduce > 1 or is_on_host or settings.rounds
+        return settings.divides_gradients and is_added
 
     def _add(self, buffers: Sequence[tuple[str, int, bool]], is_on_host: bool) -> int:
         """Add (kind, bytes, True if the buffer is in the home tier). Return the sum."""

@@ -12,8 +12,10 @@ would select the implementation that stores all scores.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,10 +26,10 @@ from optimus.config import Config, OffloadConfig
 from optimus.distributed.groups import plan_groups
 from optimus.distributed.mesh import Coordinate, Mesh
 from optimus.model.deferred_gradients import DeferredGradients
-from optimus.model.transformer import Transformer
 from optimus.observe.events import Recorder
-from optimus.parallel.apply import build_model, make_layout
+from optimus.parallel.apply import build_model, layout_of_layers
 from optimus.parallel.expert import dispatched_experts
+from optimus.parallel.pipeline.plan import plan_stages, schedule_of
 from optimus.parallel.pipeline.stage import Objective, Stage, backward
 from optimus.platform import dtype_of
 from optimus.rank.operations import (
@@ -120,6 +122,12 @@ class UseTracker(Recorder):
             self.end_use()
             self._current = segment, backward
 
+    @property
+    def segment(self) -> int:
+        """Segment of the present use."""
+        assert self._current is not None
+        return self._current[0]
+
     def count_expert_rows(self, rows: int) -> None:
         """Set the number of rows that the experts of a layer on this rank compute for a microbatch,
         if some rows of their operands belong to experts of other ranks."""
@@ -141,7 +149,8 @@ class UseTracker(Recorder):
 
 
 class StageProfile(NamedTuple):
-    """Uses of the segments of a pipeline stage for one microbatch, in order."""
+    """Uses of the segments of a pipeline stage for one microbatch, in order. The bytes that they
+    keep add up to 0."""
 
     forward: tuple[UseProfile, ...]
     backward: tuple[UseProfile, ...]
@@ -150,8 +159,104 @@ class StageProfile(NamedTuple):
     """The action W of a schedule that divides the backward."""
 
 
-Profiled = dict[Any, tuple["StageProfile", Sequence[int]]]
-"""Profiles of stages by their kind, each with the segments of the stage that was run."""
+class SegmentProfile(NamedTuple):
+    """Uses of a segment between other segments, for one microbatch."""
+
+    forward: UseProfile
+    backward: UseProfile | None
+    """None if neither the segment nor an earlier one has trained parameters."""
+    weights: UseProfile | None
+    """The share of the segment in the action W; None if the backward is not divided or the segment
+    defers nothing."""
+
+
+class ModelProfile(NamedTuple):
+    """Profiles of the segments from which all stages of a model are composed."""
+
+    embedding: SegmentProfile | None
+    layers: Mapping[int, SegmentProfile]
+    """Profiles of the layers, by the values of `kinds_of_layers`."""
+    head: SegmentProfile | None
+    boundary: int
+    """Bytes of the tensor that a stage sends to the next one."""
+    frees_input: bool
+    """True if a layer frees its input after the forward, because its backward does not need it."""
+    divides_backward: bool
+
+    def stage(
+        self, kinds: Sequence[int], is_first: bool, is_last: bool, first: int = 0
+    ) -> StageProfile:
+        """Return the profile of a stage.
+
+        The first stage begins with the embedding, and the last stage ends with the head. Other
+        stages receive a tensor of `boundary` bytes for their first layer and one for the backward
+        of their last layer. Both have memory until the end of the backward. If the backward is
+        divided, the input has memory until the action W.
+
+        Args:
+            kinds: The kinds of its layers, in order.
+            is_first, is_last: True for the first and the last stage of the model.
+            first: Index of the first segment.
+        """
+        segments = [self.layers[kind] for kind in kinds]
+        if is_first:
+            assert self.embedding is not None
+            segments.insert(0, self.embedding)
+        if is_last:
+            assert self.head is not None
+            segments.append(self.head)
+        forward = [s.forward._replace(segment=n) for n, s in enumerate(segments, first)]
+        backward = [
+            s.backward._replace(segment=n)
+            for n, s in reversed([*enumerate(segments, first)])
+            if s.backward is not None
+        ]
+        size = self.boundary
+        freed = size * self.frees_input
+        if is_first:  # the output of the embedding has memory until the end of the forward
+            forward[1] = _add_bytes(forward[1], freed)
+            forward[len(kinds)] = _add_bytes(forward[len(kinds)], -freed)
+        else:
+            forward[0] = _add_bytes(forward[0], size + freed, size)
+            if self.divides_backward:
+                backward[-1] = _add_bytes(backward[-1], size - freed)
+        if not is_last and backward:
+            # The gradient that arrives is neither freed after its first use nor reused, as others
+            # may be.
+            backward[0] = _add_bytes(backward[0], 2 * size, 2 * size)
+            backward[-1] = _add_bytes(backward[-1], -2 * size)
+        live = sum(use.kept for use in (*forward, *backward))
+        if self.divides_backward:
+            of_segments = [s.weights for s in reversed(segments) if s.weights is not None]
+            weights = _together(of_segments, first)._replace(kept=-live)
+            return StageProfile(tuple(forward), tuple(backward), weights)
+        # Scalars of the objective are freed at the end.
+        if backward:
+            backward[-1] = _add_bytes(backward[-1], -live)
+        else:
+            forward[-1] = _add_bytes(forward[-1], -live)
+        return StageProfile(tuple(forward), tuple(backward))
+
+
+def _add_bytes(use: UseProfile, kept: int, peak: int = 0) -> UseProfile:
+    return use._replace(kept=use.kept + kept, peak=use.peak + peak)
+
+
+def _together(uses: Sequence[UseProfile], segment: int) -> UseProfile:
+    """Return the figures of successive uses as those of one use."""
+    live = peak = flops = moved = 0
+    traffic: list[tuple[str, str, int]] = []
+    operations: list[Operation] = []
+    for use in uses:
+        peak, live = max(peak, live + use.peak), live + use.kept
+        flops, moved = flops + use.flops, moved + use.moved
+        traffic += use.traffic
+        operations += use.operations
+    return UseProfile(segment, True, live, peak, flops, moved, tuple(traffic), tuple(operations))
+
+
+Profiled = dict[Any, ModelProfile]
+"""Profiles of segments, by the settings that they depend on (`profile_model`)."""
 
 
 def profile_work(
@@ -168,52 +273,30 @@ def profile_work(
         on_cpu: True for a run on a CPU, which runs some operations for each expert.
         concentrated: As for `profile_stages`.
     """
-    model = config.model
-    chosen = list(range(model.num_layers))
-    if not config.optim.frozen:  # layers with equal numbers of experts are equal
-        of_kind = _grouped(dict(enumerate(model.experts_by_layer)))
-        chosen = sorted(layer for layers in of_kind for layer in layers[:2])
-    experts = tuple(model.experts_by_layer[layer] for layer in chosen)
-    small = config.model_copy(
-        update={
-            "model": model.model_copy(
-                update={"num_layers": len(chosen), "num_experts": experts if any(experts) else 0}
-            ),
-            "parallel": config.parallel.model_copy(
-                update={
-                    "pp": 1,
-                    "dp": 1,
-                    "schedule": "1f1b",
-                    "virtual_stages": 1,
-                    "stage_layers": (),
-                }
-            ),
-        }
-    )
-    ranks = mesh._replace(pp=1, dp=1)
-    divides = config.parallel.schedule == "zb-h1"
-    rank = small, ranks, Coordinate(0, 0, 0, 0), None, on_cpu
-    (whole,) = profile_stages(*rank, concentrated=concentrated).values()
+    layers = range(config.model.num_layers)
+    stage = config, mesh, Coordinate(0, 0, 0, 0), layers, True, True
+    whole = profile_model(*stage, False, {}, on_cpu, concentrated)
     divided = None
-    if divides:
-        (divided,) = profile_stages(*rank, True, concentrated).values()
-    backward = {use.segment: use for use in whole.backward}
-    input_backward = {use.segment: use for use in divided.backward} if divided else None
-    work = [
-        SegmentWork(
-            _operations(use),
-            _operations(backward.get(use.segment)),
-            None if input_backward is None else _operations(input_backward.get(use.segment)),
+    if config.parallel.schedule == "zb-h1":
+        divided = profile_model(*stage, True, {}, on_cpu, concentrated)
+
+    def work_of(segment: SegmentProfile, other: SegmentProfile | None) -> SegmentWork:
+        return SegmentWork(
+            _operations(segment.forward),
+            _operations(segment.backward),
+            None if other is None else _operations(other.backward),
         )
-        for use in whole.forward
-    ]
-    embedding, *blocks, head = work
-    assert len(blocks) == len(chosen), (len(blocks), len(chosen))
-    if config.optim.frozen:
-        return ModelWork(embedding, tuple(blocks), head)
-    # The first layer of a kind has other figures than the others.
-    by_experts = dict(zip(experts, blocks, strict=True))
-    return ModelWork(embedding, tuple(by_experts[e] for e in model.experts_by_layer), head)
+
+    assert whole.embedding is not None and whole.head is not None
+    of_kind = {
+        kind: work_of(segment, divided and divided.layers[kind])
+        for kind, segment in whole.layers.items()
+    }
+    return ModelWork(
+        work_of(whole.embedding, divided and divided.embedding),
+        tuple(of_kind[kind] for kind in kinds_of_layers(config, layers).values()),
+        work_of(whole.head, divided and divided.head),
+    )
 
 
 def _operations(use: UseProfile | None) -> tuple[Operation, ...]:
@@ -228,24 +311,20 @@ def profile_stages(
     coordinate: Coordinate,
     profiled: Profiled | None = None,
     on_cpu: bool = False,
-    divides_backward: bool | None = None,
     concentrated: bool = False,
 ) -> dict[int, StageProfile]:
     """Profile the stages of the rank at `coordinate` for one microbatch.
 
-    At most two layers of each kind are run on a stage. The figures of the second also hold for
-    further layers of this kind.
+    One layer of each kind is run. Its figures also hold for other layers of this kind.
 
     Args:
         config: The run's configuration, with `train.seq_len` and `train.microbatch_size`.
         mesh: Sizes of all axes.
         coordinate: The rank.
-        profiled: Profiles of other ranks with the same pp, ep, tp sizes, configuration and further
-            arguments. Stages of a kind in it are not run; others are added.
+        profiled: Profiles of other ranks with the same settings except for those of `[optim]` and
+            `[offload]`. Segments in it are not run; others are added.
         on_cpu: True for the operations of a run on a CPU, where operands of experts have only the
             rows of the experts of the rank.
-        divides_backward: True to divide the backward as zb-h1 does; None for the configuration's
-            schedule.
         concentrated: True if all tokens of all ep ranks choose only experts of this rank, so that
             it computes ep times as many rows as with equal loads. False: experts have equal loads.
 
@@ -253,126 +332,172 @@ def profile_stages(
         A profile of each stage of the rank. `UseProfile.segment` is an index in the result of
         `segments_of`.
     """
+    schedule = schedule_of(config, mesh, mesh.pp)
+    profiles: dict[int, StageProfile] = {}
+    profiled = {} if profiled is None else profiled
+    stages, first = plan_stages(config, mesh.pp), 0
+    for number in schedule.stages_of(coordinate.pp):
+        is_first, is_last = number == 0, number == schedule.num_stages - 1
+        ends = is_first, is_last
+        divides = schedule.splits_backward
+        stage = config, mesh, coordinate, stages[number], *ends, divides
+        model = profile_model(*stage, profiled, on_cpu, concentrated)
+        kinds = [*kinds_of_layers(config, stages[number]).values()]
+        profiles[number] = model.stage(kinds, *ends, first)
+        first += len(kinds) + is_first + is_last
+    return profiles
+
+
+def profile_model(
+    config: Config,
+    mesh: Mesh,
+    coordinate: Coordinate,
+    layers: range,
+    is_first: bool,
+    is_last: bool,
+    divides_backward: bool,
+    profiled: Profiled,
+    on_cpu: bool = False,
+    concentrated: bool = False,
+) -> ModelProfile:
+    """Return the profiles of the segments of a stage with `layers`. They are run if they are not in
+    `profiled`.
+
+    If all parameters are trained, the profiles hold for all stages of the model. They depend on the
+    sizes of ep and tp and the indices of the rank along them, `[model]`, the microbatch, the dtype,
+    `recompute.modules`, the dispatcher, and on the last arguments, which are those of
+    `profile_stages`.
+    """
+    if not config.optim.frozen:
+        layers, is_first, is_last = range(config.model.num_layers), True, True
+    kinds = kinds_of_layers(config, layers)
+    parallel, train = config.parallel, config.train
+    key = (
+        (mesh.ep, mesh.tp, coordinate.ep, coordinate.tp),
+        (train.microbatch_size, train.seq_len, train.dtype, config.optim.grad_dtype),
+        (config.recompute.modules, parallel.ep_dispatch, parallel.sequence_parallel),
+        (layers, is_first, is_last, config.optim.frozen, divides_backward),
+        (on_cpu, concentrated),
+    )
+    if key not in profiled:
+        of_kind = {kind: layer for layer, kind in reversed(kinds.items())}
+        chosen = dict(sorted((layer, kind) for kind, layer in of_kind.items()))
+        rank = config, mesh, coordinate, chosen, is_first, is_last, divides_backward
+        profiled[key] = _run_segments(*rank, on_cpu, concentrated)
+    return profiled[key]
+
+
+def kinds_of_layers(config: Config, layers: range) -> dict[int, int]:
+    """Return a number for each layer of a stage. Layers with equal numbers have the same figures:
+    if all parameters are trained, those with the same number of experts."""
+    experts = config.model.experts_by_layer
+    return {n: n if config.optim.frozen else experts[n] for n in layers}
+
+
+def _run_segments(
+    config: Config,
+    mesh: Mesh,
+    coordinate: Coordinate,
+    layers: Mapping[int, int],
+    is_first: bool,
+    is_last: bool,
+    divides_backward: bool,
+    on_cpu: bool,
+    concentrated: bool,
+) -> ModelProfile:
+    """Run the forward and the backward of a microbatch through some layers, as the executor runs
+    them, and profile each segment.
+
+    Args:
+        config, mesh, coordinate: As for `profile_model`.
+        layers: Numbers of the layers, with their kinds.
+        is_first, is_last: True if the embedding and the head are also run. Otherwise, an operation
+            takes their place, so that each layer is between other segments.
+        divides_backward, on_cpu, concentrated: As for `profile_model`.
+    """
     train, kind = config.train, config.model
     tracker = UseTracker(on_cpu)
-    layout = make_layout(config, mesh, coordinate, num_microbatches=mesh.pp)
+    mesh, coordinate = mesh._replace(pp=1, dp=1), coordinate._replace(pp=0, dp=0)
+    layout = layout_of_layers(config, mesh, coordinate, tuple(layers), divides_backward)
     groups = plan_groups(mesh, mesh.rank_at(coordinate), tracker)
     model = build_model(config, layout, groups, torch.device("meta"))
     resident = config.optim.model_copy(update={"resident": "all", "cache_chunks": 0})
     states = make_states(resident, train, OffloadConfig(), layout, groups, model)
     write_gradients_to(model, states)
     segments = segments_of(model, layout)
-    numbers = {segment.name: number for number, segment in enumerate(segments)}
     objective = Objective(1, 1, len(kind.sparse_layers), kind.aux_loss_coef, kind.z_loss_coef)
+    stage = Stage(model, layers, is_first, is_last, objective)
     tokens = torch.empty(train.microbatch_size, train.seq_len, dtype=torch.int64, device="meta")
-    model.rotary(train.seq_len, tokens.device)  # create the tables, which are shared by all uses
-    shape = train.microbatch_size, train.seq_len // layout.sequence_shares, kind.hidden_size
+    seq_len = train.seq_len // layout.sequence_shares
+    model.rotary(seq_len, tokens.device)  # create the tables, which are shared by all uses
+    shape = train.microbatch_size, seq_len, kind.hidden_size
     # Each choice of a token is computed by one of the ep ranks.
     rows = tokens.numel() * kind.num_experts_per_tok
     tracker.count_expert_rows(rows * (mesh.ep if concentrated else 1))
     for experts in dispatched_experts(model) if concentrated else ():
         experts.assume_all_tokens()
     boundary = torch.empty(shape, dtype=dtype_of(train.dtype), device="meta")
-    divides = layout.schedule.splits_backward if divides_backward is None else divides_backward
-    profiles: dict[int, StageProfile] = {}
-    profiled = {} if profiled is None else profiled
+    head = len(segments) - 1
     with tracker:
         register_uses(segments, tracker.use, True)
-        for number in layout.stages:
-            of_stage = [n for n, segment in enumerate(segments) if segment.stage == number]
-            kinds = _kinds_of_layers(model, layout.layers[number])
-            is_last = number == layout.schedule.num_stages - 1
-            key = tuple(kinds.values()), number == 0, is_last
-            if key not in profiled:
-                of_kind = {
-                    n: same[min(at, 1)] for same in _grouped(kinds) for at, n in enumerate(same)
-                }
-                stage = Stage(model, set(of_kind.values()), number == 0, is_last, objective)
-                run = _profile_stage(tracker, stage, of_stage, tokens, boundary, divides)
-                copies = {numbers[f"block {n}"]: numbers[f"block {o}"] for n, o in of_kind.items()}
-                profiled[key] = _with_all_layers(run, of_stage, copies), of_stage
-            profile, theirs = profiled[key]
-            profiles[number] = _renumbered(profile, dict(zip(theirs, of_stage, strict=True)))
-    return profiles
-
-
-def _kinds_of_layers(model: Transformer, layers: range) -> dict[int, Any]:
-    """Return a value for each layer of a stage. Layers with equal values have the same figures,
-    except for the first of them."""
-    kinds = {}
-    embedding = [] if model.embed is None else [model.embed]
-    trains_before = layers[0] > 0 and not embedding
-    trains_before |= any(p.requires_grad for module in embedding for p in module.parameters())
-    for number in layers:
-        trained = tuple(p.requires_grad for p in model.blocks[str(number)].parameters())
-        kinds[number] = model.config.layer(number), trained, trains_before
-        trains_before |= any(trained)
-    return kinds
-
-
-def _grouped(kinds: Mapping[int, Any]) -> Iterable[list[int]]:
-    """Return the layers of each kind."""
-    groups: dict[Any, list[int]] = {}
-    for number, kind in kinds.items():
-        groups.setdefault(kind, []).append(number)
-    return groups.values()
-
-
-def _profile_stage(
-    tracker: UseTracker,
-    stage: Stage,
-    segments: Sequence[int],
-    tokens: Tensor,
-    boundary: Tensor,
-    divides_backward: bool,
-) -> StageProfile:
-    """Profile the forward and the backward of a microbatch, as the executor runs them. `boundary`
-    has the shape of the tensors between stages."""
-    first = len(tracker.uses)
-    tracker.use(segments[0], False)
-    x = None if stage.is_first else torch.empty_like(boundary).requires_grad_()
-    output = stage.forward(x, tokens)
-    tracker.end_use()
-    middle = len(tracker.uses)
-    tracker.use(segments[-1], True)
-    grad = None if output.x is None else torch.empty_like(boundary)
-    deferred = DeferredGradients() if divides_backward else None
-    with deferred or nullcontext():
-        backward(output, grad)
-    del output, x, grad
-    tracker.end_use()
-    end = len(tracker.uses)
-    weights = None
-    if deferred is not None:
-        tracker.use(segments[0], True)
-        deferred.compute()
+        inputs: list[weakref.ref] = []
+        model.blocks[str(min(layers))].register_forward_pre_hook(
+            lambda _, arguments: inputs.append(weakref.ref(arguments[0].untyped_storage()))
+        )
+        tracker.use(0, False)
+        x = None if is_first else boundary.requires_grad_().clone()
+        output = stage.forward(x, tokens)
+        del x
+        frees_input = inputs[0]() is None
+        if output.x is not None:
+            tracker.use(head, False)
+            output = output._replace(x=2 * output.x)
         tracker.end_use()
-        weights = tracker.uses[-1]
-    return StageProfile(tuple(tracker.uses[first:middle]), tuple(tracker.uses[middle:end]), weights)
-
-
-def _with_all_layers(
-    profile: StageProfile, segments: Sequence[int], copies: Mapping[int, int]
-) -> StageProfile:
-    """Return a profile with the uses of all segments of a stage. `copies` contains, for each
-    segment of a block, the profiled segment whose figures it has."""
-
-    def expand(uses: Iterable[UseProfile], order: Iterable[int]) -> Iterator[UseProfile]:
-        by_segment = {use.segment: use for use in uses}
-        for segment in order:
-            use = by_segment.get(copies.get(segment, segment))
-            if use is not None:  # a segment before the first trained parameter has no backward
-                yield use._replace(segment=segment)
-
-    forward = tuple(expand(profile.forward, segments))
-    return StageProfile(
-        forward, tuple(expand(profile.backward, reversed(segments))), profile.weights
+        number = len(tracker.uses)
+        tracker.use(head, True)
+        deferred = _SegmentDeferral(tracker, len(segments)) if divides_backward else None
+        with deferred or nullcontext():
+            backward(output, None if is_last else torch.empty_like(boundary))
+        del output
+        tracker.end_use()
+        if deferred is not None:
+            deferred.compute()
+            tracker.end_use()
+    of_forward = {use.segment: use for use in tracker.uses[:number]}
+    of_backward: dict[int, list[UseProfile]] = {}
+    of_weights: dict[int, list[UseProfile]] = {}
+    for use in tracker.uses[number:]:
+        ended = use.segment >= len(segments)
+        segment = use.segment % len(segments)
+        (of_weights if ended else of_backward).setdefault(segment, []).append(use)
+    profiles = [
+        SegmentProfile(
+            of_forward[n],
+            _together(of_backward[n], n) if n in of_backward else None,
+            _together(of_weights[n], n) if n in of_weights else None,
+        )
+        for n in range(len(segments))
+    ]
+    return ModelProfile(
+        profiles[0] if is_first else None,
+        dict(zip(layers.values(), profiles[1:-1], strict=True)),
+        profiles[-1] if is_last else None,
+        boundary.nbytes,
+        frees_input,
+        divides_backward,
     )
 
 
-def _renumbered(profile: StageProfile, segments: Mapping[int, int]) -> StageProfile:
-    """Return a profile with other indices of segments."""
-    forward, backward = (
-        tuple(use._replace(segment=segments[use.segment]) for use in uses) for uses in profile[:2]
-    )
-    return profile._replace(forward=forward, backward=backward)
+class _SegmentDeferral(DeferredGradients):
+    """Deferred gradients whose computation is profiled by segment."""
+
+    def __init__(self, tracker: UseTracker, num_segments: int) -> None:
+        super().__init__()
+        self._tracker, self._num_segments = tracker, num_segments
+
+    def defer(self, work: Callable[[], None], *weights: Tensor) -> None:
+        super().defer(partial(self._run, self._tracker.segment, work), *weights)
+
+    def _run(self, segment: int, work: Callable[[], None]) -> None:
+        self._tracker.use(self._num_segments + segment, True)
+        work()

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from itertools import accumulate, pairwise
+
 import pytest
 import torch
 from torch import nn
 
 from optimus.chunks.segments import ModelSegment, register_module, register_uses
 from optimus.config import make_config
-from optimus.distributed.mesh import make_mesh
+from optimus.distributed.groups import plan_groups
+from optimus.distributed.mesh import Coordinate, make_mesh
+from optimus.model.deferred_gradients import DeferredGradients
 from optimus.model.flops import flops_per_token
 from optimus.observe.events import Recorder
+from optimus.parallel.apply import build_model, make_layout
+from optimus.parallel.pipeline.stage import Objective, Stage, backward
 from optimus.parallel.recompute import KeptBytes
-from optimus.rank.profile import UseProfile, UseTracker, profile_stages
+from optimus.planner.memory import boundary_bytes
+from optimus.platform import dtype_of
+from optimus.rank.profile import StageProfile, UseProfile, UseTracker, profile_stages
 from optimus.rank.segments import segments_of
+from optimus.rank.states import make_states, write_gradients_to
 from tests.kit.runs.tiny import DENSE, tiny_tree
 from tests.kit.runs.training import make_microbatch, make_updater
 
@@ -208,17 +218,96 @@ def test_a_divided_backward_keeps_memory_until_the_weights_action() -> None:
     assert sum(use.flops for use in divided.backward) + divided.weights.flops == flops
 
 
-def test_layers_of_a_kind_have_the_figures_of_the_second() -> None:
-    short = {"model__num_layers": 2, "model__num_experts": [0, 4]}
-    long = {"model__num_layers": 6, "model__num_experts": [0, 4, 4, 0, 4, 0]}
-    dense = {"model__dense_intermediate_size": 64}
-    (few,) = profile(**{**WIDE, **dense, **short}).values()
-    (many,) = profile(**{**WIDE, **dense, **long}).values()
-    sparse = [use.kept for use in many.forward if use.segment in (2, 3, 5)]
-    assert len(set(sparse)) == 1
-    assert len(many.forward) == len(many.backward) == 8
-    assert [use.segment for use in many.backward] == list(reversed(range(8)))
-    assert few.forward[2].flops == many.forward[5].flops
+DIVIDED = {"parallel__schedule": "zb-h1", "train__dtype": "bf16"}
+MIXED = {"model__num_experts": [0, 4, 4, 0, 4, 0, 0, 4, 4], "model__dense_intermediate_size": 64}
+SEQUENCE = {"parallel__tp": 2, "parallel__sequence_parallel": True}
+ATTENTION = {"recompute__modules": ["attention"]}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param(MIXED, id="mixed"),
+        pytest.param(DENSE | SEQUENCE | DIVIDED | ATTENTION, id="sequence"),
+        pytest.param({"recompute__modules": ["norm", "moe"], "parallel__ep": 2}, id="modules"),
+        pytest.param({"recompute__modules": ["block"], **MIXED, **DIVIDED}, id="zb-block"),
+        pytest.param({"parallel__tp": 2, **DIVIDED}, id="zb-tp"),
+        pytest.param({"optim__frozen": ["embed.*", "blocks.[014].*"], **MIXED}, id="frozen"),
+    ],
+)
+def test_a_stage_has_the_figures_of_a_run_of_all_its_layers(settings: dict) -> None:
+    """Each stage of three is composed of profiles of its segments. A run of the whole stage differs
+    by scalars of the objective and, during the backward, by at most the gradient that the stage
+    receives."""
+    settings = WIDE | {"train__deterministic": False, "parallel__pp": 3} | settings
+    settings["model__num_layers"] = 9
+    config = make_config(tiny_tree("d", "r", **settings))
+    mesh = make_mesh(config.parallel, None)
+    for pp in range(3):
+        coordinate = Coordinate(pp, 0, 0, 0)
+        (stage,) = profile_stages(config, mesh, coordinate).values()
+        whole = run_whole_stage(config, mesh, coordinate)
+        uses, expected = ([*p.forward, *p.backward] for p in (stage, whole))
+        if stage.weights is not None:
+            uses.append(stage.weights)
+            expected.append(whole.weights)
+        assert [use[:2] for use in uses] == [use[:2] for use in expected]
+        assert [use.flops for use in uses] == [use.flops for use in expected]
+        margin = boundary_bytes(config, mesh.tp if config.parallel.sequence_parallel else 1)
+        for (peak, live), (real_peak, real_live) in zip(
+            running(uses), running(expected), strict=True
+        ):
+            assert real_peak - 1000 <= peak <= real_peak + margin + 1000
+            assert real_live - 1000 <= live <= real_live + margin + 1000
+        assert live == 0
+
+
+def running(uses: list[UseProfile]) -> list[tuple[int, int]]:
+    """Return the peak of each use and the bytes after it, from the start of the microbatch."""
+    live = [*accumulate((use.kept for use in uses), initial=0)]
+    return [
+        (before + use.peak, after)
+        for use, (before, after) in zip(uses, pairwise(live), strict=True)
+    ]
+
+
+def run_whole_stage(config, mesh, coordinate) -> StageProfile:
+    """Profile the only stage of a rank by running all its layers, as the executor runs them."""
+    tracker = UseTracker()
+    layout = make_layout(config, mesh, coordinate, mesh.pp)
+    groups = plan_groups(mesh, mesh.rank_at(coordinate), tracker)
+    model = build_model(config, layout, groups, torch.device("meta"))
+    states = make_states(config.optim, config.train, config.offload, layout, groups, model)
+    write_gradients_to(model, states)
+    segments, train = segments_of(model, layout), config.train
+    tokens = torch.empty(train.microbatch_size, train.seq_len, dtype=torch.int64, device="meta")
+    seq_len = train.seq_len // layout.sequence_shares
+    model.rotary(seq_len, tokens.device)
+    shape = train.microbatch_size, seq_len, config.model.hidden_size
+    received = torch.empty(shape, dtype=dtype_of(train.dtype), device="meta")
+    tracker.count_expert_rows(tokens.numel() * config.model.num_experts_per_tok)
+    ends = layout.has_first, layout.has_last
+    stage = Stage(model, layout.layers[coordinate.pp], *ends, Objective(1, 1, 5, 0.01, 0.001))
+    with tracker:
+        register_uses(segments, tracker.use, True)
+        tracker.use(0, False)
+        x = None if ends[0] else torch.empty_like(received).requires_grad_()
+        output = stage.forward(x, tokens)
+        tracker.end_use()
+        middle = len(tracker.uses)
+        tracker.use(len(segments) - 1, True)
+        grad = None if ends[1] else torch.empty_like(received)
+        with DeferredGradients() if layout.schedule.splits_backward else nullcontext() as deferred:
+            backward(output, grad)
+        del output, x, grad
+        tracker.end_use()
+        last = len(tracker.uses)
+        if deferred is not None:
+            tracker.use(0, True)
+            deferred.compute()
+            tracker.end_use()
+    weights = tracker.uses[last] if deferred is not None else None
+    return StageProfile(tuple(tracker.uses[:middle]), tuple(tracker.uses[middle:last]), weights)
 
 
 def test_frozen_first_layers_have_no_backward() -> None:

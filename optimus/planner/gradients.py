@@ -1,0 +1,90 @@
+"""Device memory of gradients and their reductions during a backward, by arithmetic alone.
+
+`GradReducer.temporary_bytes` counts the same bytes for the buffers of an engine, and tests compare
+both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from optimus.config import Config
+from optimus.config.hardware import BYTES
+
+
+class Buffer(NamedTuple):
+    """Gradients that are reduced together."""
+
+    length: int
+    """Number of elements, with padding."""
+    dtype: str
+    reduce: int
+    """Number of ranks that add to them."""
+    stage: int
+    segments: tuple[int, int]
+    """Indices of the first and the last segment with some of the parameters."""
+
+
+class GradientMemory:
+    """Temporary memory of the gradients of any rank whose states are all on the device."""
+
+    def __init__(self, config: Config) -> None:
+        optim, train = config.optim, config.train
+        self._dtype = optim.grad_reduce_dtype
+        self._overlap, self._deterministic = optim.overlap, train.deterministic
+        self._frees = optim.resident != "all"
+        self._rounds = config.offload.rounds_gradients(train)
+
+    def bytes(self, buffers: Sequence[Buffer], by_segment: bool) -> int:
+        """Return the most bytes on the device in addition to those between steps.
+
+        Args:
+            buffers: All buffers of the rank.
+            by_segment: True if buffers are allocated and reduced segment by segment, False if they
+                are by stage (`GradReducer.attach`).
+        """
+        several = any(buffer.reduce > 1 for buffer in buffers)
+        reduces_each = self._frees or self._rounds or (self._deterministic and several)
+        if reduces_each:
+            sizes = sorted(map(self._reduced_after_each, buffers))
+            reduction = sum(sizes[-1:])
+        else:
+            sizes = sorted(map(self._reduced_once, buffers))
+            reduction = sum(sizes[-2 if self._overlap else -1 :])
+        if not self._frees:
+            return reduction
+        freed = [buffer for buffer in buffers if buffer.reduce > 1 or self._rounds]
+        together = _by_segment(freed) if by_segment else _by_stage(freed)
+        most = max((sum(b.length * BYTES[b.dtype] for b in live) for live in together), default=0)
+        return most + reduction
+
+    def _reduced_once(self, buffer: Buffer) -> int:
+        """As `ReduceOnce.temporary_bytes`."""
+        if buffer.reduce == 1:
+            return 0
+        sent = 0 if buffer.dtype == self._dtype else buffer.length
+        return (sent + buffer.length // buffer.reduce) * BYTES[self._dtype]
+
+    def _reduced_after_each(self, buffer: Buffer) -> int:
+        """As `ReducePerMicrobatch.temporary_bytes`."""
+        is_sum = buffer.reduce > 1 and not self._deterministic
+        length = buffer.length // buffer.reduce if is_sum else buffer.length
+        rounded = BYTES["bf16"] * length if self._rounds else 0
+        if buffer.reduce == 1:
+            return rounded
+        if self._deterministic:
+            return buffer.length * BYTES[buffer.dtype] + rounded
+        return self._reduced_once(buffer) + rounded
+
+
+def _by_segment(buffers: Sequence[Buffer]) -> Iterator[Iterable[Buffer]]:
+    """Yield the buffers that have memory during the backward of a segment, for each at which a
+    buffer begins to be needed."""
+    for now in {buffer.segments[1] for buffer in buffers}:
+        yield [b for b in buffers if b.segments[0] <= now <= b.segments[1]]
+
+
+def _by_stage(buffers: Sequence[Buffer]) -> Iterator[Iterable[Buffer]]:
+    for stage in {buffer.stage for buffer in buffers}:
+        yield [b for b in buffers if b.stage == stage]
