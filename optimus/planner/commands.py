@@ -136,15 +136,9 @@ def run_comparison(args: argparse.Namespace, config: Config) -> int:
 def run_search(args: argparse.Namespace, config: Config, allocation: Allocation | None) -> int:
     """Rank the layouts of a run, and print and write the results. Return the exit status."""
     from optimus.config.machine import load_machine
-    from optimus.planner.search import (
-        ComputeBound,
-        Layout,
-        LayoutChecks,
-        StateMemory,
-        StepSeconds,
-        search,
-        space_of,
-    )
+    from optimus.planner.layouts import Layout, LayoutChecks, space_of
+    from optimus.planner.search import ComputeBound, StepSeconds, search
+    from optimus.planner.search_memory import LayoutMemory
     from optimus.planner.search_report import (
         PFLOP,
         SECONDS,
@@ -159,7 +153,6 @@ def run_search(args: argparse.Namespace, config: Config, allocation: Allocation 
     if world_size is None:
         raise ConfigError("--search needs a number of ranks; add --machine NAME --nodes N")
     checks = LayoutChecks(config)
-    memory = StateMemory(config, checks)
     time: Callable[[Layout], float] = ComputeBound(config, checks)
     unit, limit = PFLOP, None if args.memory is None else int(args.memory * _GIB)
     machine = load_machine(args.machine)
@@ -167,6 +160,7 @@ def run_search(args: argparse.Namespace, config: Config, allocation: Allocation 
         rates = rates_of(machine, config.train.dtype, args.machine)
         time, unit = StepSeconds(config, checks, rates), SECONDS
         limit = limit or int(machine.device.memory_bytes.value)
+    memory = LayoutMemory(config, checks, limit)
     space = space_of(config, world_size)
     processes = len(os.sched_getaffinity(0))
     ranking = search(config, world_size, space, memory, time, checks, limit, processes)
@@ -188,5 +182,4 @@ def run_search(args: argparse.Namespace, config: Config, allocation: Allocation 
     else:
         print(format_report(ranking, top, unit))
         print(f"the first layout: {best.describe()}")
-        print("activations are not included in the memory")
     return 0

@@ -14,6 +14,7 @@ from optimus.config import Config
 from optimus.distributed.mesh import Coordinate, Mesh
 from optimus.parallel.expert_load import arrivals, largest_imbalance
 from optimus.parallel.pipeline.actions import Kind, Schedule
+from optimus.planner.peaks import StageBytes
 from optimus.planner.states import stages_of
 from optimus.platform import dtype_of
 from optimus.rank.profile import Profiled, StageProfile, UseProfile, profile_stages
@@ -294,3 +295,18 @@ def peak_of_step(
     sends = any(action.kind is Kind.SEND_GRADIENT for action in schedule.ranks[rank])
     sent = boundary * sends  # the last gradient that was sent is freed after its arrival
     return Peak(peak.total + sent, peak.temporary + sent)
+
+
+def bytes_of_stage(profile: StageProfile) -> StageBytes:
+    """Return the bytes of a stage for one microbatch. They add up to 0 in a profile."""
+    (kept, forward), (freed, backward) = map(_sum_and_peak, profile[:2])
+    weights = 0 if profile.weights is None else profile.weights.peak
+    return StageBytes(kept, kept + freed, forward, backward, weights)
+
+
+def _sum_and_peak(uses: Iterable[UseProfile]) -> tuple[int, int]:
+    """Return the bytes that uses keep and their peak, both less the bytes before them."""
+    live = peak = 0
+    for use in uses:
+        peak, live = max(peak, live + use.peak), live + use.kept
+    return live, peak

@@ -11,148 +11,36 @@ import contextlib
 import itertools
 import math
 import multiprocessing
-import re
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 from optimus.config import Config
-from optimus.config.checks import check
-from optimus.data.batch import plan_batch
-from optimus.distributed.mesh import Mesh
+from optimus.config.machine import Machine
 from optimus.errors import ConfigError, refuse_if
 from optimus.model.flops import (
     head_multiply_adds,
     layer_multiply_adds,
     recomputed_multiply_adds,
 )
-from optimus.parallel.divisible import check_divisible
-from optimus.parallel.pipeline.plan import plan_stages
-from optimus.parallel.pipeline.schedules import check_virtual_stages
 from optimus.parallel.pipeline.simulate import bubble_ratio
-from optimus.planner.states import StateSizes, check_names
-from optimus.planner.step_time import Rates, step_time
+from optimus.planner.layouts import (
+    Layout,
+    LayoutChecks,
+    Space,
+    layout_changes,
+    layout_of,
+    override,
+    reason_of,
+    space_of,
+)
+from optimus.planner.search_memory import LayoutMemory
+from optimus.planner.states import check_names
+from optimus.planner.step_time import Rates, rates_of, step_time
 from optimus.planner.workload import step_of
-
-STATES = (
-    ("none", "all"),
-    ("none", "parameters"),
-    *itertools.product(("so", "epso"), ("all", "parameters", "cache")),
-)
-"""Pairs of `optim.sharding` and `optim.resident`."""
-SCHEDULES = (
-    ("1f1b", 1),
-    ("zb-h1", 1),
-    ("gpipe", 1),
-    *(("interleaved", v) for v in (2, 3, 4, 6, 8)),
-)
-"""Pairs of `parallel.schedule` and `parallel.virtual_stages`."""
-MICROBATCH_SIZES = (1, 2, 4, 8)
-RECOMPUTE = ((), ("norm",), ("attention",), ("norm", "attention"), ("block",))
-RECOMPUTE_EXPERTS = (("experts",), ("moe",), ("norm", "attention", "moe"))
-"""Values of `recompute.modules` for all models, and further ones for models with experts."""
-
-
-class Layout(NamedTuple):
-    """Values of the settings that a search chooses."""
-
-    pp: int
-    dp: int
-    ep: int
-    tp: int
-    schedule: str
-    virtual_stages: int
-    microbatch_size: int
-    recompute: tuple[str, ...]
-    sharding: str
-    resident: str
-
-    @property
-    def mesh(self) -> Mesh:
-        """The sizes of the axes."""
-        return Mesh(*self[:4])
-
-    def apply(self, config: Config) -> Config:
-        """Return the configuration with the values of the layout. A setting that the layout makes
-        meaningless gets its default."""
-        parallel = config.parallel
-        return config.model_copy(
-            update={
-                "parallel": parallel.model_copy(
-                    update={
-                        **self.mesh._asdict(),
-                        "schedule": self.schedule,
-                        "virtual_stages": self.virtual_stages,
-                        "stage_layers": (),
-                        "sequence_parallel": parallel.sequence_parallel and self.tp > 1,
-                    }
-                ),
-                "train": config.train.model_copy(update={"microbatch_size": self.microbatch_size}),
-                "recompute": config.recompute.model_copy(update={"modules": self.recompute}),
-                "optim": config.optim.model_copy(
-                    update={
-                        "sharding": self.sharding,
-                        "resident": self.resident,
-                        "cache_chunks": config.optim.cache_chunks
-                        if self.resident == "cache" or config.offload.host_share
-                        else 0,
-                    }
-                ),
-            }
-        )
-
-    def describe(self) -> str:
-        """Return the layout as overrides of a command."""
-        recompute = "[" + ",".join(f'"{name}"' for name in self.recompute) + "]"
-        return (
-            f"parallel.pp={self.pp} parallel.dp={self.dp} parallel.ep={self.ep} "
-            f"parallel.tp={self.tp} parallel.schedule={self.schedule} "
-            f"parallel.virtual_stages={self.virtual_stages} "
-            f"train.microbatch_size={self.microbatch_size} recompute.modules={recompute} "
-            f"optim.sharding={self.sharding} optim.resident={self.resident}"
-        )
-
-
-@dataclass(frozen=True)
-class Space:
-    """The values that a search combines."""
-
-    pp: Sequence[int]
-    ep: Sequence[int]
-    tp: Sequence[int]
-    schedules: Sequence[tuple[str, int]] = SCHEDULES
-    microbatch_sizes: Sequence[int] = MICROBATCH_SIZES
-    recompute: Sequence[tuple[str, ...]] = RECOMPUTE
-    states: Sequence[tuple[str, str]] = STATES
-
-    def layouts(self, world_size: int) -> Iterator[Layout]:
-        """Yield all layouts of the space whose mesh has `world_size` ranks."""
-        for pp, ep, tp in itertools.product(self.pp, self.ep, self.tp):
-            if world_size % (pp * ep * tp):
-                continue
-            mesh = (pp, world_size // (pp * ep * tp), ep, tp)
-            for (schedule, virtual), size, modules, states in itertools.product(
-                self.schedules, self.microbatch_sizes, self.recompute, self.states
-            ):
-                yield Layout(*mesh, schedule, virtual, size, modules, *states)
-
-
-def space_of(config: Config, world_size: int) -> Space:
-    """Return the space of a model: all divisors of the number of ranks up to the number of layers
-    (pp), experts (ep) and attention heads (tp)."""
-    model = config.model
-    divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
-    most_experts = max(1, *model.experts_by_layer)
-    return Space(
-        pp=[n for n in divisors if n <= model.num_layers],
-        ep=[n for n in divisors if n <= most_experts],
-        tp=[n for n in divisors if n <= model.num_attention_heads],
-        recompute=RECOMPUTE + (RECOMPUTE_EXPERTS if most_experts > 1 else ()),
-    )
 
 
 class Evaluation(NamedTuple):
@@ -184,116 +72,6 @@ class Ranking(NamedTuple):
             if not front or evaluation.memory < front[-1].memory:
                 front.append(evaluation)
         return front
-
-
-class LayoutChecks:
-    """Checks of the layouts of a run, each made once for all layouts that share its settings.
-
-    Args:
-        config: The configuration, whose other settings all layouts have.
-    """
-
-    def __init__(self, config: Config) -> None:
-        self._config = config
-        self._base = Layout(
-            1, 1, 1, 1, "1f1b", 1, 1, (), config.optim.sharding, config.optim.resident
-        )
-        self._verdicts: dict[Any, str] = {}
-        self._stages: dict[int, tuple[range, ...]] = {}
-
-    def stages(self, layout: Layout) -> tuple[range, ...]:
-        """Return the layers of each stage. Raises ConfigError as `plan_stages`."""
-        number = layout.pp * layout.virtual_stages
-        if number not in self._stages:
-            self._stages[number] = plan_stages(layout.apply(self._config), layout.pp)
-        return self._stages[number]
-
-    def refusal_of_mesh(self, layout: Layout) -> str:
-        """Return the reason why the sizes of the axes and the schedule are impossible; "" if they
-        are possible."""
-        mesh = self._verdict(layout[:4], lambda: self._check_mesh(layout))
-        return mesh or self._verdict(layout[:6], lambda: self._check_parallel(layout))
-
-    def refusal(self, layout: Layout) -> str:
-        """Return the reason why a layout whose mesh and schedule are possible is refused, or ""."""
-        ranks, size = layout.dp * layout.ep, layout.microbatch_size
-        train = self._config.train
-        return (
-            self._verdict(
-                ("batch", ranks, size),
-                lambda: plan_batch(train.model_copy(update={"microbatch_size": size}), ranks),
-            )
-            or self._verdict(
-                ("recompute", layout.recompute),
-                lambda: self._check(self._base._replace(recompute=layout.recompute)),
-            )
-            or self._verdict(
-                layout[8:],
-                lambda: self._check(
-                    self._base._replace(sharding=layout.sharding, resident=layout.resident)
-                ),
-            )
-        )
-
-    def _verdict(self, key: Any, make: Callable[[], object]) -> str:
-        if key not in self._verdicts:
-            try:
-                make()
-                self._verdicts[key] = ""
-            except ConfigError as error:
-                self._verdicts[key] = reason_of(error)
-        return self._verdicts[key]
-
-    def _check(self, layout: Layout) -> None:
-        check(layout.apply(self._config))
-
-    def _check_mesh(self, layout: Layout) -> None:
-        check_divisible(layout.apply(self._config), layout.mesh)
-
-    def _check_parallel(self, layout: Layout) -> None:
-        refuse_if(
-            layout.pp == 1 and (layout.schedule, layout.virtual_stages) != ("1f1b", 1),
-            "a single pipeline rank has no bubble, and needs no other schedule than 1f1b",
-        )
-        self._check(Layout(*layout[:6], *self._base[6:]))
-        check_virtual_stages(layout.schedule, layout.virtual_stages)
-        self.stages(layout)
-
-
-def reason_of(error: ConfigError) -> str:
-    """Return the cause of an error without its numbers and without the remedy, so that equal causes
-    are counted together."""
-    cause = re.sub(r" \(.*?\)", "", str(error).split("; ")[0])
-    return re.sub(r"(?<![\w.])\d[\d,]*(?!\w)", "N", cause)
-
-
-class StateMemory:
-    """Bytes of the model states on the fullest rank of each layout of a run."""
-
-    def __init__(self, config: Config, checks: LayoutChecks) -> None:
-        self._config, self._checks = config, checks
-        self._states: dict[tuple[str, str], StateSizes] = {}
-        self._bytes: dict[Any, int] = {}
-
-    def __call__(self, layout: Layout) -> int:
-        """Return the bytes. Raises ConfigError if optim.cache_chunks is too small."""
-        key = layout[:4], layout.virtual_stages, layout[8:]
-        if key not in self._bytes:
-            self._bytes[key] = self._of_rank(layout)
-        return self._bytes[key]
-
-    def _of_rank(self, layout: Layout) -> int:
-        pair = layout.sharding, layout.resident
-        config = self._config
-        if pair not in self._states:
-            self._states[pair] = StateSizes(layout.apply(config))
-        rank = self._states[pair].fullest(layout.mesh, self._checks.stages(layout))
-        slots = layout.apply(config).optim.cache_chunks
-        refuse_if(
-            0 < slots < rank.fewest_slots,
-            f"optim.cache_chunks = {slots} is too small for a block",
-        )
-        return rank.sizes["total"]
 
 
 class ComputeBound:
@@ -405,7 +183,10 @@ def search(
         reason = "parallel.pp * ep * tp does not divide the number of ranks"
         ranking.rejected[reason] = others * len(space.schedules) * inner
     evaluate = partial(_evaluate, space, memory, time, checks, limit_bytes)
-    shares = [meshes[index::processes] for index in range(processes)]
+    # Meshes with the same ep and tp have the same profiles of activations.
+    meshes.sort(key=lambda mesh: (mesh[2:], mesh[0]))
+    groups = [[*group] for _, group in itertools.groupby(meshes, key=lambda mesh: mesh[2:])]
+    shares = [[*itertools.chain(*groups[index::processes])] for index in range(processes)]
     for result in map(evaluate, shares) if processes == 1 else _in_processes(evaluate, shares):
         ranking.evaluations.extend(result.evaluations)
         ranking.rejected.update(result.rejected)
@@ -476,3 +257,93 @@ def _send(
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     with contextlib.suppress(BrokenPipeError):  # the first process has ended
         sender.send(evaluate(share))
+
+
+class FittingLayout(NamedTuple):
+    """A layout that fits on a machine, near a configuration that does not."""
+
+    changes: dict[str, Any]
+    """New values of the settings that differ, by key, such as "optim.sharding"."""
+    evaluation: Evaluation
+
+    def __str__(self) -> str:
+        """Return the changes as overrides of a command."""
+        return " ".join(f"{key}={override(value)}" for key, value in self.changes.items())
+
+
+def nearest_fitting(
+    config: Config, machine: Machine, nodes: int, limit: int = 3
+) -> list[FittingLayout]:
+    """Return the layouts that fit on some nodes of a machine and differ from a configuration in the
+    fewest settings. Of these, the fastest come first.
+
+    parallel.dp follows from the other axes and is not counted. At most `_MOST_CHANGES` settings
+    differ; the result is empty if no such layout fits.
+
+    Args:
+        config: The configuration, with its global batch.
+        machine: The machine, with the memory of its device. If it has no rates, layouts are
+            compared by `ComputeBound`.
+        nodes: Number of nodes.
+        limit: Most layouts to return.
+    """
+    assert machine.device is not None, "the machine has no device"
+    checks = LayoutChecks(config)
+    memory_bytes = int(machine.device.memory_bytes.value)
+    memory = LayoutMemory(config, checks, memory_bytes)
+    time: Callable[[Layout], float] = ComputeBound(config, checks)
+    if config.train.dtype in machine.device.products and machine.device.memory_rate is not None:
+        time = StepSeconds(config, checks, rates_of(machine, config.train.dtype))
+    world_size = nodes * machine.ranks_per_node
+    present = layout_of(config, world_size)
+    space = space_of(config, world_size)
+    found: list[FittingLayout] = []
+    for count in range(1, _MOST_CHANGES + 1):
+        fitting = []
+        for layout in _changed_layouts(present, space, world_size, count):
+            if checks.refusal_of_mesh(layout) or checks.refusal(layout):
+                continue
+            with contextlib.suppress(ConfigError):
+                if (used := memory(layout)) <= memory_bytes:
+                    fitting.append(Evaluation(time(layout), used, layout))
+        fitting.sort(key=_rank_key)
+        found += [FittingLayout(layout_changes(present, e.layout), e) for e in fitting]
+        if len(found) >= limit or (found and count > 1):
+            break
+    return found[:limit]
+
+
+_MOST_CHANGES = 3
+"""Maximum number of settings that differ in a result of `nearest_fitting`."""
+
+
+def _changed_layouts(
+    present: Layout, space: Space, world_size: int, count: int
+) -> Iterator[Layout]:
+    """Yield the layouts of a space that differ from `present` in `count` settings."""
+    values: list[Sequence[tuple[tuple[str, Any], ...]]] = [
+        [(("pp", pp),) for pp in space.pp],
+        [(("ep", ep),) for ep in space.ep],
+        [(("tp", tp),) for tp in space.tp],
+        [(("schedule", s), ("virtual_stages", v)) for s, v in space.schedules],
+        [(("microbatch_size", size),) for size in space.microbatch_sizes],
+        [(("recompute", modules),) for modules in space.recompute],
+        [(("sharding", s), ("resident", r)) for s, r in space.states],
+    ]
+    for chosen in itertools.chain(
+        *(itertools.combinations(values, n) for n in range(1, count + 1))
+    ):
+        for settings in itertools.product(*chosen):
+            layout = present._replace(**dict(itertools.chain(*settings)))
+            if world_size % (layout.pp * layout.ep * layout.tp):
+                continue
+            data = world_size // (layout.pp * layout.ep * layout.tp)
+            layout = layout._replace(dp=data)
+            differs = sum(
+                a != b
+                for name, a, b in zip(Layout._fields, present, layout, strict=True)
+                if name != "dp"
+            )
+            each = all(any(getattr(present, k) != v for k, v in of_key) for of_key in settings)
+            if differs == count and each:
+                yield layout

@@ -260,7 +260,11 @@ Profiled = dict[Any, ModelProfile]
 
 
 def profile_work(
-    config: Config, mesh: Mesh, on_cpu: bool = False, concentrated: bool = False
+    config: Config,
+    mesh: Mesh,
+    on_cpu: bool = False,
+    concentrated: bool = False,
+    profiled: Profiled | None = None,
 ) -> ModelWork:
     """Profile the operations of a model for one microbatch on one tp and ep rank.
 
@@ -271,14 +275,15 @@ def profile_work(
         config: As for `profile_stages`.
         mesh: Sizes of all axes.
         on_cpu: True for a run on a CPU, which runs some operations for each expert.
-        concentrated: As for `profile_stages`.
+        concentrated, profiled: As for `profile_stages`.
     """
+    profiled = {} if profiled is None else profiled
     layers = range(config.model.num_layers)
     stage = config, mesh, Coordinate(0, 0, 0, 0), layers, True, True
-    whole = profile_model(*stage, False, {}, on_cpu, concentrated)
+    whole = profile_model(*stage, False, profiled, on_cpu, concentrated)
     divided = None
     if config.parallel.schedule == "zb-h1":
-        divided = profile_model(*stage, True, {}, on_cpu, concentrated)
+        divided = profile_model(*stage, True, profiled, on_cpu, concentrated)
 
     def work_of(segment: SegmentProfile, other: SegmentProfile | None) -> SegmentWork:
         return SegmentWork(

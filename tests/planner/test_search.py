@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import json
 import random
 from pathlib import Path
@@ -14,26 +15,37 @@ from optimus.config import load_config, make_config
 from optimus.config.load import dump_toml
 from optimus.config.machine import load_machine
 from optimus.data.batch import plan_batch
-from optimus.distributed.mesh import make_mesh
+from optimus.distributed.mesh import Coordinate, make_mesh
 from optimus.errors import ConfigError
 from optimus.model.flops import flops_per_token, layer_multiply_adds
 from optimus.parallel.divisible import check_divisible
-from optimus.planner.search import (
-    ComputeBound,
-    Evaluation,
+from optimus.planner.layouts import (
+    RECOMPUTE,
+    RECOMPUTE_EXPERTS,
+    SCHEDULES,
+    STATES,
     Layout,
     LayoutChecks,
     Space,
-    StateMemory,
-    StepSeconds,
+    layout_of,
+    override,
     reason_of,
-    search,
     space_of,
 )
-from optimus.planner.states import plan_ranks, stages_of
+from optimus.planner.memory import rank_memory
+from optimus.planner.search import (
+    ComputeBound,
+    Evaluation,
+    StepSeconds,
+    nearest_fitting,
+    search,
+)
+from optimus.planner.search_memory import LayoutMemory
+from optimus.planner.states import check_slots, stages_of
 from optimus.planner.step_time import rates_of, step_time
 from optimus.planner.workload import step_of
-from tests.kit.runs.tiny import CONTEXT, tiny_config, tiny_tree
+from optimus.rank.profile import Profiled, profile_stages
+from tests.kit.runs.tiny import CONTEXT, DENSE, tiny_config, tiny_tree
 from tests.launch.test_spawn import write_config
 from tests.planner.test_plan import CONFIGS
 
@@ -47,67 +59,164 @@ SPACE = Space(
     recompute=((), ("block",)),
     states=(("none", "all"), ("none", "cache"), ("so", "parameters"), ("epso", "cache")),
 )
+BASE = {
+    "train__deterministic": False,
+    "train__global_batch_tokens": 32 * CONTEXT,
+    "optim__chunk_length": 3000,
+    "model__num_layers": 4,
+}
 
 
-def evaluate_alone(config, layout: Layout) -> int | None:
-    """Return the bytes of a layout from the checks and the plan of a whole configuration; None if
-    they refuse it."""
+def evaluate_alone(
+    config: Config, layout: Layout, world_size: int, profiled: Profiled
+) -> Evaluation | None:
+    """Return the memory and the time of a layout from the functions that plan a whole configuration
+    and each of its ranks; None if they refuse it."""
     if layout.pp == 1 and (layout.schedule, layout.virtual_stages) != ("1f1b", 1):
         return None  # the same run as with 1f1b
     try:
         checked = make_config(layout.apply(config).model_dump(exclude_none=True))
-        mesh = make_mesh(checked.parallel, WORLD)
+        mesh = make_mesh(checked.parallel, world_size)
         check_divisible(checked, mesh)
-        plan_batch(checked.train, mesh.num_data_ranks)
+        microbatches = plan_batch(checked.train, mesh.num_data_ranks).microbatches_per_rank
         stages_of(checked, mesh)
-        return max(sizes["total"] for _, sizes in plan_ranks(checked, mesh))
+        check_slots(checked, mesh)
     except ConfigError:
         return None
+    memory = max(
+        rank_memory(
+            checked,
+            mesh,
+            rank,
+            microbatches,
+            profiles=profile_stages(checked, mesh, rank, profiled),
+        ).device
+        for rank in (Coordinate(pp, 0, 0, tp) for pp in range(mesh.pp) for tp in range(mesh.tp))
+    )
+    return Evaluation(step_time(step_of(checked, mesh), RATES).total_s, memory, layout)
+
+
+RATES = rates_of(load_machine("a100-80"), "bf16")
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("settings", "number"),
     [
-        {},
-        {"optim__cache_chunks": 9, "optim__resident": "cache", "optim__sharding": "so"},
-        {"model__tie_embeddings": True, "optim__grad_dtype": "bf16", "train__dtype": "bf16"},
+        ({"parallel__ep_dispatch": "alltoall", "model__router": "uniform"}, 6),
+        (
+            {
+                "optim__cache_chunks": 12,
+                "optim__resident": "cache",
+                "optim__sharding": "so",
+                "train__deterministic": True,
+                "model__num_experts": [0, 4, 4, 0],
+                "model__dense_intermediate_size": 64,
+            },
+            4,
+        ),
+        ({"model__tie_embeddings": True, "optim__grad_dtype": "bf16", "train__dtype": "bf16"}, 6),
+        (DENSE | {"model__vocab_size": 259, "optim__overlap": False}, 6),
     ],
-    ids=["moe", "cache", "bf16-gradients"],
+    ids=["moe", "cache", "bf16", "dense"],
 )
-def test_search_equals_the_evaluation_of_each_layout(settings):
-    base = {"train__deterministic": False, "optim__chunk_length": 3000, "model__num_layers": 4}
-    config = tiny_config("d", "r", **base, **settings)
-    checks, numbers = LayoutChecks(config), random.Random(1)
-    layouts = list(SPACE.layouts(WORLD))
-    times = {layout: numbers.random() for layout in layouts}
-    used = {layout: evaluate_alone(config, layout) for layout in layouts}
-    expected = [
-        Evaluation(times[layout], size, layout) for layout, size in used.items() if size is not None
-    ]
-    ranking = search(config, WORLD, SPACE, StateMemory(config, checks), times.__getitem__, checks)
-    assert ranking.evaluations == sorted(expected)
-    inner = 3 * 3 * 2 * 4
-    assert len(expected) + ranking.rejected.total() == 4 * 3 * 2 * inner
-    assert 50 < len(expected) < len(layouts)
+def test_memory_of_random_layouts_is_that_of_the_fullest_rank(settings, number):
+    """Byte for byte, with every schedule, recomputation, sharding and residency."""
+    config = tiny_config("d", "r", **(BASE | settings))
+    checks, profiled = LayoutChecks(config), Profiled()
+    memory = LayoutMemory(config, checks)
+    is_moe = bool(config.model.sparse_layers)
+    space = dataclasses.replace(
+        SPACE,
+        schedules=SCHEDULES[:4],
+        recompute=RECOMPUTE + (RECOMPUTE_EXPERTS if is_moe else ()),
+        states=STATES,
+    )
+    layouts = [*space.layouts(WORLD)]
+    random.Random(len(settings)).shuffle(layouts)
+    seen: list[Layout] = []
+    for layout in layouts:
+        if len(seen) == number:
+            break
+        if checks.refusal_of_mesh(layout) or checks.refusal(layout):
+            continue
+        expected = evaluate_alone(config, layout, WORLD, profiled)
+        if expected is not None:
+            seen.append(layout)
+            assert memory(layout) == expected.memory, layout
+    assert len(seen) == number and len({layout.schedule for layout in seen}) > 1
+
+
+def test_search_equals_the_evaluation_of_each_layout():
+    config = tiny_config("d", "r", **BASE, train__dtype="bf16")
+    checks, profiled = LayoutChecks(config), Profiled()
+    space = Space(
+        pp=(1, 2, 3),
+        ep=(1, 2),
+        tp=(1, 2),
+        schedules=SPACE.schedules,
+        microbatch_sizes=(1, 2),
+        recompute=((), ("block",)),
+        states=(("none", "all"), ("epso", "cache")),
+    )
+    memory, time = LayoutMemory(config, checks), StepSeconds(config, checks, RATES)
+    layouts = [*space.layouts(4)]
+    alone = [evaluate_alone(config, layout, 4, profiled) for layout in layouts]
+    expected = sorted(evaluation for evaluation in alone if evaluation is not None)
+    ranking = search(config, 4, space, memory, time, checks)
+    assert sorted(ranking.evaluations) == expected
+    assert len(expected) + ranking.rejected.total() == 3 * 2 * 2 * 3 * 2 * 2 * 2
+    assert 30 < len(expected) < len(layouts)
     # With a limit between the sizes, the first layout is the fastest of those that fit.
     limit = sorted(evaluation.memory for evaluation in expected)[len(expected) // 3]
-    memory = StateMemory(config, checks)
-    fitting = search(config, WORLD, SPACE, memory, times.__getitem__, checks, limit)
-    assert fitting.evaluations[0] == min(e for e in expected if e.memory <= limit)
+    limited = LayoutMemory(config, checks, limit)
+    fitting = search(config, 4, space, limited, time, checks, limit)
+    assert fitting.evaluations[0].time == min(e.time for e in expected if e.memory <= limit)
     too_large = sum(e.memory > limit for e in expected)
     assert fitting.rejected["more memory than a rank has"] == too_large
     front = [
         e for e in expected if not any(o.time <= e.time and o.memory < e.memory for o in expected)
     ]
-    assert ranking.pareto == sorted(
-        e for e in front if not any(o.time < e.time and o.memory <= e.memory for o in expected)
+    assert [e[:2] for e in ranking.pareto] == sorted(
+        e[:2] for e in front if not any(o.time < e.time and o.memory <= e.memory for o in expected)
     )
+
+
+def test_nearest_fitting_changes_the_fewest_settings():
+    config = tiny_config("d", "r", **BASE)
+    machine = load_machine("a100-80").model_copy(update={"ranks_per_node": 4})
+    checks = LayoutChecks(config)
+    memory = LayoutMemory(config, checks)
+    present = layout_of(config, 8)
+    space = space_of(config, 8)
+
+    def fitting(limit: int) -> list:
+        figure = machine.device.memory_bytes.model_copy(update={"value": float(limit)})
+        device = machine.device.model_copy(update={"memory_bytes": figure})
+        return nearest_fitting(config, machine.model_copy(update={"device": device}), 2)
+
+    single = [
+        memory(layout)
+        for layout in space.layouts(8)
+        if sum(a != b for a, b in zip(layout, present, strict=True)) == 1
+        and not (checks.refusal_of_mesh(layout) or checks.refusal(layout))
+    ]
+    least = min(single)
+    assert least < memory(present)
+    (best, *others) = fitting(least)
+    assert len(best.changes) == 1 and best.evaluation.memory == least
+    for found in fitting(least - 1):
+        assert len(found.changes.keys() - {"parallel.dp"}) == 2
+        assert memory(found.evaluation.layout) == found.evaluation.memory < least
+        key, value = next(iter(found.changes.items()))
+        assert f"{key}={override(value)}" in str(found)
+    assert fitting(10) == []
+    assert all(len(found.changes.keys() - {"parallel.dp"}) >= 1 for found in others)
 
 
 def test_processes_do_not_change_the_result():
     config = tiny_config("d", "r", train__deterministic=False)
     checks = LayoutChecks(config)
-    functions = StateMemory(config, checks), ComputeBound(config, checks)
+    functions = LayoutMemory(config, checks), ComputeBound(config, checks)
     alone = search(config, WORLD, SPACE, *functions, checks, 10**9)
     assert search(config, WORLD, SPACE, *functions, checks, 10**9, processes=3) == alone
 
@@ -116,7 +225,7 @@ def test_reasons_are_counted_without_numbers():
     config = tiny_config("d", "r")
     checks = LayoutChecks(config)
     ranking = search(
-        config, WORLD, SPACE, StateMemory(config, checks), ComputeBound(config, checks), checks
+        config, WORLD, SPACE, LayoutMemory(config, checks), ComputeBound(config, checks), checks
     )
     inner = 3 * 2 * 4
     # pp = 3 with each ep and tp; three meshes of 16 ranks, and one of 32

@@ -1,0 +1,253 @@
+"""Layouts of a run, the space of layouts of a search, and checks of layouts."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from optimus.config import Config
+from optimus.config.checks import check
+from optimus.data.batch import plan_batch
+from optimus.distributed.mesh import Mesh
+from optimus.errors import ConfigError, refuse_if
+from optimus.parallel.divisible import check_divisible
+from optimus.parallel.pipeline.plan import plan_stages
+from optimus.parallel.pipeline.schedules import check_virtual_stages
+
+STATES = (
+    ("none", "all"),
+    ("none", "parameters"),
+    *itertools.product(("so", "epso"), ("all", "parameters", "cache")),
+)
+"""Pairs of `optim.sharding` and `optim.resident`."""
+SCHEDULES = (
+    ("1f1b", 1),
+    ("zb-h1", 1),
+    ("gpipe", 1),
+    *(("interleaved", v) for v in (2, 3, 4, 6, 8)),
+)
+"""Pairs of `parallel.schedule` and `parallel.virtual_stages`."""
+MICROBATCH_SIZES = (1, 2, 4, 8)
+RECOMPUTE = ((), ("norm",), ("attention",), ("norm", "attention"), ("block",))
+RECOMPUTE_EXPERTS = (("experts",), ("moe",), ("norm", "attention", "moe"))
+"""Values of `recompute.modules` for all models, and further ones for models with experts."""
+
+
+class Layout(NamedTuple):
+    """Values of the settings that a search chooses."""
+
+    pp: int
+    dp: int
+    ep: int
+    tp: int
+    schedule: str
+    virtual_stages: int
+    microbatch_size: int
+    recompute: tuple[str, ...]
+    sharding: str
+    resident: str
+
+    @property
+    def mesh(self) -> Mesh:
+        """The sizes of the axes."""
+        return Mesh(*self[:4])
+
+    def apply(self, config: Config) -> Config:
+        """Return the configuration with the values of the layout. A setting that the layout makes
+        meaningless gets its default."""
+        parallel = config.parallel
+        return config.model_copy(
+            update={
+                "parallel": parallel.model_copy(
+                    update={
+                        **self.mesh._asdict(),
+                        "schedule": self.schedule,
+                        "virtual_stages": self.virtual_stages,
+                        "stage_layers": (),
+                        "sequence_parallel": parallel.sequence_parallel and self.tp > 1,
+                    }
+                ),
+                "train": config.train.model_copy(update={"microbatch_size": self.microbatch_size}),
+                "recompute": config.recompute.model_copy(update={"modules": self.recompute}),
+                "optim": config.optim.model_copy(
+                    update={
+                        "sharding": self.sharding,
+                        "resident": self.resident,
+                        "cache_chunks": self.slots(config),
+                    }
+                ),
+            }
+        )
+
+    def slots(self, config: Config) -> int:
+        """Return `optim.cache_chunks` of the layout."""
+        has_cache = self.resident == "cache" or config.offload.host_share
+        return config.optim.cache_chunks if has_cache else 0
+
+    def settings(self) -> dict[str, Any]:
+        """Return the values by the keys of the configuration."""
+        return dict(zip(_KEYS, self, strict=True))
+
+    def describe(self) -> str:
+        """Return the layout as overrides of a command."""
+        return " ".join(f"{key}={override(value)}" for key, value in self.settings().items())
+
+
+_KEYS = (
+    *(f"parallel.{name}" for name in ("pp", "dp", "ep", "tp", "schedule", "virtual_stages")),
+    *("train.microbatch_size", "recompute.modules", "optim.sharding", "optim.resident"),
+)
+"""Keys of the fields of `Layout`."""
+
+
+def override(value: Any) -> str:
+    """Return a value of a layout in the form of an override of a command."""
+    if isinstance(value, tuple):
+        return "[" + ",".join(f'"{name}"' for name in value) + "]"
+    return str(value)
+
+
+def layout_of(config: Config, world_size: int) -> Layout:
+    """Return the layout of a configuration on a number of ranks."""
+    parallel = config.parallel
+    model_size = parallel.pp * parallel.ep * parallel.tp
+    return Layout(
+        parallel.pp,
+        parallel.dp or max(1, world_size // model_size),
+        parallel.ep,
+        parallel.tp,
+        parallel.schedule,
+        parallel.virtual_stages,
+        config.train.microbatch_size,
+        tuple(config.recompute.modules),
+        config.optim.sharding,
+        config.optim.resident,
+    )
+
+
+def layout_changes(before: Layout, after: Layout) -> dict[str, Any]:
+    """Return the settings of `after` that differ from those of `before`, by key."""
+    old, new = before.settings(), after.settings()
+    return {key: value for key, value in new.items() if value != old[key]}
+
+
+@dataclass(frozen=True)
+class Space:
+    """The values that a search combines."""
+
+    pp: Sequence[int]
+    ep: Sequence[int]
+    tp: Sequence[int]
+    schedules: Sequence[tuple[str, int]] = SCHEDULES
+    microbatch_sizes: Sequence[int] = MICROBATCH_SIZES
+    recompute: Sequence[tuple[str, ...]] = RECOMPUTE
+    states: Sequence[tuple[str, str]] = STATES
+
+    def layouts(self, world_size: int) -> Iterator[Layout]:
+        """Yield all layouts of the space whose mesh has `world_size` ranks."""
+        for pp, ep, tp in itertools.product(self.pp, self.ep, self.tp):
+            if world_size % (pp * ep * tp):
+                continue
+            mesh = (pp, world_size // (pp * ep * tp), ep, tp)
+            for (schedule, virtual), size, modules, states in itertools.product(
+                self.schedules, self.microbatch_sizes, self.recompute, self.states
+            ):
+                yield Layout(*mesh, schedule, virtual, size, modules, *states)
+
+
+def space_of(config: Config, world_size: int) -> Space:
+    """Return the space of a model: all divisors of the number of ranks up to the number of layers
+    (pp), experts (ep) and attention heads (tp)."""
+    model = config.model
+    divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
+    most_experts = max(1, *model.experts_by_layer)
+    return Space(
+        pp=[n for n in divisors if n <= model.num_layers],
+        ep=[n for n in divisors if n <= most_experts],
+        tp=[n for n in divisors if n <= model.num_attention_heads],
+        recompute=RECOMPUTE + (RECOMPUTE_EXPERTS if most_experts > 1 else ()),
+    )
+
+
+class LayoutChecks:
+    """Checks of the layouts of a run, each made once for all layouts that share its settings.
+
+    Args:
+        config: The configuration, whose other settings all layouts have.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._base = Layout(
+            1, 1, 1, 1, "1f1b", 1, 1, (), config.optim.sharding, config.optim.resident
+        )
+        self._verdicts: dict[Any, str] = {}
+        self._stages: dict[int, tuple[range, ...]] = {}
+
+    def stages(self, layout: Layout) -> tuple[range, ...]:
+        """Return the layers of each stage. Raises ConfigError as `plan_stages`."""
+        number = layout.pp * layout.virtual_stages
+        if number not in self._stages:
+            self._stages[number] = plan_stages(layout.apply(self._config), layout.pp)
+        return self._stages[number]
+
+    def refusal_of_mesh(self, layout: Layout) -> str:
+        """Return the reason why the sizes of the axes and the schedule are impossible; "" if they
+        are possible."""
+        mesh = self._verdict(layout[:4], lambda: self._check_mesh(layout))
+        return mesh or self._verdict(layout[:6], lambda: self._check_parallel(layout))
+
+    def refusal(self, layout: Layout) -> str:
+        """Return the reason why a layout whose mesh and schedule are possible is refused, or ""."""
+        ranks, size = layout.dp * layout.ep, layout.microbatch_size
+        train = self._config.train
+        return (
+            self._verdict(
+                ("batch", ranks, size),
+                lambda: plan_batch(train.model_copy(update={"microbatch_size": size}), ranks),
+            )
+            or self._verdict(
+                ("recompute", layout.recompute),
+                lambda: self._check(self._base._replace(recompute=layout.recompute)),
+            )
+            or self._verdict(
+                layout[8:],
+                lambda: self._check(
+                    self._base._replace(sharding=layout.sharding, resident=layout.resident)
+                ),
+            )
+        )
+
+    def _verdict(self, key: Any, make: Callable[[], object]) -> str:
+        if key not in self._verdicts:
+            try:
+                make()
+                self._verdicts[key] = ""
+            except ConfigError as error:
+                self._verdicts[key] = reason_of(error)
+        return self._verdicts[key]
+
+    def _check(self, layout: Layout) -> None:
+        check(layout.apply(self._config))
+
+    def _check_mesh(self, layout: Layout) -> None:
+        check_divisible(layout.apply(self._config), layout.mesh)
+
+    def _check_parallel(self, layout: Layout) -> None:
+        refuse_if(
+            layout.pp == 1 and (layout.schedule, layout.virtual_stages) != ("1f1b", 1),
+            "a single pipeline rank has no bubble, and needs no other schedule than 1f1b",
+        )
+        self._check(Layout(*layout[:6], *self._base[6:]))
+        check_virtual_stages(layout.schedule, layout.virtual_stages)
+        self.stages(layout)
+
+
+def reason_of(error: ConfigError) -> str:
+    """Return the cause of an error without its numbers and without the remedy, so that equal causes
+    are counted together."""
+    cause = re.sub(r" \(.*?\)", "", str(error).split("; ")[0])
+    return re.sub(r"(?<![\w.])\d[\d,]*(?!\w)", "N", cause)

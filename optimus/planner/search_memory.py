@@ -1,0 +1,215 @@
+"""Device memory of the ranks of each layout of a search, byte for byte that of `rank_memory`.
+
+The memory of a rank is the sum of its model states and their cache, its temporary gradients and its
+activations. States and gradients are computed by arithmetic (`StateSizes`). For activations, a few
+layers are run on the meta device (`profile_model`), once for each microbatch size, ep, tp,
+recomputation, and division of the backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from optimus.config import Config
+from optimus.distributed.mesh import Coordinate
+from optimus.errors import refuse_if
+from optimus.parallel.placement import share
+from optimus.planner.layouts import Layout, LayoutChecks
+from optimus.planner.memory import bytes_of_stage, input_bytes
+from optimus.planner.peaks import StageBytes, peaks_of
+from optimus.planner.states import StateSizes
+from optimus.rank.profile import ModelProfile, Profiled, kinds_of_layers, profile_model
+
+_Group = tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]
+"""Pipeline ranks, and the kinds of the layers of each of their stages, which are equal."""
+
+
+class LayoutMemory:
+    """Bytes on the device of the fullest rank of each layout of a run.
+
+    Args:
+        config: The configuration.
+        checks: The checks of its layouts.
+        limit_bytes: Memory of a rank. If the states alone need more, their bytes are returned.
+        profiled: Profiles of segments, to which others are added.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        checks: LayoutChecks,
+        limit_bytes: int | None = None,
+        profiled: Profiled | None = None,
+    ) -> None:
+        self._config, self._checks, self._limit = config, checks, limit_bytes
+        self._profiled = {} if profiled is None else profiled
+        self._states: dict[tuple[str, str], StateSizes] = {}
+        self._of_ranks: dict[Any, list[tuple[int, ...]]] = {}
+        self._groups: dict[Any, list[_Group]] = {}
+        self._models: dict[Any, list[ModelProfile]] = {}
+        self._stages: dict[Any, StageBytes] = {}
+        self._activations: dict[Any, list[list[int]]] = {}
+        self._inputs: dict[tuple[int, int], int] = {}
+
+    def __call__(self, layout: Layout) -> int:
+        """Return the bytes. Raises ConfigError if optim.cache_chunks is too small."""
+        states = self._bytes_of_states(layout)
+        most = max(map(max, states))
+        if self._limit is not None and most > self._limit:
+            return most
+        activations = self._activations_of(layout)
+        return max(
+            first + second
+            for of_states, of_activations in zip(states, activations, strict=True)
+            for first, second in zip(of_states, of_activations, strict=True)
+        )
+
+    def microbatches(self, layout: Layout) -> int:
+        """Return the number of microbatches of a rank in a step."""
+        train = self._config.train
+        tokens = layout.microbatch_size * train.seq_len
+        return train.global_batch_tokens // (tokens * layout.dp * layout.ep)
+
+    def _coordinates(self, layout: Layout) -> list[int]:
+        """Return an index along tp for each size of the share of the vocabulary."""
+        return _different_shares(self._config.model.vocab_size, layout.tp)
+
+    def _bytes_of_states(self, layout: Layout) -> list[tuple[int, ...]]:
+        """Return the bytes of states, cache and gradients: for each group of pipeline ranks, those
+        of each index of `_coordinates`."""
+        by_segment = layout.schedule != "zb-h1" and not self._config.train.compile
+        key = layout[:4], layout.virtual_stages, by_segment, layout.sharding, layout.resident
+        if key in self._of_ranks:
+            return self._of_ranks[key]
+        applied = None
+        pair = layout.sharding, layout.resident
+        if pair not in self._states:
+            applied = layout.apply(self._config)
+            self._states[pair] = StateSizes(applied)
+        sizes, stages = self._states[pair], self._checks.stages(layout)
+        mesh, slots, least = layout.mesh, layout.slots(self._config), 0
+        result = []
+        for ranks, _ in self._groups_of(layout):
+            of_group = []
+            for tp in self._coordinates(layout):
+                rank = sizes.of_rank(mesh, stages, Coordinate(ranks[0], 0, 0, tp))
+                of_group.append(rank.sizes["total"] + rank.temporary[by_segment])
+                least = max(least, rank.fewest_slots)
+            result.append(tuple(of_group))
+        refuse_if(0 < slots < least, f"optim.cache_chunks = {slots} is too small for a block")
+        self._of_ranks[key] = result
+        return result
+
+    def _groups_of(self, layout: Layout) -> list[_Group]:
+        """Return the pipeline ranks with equal stages, except for their place in the schedule."""
+        key = layout.pp, layout.virtual_stages
+        if key not in self._groups:
+            stages, groups = self._checks.stages(layout), dict[Any, list[int]]()
+            for rank in range(layout.pp):
+                kinds = tuple(
+                    tuple(kinds_of_layers(self._config, stage).values())
+                    for stage in stages[rank :: layout.pp]
+                )
+                ends = rank == 0, rank == layout.pp - 1
+                groups.setdefault((ends, kinds), []).append(rank)
+            self._groups[key] = [(tuple(ranks), kinds) for (_, kinds), ranks in groups.items()]
+        return self._groups[key]
+
+    def _activations_of(self, layout: Layout) -> list[list[int]]:
+        """Return the bytes of activations and inputs: for each group of pipeline ranks, the most
+        on a rank with each index of `_coordinates`."""
+        key = layout[:8]
+        if key not in self._activations:
+            microbatches = self.microbatches(layout)
+            inputs = self._input_bytes(layout.microbatch_size, microbatches)
+            count = len(self._coordinates(layout))
+            self._activations[key] = [
+                [
+                    inputs + self._peak(layout, index, ranks, kinds, microbatches)
+                    for index in range(count)
+                ]
+                for ranks, kinds in self._groups_of(layout)
+            ]
+        return self._activations[key]
+
+    def _peak(
+        self,
+        layout: Layout,
+        index: int,
+        ranks: Sequence[int],
+        kinds: Sequence[tuple[int, ...]],
+        microbatches: int,
+    ) -> int:
+        last = layout.pp * layout.virtual_stages - 1
+        of_schedule = layout.schedule, layout.pp, layout.virtual_stages, microbatches
+        stages = []
+        for number, of_stage in zip(range(ranks[0], last + 1, layout.pp), kinds, strict=True):
+            ends = number == 0, number == last
+            stages.append(self._stage_bytes(layout, index, number, of_stage, ends))
+        boundary = self._model(layout, index, ranks[0]).boundary
+        return max(peaks_of(*of_schedule, rank).bytes(stages, boundary) for rank in ranks)
+
+    def _stage_bytes(
+        self,
+        layout: Layout,
+        index: int,
+        number: int,
+        kinds: tuple[int, ...],
+        ends: tuple[bool, bool],
+    ) -> StageBytes:
+        model = self._model(layout, index, number)
+        key = id(model), kinds, ends
+        if key not in self._stages:
+            self._stages[key] = bytes_of_stage(model.stage(kinds, *ends))
+        return self._stages[key]
+
+    def _model(self, layout: Layout, index: int, stage: int) -> ModelProfile:
+        """Return the profiles of the segments of a stage on the rank with an index of
+        `_coordinates`."""
+        divides = layout.schedule == "zb-h1"
+        if self._config.optim.frozen:  # each stage has other segments
+            stages = self._checks.stages(layout)
+            of_stage = stages[stage], stage == 0, stage == len(stages) - 1
+            tp = self._coordinates(layout)[index]
+            return profile_model(
+                layout.apply(self._config),
+                layout.mesh,
+                Coordinate(0, 0, 0, tp),
+                *of_stage,
+                divides,
+                self._profiled,
+            )
+        key = layout.ep, layout.tp, layout.microbatch_size, layout.recompute, divides
+        if key not in self._models:
+            config = layout.apply(self._config)
+            whole = range(config.model.num_layers), True, True
+            self._models[key] = [
+                profile_model(
+                    config,
+                    layout.mesh,
+                    Coordinate(0, 0, 0, tp),
+                    *whole,
+                    divides,
+                    self._profiled,
+                )
+                for tp in self._coordinates(layout)
+            ]
+        return self._models[key][index]
+
+    def _input_bytes(self, microbatch_size: int, microbatches: int) -> int:
+        key = microbatch_size, microbatches
+        if key not in self._inputs:
+            train = self._config.train.model_copy(update={"microbatch_size": microbatch_size})
+            config = self._config.model_copy(update={"train": train})
+            self._inputs[key] = input_bytes(config, microbatches)
+        return self._inputs[key]
+
+
+def _different_shares(size: int, count: int) -> list[int]:
+    """Return an index for each number of elements in a share."""
+    lengths: dict[int, int] = {}
+    for index in {0, count - 1} if size % count else {0}:
+        start, stop = share(size, index, count)
+        lengths.setdefault(stop - start, index)
+    return list(lengths.values())
