@@ -163,14 +163,19 @@ def search(
         processes: Number of processes that evaluate the layouts. They do not change the result.
 
     Raises:
-        ConfigError: `config` has no global batch, or a pattern of optim.groups or optim.frozen
-            matches no parameter.
+        ConfigError: `config` has no global batch or offloads states, or a pattern of optim.groups
+            or optim.frozen matches no parameter.
     """
     for key in ("seq_len", "global_batch_tokens"):
         refuse_if(
             not getattr(config.train, key),
             f"train.{key} = 0: a search compares steps with the same tokens; set train.{key}",
         )
+    refuse_if(
+        config.offload.mode != "off",
+        f"offload.mode = {config.offload.mode!r}: a search compares layouts with all states on the "
+        'device; set offload.mode = "off"',
+    )
     check_names(config.optim, config.model)
     meshes = [
         (pp, world_size // (pp * ep * tp), ep, tp)

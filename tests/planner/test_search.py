@@ -346,6 +346,7 @@ def test_search_prints_a_json_object(tmp_path, capsys):
         (["--resolved"], "--search and --resolved exclude each other"),
         (["train.global_batch_tokens=0"], "train.global_batch_tokens = 0: a search compares"),
         (["optim.frozen=['nothing']"], "optim.frozen names 'nothing'"),
+        (["offload.mode='auto'"], "offload.mode = 'auto': a search compares layouts with all"),
     ],
 )
 def test_impossible_search_is_a_single_line_and_status_2(options, message, tmp_path, capsys):
