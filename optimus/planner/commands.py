@@ -148,19 +148,20 @@ def run_search(args: argparse.Namespace, config: Config, allocation: Allocation 
         write_report,
     )
     from optimus.planner.step_time import rates_of
+    from optimus.rank.profile import Profiled
 
     world_size = allocation.world_size if allocation else None
     if world_size is None:
         raise ConfigError("--search needs a number of ranks; add --machine NAME --nodes N")
-    checks = LayoutChecks(config)
+    checks, profiled = LayoutChecks(config), Profiled()
     time: Callable[[Layout], float] = ComputeBound(config, checks)
     unit, limit = PFLOP, None if args.memory is None else int(args.memory * _GIB)
     machine = load_machine(args.machine)
     if machine.device is not None:
         rates = rates_of(machine, config.train.dtype, args.machine)
-        time, unit = StepSeconds(config, checks, rates), SECONDS
+        time, unit = StepSeconds(config, checks, rates, profiled), SECONDS
         limit = limit or int(machine.device.memory_bytes.value)
-    memory = LayoutMemory(config, checks, limit)
+    memory = LayoutMemory(config, checks, limit, profiled)
     space = space_of(config, world_size)
     processes = len(os.sched_getaffinity(0))
     ranking = search(config, world_size, space, memory, time, checks, limit, processes)

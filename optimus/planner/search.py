@@ -41,6 +41,8 @@ from optimus.planner.search_memory import LayoutMemory
 from optimus.planner.states import check_names
 from optimus.planner.step_time import Rates, rates_of, step_time
 from optimus.planner.workload import step_of
+from optimus.rank.operations import ModelWork
+from optimus.rank.profile import Profiled, profile_work
 
 
 class Evaluation(NamedTuple):
@@ -120,10 +122,25 @@ class ComputeBound:
 
 
 class StepSeconds:
-    """Predicted seconds of a step of each layout of a run on a machine, with uniform routing."""
+    """Predicted seconds of a step of each layout of a run on a machine, with uniform routing.
 
-    def __init__(self, config: Config, checks: LayoutChecks, rates: Rates) -> None:
+    Args:
+        config: The configuration.
+        checks: The checks of its layouts.
+        rates: The figures of the machine.
+        profiled: Profiles of segments, to which others are added. `LayoutMemory` needs the same.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        checks: LayoutChecks,
+        rates: Rates,
+        profiled: Profiled | None = None,
+    ) -> None:
         self._config, self._checks, self._rates = config, checks, rates
+        self._profiled: Profiled = {} if profiled is None else profiled
+        self._works: dict[Any, ModelWork] = {}
         self._last: Layout | None = None
         self._seconds = 0.0
 
@@ -135,9 +152,19 @@ class StepSeconds:
             layout = layout._replace(resident="parameters")
         if layout != self._last:
             stages = self._checks.stages(layout)
-            step = step_of(layout.apply(self._config), layout.mesh, stages)
+            config = layout.apply(self._config)
+            step = step_of(config, layout.mesh, stages, work=self._work(layout, config))
             self._last, self._seconds = layout, step_time(step, self._rates).total_s
         return self._seconds
+
+    def _work(self, layout: Layout, config: Config) -> ModelWork:
+        divides = layout.schedule == "zb-h1"
+        key = layout.ep, layout.tp, layout.microbatch_size, layout.recompute, divides
+        if key not in self._works:
+            self._works[key] = profile_work(
+                config, layout.mesh, not self._rates.launches_queue, profiled=self._profiled
+            )
+        return self._works[key]
 
 
 def search(
@@ -295,14 +322,15 @@ def nearest_fitting(
     assert machine.device is not None, "the machine has no device"
     checks = LayoutChecks(config)
     memory_bytes = int(machine.device.memory_bytes.value)
-    memory = LayoutMemory(config, checks, memory_bytes)
+    profiled = Profiled()
+    memory = LayoutMemory(config, checks, memory_bytes, profiled)
     time: Callable[[Layout], float] = ComputeBound(config, checks)
     if config.train.dtype in machine.device.products and machine.device.memory_rate is not None:
-        time = StepSeconds(config, checks, rates_of(machine, config.train.dtype))
+        time = StepSeconds(config, checks, rates_of(machine, config.train.dtype), profiled)
     world_size = nodes * machine.ranks_per_node
     present = layout_of(config, world_size)
     space = space_of(config, world_size)
-    found: list[FittingLayout] = []
+    nearest: list[FittingLayout] = []
     for count in range(1, _MOST_CHANGES + 1):
         fitting = []
         for layout in _changed_layouts(present, space, world_size, count):
@@ -312,10 +340,10 @@ def nearest_fitting(
                 if (used := memory(layout)) <= memory_bytes:
                     fitting.append(Evaluation(time(layout), used, layout))
         fitting.sort(key=_rank_key)
-        found += [FittingLayout(layout_changes(present, e.layout), e) for e in fitting]
-        if len(found) >= limit or (found and count > 1):
+        nearest += [FittingLayout(layout_changes(present, e.layout), e) for e in fitting]
+        if len(nearest) >= limit or (nearest and count > 1):
             break
-    return found[:limit]
+    return nearest[:limit]
 
 
 _MOST_CHANGES = 3

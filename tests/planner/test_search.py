@@ -44,7 +44,7 @@ from optimus.planner.search_memory import LayoutMemory
 from optimus.planner.states import check_slots, stages_of
 from optimus.planner.step_time import rates_of, step_time
 from optimus.planner.workload import step_of
-from optimus.rank.profile import Profiled, profile_stages
+from optimus.rank.profile import Profiled, profile_stages, profile_work
 from tests.kit.runs.tiny import CONTEXT, DENSE, tiny_config, tiny_tree
 from tests.launch.test_spawn import write_config
 from tests.planner.test_plan import CONFIGS
@@ -158,10 +158,16 @@ def test_search_equals_the_evaluation_of_each_layout():
         recompute=((), ("block",)),
         states=(("none", "all"), ("epso", "cache")),
     )
-    memory, time = LayoutMemory(config, checks), StepSeconds(config, checks, RATES)
+    memory, time = LayoutMemory(config, checks), StepSeconds(config, checks, RATES, profiled)
     layouts = [*space.layouts(4)]
-    alone = [evaluate_alone(config, layout, 4, profiled) for layout in layouts]
-    expected = sorted(evaluation for evaluation in alone if evaluation is not None)
+    expected = []
+    for layout in layouts:
+        if (used := memory_alone(config, layout, 4, profiled)) is not None:
+            applied = layout.apply(config)
+            work = profile_work(applied, layout.mesh, profiled=profiled)
+            step = step_of(applied, layout.mesh, work=work)
+            expected.append(Evaluation(step_time(step, RATES).total_s, used, layout))
+    expected.sort()
     ranking = search(config, 4, space, memory, time, checks)
     assert sorted(ranking.evaluations) == expected
     assert len(expected) + ranking.rejected.total() == 3 * 2 * 2 * 3 * 2 * 2 * 2
@@ -203,14 +209,15 @@ def test_nearest_fitting_changes_the_fewest_settings():
     least = min(single)
     assert least < memory(present)
     (best, *others) = fitting(least)
-    assert len(best.changes) == 1 and best.evaluation.memory == least
-    for found in fitting(least - 1):
-        assert len(found.changes.keys() - {"parallel.dp"}) == 2
-        assert memory(found.evaluation.layout) == found.evaluation.memory < least
-        key, value = next(iter(found.changes.items()))
-        assert f"{key}={override(value)}" in str(found)
+    assert best.evaluation.memory == least
+    assert len(best.changes.keys() - {"parallel.dp"}) == 1
+    for near in fitting(least - 1):
+        assert len(near.changes.keys() - {"parallel.dp"}) == 2
+        assert memory(near.evaluation.layout) == near.evaluation.memory < least
+        key, value = next(iter(near.changes.items()))
+        assert f"{key}={override(value)}" in str(near)
     assert fitting(10) == []
-    assert all(len(found.changes.keys() - {"parallel.dp"}) >= 1 for found in others)
+    assert all(len(near.changes.keys() - {"parallel.dp"}) >= 1 for near in others)
 
 
 def test_processes_do_not_change_the_result():
