@@ -58,10 +58,7 @@ def plan(
             nodes, also if the global batch cannot be divided over the ranks.
     """
     train = config.train
-    refuse_if(
-        load is not None and not train.seq_len,
-        f"--load {load}: train.seq_len = 0; set it, so that activations can be planned",
-    )
+    refuse_if(load and not train.seq_len, f"--load {load} needs train.seq_len; set it")
     total, active = count_parameters(config.model)
     mesh = make_mesh(config.parallel, allocation.world_size if allocation else None)
     if allocation and allocation.nodes and train.seq_len:

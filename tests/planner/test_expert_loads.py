@@ -9,7 +9,7 @@ import pytest
 
 from optimus.cli import main
 from optimus.config import dump_toml, make_config
-from optimus.config.machine import load_machine
+from optimus.config.machine import FOLDER, load_machine
 from optimus.distributed.mesh import make_mesh
 from optimus.errors import ConfigError
 from optimus.planner.expert_loads import median_and_worst, read_loads
@@ -108,8 +108,11 @@ def test_a_line_that_a_kill_has_cut_is_ignored(tmp_path) -> None:
 
 
 def test_load_without_effect_is_refused(capsys) -> None:
-    assert main(["plan", "configs/run/demo.toml", "--load", "r"]) == 2
+    config = str(FOLDER.parent / "model" / "mula-7b-a1b.toml")
+    assert main(["plan", config, "--load", "r"]) == 2
     assert "--load needs --machine NAME; add it" in capsys.readouterr().err
+    assert main(["plan", config, "--machine", "h200", "--load", "r"]) == 2
+    assert "--load r needs train.seq_len; set it" in capsys.readouterr().err
 
 
 def test_plan_for_the_loads_of_a_run(tmp_path) -> None:
