@@ -250,7 +250,7 @@ def _speedups(
 def _step_with(sharding: str, config: Config, mesh: Mesh, work: ModelWork) -> Step:
     """Return the step with a sharding, without overlap of the optimizer's communication."""
     optim = config.optim.model_copy(update={"sharding": sharding, "overlap": False})
-    return step_of(config.model_copy(update={"optim": optim}), mesh, work=work)
+    return step_of(config.model_copy(update={"optim": optim}), mesh, works={False: work})
 
 
 def _passes_s(step: Step, rates: Rates) -> float:
