@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from optimus.errors import DataError
+from optimus.errors import DataError, counted
 from optimus.io.files import atomic_writer, make_dirs, write_bytes
 from optimus.observe.report import StepLine, load_pyplot
 from optimus.study.directory import PlannedStep, State, StudyDirectory, read_metrics
@@ -239,12 +239,15 @@ def _draw_figure_4(results: Sequence[Result], path: Path) -> None:
             style = "-" if result.routing == routings[0] else ":"
             tokens, losses = [line.tokens for line in result.lines], [x.loss for x in result.lines]
             left.plot(tokens, losses, style, lw=1, label=_label(result.routing, result.ranks))
+    if not any(result.measured for result in results):
+        left.text(0.5, 0.5, "no point is measured", ha="center", transform=left.transAxes)
     left.set_xlabel("training tokens")
     left.set_ylabel("cross-entropy, nats per token")
     _draw_points(right, results, routings, efficiencies)
     right.axhline(1.0, lw=0.8, color="tab:gray")
     right.set_ylabel("efficiency, relative to the smallest point")
-    right.set_ylim(bottom=0)
+    low, high = right.get_ylim()
+    right.set_ylim(0.5 if low > 0.5 else 0.0, high + 0.05)
     _finish(pyplot, figure, (left, right), path)
 
 
@@ -345,7 +348,7 @@ def _scale_tiles(axes: Any, results: Sequence[Result]) -> None:
 
 
 def _label(routing: str, ranks: int) -> str:
-    return f"{ranks:,} tiles" + (f", {routing}" if routing else "")
+    return counted(ranks, "tile") + (f", {routing}" if routing else "")
 
 
 def _finish(pyplot: Any, figure: Any, panels: Iterable[Any], path: Path) -> None:
