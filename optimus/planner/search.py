@@ -153,7 +153,7 @@ class StepSeconds:
         if layout != self._last:
             stages = self._checks.stages(layout)
             config = layout.apply(self._config)
-            step = step_of(config, layout.mesh, stages, work=self._work(layout, config))
+            step = step_of(config, layout.mesh, stages, works={False: self._work(layout, config)})
             self._last, self._seconds = layout, step_time(step, self._rates).total_s
         return self._seconds
 
