@@ -220,8 +220,8 @@ def host_zeros(length: int, dtype: torch.dtype, device: torch.device) -> torch.T
     except (OSError, RuntimeError) as error:
         raise ConfigError(
             f"the host cannot lock {counted(size, 'byte')} of memory ({one_line(error)}); "
-            "offload fewer states, or set checkpoint.async_save = false, or raise the limit of "
-            "locked memory (ulimit -l), or request more memory for the job"
+            "offload fewer states, or set checkpoint.async_save = false, "
+            f"{_raise_limit(size)}or request more memory for the job"
         ) from error
 
 
@@ -242,6 +242,21 @@ def trim_heap() -> None:
     takes up to a tenth of a second."""
     if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         trim(0)
+
+
+def _raise_limit(size: int) -> str:
+    """Return the remedy if `size` more bytes of locked memory exceed the limit of this process; ""
+    if they do not."""
+    # NVIDIA's driver pins pages without this limit (os_lock_user_pages of its kernel module), so
+    # that memory above the limit is no reason to refuse a run before the driver does.
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    needed = size + sum(len(pages) for pages in _locked_pages.values())
+    if soft == resource.RLIM_INFINITY or needed <= soft:
+        return ""
+    return (
+        f"or raise the limit of locked memory by {counted(needed - soft, 'byte')} (ulimit -l "
+        f"{-(-needed // 1024)}), "
+    )
 
 
 def device_memory(device: torch.device) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import mmap
 import os
+import resource
 import sys
 import tempfile
 from pathlib import Path
@@ -194,7 +195,13 @@ def test_host_memory_for_cuda_is_registered_once_and_stays_mapped(monkeypatch):
 def test_memory_that_cannot_be_locked_is_a_single_line(monkeypatch):
     monkeypatch.setattr(torch.cuda, "cudart", Runtime)
     monkeypatch.setattr(torch.cuda, "check_error", lambda status: check_error(1))
-    with pytest.raises(
-        ConfigError, match="cannot lock 20 bytes of memory .invalid argument.; offl"
+    monkeypatch.setattr(platform, "_locked_pages", {0: b"1234"})
+    for limit, remedy in (
+        (resource.RLIM_INFINITY, "or request more memory"),
+        (24, "or request more memory"),
+        (23, "or raise the limit of locked memory by 1 byte .ulimit -l 1., or request"),
     ):
-        platform.host_zeros(5, torch.float32, torch.device("cuda"))
+        monkeypatch.setattr(resource, "getrlimit", lambda kind, limit=limit: (limit, limit))
+        message = "cannot lock 20 bytes of memory .invalid argument.; offl.* = false, " + remedy
+        with pytest.raises(ConfigError, match=message):
+            platform.host_zeros(5, torch.float32, torch.device("cuda"))

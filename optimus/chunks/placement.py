@@ -247,7 +247,7 @@ class Workload:
             on_disk = self.on_disk(num_host, num_disk)
             moved = self._costs("file")[on_disk].sum()
             spared -= self._costs("spare")[on_disk].sum()
-        early = elements * min(spare, spared) / max(1, self._total("spare")[num_host])
+        early = elements * (min(spare, spared) / max(1, self._total("spare")[num_host]))
         first = max((elements - early) / links.host_adam, moved / links.disk_read)
         return max(
             uploaded / links.to_device,

@@ -22,7 +22,7 @@ from optimus.planner.memory import (
     depends_on_load,
     rank_memory,
 )
-from optimus.planner.offload import decide_placement, largest_rank, limits_of
+from optimus.planner.offload import PlacementSearch, host_limit, largest_rank, limits_of
 from optimus.planner.states import plan_ranks, stages_of
 from optimus.planner.step_plan import plan_step, step_lines
 from optimus.planner.step_time import is_cpu
@@ -31,7 +31,7 @@ from optimus.rank.profile import Profiled
 
 _GIB = 1 << 30
 _UNKNOWN = 1 << 62
-"""Limit of host memory if the machine's file does not have it."""
+"""Limit of host memory if the machine's file does not have it, and of the disk."""
 
 
 class RankKind(NamedTuple):
@@ -186,6 +186,10 @@ def plan_on_machine(
           of `plan_step`, `step_plan`, if there is one.
         - `placements`: with offload.mode = "auto", the decisions for the first and the last rank as
           text. `kinds` then has these ranks, and `ranks` and `memory` are those of the decisions.
+        - `smallest`: for each decision, the smallest offload.device_memory with which a placement
+          fits into the host memory, and the smallest offload.host_memory with which one fits on the
+          device, in bytes. `early`: bytes of the spare buffers for early updates, which are not in
+          `ranks`.
 
     Raises:
         ConfigError: As `decide_placement`, as `read_loads`, or the machine has no rates.
@@ -296,10 +300,14 @@ def _placed(
         f"offload.mode = 'auto': the file of {name} has no device; set offload.device_memory",
     )
     memory = machine.host_memory_bytes
-    host = _UNKNOWN if memory is None else int(memory.value) // machine.ranks_per_node
-    limits = limits_of(config, links, device, host)
+    host = _UNKNOWN
+    if memory is not None:
+        host = host_limit(int(memory.value), machine.ranks_per_node)
+    limits = limits_of(config, links, device, host, _UNKNOWN)
     ends = [largest_rank(config, mesh, pp) for pp in dict.fromkeys((0, mesh.pp - 1))]
-    decisions = [decide_placement(config, mesh, end, microbatches, limits, "cuda") for end in ends]
+    searches = [PlacementSearch(config, mesh, end, microbatches, limits, "cuda") for end in ends]
+    decisions = [search.decide() for search in searches]
+    smallest = [search.smallest() for search in searches]
     sizes = {
         end.pp: size
         for end, decision in zip(ends, decisions, strict=True)
@@ -322,6 +330,11 @@ def _placed(
             "ranks": ranks,
             "memory": {key: size for key, size in largest.items() if key not in UNEQUAL},
             "placements": [str(decision) for decision in decisions],
+            "smallest": [{"device": least.device, "host": least.host} for least in smallest],
+            "early": [
+                max(0, decision.memory.states_on_host - sizes[end.pp]["host"])
+                for end, decision in zip(ends, decisions, strict=True)
+            ],
         }
     )
 
@@ -333,7 +346,7 @@ def machine_lines(result: dict[str, Any]) -> list[tuple[str, str]]:
     if device is not None:
         share = f": {needed / device:.1%} of the device of {result['machine']}"
         share += "; it does not fit" if needed > device else ""
-    lines = [("with activations", f"{counted(needed, 'byte')}, {needed / _GIB:,.2f} GiB{share}")]
+    lines = [("with activations", _size_text(needed) + share)]
     for kind in result["kinds"]:
         sizes = (
             f"{kind[key] / _GIB:,.2f} {text}"
@@ -348,8 +361,15 @@ def machine_lines(result: dict[str, Any]) -> list[tuple[str, str]]:
         if device is not None:
             total += f", {kind['total'] / device:.1%}"
         lines.append((f"  {_kind_text(kind)}", f"{total}: {', '.join(sizes)}"))
-    for rank, text in zip(result["ranks"], result.get("placements", ()), strict=False):
-        lines.append((f"placement on pp {rank['pp']}", text))
+    for number, text in enumerate(result.get("placements", ())):
+        lines.append((f"placement on pp {result['ranks'][number]['pp']}", text))
+        if early := result["early"][number]:
+            lines.append(("  early updates in addition", f"{_size_text(early)} of host memory"))
+        lines += [
+            (f"  smallest offload.{tier}_memory", _size_text(size))
+            for tier, size in result["smallest"][number].items()
+            if size
+        ]
     if "no_step" in result:
         lines.append(("no step time", result["no_step"]))
     if "step" in result:
@@ -389,6 +409,10 @@ def _load_lines(result: dict[str, Any]) -> list[tuple[str, str]]:
 
 def _slower(step_s: float, balanced_s: float) -> str:
     return f"step {step_s:,.4g} s, {step_s - balanced_s:,.4g} s more than with uniform routing"
+
+
+def _size_text(size: int) -> str:
+    return f"{counted(size, 'byte')}, {size / _GIB:,.2f} GiB"
 
 
 def _kind_text(kind: dict[str, Any]) -> str:

@@ -190,6 +190,13 @@ def _between(a: UseProfile, b: UseProfile, weight: float) -> UseProfile:
     return a._replace(**{name: round(x + weight * (y - x)) for name, x, y in values})
 
 
+def host_memory(config: Config, mesh: Mesh, coordinate: Coordinate, num_microbatches: int) -> int:
+    """Return `RankMemory.host`. The arguments are those of `rank_memory`."""
+    planned = plan_rank(config, mesh, coordinate, num_microbatches)
+    attach(planned.engine, planned.segments, planned.layout, config)
+    return planned.engine.state_bytes()["host"] + staging_of(config, planned).host
+
+
 def activations_of(
     config: Config,
     mesh: Mesh,

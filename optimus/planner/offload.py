@@ -37,6 +37,7 @@ from optimus.planner.memory import (
     RankMemory,
     RankProfiles,
     boundary_bytes,
+    host_memory,
     input_bytes,
     peak_of_step,
     rank_memory,
@@ -68,6 +69,8 @@ class Decision:
     limits: Limits
     placement: Placement | None = None
     """The result of the search, if states are on the host by decision of `decide_placement`."""
+    on_device: int = 0
+    """Bytes on the device if all states were there, if they are on the host by this decision."""
 
     @property
     def time(self) -> StepTime | None:
@@ -98,6 +101,7 @@ class Decision:
             f"{counted(config.optim.chunk_length, 'element')}: {', '.join(tiers)}"
         ]
         if self.placement is not None:
+            clauses.insert(0, f"with all states on the device, a rank needs {_gb(self.on_device)}")
             clauses.append(_time_text(self.placement))
         return "; ".join(clauses)
 
@@ -106,9 +110,9 @@ def _time_text(placement: Placement) -> str:
     """Return the simulated time of a step as text."""
     time = placement.time
     text = (
-        f"a step takes {time.step:.3g} s, of which the device computes {time.compute:.3g} s, the "
-        f"link copies {time.to_device:.3g} s to the device and {time.to_host:.3g} s to the host, "
-        f"and the host updates {time.host_adam:.3g} s"
+        f"a step takes {time.step:.3g} s, the shortest predicted time of the placements that fit: "
+        f"the device computes {time.compute:.3g} s, the link copies {time.to_device:.3g} s to the "
+        f"device and {time.to_host:.3g} s to the host, the host updates {time.host_adam:.3g} s"
     )
     if placement.num_disk:
         text += f", and the disk reads {time.disk_read:.3g} s and writes {time.disk_write:.3g} s"
@@ -143,11 +147,20 @@ def autotune_placement(
         ConfigError: The run does not fit.
     """
     offload = config.offload
-    if offload.mode == "off" or (
-        offload.mode == "manual" and not (offload.device_memory or offload.host_memory)
-    ):
+    if offload.mode == "off":
         return config
-    links, everyone = None, groups.everyone
+    everyone = groups.everyone
+    largest = largest_rank(config, groups.mesh, groups.coordinate.pp)
+    rank = groups.mesh, largest, num_microbatches
+    host = host_limit(usable_memory(), ranks_per_node)
+    host = -greatest(-host, everyone, device)
+    if offload.mode == "manual" and not (offload.device_memory or offload.host_memory):
+        needed = host_memory(config, *rank)
+        if needed > host:
+            limits = Limits(0, host, Links())
+            raise _does_not_fit("manual", Capacity(0, needed), limits, device.type)
+        return config
+    links = None
     if offload.links:
         links = load_links(offload.links)
     elif everyone.rank == 0:
@@ -156,20 +169,18 @@ def autotune_placement(
     rates = broadcast_object(None if links is None else links.model_dump(), everyone, dict)
     local = device_memory(device) // (ranks_per_node if device.type == "cpu" else 1)
     smallest = -greatest(-local, everyone, device)
-    host = -greatest(-usable_memory() // ranks_per_node, everyone, device)
     for key, available in (("device_memory", smallest), ("host_memory", host)):
         asked = parse_bytes(getattr(offload, key))
         refuse_if(
             asked > available,
             f"offload.{key} = {getattr(offload, key)!r} is {counted(asked - available, 'byte')} "
-            f"more than a rank has; use at most {counted(available, 'byte')}, or leave it out",
+            f"more than the states of a rank may use; use at most {counted(available, 'byte')}, or "
+            "leave it out",
         )
     free = 0
     if offload.disk and offload.mode == "auto":
         free = -greatest(-free_bytes(Path(offload.disk)) // ranks_per_node, everyone, device)
     limits = limits_of(config, Links.model_validate(rates), smallest, host, free)
-    largest = largest_rank(config, groups.mesh, groups.coordinate.pp)
-    rank = groups.mesh, largest, num_microbatches
     if offload.mode == "auto":
         decision = decide_placement(config, *rank, limits, device.type)
         if device.type != "cpu":  # there, the rates of the file are only for the decision
@@ -293,7 +304,7 @@ class PlacementSearch:
                 memory.device - self._allowed, memory.host - limits.host, memory.disk - limits.disk
             )
             if max(lacking) <= 0:
-                return Decision(chosen, memory, limits, best)
+                return Decision(chosen, memory, limits, best, self._on_device.device)
             excess = Capacity(*(e + max(0, n) for e, n in zip(excess, lacking, strict=True)))
 
     def smallest(self) -> Limits:
@@ -390,6 +401,21 @@ def reserve_of(device_memory: int, device: str) -> int:
 
 _RESERVE = 20
 """The unused memory is this fraction of the device memory."""
+
+
+def host_limit(memory: int, ranks_per_node: int) -> int:
+    """Return the host memory that the states of a rank may use without `offload.host_memory`.
+
+    The rest is for Python and its libraries, the loader, messages and the page cache: 2 GiB and 5 %
+    of the memory of a rank, but at most a quarter. A rank on a CPU has 0.25 GB before it has
+    states; the libraries of accelerators add 1 to 2 GB.
+
+    Args:
+        memory: Bytes of a node that its processes can use.
+        ranks_per_node: Number of ranks that share them.
+    """
+    share = memory // ranks_per_node
+    return share - min(share // 4, (2 << 30) + share // _RESERVE)
 
 
 def _with_length(config: Config, length: int) -> Config:
