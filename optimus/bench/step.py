@@ -30,6 +30,7 @@ from optimus.model.flops import flops_per_token
 from optimus.model.init import initialise_
 from optimus.model.transformer import Transformer
 from optimus.observe.events import NO_RECORDER, Recorder
+from optimus.parallel.pipeline.plan import needs_ring
 from optimus.rank.model import RankModel
 from optimus.train.loop import fix_arithmetic
 from optimus.train.resolve import divide
@@ -81,7 +82,7 @@ def make_rank(config: Config, world: World, recorder: Recorder = NO_RECORDER) ->
         "offload.mode = 'manual' with the settings that optimus plan --machine prints",
     )
     mesh, plan = divide(config, world.size)
-    groups = join_groups(mesh, world, config.parallel.virtual_stages, recorder)
+    groups = join_groups(mesh, world, needs_ring(config, mesh.pp), recorder)
     local = RankModel(config, groups, plan, world.device)
     return TrainingRank(config, world, groups, plan, local, local.make_states())
 

@@ -485,13 +485,18 @@ def _pipeline(parallel: ParallelConfig, model: ModelConfig, offload: OffloadConf
             "offload.order = 'layer' has no meaning with offload.mode = 'off'; use offload.mode = "
             "'manual', or parallel.schedule = 'gpipe' with virtual_stages = model.num_layers",
         )
-        for key, value in (("pp", parallel.pp), ("virtual_stages", parallel.virtual_stages)):
-            refuse_if(
-                value > 1,
-                f"offload.order = 'layer' makes a stage of each layer on one rank, but "
-                f"parallel.{key} = {value}; use parallel.{key} = 1, or offload.order = "
-                "'microbatch'",
-            )
+        refuse_if(
+            parallel.virtual_stages > 1,
+            "offload.order = 'layer' makes a stage of each layer, but parallel.virtual_stages = "
+            f"{parallel.virtual_stages}; use parallel.virtual_stages = 1, or offload.order = "
+            "'microbatch'",
+        )
+        refuse_if(
+            model.num_layers % parallel.pp > 0,
+            f"offload.order = 'layer' needs the same number of layers on each pipeline rank, but "
+            f"parallel.pp = {parallel.pp} does not divide model.num_layers = {model.num_layers}; "
+            "use another parallel.pp, or offload.order = 'microbatch'",
+        )
         refuse_if(
             bool(parallel.stage_layers),
             f"parallel.stage_layers = {list(parallel.stage_layers)} has no meaning with "

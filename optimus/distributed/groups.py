@@ -92,7 +92,7 @@ class Groups:
 
 
 def join_groups(
-    mesh: Mesh, world: World, virtual_stages: int = 1, recorder: Recorder = NO_RECORDER
+    mesh: Mesh, world: World, is_ring: bool = False, recorder: Recorder = NO_RECORDER
 ) -> Groups:
     """Create the process groups of this rank and its channels along pp. All ranks must call this
     function.
@@ -100,11 +100,12 @@ def join_groups(
     Args:
         mesh: Sizes of the axes.
         world: World of this rank.
-        virtual_stages: Number of pipeline stages per rank.
+        is_ring: True to open channels from the last pipeline rank to the first one, too, for
+            several stages per rank.
         recorder: Recorder whose methods are called for each collective and message of the groups.
     """
     members = mesh.groups_of(world.rank)
-    channels = _open_channels(members["pp",], virtual_stages > 1, world, recorder)
+    channels = _open_channels(members["pp",], is_ring, world, recorder)
     # Each rank creates only the groups to which it belongs. torch names a group by its ranks and
     # the number of groups created before, so that all ranks must create the same number of groups.
     handles: Handles = {}

@@ -10,6 +10,7 @@ from optimus.config.axes import AXES, Axes
 from optimus.data.batch import plan_batch
 from optimus.distributed.mesh import Coordinate, Mesh
 from optimus.errors import ConfigError
+from optimus.parallel.pipeline.plan import stages_per_rank
 from optimus.planner.allocation import Allocation
 from optimus.planner.states import ITEMSIZE, StateSizes, stages_of
 from optimus.planner.topology import (
@@ -139,7 +140,7 @@ def _pipeline(config: Config, mesh: Mesh, topology: Topology) -> tuple[Crossing,
             rows //= mesh.tp
         microbatches = plan_batch(train, mesh.num_data_ranks).microbatches_per_rank
         size = microbatches * rows * config.model.hidden_size * ITEMSIZE[train.dtype]
-    virtual = config.parallel.virtual_stages
+    virtual = stages_per_rank(config, mesh.pp)
     return pipeline_crossing(mesh, virtual, topology, size), bool(train.seq_len)
 
 

@@ -47,6 +47,7 @@ from optimus.observe.events import (
 )
 from optimus.observe.health import TrainingHealth, measure_expert_load
 from optimus.observe.log import indented
+from optimus.parallel.pipeline.plan import needs_ring
 from optimus.peak import RunPeak
 from optimus.planner.offload import autotune_placement
 from optimus.planner.states import check_names, check_slots
@@ -244,7 +245,7 @@ class Run:
             self.recorder.add(self.meter)
             if config.observe.tensorboard and plan.mesh.pp > 1:
                 self.recorder.add(self.trace)
-        self.groups = join_groups(plan.mesh, world, config.parallel.virtual_stages, self.recorder)
+        self.groups = join_groups(plan.mesh, world, needs_ring(config, plan.mesh.pp), self.recorder)
         placed = self._placed(config, plan)
         microbatches = plan.batch.microbatches_per_rank
         self.first_updates = FirstUpdates(placed, plan.mesh, microbatches, world)

@@ -107,7 +107,7 @@ def over_channels(sizes: tuple[int, ...], virtual_stages: int) -> dict[str, floa
     """Send a value through each pipeline channel, after all receives are posted. Return the
     received "activations" and "gradients"."""
     world = make_world(timeout_s=600.0)
-    channels = join_groups(Mesh(*sizes), world, virtual_stages).channels
+    channels = join_groups(Mesh(*sizes), world, virtual_stages > 1).channels
     directions = {
         "activations": (channels.activations_out, channels.activations_in, 1.0),
         "gradients": (channels.gradients_out, channels.gradients_in, 2.0),

@@ -120,10 +120,11 @@ def test_sharded_chunks_train_to_the_same_bits(ranks, tmp_path, layout):
 LAYER_ORDER = {"offload__mode": "manual", "offload__order": "layer"}
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_layer_order_trains_to_the_same_bits(ranks, tmp_path, size):
-    """All microbatches pass a layer before the next layer begins."""
-    run = {"model__tie_embeddings": True, "model__num_layers": 3, "train__dtype": "bf16"}
+@pytest.mark.parametrize(("size", "pp", "layers"), [(1, 1, 3), (2, 1, 3), (2, 2, 4)])
+def test_layer_order_trains_to_the_same_bits(ranks, tmp_path, size, pp, layers):
+    """All microbatches of a rank pass a layer before its next layer begins."""
+    run = {"model__tie_embeddings": True, "model__num_layers": layers, "train__dtype": "bf16"}
+    run["parallel__pp"] = pp
     changes: list[dict] = [
         {},
         {"offload__host_share": 0.5},

@@ -16,6 +16,20 @@ from optimus.parallel.pipeline.actions import Schedule
 from optimus.parallel.pipeline.schedules import make_schedule
 
 
+def stages_per_rank(config: Config, num_ranks: int) -> int:
+    """Return the number of pipeline stages of each rank. With `offload.order` = "layer", each layer
+    is a stage."""
+    if config.offload.order == "layer":
+        return config.model.num_layers // num_ranks
+    return config.parallel.virtual_stages
+
+
+def needs_ring(config: Config, num_ranks: int) -> bool:
+    """Return True if the last pipeline rank may send activations to the first one.
+    `offload.mode` = "auto" may select `offload.order` = "layer"."""
+    return config.offload.mode == "auto" or stages_per_rank(config, num_ranks) > 1
+
+
 def plan_stages(config: Config, num_ranks: int) -> tuple[range, ...]:
     """Return the indices of the layers of each pipeline stage.
 
@@ -113,7 +127,11 @@ def schedule_of(config: Config, mesh: Mesh, num_microbatches: int) -> Schedule:
         # If several ranks add to a sum, deterministic mode adds microbatch by microbatch.
         is_ordered = config.train.deterministic and mesh.dp * mesh.ep > 1
         return make_schedule(
-            "gpipe", mesh.pp, config.model.num_layers, num_microbatches, reduce_each=is_ordered
+            "gpipe",
+            mesh.pp,
+            stages_per_rank(config, mesh.pp),
+            num_microbatches,
+            reduce_each=is_ordered,
         )
     several = mesh.pp * parallel.virtual_stages > 1
     return make_schedule(

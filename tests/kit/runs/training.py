@@ -24,6 +24,7 @@ from optimus.errors import OutcomeKind
 from optimus.io.workspace import Workspace
 from optimus.launch.environment import read_launch_env
 from optimus.observe.events import NO_RECORDER, Recorder
+from optimus.parallel.pipeline.plan import needs_ring
 from optimus.rank.model import RankModel
 from optimus.train.autotune import KernelChoices
 from optimus.train.loop import Run, train
@@ -161,9 +162,9 @@ def make_rank_model(
     """
     torch.set_num_threads(1)
     config = make_config(tree)
-    world, parallel = world or start_world(device="cpu"), config.parallel
-    mesh = make_mesh(parallel, world.size)
-    groups = join_groups(mesh, world, parallel.virtual_stages, recorder)
+    world = world or start_world(device="cpu")
+    mesh = make_mesh(config.parallel, world.size)
+    groups = join_groups(mesh, world, needs_ring(config, mesh.pp), recorder)
     plan = plan_batch(config.train, mesh.num_data_ranks)
     model = RankModel(config, groups, plan, world.device)
     return RankModelSetup(config, world, groups, plan, model)
