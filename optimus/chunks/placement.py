@@ -83,6 +83,8 @@ class Workload:
     """Number of times that the gradients of a chunk are reduced in a step."""
     reduction_bytes: int = 0
     """Bytes on the device of the temporary tensors of a reduction."""
+    idle_s: float = 0.0
+    """Seconds for which the rank waits for other pipeline ranks in a step."""
 
     @cached_property
     def compute_s(self) -> float:
@@ -343,6 +345,11 @@ class Placement(NamedTuple):
     """Simulated time of a step without early updates, in seconds."""
 
     @property
+    def step_s(self) -> float:
+        """Predicted seconds of a step, with those for which the rank waits for others."""
+        return self.time.step + self.workload.idle_s
+
+    @property
     def updates_early(self) -> bool:
         """True if early updates make a step shorter."""
         return self.time.step < self.late_s * (1 - _SMALLEST_GAIN)
@@ -367,7 +374,11 @@ class NoPlacement(Exception):
 
 
 def search(
-    workloads: Iterable[Workload], capacity: Capacity, links: Links, early: Early = "off"
+    workloads: Iterable[Workload],
+    capacity: Capacity,
+    links: Links,
+    early: Early = "off",
+    all_cached: bool = False,
 ) -> Placement:
     """Return the placement with the shortest step.
 
@@ -381,6 +392,7 @@ def search(
         links: Rates of the links, of updates on the host, and of the disk.
         early: The chunks that are updated early: none, all that have no states on disk, or as many
             as half of the free host memory has spare buffers for.
+        all_cached: True for placements whose cache has a slot for each chunk on the host.
 
     Raises:
         NoPlacement: No placement fits.
@@ -389,12 +401,12 @@ def search(
     fitting: list[tuple[float, int, int, int, int, Workload]] = []
     for workload, num_host in _numbers(workloads):
         slots = workload.most_slots(num_host, capacity.device)
-        if slots is None:
+        if slots is None or (all_cached and slots < num_host):
             continue
         num_disk = workload.fewest_on_disk(num_host, capacity.host, capacity.disk)
         if num_disk is not None:
             spare = _spare_bytes(workload, num_host, num_disk, capacity, early)
-            estimate = workload.estimate(num_host, slots, links, num_disk, spare)
+            estimate = workload.estimate(num_host, slots, links, num_disk, spare) + workload.idle_s
             fitting.append((estimate, num_disk, num_host, -slots, len(fitting), workload))
     if not fitting:
         raise NoPlacement(_nearest(workloads, capacity))
@@ -411,7 +423,7 @@ def search(
             workload.disk(num_host, num_disk),
         )
         simulated.append(Placement(workload, num_host, -negative, num_disk, needs, time, late.step))
-    return min(simulated, key=lambda placement: placement.time.step)
+    return min(simulated, key=lambda placement: placement.step_s)
 
 
 _SIMULATED = 4

@@ -22,7 +22,8 @@ from optimus.planner.memory import (
     depends_on_load,
     rank_memory,
 )
-from optimus.planner.offload import PlacementSearch, host_limit, largest_rank, limits_of
+from optimus.planner.offload import host_limit, largest_rank, limits_of
+from optimus.planner.placement_search import PlacementSearch, decide_together
 from optimus.planner.states import plan_ranks, stages_of
 from optimus.planner.step_plan import plan_step, step_lines
 from optimus.planner.step_time import is_cpu
@@ -306,7 +307,7 @@ def _placed(
     limits = limits_of(config, links, device, host, _UNKNOWN)
     ends = [largest_rank(config, mesh, pp) for pp in dict.fromkeys((0, mesh.pp - 1))]
     searches = [PlacementSearch(config, mesh, end, microbatches, limits, "cuda") for end in ends]
-    decisions = [search.decide() for search in searches]
+    decisions = decide_together(searches)
     smallest = [search.smallest() for search in searches]
     sizes = {
         end.pp: size

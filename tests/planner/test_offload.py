@@ -10,7 +10,8 @@ from optimus.config.machine import Links
 from optimus.distributed.mesh import Coordinate, make_mesh
 from optimus.errors import ConfigError
 from optimus.planner.memory import rank_memory
-from optimus.planner.offload import Decision, Limits, decide_placement, largest_rank
+from optimus.planner.offload import largest_rank
+from optimus.planner.placement_search import Decision, Limits, decide_placement
 from optimus.rank.states import plan_rank
 from tests.kit.runs.results import assert_same_run
 from tests.kit.runs.tiny import DENSE, tiny_tree
