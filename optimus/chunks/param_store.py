@@ -6,10 +6,18 @@ import logging
 from collections.abc import Collection, Sequence
 from functools import partial
 
+import torch
+
 from optimus.chunks.buffers import ParamChunk
 from optimus.chunks.memory import Copy, Memory, Tier
 from optimus.chunks.optimizer import UpdateQueue
-from optimus.chunks.residency import ResidencyPlan, Use, farthest, plan_residency
+from optimus.chunks.residency import (
+    ResidencyPlan,
+    Use,
+    farthest,
+    likely_uses,
+    plan_residency,
+)
 from optimus.distributed.collectives import Transfer, all_gather
 
 logger = logging.getLogger(__name__)
@@ -27,8 +35,8 @@ class ParamStore:
 
     With transient chunks, a training step normally uses the model's segments in the order of
     `plan`. From the first use in another order to the end of the step, and outside of a step, the
-    plan does not apply. Then the store assumes that another forward pass follows, and first frees
-    the chunk whose next use is the latest. All ranks of the shard groups of the gathered chunks
+    plan does not apply. Then the store first frees the chunk whose next use is the latest according
+    to `likely_uses`. All ranks of the shard groups of the gathered chunks
     must call `use`, so all ranks of a shard group must use segments in the same order.
 
     Args:
@@ -53,6 +61,8 @@ class ParamStore:
         self._next = 0
         """Index of the next planned use. While the plan does not apply, it is the number of planned
         uses."""
+        self._last_backward = 0
+        """Segment of the last backward in the present step; 0 if there was none."""
         self._cached: set[int] = set()
         self._has_warned = False
         self.num_unplanned = 0
@@ -89,7 +99,7 @@ class ParamStore:
         """Empty the cache and return to the first use of the plan. Call this before each training
         step."""
         self.invalidate()
-        self._next = self.num_unplanned = 0
+        self._next = self.num_unplanned = self._last_backward = 0
 
     def use(self, segment: int, backward: bool) -> None:
         """Gather the parameters of a segment, or wait for them. Call this before each forward and
@@ -98,9 +108,11 @@ class ParamStore:
             if self._overlaps:
                 self._wait_for(self._needs[segment])
             return
+        if backward:
+            self._last_backward = segment
         if self._next == len(self.plan.steps):
             self.num_unplanned += 1
-            self.gather(self._needs[segment], segment)
+            self.gather(self._needs[segment], segment, backward)
             return
         step = self.plan.steps[self._next]
         if step.use[:2] != (segment, backward):
@@ -121,24 +133,24 @@ class ParamStore:
         self._begin_gather(step.prefetch)
         assert self._cached == step.resident, "the cache differs from its plan"
 
-    def gather(self, numbers: Collection[int], segment: int = 0) -> None:
+    def gather(self, numbers: Collection[int], segment: int = 0, backward: bool = False) -> None:
         """Gather chunks that the plan does not expect. The plan then does not apply until the next
         step. The chunks stay whole until the next use.
 
         Args:
             numbers: Numbers of the chunks.
-            segment: Index of the segment that will use them. It determines which other chunks are
-                freed.
+            segment, backward: The use that needs them. It determines which other chunks are freed.
         """
         needed = {number for number in numbers if self._chunks[number].is_transient}
         if self.plan is not None:
             self._next = len(self.plan.steps)
             missing, others = sorted(needed - self._cached), self._cached - needed
             excess = len(self._cached) + len(missing) - self.plan.slots
-            # The first segment follows the last one, as if another forward pass came next.
-            ahead = [*self._needs[segment + 1 :], *self._needs[: segment + 1]]
+            ahead = likely_uses(
+                len(self._needs), segment, backward, self._last_backward, torch.is_grad_enabled()
+            )
             distance = {
-                chunk: next((n for n, need in enumerate(ahead) if chunk in need), len(ahead))
+                chunk: next((i for i, s in enumerate(ahead) if chunk in self._needs[s]), len(ahead))
                 for chunk in others
             }
             self._evict(farthest(others, excess, distance.__getitem__))

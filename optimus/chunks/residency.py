@@ -183,6 +183,31 @@ def farthest(
     return tuple(ordered[: max(0, count)])
 
 
+def likely_uses(
+    num_segments: int, segment: int, backward: bool, last_backward: int, trains: bool
+) -> list[int]:
+    """Return the segments that are likely to be used after a use, in order, if the order of uses
+    is not known.
+
+    In training, a forward through all segments is followed by their backward in reverse, and a
+    backward by another forward. A forward of a segment before that of the last backward recomputes
+    the segments between them. Without training, a forward is followed by another one.
+
+    Args:
+        num_segments: Number of segments, numbered in order of first use.
+        segment, backward: The present use.
+        last_backward: Segment of the last backward in the present step; 0 if there was none.
+        trains: False if no backward follows, as in an evaluation.
+    """
+    again = range(num_segments)
+    if backward:
+        return [*reversed(range(segment)), *again]
+    if not trains:
+        return [*range(segment + 1, num_segments), *again]
+    turn = last_backward if segment < last_backward else num_segments
+    return [*range(segment + 1, turn), *reversed(range(turn)), *again]
+
+
 class Future:
     """For each chunk, the indices of the uses that need it."""
 

@@ -365,7 +365,8 @@ class OffloadConfig(Section):
     in the schedule `gpipe` with one stage for each layer. Then each chunk is copied to the device
     at most twice per step and its gradients to the host once, for any number of microbatches, but
     the activations of all microbatches are kept; `recompute.modules` = ["block"] keeps only the
-    inputs of the blocks."""
+    inputs of the blocks. In a pipeline, each rank then has every pp-th layer, and
+    `parallel.schedule` is not used."""
     grad_dtype: Literal["auto", "bf16", "fp32"] = "auto"
     """Dtype in which gradients leave the device, once for each microbatch or, with order = `layer`,
     once per step. `bf16` rounds them once, and the link carries at most 6 bytes per parameter; with

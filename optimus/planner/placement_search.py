@@ -353,8 +353,9 @@ def decide_together(
     for order in searches[0].orders:
         cost, offloads = _IMPOSSIBLE, 1
         try:
-            found = decisions[order] = [search.decide(order) for search in searches]
-            offloads = int(any(decision.config.offload.host_share for decision in found))
+            decisions[order] = [search.decide(order) for search in searches]
+            shares = (decision.config.offload.host_share for decision in decisions[order])
+            offloads = int(any(shares))
         except ConfigError as error:
             problem = problem or error
         if not greatest_of(offloads):

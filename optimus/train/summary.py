@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.dataset import MAX_EPOCHS
-from optimus.config import Config, MixSource, ModelConfig, ParallelConfig, TrainConfig
+from optimus.config import Config, MixSource, ModelConfig, TrainConfig
 from optimus.data.dataset import InstanceSource, TokenDataset
 from optimus.data.mixture import MixedDataset
 from optimus.distributed.mesh import Mesh
@@ -19,6 +19,7 @@ from optimus.errors import OptimusError, counted, one_line, printable
 from optimus.hf import config_to_hf
 from optimus.model.flops import count_parameters
 from optimus.observe.events import EvalRecord
+from optimus.parallel.pipeline.plan import stages_per_rank
 from optimus.resilience.supervision.attempt import SKIPPED_STEPS
 from optimus.train.autotune import MeasuredChoices
 from optimus.train.resolve import PartialPlan, RunPlan, flat_settings, network_warnings
@@ -144,7 +145,7 @@ def plan_facts(config: Config, plan: PartialPlan) -> Iterator[tuple[str, str]]:
     size = f"{counted(total, 'parameter')}, {active:,} active per token"
     shape = f"{counted(model.num_layers, 'layer')}, hidden size {model.hidden_size:,}"
     yield "model", f"{model.architecture}, {shape}: {size}; {train.dtype}"
-    yield "layout", _layout(config.parallel, config.optim.sharding, mesh)
+    yield "layout", _layout(config, mesh)
     if plan.data is not None:
         yield from _data(config.data.mix, train.max_steps * batch.instances, plan.data.training)
         if (held_out := plan.data.held_out) is not None:
@@ -173,12 +174,16 @@ def plan_facts(config: Config, plan: PartialPlan) -> Iterator[tuple[str, str]]:
     yield "files", train.run_dir
 
 
-def _layout(parallel: ParallelConfig, sharding: str, mesh: Mesh) -> str:
+def _layout(config: Config, mesh: Mesh) -> str:
+    parallel, sharding = config.parallel, config.optim.sharding
     text = counted(mesh.world_size, "rank")
     sizes = [f"{axis} {size}" for axis, size in mesh._asdict().items() if size > 1]
     text += f" ({', '.join(sizes)})" if sizes else ""
-    if mesh.pp * parallel.virtual_stages > 1:
-        text += f"; schedule {parallel.schedule}, {mesh.pp * parallel.virtual_stages} stages"
+    stages = mesh.pp * stages_per_rank(config, mesh.pp)
+    if stages > 1:
+        by_layer = config.offload.order == "layer"
+        schedule = "gpipe" if by_layer else parallel.schedule
+        text += f"; schedule {schedule}, {counted(stages, 'stage')}"
     if mesh.world_size > 1:
         text += f"; optim.sharding {sharding}"
     return text

@@ -12,7 +12,9 @@ from optimus.chunks.residency import (
     Pass,
     ResidencyPlan,
     Use,
+    farthest,
     fewest_slots,
+    likely_uses,
     plan_residency,
     use_order,
 )
@@ -121,6 +123,61 @@ def test_gathers_of_recomputed_regions_equal_the_formulas():
         assert len(planned_gathers(plan_residency(fewer, 1))) == 3 * n - n // m
         for slots in range(m, n + 1):
             assert num_gathers(n, slots, [F, B], regions) == 2 * n - slots
+
+
+def unforeseen_orders(draw: random.Random) -> tuple[int, dict[str, list[tuple[int, bool]]]]:
+    """Return the number of segments, and uses of two microbatches in orders that are not known in
+    advance: pairs of a segment and True for a backward."""
+    n = draw.randint(8, 16)
+    orders: dict[str, list[tuple[int, bool]]] = {"whole": [], "skipped": [], "recomputed": []}
+    for _ in range(2):
+        for name in ("whole", "skipped"):
+            used = [s for s in range(n) if name == "whole" or draw.random() < 0.7]
+            orders[name] += [(s, False) for s in used] + [(s, True) for s in reversed(used)]
+        orders["recomputed"] += [(s, False) for s in range(n)]
+        for start in reversed(range(0, n, 4)):
+            region = range(start, min(n, start + 4))
+            orders["recomputed"] += [(s, False) for s in region]
+            orders["recomputed"] += [(s, True) for s in reversed(region)]
+    return n, orders
+
+
+def gathers_without_plan(n: int, slots: int, uses: list[tuple[int, bool]], seed: int = -1) -> int:
+    """Return the number of gathers if the next use is guessed, as `ParamStore` does, or with a
+    random replacement."""
+    draw = None if seed < 0 else random.Random(seed)
+    cached: set[int] = set()
+    gathers = last_backward = 0
+    for segment, backward in uses:
+        last_backward = segment if backward else last_backward
+        ahead = likely_uses(n, segment, backward, last_backward, trains=True)
+        if segment not in cached:
+            gathers += 1
+            if len(cached) == slots:
+                guessed = farthest(cached, 1, ahead.index)[0]
+                cached.remove(draw.choice(sorted(cached)) if draw else guessed)
+            cached.add(segment)
+    return gathers
+
+
+def test_guessed_uses_need_fewer_gathers_than_random_replacement() -> None:
+    """The guess is optimal if all segments compute, also if they are recomputed in regions."""
+    ratios: dict[str, list[tuple[float, float]]] = {}
+    for seed in range(12):
+        draw = random.Random(seed)
+        n, orders = unforeseen_orders(draw)
+        slots = draw.randint(2, n - 1)
+        for name, uses in orders.items():
+            known = [Use(segment, backward, frozenset({segment})) for segment, backward in uses]
+            least = len(planned_gathers(plan_residency(known, slots)))
+            guessed = gathers_without_plan(n, slots, uses) / least
+            chance = [gathers_without_plan(n, slots, uses, number) for number in range(8)]
+            ratios.setdefault(name, []).append((guessed, sum(chance) / len(chance) / least))
+    means = {
+        name: [sum(r) / len(r) for r in zip(*all_, strict=True)] for name, all_ in ratios.items()
+    }
+    assert means["whole"][0] == 1 and means["recomputed"][0] < 1.02
+    assert all(guessed < 0.97 * chance for guessed, chance in means.values()), means
 
 
 def test_gathers_overlap_with_computation():

@@ -11,7 +11,13 @@ from optimus.distributed.mesh import Coordinate, make_mesh
 from optimus.errors import ConfigError
 from optimus.planner.memory import rank_memory
 from optimus.planner.offload import largest_rank
-from optimus.planner.placement_search import Decision, Limits, decide_placement
+from optimus.planner.placement_search import (
+    Decision,
+    Limits,
+    PlacementSearch,
+    decide_placement,
+    decide_together,
+)
 from optimus.rank.states import plan_rank
 from tests.kit.runs.results import assert_same_run
 from tests.kit.runs.tiny import DENSE, tiny_tree
@@ -116,22 +122,66 @@ def test_the_limit_holds_in_a_step(ranks) -> None:
 SIZES = ("cache_chunks", "chunk_length")
 
 
+SLOW_UPLOAD = Links(to_device=1e8, to_host=1e11, host_adam=1e10, flops=1e14, memory=1e14)
+BY_LAYER = {"links": ""}
+PIPELINE = DENSE | {
+    "model__num_layers": 4,
+    "model__hidden_size": 128,
+    "model__intermediate_size": 192,
+    "optim__chunk_length": 20_000,
+    "recompute__modules": ["block"],
+    "parallel__pp": 2,
+}
+"""A model with few activations, so that those of all microbatches fit."""
+
+
+def test_ranks_of_a_pipeline_agree_on_the_order_with_the_shortest_step() -> None:
+    """With few slots, 1F1B copies each chunk to the device for each microbatch."""
+    config = make_config(tiny_tree("d", "r", **PIPELINE, **AUTO))
+    mesh = make_mesh(config.parallel)
+    orders = set()
+    for limit in (3_200_000, 3_400_000):
+        limits = Limits(limit, HOST, SLOW_UPLOAD)
+        searches = [
+            PlacementSearch(config, mesh, Coordinate(pp, 0, 0, 0), 8, limits, "cpu")
+            for pp in range(2)
+        ]
+        decisions = decide_together(searches)
+        of_orders = decisions[0].of_orders
+        best = min(of_orders, key=of_orders.__getitem__)
+        orders.add(best)
+        assert {decision.config.offload.order for decision in decisions} == {best}
+        slowest = max(s.seconds(d) for s, d in zip(searches, decisions, strict=True))
+        assert of_orders[best] == pytest.approx(slowest)
+        for search, decision in zip(searches, decisions, strict=True):
+            shortest = search.seconds(search.decide("microbatch"))
+            assert decision.in_cache_s is None or shortest <= decision.in_cache_s
+            assert f"'layer': {of_orders['layer']:.3g} s" in str(decision)
+    assert orders == {"layer", "microbatch"}
+
+
 @pytest.mark.parametrize(
     ("size", "capped", "printed"),
     [
         (1, {"device_memory": "650000"}, "of the chunks on the host, "),
         (2, {"device_memory": "650000"}, "of the chunks on the host, "),
         (1, {"device_memory": "750000", "host_memory": "1150000"}, "of these on disk, "),
+        (2, {"device_memory": "3200000"} | BY_LAYER, "order of microbatches 'layer'"),
     ],
 )
 def test_auto_trains_to_the_same_bits(
     ranks, tiny_data, tmp_path, size: int, capped: dict, printed: str
 ) -> None:
     run = {"train__max_steps": 4, "optim__chunk_length": 4000, "optim__sharding": "so"}
+    links = LINKS
     if "host_memory" in capped:
         run |= DENSE | {"model__num_layers": 6}
-        (tmp_path / "links.toml").write_text("[links]\nhost_adam = 1e8\n")
         capped = {**capped, "disk": str(tmp_path), "links": str(tmp_path / "links.toml")}
+    elif "links" in capped:
+        run |= PIPELINE
+        links, capped = SLOW_UPLOAD, {**capped, "links": str(tmp_path / "links.toml")}
+    lines = [f"{name} = {rate}" for name, rate in links]
+    (tmp_path / "links.toml").write_text("\n".join(["[links]", *lines]))
     plain, auto = tmp_path / "plain", tmp_path / "auto"
     alone = {"start_world": False, "timeout_s": 120}
     ranks(size, printed_by, tiny_tree(tiny_data, plain, **run), **alone)

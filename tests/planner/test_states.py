@@ -64,7 +64,9 @@ def random_tree(choose: random.Random) -> dict[str, Any]:
     if choose.random() < 0.3:
         settings["offload__mode"] = "manual"
         settings["offload__host_share"] = choose.choice((0.3, 1.0))
-        if pp * settings["parallel__virtual_stages"] == 1 and choose.random() < 0.5:
+        one_stage = settings["parallel__virtual_stages"] == 1
+        is_even = settings["model__num_layers"] % pp == 0
+        if one_stage and is_even and choose.random() < 0.5:
             settings["offload__order"] = "layer"
     if choose.random() < 0.3:
         settings["optim__frozen"] = [choose.choice(PATTERNS)]
