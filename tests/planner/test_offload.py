@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 
 from optimus.checkpoint.slices import writer_in_paper
@@ -9,8 +11,9 @@ from optimus.config import make_config
 from optimus.config.machine import Links
 from optimus.distributed.mesh import Coordinate, make_mesh
 from optimus.errors import ConfigError
+from optimus.planner import offload as offload_module
 from optimus.planner.memory import rank_memory
-from optimus.planner.offload import largest_rank
+from optimus.planner.offload import host_limit, largest_rank
 from optimus.planner.placement_search import (
     Decision,
     Limits,
@@ -248,6 +251,8 @@ def test_states_are_on_disk_where_the_host_is_too_small(tmp_path, copies: dict) 
         decide(limit, least - 1, disk=1 << 40, **settings)
     with pytest.raises(ConfigError, match="set offload.disk to a directory"):
         decide(limit, least, **settings)
+    with pytest.raises(ConfigError, match=r"let offload\.disk have more than 1,000,000 bytes"):
+        decide(limit, least, disk=1_000_000, **settings)
 
 
 def test_limits_apply_to_manual_placements(ranks, tiny_data, tmp_path) -> None:
@@ -255,6 +260,20 @@ def test_limits_apply_to_manual_placements(ranks, tiny_data, tmp_path) -> None:
     tree = tiny_tree(tiny_data, tmp_path / "run", **manual, offload__host_memory="1000")
     ((status, message),) = ranks(1, run_and_catch, tree, start_world=False)
     assert status == 2 and "offload.host_memory must be at least" in message
+    tree = tiny_tree(tiny_data, tmp_path / "run", **manual)
+    ((status, message),) = ranks(1, run_with_little_memory, tree, start_world=False)
+    assert status == 2 and "offload.host_memory must be at least" in message
+
+
+def run_with_little_memory(tree: dict) -> tuple[int, str]:
+    """Return the result of a run on a machine with 100 kB of memory."""
+    with mock.patch.object(offload_module, "usable_memory", lambda: 100_000):
+        return run_and_catch(tree)
+
+
+def test_host_memory_is_left_to_python() -> None:
+    assert host_limit(8 << 30, 2) == (4 << 30) * 3 // 4
+    assert host_limit(128 << 30, 1) == (126 << 30) - (128 << 30) // 20
 
 
 @pytest.mark.parametrize(
