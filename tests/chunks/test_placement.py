@@ -201,6 +201,16 @@ def test_the_disk_is_used_only_where_the_host_is_too_small() -> None:
         assert refused.value.needs.device <= device and refused.value.needs.host > short.host
 
 
+@pytest.mark.parametrize("name", ["disk_read", "disk_write"])
+def test_a_slow_disk_determines_the_time_of_a_step(name: str) -> None:
+    work = large_states(9, 0, (1,))
+    slow = LINKS.model_copy(update={name: 100.0})
+    estimate, time = work.estimate(9, 9, slow, 6), work.predict(9, 9, slow, 6)
+    moved_s = work.disk(9, 6) / 100.0
+    assert moved_s == getattr(time, name) == pytest.approx(time.step, rel=0.02)
+    assert moved_s <= estimate <= 1.0001 * time.step
+
+
 @pytest.mark.parametrize("num_disk", [0, 6])
 def test_early_updates_shorten_steps_in_which_the_host_delays_the_forward(num_disk: int) -> None:
     work = dataclasses.replace(large_states(9, 8, (1,)), forward_s=[0.1] * 9, backward_s=[0.2] * 9)
