@@ -42,7 +42,7 @@ def check_model(model: Any) -> None:
             for module in modules.values()
         ),
         f"{type(model).__name__} is compiled, and compiled code calls no hooks; call "
-        "optimus.offload with the model before torch.compile",
+        "optimus.offload with the model without torch.compile",
     )
     refuse_if(
         getattr(model, "is_quantized", False) or getattr(model, "hf_quantizer", None) is not None,

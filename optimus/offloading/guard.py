@@ -144,8 +144,9 @@ def _run_on_parameters(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     is_write = is_write or (name.startswith("__i") and name != "__invert__") or name == "data.set"
     if is_write or any(t is o for t in parameters for o in tensors_in(kwargs.get("out"))):
         raise ConfigError(
-            f"parameter {names[0]} is offloaded and cannot be changed by {name}; use "
-            "model.load_state_dict, or change it before the call of optimus.offload"
+            f"parameter {names[0]} is offloaded and cannot be changed by {name}; use the optimizer "
+            "of optimus.offload or model.load_state_dict, or change it before the call of "
+            "optimus.offload"
         )
     for parameter in parameters:
         of_parameter = _guard_of(parameter)

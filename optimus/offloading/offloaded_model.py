@@ -81,6 +81,8 @@ class OffloadedModel:
         self._uses: list[tuple[int, bool]] = []
         self._planned: list[tuple[int, bool]] = []
         self._in_step = False
+        self._is_compiled = False
+        """True if torch.compile has traced this object."""
         self._is_updated = False
         """True from an update until the gradients are cleared."""
         self._tasks: list[int] = []
@@ -135,6 +137,8 @@ class OffloadedModel:
 
     def use(self, index: int, backward: bool) -> None:
         """Provide a segment with its parameters and, for a backward, its gradient buffers."""
+        if torch.compiler.is_compiling():
+            self._is_compiled = True
         task = torch._C._current_graph_task_id()
         if backward:
             self._begin_backward(task)
@@ -278,6 +282,11 @@ class OffloadedModel:
     def complete_gradients(self) -> set[str]:
         """Complete the gradients of a step, and return the names of the parameters that have
         one."""
+        refuse_if(
+            self._is_compiled,
+            f"{type(self._module).__name__} was compiled by torch.compile, which does not support "
+            "the hooks of an offloaded model; train the model without torch.compile",
+        )
         missing = self._without_gradient()
         if len(missing) == len(self.trained):
             self._received.clear()

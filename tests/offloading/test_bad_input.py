@@ -99,8 +99,13 @@ def test_a_compiled_model_is_refused():
     model = layers()
     model[0].compile()
     for compiled in (model, torch.compile(layers())):
-        with pytest.raises(ConfigError, match="before torch.compile"):
+        with pytest.raises(ConfigError, match="without torch.compile"):
             optimus.offload(compiled)
+    model = layers()
+    optimizer = optimus.offload(model, host_share=1.0)
+    torch.compile(model, backend="eager")(torch.ones(1, 32)).sum().backward()
+    with pytest.raises(ConfigError, match="train the model without torch.compile"):
+        optimizer.step()
 
 
 ARGUMENTS = {
