@@ -27,6 +27,7 @@ from tests.offloading.models import MODELS, adamw, assert_equal, loss_of, train,
 
 OPTIONS = {"lr": 1e-2, "weight_decay": 0.1}
 SHARES = (0.0, 0.5, 1.0)
+MODELS_AND_SHARES = [*((name, 1.0) for name in MODELS), ("llama", 0.0), ("gpt2", 0.5)]
 
 
 @pytest.fixture(autouse=True, params=["random"])
@@ -59,8 +60,19 @@ def test_training_equals_adamw_of_torch_bit_for_bit(name, share):
     assert (moved > 0) == (share > 0)
 
 
-@pytest.mark.parametrize("hostile_memory", ["early", "late", "random", "freed"], indirect=True)
-@pytest.mark.parametrize("slots", [0, 2, 3, 100])
+@pytest.mark.parametrize(
+    ("hostile_memory", "slots"),
+    [
+        ("early", 2),
+        ("late", 2),
+        ("random", 2),
+        ("freed", 2),
+        ("early", 0),
+        ("late", 3),
+        ("freed", 100),
+    ],
+    indirect=["hostile_memory"],
+)
 def test_times_of_copies_and_sizes_of_the_cache_change_no_bit(hostile_memory, slots):
     ours, optimizer, theirs, reference = pair("gpt2", 1.0, cache={"cache_chunks": slots})
     assert train(ours, optimizer) == train(theirs, reference)
@@ -124,9 +136,15 @@ def enable(model: nn.Module, reentrant: bool) -> None:
         model.enable_input_require_grads()
 
 
-@pytest.mark.parametrize("slots", [2, 0])
-@pytest.mark.parametrize("reentrant", [False, True, None])
-@pytest.mark.parametrize("name", ["llama", "gpt2", "olmoe"])
+@pytest.mark.parametrize(
+    ("name", "reentrant", "slots"),
+    [
+        *(("llama", reentrant, 2) for reentrant in (False, True, None)),
+        *(("gpt2", reentrant, 0) for reentrant in (False, True, None)),
+        ("gpt2", True, 2),
+        *(("olmoe", reentrant, 2) for reentrant in (False, True)),
+    ],
+)
 def test_gradient_checkpointing_changes_no_bit(name, reentrant, slots):
     """With None, checkpointing has the default of transformers."""
     ours, optimizer, theirs, reference = pair(name, 1.0, cache={"cache_chunks": slots})
@@ -399,8 +417,10 @@ def test_an_update_into_other_buffers_equals_an_inplace_update(dtype):
     assert any(changes)
 
 
-@pytest.mark.parametrize("share", SHARES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "share"),
+    [(torch.float32, 0.0), (torch.float32, 1.0), (torch.bfloat16, 0.5), (torch.bfloat16, 1.0)],
+)
 def test_resume_continues_with_equal_bits(tmp_path, dtype, share):
     """Save after two steps. A new process loads the files under another placement and continues."""
     model = models.llama().to(dtype)
