@@ -31,8 +31,8 @@ from optimus.model.router import uniform
 from optimus.parallel.pipeline.plan import plan_stages
 from optimus.planner.collectives import collective_s
 from optimus.planner.step_time import Layers, Rates, Step, is_cpu, rates_of, step_time
-from optimus.planner.workload import stage_weights, step_of, updated_parameters
-from optimus.rank.operations import ModelWork, Operation, Pass, Product
+from optimus.planner.workload import Works, stage_weights, step_of, updated_parameters
+from optimus.rank.operations import Operation, Pass, Product
 from optimus.rank.profile import profile_work
 from optimus_kernels import adamw_
 
@@ -210,8 +210,8 @@ def study_moe(
     if mesh.ep > 1:
         updates = measure_updates((sizes[0], sizes[1]), rounds, device)
     spread = zip(experts, updates, strict=True)
-    work = profile_work(config, mesh, is_cpu(machine))
-    rows = [_speedups(config, mesh, rates, work, loop, update) for loop, update in spread]
+    works: Works = {False: profile_work(config, mesh, is_cpu(machine))}
+    rows = [_speedups(config, mesh, rates, works, loop, update) for loop, update in spread]
     columns: dict[str, Any] = {"tokens": tokens}
     for name in COLUMNS:
         least, value, most = (row[name] for row in rows)
@@ -225,12 +225,12 @@ def study_moe(
 
 
 def _speedups(
-    config: Config, mesh: Mesh, rates: Rates, work: ModelWork, experts: float, update: float
+    config: Config, mesh: Mesh, rates: Rates, works: Works, experts: float, update: float
 ) -> dict[str, float]:
-    """Return the speed-ups of a run, from those of the experts and of the update of a rank. `work`
-    is the result of `profile_work`."""
-    fast = _step_with("epso", config, mesh, work)
-    slow = _step_with("so", config, mesh, work)
+    """Return the speed-ups of a run, from those of the experts and of the update of a rank. `works`
+    is the argument of `step_of`."""
+    fast = _step_with("epso", config, mesh, works)
+    slow = _step_with("so", config, mesh, works)
     passes_s = _passes_s(fast, rates)
     loop_s = _passes_s(_with_slower_experts(fast, config, mesh, experts), rates)
     update_s = fast.optimizer_bytes / rates.memory
@@ -247,10 +247,10 @@ def _speedups(
     }
 
 
-def _step_with(sharding: str, config: Config, mesh: Mesh, work: ModelWork) -> Step:
+def _step_with(sharding: str, config: Config, mesh: Mesh, works: Works) -> Step:
     """Return the step with a sharding, without overlap of the optimizer's communication."""
     optim = config.optim.model_copy(update={"sharding": sharding, "overlap": False})
-    return step_of(config.model_copy(update={"optim": optim}), mesh, works={False: work})
+    return step_of(config.model_copy(update={"optim": optim}), mesh, works=works)
 
 
 def _passes_s(step: Step, rates: Rates) -> float:
@@ -297,9 +297,9 @@ def expert_work(config: Config, mesh: Mesh) -> tuple[tuple[Operation, ...], tupl
     up, down = product(each, d, 2 * f), product(each, f, d)
     moved, activation = Pass(2 * e * rows * d), Pass(3 * e * rows * f)
     forward: tuple[Operation, ...] = (moved, up, activation, down, moved)
-    of_up = product(each, 2 * f, d), product(2 * f, each, d)
-    of_down = product(each, d, f), product(d, each, f)
-    backward: tuple[Operation, ...] = (*of_up, *of_down, moved, Pass(5 * e * rows * f), moved)
+    gradients = product(each, 2 * f, d), product(2 * f, each, d)
+    gradients += product(each, d, f), product(d, each, f)
+    backward: tuple[Operation, ...] = (*gradients, moved, Pass(5 * e * rows * f), moved)
     modules = set(config.recompute.modules)
     if modules & {"moe", "block"}:
         backward += forward

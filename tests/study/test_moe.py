@@ -61,10 +61,10 @@ def test_speedups_follow_from_each_other():
     for all_products, of_experts in zip((block.forward, block.backward), experts, strict=True):
         assert repeats(of_experts).total() > 0
         assert repeats(of_experts) <= repeats(all_products)
-    same = _speedups(config, mesh, rates, work, 1.0, 1.0)
+    same = _speedups(config, mesh, rates, {False: work}, 1.0, 1.0)
     assert same["passes"] == same["step_of_passes"] == 1.0
     assert same["step_of_optimizer"] == same["both"] > 1  # less communication with epso
-    row = _speedups(config, mesh, rates, work, 2.0, 1.2)
+    row = _speedups(config, mesh, rates, {False: work}, 2.0, 1.2)
     assert 1 < row["step_of_passes"] < row["passes"] < 2
     # The formula by which the columns of the paper's Table 3 agree (Amdahl's law).
     share = (1 - 1 / row["step_of_passes"]) / (1 - 1 / row["passes"])
