@@ -297,9 +297,10 @@ def expert_work(config: Config, mesh: Mesh) -> tuple[tuple[Operation, ...], tupl
     up, down = product(each, d, 2 * f), product(each, f, d)
     moved, activation = Pass(2 * e * rows * d), Pass(3 * e * rows * f)
     forward: tuple[Operation, ...] = (moved, up, activation, down, moved)
-    gradients = product(each, 2 * f, d), product(2 * f, each, d)
-    gradients += product(each, d, f), product(d, each, f)
-    backward: tuple[Operation, ...] = (*gradients, moved, Pass(5 * e * rows * f), moved)
+    of_up = product(each, 2 * f, d), product(2 * f, each, d)  # gradients of input and weights
+    of_down = product(each, d, f), product(d, each, f)
+    backward: tuple[Operation, ...]
+    backward = (*of_up, *of_down, moved, Pass(5 * e * rows * f), moved)
     modules = set(config.recompute.modules)
     if modules & {"moe", "block"}:
         backward += forward
