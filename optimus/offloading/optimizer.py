@@ -505,7 +505,6 @@ class OffloadOptimizer(torch.optim.Optimizer):
         for group, names in zip(groups, self._names, strict=True):
             for number, name in zip(group["params"], names, strict=True):
                 states[name] = self._checked(name, state_dict["state"].get(number, {}))
-        model.engine.wait()
         model.engine.expect_update(None)
         for group, loaded in zip(self.param_groups, groups, strict=True):
             group.update({key: value for key, value in loaded.items() if key != "params"})

@@ -206,6 +206,18 @@ def test_states_on_disk_are_saved_and_loaded(tmp_path, dtype):
         optimizer.close()
 
 
+def test_a_state_dict_has_the_last_update(monkeypatch):
+    """The host needs 50 ms for an update."""
+    expected = make_model()
+    reference = optimus.offload(expected, host_share=0.0)
+    patch(monkeypatch, links=Links(to_device=1e10, to_host=1e10, host_adam=1e6))
+    model = make_model()
+    optimizer = optimus.offload(model, host_share=1.0)
+    for trained, of_model in ((expected, reference), (model, optimizer)):
+        step(trained, of_model, 0, 1, "")
+    assert_equal(states(optimizer), states(reference))
+
+
 @pytest.mark.parametrize("loads", ["weights", "states"])
 def test_loaded_values_replace_early_updates(loads):
     """A load in the middle of a step, after its gradients are complete."""
