@@ -300,6 +300,7 @@ def _plan(args: argparse.Namespace, arguments: list[str]) -> int:
     from optimus.planner.allocation import allocate
     from optimus.planner.commands import (
         check_options,
+        find_misfit,
         run_comparison,
         run_search,
         write_hosts,
@@ -329,15 +330,17 @@ def _plan(args: argparse.Namespace, arguments: list[str]) -> int:
         else:
             print(format_resolved(config, run_plan, choices))
         return 0
-    from optimus.planner.plan import check_fit, format_plan, plan
+    from optimus.planner.plan import format_plan, plan
 
     result = plan(config, allocation, args.load)
     if args.write_hosts and allocation is not None:
         write_hosts(config, result["mesh"], allocation, args.write_hosts)
     if args.trace:
         write_planned_trace(config, result["mesh"], args.machine, args.trace)
+    misfit = find_misfit(config, result)
     print(json.dumps(result) if args.json else format_plan(result))
-    check_fit(result)
+    if misfit is not None:
+        raise misfit
     return 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from optimus.config import Config
+from optimus.config.machine import Machine
 from optimus.errors import ConfigError, counted, refuse_if
 from optimus.io.files import check_output, write_bytes
 from optimus.planner.allocation import Allocation
@@ -99,10 +101,10 @@ def check_options(args: argparse.Namespace) -> None:
     if args.load and (args.search or args.resolved or args.against):
         chosen.append("--load")
     refuse_if(len(chosen) > 1, f"{' and '.join(chosen)} exclude each other; leave one out")
-    for option in ("nodes", "hosts"):
+    for option in ("nodes", "hosts", "load"):
         refuse_if(
             args.against and getattr(args, option),
-            f"--{option} has no effect with --against, which has the ranks of the run; remove it",
+            f"--{option} has no effect with --against, which plans the run as it is; remove it",
         )
 
 
@@ -122,6 +124,88 @@ def write_planned_trace(config: Config, mesh: dict[str, int], machine: str, path
     from optimus.planner.step_plan import trace_step
 
     trace_step(config, Mesh(**mesh), load_machine(machine), machine, Path(path))
+
+
+def find_misfit(config: Config, result: dict[str, Any]) -> ConfigError | None:
+    """Return the error of a plan whose fullest rank needs more than the memory of the device; None
+    if it fits or the memory is unknown.
+
+    Add to `result` the key `nearest`: a list of the nearest layouts that fit, each with its changed
+    settings (`changes`) and the predicted `bytes` of the fullest rank.
+
+    Args:
+        config: The configuration.
+        result: The result of `plan`.
+    """
+    from optimus.config.machine import load_machine
+
+    machine = load_machine(result["machine"]) if "machine" in result else None
+    if machine is None or machine.device is None:
+        return None
+    memory = result.get("device_bytes") or int(machine.device.memory_bytes.value)
+    states = result["memory"]["total"]
+    needed, quality = states, "the model states of a rank need"
+    if states <= memory:
+        needed, quality = result.get("needed", 0), "a rank is predicted to need"
+    if needed <= memory:
+        return None
+    nodes = counted(result["nodes"], "node")
+    result["nearest"] = _nearest_layouts(config, machine, result)
+    remedy = f"use more than {nodes}, or another layout (--search)"
+    if result["nearest"]:
+        layouts = (_overrides(layout["changes"]) for layout in result["nearest"])
+        remedy = f"the nearest layouts that fit on {nodes}: {', or '.join(layouts)}"
+    return ConfigError(
+        f"--machine {result['machine']}: {quality} {counted(needed, 'byte')}, "
+        f"{counted(needed - memory, 'byte')} more than its device has; {remedy}"
+    )
+
+
+_MOST_LAYOUTS = 3
+"""Number of layouts that `find_misfit` names."""
+
+
+def _nearest_layouts(
+    config: Config, machine: Machine, result: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """Return the value of the key `nearest`, for the number of nodes of a plan."""
+    from optimus.data.batch import plan_batch
+    from optimus.planner.fit import capacity_of_device, predicted_bytes
+    from optimus.planner.layouts import layout_of
+    from optimus.planner.search import nearest_fitting
+
+    assert machine.device is not None
+    train, nodes = config.train, result["nodes"]
+    if not (train.seq_len and train.global_batch_tokens):
+        return []  # a search compares steps with the same tokens
+    capacity = capacity_of_device(machine.device)
+    layouts = [
+        (fitting.changes, fitting.evaluation.layout)
+        for fitting in nearest_fitting(config, machine, nodes, 2 * _MOST_LAYOUTS)
+    ]
+    if result["is_one_replica"]:  # all ranks of the nodes together may have space
+        layouts.insert(0, ({}, layout_of(config, nodes * machine.ranks_per_node)))
+    nearest: list[dict[str, Any]] = []
+    for changes, layout in layouts:
+        applied = layout.apply(config)
+        with contextlib.suppress(ConfigError):
+            batch = plan_batch(applied.train, layout.mesh.num_data_ranks)
+            run = applied, layout.mesh, batch.microbatches_per_rank
+            size = predicted_bytes(*run, capacity)
+            if size <= capacity.num_bytes and len(nearest) < _MOST_LAYOUTS:
+                if not config.parallel.dp:  # it follows from the number of ranks
+                    changes = {k: v for k, v in changes.items() if k != "parallel.dp"}
+                nearest.append({"changes": changes, "bytes": size})
+    return nearest
+
+
+def _overrides(changes: dict[str, Any]) -> str:
+    """Return changed settings as overrides of a command."""
+    from optimus.planner.layouts import override
+
+    if not changes:
+        return "the same settings with --nodes"
+    return " ".join(f"{key}={override(value)}" for key, value in changes.items())
 
 
 def run_comparison(args: argparse.Namespace, config: Config) -> int:

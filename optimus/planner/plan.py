@@ -13,7 +13,7 @@ from optimus.config import Config
 from optimus.config.axes import UNEQUAL
 from optimus.data.batch import plan_batch
 from optimus.distributed.mesh import make_mesh
-from optimus.errors import ConfigError, counted, refuse_if
+from optimus.errors import counted, refuse_if
 from optimus.model.flops import count_parameters, flops_per_token
 from optimus.planner.allocation import Allocation
 from optimus.planner.states import plan_ranks
@@ -114,18 +114,6 @@ def _without_collections() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
-
-
-def check_fit(result: dict[str, Any]) -> None:
-    """Raise ConfigError if the model states of a rank are larger than the memory of the device."""
-    device, states = result.get("device_bytes"), result["memory"]["total"]
-    if device is not None and states > device:
-        raise ConfigError(
-            f"--machine {result['machine']}: the model states of a rank need "
-            f"{counted(states, 'byte')}, {counted(states - device, 'byte')} more than its device "
-            "has; use more ranks, optim.sharding = 'epso', or --search, which lists layouts that "
-            "fit"
-        )
 
 
 def format_plan(result: dict[str, Any]) -> str:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 
 import pytest
 
-from optimus.config import load_config, make_config
+from optimus.cli import main as optimus
+from optimus.config import dump_toml, load_config, make_config
 from optimus.data.batch import plan_batch
 from optimus.distributed.mesh import Coordinate, Mesh, make_mesh
 from optimus.errors import ConfigError
 from optimus.planner import fit
 from optimus.planner.fit import Capacity, check_fit, least_bytes, most_bytes, predicted_bytes
+from optimus.planner.layouts import override
 from optimus.planner.states import plan_ranks
 from tests.kit.runs.tiny import tiny_tree
 
@@ -106,3 +109,31 @@ def test_ranks_of_a_node_share_the_memory_of_the_host():
 def test_host_memory_is_the_limit_of_the_control_group(monkeypatch):
     monkeypatch.setattr(fit, "usable_memory", lambda: 12345)
     assert fit.capacity_of_host(4) == Capacity(12345, "this machine", 4, "host")
+
+
+def test_plan_that_does_not_fit_names_the_nearest_layouts_that_do(tmp_path, capsys):
+    """Each named layout fits in another plan, and differs in a single setting if one can."""
+    machine = tmp_path / "m.toml"
+    size = "memory_bytes = { value = 750_000, source = 'a test', date = '2026-11' }"
+    machine.write_text(f"ranks_per_node = 4\n[device]\nname = 'small'\n{size}\n")
+    config = tmp_path / "c.toml"
+    config.write_text(dump_toml(tiny(optim__chunk_length=5000, train__deterministic=False)))
+    words = ["plan", str(config), "--machine", str(machine), "--nodes", "1"]
+    assert optimus([*words, "--json"]) == 2
+    printed = capsys.readouterr()
+    nearest = json.loads(printed.out)["nearest"]
+    assert [len(layout["changes"]) for layout in nearest] == [1, 1, 1]
+    assert "bytes more than its device has; the nearest layouts that fit on 1 node: " in printed.err
+    for layout in nearest:
+        assert layout["bytes"] <= 750_000
+        overrides = [f"{key}={override(value)}" for key, value in layout["changes"].items()]
+        assert " ".join(overrides) in printed.err
+    assert optimus([*words, *overrides]) == 0
+
+
+def test_plan_of_a_replica_that_does_not_fit_names_the_nodes(capsys):
+    config = str(RUNS / "mula-7b-a1b.toml")
+    assert optimus(["plan", config, "--machine", "aurora"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "55,869,870,336 bytes more than its device has" in error
+    assert "on 1 node: the same settings with --nodes, or " in error
