@@ -6,6 +6,7 @@ rate is the rate of the slowest rank.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -18,18 +19,23 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from optimus import platform
 from optimus.bench.links import bench_links
+from optimus.config import make_config
 from optimus.config.hardware import size_factor
 from optimus.config.machine import Machine
 from optimus.distributed.collectives import (
     Group,
+    all_gather,
     all_gather_objects,
     all_reduce_sum,
     all_to_all,
     barrier,
     receive,
+    reduce_scatter_sum,
     send,
 )
 from optimus.distributed.groups import join_groups
@@ -38,7 +44,11 @@ from optimus.distributed.world import World, end_run, end_world, start_world
 from optimus.errors import ConfigError, OptimusError, counted, reason_of
 from optimus.io import files
 from optimus.launch.environment import LaunchEnv, available_cores
+from optimus.model.init import initialise_
+from optimus.model.transformer import Transformer
 from optimus.peak import find_peak
+from optimus.rank.operations import Exchange
+from optimus.rank.profile import profile_work
 
 SOURCE = "optimus bench machine"
 _BUDGET_S = 0.3
@@ -53,6 +63,9 @@ _DISK_BYTES = 1 << 26
 _CPU_BYTES, _DEVICE_BYTES = 1 << 26, 1 << 29
 """Size in bytes of a tensor that exceeds the caches, on a CPU and on other devices. It is used to
 measure the rate of the memory. Tensors in collectives have a quarter of this size."""
+
+
+_MEASURED_OPERATIONS = ("all_gather", "reduce_scatter", "all_to_all", "send")
 
 
 class Shape(NamedTuple):
@@ -152,9 +165,11 @@ def _measure(world: World, threads: int, folder: Path) -> dict[str, Any]:
 
     products = {
         name: _product_tables(bench, dtype, figure)
+        | {"attention": _attention_tables(bench, dtype, figure)}
         for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32))
     }
     memory, launch_s = _memory_rate(bench), _launch_s(bench)
+    activations = min(memory, _activations_rate(bench))
     network = _network(bench, world)
     disk = bench.slowest(_disk_s(folder, world.rank))
     links = bench_links(world.device, threads)["links"]
@@ -186,6 +201,7 @@ def _measure(world: World, threads: int, folder: Path) -> dict[str, Any]:
             "name": platform.device_name(world.device),
             "memory_bytes": figure(device_bytes),
             "memory_achieved": figure(memory),
+            "activations_achieved": figure(activations),
             "launch_s": figure(launch_s),
             "threads": threads if is_cpu else 0,
             "products": products,
@@ -194,9 +210,10 @@ def _measure(world: World, threads: int, folder: Path) -> dict[str, Any]:
             {
                 "name": name,
                 "ranks": local if name == "node" else 0,
-                "peak": figure(max(level["all_reduce"], level["all_to_all"], level["send"])),
+                "peak": figure(max(level[name] for name in ("all_reduce", *_MEASURED_OPERATIONS))),
                 "achieved": figure(level["all_reduce"]),
                 "latency_s": figure(level["latency_s"]),
+                "operations": {name: figure(level[name]) for name in _MEASURED_OPERATIONS},
             }
             for name, level in network.items()
         ],
@@ -265,9 +282,14 @@ def _product_tables(
     device, products = bench.device, {}
     for shape in shapes_for(device.type):
         a = torch.randn(shape.rows, shape.inner, device=device).to(dtype)
-        b = torch.randn(shape.inner, shape.columns, device=device).to(dtype)
+        # As in a step, the caches do not contain the weight of a product.
+        size = shape.inner * shape.columns * dtype.itemsize
+        weights = torch.randn(
+            _copies(size, bench.device), shape.columns, shape.inner, device=device
+        ).to(dtype)
         out = torch.empty(shape.rows, shape.columns, device=device, dtype=dtype)
-        products[shape] = partial(torch.mm, a, b, out=out)
+        runs = [partial(torch.mm, a, weight.t(), out=out) for weight in weights]
+        products[shape] = _in_turn(runs)
     times: dict[Shape, list[float]] = {shape: [] for shape in products}
     for _ in range(_ROUNDS):
         for shape, product in products.items():
@@ -288,6 +310,74 @@ def _product_tables(
     }
 
 
+def _in_turn(runs: Sequence[Callable[[], Any]]) -> Callable[[], None]:
+    """Return a function that calls another function of `runs` each time."""
+    turns = itertools.cycle(runs)
+    return lambda: next(turns)()
+
+
+def _copies(size_bytes: int, device: torch.device) -> int:
+    """Return the number of tensors that together exceed the caches."""
+    return max(2, min(256, _tensor_bytes(device) // size_bytes))
+
+
+def _attention_tables(
+    bench: _Bench, dtype: torch.dtype, figure: Callable[[float], dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return the tables `attention` of a dtype. The heads of a token are side by side, as in
+    `optimus.model.attention`."""
+    device = bench.device
+    shape, lengths = (32, 128), [1024, 2048, 4096, 8192]
+    if device.type == "cpu":
+        shape, lengths = (8, 64), [256, 512, 1024]
+    tables = []
+    for seq_len in lengths:
+        query, key, value = (
+            torch.randn(1, seq_len, *shape, device=device).to(dtype).requires_grad_()
+            for _ in range(3)
+        )
+        grad = torch.randn(1, seq_len, *shape, device=device).to(dtype).transpose(1, 2)
+
+        def forward(inputs: Sequence[Tensor] = (query, key, value)) -> Tensor:
+            q, k, v = (tensor.transpose(1, 2) for tensor in inputs)
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+        def both(
+            inputs: Sequence[Tensor] = (query, key, value), grad: Tensor = grad
+        ) -> tuple[Tensor, ...]:
+            return torch.autograd.grad(forward(inputs), inputs, grad)
+
+        forward_s, both_s = bench.median(forward), bench.median(both)
+        flops = shape[0] * seq_len**2 * shape[1]
+        tables.append(
+            {
+                "seq_len": seq_len,
+                "head_size": shape[1],
+                "forward": figure(2 * flops / forward_s),
+                "backward": figure(5 * flops / max(both_s - forward_s, 1e-9)),
+            }
+        )
+    return tables
+
+
+def _activations_rate(bench: _Bench) -> float:
+    """Return the bytes per second of operations that are typical of a transformer: a product of
+    elements, SiLU and LayerNorm, together."""
+    is_cpu, width = bench.device.type == "cpu", 512
+    size = (1 << 20) if is_cpu else (1 << 26)
+    dtype = torch.float32 if is_cpu else torch.bfloat16
+    number = _copies(size, bench.device)
+    shape = number, size // dtype.itemsize // width, width
+    tensors = torch.randn(shape, device=bench.device).to(dtype).unbind()
+    pairs = zip(tensors, (*tensors[1:], tensors[0]), strict=True)
+    runs = (
+        [partial(torch.mul, a, b) for a, b in pairs],
+        [partial(F.silu, a) for a in tensors],
+        [partial(F.layer_norm, a, (width,)) for a in tensors],
+    )
+    return 7 * size / sum(bench.median(_in_turn(of_kind)) for of_kind in runs)
+
+
 def _tensor_bytes(device: torch.device) -> int:
     return _CPU_BYTES if device.type == "cpu" else _DEVICE_BYTES
 
@@ -300,16 +390,28 @@ def _memory_rate(bench: _Bench) -> float:
 
 
 def _launch_s(bench: _Bench) -> float:
-    """Return the time that the host takes to start a small operation with autograd, in seconds."""
-    x = torch.ones(8, device=bench.device, requires_grad=True)
-    count = 200
-
-    def run() -> None:
-        y = x
-        for _ in range(count):
-            y = y * 1.0
-
-    return bench.median(run) / count
+    """Return the seconds in which the host starts an operation of a model: the time of forward and
+    backward of a tiny model, divided by the number of operations in its profile."""
+    device, size = bench.device, 16
+    model = {
+        "architecture": "olmo",
+        "num_layers": 4,
+        "hidden_size": size,
+        "num_attention_heads": 1,
+        "intermediate_size": size,
+        "vocab_size": size,
+    }
+    config = make_config(
+        {"model": model, "train": {"seq_len": size, "microbatch_size": 1, "dtype": "fp32"}}
+    )
+    work = profile_work(config, Mesh(1, 1, 1, 1), device.type == "cpu")
+    segments = (work.embedding, *work.blocks, work.head)
+    operations = [op for s in segments for op in (*s.forward, *s.backward)]
+    launches = sum(op.launches for op in operations if not isinstance(op, Exchange))
+    net = Transformer(config.model).to(device)
+    initialise_(net, 0)
+    tokens = torch.zeros(1, size, dtype=torch.int64, device=device)
+    return bench.median(lambda: net.losses(tokens).ce_sum.backward()) / launches
 
 
 def _network(bench: _Bench, world: World) -> dict[str, dict[str, float]]:
@@ -341,6 +443,9 @@ def _collective_rates(bench: _Bench, group: Group) -> dict[str, float]:
     short_s = bench.together(lambda: all_reduce_sum(little, group), 25)
     reduce_s = bench.together(lambda: all_reduce_sum(whole, group))
     exchange_s = bench.together(lambda: all_to_all(other, whole, group))
+    shard = other[: length // n]
+    scatter_s = bench.together(lambda: reduce_scatter_sum(shard, whole, group))
+    gather_s = bench.together(lambda: all_gather(whole, shard, group))
 
     def pairs() -> None:
         """Exchange the buffers of ranks 2 i and 2 i + 1 of the group."""
@@ -354,6 +459,8 @@ def _collective_rates(bench: _Bench, group: Group) -> dict[str, float]:
     return {
         "all_reduce": 2 * (n - 1) / n * size / max(reduce_s - short_s, 1e-9),
         "all_to_all": (n - 1) / n * size / max(exchange_s - short_s, 1e-9),
+        "reduce_scatter": (n - 1) / n * size / max(scatter_s - short_s / 2, 1e-9),
+        "all_gather": (n - 1) / n * size / max(gather_s - short_s / 2, 1e-9),
         "send": size / send_s,
         "latency_s": short_s / (2 * (n - 1)),
     }
@@ -400,10 +507,12 @@ def _toml_lines(machine: dict[str, Any]) -> Iterator[str]:
                 yield f"{key} = {_toml(value)}"
     for dtype, products in machine["device"]["products"].items():
         yield from ("", f"[device.products.{dtype}]")
-        yield from (f"{k} = {_toml(v)}" for k, v in products.items() if k != "measured")
-        for product in products["measured"]:
-            yield from ("", f"[[device.products.{dtype}.measured]]")
-            yield from (f"{key} = {_toml(value)}" for key, value in product.items())
+        lists = ("measured", "attention")
+        yield from (f"{k} = {_toml(v)}" for k, v in products.items() if k not in lists)
+        for name in lists:
+            for measured in products[name]:
+                yield from ("", f"[[device.products.{dtype}.{name}]]")
+                yield from (f"{key} = {_toml(value)}" for key, value in measured.items())
     for name in ("levels", "storage"):
         for table in machine.get(name, []):
             yield from ("", f"[[{name}]]")
@@ -436,14 +545,21 @@ def format_machine(result: dict[str, Any]) -> str:
         for product in products["measured"]:
             shape = f"{product['rows']} x {product['inner']} x {product['columns']}"
             lines.append(f"  {shape:<20} {product['flops']['value'] / 1e12:>9.4g} TFLOP/s")
+        for attention in products["attention"]:
+            rates = (attention[key]["value"] / 1e12 for key in ("forward", "backward"))
+            texts = (f"{rate:.4g}" for rate in rates)
+            lines.append(
+                f"  attention of {attention['seq_len']:<6} {', '.join(texts)} TFLOP/s in forward "
+                "and backward"
+            )
+    activations = device["activations_achieved"]["value"] / 1e9
+    lines.append(f"activations: {activations:.4g} GB/s")
     lines.append(f"memory: {device['memory_achieved']['value'] / 1e9:.4g} GB/s")
     lines.append(f"launch: {1e6 * device['launch_s']['value']:.3g} us for an operation")
     for name, rates in result["network"].items():
-        texts = (f"{key} {rates[key] / 1e9:.3g} GB/s" for key in ("all_reduce", "all_to_all"))
-        lines.append(
-            f"{name}: {', '.join(texts)}, send {rates['send'] / 1e9:.3g} GB/s, "
-            f"{1e6 * rates['latency_s']:.3g} us for a step"
-        )
+        keys = ("all_reduce", *_MEASURED_OPERATIONS)
+        texts = (f"{key} {rates[key] / 1e9:.3g} GB/s" for key in keys)
+        lines.append(f"{name}: {', '.join(texts)}, {1e6 * rates['latency_s']:.3g} us for a step")
     for name in ("to_device", "to_host", "host_adam"):
         unit = "elements/s" if name == "host_adam" else "bytes/s"
         lines.append(f"{name}: {machine['links'][name]:.3g} {unit}")

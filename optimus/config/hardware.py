@@ -22,6 +22,9 @@ MAX_PRODUCT_ERROR = 0.1
 """Largest relative difference between the model of products and the measured products."""
 
 
+_COLLECTIVES = ("all_gather", "reduce_scatter", "all_to_all", "send")
+
+
 def _check_source(text: str) -> str:
     if len(text.strip()) < 4:
         raise ValueError("must name the page, paper or command that gives the figure")
@@ -66,6 +69,17 @@ class MeasuredProduct(Section):
     """FLOP/s, where a multiply-add is 2 FLOPs."""
 
 
+class MeasuredAttention(Section):
+    """Rates of causal attention in one kernel."""
+
+    seq_len: Count
+    head_size: Count
+    forward: Figure
+    """FLOP/s of its 2 products, without masked scores."""
+    backward: Figure
+    """FLOP/s of its 5 products, without masked scores."""
+
+
 class Products(Section):
     """Rates of matrix products in a dtype on one device, with all devices of a node busy.
 
@@ -83,6 +97,9 @@ class Products(Section):
     if this dimension is very large. Default: the rate does not depend on the sizes."""
     measured: Annotated[tuple[MeasuredProduct, ...], Field(strict=False)] = ()
     """Rates by shape. The model must have them within 10 % in their geometric mean."""
+    attention: Annotated[tuple[MeasuredAttention, ...], Field(strict=False)] = ()
+    """Rates of attention by the length of sequences, in ascending order. Between two lengths, the
+    rate is linear in the logarithm of the length. Default: the rates of products."""
 
     @model_validator(mode="after")
     def _check(self) -> Products:
@@ -93,6 +110,10 @@ class Products(Section):
             )
         for product in self.measured:
             _refuse_above("measured.flops", product.flops.value, self.peak.value)
+        for attention in self.attention:
+            for name in ("forward", "backward"):
+                rate = getattr(attention, name).value
+                _refuse_above(f"attention.{name}", rate, self.peak.value)
         share = self._measured_share()
         if share is not None and self.best_share is not None:
             ratio = self.best_share / share
@@ -133,7 +154,10 @@ class Device(Section):
     memory_peak: Figure | None = None
     """Bytes per second that the memory transfers at most."""
     memory_achieved: Figure | None = None
-    """Bytes per second that element-wise operations transfer. Default: `memory_peak`."""
+    """Bytes per second that large copies and sums transfer. Default: `memory_peak`."""
+    activations_achieved: Figure | None = None
+    """Bytes per second that element-wise operations and norms of activations transfer, which write
+    new tensors and also compute. Default: `memory_achieved`."""
     launch_s: Figure | None = None
     """Seconds in which the host starts one operation. Operations queue: if they run longer than
     this, the launch takes no additional time."""
@@ -147,6 +171,9 @@ class Device(Section):
         if self.memory_achieved is not None and self.memory_peak is not None:
             achieved, peak = self.memory_achieved.value, self.memory_peak.value
             _refuse_above("memory_achieved", achieved, peak)
+        if self.activations_achieved is not None and self.memory_peak is not None:
+            achieved, peak = self.activations_achieved.value, self.memory_peak.value
+            _refuse_above("activations_achieved", achieved, peak)
         return self
 
     @property
@@ -177,11 +204,19 @@ class Level(Section):
     most 1, because the domains have too few links. Default: 1."""
     latency_s: Figure | None = None
     """Seconds of a step of a collective, apart from the transfer. Default: 0."""
+    operations: Annotated[dict[str, Figure], Field(default_factory=dict)]
+    """Measured value of the same rate for collectives that transfer more bytes than their algorithm
+    needs, or wait, by name: all_gather, reduce_scatter, all_to_all, send. Default: `achieved`."""
 
     @model_validator(mode="after")
     def _check(self) -> Level:
         if self.achieved is not None:
             _refuse_above("achieved", self.achieved.value, self.peak.value)
+        for name, figure in self.operations.items():
+            if name not in _COLLECTIVES:
+                known = ", ".join(_COLLECTIVES)
+                raise ValueError(f"operations.{name}: no such collective; use one of {known}")
+            _refuse_above(f"operations.{name}", figure.value, self.peak.value)
         if self.taper is not None and self.taper.value > 1:
             raise ValueError(f"taper = {self.taper.value} must be at most 1")
         return self

@@ -29,6 +29,8 @@ class Link(NamedTuple):
     send."""
     step_s: float = 0.0
     """Latency of a step of a collective."""
+    rates: tuple[tuple[str, float], ...] = ()
+    """Rates of operations that differ from `rate`, by name."""
 
 
 Links = tuple[Link, ...]
@@ -37,7 +39,20 @@ Links = tuple[Link, ...]
 
 def links_of(levels: Sequence[Level]) -> Links:
     """Return the rates of the levels in a machine file, each with its taper."""
-    return tuple(Link(level.name, level.ranks, level.rate, level.step_s) for level in levels)
+    links = []
+    for level in levels:
+        taper = 1.0 if level.taper is None else level.taper.value
+        rates = tuple((name, taper * figure.value) for name, figure in level.operations.items())
+        links.append(Link(level.name, level.ranks, level.rate, level.step_s, rates))
+    return tuple(links)
+
+
+@lru_cache(maxsize=256)
+def _links_for(operation: str, links: Links) -> Links:
+    """Return the links with the rates of an operation."""
+    return tuple(
+        link._replace(rate=dict(link.rates).get(operation, link.rate), rates=()) for link in links
+    )
 
 
 class GroupPath(NamedTuple):
@@ -82,7 +97,7 @@ def paths_of(ranks: tuple[int, ...], links: Links) -> tuple[GroupPath, ...]:
 
 
 def collective_s(
-    operation: Operation,
+    operation: str,
     size_bytes: float,
     ranks: tuple[int, ...],
     links: Links,
@@ -100,6 +115,7 @@ def collective_s(
     """
     if len(ranks) == 1:
         return 0.0
+    links = _links_for(operation, links)
     paths = paths_of(ranks, links)
     if operation == "send":
         return size_bytes / paths[-1].link.rate + paths[-1].link.step_s

@@ -90,6 +90,8 @@ class TensorTracker(TorchDispatchMode):
         self._on_cpu = on_cpu
         self.live = self.peak = self.flops = 0
         self._operations: list[Operation] = []
+        self._repeats = 1
+        """Number of calls of a kernel for an operation of experts: on a CPU, one for each."""
         self._share = 1.0
         """Share of the rows of the present op of experts that this rank computes."""
         self._expert_rows = 0
@@ -148,9 +150,11 @@ class TensorTracker(TorchDispatchMode):
         token = args[5 if experts is _experts else 6]
         if self._expert_rows:
             self._share = min(1.0, self._expert_rows / token.shape[0])
+        gate_up = args[2 if experts is _experts else 3]
+        self._repeats = gate_up.shape[0] if self._on_cpu else 1
         with self:  # the implementation allocates temporary tensors
             out = experts(*args)
-        self._share = 1.0
+        self._share, self._repeats = 1.0, 1
         return out
 
     def _count(
@@ -164,12 +168,13 @@ class TensorTracker(TorchDispatchMode):
         elif (operation := _product_of(packet, args)) is not None:
             self._operations.append(operation)
         elif (moved := _pass_of(function, args, read, written)) is not None:
-            self._operations.append(moved._replace(num_bytes=self._share * moved.num_bytes))
+            size = self._share * moved.num_bytes
+            self._operations.append(Pass(size, self._repeats * moved.launches))
 
     def _grouped_product(self, packet: Any, a: Tensor, b: Tensor, offsets: Tensor) -> Product:
         experts = offsets.shape[0] - 1
         rows = (self._expert_rows or a.shape[0]) / experts
-        launches = experts if self._on_cpu else 1
+        launches = self._repeats
         if packet is torch.ops.optimus.grouped_mm:
             return Product(rows, a.shape[1], b.shape[2], experts, launches)
         return Product(a.shape[1], rows, b.shape[1], experts, launches)
