@@ -7,9 +7,9 @@ names, in the same order on each rank, so that the two traces can be compared.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from optimus.errors import ConfigError, reason_of
 
@@ -24,41 +24,66 @@ class TracedAction(NamedTuple):
     start_s: float
     end_s: float
 
+    @classmethod
+    def of(cls, action: Any, start_s: float, end_s: float) -> TracedAction:
+        """Return an action of a pipeline schedule with its times."""
+        return cls(action.kind.name, action.stage, action.microbatch, start_s, end_s)
+
     @property
     def name(self) -> str:
         """Name of the action in a trace."""
         return f"{self.kind} stage {self.stage} microbatch {self.microbatch}"
 
 
-def write_trace(path: Path, ranks: Sequence[Sequence[TracedAction]], title: str) -> None:
+def write_trace(
+    path: Path,
+    ranks: Sequence[Sequence[TracedAction]],
+    title: str,
+    transfers: Sequence[Sequence[TracedAction]] = (),
+) -> None:
     """Write a trace with a row for each rank.
 
     Args:
         path: The file.
         ranks: The actions of each rank, in order.
         title: Name of the trace, such as `planned`.
+        transfers: The transfers of each rank, which form a second process with a row for each rank.
+            Transfers that overlap have several rows.
 
     Raises:
         ConfigError: The file cannot be written.
     """
-    process = {"pid": 0, "ph": "M"}
-    events: list[dict] = [{**process, "name": "process_name", "args": {"name": title}}]
-    for rank, actions in enumerate(ranks):
-        name = {"name": f"rank {rank}"}
-        events.append({**process, "tid": rank, "name": "thread_name", "args": name})
-        events += (
-            {
-                "name": action.name,
-                "cat": action.kind,
-                "ph": "X",
-                "pid": 0,
-                "tid": rank,
-                "ts": 1e6 * action.start_s,
-                "dur": 1e6 * (action.end_s - action.start_s),
-            }
-            for action in actions
-        )
+    events = list(_process(0, title, ranks))
+    if any(transfers):
+        events += _process(1, f"{title} transfers", transfers)
     try:
         path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
     except OSError as error:
         raise ConfigError(f"--trace {path}: {reason_of(error)}; use another file") from error
+
+
+def _process(
+    number: int, title: str, ranks: Sequence[Sequence[TracedAction]]
+) -> Iterator[dict[str, Any]]:
+    """Yield the events of a process. Actions of a rank that overlap are in separate rows."""
+    process = {"pid": number, "ph": "M"}
+    yield {**process, "name": "process_name", "args": {"name": title}}
+    for rank, actions in enumerate(ranks):
+        ends: list[float] = []  # of the last action of each row
+        for action in sorted(actions, key=lambda action: action.start_s):
+            row = next((r for r, end in enumerate(ends) if end <= action.start_s), len(ends))
+            if row == len(ends):
+                ends.append(0.0)
+                thread = {"tid": rank + row * len(ranks)}
+                name = {"name": f"rank {rank}"}
+                yield {**process, **thread, "name": "thread_name", "args": name}
+            ends[row] = action.end_s
+            yield {
+                "name": action.name,
+                "cat": action.kind,
+                "ph": "X",
+                "pid": number,
+                "tid": rank + row * len(ranks),
+                "ts": 1e6 * action.start_s,
+                "dur": 1e6 * (action.end_s - action.start_s),
+            }

@@ -15,7 +15,7 @@ from optimus.model.flops import flops_per_token
 from optimus.observe.chrome_trace import TracedAction, write_trace
 from optimus.parallel.pipeline.plan import schedule_of
 from optimus.planner.run_time import plan_run, run_lines
-from optimus.planner.step_time import is_cpu, rates_of, simulate_step, step_time
+from optimus.planner.step_time import is_cpu, play_step, played_time, rates_of
 from optimus.planner.workload import Works, step_of
 
 
@@ -53,7 +53,8 @@ def plan_step(
     train = config.train
     rates = rates_of(machine, train.dtype, name)
     step = step_of(config, mesh, None, is_cpu(machine), works, imbalances)
-    time = step_time(step, rates)
+    schedule = schedule_of(config, mesh, step.microbatches)
+    time = played_time(step, rates, schedule)
     tokens = step.microbatches * train.microbatch_size * train.seq_len * mesh.num_data_ranks
     flops = flops_per_token(config.model, train.seq_len) * tokens / mesh.world_size
     nodes = math.ceil(mesh.world_size / machine.ranks_per_node)
@@ -78,7 +79,8 @@ def plan_step(
 
 
 def trace_step(config: Config, mesh: Mesh, machine: Machine, name: str, path: Path) -> None:
-    """Write the planned pipeline actions of a step, with the names of `optimus bench step --trace`.
+    """Write the planned pipeline actions of a step, with the names of `optimus bench step --trace`,
+    and its transfers.
 
     Args:
         config, mesh, machine, name: As for `plan_step`.
@@ -89,15 +91,12 @@ def trace_step(config: Config, mesh: Mesh, machine: Machine, name: str, path: Pa
     """
     step = step_of(config, mesh, on_cpu=is_cpu(machine))
     schedule = schedule_of(config, mesh, step.microbatches)
-    timeline = simulate_step(step, rates_of(machine, config.train.dtype, name), schedule)
-    actions = [
-        [
-            TracedAction(action.kind.name, action.stage, action.microbatch, start, end)
-            for action, start, end in spans
-        ]
-        for spans in timeline.ranks
-    ]
-    write_trace(path, actions, "planned")
+    played = play_step(step, rates_of(machine, config.train.dtype, name), schedule)
+    actions, transfers = (
+        [[TracedAction.of(*span) for span in spans] for spans in ranks]
+        for ranks in (played.ranks, played.transfers)
+    )
+    write_trace(path, actions, "planned", transfers)
 
 
 def step_lines(result: dict[str, Any]) -> list[tuple[str, str]]:

@@ -6,7 +6,8 @@ that takes longest. All functions are pure. Every rate is at most the peak in th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal, NamedTuple
@@ -16,8 +17,9 @@ from optimus.config.machine import Machine
 from optimus.errors import ConfigError
 from optimus.parallel.pipeline.actions import Action, Kind, Schedule
 from optimus.parallel.pipeline.schedules import make_schedule
-from optimus.parallel.pipeline.simulate import Timeline, simulate
+from optimus.parallel.pipeline.simulate import simulate
 from optimus.planner.collectives import Algorithm, Links, Operation, collective_s, links_of
+from optimus.planner.play import Played, Transfers, play
 from optimus.rank.operations import FusedAttention, Pass, Product
 from optimus.rank.operations import Operation as LayerOperation
 
@@ -105,6 +107,23 @@ class ProductRates(NamedTuple):
     share: float
     """Share of `peak` that very large products reach."""
     half_size: float
+    attention: tuple[tuple[float, float, float], ...] = ()
+    """Lengths of sequences in ascending order, each with the FLOP/s of attention in forward and in
+    backward; empty: the rates of products."""
+
+    def attention_rate(self, seq_len: float, head_size: float, backward: bool) -> float:
+        """Return the FLOP/s of fused attention."""
+        if not self.attention:
+            return self.rate(seq_len, head_size, seq_len)
+        column = 2 if backward else 1
+        first, last = self.attention[0], self.attention[-1]
+        if seq_len <= first[0] or seq_len >= last[0]:
+            return (first if seq_len <= first[0] else last)[column]
+        for low, high in pairwise(self.attention):
+            if seq_len <= high[0]:
+                share = math.log(seq_len / low[0]) / math.log(high[0] / low[0])
+                return low[column] + share * (high[column] - low[column])
+        raise AssertionError(seq_len)
 
     def rate(self, rows: float, inner: float, columns: float) -> float:
         """Return the FLOP/s of a product [rows, inner] x [inner, columns]."""
@@ -117,7 +136,7 @@ class Rates:
 
     products: ProductRates
     memory: float
-    """Bytes per second of element-wise operations."""
+    """Bytes per second of large copies and sums."""
     launch_s: float
     launches_queue: bool
     """True if the device runs operations while the host starts later ones, as an accelerator does.
@@ -129,6 +148,8 @@ class Rates:
     """Keys of figures that the machine file does not have."""
     fitted_on: tuple[str, ...] = ()
     """Published rows to which figures were fitted."""
+    activations: float | None = None
+    """Bytes per second of element-wise operations and norms of activations; None: `memory`."""
 
 
 def is_cpu(machine: Machine) -> bool:
@@ -174,6 +195,9 @@ def rates_of(machine: Machine, dtype: Dtype, name: str = "the machine file") -> 
             products.peak.value,
             1.0 if products.best_share is None else products.best_share,
             0.0 if products.half_size is None else products.half_size.value,
+            tuple(
+                (float(a.seq_len), a.forward.value, a.backward.value) for a in products.attention
+            ),
         ),
         memory,
         launch_s,
@@ -183,6 +207,7 @@ def rates_of(machine: Machine, dtype: Dtype, name: str = "the machine file") -> 
         machine.algorithm,
         tuple(missing),
         _fitted_on(machine, dtype),
+        None if device.activations_achieved is None else device.activations_achieved.value,
     )
 
 
@@ -219,7 +244,8 @@ def _product_s(rates: Rates, rows: float, inner: float, columns: float) -> float
 
 def _attention_s(attention: FusedAttention, rates: Rates) -> float:
     """Return the seconds of fused attention, limited by the FLOP/s or by the memory (roofline)."""
-    rate = rates.products.rate(attention.seq_len, attention.head_size, attention.seq_len)
+    is_backward = attention.products > 2
+    rate = rates.products.attention_rate(attention.seq_len, attention.head_size, is_backward)
     return max(attention.flops / rate, attention.num_bytes / rates.memory)
 
 
@@ -236,7 +262,7 @@ def _add(
             device_s += _attention_s(op, rates)
             launches += op.launches
         elif isinstance(op, Pass):
-            device_s += op.num_bytes / rates.memory
+            device_s += op.num_bytes / (rates.activations or rates.memory)
             launches += op.launches
         elif op.num_bytes:
             ranks = groups[op.axis]
@@ -280,13 +306,15 @@ def pipeline_s(
     num_microbatches: int,
     forward_s: Sequence[float],
     backward_s: Sequence[float],
+    weights_s: Sequence[float] = (),
 ) -> float:
     """Return the span of a pipeline step without transfers.
 
     For gpipe, 1f1b and interleaved, the span is a closed formula: the busiest rank runs all
     microbatches, and one microbatch passes through the other ranks. It is exact for equal stages,
-    where the bubble is (p-1)/v microbatches (arXiv 2104.04473). For zb-h1 with m >= p, the bubble
-    is a third of it. If m < p, zb-h1 is simulated.
+    where the bubble is (p-1)/v microbatches (arXiv 2104.04473). For zb-h1 with m >= p, the action
+    W fills a part of the bubble: (p-1) (F + I - W) remain (arXiv 2401.10241, table 2). If m < p,
+    zb-h1 is simulated.
 
     Args:
         schedule: Name of the schedule.
@@ -294,6 +322,8 @@ def pipeline_s(
         virtual_stages: v.
         num_microbatches: m.
         forward_s, backward_s: Seconds of each stage for one microbatch, p*v values.
+        weights_s: Seconds of the action W of each stage, which are included in `backward_s`; by
+            default half of them.
     """
     p, v, m = num_ranks, virtual_stages, num_microbatches
     if schedule == "gpipe":
@@ -303,7 +333,10 @@ def pipeline_s(
         return _filled(both, p, v, m)
     if schedule == "zb-h1" and m >= p:
         both = [f + b for f, b in zip(forward_s, backward_s, strict=True)]
-        return m * max(both) + (sum(both) - max(both)) / 3
+        weights = weights_s or [seconds / 2 for seconds in backward_s]
+        busiest = both.index(max(both))
+        idle = sum(both) - both[busiest] - 2 * (sum(weights) - weights[busiest])
+        return m * both[busiest] + max(0.0, idle)
     return simulate(make_schedule(schedule, p, v, m), _costs(forward_s, backward_s)).end
 
 
@@ -326,15 +359,112 @@ def _costs(forward_s: Sequence[float], backward_s: Sequence[float]) -> Callable[
     return cost
 
 
-def simulate_step(step: Step, rates: Rates, schedule: Schedule) -> Timeline:
-    """Return the start and end times of the actions of a step in seconds. Transfers and reductions
-    of gradients take no time in it."""
-    times = _pass_times(step, rates)
-    cost = _costs(*([time.total_s for time in stages] for stages in times))
-    optimizer_s = step.optimizer_bytes / rates.memory
-    return simulate(
-        schedule, lambda action: optimizer_s if action.kind is Kind.OPT_STEP else cost(action)
+MAX_PLAYED = 200_000
+"""Largest number of actions of a schedule for which `played_time` plays a step, in about a second
+for three times."""
+
+
+def play_step(
+    step: Step, rates: Rates, schedule: Schedule, sends: bool = True, collectives: bool = True
+) -> Played:
+    """Return the start and end times of the actions and transfers of a step in seconds.
+
+    Args:
+        step: The step.
+        rates: The figures of the machine.
+        schedule: The schedule of the step.
+        sends: False if transfers between stages take no time.
+        collectives: False if those of gradients and parameters take no time.
+    """
+    forward, backward = _pass_times(step, rates)
+    inputs = _input_times(step, rates, backward)
+    transfer_s = _transfer_s(step, rates) if sends else 0.0
+    reduce_s, gather_s, blocking_s = [], [], 0.0
+    for seconds, overlaps in _reduction_times(step, rates) if collectives else ():
+        if overlaps == "nothing":
+            blocking_s += seconds
+        elif overlaps == "forward":
+            gather_s.append(seconds)
+        else:
+            reduce_s.append(seconds / step.virtual_stages)
+    optimizer_s = step.optimizer_bytes / rates.memory + blocking_s
+
+    def cost(action: Action) -> float:
+        kind, stage = action.kind, action.stage
+        if kind is Kind.F:
+            return forward[stage].total_s
+        if kind is Kind.B:
+            return backward[stage].total_s
+        if kind is Kind.I:
+            return inputs[stage]
+        if kind is Kind.W:
+            return backward[stage].total_s - inputs[stage]
+        return optimizer_s if kind is Kind.OPT_STEP else 0.0
+
+    stages = dict.fromkeys(range(schedule.num_stages), reduce_s)
+    return play(schedule, cost, Transfers(lambda action: transfer_s, stages, gather_s))
+
+
+def _input_times(step: Step, rates: Rates, backward: Sequence[PassTime]) -> list[float]:
+    """Return the seconds of the action I of each stage, at most those of its backward."""
+    times = []
+    for stage, whole in zip(step.stages, backward, strict=True):
+        if any(layers.input_backward is None for layers in stage):
+            times.append(whole.total_s / 2)
+            continue
+        of_layers = (
+            pass_time(layers.input_backward or (), rates, step.groups, layers.number)
+            for layers in stage
+        )
+        times.append(min(whole.total_s, _sum(of_layers).total_s))
+    return times
+
+
+def played_time(step: Step, rates: Rates, schedule: Schedule) -> StepTime:
+    """Return the time of a step by component, from the play of its actions and transfers. For very
+    long schedules, as `step_time`.
+
+    The bubble is the idle time without transfers. Exposed communication is the time by which
+    transfers between stages, and then collectives of gradients and parameters, make the step
+    longer; the latter is divided over axes in proportion to the seconds of their collectives.
+    """
+    time = step_time(step, rates)
+    if sum(map(len, schedule.ranks)) > MAX_PLAYED or step.transfers_block:
+        return time
+    bare, sent, whole = (
+        play_step(step, rates, schedule, *included).end
+        for included in ((False, False), (True, False), (True, True))
     )
+    forward, backward = _pass_times(step, rates)
+    p = schedule.num_ranks
+    busiest = max(
+        (_sum((*forward[rank::p], *backward[rank::p])) for rank in range(p)),
+        key=lambda rank: rank.total_s,
+    )
+    m = step.microbatches
+    exposed_s = {axis: m * seconds for axis, seconds in busiest.exposed_s.items()}
+    if p > 1:
+        exposed_s["pp"] = sent - bare
+    together = list(_reduction_times(step, rates))
+    total = sum(seconds for seconds, _ in together)
+    for (seconds, _), reduction in zip(together, step.reductions, strict=True):
+        if seconds:
+            share = seconds / total * (whole - sent)
+            exposed_s[reduction.axis] = exposed_s.get(reduction.axis, 0.0) + share
+    bubble_s = max(0.0, bare - m * busiest.total_s - time.optimizer_s)
+    return StepTime(time.compute_s, exposed_s, bubble_s, time.optimizer_s, time.missing)
+
+
+def _reduction_times(step: Step, rates: Rates) -> Iterator[tuple[float, Overlap]]:
+    """Yield the seconds of the collectives of gradients and parameters, and what they overlap with.
+    On a CPU, they need the cores that compute, so they overlap with nothing."""
+    for reduction in step.reductions:
+        ranks = step.groups[reduction.axis]
+        seconds = collective_s(
+            reduction.name, reduction.size_bytes, ranks, rates.links, rates.algorithm
+        )
+        overlaps = reduction.overlaps if rates.launches_queue else "nothing"
+        yield seconds * reduction.repeats, overlaps
 
 
 def step_time(step: Step, rates: Rates) -> StepTime:
@@ -351,6 +481,9 @@ def step_time(step: Step, rates: Rates) -> StepTime:
         m,
         [time.total_s + blocking_s for time in forward],
         [time.total_s + blocking_s for time in backward],
+        [b.total_s - i for b, i in zip(backward, _input_times(step, rates, backward), strict=True)]
+        if step.schedule == "zb-h1"
+        else (),
     )
     of_rank = [_sum((*forward[rank::p], *backward[rank::p])) for rank in range(p)]
     busiest = max(of_rank, key=lambda time: time.total_s)
@@ -365,17 +498,10 @@ def step_time(step: Step, rates: Rates) -> StepTime:
         "forward": sum(time.total_s for time in forward[0::p]),
         "backward": sum(time.total_s for time in backward[0::p]),
     }
-    for reduction in step.reductions:
-        seconds = collective_s(
-            reduction.name,
-            reduction.size_bytes,
-            step.groups[reduction.axis],
-            rates.links,
-            rates.algorithm,
-        )
-        seconds *= reduction.repeats
-        hidden_s = min(seconds, window_s[reduction.overlaps])
-        window_s[reduction.overlaps] -= hidden_s
+    times = _reduction_times(step, rates)
+    for reduction, (seconds, overlaps) in zip(step.reductions, times, strict=True):
+        hidden_s = min(seconds, window_s[overlaps])
+        window_s[overlaps] -= hidden_s
         exposed_s[reduction.axis] = exposed_s.get(reduction.axis, 0.0) + seconds - hidden_s
     optimizer_s = step.optimizer_bytes / rates.memory
     return StepTime(m * busiest.compute_s, exposed_s, bubble_s, optimizer_s, rates.missing)

@@ -4,12 +4,13 @@
     python scripts/bench/planner_here.py [--machine FILE] [--out FILE]
 
 The script measures a machine file with `optimus bench machine`, unless --machine names one. Then it
-runs each layout of `CASES`, none of which has set a figure of the machine file: five rounds, in
-each of which all layouts run one after the other. Ranks have one thread each. The result is a
-Markdown page, docs/benchmarks/planner_here.md by default.
+runs each layout of `CASES`, none of which has set a figure of the machine file, in five rounds.
+Each six layouts run together: in each round, one after the other. Ranks have one thread each. The
+result is a Markdown page, docs/benchmarks/planner_here.md by default.
 
 Peak memory is the growth of the resident memory of a rank from before its model exists to the end
-of two updates, in a separate process whose malloc returns freed memory at once.
+of two updates, in a separate process whose malloc returns freed memory at once. Before it, updates
+of a tiny model of the same layout load the code.
 """
 
 from __future__ import annotations
@@ -22,23 +23,23 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import common
-import torch
+from planner import table
 
 from optimus import platform
 from optimus.bench.step import make_rank
 from optimus.config import Config, make_config
-from optimus.config.machine import load_machine
+from optimus.config.machine import Machine, load_machine
 from optimus.data.batch import plan_batch
 from optimus.distributed.collectives import barrier
 from optimus.distributed.mesh import make_mesh
 from optimus.distributed.world import end_world, start_world
 from optimus.errors import OptimusError
+from optimus.io import files
 from optimus.launch.environment import RENDEZVOUS, read_launch_env
 from optimus.planner.memory import rank_memory
 from optimus.planner.step_plan import plan_step
@@ -48,6 +49,8 @@ ROOT = Path(__file__).resolve().parents[2]
 ROUNDS, UPDATES = 5, 2
 """Number of rounds, and of timed updates of a layout in a round."""
 WARMUP = 2
+TOGETHER = 6
+"""Number of layouts whose rounds are interleaved. Their ranks exist at the same time."""
 LIMIT_S = 120.0
 """Longest time for which the script waits for a rank."""
 
@@ -63,7 +66,7 @@ class Case(NamedTuple):
 
 DENSE = {
     "model__architecture": "olmo",
-    "model__num_layers": 6,
+    "model__num_layers": 4,
     "model__hidden_size": 512,
     "model__num_attention_heads": 8,
     "model__intermediate_size": 1408,
@@ -81,9 +84,16 @@ MOE = {
     "model__router": "uniform",
 }
 WIDE = {"model__hidden_size": 768, "model__intermediate_size": 2048, "model__num_layers": 4}
+TINY = {
+    "model__hidden_size": 64,
+    "model__intermediate_size": 64,
+    "model__vocab_size": 64,
+    "optim__chunk_length": 1 << 14,
+}
 SO, EPSO = {"optim__sharding": "so"}, {"optim__sharding": "epso"}
 ALLGATHER = {"parallel__ep_dispatch": "allgather"}
-PIPELINE = {"parallel__pp": 2, "train__global_batch_tokens": 2048}
+ALLTOALL = {"parallel__ep_dispatch": "alltoall"}
+PIPELINE = {"parallel__pp": 2, "train__global_batch_tokens": 1024}
 CASES = (
     Case("dense", 1, DENSE),
     Case("dense wide, long sequences", 1, DENSE | WIDE | {"train__seq_len": 512}),
@@ -103,13 +113,13 @@ CASES = (
         | {
             "parallel__schedule": "interleaved",
             "parallel__virtual_stages": 2,
-            "model__num_layers": 8,
+            "model__num_layers": 4,
         },
     ),
     Case("MoE", 1, MOE),
     Case("MoE, experts and norms recomputed", 1, MOE | {"recompute__modules": ["norm", "moe"]}),
     Case("MoE dp 2, so", 2, MOE | SO),
-    Case("MoE ep 2, alltoall, epso", 2, MOE | EPSO | {"parallel__ep": 2}),
+    Case("MoE ep 2, alltoall, epso", 2, MOE | EPSO | ALLTOALL | {"parallel__ep": 2}),
     Case("MoE ep 2, allgather, so", 2, MOE | SO | ALLGATHER | {"parallel__ep": 2}),
     Case("dense, bf16", 1, DENSE | {"train__dtype": "bf16"}),
 )
@@ -121,7 +131,7 @@ def config_of(case: Case) -> Config:
         "data__path": "unused",
         "train__seq_len": 256,
         "train__microbatch_size": 1,
-        "train__global_batch_tokens": 1024,
+        "train__global_batch_tokens": 512 * case.ranks,
         "train__dtype": "fp32",
         "train__threads": 1,
         "train__device": "cpu",
@@ -147,9 +157,14 @@ def run_rank(case: Case, clock: str, measures_memory: bool) -> None:
     platform.set_threads(1, False, launch.local_world_size)
     autotune_kernels(config, world, None)
     now = time.process_time if clock == "processor" else time.perf_counter
-    warm = torch.randn(64, 64, requires_grad=True)
-    (warm @ warm).sum().backward()
-    before = meter.start() if meter is not None else 0
+    before = 0
+    if meter is not None:  # a tiny model loads the code of the layout and makes its buffers
+        tiny = make_rank(config_of(case._replace(settings=case.settings | TINY)), world)
+        updater, microbatches = tiny.updater(), tiny.microbatches()
+        for step in (1, 2):
+            updater.run(step, microbatches)
+        del tiny, updater, microbatches
+        before = meter.start()
     rank = make_rank(config, world)
     updater, microbatches = rank.updater(), rank.microbatches()
     for step in range(1, WARMUP + 1):
@@ -227,71 +242,232 @@ class Ranks:
                 process.kill()
 
 
-@contextmanager
-def started(cases: Sequence[Case], clock: str, memory: bool) -> Iterator[list[Ranks]]:
-    """Return a context with the running ranks of all cases, and end them."""
-    ranks: list[Ranks] = []
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            for case in cases:
-                ranks.append(Ranks(case, clock, memory, Path(folder)))
-                yield_first = ranks[-1]
-                yield_first.peaks = [answer["peak"] for answer in yield_first.answers()]
-            yield ranks
-        finally:
-            for rank in ranks:
-                rank.end()
+class Result(NamedTuple):
+    """Planned and measured figures of a case."""
+
+    case: Case
+    planned_s: float
+    measured: list[list[float]]
+    """Seconds of each update, by round."""
+    planned_bytes: int
+    """On the rank with the largest measured peak, as `peak_bytes`."""
+    peak_bytes: int
+
+    @property
+    def step_s(self) -> float:
+        """Median of all measured updates."""
+        return statistics.median(s for of_round in self.measured for s in of_round)
+
+    @property
+    def error(self) -> float:
+        return self.planned_s / self.step_s - 1
+
+    @property
+    def memory_error(self) -> float:
+        return self.planned_bytes / self.peak_bytes - 1
+
+    @property
+    def spread(self) -> float:
+        """Largest less smallest median of a round, divided by `step_s`."""
+        medians = [statistics.median(of_round) for of_round in self.measured]
+        return (max(medians) - min(medians)) / self.step_s
+
+
+def measure_peaks(case: Case, folder: Path) -> list[int]:
+    """Return the peak memory of each rank."""
+    ranks = Ranks(case, "wall", True, folder)
+    try:
+        return [answer["peak"] for answer in ranks.answers()]
+    finally:
+        ranks.end()
+
+
+def measure_times(
+    cases: Sequence[Case], clock: str, rounds: int, folder: Path
+) -> dict[str, list[list[float]]]:
+    """Return the seconds of the updates of each case by round. The ranks of all cases exist during
+    all rounds, and only those of one case compute at a time."""
+    seconds: dict[str, list[list[float]]] = {case.name: [] for case in cases}
+    running: list[Ranks] = []
+    try:
+        for case in cases:
+            running.append(Ranks(case, clock, False, folder))
+            running[-1].answers()  # the next case starts when this one has warmed up
+        for number in range(rounds):
+            for ranks in running:
+                ranks.step_s(1)  # the caches contain data of another case
+                seconds[ranks.case.name].append(ranks.step_s(UPDATES))
+            print(f"round {number + 1} of {rounds}", file=sys.stderr)
+    finally:
+        for ranks in running:
+            ranks.end()
+    return seconds
+
+
+def planned(case: Case, machine: Machine) -> tuple[float, list[int]]:
+    """Return the planned seconds of a step, and the planned bytes of each rank."""
+    config = config_of(case)
+    mesh = make_mesh(config.parallel, case.ranks)
+    number = plan_batch(config.train, mesh.num_data_ranks).microbatches_per_rank
+    sizes = [
+        rank_memory(config, mesh, mesh.coordinate(rank), number, "cpu").device
+        for rank in range(case.ranks)
+    ]
+    return plan_step(config, mesh, machine, "this machine")["step_s"], sizes
+
+
+def run(cases: Sequence[Case], machine: Machine, clock: str, rounds: int) -> list[Result]:
+    """Plan and measure all cases."""
+    results = []
+    with tempfile.TemporaryDirectory() as name:
+        plans = [planned(case, machine) for case in cases]  # before any measurement
+        peaks = [measure_peaks(case, Path(name)) for case in cases]
+        seconds: dict[str, list[list[float]]] = {}
+        for first in range(0, len(cases), TOGETHER):  # so that all ranks have memory
+            seconds |= measure_times(cases[first : first + TOGETHER], clock, rounds, Path(name))
+    for case, (step_s, sizes), of_ranks in zip(cases, plans, peaks, strict=True):
+        fullest = of_ranks.index(max(of_ranks))
+        results.append(Result(case, step_s, seconds[case.name], sizes[fullest], max(of_ranks)))
+    return results
+
+
+def verdict(results: Sequence[Result]) -> list[str]:
+    """Return the figures that the issue limits, with their limits."""
+    errors = [abs(result.error) for result in results]
+    memory = max(abs(result.memory_error) for result in results)
+    repeated = results[0]
+    lines = []
+    for text, value, limit in (
+        ("Median error of the step time", statistics.median(errors), 0.08),
+        ("Worst error of the step time", max(errors), 0.15),
+        ("Worst error of the peak memory", memory, 0.05),
+        *(
+            (
+                f"{name}: measured time of the layout that the plan ranks first, above the fastest",
+                *pair,
+            )
+            for name, pair in _first(results)
+        ),
+    ):
+        outcome = "met" if value <= limit else "MISSED"
+        lines.append(f"- {text}: {value:.1%} (required {limit:.0%}: {outcome}).")
+    lines.append(
+        f"- Spread of {repeated.case.name!r} over the rounds: {repeated.spread:.1%} "
+        "(largest less smallest median of a round)."
+    )
+    return lines
+
+
+def _first(results: Sequence[Result]) -> list[tuple[str, tuple[float, float]]]:
+    """Return for each model with several layouts on two ranks how much longer than the fastest
+    layout the predicted fastest layout takes."""
+    pairs = []
+    for model in ("dense", "MoE"):
+        of_model = [
+            result
+            for result in results
+            if result.case.ranks == 2 and result.case.name.startswith(model)
+        ]
+        if len(of_model) > 1:
+            best = min(result.step_s for result in of_model)
+            chosen = min(of_model, key=lambda result: result.planned_s)
+            pairs.append((model, (chosen.step_s / best - 1, 0.05)))
+    return pairs
+
+
+def report(results: Sequence[Result], machine: Machine, clock: str, load: str) -> str:
+    """Return the page."""
+    measured = machine.measured
+    conditions = (
+        "this machine"
+        if measured is None
+        else (f"{measured.device}, {measured.cores} cores, torch {measured.torch}, {measured.date}")
+    )
+    rows = [
+        (
+            result.case.name,
+            str(result.case.ranks),
+            f"{result.planned_s:.3f}",
+            f"{result.step_s:.3f}",
+            f"{result.error:+.1%}",
+            f"{result.spread:.1%}",
+            f"{result.planned_bytes / 1e6:.1f}",
+            f"{result.peak_bytes / 1e6:.1f}",
+            f"{result.memory_error:+.1%}",
+        )
+        for result in results
+    ]
+    times = ("planned s", "measured s", "error", "spread")
+    head = ("layout", "ranks", *times, "planned MB", "measured MB", "error")
+    note = "" if clock == "wall" else " Times are processor times, not wall-clock times."
+    return "\n".join(
+        [
+            "# Planned and measured steps on a CPU",
+            "",
+            "`python scripts/bench/planner_here.py` writes this page. It first measures a machine "
+            "file with `optimus bench machine`; no layout of this page has set a figure of it.",
+            f"{conditions}; ranks of one thread. Median of {len(results[0].measured)} interleaved "
+            f"rounds of {UPDATES} updates, of {TOGETHER} layouts each.{note} {load}",
+            "",
+            *table(head, rows),
+            "",
+            *verdict(results),
+            "",
+            "Memory is that of the rank with the largest peak: measured, the growth of resident "
+            "memory from before the model exists, after updates of a tiny model of the same "
+            "layout, with a malloc that returns freed blocks at once.",
+            "",
+        ]
+    )
+
+
+def measure_machine(folder: Path) -> Path:
+    """Measure this machine with two busy ranks. Return the machine file."""
+    path = folder / "machine.toml"
+    command = [sys.executable, "-m", "optimus.cli", "bench", "machine", "--nproc", "2"]
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
+    subprocess.run(
+        [*command, "--out", str(path), "--dir", str(folder)],
+        check=True,
+        stdout=sys.stderr,
+        env=os.environ | {"PYTHONPATH": paths},
+    )
+    return path
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--machine")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--clock", choices=("wall", "processor"), default="wall")
-    parser.add_argument("--only", nargs="*")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--machine", help="machine file; by default it is measured first")
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "docs" / "benchmarks" / "planner_here.md"
+    )
+    parser.add_argument("--only", nargs="*", metavar="NAME", help="names of layouts")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--rank-of")
-    parser.add_argument("--memory", action="store_true")
+    parser.add_argument(
+        "--clock",
+        choices=("wall", "processor"),
+        default="wall",
+        help="processor: for a busy machine; it leaves out the times in which ranks wait",
+    )
+    parser.add_argument("--rank-of", help=argparse.SUPPRESS)
+    parser.add_argument("--memory", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     by_name = {case.name: case for case in CASES}
     if args.rank_of:
         run_rank(by_name[args.rank_of], args.clock, args.memory)
         return
-    machine = load_machine(args.machine)
+    start, before = time.monotonic(), os.getloadavg()[0]
     cases = [by_name[name] for name in args.only or by_name]
-    for case in cases:
-        config = config_of(case)
-        mesh = make_mesh(config.parallel, case.ranks)
-        m = plan_batch(config.train, mesh.num_data_ranks).microbatches_per_rank
-        planned = plan_step(config, mesh, machine, "here")
-        memory = max(
-            rank_memory(config, mesh, mesh.coordinate(r), m, "cpu").device
-            for r in range(case.ranks)
-        )
-        row = [case.name, f"{planned['step_s']:.4f}"]
-        if args.rounds:
-            with started([case], args.clock, False) as (ranks,):
-                times = [t for _ in range(args.rounds) for t in ranks.step_s(UPDATES)]
-            s = statistics.median(times)
-            row += [
-                f"{s:.4f}",
-                f"min {min(times):.4f}",
-                f"{planned['step_s'] / s - 1:+.1%} {planned['step_s'] / min(times) - 1:+.1%}",
-            ]
-        if args.memory:
-            with started([case], args.clock, True) as (ranks,):
-                peak = max(ranks.peaks)
-            row += [f"{memory / 1e6:.1f}", f"{peak / 1e6:.1f}", f"{memory / peak - 1:+.1%}"]
-        print(
-            "  ".join(row),
-            {
-                k: round(v, 4)
-                for k, v in planned.items()
-                if k in ("compute_s", "bubble_s", "optimizer_s")
-            },
-            planned["exposed_s"],
-            flush=True,
-        )
+    with tempfile.TemporaryDirectory() as folder:
+        machine = load_machine(args.machine or str(measure_machine(Path(folder))))
+    results = run(cases, machine, args.clock, args.rounds)
+    minutes = (time.monotonic() - start) / 60
+    load = f"Load of the machine before: {before:.1f}. Duration: {minutes:.1f} minutes."
+    page = report(results, machine, args.clock, load)
+    files.write_bytes(args.out, page.encode())
+    print(page)
 
 
 if __name__ == "__main__":
