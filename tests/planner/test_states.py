@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+from functools import cache
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from optimus.rank import states as engine_states
 from optimus.rank.states import plan_rank
 from tests.kit.runs.tiny import tiny_tree
 
-SEEDS, LAYOUTS_OF_A_SEED = range(8), 40
+SEEDS, LAYOUTS_OF_A_SEED = range(8), 25
 PATTERNS = ("*norm*", "*experts*", "embed.*", "blocks.[01].*", "*bias", "*.o_proj.*", "*router*")
 
 
@@ -77,6 +78,7 @@ def random_tree(choose: random.Random) -> dict[str, Any]:
     return tree
 
 
+@cache
 def random_layouts(seed: int) -> list[tuple[Config, Mesh, list]]:
     """Return possible configurations with their meshes and the results of `plan_ranks`."""
     choose, layouts = random.Random(seed), []
