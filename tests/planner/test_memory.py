@@ -17,7 +17,7 @@ WIDE = {
     "model__intermediate_size": 192,
     "model__num_layers": 4,
     "train__seq_len": 256,
-    "train__global_batch_tokens": 8 * 256,
+    "train__global_batch_tokens": 4 * 256,
     "optim__chunk_length": 100_000,
     "train__deterministic": False,
 }
@@ -49,7 +49,7 @@ def measure(tree: dict) -> tuple[int, int, int, int]:
     peak = _Peak(states.memory)
     with peak:
         for step in (1, 2):
-            updater.run(step, local_batch(groups, first=8 * step, length=config.train.seq_len))
+            updater.run(step, local_batch(groups, 4, first=4 * step, length=config.train.seq_len))
     settings = config, groups.mesh, plan.microbatches_per_rank
     least = least_bytes(*settings, "device")(groups.coordinate)
     return least, planned.device, most_bytes(*settings)(groups.coordinate), peak.most
