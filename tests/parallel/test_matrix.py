@@ -24,6 +24,9 @@ from tests.kit.layouts.matrix import (
 )
 
 SAMPLE = pairwise(all_cases())
+STEPS = 3
+"""Updates of a run. The metrics of the third update depend on the moments of the second. The drill
+runs more updates."""
 _known: dict[str, Outcome] = {}
 
 
@@ -38,7 +41,7 @@ def agreement_of(ranks, case: Case, **train: Any) -> Agreement:
         return run(size, tree | {"train": tree["train"] | train})
 
     def run(size: int, tree: dict) -> Outcome:
-        return ranks(size, run_case, tree, start_world=False, timeout_s=120)[0]
+        return ranks(size, run_case, tree, STEPS, start_world=False, timeout_s=120)[0]
 
     def run_alone(tree: dict) -> Outcome:
         key = repr(tree)

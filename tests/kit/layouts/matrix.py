@@ -207,21 +207,24 @@ class Outcome(NamedTuple):
 
 def run_case(tree: dict[str, Any], steps: int = STEPS) -> Outcome:
     """Run updates on batches of `make_microbatch` on this rank. Return the results."""
-    return _run(start_world(device="cpu"), tree, steps=steps)
+    return _run(start_world(device="cpu"), tree, False, steps)
 
 
-def run_several(trees: Sequence[dict[str, Any]], poison: Sequence[bool]) -> list[Outcome]:
+def run_several(
+    trees: Sequence[dict[str, Any]], poison: Sequence[bool], steps: int = STEPS
+) -> list[Outcome]:
     """Run several configurations on the same ranks, one after the other.
 
     Args:
         trees: The configurations.
         poison: For each configuration, True to fill freed chunks with NaN.
+        steps: Number of updates of each run.
     """
     world = start_world(device="cpu")
-    return [_run(world, tree, mode) for tree, mode in zip(trees, poison, strict=True)]
+    return [_run(world, tree, mode, steps) for tree, mode in zip(trees, poison, strict=True)]
 
 
-def _run(world: World, tree: dict[str, Any], poison: bool = False, steps: int = STEPS) -> Outcome:
+def _run(world: World, tree: dict[str, Any], poison: bool, steps: int) -> Outcome:
     config, _, groups, plan, model, states, updater = make_updater(tree, world, poison)
     recorder = _RouteRecorder(model, groups.data.rank, groups.data.size)
     whole = WholeModel(config, model.layout, groups)
