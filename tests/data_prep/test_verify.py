@@ -1,4 +1,4 @@
-"""Damage of a file of each kind is detected, and the file is named."""
+"""Damage of each file is detected, and the file is named."""
 
 from __future__ import annotations
 
@@ -32,18 +32,9 @@ def test_verify_of_a_valid_data_set_reports_no_damage(made, capsys):
     assert answer == {"dataset": str(made.data), "whole": True, "damage": []}
 
 
-def a_file_of_each_kind(dataset, rng):
-    """Return a random file of each kind, such as a shard or the sidecar of a unit, of the data set
-    and of its held-out split: a dictionary of contents by name."""
-    kinds = {}
-    for name, content in tree(dataset).items():
-        kinds.setdefault(re.sub(r"\d+", "", name), []).append((name, content))
-    return dict(map(rng.choice, kinds.values()))
-
-
-def test_flipped_bit_in_a_file_of_each_kind_is_detected(copy):
+def test_flipped_bit_in_each_file_is_detected(copy):
     rng = random.Random(0)
-    for name, content in a_file_of_each_kind(copy, rng).items():
+    for name, content in tree(copy).items():
         position, bit = rng.randrange(len(content)), rng.randrange(8)
         damaged = bytearray(content)
         damaged[position] ^= 1 << bit
@@ -53,6 +44,15 @@ def test_flipped_bit_in_a_file_of_each_kind_is_detected(copy):
         assert any(str(copy / name) in line for line in lines), (name, lines)
         (copy / name).write_bytes(content)
     assert list(verify(copy)) == []
+
+
+def a_file_of_each_kind(dataset, rng):
+    """Return a random file of each kind, such as a shard or the sidecar of a unit, of the data set
+    and of its held-out split: a dictionary of contents by name."""
+    kinds = {}
+    for name, content in tree(dataset).items():
+        kinds.setdefault(re.sub(r"\d+", "", name), []).append((name, content))
+    return dict(map(rng.choice, kinds.values()))
 
 
 @pytest.mark.parametrize("how", ["truncate", "extend", "remove"])
