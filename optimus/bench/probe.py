@@ -134,7 +134,7 @@ def _change(loop: Any, plan: Plan) -> None:
         plan.report("first update", phases=dict(value.phases_s), load_s=load_s)
         return value
 
-    def update_with_faults(run: Any, step: int) -> None:
+    def update_with_faults(run: Any, step: int) -> float:
         kind = _take_fault(plan)
         if kind == "nan":
             block = next(iter(run.model.blocks.values()))
@@ -145,7 +145,7 @@ def _change(loop: Any, plan: Plan) -> None:
         elif kind == "exit":
             plan.report("fault")
             os._exit(_STATUS)
-        update(run, step)
+        return update(run, step)
 
     loop.StartUp.record, loop.Run.update = record_and_report, update_with_faults
     if plan.slowdown > 1:

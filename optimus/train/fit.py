@@ -190,7 +190,11 @@ class FirstUpdates:
         try:
             figures = self._compare(step, ranks) | {"settings": key}
         except Exception as error:  # a run must not end because of a prediction
-            logger.warning("cannot predict the memory of this run: %s", one_line(error))
+            logger.warning(
+                "cannot predict the memory of this run, a defect of Optimus: %s: %s",
+                type(error).__name__,
+                one_line(error),
+            )
             return
         with contextlib.suppress(OSError):  # metrics are on the same disk and report its errors
             path = directory.path / FIT_FILE

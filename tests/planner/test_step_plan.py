@@ -45,10 +45,12 @@ def test_figures_of_a_step_are_consistent(name):
 def test_trace_of_a_plan_has_the_actions_of_the_schedule(tmp_path, name):
     """The names are those of `optimus bench step --trace`, which follow the same schedule."""
     path = tmp_path / "trace.json"
-    settings = [f"parallel.schedule={name}", "parallel.virtual_stages=1"]
-    assert main(["plan", str(RUN), "--machine", "aurora", "--trace", str(path), *settings]) == 0
+    run = RUN.with_name("mula-7b-a1b.toml")
+    settings = [f"parallel.schedule={name}", "parallel.pp=4", "parallel.dp=2"]
+    settings.append("train.global_batch_tokens=65536")
+    assert main(["plan", str(run), "--machine", "aurora", "--trace", str(path), *settings]) == 0
     events = [e for e in json.loads(path.read_text())["traceEvents"] if e["ph"] == "X"]
-    config = load_config(RUN, settings)
+    config = load_config(run, settings)
     mesh = make_mesh(config.parallel)
     step = step_of(config, mesh)
     schedule = schedule_of(config, mesh, step.microbatches)

@@ -58,7 +58,7 @@ def poison(
     named = dict(run.model.named_parameters())
     name = next(name for name in named if f"{layer}.weight" in name)
 
-    def update(step: int) -> None:
+    def update(step: int) -> float:
         if step == at and run.world.rank == bad_rank:
             if target == "parameter":
                 named[name].data.view(-1)[0] = torch.nan
@@ -70,12 +70,12 @@ def poison(
             else:
                 module = run.model.get_submodule(name.removesuffix(".weight"))
                 _break_output(module, BROKEN_OUTPUTS[target])
-        plain_update(step)
+        return plain_update(step)
 
     return f"{name}|{error}" if (error := _error_of(run, update)) else "no error"
 
 
-def _error_of(run: Run, update: Callable[[int], None]) -> str:
+def _error_of(run: Run, update: Callable[[int], float]) -> str:
     """Run with `update` in place of `run.update`. Return the message of the NonFiniteError; "" if
     there is none."""
     with mock.patch.object(run, "update", update):
@@ -114,12 +114,13 @@ def damage_state(
     run = make_run(tree)
     plain_update, name = run.update, ""
 
-    def update(step: int) -> None:
+    def update(step: int) -> float:
         nonlocal name
-        plain_update(step)
+        seconds = plain_update(step)
         if step == at and run.world.rank == bad_rank:
             run.states.wait()
             name = break_element(run, state, value)
+        return seconds
 
     error = _error_of(run, update)
     return [name, error or "no error"]

@@ -84,10 +84,11 @@ def run_with(
     """
     plain_update, printed, launch = Run.update, io.StringIO(), read_launch_env()
 
-    def update(run: Run, step: int) -> None:
+    def update(run: Run, step: int) -> float:
         before(step)
-        plain_update(run, step)
+        seconds = plain_update(run, step)
         after(run)
+        return seconds
 
     with mock.patch.object(Run, "update", update), contextlib.redirect_stderr(printed):
         status, message = 0, ""

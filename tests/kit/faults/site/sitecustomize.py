@@ -60,7 +60,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 def _change(loop: Any) -> None:
     update, load, save = loop.Run.update, loop.load_start, loop.Saves.after
 
-    def update_with_faults(run: Any, step: int) -> None:
+    def update_with_faults(run: Any, step: int) -> float:
         due = _due(run.world.launch, step)
         for kind in due:
             if kind in _IN_UPDATE:
@@ -68,7 +68,7 @@ def _change(loop: Any) -> None:
         if due.get("skip") == step:
             run.updater._skipped_steps |= {step}
         with _broken_data(run, step) if due.get("data") == step else contextlib.nullcontext():
-            update(run, step)
+            return update(run, step)
 
     def load_with_faults(config: Any, world: Any, *more: Any) -> Any:
         if "kill-in-load" in _due(world.launch, sys.maxsize):
