@@ -392,7 +392,10 @@ def _add_eval(commands: argparse._SubParsersAction) -> None:
 
 
 def _eval(args: argparse.Namespace, arguments: list[str]) -> int:
-    from optimus.evaluate import evaluate_checkpoint
+    from optimus.launch.imports import without_collections
+
+    with without_collections():
+        from optimus.evaluate import evaluate_checkpoint
 
     result = evaluate_checkpoint(args.checkpoint, args.data, args.batch_size, args.instances)
     if args.json:
@@ -424,7 +427,10 @@ def _add_generate(commands: argparse._SubParsersAction) -> None:
 
 
 def _generate(args: argparse.Namespace, arguments: list[str]) -> int:
-    from optimus.evaluate import continue_text
+    from optimus.launch.imports import without_collections
+
+    with without_collections():
+        from optimus.evaluate import continue_text
 
     text = continue_text(
         args.checkpoint,

@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from optimus.launch import environment
+from optimus.launch.imports import without_collections
 from optimus.launch.spawn import prepare_rank
 
 _MODULES = (
@@ -53,7 +54,7 @@ def main() -> NoReturn:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     set_library_variables()
     # A thread pool does not survive a fork, and the BLAS of numpy creates its pool at import.
-    with _single_blas_thread():
+    with _single_blas_thread(), without_collections():
         _import_all()
     woken, waker = socket.socketpair()
     waker.setblocking(False)

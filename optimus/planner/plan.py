@@ -3,9 +3,6 @@ alone."""
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from optimus.chunks.layout import KINDS
@@ -14,6 +11,7 @@ from optimus.config.axes import UNEQUAL
 from optimus.data.batch import plan_batch
 from optimus.distributed.mesh import make_mesh
 from optimus.errors import counted, refuse_if
+from optimus.launch.imports import without_collections
 from optimus.model.flops import count_parameters, flops_per_token
 from optimus.planner.allocation import Allocation
 from optimus.planner.states import plan_ranks
@@ -86,7 +84,7 @@ def plan(
         result["nodes"] = allocation.nodes or -(-mesh.world_size // allocation.ranks_per_node)
         result["topology"] = plan_topology(config, mesh, allocation)
         if train.seq_len:
-            with _without_collections():
+            with without_collections():
                 from optimus.planner.machine_plan import plan_on_machine  # needs torch
 
                 result |= plan_on_machine(config, mesh, allocation.machine, load)
@@ -101,19 +99,6 @@ def plan(
             result["tokens"] = train.global_batch_tokens * train.max_steps
             result["flops"] = result["flops_per_step"] * train.max_steps
     return result
-
-
-@contextmanager
-def _without_collections() -> Iterator[None]:
-    """Disable collections of garbage, which take a fifth of the time of imports and profiles, and
-    find little garbage."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def format_plan(result: dict[str, Any]) -> str:

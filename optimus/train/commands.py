@@ -113,6 +113,7 @@ def _train(args: argparse.Namespace, arguments: list[str]) -> int:
         signal.signal(signal.SIGTERM, lambda number, frame: os._exit(status))
     from optimus.config import load_config
     from optimus.launch.environment import STARTED, prints_start, read_launch_env
+    from optimus.launch.imports import without_collections
     from optimus.train.startup import prepare_meeting, ranks_to_start, refuse_together
 
     if args.dry_run:
@@ -142,7 +143,8 @@ def _train(args: argparse.Namespace, arguments: list[str]) -> int:
     if prints_start():
         print("optimus: importing torch", file=sys.stderr)
     prepare_meeting(launch)
-    from optimus.train.loop import train
+    with without_collections():
+        from optimus.train.loop import train
 
     train(config, launch, STARTED)
     return 0
