@@ -122,6 +122,11 @@ class _CopyThread:
         follower = None if then is None else self._followers.submit(self._follow, job, then)
         return Copy(partial(self._wait_for, job, follower))
 
+    def close(self) -> None:
+        """End both threads, after all copies."""
+        for pool in (self._copies, self._followers):
+            pool.shutdown()
+
     @staticmethod
     def _follow(job: Future[torch.Event | None], then: Action) -> None:
         job.result()
@@ -201,20 +206,34 @@ class Memory:
         self._tiers: dict[int, Tier] = {}
         """Tier of each buffer that this object has made, by its storage."""
         self._freed: set[int] = set()
+        self._locked: list[Tensor] = []
+        """Buffers in page-locked host memory."""
         self.num_bytes = dict.fromkeys(Tier, 0)
         """Bytes of the buffers that are not freed."""
 
     def new(self, length: int, dtype: torch.dtype, tier: Tier = Tier.DEVICE) -> Tensor:
-        """Return a new buffer of `length` zeros. This object keeps no reference to it. A buffer on
-        disk is a meta tensor, a placeholder for `optimus.chunks.disk.DiskTier`."""
+        """Return a new buffer of `length` zeros. This object keeps a reference to it only if
+        `close` must unlock its memory. A buffer on disk is a meta tensor, a placeholder for
+        `optimus.chunks.disk.DiskTier`."""
         device = torch.device("meta") if tier is Tier.DISK else self._device
         if tier is Tier.DEVICE or device.type == "meta":
             flat = torch.zeros(length, dtype=dtype, device=device)
         else:
             flat = platform.host_zeros(length, dtype, device)
+            if device.type != "cpu":
+                self._locked.append(flat)
         self._tiers[flat.untyped_storage()._cdata] = tier
         self.num_bytes[tier] += flat.nbytes
         return flat
+
+    def close(self) -> None:
+        """End the threads of the copies, and unlock the buffers in host memory, which keep their
+        values. All copies must be complete, and no copy may follow."""
+        for thread in self._threads.values():
+            thread.close()
+        for flat in self._locked:
+            platform.free_host(flat)
+        self._locked.clear()
 
     def tier_of(self, flat: Tensor) -> Tier | None:
         """Return the tier of a buffer; None if it is freed."""

@@ -17,6 +17,7 @@ The class of a parameter changes back while its segment computes, so that guards
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -50,13 +51,24 @@ class Owner(Protocol):
 
 
 class Guard:
-    """Attributes of a guarded tensor."""
+    """Attributes of a guarded tensor. Python cannot collect a cycle through the attributes of
+    a tensor that autograd also uses. Therefore this object has a weak reference to the owner."""
 
-    __slots__ = ("name", "owner", "storage")
+    __slots__ = ("_owner", "name", "storage")
 
     def __init__(self, name: str, owner: Owner, flat: Tensor) -> None:
-        self.name, self.owner = name, owner
+        self.name, self._owner = name, weakref.ref(owner)
         self.storage = flat.untyped_storage()._cdata
+
+    @property
+    def owner(self) -> Owner:
+        """The owner. Raises ConfigError if its memory is freed."""
+        owner = self._owner()
+        if owner is None:
+            raise ConfigError(
+                f"the offloaded model of parameter {self.name} is freed; keep the model"
+            )
+        return owner
 
 
 class GuardedParameter(nn.Parameter):
@@ -119,6 +131,12 @@ def close(parameter: Tensor) -> None:
 def open_(parameter: Tensor) -> None:
     """Make a guarded parameter a plain parameter, because its values are on the device now."""
     parameter.__class__ = nn.Parameter
+
+
+def remove(parameter: Tensor) -> None:
+    """Make a guarded parameter a plain parameter without the attributes of `guard`."""
+    open_(parameter)
+    delattr(parameter, _ATTRIBUTE)
 
 
 def name_of(tensor: Tensor) -> str:

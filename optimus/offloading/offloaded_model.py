@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from optimus import platform
 from optimus.chunks.buffers import ChunkState, ParamChunk
@@ -16,18 +18,16 @@ from optimus.chunks.engine import ChunkEngine
 from optimus.chunks.layout import Slot
 from optimus.chunks.residency import Residency, Use
 from optimus.chunks.segments import Hook, ModelSegment
-from optimus.errors import ConfigError, counted, refuse_if
+from optimus.errors import ConfigError, counted, one_line, refuse_if
 from optimus.offloading import guard
 from optimus.offloading.checks import MARK
-from optimus.offloading.placement import ModelChunks
+from optimus.offloading.placement import ModelChunks, ReleasedValues
 from optimus.offloading.segments import ModuleSegment
 
 logger = logging.getLogger(__name__)
 
 _MAX_USES = 1_000_000
 """Number of uses of segments in a step that are recorded. Later uses have no plan."""
-_TRIMMED_BYTES = 1 << 20
-"""Fewest bytes of released parameters for a call of `platform.trim_heap`."""
 _OBSERVED = "_optimus_observed"
 """Attribute of an output: the operation that made it, if a trigger observes its gradient. An
 operation in place makes the same tensor again."""
@@ -56,13 +56,14 @@ class OffloadedModel:
         expected_update: Callable[[], tuple[float, float] | None],
     ) -> None:
         self._module, self._expected_update = model, expected_update
+        self.is_released = False
         self.named = {name: chunks.named[name] for name in chunks.keys}
         self.trained = [name for name, p in self.named.items() if p.requires_grad]
         self.engine = ChunkEngine(
             self.named,
             chunks.keys.__getitem__,
             chunks.rule,
-            initial=_ReleasedValues(self.named, 4 * chunks.length),
+            initial=ReleasedValues(self.named, 4 * chunks.length),
             dtype=torch.float32,
             chunk_length=chunks.length,
             deterministic=True,
@@ -95,8 +96,14 @@ class OffloadedModel:
         self._expected_backwards = 0
         self._received: set[str] = set()
         """Parameters that have a gradient since the gradients were cleared."""
-        for name in self.trained:
-            self.named[name].register_post_accumulate_grad_hook(partial(self._receive, name))
+        # Python cannot collect a cycle through the hooks of a parameter: they refer to no owner.
+        self._handles: list[RemovableHandle] = [
+            self.named[name].register_post_accumulate_grad_hook(
+                partial(_receive, self._received, name)
+            )
+            for name in self.trained
+        ]
+        """Handles of all hooks."""
         self._device_views: dict[str, Tensor] = {}
         self._guarded = self._guard_tensors()
         self._hooks = [
@@ -111,8 +118,9 @@ class OffloadedModel:
         self._needs = self.engine.transient_needs(of_engine)
         self.clear_gradients(set_to_none=True)
         _StateDictHooks(self, model).register()
+        self._mark = weakref.ref(self)
         for marked in (model, *self.named.values()):
-            setattr(marked, MARK, self)
+            setattr(marked, MARK, self._mark)
 
     def _guard_tensors(self) -> dict[str, nn.Parameter]:
         """Guard the parameters and gradients whose home is the host, and return the parameters."""
@@ -133,10 +141,61 @@ class OffloadedModel:
     def __reduce__(self) -> Any:
         raise ConfigError("an offloaded model cannot be copied or pickled; use its state_dict()")
 
+    def keep(self, *handles: RemovableHandle) -> None:
+        """Keep handles of hooks, which `release` removes."""
+        self._handles += handles
+
+    def release(self) -> None:
+        """Complete all updates, and make the module a plain module without gradients: remove hooks
+        and guards, and free all states except the parameters. A parameter whose home is the host is
+        then in host memory. May be called more than once.
+
+        If an update has failed, the weights are partly updated. Then only the file on disk is
+        removed, and uses of the module raise the error.
+        """
+        if self.is_released:
+            return
+        try:
+            self.engine.wait()
+        except Exception as error:
+            self.engine.close()
+            logger.warning("the model is lost, because an update failed: %s", one_line(error))
+            return
+        self.engine.close()
+        self.is_released = True
+        for handle in self._handles:
+            handle.remove()
+        self._close_all()
+        with _raw():
+            for name, parameter in self.named.items():
+                chunk, slot = self._slots[name]
+                if parameter.grad is not None:
+                    parameter.grad = None
+                if name in self._guarded:
+                    guard.remove(parameter)
+                    parameter.data = chunk.view(chunk.shard, slot)
+                if name in self._grads and parameter.dtype is not self._grads[name].dtype:
+                    parameter.grad_dtype = parameter.dtype
+                delattr(parameter, MARK)
+        delattr(self._module, MARK)
+        self.engine.memory.close()
+        # Hooks of outputs, and gradients that user code still has, refer to this object.
+        for name in [*vars(self)]:
+            if name != "is_released":
+                delattr(self, name)
+
+    def check_open(self) -> None:
+        """Raise ConfigError after `release`."""
+        refuse_if(
+            self.is_released,
+            "the optimizer of optimus.offload is closed; call optimus.offload again to train",
+        )
+
     # -- uses of segments ------------------------------------------------------------------------
 
     def use(self, index: int, backward: bool) -> None:
         """Provide a segment with its parameters and, for a backward, its gradient buffers."""
+        self.check_open()
         if torch.compiler.is_compiling():
             self._is_compiled = True
         task = torch._C._current_graph_task_id()
@@ -163,6 +222,7 @@ class OffloadedModel:
 
     def read(self, name: str) -> None:
         """Gather a parameter that code outside of its segment reads."""
+        self.check_open()
         # Gather the parameters of the present segment again, so that they are not evicted.
         names = [guard.name_of(parameter) for parameter in self._open]
         with _raw():
@@ -180,12 +240,10 @@ class OffloadedModel:
 
     # -- gradients -------------------------------------------------------------------------------
 
-    def _receive(self, name: str, parameter: Tensor) -> None:
-        self._received.add(name)
-
     def gradient_sum(self, name: str) -> Tensor:
         """Return the tensor with the values of a gradient: during the backward of its segment, the
         buffer on the device; otherwise the sum on the host."""
+        self.check_open()
         chunk, slot = self._slots[name]
         assert isinstance(chunk, ChunkState)
         in_backward = torch._C._current_graph_task_id() != -1
@@ -335,7 +393,7 @@ class OffloadedModel:
             for module in self._module.modules():
                 for name, parameter in module._parameters.items():
                     refuse_if(
-                        parameter is not None and getattr(parameter, MARK, None) is not self,
+                        parameter is not None and getattr(parameter, MARK, None) is not self._mark,
                         f"{type(module).__name__} has a parameter {name} that the model did not "
                         "have at optimus.offload; change the model before the call",
                     )
@@ -406,29 +464,9 @@ class OffloadedModel:
         self.engine.params.invalidate()
 
 
-class _ReleasedValues:
-    """Initial values of parameters. The engine moves each of them to a chunk, and releases it.
-
-    glibc keeps the memory of released tensors that have less than 32 MB. Therefore free memory of
-    the heap is returned to the operating system about once for each chunk.
-
-    Args:
-        named: The parameters by name.
-        chunk_bytes: Bytes of a chunk of fp32 parameters.
-    """
-
-    def __init__(self, named: dict[str, nn.Parameter], chunk_bytes: int) -> None:
-        self._named, self._limit = named, max(chunk_bytes, _TRIMMED_BYTES)
-        self._released = 0
-        """Bytes of the values since the last trim."""
-
-    def __call__(self, name: str) -> Tensor:
-        """Return the values of a parameter. Those of all earlier calls are released."""
-        if self._released >= self._limit:
-            platform.trim_heap()
-            self._released = 0
-        self._released += self._named[name].nbytes
-        return self._named[name].data
+def _receive(received: set[str], name: str, parameter: Tensor) -> None:
+    """Hook of a parameter that has received a gradient."""
+    received.add(name)
 
 
 class _SegmentHooks:
@@ -461,8 +499,10 @@ class _SegmentHooks:
     def register(self, before_forward: Hook, before_backward: Hook | None) -> None:
         """As `ModelSegment.register`."""
         self._of_engine = before_forward, before_backward
-        self._module.register_forward_pre_hook(self._before_forward)
-        self._module.register_forward_hook(self._after_forward, always_call=True)
+        self._owner.keep(
+            self._module.register_forward_pre_hook(self._before_forward),
+            self._module.register_forward_hook(self._after_forward, always_call=True),
+        )
 
     def before(self, backward: bool) -> None:
         """Call the hook of the engine."""
@@ -508,6 +548,7 @@ class _BackwardTrigger:
         self._last = -1
 
     def __call__(self, grad: Tensor) -> None:
+        self._owner.check_open()
         if self._last != self._owner.num_backwards:
             self._last = self._owner.num_backwards
             self._owner.use(self._index, True)
@@ -528,10 +569,12 @@ class _StateDictHooks:
         """Register the hooks of all modules that have parameters."""
         for module in self._modules:
             # torch sets an attribute of these hooks, which a method does not allow.
-            module.register_state_dict_pre_hook(partial(self._show))
-            module.register_state_dict_post_hook(partial(self._hide))
-            module.register_load_state_dict_pre_hook(self._before_load)
-            module.register_load_state_dict_post_hook(self._after_load)
+            self._owner.keep(
+                module.register_state_dict_pre_hook(partial(self._show)),
+                module.register_state_dict_post_hook(partial(self._hide)),
+                module.register_load_state_dict_pre_hook(self._before_load),
+                module.register_load_state_dict_post_hook(self._after_load),
+            )
 
     def _parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
         named = {self._names.get(id(p), ""): p for p in module.parameters(recurse=False)}

@@ -142,7 +142,8 @@ def offload(
     if example is not None:
         # Before the hooks of segments, so that a refused batch begins no step.
         hook = partial(check_batch, shapes_of(example))
-        model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+        handle = model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+        optimizer._offloaded.keep(handle)
     return optimizer
 
 
@@ -363,13 +364,22 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._offloaded.engine.add_spare(limit)
 
     def close(self) -> None:
-        """Remove the file with the states on disk, which otherwise exists until the end of the
-        process. Neither the optimizer nor the model must be used afterwards."""
-        self._offloaded.engine.close()
+        """Complete all updates, and end the offloading: free the states of the optimizer, remove
+        their file on disk, and remove all hooks from the model. May be called more than once.
+
+        The model then has its weights and no gradients, and can be evaluated, saved, or offloaded
+        again. Parameters whose states were in host memory are on the CPU. Without this call, the
+        states exist until the model and the optimizer are freed, page-locked memory until the end
+        of the process. If an update has failed, a warning is logged, and uses of the model raise
+        the error of the update.
+        """
+        assert self._model is not None
+        self._model.release()
 
     @property
     def _offloaded(self) -> OffloadedModel:
         assert self._model is not None
+        self._model.check_open()
         return self._model
 
     @torch.no_grad()
