@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from optimus.config import Config
 from optimus.config.machine import Machine
 from optimus.errors import ConfigError, counted, refuse_if
 from optimus.io.files import check_output, write_bytes
 from optimus.planner.allocation import Allocation
+
+if TYPE_CHECKING:
+    from optimus.planner.layouts import Layout
 
 _GIB = 1 << 30
 
@@ -131,7 +135,8 @@ def find_misfit(config: Config, result: dict[str, Any]) -> ConfigError | None:
     if it fits or the memory is unknown.
 
     Add to `result` the key `nearest`: a list of the nearest layouts that fit, each with its changed
-    settings (`changes`) and the predicted `bytes` of the fullest rank.
+    settings (`changes`), the number of `nodes` if the command needs the option --nodes (otherwise
+    None), and the predicted `bytes` of the fullest rank.
 
     Args:
         config: The configuration.
@@ -153,7 +158,7 @@ def find_misfit(config: Config, result: dict[str, Any]) -> ConfigError | None:
     result["nearest"] = _nearest_layouts(config, machine, result)
     remedy = f"use more than {nodes}, or another layout (--search)"
     if result["nearest"]:
-        layouts = (_overrides(layout["changes"]) for layout in result["nearest"])
+        layouts = map(_changed_words, result["nearest"])
         remedy = f"the nearest layouts that fit on {nodes}: {', or '.join(layouts)}"
     return ConfigError(
         f"--machine {result['machine']}: {quality} {counted(needed, 'byte')}, "
@@ -168,44 +173,55 @@ _MOST_LAYOUTS = 3
 def _nearest_layouts(
     config: Config, machine: Machine, result: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    """Return the value of the key `nearest`, for the number of nodes of a plan."""
+    """Return the value of the key `nearest`, for all ranks on the nodes of a plan.
+
+    If the plan has fewer ranks than its nodes, such as the plan of one replica, the unchanged
+    layout may fit on all of them. It is then the only result.
+    """
     from optimus.data.batch import plan_batch
-    from optimus.planner.fit import capacity_of_device, predicted_bytes
-    from optimus.planner.layouts import layout_of
+    from optimus.planner.layouts import layout_changes, layout_of
+    from optimus.planner.machine_plan import needed_bytes
     from optimus.planner.search import nearest_fitting
 
     assert machine.device is not None
     train, nodes = config.train, result["nodes"]
     if not (train.seq_len and train.global_batch_tokens):
         return []  # a search compares steps with the same tokens
-    capacity = capacity_of_device(machine.device)
-    layouts = [
-        (fitting.changes, fitting.evaluation.layout)
-        for fitting in nearest_fitting(config, machine, nodes, 2 * _MOST_LAYOUTS)
-    ]
-    if result["is_one_replica"]:  # all ranks of the nodes together may have space
-        layouts.insert(0, ({}, layout_of(config, nodes * machine.ranks_per_node)))
-    nearest: list[dict[str, Any]] = []
-    for changes, layout in layouts:
-        applied = layout.apply(config)
+    memory, world_size = int(machine.device.memory_bytes.value), nodes * machine.ranks_per_node
+    option = nodes if result["is_one_replica"] else None
+
+    def fitting(layout: Layout) -> list[dict[str, Any]]:
+        if layout.mesh.world_size != world_size:
+            return []
+        applied, changes = layout.apply(config), layout_changes(present, layout)
+        if config.parallel.dp and config.parallel.dp != layout.dp:
+            changes["parallel.dp"] = layout.dp
+        elif not config.parallel.dp:  # it follows from the number of ranks
+            changes.pop("parallel.dp", None)
         with contextlib.suppress(ConfigError):
             batch = plan_batch(applied.train, layout.mesh.num_data_ranks)
-            run = applied, layout.mesh, batch.microbatches_per_rank
-            size = predicted_bytes(*run, capacity)
-            if size <= capacity.num_bytes and len(nearest) < _MOST_LAYOUTS:
-                if not config.parallel.dp:  # it follows from the number of ranks
-                    changes = {k: v for k, v in changes.items() if k != "parallel.dp"}
-                nearest.append({"changes": changes, "bytes": size})
-    return nearest
+            size = needed_bytes(applied, layout.mesh, batch.microbatches_per_rank, machine)
+            if size <= memory:
+                return [{"changes": changes, "nodes": option, "bytes": size}]
+        return []
+
+    present = layout_of(config, world_size)
+    if result["world"] < world_size:
+        free = config.parallel.model_copy(update={"dp": 0})
+        whole = layout_of(config.model_copy(update={"parallel": free}), world_size)
+        if unchanged := fitting(whole):
+            return unchanged
+    nearest = nearest_fitting(config, machine, nodes, 2 * _MOST_LAYOUTS)
+    layouts = (fitting(near.evaluation.layout) for near in nearest)
+    return list(itertools.islice(itertools.chain.from_iterable(layouts), _MOST_LAYOUTS))
 
 
-def _overrides(changes: dict[str, Any]) -> str:
-    """Return changed settings as overrides of a command."""
+def _changed_words(layout: dict[str, Any]) -> str:
+    """Return an entry of `nearest` as words to add to a command."""
     from optimus.planner.layouts import override
 
-    if not changes:
-        return "the same settings with --nodes"
-    return " ".join(f"{key}={override(value)}" for key, value in changes.items())
+    words = [f"{key}={override(value)}" for key, value in layout["changes"].items()]
+    return " ".join([*words, f"--nodes {layout['nodes']}"] if layout["nodes"] else words)
 
 
 def run_comparison(args: argparse.Namespace, config: Config) -> int:
@@ -220,7 +236,7 @@ def run_comparison(args: argparse.Namespace, config: Config) -> int:
 def run_search(args: argparse.Namespace, config: Config, allocation: Allocation | None) -> int:
     """Rank the layouts of a run, and print and write the results. Return the exit status."""
     from optimus.config.machine import load_machine
-    from optimus.planner.layouts import Layout, LayoutChecks, space_of
+    from optimus.planner.layouts import LayoutChecks, space_of
     from optimus.planner.search import ComputeBound, StepSeconds, search
     from optimus.planner.search_memory import LayoutMemory
     from optimus.planner.search_report import (

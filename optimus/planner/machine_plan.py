@@ -234,6 +234,13 @@ def plan_on_machine(
     return result
 
 
+def needed_bytes(config: Config, mesh: Mesh, num_microbatches: int, machine: Machine) -> int:
+    """Return `needed` of `plan_on_machine` for a run without offload.mode = "auto"."""
+    device = "cpu" if is_cpu(machine) else "cuda"
+    kinds = _Memory(config, mesh, num_microbatches, device).kinds()
+    return max(kind["total"] for kind in kinds)
+
+
 def _imbalance(
     run: tuple[Config, Mesh, Machine, str], works: Works, memory: _Memory, device: int | None
 ) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from pathlib import Path
 
 import pytest
@@ -131,9 +132,25 @@ def test_plan_that_does_not_fit_names_the_nearest_layouts_that_do(tmp_path, caps
     assert optimus([*words, *overrides]) == 0
 
 
-def test_plan_of_a_replica_that_does_not_fit_names_the_nodes(capsys):
-    config = str(RUNS / "mula-7b-a1b.toml")
-    assert optimus(["plan", config, "--machine", "aurora"]) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and "55,869,870,336 bytes more than its device has" in error
-    assert "on 1 node: the same settings with --nodes, or " in error
+def test_plan_of_a_replica_names_a_command_that_fits(tmp_path, capsys):
+    """On 4 ranks, a sharded replica fits without another change, and a whole one with changes."""
+    machine = tmp_path / "m.toml"
+    size = "memory_bytes = { value = 750_000, source = 'a test', date = '2026-11' }"
+    machine.write_text(f"ranks_per_node = 4\n[device]\nname = 'small'\n{size}\n")
+    config = tmp_path / "c.toml"
+    config.write_text(dump_toml(tiny(optim__chunk_length=5000, train__deterministic=False)))
+    words = ["plan", str(config), "--machine", str(machine)]
+
+    def suggestions(*settings):
+        assert optimus([*words, *settings]) == 2
+        error = capsys.readouterr().err
+        (text,) = re.findall("layouts that fit on 1 node: (.*)", error)
+        assert error.count("\n") == 1
+        return text.split(", or ")
+
+    assert suggestions("optim.sharding=so") == ["--nodes 1"]
+    assert optimus([*words, "optim.sharding=so", "--nodes", "1"]) == 0
+    assert suggestions("optim.sharding=so", "parallel.dp=1") == ["parallel.dp=4"]
+    others = suggestions()
+    assert all(text.endswith(" --nodes 1") for text in others)
+    assert optimus([*words, *others[0].split()]) == 0
