@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from optimus.config import Config
-from optimus.config.hardware import Device
-from optimus.config.machine import load_machine
+from optimus.config.machine import Machine, load_machine
 from optimus.distributed.mesh import Coordinate, Mesh
 from optimus.errors import ConfigError, counted, one_line, refuse_if
 from optimus.launch.environment import usable_memory
@@ -46,28 +45,40 @@ class Capacity:
     """`host` if the memory also contains the states that are offloaded, as on a CPU."""
 
 
-def capacity_of_device(device: Device) -> Capacity:
-    """Return the memory of a device from a machine file."""
-    # The files of `optimus bench machine` contain the share of a rank also for CPUs.
-    return Capacity(int(device.memory_bytes.value), f"the device {device.name!r}")
+def capacity_of(machine: Machine, ranks_on_node: int) -> Capacity:
+    """Return the memory of the ranks of a run on a machine.
+
+    Args:
+        machine: The machine, with a device.
+        ranks_on_node: Number of ranks of the run on a node. On a CPU, they share the memory.
+    """
+    device = machine.device
+    assert device is not None, "the machine has no device"
+    size, name = device.memory_bytes.value, f"the device {device.name!r}"
+    if not device.threads:
+        return Capacity(int(size), name)
+    # `optimus bench machine` writes the share of a rank, for the ranks that it has measured.
+    node = f"a node with {name}"
+    return Capacity(int(size * machine.ranks_per_node), node, ranks_on_node, "host")
 
 
-def capacity_of_machine(name: str) -> Capacity:
-    """Return the memory of a device of a machine.
+def capacity_of_machine(name: str, ranks_on_node: int) -> Capacity:
+    """Return the memory of the ranks of a run on a machine.
 
     Args:
         name: Value of `train.machine`, as for `load_machine`.
+        ranks_on_node: As for `capacity_of`.
 
     Raises:
         ConfigError: There is no such machine, or its file has no device.
     """
-    device = load_machine(name, "train.machine").device
-    if device is None:
+    machine = load_machine(name, "train.machine")
+    if machine.device is None:
         raise ConfigError(
             f"train.machine = {name!r}: the file has no table [device]; write it with `optimus "
             "bench machine --out FILE`, or select another machine"
         )
-    return capacity_of_device(device)
+    return capacity_of(machine, ranks_on_node)
 
 
 def capacity_of_host(ranks: int) -> Capacity:

@@ -176,7 +176,7 @@ def make_point(
         ConfigError: The layout does not fit the nodes, the batch cannot be divided, or the run
             cannot fit in the memory of the devices (`train.fit_check`).
     """
-    from optimus.planner.fit import capacity_of_device, refuse_if_too_large
+    from optimus.planner.fit import capacity_of, refuse_if_too_large
     from optimus.planner.step_plan import plan_step
 
     free = config.parallel.model_copy(update={"dp": 0})
@@ -205,7 +205,7 @@ def make_point(
         of_point = make_config(tree)
         batch = plan_batch(of_point.train, mesh.num_data_ranks)
         if machine.device is not None and of_point.train.fit_check == "refuse":
-            capacity = capacity_of_device(machine.device)
+            capacity = capacity_of(machine, machine.ranks_per_node)
             refuse_if_too_large(of_point, mesh, batch.microbatches_per_rank, capacity)
     except ConfigError as error:
         raise ConfigError(f"on {where}: {error}") from None

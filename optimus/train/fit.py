@@ -24,7 +24,7 @@ from optimus.io import files
 from optimus.planner.against import FIT_FILE, FIT_FORMAT, difference, read_fit, settings_key
 from optimus.planner.fit import (
     Capacity,
-    capacity_of_device,
+    capacity_of,
     capacity_of_host,
     capacity_of_machine,
     check_fit,
@@ -53,7 +53,7 @@ def capacity_before_ranks(
 
     Args:
         train: Section of the run's configuration.
-        ranks_per_node: Number of ranks that share the memory of a node.
+        ranks_per_node: Number of ranks of the run on a node.
         machine: Value of `--machine`, which has an effect if `train.machine` is not set and the
             file of the machine has a device.
         is_node: False if this machine is not a node of the run.
@@ -65,9 +65,9 @@ def capacity_before_ranks(
         ConfigError: The file of `train.machine` has no device.
     """
     if train.machine:
-        return capacity_of_machine(train.machine)
+        return capacity_of_machine(train.machine, ranks_per_node)
     if machine is not None and machine.device is not None:
-        return capacity_of_device(machine.device)
+        return capacity_of(machine, ranks_per_node)
     if not is_node or train.device not in ("auto", "cpu"):
         return None
     if train.device == "auto" and has_accelerator_files():
@@ -114,7 +114,7 @@ def capacity_of_rank(train: TrainConfig, local_rank: int, ranks_per_node: int) -
     from optimus.platform import device_memory, pick_device
 
     if train.machine:
-        return capacity_of_machine(train.machine)
+        return capacity_of_machine(train.machine, ranks_per_node)
     device = pick_device(local_rank, train.device)
     if device.type == "cpu":
         return capacity_of_host(ranks_per_node)

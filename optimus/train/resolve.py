@@ -222,7 +222,7 @@ def check_settings(config: Config, world_size: int) -> tuple[Mesh, BatchPlan]:
     if config.offload.links:
         load_links(config.offload.links)  # refuse a wrong file before the rendezvous
     if config.train.machine:
-        capacity_of_machine(config.train.machine)
+        capacity_of_machine(config.train.machine, 1)  # refuse a wrong file
     for key, value in (
         ("data.path", config.data.path or config.data.mix),
         ("train.run_dir", config.train.run_dir),

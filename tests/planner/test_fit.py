@@ -11,6 +11,7 @@ import pytest
 
 from optimus.cli import main as optimus
 from optimus.config import dump_toml, load_config, make_config
+from optimus.config.machine import Machine
 from optimus.data.batch import plan_batch
 from optimus.distributed.mesh import Coordinate, Mesh, make_mesh
 from optimus.errors import ConfigError
@@ -110,6 +111,17 @@ def test_ranks_of_a_node_share_the_memory_of_the_host():
 def test_host_memory_is_the_limit_of_the_control_group(monkeypatch):
     monkeypatch.setattr(fit, "usable_memory", lambda: 12345)
     assert fit.capacity_of_host(4) == Capacity(12345, "this machine", 4, "host")
+
+
+def test_ranks_on_a_cpu_share_the_memory_of_the_machine_file():
+    """A file that was measured with 8 ranks has an eighth of the memory for each."""
+    size = {"value": 1000, "source": "a test", "date": "2026-11"}
+    tree = {"ranks_per_node": 8, "device": {"name": "d", "memory_bytes": size, "threads": 1}}
+    on_cpu = fit.capacity_of(Machine.model_validate(tree), 2)
+    assert on_cpu == Capacity(8000, "a node with the device 'd'", 2, "host")
+    del tree["device"]["threads"]
+    on_device = fit.capacity_of(Machine.model_validate(tree), 2)
+    assert on_device == Capacity(1000, "the device 'd'", 1, "device")
 
 
 def test_plan_that_does_not_fit_names_the_nearest_layouts_that_do(tmp_path, capsys):
