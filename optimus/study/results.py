@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -93,24 +93,48 @@ def _measure(lines: Sequence[StepLine], tokens: int) -> Measured:
     return Measured(len(seconds), middle, low, high, tokens / middle)
 
 
+def reference_points(results: Sequence[Result]) -> dict[str, Result]:
+    """Return the point to which the efficiencies of each routing are relative.
+
+    It is the smallest point with a measured and a planned rate, so that both efficiencies have the
+    same reference. If the routing has no such point, it is the smallest planned point, or without
+    any plan the smallest measured one.
+
+    Args:
+        results: Points in the order of routing and nodes.
+    """
+
+    def rates(result: Result) -> tuple[bool, bool]:
+        return planned_rate(result) is not None, measured_rate(result) is not None
+
+    references = {}
+    for routing in _routings(results):
+        # max returns the first of equal points, which is the smallest.
+        point = max((result for result in results if result.routing == routing), key=rates)
+        if any(rates(point)):
+            references[routing] = point
+    return references
+
+
 def efficiencies(
-    results: Iterable[Result], rate: Callable[[Result], float | None]
+    results: Sequence[Result], rate: Callable[[Result], float | None]
 ) -> dict[str, float]:
     """Return the scaling efficiency of points by name.
 
-    It is the tokens per second of a rank, relative to those of the smallest point with the same
-    routing that has a rate. This holds for weak and for strong scaling.
+    It is the tokens per second of a rank, relative to those of the point of `reference_points`.
+    This holds for weak and for strong scaling. If that point has no rate, the points of its routing
+    have no efficiency.
 
     Args:
         results: Points in the order of routing and nodes.
         rate: Function that returns the tokens per second of a point, or None for none.
     """
-    first: dict[str, float] = {}
-    values = {}
+    references, values = reference_points(results), {}
     for result in results:
         if (tokens_per_s := rate(result)) is not None:
-            of_rank = tokens_per_s / result.ranks
-            values[result.name] = of_rank / first.setdefault(result.routing, of_rank)
+            reference = references[result.routing]
+            if (base := rate(reference)) is not None:
+                values[result.name] = tokens_per_s / result.ranks / (base / reference.ranks)
     return values
 
 
@@ -127,6 +151,7 @@ def planned_rate(result: Result) -> float | None:
 def rows(results: Sequence[Result]) -> list[dict[str, Any]]:
     """Return a dict of figures for each point. A figure that does not exist is None."""
     measured, planned = (efficiencies(results, rate) for rate in (measured_rate, planned_rate))
+    references = reference_points(results)
     table = []
     for result in results:
         figures: dict[str, Any] = {
@@ -148,7 +173,10 @@ def rows(results: Sequence[Result]) -> list[dict[str, Any]]:
             "simulated_step_s": result.planned and result.planned.step_s,
             "simulated_tokens_per_s": result.planned_tokens_per_s,
             "simulated_efficiency": planned.get(result.name),
+            "efficiency_relative_to": None,
         }
+        if result.routing in references:
+            figures["efficiency_relative_to"] = references[result.routing].name
         for name in _COMPONENTS:
             figures[f"simulated_{name}_s"] = result.components_s.get(name)
         table.append(figures)
@@ -206,6 +234,9 @@ def format_results(results: Sequence[Result]) -> str:
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
         for line in cells
     ]
+    if references := reference_points(results):
+        names = " and ".join(reference.name for reference in references.values())
+        lines.append(f"efficiency: tokens per second of a rank, relative to {names}")
     for result in results:
         if result.state.name in ("failed", "submitted"):
             lines.append(f"{result.name} {result.state.name}: {result.state.reason}")
@@ -243,9 +274,13 @@ def _draw_figure_4(results: Sequence[Result], path: Path) -> None:
         left.text(0.5, 0.5, "no point is measured", ha="center", transform=left.transAxes)
     left.set_xlabel("training tokens")
     left.set_ylabel("cross-entropy, nats per token")
-    _draw_points(right, results, routings, efficiencies)
+    relative_to = {
+        routing: f", relative to {reference.name}"
+        for routing, reference in reference_points(results).items()
+    }
+    _draw_points(right, results, routings, efficiencies, relative_to)
     right.axhline(1.0, lw=0.8, color="tab:gray")
-    right.set_ylabel("efficiency, relative to the smallest point")
+    right.set_ylabel("efficiency (tokens/s of a rank)")
     low, high = right.get_ylim()
     right.set_ylim(0.5 if low > 0.5 else 0.0, high + 0.05)
     _finish(pyplot, figure, (left, right), path)
@@ -257,35 +292,44 @@ def _draw_throughput(results: Sequence[Result], path: Path) -> None:
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 5))
     routings = _routings(results)
 
-    def rates(of: Iterable[Result], rate: Callable[[Result], float | None]) -> dict[str, float]:
+    def rates(of: Sequence[Result], rate: Callable[[Result], float | None]) -> dict[str, float]:
         values = ((result.name, rate(result)) for result in of)
         return {name: value for name, value in values if value is not None}
 
-    _draw_points(left, results, routings, rates)
+    _draw_points(left, results, routings, rates, {})
     left.set_yscale("log")
     left.set_ylabel("tokens/s")
     _draw_components(right, results, routings)
     _finish(pyplot, figure, (left, right), path)
 
 
-_Values = Callable[[Iterable[Result], Callable[[Result], float | None]], dict[str, float]]
+_Values = Callable[[Sequence[Result], Callable[[Result], float | None]], dict[str, float]]
 
 
 def _draw_points(
-    axes: Any, results: Sequence[Result], routings: Sequence[str], values_of: _Values
+    axes: Any,
+    results: Sequence[Result],
+    routings: Sequence[str],
+    values_of: _Values,
+    suffixes: Mapping[str, str],
 ) -> None:
     """Draw a figure of all points against tiles: filled with quartiles if it is measured, open if
-    it is planned."""
+    it is planned. `suffixes` has the end of the labels of a routing."""
     measured, planned = (values_of(results, rate) for rate in (measured_rate, planned_rate))
     for number, routing in enumerate(routings):
         of_routing = [result for result in results if result.routing == routing]
         style = {"marker": _MARKERS[number % 2], "color": _COLORS[number % 2]}
         name = routing or "dense"
         points = [(r.ranks, planned[r.name]) for r in of_routing if r.name in planned]
-        label = f"{name}, simulated"
+        suffix = suffixes.get(routing, "")
+        label = f"{name}, simulated{suffix}"
         if points:
             axes.plot(*zip(*points, strict=True), "--", mfc="none", label=label, **style)
-        timed = [(r, r.measured, measured[r.name]) for r in of_routing if r.measured is not None]
+        timed = [
+            (r, r.measured, measured[r.name])
+            for r in of_routing
+            if r.measured is not None and r.name in measured
+        ]
         if timed:
             spreads = [
                 (value * (1 - m.step_s / m.high_s), value * (m.step_s / m.low_s - 1))
@@ -296,7 +340,7 @@ def _draw_points(
                 [value for _, _, value in timed],
                 yerr=list(zip(*spreads, strict=True)),
                 capsize=3,
-                label=f"{name}, measured (quartiles)",
+                label=f"{name}, measured (quartiles){suffix}",
                 **style,
             )
     _scale_tiles(axes, results)

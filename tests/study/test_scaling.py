@@ -15,7 +15,14 @@ from optimus.config import load_config
 from optimus.config.machine import Queue, load_machine
 from optimus.errors import ConfigError
 from optimus.study.directory import StudyDirectory
-from optimus.study.results import collect, efficiencies, measured_rate
+from optimus.study.results import (
+    collect,
+    efficiencies,
+    format_results,
+    measured_rate,
+    planned_rate,
+    rows,
+)
 from optimus.study.scaling import Point, Settings, make_point, pack_jobs
 from tests.kit.ranks import pbs as fake_pbs
 from tests.kit.ranks.processes import install
@@ -191,7 +198,12 @@ def test_results_name_failed_points_and_do_not_draw_them(config, tmp_path, capsy
     assert measured.keys() == complete_at.keys()
     with open(out / "points.csv", newline="") as file:
         table = {row["point"]: row for row in csv.DictReader(file)}
-    assert len(table) == 6 and float(table["00002-top-k"]["measured_efficiency"]) < 1
+    assert len(table) == 6
+    assert {row["efficiency_relative_to"] for row in table.values()} == {
+        "00001-top-k",
+        "00001-uniform",
+    }
+    assert float(table["00002-top-k"]["measured_efficiency"]) < 1
     failed = table["00004-top-k"]
     assert failed["state"] == "failed" and failed["measured_step_s"] == ""
     assert float(failed["simulated_step_s"]) > 0
@@ -199,6 +211,26 @@ def test_results_name_failed_points_and_do_not_draw_them(config, tmp_path, capsy
         assert {row["point"] for row in csv.DictReader(file)} == complete_at.keys()
     for name in ("figure4.png", "throughput.png"):
         assert (out / name).read_bytes()[:4] == b"\x89PNG"
+
+
+def test_both_efficiencies_have_the_same_reference_if_a_point_failed(config, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert main(study(config, out, nodes="1,2,4")) == 0
+    complete(out, "00001-top-k", metrics(1.0, steps=3), status="5")
+    complete(out, "00002-top-k", metrics(1.0))
+    complete(out, "00004-top-k", metrics(1.25))
+    results = collect(StudyDirectory(out))
+    table = {row["point"]: row for row in rows(results)}
+    assert {row["efficiency_relative_to"] for row in table.values()} == {"00002-top-k"}
+    assert table["00002-top-k"]["measured_efficiency"] == 1
+    assert table["00002-top-k"]["simulated_efficiency"] == 1
+    assert table["00001-top-k"]["simulated_efficiency"] > 1  # less communication
+    assert table["00004-top-k"]["measured_efficiency"] == pytest.approx(0.8)
+    assert "of a rank, relative to 00002-top-k\n" in format_results(results)
+    # Without a point that has both, only the simulated points have an efficiency.
+    first = dataclasses.replace(results[1], planned=None)
+    assert list(efficiencies([results[0], first], planned_rate)) == ["00001-top-k"]
+    assert not efficiencies([results[0], first], measured_rate)
 
 
 def test_same_command_runs_only_missing_points(config, tmp_path, capsys):
