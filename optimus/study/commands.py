@@ -124,9 +124,11 @@ def _add_scaling(studies: argparse._SubParsersAction) -> None:
     for name, text in (
         ("queue", "queue of all jobs (default: the first of the machine that takes a point)"),
         ("account", "account of the jobs"),
-        ("walltime", "time of a point, H:MM:SS (default: from its plan)"),
     ):
         parser.add_argument(f"--{name}", default="", metavar=name.upper(), help=text)
+    parser.add_argument(
+        "--walltime", metavar="WALLTIME", help="time of a point, H:MM:SS (default: from its plan)"
+    )
     parser.add_argument(
         "--share-jobs",
         action="store_true",
@@ -145,11 +147,18 @@ def _scaling(args: argparse.Namespace, arguments: list[str]) -> int:
     from optimus.config import load_config
     from optimus.config.machine import load_machine
     from optimus.study.directory import StudyDirectory, local_threads
-    from optimus.study.scaling import make_point, pack_jobs, parse_nodes, parse_routings
+    from optimus.study.scaling import (
+        make_point,
+        pack_jobs,
+        parse_limit,
+        parse_nodes,
+        parse_routings,
+    )
 
     _check_options(args)
     config, machine = load_config(args.config, args.overrides), load_machine(args.machine)
     nodes, routings = parse_nodes(args.nodes), parse_routings(args.routing, config)
+    limit_s = parse_limit(args.walltime)
     for number in nodes:
         machine.check_nodes(number)
     directory = StudyDirectory(Path(args.out))
@@ -166,10 +175,10 @@ def _scaling(args: argparse.Namespace, arguments: list[str]) -> int:
 
     states = read_states()
     missing = [p for p in points if states[p.name].name in ("missing", "failed")]
-    is_local = args.local and not args.walltime
+    is_local = args.local and limit_s is None
     jobs: list[Job] = []
     if not is_local or all(point.planned is not None for point in missing):
-        jobs = pack_jobs(missing, machine, args.queue, args.walltime, args.share_jobs)
+        jobs = pack_jobs(missing, machine, args.queue, limit_s, args.share_jobs)
     node_hours = sum(job.node_hours for job in jobs)
     if args.max_node_hours is not None and node_hours > args.max_node_hours:
         raise ConfigError(

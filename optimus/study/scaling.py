@@ -121,6 +121,19 @@ def parse_nodes(text: str) -> tuple[int, ...]:
     return tuple(sorted(numbers))
 
 
+def parse_limit(text: str | None) -> int | None:
+    """Return the seconds of a point in the value of `--walltime`, hours:minutes:seconds; None if
+    the option is not set. Raises ConfigError."""
+    if text is None:
+        return None
+    try:
+        seconds = parse_walltime(text)
+    except ValueError as error:
+        raise ConfigError(f"--walltime {error}") from None
+    refuse_if(not seconds, f"--walltime {text} leaves no time for a point; use a longer time")
+    return seconds
+
+
 def parse_routings(text: str | None, config: Config) -> tuple[str, ...]:
     """Return the routings in the value of `--routing`, or that of the configuration for None.
     Raises ConfigError."""
@@ -221,7 +234,7 @@ def pack_jobs(
     points: Sequence[Point],
     machine: Machine,
     queue: str = "",
-    walltime: str = "",
+    limit_s: int | None = None,
     share: bool = False,
 ) -> list[Job]:
     """Return the jobs that run the points.
@@ -234,21 +247,15 @@ def pack_jobs(
         points: The points.
         machine: The machine, with its queues.
         queue: Name of the queue; "" for the first queue in the file that takes a point.
-        walltime: Time of a point, as hours:minutes:seconds; "": from its plan.
+        limit_s: Seconds of a point; None: from its plan.
         share: True to share jobs also in queues without a limit.
 
     Raises:
         ConfigError: No queue takes a point, or the time of a point is not known.
     """
-    fixed_s = 0
-    if walltime:
-        try:
-            fixed_s = parse_walltime(walltime)
-        except ValueError as error:
-            raise ConfigError(f"--walltime {error}") from None
     by_queue: dict[str, list[tuple[Point, int]]] = {}
     for point in points:
-        seconds = fixed_s or point.walltime_s
+        seconds = point.walltime_s if limit_s is None else limit_s
         entry = _queue_of(machine, queue, point.nodes, seconds)
         by_queue.setdefault(entry.name if entry else queue, []).append((point, seconds))
     jobs = []

@@ -106,8 +106,8 @@ def test_jobs_have_queues_and_share_those_with_a_limit(config):
     assert jobs[0].node_hours == 128 * 3000 / 3600
     queue = Queue(name="q", nodes=(1, 64), walltime=("0:10:00", "0:58:00"))
     limited = machine.model_copy(update={"queues": (queue,)})
-    for asked, walltime_s in (("0:01:00", 600), ("0:31:00", 2100), ("0:57:00", 3480)):
-        (alone,) = pack_jobs([of(64, 1.0)], limited, walltime=asked)
+    for limit_s, walltime_s in ((60, 600), (31 * 60, 2100), (57 * 60, 3480)):
+        (alone,) = pack_jobs([of(64, 1.0)], limited, limit_s=limit_s)
         assert alone.walltime_s == walltime_s
     with pytest.raises(ConfigError, match="no queue that takes 64 nodes for 2.2 h"):
         pack_jobs([of(64, 2.0)], machine)
@@ -129,6 +129,8 @@ def test_jobs_have_queues_and_share_those_with_a_limit(config):
         (("--nodes", "1,99", "--local"), "more than the"),
         (("--submit", "pbs", "data.path=/nowhere"), "/nowhere"),
         (("--walltime", "1h", "--submit", "pbs"), "must be hours:minutes:seconds"),
+        (("--walltime", "0:00:00"), "leaves no time for a point"),
+        (("--walltime", "", "--local"), "must be hours:minutes:seconds"),
         (("train.global_batch_tokens=8192", "--scaling", "strong", "--nodes", "3"), "multiple"),
         (("--local", "--queue", "debug"), "has no effect with --local"),
     ],
