@@ -116,8 +116,8 @@ def parse_nodes(text: str) -> tuple[int, ...]:
             f"--nodes {text}: {word!r} is not a number of nodes; give numbers such as 32,64,128",
         )
         numbers.append(int(word))
-    repeated = sorted({number for number in numbers if numbers.count(number) > 1})
-    refuse_if(repeated, f"--nodes {text}: {repeated[:1]} occurs twice; remove it")
+    for number in numbers:
+        refuse_if(numbers.count(number) > 1, f"--nodes {text}: {number} occurs twice; remove it")
     return tuple(sorted(numbers))
 
 
@@ -251,8 +251,14 @@ def pack_jobs(
         share: True to share jobs also in queues without a limit.
 
     Raises:
-        ConfigError: No queue takes a point, or the time of a point is not known.
+        ConfigError: No queue takes a point, the machine has no queue of this name, or the time of a
+            point is not known.
     """
+    names = list(dict.fromkeys(entry.name for entry in machine.queues))
+    refuse_if(
+        queue and names and queue not in names,
+        f"--queue {queue}: the machine has no such queue; use one of {', '.join(names)}",
+    )
     by_queue: dict[str, list[tuple[Point, int]]] = {}
     for point in points:
         seconds = point.walltime_s if limit_s is None else limit_s
@@ -276,7 +282,7 @@ def pack_jobs(
 
 
 def _queue_of(machine: Machine, name: str, nodes: int, seconds: int) -> Queue | None:
-    """Return the first queue that takes a job; None if the machine's file has no such queue."""
+    """Return the first queue that takes a job; None if the machine's file has no queues."""
     entries = [entry for entry in machine.queues if name in ("", entry.name)]
     if not entries:
         return None

@@ -119,7 +119,7 @@ def test_jobs_have_queues_and_share_those_with_a_limit(config):
     ("options", "message"),
     [
         (("--nodes", "1,x"), "'x' is not a number of nodes"),
-        (("--nodes", "2,2"), "occurs twice"),
+        (("--nodes", "2,2"), "--nodes 2,2: 2 occurs twice"),
         (("--machine", "nowhere"), "no such machine"),
         (("--machine", "aurora", "--nodes", "32,20000"), "none takes this number"),
         (("--max-node-hours", "0.1"), "could use 0.75 node-hours"),
@@ -129,6 +129,10 @@ def test_jobs_have_queues_and_share_those_with_a_limit(config):
         (("--nodes", "1,99", "--local"), "more than the"),
         (("--submit", "pbs", "data.path=/nowhere"), "/nowhere"),
         (("--walltime", "1h", "--submit", "pbs"), "must be hours:minutes:seconds"),
+        (
+            ("train.global_batch_tokens=384", "--machine", "aurora", "--queue", "nope"),
+            "no such queue; use one of debug, debug-scaling, prod",
+        ),
         (("--walltime", "0:00:00"), "leaves no time for a point"),
         (("--walltime", "", "--local"), "must be hours:minutes:seconds"),
         (("train.global_batch_tokens=8192", "--scaling", "strong", "--nodes", "3"), "multiple"),
