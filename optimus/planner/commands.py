@@ -242,6 +242,7 @@ def run_search(args: argparse.Namespace, config: Config, allocation: Allocation 
     from optimus.planner.search_report import (
         PFLOP,
         SECONDS,
+        SearchProgress,
         format_report,
         report,
         write_config,
@@ -264,7 +265,8 @@ def run_search(args: argparse.Namespace, config: Config, allocation: Allocation 
     memory = LayoutMemory(config, checks, limit, profiled)
     space = space_of(config, world_size)
     processes = len(os.sched_getaffinity(0))
-    ranking = search(config, world_size, space, memory, time, checks, limit, processes)
+    settings = space, memory, time, checks, limit, processes, SearchProgress()
+    ranking = search(config, world_size, *settings)
     if not ranking.evaluations:
         reasons = "; ".join(f"{n:,}: {why}" for why, n in ranking.rejected.most_common(3))
         raise ConfigError(

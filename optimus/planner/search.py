@@ -12,15 +12,16 @@ import itertools
 import math
 import multiprocessing
 import signal
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
 from optimus.config import Config
 from optimus.config.machine import Machine
-from optimus.errors import ConfigError, refuse_if
+from optimus.errors import ConfigError, OptimusError, refuse_if
 from optimus.model.flops import (
     head_multiply_adds,
     layer_multiply_adds,
@@ -43,6 +44,11 @@ from optimus.planner.step_time import Rates, rates_of, step_time
 from optimus.planner.workload import step_of
 from optimus.rank.operations import ModelWork
 from optimus.rank.profile import Profiled, profile_work
+
+_Share = Sequence[tuple[int, int, int, int]]
+"""Meshes whose layouts a process evaluates."""
+_Report = Callable[[int], object]
+"""Function that is called with a number of evaluated layouts."""
 
 
 class Evaluation(NamedTuple):
@@ -176,6 +182,7 @@ def search(
     checks: LayoutChecks,
     limit_bytes: int | None = None,
     processes: int = 1,
+    report: Callable[[int, int], object] = lambda done, total: None,
 ) -> Ranking:
     """Evaluate all layouts of a space.
 
@@ -188,8 +195,11 @@ def search(
         checks: Checks of the layouts of `config`.
         limit_bytes: Memory of a rank; None for no limit.
         processes: Number of processes that evaluate the layouts. They do not change the result.
+        report: Function that is called with the number of evaluated layouts and of all layouts,
+            before the first evaluation and regularly after it.
 
     Raises:
+        OptimusError: A process that evaluates layouts has ended.
         ConfigError: `config` has no global batch or offloads states, or a pattern of optim.groups
             or optim.frozen matches no parameter.
     """
@@ -218,8 +228,20 @@ def search(
     # Meshes with the same ep and tp have the same profiles of activations.
     meshes.sort(key=lambda mesh: (mesh[2:], mesh[0]))
     groups = [[*group] for _, group in itertools.groupby(meshes, key=lambda mesh: mesh[2:])]
-    shares = [[*itertools.chain(*groups[index::processes])] for index in range(processes)]
-    for result in map(evaluate, shares) if processes == 1 else _in_processes(evaluate, shares):
+    shares: list[list[tuple[int, int, int, int]]] = [[] for _ in range(processes)]
+    for group in sorted(groups, key=len, reverse=True):
+        min(shares, key=len).extend(group)
+    done = ranking.rejected.total()
+    total = done + len(meshes) * len(space.schedules) * inner
+
+    def add(count: int) -> None:
+        nonlocal done
+        done += count
+        report(done, total)
+
+    add(0)
+    evaluate_all = _in_processes if processes > 1 else _in_this_process
+    for result in evaluate_all(evaluate, shares, add):
         ranking.evaluations.extend(result.evaluations)
         ranking.rejected.update(result.rejected)
     ranking.evaluations.sort(key=_rank_key)
@@ -238,15 +260,18 @@ def _evaluate(
     time: Callable[[Layout], float],
     checks: LayoutChecks,
     limit_bytes: int | None,
-    meshes: Sequence[tuple[int, int, int, int]],
+    meshes: _Share,
+    report: _Report,
 ) -> Ranking:
-    """Evaluate the layouts of some meshes. The result is not sorted."""
+    """Evaluate the layouts of some meshes. The result is not sorted. `report` is called with the
+    number of layouts since its last call."""
     rejected: Counter[str] = Counter()
     evaluations: list[Evaluation] = []
     inner = list(itertools.product(space.microbatch_sizes, space.recompute, space.states))
     for mesh, schedule in itertools.product(meshes, space.schedules):
         if refusal := checks.refusal_of_mesh(Layout(*mesh, *schedule, 1, (), "none", "all")):
             rejected[refusal] += len(inner)
+            report(len(inner))
             continue
         for size, modules, states in inner:
             layout = Layout(*mesh, *schedule, size, modules, *states)
@@ -261,34 +286,91 @@ def _evaluate(
                     rejected["more memory than a rank has"] += 1
             except ConfigError as error:
                 rejected[reason_of(error)] += 1
+        report(len(inner))
     return Ranking(evaluations, rejected)
 
 
-Evaluate = Callable[[Sequence[tuple[int, int, int, int]]], Ranking]
+def _in_this_process(
+    evaluate: Callable[[_Share, _Report], Ranking], shares: Sequence[_Share], report: _Report
+) -> list[Ranking]:
+    return [evaluate(share, report) for share in shares]
 
 
 def _in_processes(
-    evaluate: Evaluate, shares: Sequence[Sequence[tuple[int, int, int, int]]]
-) -> Iterator[Ranking]:
-    """Yield the results of `evaluate` for each share, from one process for each."""
+    evaluate: Callable[[_Share, _Report], Ranking], shares: Sequence[_Share], report: _Report
+) -> list[Ranking]:
+    """Return the results of `evaluate` for each share, from one process for each.
+
+    Raises:
+        OptimusError: A process has ended without a result.
+    """
     context = multiprocessing.get_context("fork")  # `evaluate` cannot be pickled
-    receivers = []
-    for share in shares:
-        receiver, sender = context.Pipe(duplex=False)
-        context.Process(target=_send, args=(evaluate, share, sender), daemon=True).start()
-        sender.close()
-        receivers.append(receiver)
-    for receiver in receivers:
-        yield receiver.recv()
+    results: dict[int, Ranking] = {}
+    processes: dict[Connection, Any] = {}
+    try:
+        for share in shares:
+            receiver, sender = context.Pipe(duplex=False)
+            arguments = evaluate, share, sender, [*processes, receiver]
+            process = context.Process(target=_send, args=arguments, daemon=True)
+            process.start()
+            sender.close()
+            processes[receiver] = process
+        receivers = [*processes]
+        while len(results) < len(shares):
+            waiting = [r for index, r in enumerate(receivers) if index not in results]
+            ready = wait(waiting)
+            for receiver in waiting:
+                if receiver not in ready:
+                    continue
+                message = _receive(receiver, processes[receiver])
+                if isinstance(message, int):
+                    report(message)
+                else:
+                    results[receivers.index(receiver)] = message
+    finally:
+        for process in processes.values():
+            process.kill()
+            process.join()
+    return [results[index] for index in range(len(shares))]
+
+
+def _receive(receiver: Connection, process: Any) -> int | Ranking:
+    """Return the next message of a process. Raises its exception, or OptimusError if the process
+    has ended."""
+    try:
+        message = receiver.recv()
+    except (EOFError, OSError):
+        process.join()
+        code = process.exitcode
+        reason = f"signal {-code}, probably out of memory" if code < 0 else f"exit status {code}"
+        raise OptimusError(
+            f"a process of the search ended ({reason}); use fewer nodes, or run it on a machine "
+            "with more memory"
+        ) from None
+    if isinstance(message, Exception):
+        raise message
+    return message
 
 
 def _send(
-    evaluate: Evaluate, share: Sequence[tuple[int, int, int, int]], sender: Connection
+    evaluate: Callable[[_Share, _Report], Ranking],
+    share: _Share,
+    sender: Connection,
+    receivers: Sequence[Connection],
 ) -> None:
+    """Send numbers of evaluated layouts, then the result or the exception."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the first process prints the message
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for receiver in receivers:  # otherwise this process would not notice the end of the first one
+        receiver.close()
+    message: Any
+    try:
+        message = evaluate(share, sender.send)
+    except Exception as error:
+        error.add_note(traceback.format_exc())  # pickled without its traceback
+        message = error
     with contextlib.suppress(BrokenPipeError):  # the first process has ended
-        sender.send(evaluate(share))
+        sender.send(message)
 
 
 class FittingLayout(NamedTuple):

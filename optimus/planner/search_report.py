@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import io
+import logging
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +16,10 @@ from optimus.io.files import atomic_writer, make_dirs, write_bytes
 from optimus.observe.report import load_pyplot
 from optimus.planner.search import Evaluation, Ranking
 
+logger = logging.getLogger(__name__)
+
 _GIB = 1 << 30
+_PROGRESS_S = 10.0
 _MOST_POINTS = 20_000
 """Maximum number of evaluated layouts in a picture, evenly chosen from the ranking."""
 
@@ -32,6 +37,25 @@ class Unit(NamedTuple):
 
 SECONDS = Unit("step_s", "step, s", 1.0)
 PFLOP = Unit("bound_pflop", "PFLOP of the busiest rank, with its idle time", 1e15)
+
+
+class SearchProgress:
+    """Log of the progress of a search: the number of layouts at the start, then at most one line in
+    `_PROGRESS_S` seconds. A call has the arguments of `report` of `search`."""
+
+    def __init__(self) -> None:
+        self._next_s: float | None = None
+
+    def __call__(self, done: int, total: int) -> None:
+        now_s = time.monotonic()
+        if self._next_s is None:
+            logger.info("evaluating %s", counted(total, "layout"))
+        elif now_s < self._next_s:
+            return
+        else:
+            text = f"{done:,} of {counted(total, 'layout')}"
+            logger.info("evaluated %s (%d %%)", text, 100 * done // max(1, total))
+        self._next_s = now_s + _PROGRESS_S
 
 
 def report(ranking: Ranking, top: int, unit: Unit) -> dict[str, Any]:
@@ -54,11 +78,11 @@ def format_report(ranking: Ranking, top: int, unit: Unit) -> str:
     """Return a ranking as text: the first `top` layouts, and the numbers of layouts that were
     evaluated and rejected."""
     rows = [(unit.text, "GiB", "pp dp ep tp", "schedule", "microbatch", "recompute", "states")]
-    for time, memory, layout in ranking.evaluations[:top]:
+    for step_time, memory, layout in ranking.evaluations[:top]:
         stages = f" x {layout.virtual_stages}" if layout.virtual_stages > 1 else ""
         rows.append(
             (
-                f"{time / unit.size:.6g}",
+                f"{step_time / unit.size:.6g}",
                 f"{memory / _GIB:.2f}",
                 " ".join(map(str, layout.mesh)),
                 layout.schedule + stages,

@@ -5,7 +5,11 @@ from __future__ import annotations
 import csv
 import dataclasses
 import json
+import logging
+import multiprocessing
+import os
 import random
+import signal
 from pathlib import Path
 
 import pytest
@@ -16,9 +20,10 @@ from optimus.config.load import dump_toml
 from optimus.config.machine import load_machine
 from optimus.data.batch import plan_batch
 from optimus.distributed.mesh import Coordinate, make_mesh
-from optimus.errors import ConfigError
+from optimus.errors import ConfigError, OptimusError
 from optimus.model.flops import flops_per_token, layer_multiply_adds
 from optimus.parallel.divisible import check_divisible
+from optimus.planner import search_report
 from optimus.planner.layouts import (
     RECOMPUTE,
     RECOMPUTE_EXPERTS,
@@ -226,6 +231,47 @@ def test_processes_do_not_change_the_result():
     assert search(config, WORLD, space, *functions, checks, 10**9, processes=3) == alone
 
 
+def test_end_of_a_process_of_a_search_is_a_single_line():
+    """A killed process, and one without memory, end the search and its other processes."""
+    config = tiny_config("d", "r", train__deterministic=False)
+    checks = LayoutChecks(config)
+    space = dataclasses.replace(SPACE, microbatch_sizes=(1,), recompute=((),))
+
+    def killed(layout):
+        if layout.pp > 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return 1
+
+    def refused(layout):
+        raise OptimusError("refused")
+
+    for memory, message in (
+        (killed, r"a process of the search ended \(signal 9, probably out of memory\); use fewer"),
+        (refused, "refused"),
+    ):
+        with pytest.raises(OptimusError, match=message):
+            search(config, WORLD, space, memory, lambda layout: 0.0, checks, processes=2)
+        assert not multiprocessing.active_children()
+
+
+def test_search_reports_the_number_of_layouts_and_its_progress(monkeypatch, caplog):
+    config = tiny_config("d", "r", train__deterministic=False)
+    checks = LayoutChecks(config)
+    space = dataclasses.replace(SPACE, microbatch_sizes=(1,), recompute=((),))
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(search_report, "_PROGRESS_S", 0.0)
+    functions = (lambda layout: 1), (lambda layout: 0.0)
+    search(config, WORLD, space, *functions, checks, None, 2, search_report.SearchProgress())
+    lines = [record.getMessage() for record in caplog.records]
+    total = int(lines[0].split()[1])
+    assert lines[0] == f"evaluating {total} layouts" and len(lines) > 2
+    assert lines[-1] == f"evaluated {total} of {total} layouts (100 %)"
+    caplog.clear()
+    monkeypatch.undo()
+    search(config, WORLD, space, *functions, checks, None, 1, search_report.SearchProgress())
+    assert [record.getMessage() for record in caplog.records] == lines[:1]
+
+
 def test_reasons_are_counted_without_numbers():
     config = tiny_config("d", "r")
     checks = LayoutChecks(config)
@@ -356,8 +402,9 @@ def test_search_prints_a_json_object(tmp_path, capsys):
 def test_impossible_search_is_a_single_line_and_status_2(options, message, tmp_path, capsys):
     tree = tiny_tree("d", "r", train__deterministic=False)
     assert main([*search_options(tmp_path, tree), *options]) == 2
-    error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert message in lines[-1]
+    assert [line for line in lines[:-1] if "evaluating 16,384 layouts" not in line] == []
 
 
 def test_options_of_the_search_need_it(tmp_path, capsys):
