@@ -148,6 +148,7 @@ def _scaling(args: argparse.Namespace, arguments: list[str]) -> int:
     from optimus.config.machine import load_machine
     from optimus.study.directory import StudyDirectory, local_threads
     from optimus.study.scaling import (
+        local_limits,
         make_point,
         pack_jobs,
         parse_limit,
@@ -175,16 +176,18 @@ def _scaling(args: argparse.Namespace, arguments: list[str]) -> int:
 
     states = read_states()
     missing = [p for p in points if states[p.name].name in ("missing", "failed")]
-    is_local = args.local and limit_s is None
     jobs: list[Job] = []
-    if not is_local or all(point.planned is not None for point in missing):
+    limits: dict[str, int | None] = {}
+    if args.local:
+        limits = local_limits(missing, limit_s, args.max_node_hours is not None)
+    else:
         jobs = pack_jobs(missing, machine, args.queue, limit_s, args.share_jobs)
     node_hours = sum(job.node_hours for job in jobs)
+    node_hours += sum(point.nodes * (limits.get(point.name) or 0) / 3600 for point in missing)
     if args.max_node_hours is not None and node_hours > args.max_node_hours:
         raise ConfigError(
-            f"--max-node-hours {args.max_node_hours:g}: the jobs of "
-            f"{counted(len(missing), 'point')} could use {node_hours:,.4g} node-hours; use fewer "
-            "--nodes or --steps, or raise the limit"
+            f"--max-node-hours {args.max_node_hours:g}: {counted(len(missing), 'point')} could use "
+            f"{node_hours:,.4g} node-hours; use fewer --nodes or --steps, or raise the limit"
         )
     threads = local_threads(points) if args.local else 0
     if args.local or args.submit:
@@ -198,11 +201,20 @@ def _scaling(args: argparse.Namespace, arguments: list[str]) -> int:
         for point in missing:
             directory.write_point(point)
         submissions = _write_jobs(args, directory, jobs, machine, settings.machine)
-        _report(args, points, states, jobs, submissions)
+        if args.json:
+            _report_json(points, states, missing, jobs, submissions, limits, node_hours)
+        else:
+            _report(points, states)
+            if not missing:
+                print("nothing is left to run", flush=True)
+            elif args.local:
+                _report_limits(missing, limits)
+            else:
+                _report_jobs(jobs, submissions, node_hours)
         if args.submit:
             return _submit(args, directory, jobs, submissions, machine)
         if args.local:
-            return _run_locally(directory, missing, jobs, threads)
+            return _run_locally(directory, missing, limits, threads)
     return 0
 
 
@@ -283,52 +295,53 @@ def _write_jobs(
     return commands
 
 
-def _report(
-    args: argparse.Namespace,
+def _report_json(
     points: Sequence[Point],
     states: dict[str, State],
+    missing: Sequence[Point],
     jobs: Sequence[Job],
     submissions: Sequence[Sequence[str]],
+    limits: dict[str, int | None],
+    node_hours: float,
 ) -> None:
-    """Print the points and the jobs."""
-    import shlex
+    """Print the points and the jobs as a JSON object."""
+    result = {
+        "points": [
+            {
+                "name": p.name,
+                "nodes": p.nodes,
+                "routing": p.routing,
+                "ranks": p.mesh.world_size,
+                "tokens": p.tokens,
+                "planned": p.planned,
+                "state": states[p.name].name,
+                "limit_s": limits.get(p.name),
+            }
+            for p in points
+        ],
+        "jobs": [
+            {
+                "name": job.name,
+                "queue": job.queue,
+                "nodes": job.nodes,
+                "walltime_s": job.walltime_s,
+                "points": [point.name for point in job.points],
+                "submission": list(command),
+            }
+            for job, command in zip(jobs, submissions, strict=True)
+        ],
+        "node_hours": node_hours,
+        "expected_node_hours": _expected_node_hours(missing),
+    }
+    print(json.dumps(result), flush=True)
 
-    from optimus.study.scaling import walltime_text
 
-    expected = [
-        point.nodes * (point.expected_s or 0) / 3600 for job in jobs for point in job.points
-    ]
-    node_hours = sum(job.node_hours for job in jobs)
-    if args.json:
-        result = {
-            "points": [
-                {
-                    "name": p.name,
-                    "nodes": p.nodes,
-                    "routing": p.routing,
-                    "ranks": p.mesh.world_size,
-                    "tokens": p.tokens,
-                    "planned": p.planned,
-                    "state": states[p.name].name,
-                }
-                for p in points
-            ],
-            "jobs": [
-                {
-                    "name": job.name,
-                    "queue": job.queue,
-                    "nodes": job.nodes,
-                    "walltime_s": job.walltime_s,
-                    "points": [point.name for point in job.points],
-                    "submission": list(command),
-                }
-                for job, command in zip(jobs, submissions, strict=True)
-            ],
-            "node_hours": node_hours,
-            "expected_node_hours": sum(expected),
-        }
-        print(json.dumps(result), flush=True)
-        return
+def _expected_node_hours(points: Sequence[Point]) -> float:
+    return sum(point.nodes * (point.expected_s or 0) / 3600 for point in points)
+
+
+def _report(points: Sequence[Point], states: dict[str, State]) -> None:
+    """Print the points."""
     for point in points:
         step = f"planned step {point.planned['step_s']:.4g} s" if point.planned else "no plan"
         batch = f"{point.tokens:,} tokens an update"
@@ -337,6 +350,16 @@ def _report(
         print(f"{point.name}: {ranks}, {batch}, {step}; {state.name}")
         if state.reason:
             print(f"  {state.reason}")
+
+
+def _report_jobs(
+    jobs: Sequence[Job], submissions: Sequence[Sequence[str]], node_hours: float
+) -> None:
+    """Print the jobs and the commands that submit them."""
+    import shlex
+
+    from optimus.study.scaling import walltime_text
+
     for job, command in zip(jobs, submissions, strict=True):
         names = ", ".join(point.name for point in job.points)
         queue = f" in queue {job.queue}" if job.queue else ""
@@ -344,10 +367,23 @@ def _report(
             f"job of {counted(job.nodes, 'node')}{queue} for {walltime_text(job.walltime_s)} "
             f"({job.node_hours:,.4g} node-hours): {names}\n  {shlex.join(command)}"
         )
-    print(
-        f"at most {node_hours:,.4g} node-hours, {sum(expected):,.4g} by the plan",
-        flush=True,
-    )
+    expected = sum(_expected_node_hours(job.points) for job in jobs)
+    print(f"at most {node_hours:,.4g} node-hours, {expected:,.4g} by the plan", flush=True)
+
+
+def _report_limits(points: Sequence[Point], limits: dict[str, int | None]) -> None:
+    """Print the time limits of points that this machine runs."""
+    from optimus.study.scaling import walltime_text
+
+    for point in points:
+        limit_s = limits[point.name]
+        text = "no time limit" if limit_s is None else f"killed after {walltime_text(limit_s)}"
+        print(f"run {point.name} on this machine: {text}")
+    known = [limit_s for limit_s in limits.values() if limit_s is not None]
+    minutes = f"at most {sum(known) / 60:,.3g} minutes"
+    if len(known) < len(points):
+        minutes = "no time limit; --walltime H:MM:SS limits the time of a point"
+    print(f"{counted(len(points), 'point')}, one after the other: {minutes}", flush=True)
 
 
 def _submit(
@@ -378,16 +414,18 @@ def _submit(
 
 
 def _run_locally(
-    directory: StudyDirectory, points: Sequence[Point], jobs: Sequence[Job], threads: int
+    directory: StudyDirectory,
+    points: Sequence[Point],
+    limits: dict[str, int | None],
+    threads: int,
 ) -> int:
     """Run points one after the other. Return 1 if a point failed."""
     from optimus.launch.signals import raising_keyboard_interrupt
 
-    limits = {point.name: job.walltime_s for job in jobs for point in job.points}
     failed = 0
     with raising_keyboard_interrupt():
         for point in points:
-            status = directory.run_local(point, limits.get(point.name), threads)
+            status = directory.run_local(point, limits[point.name], threads)
             failed += status != 0
             print(f"{point.name}: exit status {status}", file=sys.stderr, flush=True)
     return 1 if failed else 0

@@ -34,6 +34,7 @@ from optimus.errors import (
     ConfigError,
     DataError,
     OptimusError,
+    OutcomeKind,
     counted,
     one_line,
     reason_of,
@@ -291,6 +292,8 @@ class StudyDirectory:
                 return State("done")
             if status == "0":
                 return State("failed", f"metrics.jsonl has {lines} of {counted(steps, 'step')}")
+            if status == str(OutcomeKind.INTERRUPTED.exit_status):
+                return State("failed", f"interrupted after {lines} of {counted(steps, 'step')}")
             log = folder / "log.txt"
             return State("failed", f"exit status {status}: {_last_error(log)} ({log})")
         if (folder / "job.json").exists():
@@ -347,6 +350,9 @@ class StudyDirectory:
             point: The point.
             limit_s: Seconds after which the point is killed, with exit status 5.
             threads: Number of threads of a rank, the same for all points.
+
+        Raises:
+            KeyboardInterrupt: Ctrl-C. The point is killed, and its exit status is 130.
         """
         folder = self.points / point.name
         (folder / "status").unlink(missing_ok=True)
@@ -365,10 +371,18 @@ class StudyDirectory:
                     preexec_fn=partial(prepare_rank, os.getpid()),  # it ends with this process
                 ).returncode
             except subprocess.TimeoutExpired:
-                log.write(f"killed after {limit_s:.0f} s, the walltime of the point\n".encode())
-                status = 5
-        write_bytes(folder / "status", f"{status}\n".encode())
+                log.write(
+                    f"error: killed after {limit_s:.0f} s, the time limit of the point\n".encode()
+                )
+                status = OutcomeKind.LOST_PEER.exit_status
+            except KeyboardInterrupt:
+                self._write_status(point, OutcomeKind.INTERRUPTED.exit_status)
+                raise
+        self._write_status(point, status)
         return status
+
+    def _write_status(self, point: Point, status: int) -> None:
+        write_bytes(self.points / point.name / "status", f"{status}\n".encode())
 
 
 def submission_of(

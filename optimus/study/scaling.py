@@ -230,6 +230,27 @@ def make_point(
     return Point(name, nodes, routing, of_point, mesh, batch.tokens, planned, reason)
 
 
+def local_limits(
+    points: Iterable[Point], limit_s: int | None, is_required: bool
+) -> dict[str, int | None]:
+    """Return the seconds after which each point on this machine is killed, by name.
+
+    Args:
+        points: The points.
+        limit_s: Seconds of a point; None: from its plan.
+        is_required: False to return None, no limit, for a point whose time is not planned.
+
+    Raises:
+        ConfigError: A time is required and not planned.
+    """
+    return {
+        point.name: limit_s
+        if limit_s is not None or (point.planned is None and not is_required)
+        else point.walltime_s
+        for point in points
+    }
+
+
 def pack_jobs(
     points: Sequence[Point],
     machine: Machine,

@@ -6,6 +6,7 @@ import csv
 import dataclasses
 import json
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -136,6 +137,7 @@ def test_jobs_have_queues_and_share_those_with_a_limit(config):
         (("--walltime", "0:00:00"), "leaves no time for a point"),
         (("--walltime", "", "--local"), "must be hours:minutes:seconds"),
         (("train.global_batch_tokens=8192", "--scaling", "strong", "--nodes", "3"), "multiple"),
+        (("--local", "train.dtype=bf16", "--max-node-hours", "9"), "products.bf16 is missing"),
         (("--local", "--queue", "debug"), "has no effect with --local"),
     ],
 )
@@ -250,6 +252,43 @@ def test_same_command_runs_only_missing_points(config, tmp_path, capsys):
     assert [point["state"] for point in report["points"]] == ["done", "missing"]
     assert [job["points"] for job in report["jobs"]] == [["00002-top-k"]]
     assert (out / "points" / "00001-top-k" / "config.toml").stat().st_mtime_ns == before
+
+
+def test_local_points_run_again_after_an_interruption(config, tmp_path, capsys):
+    """The second command runs the point over the partial run directory of the first, and the third
+    has nothing to run."""
+    out = tmp_path / "out"
+    command = [*study(config, out, nodes="1"), "--local"]
+    assert main([*command, "--max-node-hours", "0.1"]) == 2
+    assert "1 point could use 0.1" in capsys.readouterr().err and not out.exists()
+    assert main(study(config, out, nodes="1")) == 0
+    directory = StudyDirectory(out)
+    point = make_point(
+        load_config(config),
+        Settings("h", "weak", 5, 1, 0),
+        load_machine(str(HERE)),
+        1,
+        "top-k",
+        out,
+    )
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)  # KeyboardInterrupt
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    with pytest.raises(KeyboardInterrupt):
+        directory.run_local(point, None, 1)
+    signal.signal(signal.SIGALRM, before)
+    (out / "points" / "00001-top-k" / "run").mkdir()
+    (out / "points" / "00001-top-k" / "run" / "metrics.jsonl").write_text(metrics(1.0, steps=3))
+    assert directory.state("00001-top-k", STEPS).reason == "interrupted after 3 of 6 steps"
+    (out / "jobs" / "00001-top-k.sh").unlink()
+    capsys.readouterr()
+    assert main(command) == 0
+    text = capsys.readouterr().out
+    assert "run 00001-top-k on this machine: killed after 0:10:01\n" in text
+    assert text.endswith("1 point, one after the other: at most 10 minutes\n")
+    assert directory.state("00001-top-k", STEPS).name == "done"
+    assert not [*(out / "jobs").glob("*")]
+    assert main(command) == 0
+    assert capsys.readouterr().out.endswith("; done\nnothing is left to run\n")
 
 
 def test_point_in_the_queue_is_not_submitted_again(config, tmp_path, monkeypatch, capsys):
