@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import fcntl
 import json
+import logging
 import os
 import shlex
 import shutil
@@ -45,6 +46,8 @@ from optimus.launch.environment import available_cores
 from optimus.launch.spawn import prepare_rank
 from optimus.observe.report import StepLine, read_valid
 from optimus.study.scaling import Job, Point, Settings, walltime_text
+
+logger = logging.getLogger(__name__)
 
 System = Literal["pbs", "slurm"]
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
@@ -269,8 +272,13 @@ class StudyDirectory:
     def plans(self) -> dict[str, PlannedPoint]:
         """Return the contents of plan.json of each point, by name in the order of nodes. Raises
         DataError."""
-        names = sorted(entry.name for entry in self.points.glob("*") if entry.is_dir())
-        return {name: _read_json(self.points / name / "plan.json", PlannedPoint) for name in names}
+        plans = {}
+        for folder in sorted(entry for entry in self.points.glob("*") if entry.is_dir()):
+            if (folder / "plan.json").exists():
+                plans[folder.name] = _read_json(folder / "plan.json", PlannedPoint)
+            else:
+                logger.warning("%s has no plan.json, so it is not a point; remove it", folder)
+        return plans
 
     def state(self, name: str, steps: int, must_ask: bool = True) -> State:
         """Return the state of a point.
@@ -458,10 +466,17 @@ def _read_json(path: Path, kind: type[_AnyFile]) -> _AnyFile:
     try:
         return kind.model_validate_json(read_regular(path, _MAX_BYTES))
     except ValidationError as error:
-        problem = explain(error, kind)
+        first = error.errors(include_url=False, include_input=False)[0]
+        problem = explain(error, kind) if first["loc"] else one_line(first["msg"])
     except OSError as error:
         problem = reason_of(error)
-    raise DataError(f"{path}: {problem}; this file of the study is damaged; use another directory")
+    remedy = "use another directory"
+    if path.parent.parent.name == "points":
+        remedy = (
+            f"remove {path.parent} and run the same `optimus study scaling` command again to "
+            "measure this point"
+        )
+    raise DataError(f"{path}: {problem}; this file of the study is damaged; {remedy}")
 
 
 def _read_text(path: Path) -> str:
@@ -472,15 +487,15 @@ def _read_text(path: Path) -> str:
 
 
 def _last_error(log: Path) -> str:
-    """Return the last line in a log that reports an error, or its last line."""
+    """Return the last line in a log that has `error:`, or a phrase if there is none."""
     try:
         with open(log, "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - (1 << 16)))
             lines = file.read().decode("utf-8", "replace").splitlines()
     except OSError:
         return "no log"
-    errors = [line for line in lines if "error" in line]
-    return one_line((errors or lines or ["an empty log"])[-1])[:300]
+    errors = [line for line in lines if "error:" in line.lower()]  # also ValueError: of Python
+    return one_line(errors[-1])[:300] if errors else "the log has no line with 'error:'"
 
 
 def local_threads(points: Sequence[Point]) -> int:

@@ -188,11 +188,16 @@ def test_results_name_failed_points_and_do_not_draw_them(config, tmp_path, capsy
     for name, step_s in complete_at.items():
         complete(out, name, metrics(step_s))
     complete(out, "00004-top-k", metrics(1.0, steps=3), status="5")
-    (out / "points" / "00004-top-k" / "log.txt").write_text("a\noptimus: error: lost rank 3\n")
+    (out / "points" / "00004-top-k" / "log.txt").write_text(
+        "a\noptimus: error: lost rank 3\nthe errors of rank 3 follow\n"
+    )
     complete(out, "00002-uniform", "")
+    complete(out, "00004-uniform", "", status="1")
+    (out / "points" / "00004-uniform" / "log.txt").write_text("a\nb\n")
     capsys.readouterr()
     assert main(["study", "show", str(out)]) == 0
     text = capsys.readouterr().out
+    assert "00004-uniform failed: exit status 1: the log has no line with 'error:'" in text
     assert "00004-top-k failed: exit status 5: optimus: error: lost rank 3" in text
     assert "00002-uniform failed: metrics.jsonl has 0 of 6 steps" in text
     results = collect(StudyDirectory(out))
@@ -322,6 +327,22 @@ def test_damaged_metrics_are_refused(config, tmp_path, capsys):
         assert main(command) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert "metrics.jsonl: 1 line cannot be read" in line and "remove" in line
+
+
+def test_show_names_the_remedy_for_a_damaged_point(config, tmp_path, capsys, caplog):
+    out = tmp_path / "out"
+    assert main(study(config, out, nodes="1")) == 0
+    (out / "points" / "notes").mkdir()
+    assert main(["study", "show", str(out)]) == 0
+    assert f"{out}/points/notes has no plan.json" in caplog.text
+    plan = out / "points" / "00001-top-k" / "plan.json"
+    for text, problem in (('{"nodes": 1,', "Invalid JSON"), ('{"nodes": 0}', "nodes = 0: ")):
+        plan.write_text(text)
+        capsys.readouterr()
+        assert main(["study", "show", str(out)]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"plan.json: {problem}" in line and "b'" not in line
+        assert f"remove {plan.parent} and run the same" in line
 
 
 def test_jobs_of_pbs_run_their_points(config, tmp_path, monkeypatch, capsys):
