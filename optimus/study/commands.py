@@ -258,7 +258,7 @@ def _settings(
             "--scaling strong needs train.global_batch_tokens, the batch of all points; set it",
         )
     elif config.train.global_batch_tokens:
-        tokens = tokens_per_data_rank(config, machine, nodes)
+        tokens = tokens_per_data_rank(config, machine, args.machine, nodes)
         if stored is not None and not config.parallel.dp:
             tokens = stored.tokens_per_data_rank
     is_path = os.sep in args.machine or args.machine.endswith(".toml")

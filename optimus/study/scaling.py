@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from optimus.config import Config, make_config
+from optimus.config.axes import MODEL
 from optimus.config.machine import Machine, Queue, parse_walltime
 from optimus.data.batch import plan_batch
 from optimus.distributed.mesh import Mesh, make_mesh
@@ -152,19 +153,36 @@ def parse_routings(text: str | None, config: Config) -> tuple[str, ...]:
     return routings
 
 
-def tokens_per_data_rank(config: Config, machine: Machine, nodes: Iterable[int]) -> int:
+def _mesh_on(config: Config, machine: Machine, name: str, nodes: int) -> Mesh:
+    """Return the mesh of a run on nodes of a machine, whose dp follows from their number. Raises
+    ConfigError if the other axes do not divide the ranks."""
+    free = config.parallel.model_copy(update={"dp": 0})
+    model_ranks, ranks = make_mesh(free).world_size, nodes * machine.ranks_per_node
+    least = math.lcm(model_ranks, machine.ranks_per_node) // machine.ranks_per_node
+    refuse_if(
+        ranks % model_ranks,
+        f"on {counted(nodes, 'node')} of {name}: parallel.{' * '.join(MODEL)} = {model_ranks} does "
+        f"not divide the {counted(ranks, 'rank')}; use a multiple of {counted(least, 'node')}, "
+        f"such as --nodes {max(1, round(nodes / least)) * least}, or change the sizes",
+    )
+    return make_mesh(free, ranks)
+
+
+def tokens_per_data_rank(config: Config, machine: Machine, name: str, nodes: Iterable[int]) -> int:
     """Return the tokens of a data rank in an update of the configuration.
 
     The configuration's mesh divides `train.global_batch_tokens`. With `parallel.dp = 0`, it is the
-    mesh on the smallest number of nodes.
+    mesh on the smallest number of nodes. `name` is the name of the machine.
 
     Raises:
         ConfigError: The mesh does not fit these nodes, or the batch is not divisible.
     """
-    smallest = None if config.parallel.dp else min(nodes) * machine.ranks_per_node
-    mesh, batch = make_mesh(config.parallel, smallest), config.train.global_batch_tokens
+    if config.parallel.dp:
+        mesh = make_mesh(config.parallel)
+    else:
+        mesh = _mesh_on(config, machine, name, min(nodes))
     plan_batch(config.train, mesh.num_data_ranks)
-    return batch // mesh.num_data_ranks
+    return config.train.global_batch_tokens // mesh.num_data_ranks
 
 
 def make_point(
@@ -192,8 +210,7 @@ def make_point(
     from optimus.planner.fit import capacity_of, refuse_if_too_large
     from optimus.planner.step_plan import plan_step
 
-    free = config.parallel.model_copy(update={"dp": 0})
-    mesh = make_mesh(free, nodes * machine.ranks_per_node)
+    mesh = _mesh_on(config, machine, settings.machine, nodes)
     name = f"{nodes:05}-{routing or 'dense'}"
     tree = config.model_dump(exclude_none=True)
     train, steps = tree["train"], settings.steps

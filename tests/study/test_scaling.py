@@ -126,7 +126,12 @@ def test_jobs_have_queues_and_share_those_with_a_limit(config):
         (("--max-node-hours", "0.1"), "could use 0.75 node-hours"),
         (("--warmup", "6"), "leaves none of the 6 updates"),
         (("--routing", "random"), "use top-k or uniform"),
-        (("--nodes", "3", "parallel.ep=2"), "does not divide the world of 3 ranks"),
+        (
+            ("--nodes", "2,3", "parallel.ep=2", "train.global_batch_tokens=0"),
+            "machine.toml: parallel.pp * ep * tp = 2 does not divide the 3 ranks; use a multiple "
+            "of 2 nodes, such as --nodes 4",
+        ),
+        (("--nodes", "3", "parallel.ep=2"), "error: on 3 nodes of "),
         (("--nodes", "1,99", "--local"), "more than the"),
         (("--submit", "pbs", "data.path=/nowhere"), "/nowhere"),
         (("--walltime", "1h", "--submit", "pbs"), "must be hours:minutes:seconds"),
