@@ -204,7 +204,13 @@ size of each expert of a token, and of values for each expert, that a layer keep
 of the size of the vocabulary that the head has; bytes of the inputs and loss terms of a token."""
 
 
-def check_fit(config: Config, mesh: Mesh, num_microbatches: int, capacity: Capacity) -> None:
+def check_fit(
+    config: Config,
+    mesh: Mesh,
+    num_microbatches: int,
+    capacity: Capacity,
+    run_name: str = "the run",
+) -> None:
     """Check that each rank of a run fits in its memory. `train.fit_check` selects the reaction.
 
     Log a warning if only the prediction exceeds the memory.
@@ -214,6 +220,7 @@ def check_fit(config: Config, mesh: Mesh, num_microbatches: int, capacity: Capac
         mesh: Sizes of the axes.
         num_microbatches: Number of microbatches of a rank in a step.
         capacity: The memory.
+        run_name: Phrase for messages, such as `the run`.
 
     Raises:
         ConfigError: The lower bound of `least_bytes` exceeds the memory, and `train.fit_check` is
@@ -223,7 +230,7 @@ def check_fit(config: Config, mesh: Mesh, num_microbatches: int, capacity: Capac
         return
     settings = config, mesh, num_microbatches
     try:
-        refuse_if_too_large(*settings, capacity)
+        refuse_if_too_large(*settings, capacity, run_name)
     except ConfigError as error:
         if config.train.fit_check == "refuse":
             raise
@@ -233,13 +240,18 @@ def check_fit(config: Config, mesh: Mesh, num_microbatches: int, capacity: Capac
         return
     if (predicted := predicted_bytes(*settings, capacity)) > capacity.num_bytes:
         logger.warning(
-            "the run may not fit: %s; `optimus plan CONFIG --machine NAME` lists layouts that fit",
+            "%s may not fit: %s; `optimus plan CONFIG --machine NAME` lists layouts that fit",
+            run_name,
             _message(predicted, capacity, "a predicted "),
         )
 
 
 def refuse_if_too_large(
-    config: Config, mesh: Mesh, num_microbatches: int, capacity: Capacity
+    config: Config,
+    mesh: Mesh,
+    num_microbatches: int,
+    capacity: Capacity,
+    run_name: str = "the run",
 ) -> None:
     """Raise ConfigError if the lower bound of `least_bytes` exceeds the memory. The arguments are
     those of `check_fit`."""
@@ -247,9 +259,9 @@ def refuse_if_too_large(
     least = _on_fullest(mesh, capacity, bound)
     refuse_if(
         least > capacity.num_bytes,
-        f"the run cannot fit: {_message(least, capacity, 'at least ')}; use more ranks or another "
-        "layout of `optimus plan CONFIG --machine NAME`, or set train.fit_check = 'warn' to start "
-        "it anyway",
+        f"{run_name} cannot fit: {_message(least, capacity, 'at least ')}; use more ranks or "
+        "another layout of `optimus plan CONFIG --machine NAME`, or set train.fit_check = 'warn' "
+        "to start it anyway",
     )
 
 

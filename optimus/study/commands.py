@@ -148,6 +148,7 @@ def _scaling(args: argparse.Namespace, arguments: list[str]) -> int:
     from optimus.config.machine import load_machine
     from optimus.study.directory import StudyDirectory, local_threads
     from optimus.study.scaling import (
+        check_point_fit,
         local_limits,
         make_point,
         pack_jobs,
@@ -176,6 +177,8 @@ def _scaling(args: argparse.Namespace, arguments: list[str]) -> int:
 
     states = read_states()
     missing = [p for p in points if states[p.name].name in ("missing", "failed")]
+    for point in missing:
+        check_point_fit(point, machine)
     jobs: list[Job] = []
     limits: dict[str, int | None] = {}
     if args.local:

@@ -204,10 +204,8 @@ def make_point(
         folder: Directory of all points.
 
     Raises:
-        ConfigError: The layout does not fit the nodes, the batch cannot be divided, or the run
-            cannot fit in the memory of the devices (`train.fit_check`).
+        ConfigError: The layout does not fit the nodes, or the batch cannot be divided.
     """
-    from optimus.planner.fit import capacity_of, refuse_if_too_large
     from optimus.planner.step_plan import plan_step
 
     mesh = _mesh_on(config, machine, settings.machine, nodes)
@@ -234,9 +232,6 @@ def make_point(
     try:
         of_point = make_config(tree)
         batch = plan_batch(of_point.train, mesh.num_data_ranks)
-        if machine.device is not None and of_point.train.fit_check == "refuse":
-            capacity = capacity_of(machine, machine.ranks_per_node)
-            refuse_if_too_large(of_point, mesh, batch.microbatches_per_rank, capacity)
     except ConfigError as error:
         raise ConfigError(f"on {where}: {error}") from None
     planned, reason = None, ""
@@ -245,6 +240,22 @@ def make_point(
     except ConfigError as error:
         reason = str(error)
     return Point(name, nodes, routing, of_point, mesh, batch.tokens, planned, reason)
+
+
+def check_point_fit(point: Point, machine: Machine) -> None:
+    """Check that a point fits in the memory of the machine's devices, as `check_fit` does, if the
+    file of the machine has a device. Log a warning if only the prediction exceeds the memory.
+
+    Raises:
+        ConfigError: The point cannot fit, and `train.fit_check` is "refuse".
+    """
+    from optimus.planner.fit import capacity_of, check_fit
+
+    if machine.device is not None:
+        batch = plan_batch(point.config.train, point.mesh.num_data_ranks)
+        capacity = capacity_of(machine, machine.ranks_per_node)
+        num_microbatches = batch.microbatches_per_rank
+        check_fit(point.config, point.mesh, num_microbatches, capacity, f"point {point.name}")
 
 
 def local_limits(

@@ -159,6 +159,21 @@ def test_mistake_is_refused_before_anything_is_written(
     assert not (tmp_path / "out").exists() and not (tmp_path / "submitted").exists()
 
 
+def test_point_that_may_not_fit_gets_a_warning(config, tmp_path, capsys, caplog):
+    """The device has less memory than the lower bound, then less than predicted."""
+    text = HERE.read_text()
+    assert "value = 4e9" in text
+    machine = tmp_path / "machine.toml"
+    out, options = tmp_path / "out", ["--machine", str(machine), "train.fit_check=refuse"]
+    machine.write_text(text.replace("value = 4e9", "value = 1e4"))
+    assert main([*study(config, out, nodes="1"), *options]) == 2
+    assert "error: point 00001-top-k cannot fit: a rank needs at least" in capsys.readouterr().err
+    assert not out.exists() and not caplog.text
+    machine.write_text(text.replace("value = 4e9", "value = 7e5"))
+    assert main([*study(config, out, nodes="1"), *options]) == 0
+    assert "point 00001-top-k may not fit: a rank needs a predicted" in caplog.text
+
+
 def test_study_of_another_configuration_is_refused(config, tmp_path, capsys):
     out = tmp_path / "out"
     assert main(study(config, out)) == 0
