@@ -2,9 +2,10 @@
 
 A full checkpoint has the fp32 master weights and moments of all parameters, and a model-only
 checkpoint the weights in `optimus.checkpoint.weights.DTYPE`. All nodes together write at the rate
-of the first file system of the machine file. Without checkpoint.async_save, the run stops for this
-time. With it, the run stops while states are copied to host memory; a save that takes longer than
-the interval delays the next one; and a failure also loses the work during the last write.
+of the first file system of the machine file, or at the rate at which their ranks send through the
+outermost level of the network if this is lower. Without checkpoint.async_save, the run stops for
+this time. With it, the run stops while states are copied to host memory; a save that takes longer
+than the interval delays the next one; and a failure also loses the work during the last write.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def plan_run(
     models_s = 0.0
     if machine.storage:
         result["storage"] = machine.storage[0].name
-        full, model = _saves(config, mesh, machine, step_s, missing)
+        full, model = _saves(config, mesh, machine, nodes, step_s, missing)
         result |= {f"checkpoint_{key}": value for key, value in _named(full).items()}
         if checkpoint.model_interval:
             models_s = model.stop_s / checkpoint.model_interval
@@ -118,12 +119,16 @@ def _named(save: Save) -> dict[str, float]:
 
 
 def _saves(
-    config: Config, mesh: Mesh, machine: Machine, step_s: float, missing: list[str]
+    config: Config, mesh: Mesh, machine: Machine, nodes: int, step_s: float, missing: list[str]
 ) -> tuple[Save, Save]:
     """Return a full and a model-only checkpoint. Add keys of missing figures to `missing`."""
     checkpoint, storage = config.checkpoint, machine.storage[0]
     sizes = checkpoint_bytes(config)
-    writes_s = [size / storage.write.value for size in sizes]
+    rate = storage.write.value
+    ranks = machine.ranks_per_node
+    if machine.levels and not 0 < machine.levels[-1].ranks <= ranks:  # a network between nodes
+        rate = min(rate, nodes * ranks * machine.levels[-1].rate)
+    writes_s = [size / rate for size in sizes]
     if not checkpoint.async_save:
         full, model = (Save(n, s, s) for n, s in zip(sizes, writes_s, strict=True))
         return full, model
@@ -160,8 +165,16 @@ def _restart_s(config: Config, machine: Machine, full: Save, missing: list[str])
     return seconds
 
 
-def run_lines(result: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the result of `plan_run` as pairs (name, value) for a table."""
+def _duration_text(seconds: float) -> str:
+    for size, unit in ((3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{seconds / size:,.4g} {unit}"
+    return f"{seconds:,.4g} s"
+
+
+def run_lines(result: dict[str, Any], is_one_replica: bool = False) -> list[tuple[str, str]]:
+    """Return the result of `plan_run` as pairs (name, value) for a table. Node-hours are left out
+    for one replica, whose number of nodes is not that of the run."""
     lines = []
     for key, name in (("", "full checkpoint"), ("model_", "model-only checkpoint")):
         if f"{key}checkpoint_bytes" in result:
@@ -186,8 +199,10 @@ def run_lines(result: dict[str, Any]) -> list[tuple[str, str]]:
     elif unknown := [key for key in _FOR_GOODPUT if key in result["missing_of_run"]]:
         lines.append(("goodput", f"unknown: {', '.join(unknown)} not in the machine file"))
     if "node_hours" in result:
-        hours = result["run_s"] / 3600
-        lines.append(("whole run", f"{hours:,.4g} h, {result['node_hours']:,.4g} node-hours"))
+        text = _duration_text(result["run_s"])
+        if not is_one_replica:
+            text += f", {result['node_hours']:,.4g} node-hours"
+        lines.append(("whole run", text))
     if result["missing_of_run"]:
         names = ", ".join(result["missing_of_run"])
         lines.append(("not in the machine file", f"{names}: their delays are not included"))

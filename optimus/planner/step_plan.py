@@ -99,7 +99,7 @@ def trace_step(config: Config, mesh: Mesh, machine: Machine, name: str, path: Pa
     write_trace(path, actions, "planned", transfers)
 
 
-def step_lines(result: dict[str, Any]) -> list[tuple[str, str]]:
+def step_lines(result: dict[str, Any], is_one_replica: bool = False) -> list[tuple[str, str]]:
     """Return the result of `plan_step` as pairs (name, value) for a table."""
     step_s = result["step_s"]
 
@@ -127,7 +127,7 @@ def step_lines(result: dict[str, Any]) -> list[tuple[str, str]]:
             f"{result['peak_flops'] / 1e12:,.4g} TFLOP/s",
         ),
     ]
-    lines += run_lines(result)
+    lines += run_lines(result, is_one_replica)
     if result["fitted_on"]:
         lines.append(("figures fitted on", "; ".join(result["fitted_on"])))
     if result["missing"]:

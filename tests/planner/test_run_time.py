@@ -74,6 +74,25 @@ def test_asynchronous_checkpoints_stop_the_training_for_the_copy() -> None:
     assert result["checkpoint_stop_s"] == pytest.approx(staging / 4e5 + full / 2e5 - 2.0)
 
 
+def test_checkpoints_are_not_written_faster_than_the_nodes_send() -> None:
+    """8 nodes of 2 ranks, each with 1e4 bytes per second between nodes, send 1.6e5."""
+    node = {"name": "node", "ranks": 2, "peak": figure(1e3)}
+    network = {"name": "all", "peak": figure(1e4)}
+    machine = COMPLETE | {"ranks_per_node": 2, "levels": [node, network]}
+    result, full, *_ = planned(machine)
+    assert result["checkpoint_write_s"] == pytest.approx(full / 1.6e5)
+    result, full, *_ = planned(machine | {"levels": [node]})  # no rate between nodes
+    assert result["checkpoint_write_s"] == pytest.approx(full / 2e5)
+
+
+def test_whole_run_has_a_readable_duration() -> None:
+    result, *_ = planned(COMPLETE)
+    for seconds, text in ((7200.0, "2 h"), (90.0, "1.5 min"), (2.5, "2.5 s")):
+        timed = result | {"run_s": seconds, "node_hours": 3.0}
+        assert dict(run_lines(timed))["whole run"] == f"{text}, 3 node-hours"
+        assert dict(run_lines(timed, True))["whole run"] == text
+
+
 def test_missing_figures_are_named() -> None:
     result, *_ = planned({})
     assert result["missing_of_run"] == ["storage.0.write", "failures_per_node_day"]
