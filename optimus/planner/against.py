@@ -126,7 +126,8 @@ def compare(config: Config, run_dir: str, machine: str | None) -> dict[str, Any]
           CPU the prediction lacks the memory of libraries. With offload.mode = "auto", only the
           first rank, whose prediction the run has made for its placement.
         - `step`: `measured_s`, the median of `updates` updates, `low_s` and `high_s`, their 10th
-          and 90th percentile, `machine`, and `predicted_s`, or None and the reason `no_prediction`.
+          and 90th percentile, `machine` (for the path of a file, the name of its device), and
+          `predicted_s`, or None and the reason `no_prediction`.
 
     Raises:
         ConfigError: The directory has no run, its run has another configuration, or its metrics are
@@ -231,14 +232,17 @@ def _step(config: Config, mesh: Mesh, updates: list[_Update], machine: str) -> d
 
     seconds = sorted(update.step_time_s for update in updates[_WARM_UP:] or updates)
     predicted, reason = None, "no machine; add --machine NAME"
+    name = machine
     if machine:
         definition = load_machine(machine)
+        if "/" in machine and definition.device is not None:
+            name = definition.device.name
         try:
             predicted, reason = plan_step(config, mesh, definition, machine)["step_s"], ""
         except ConfigError as error:
             reason = str(error)
     return {
-        "machine": machine,
+        "machine": name,
         "measured_s": statistics.median(seconds),
         "low_s": seconds[len(seconds) // 10],
         "high_s": seconds[-1 - len(seconds) // 10],

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from optimus.config.machine import load_machine
-from optimus.errors import ConfigError, counted, refuse_if
+from optimus.errors import ConfigError, counted, reason_of, refuse_if
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,8 @@ def read_hosts(path: str) -> tuple[str, ...]:
     try:
         lines = Path(path).read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--hosts {path}: {error}; give a text file of host names") from None
+        reason = reason_of(error) if isinstance(error, OSError) else "not UTF-8 text"
+        raise ConfigError(f"--hosts {path}: {reason}; give a text file of host names") from None
     names = [line.strip() for line in lines if line.strip()]
     refuse_if(not names, f"--hosts {path} has no host; write a host name in each line")
     hosts = [name for name, before in zip(names, ["", *names], strict=False) if name != before]

@@ -381,7 +381,7 @@ def machine_lines(result: dict[str, Any]) -> list[tuple[str, str]]:
     if "no_step" in result:
         lines.append(("no step time", result["no_step"]))
     if "step" in result:
-        lines += step_lines(result["step"])
+        lines += step_lines(result["step"], result.get("is_one_replica", False))
     return lines + _load_lines(result)
 
 
@@ -396,7 +396,13 @@ def _load_lines(result: dict[str, Any]) -> list[tuple[str, str]]:
         if balanced is not None:
             text += f": {_slower(result['imbalance']['step_s'], balanced['step_s'])}"
         lines.append(("largest imbalance that fits", text))
-    for key in ("median", "worst") if "load" in result else ():
+    if "load" in result and "imbalance" not in result:
+        lines.append(("load", "no effect: with parallel.ep = 1, each rank has all experts"))
+        return lines
+    keys = ("median", "worst") if "load" in result else ()
+    if keys and result["load"]["median"]["step"] == result["load"]["worst"]["step"]:
+        keys = ("worst",)
+    for key in keys:
         load = result["load"][key]
         text = (
             f"{load['imbalance']:.2f} times an equal share of the rows on an ep rank in layer "
@@ -411,7 +417,8 @@ def _load_lines(result: dict[str, Any]) -> list[tuple[str, str]]:
             text += f"; {_slower(step['step_s'], balanced['step_s'])}"
             exposed = (each["exposed_s"].get("ep", 0.0) for each in (step, balanced))
             text += ", exposed ep {:,.4g} s (uniform: {:,.4g} s)".format(*exposed)
-        lines.append((f"{key} load, step {load['step']}", text))
+        name = f"{key} load" if len(keys) > 1 else "load, one sample"
+        lines.append((f"{name}, step {load['step']}", text))
     return lines
 
 

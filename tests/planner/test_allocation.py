@@ -86,6 +86,8 @@ def test_files_that_are_no_list_of_hosts_are_refused(text, message, tmp_path):
     file.write_text(text)
     with pytest.raises(ConfigError, match=message):
         read_hosts(str(file))
+    with pytest.raises(ConfigError, match="/none: No such file or directory; give a text file"):
+        read_hosts(str(tmp_path / "none"))
 
 
 def test_number_of_hosts_must_be_that_of_the_nodes(tmp_path):

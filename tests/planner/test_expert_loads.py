@@ -131,6 +131,12 @@ def test_plan_for_the_loads_of_a_run(tmp_path) -> None:
     lines = dict(machine_lines(result | {"machine": "h200", "ranks": []}))
     assert "2.20 times an equal share" in lines["worst load, step 1"]
     assert "exposed ep" in lines["median load, step 200"]
+    without = {key: value for key, value in result.items() if key != "imbalance"}  # parallel.ep = 1
+    alone = machine_lines(without | {"machine": "h200", "ranks": []})
+    assert alone[-1][1].startswith("no effect: with parallel.ep = 1")
+    load["median"] = worst  # as with a single step
+    names = [name for name, _ in machine_lines(result | {"machine": "h200", "ranks": []})]
+    assert [name for name in names if "load" in name] == ["load, one sample, step 1"]
 
 
 def test_time_of_a_step_follows_the_fullest_rank() -> None:

@@ -188,6 +188,9 @@ def test_plan_is_compared_with_a_run(measured_run, capsys):
     assert result["step"]["updates"] == 3 and result["step"]["predicted_s"] is None
     assert optimus(["plan", config, "--against", str(run_dir), "--machine", "h100"]) == 0
     assert "h100" in (printed := capsys.readouterr().out) and "3 updates" in printed
+    machine = machine_file(run_dir.parent / "m.toml", 1e9)
+    assert optimus(["plan", config, "--against", str(run_dir), "--machine", machine]) == 0
+    assert str(run_dir) not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
