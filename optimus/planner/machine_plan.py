@@ -399,9 +399,9 @@ def _load_lines(result: dict[str, Any]) -> list[tuple[str, str]]:
     if "load" in result and "imbalance" not in result:
         lines.append(("load", "no effect: with parallel.ep = 1, each rank has all experts"))
         return lines
-    keys = ("median", "worst") if "load" in result else ()
+    keys = ["median", "worst"] if "load" in result else []
     if keys and result["load"]["median"]["step"] == result["load"]["worst"]["step"]:
-        keys = ("worst",)
+        keys = ["worst"]
     for key in keys:
         load = result["load"][key]
         text = (
