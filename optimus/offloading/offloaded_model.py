@@ -179,8 +179,9 @@ class OffloadedModel:
                 delattr(parameter, MARK)
         delattr(self._module, MARK)
         self.engine.memory.close()
-        # Hooks of outputs, and gradients that user code still has, refer to this object.
-        for name in [*vars(self)]:
+        for name in [
+            *vars(self)
+        ]:  # hooks of outputs, which user code may have, refer to this object
             if name != "is_released":
                 delattr(self, name)
 

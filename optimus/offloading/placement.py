@@ -43,6 +43,8 @@ from optimus.rank.profile import UseProfile, UseTracker
 
 logger = logging.getLogger(__name__)
 
+_TRIMMED_BYTES = 1 << 20
+"""Fewest bytes of released parameters for a call of `platform.trim_heap`."""
 PREFETCH = 3
 """Number of segments for which the cache has space by default: that which computes, and two that
 are being copied."""
@@ -102,6 +104,31 @@ class ModelChunks(NamedTuple):
                 disk_share=placement.disk_share,
             ),
         )
+
+
+class ReleasedValues:
+    """Initial values of parameters. The engine moves each of them to a chunk, and releases it.
+
+    glibc keeps the memory of released tensors that have less than 32 MB. Therefore free memory of
+    the heap is returned to the operating system about once for each chunk.
+
+    Args:
+        named: The parameters by name.
+        chunk_bytes: Bytes of a chunk of fp32 parameters.
+    """
+
+    def __init__(self, named: dict[str, nn.Parameter], chunk_bytes: int) -> None:
+        self._named, self._limit = named, max(chunk_bytes, _TRIMMED_BYTES)
+        self._released = 0
+        """Bytes of the values since the last trim."""
+
+    def __call__(self, name: str) -> Tensor:
+        """Return the values of a parameter. Those of all earlier calls are released."""
+        if self._released >= self._limit:
+            platform.trim_heap()
+            self._released = 0
+        self._released += self._named[name].nbytes
+        return self._named[name].data
 
 
 @dataclass(frozen=True)
