@@ -169,8 +169,7 @@ class OffloadedModel:
         with _raw():
             for name, parameter in self.named.items():
                 chunk, slot = self._slots[name]
-                if parameter.grad is not None:
-                    parameter.grad = None
+                parameter.grad = None
                 if name in self._guarded:
                     guard.remove(parameter)
                     parameter.data = chunk.view(chunk.shard, slot)
@@ -179,9 +178,7 @@ class OffloadedModel:
                 delattr(parameter, MARK)
         delattr(self._module, MARK)
         self.engine.memory.close()
-        for name in [
-            *vars(self)
-        ]:  # hooks of outputs, which user code may have, refer to this object
+        for name in [*vars(self)]:  # user code may have hooks that refer to this object
             if name != "is_released":
                 delattr(self, name)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
+import math
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -60,7 +61,7 @@ class Placement(NamedTuple):
     disk_share: float = 0.0
     """As `Residency.disk_share`."""
     host_bytes: int = 0
-    """Bytes of the states in host memory, without spare buffers for early updates."""
+    """Bytes of the states in host memory, with the spare buffers that `early_adam` = "on" needs."""
 
 
 @dataclass(frozen=True)
@@ -89,9 +90,10 @@ class ModelChunks(NamedTuple):
     rule: Optimizer
     """Updates a chunk."""
 
-    def on_meta(self, placement: Placement) -> ChunkEngine:
-        """Return an engine on the meta device for a placement. It allocates no memory."""
-        return ChunkEngine(
+    def on_meta(self, placement: Placement, with_spare: bool = False) -> ChunkEngine:
+        """Return an engine on the meta device for a placement. It allocates no memory. With
+        `with_spare`, all chunks that can be updated early have spare buffers."""
+        engine = ChunkEngine(
             {name: _meta_parameter(self.named[name], False) for name in self.keys},
             self.keys.__getitem__,
             self.rule,
@@ -104,6 +106,8 @@ class ModelChunks(NamedTuple):
                 disk_share=placement.disk_share,
             ),
         )
+        engine.add_spare(math.inf if with_spare else 0.0)
+        return engine
 
 
 class ReleasedValues:
@@ -196,7 +200,11 @@ def select_placement(
             "device_memory and without host_share and cache_chunks",
         )
         placement = _by_search(model, chunks, device, limits, example, early)
-    placement = _with_disk(chunks, placement, limits)
+    refuse_if(
+        early == "on" and not placement.host_share,
+        "early_adam = 'on' has no effect, because all states are on the device; leave it out",
+    )
+    placement = _with_disk(chunks, placement, limits, early == "on")
     on_device = sum(p.nbytes for p in chunks.named.values() if p.device.type != "cpu")
     if placement.host_share and limits.device is not None and on_device > limits.device:
         raise ConfigError(
@@ -340,14 +348,16 @@ def _by_search(
 _UNLIMITED = 1 << 62
 
 
-def _with_disk(chunks: ModelChunks, placement: Placement, limits: Limits) -> Placement:
+def _with_disk(
+    chunks: ModelChunks, placement: Placement, limits: Limits, with_spare: bool
+) -> Placement:
     """Return a placement with as few states on disk as the host memory allows, and the bytes on the
-    host.
+    host, `with_spare` buffers for early updates of all chunks without states on disk.
 
     Raises:
         ConfigError: The host or the disk has too little memory.
     """
-    engine = chunks.on_meta(placement)
+    engine = chunks.on_meta(placement, with_spare)
     host = engine.state_bytes()["host"]
     if host <= limits.host or not placement.host_share:
         return placement._replace(host_bytes=host)
@@ -358,7 +368,7 @@ def _with_disk(chunks: ModelChunks, placement: Placement, limits: Limits) -> Pla
     def with_chunks(number: int) -> tuple[Placement, int]:
         """Return the placement with the states of `number` chunks on disk, and their bytes."""
         changed = placement._replace(disk_share=max(0.0, number - 0.5) / count)  # rounded up
-        sizes = chunks.on_meta(changed).state_bytes()
+        sizes = chunks.on_meta(changed, with_spare).state_bytes()
         return changed._replace(host_bytes=sizes["host"]), sizes["disk"]
 
     least, on_disk = with_chunks(count)
@@ -367,6 +377,8 @@ def _with_disk(chunks: ModelChunks, placement: Placement, limits: Limits) -> Pla
         missing = (least_bytes if limits.directory else host) - limits.host
         where = ", also with masters and moments on disk" if limits.directory else ""
         remedy = "" if limits.directory else "set disk to a directory on a local disk, "
+        if with_spare and not limits.directory:
+            where, remedy = " with early_adam = 'on'", f"use early_adam = 'auto', {remedy}"
         raise ConfigError(
             f"the states of the model need {counted(limits.host + missing, 'byte')} of host memory"
             f"{where}, {counted(missing, 'byte')} more than the {limits.host:,} that they may use; "

@@ -128,6 +128,10 @@ ARGUMENTS = {
     "one byte": ({"device_memory": 1}, "too small by .* bytes for the segment '0'"),
     "cache": ({"host_share": 1.0, "cache_chunks": -1}, "cache_chunks = -1"),
     "chunk_length": ({"host_share": 1.0, "chunk_length": 2**50}, "chunk_length"),
+    "early": (
+        {"host_share": 0.0, "early_adam": "on"},
+        "early_adam = 'on' has no effect, because all states are on the device",
+    ),
     "device": ({"device": "abacus"}, "device = 'abacus'"),
 }
 

@@ -164,7 +164,8 @@ def test_early_updates_need_a_second_copy_of_the_states_within_the_host_memory()
     model = make_model()
     whole, sizes = bytes_of(model), []
     optimizer: Any = None
-    for early, host_memory in (("off", whole), ("auto", whole + 300_000), ("on", whole)):
+    limits = ("off", whole), ("auto", whole + 300_000), ("on", 10 * whole)
+    for early, host_memory in limits:
         optimizer = optimus.offload(
             make_model(), host_share=1.0, early_adam=early, host_memory=host_memory
         )
@@ -172,6 +173,27 @@ def test_early_updates_need_a_second_copy_of_the_states_within_the_host_memory()
     (spare,) = {b.nbytes for b in optimizer._offloaded.engine._spare.values() if b.nbytes < 150_000}
     assert [size - whole for size in sizes[:2]] == [0, 150_000 // spare * spare]
     assert sizes[2] == whole + sum(b.nbytes for b in optimizer._offloaded.engine._spare.values())
+
+
+def test_early_updates_of_all_chunks_are_within_the_host_memory(tmp_path):
+    """With a byte less than the states and the spare buffers need, states are on disk, where chunks
+    have no spare buffers. Without a disk, the model is refused."""
+    on = {"host_share": 1.0, "early_adam": "on"}
+    engine = optimus.offload(make_model(), **on)._offloaded.engine
+    whole = engine.state_bytes()["host"]
+    with pytest.raises(
+        ConfigError, match="early_adam = 'on', 1 byte more than .* 'auto', set disk"
+    ):
+        optimus.offload(make_model(), **on, host_memory=whole - 1)
+    for host_memory in (whole, whole - 1):
+        optimizer = optimus.offload(make_model(), **on, host_memory=host_memory, disk=tmp_path)
+        engine, model = optimizer._offloaded.engine, optimizer._offloaded
+        on_disk = sum(bool(chunk.on_disk) for chunk in engine.chunks)
+        assert (on_disk > 0) == (host_memory < whole)
+        assert engine.state_bytes()["host"] <= host_memory
+        assert engine.memory.num_bytes[Tier.HOST] <= host_memory
+        assert len(engine._spare) == len(engine.chunks) - on_disk and model.trained
+        optimizer.close()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
