@@ -20,7 +20,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -220,17 +220,21 @@ class DiskTier(Closing):
         Raises:
             OptimusError: A read or a write has failed.
         """
-        staged = self._wait_for(self._reads.pop(number)).result()
         try:
+            read = self._wait_for(self._reads.pop(number))
+            if read.cancelled():
+                self.check()
+            staged = read.result()
             yield staged.tensors
+            if self._memory.poison:
+                old = torch.full((len(staged.content) + ALIGNED,), _NAN_BYTE, dtype=torch.uint8)
+                self._open_file.write(staged.start, align(old)[: len(staged.content)])
+            write = self._new_transfer()
+            # This fails after the end of the main thread, and a read may wait for the buffer.
+            write.job = self._writer.submit(self._write_states, staged, write, time.monotonic())
         except BaseException as error:
             self.fail(error)
             raise
-        if self._memory.poison:
-            old = torch.full((len(staged.content) + ALIGNED,), _NAN_BYTE, dtype=torch.uint8)
-            self._open_file.write(staged.start, align(old)[: len(staged.content)])
-        write = self._new_transfer()
-        write.job = self._writer.submit(self._write_states, staged, write, time.monotonic())
         with self._condition:
             self._writes.append(write)
             self._condition.notify_all()
@@ -266,12 +270,14 @@ class DiskTier(Closing):
         return _Transfer(may_begin=not (is_late or self._copies == "late"))
 
     def _wait_for(self, transfer: _Transfer) -> Future[Any]:
-        """Wait until a read or a write is complete."""
+        """Wait until a read or a write is complete or cancelled."""
         with self._condition:
             transfer.may_begin = True
             self._condition.notify_all()
         assert transfer.job is not None
-        wait([transfer.job])
+        with contextlib.suppress(CancelledError):
+            # Not `concurrent.futures.wait`, which never returns for a job that `shutdown` cancels.
+            transfer.job.exception()
         return transfer.job
 
     def _begin(self, transfer: _Transfer) -> None:

@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -304,6 +305,56 @@ def test_a_file_ends_with_its_process(tmp_path):
     command = [sys.executable, "-c", code, str(tmp_path)]
     ended = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
     assert ended.returncode == 1 and "KeyError: 'planned'" in ended.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_close_ends_an_update_whose_read_has_not_begun(tmp_path):
+    """The first read is late and keeps the thread of reads. A thread that updates the second chunk
+    waits for its read, which `close` cancels."""
+    size = file_bytes(5000, [torch.float32])
+    tier = DiskTier(Memory(CPU, copies="late"), str(tmp_path), 0, [size] * 2)
+    for number in range(2):
+        tier.begin_read(number, {"moment": tier.new(5000, torch.float32)})
+
+    def update() -> None:
+        with tier.updating(1):
+            raise AssertionError("the states are closed")
+
+    with ThreadPoolExecutor(1) as pool:
+        job = pool.submit(update)
+        while 1 in tier._reads:
+            time.sleep(0.001)
+        tier.close()
+        with pytest.raises(OptimusError, match="the states on disk are closed"):
+            job.result(timeout=5)
+
+
+UNFINISHED = """
+import sys
+from pathlib import Path
+import torch
+from optimus.chunks.disk import DiskTier, file_bytes
+from optimus.chunks.memory import Memory, worker
+import time
+size = file_bytes(5000, [torch.float32])
+tier = DiskTier(Memory(torch.device("cpu")), sys.argv[1], 0, [size] * 8)
+states = [{"moment": tier.new(5000, torch.float32)} for _ in range(8)]
+for number, of_chunk in enumerate(states):
+    tier.begin_read(number, of_chunk)
+
+def update():
+    for number in range(8):
+        with tier.updating(number):
+            time.sleep(0.2)
+
+worker("optimizer", 1).submit(update)
+"""
+
+
+def test_a_process_with_updates_in_progress_ends(tmp_path):
+    """Its main thread ends without waiting for the updates, whose writes cannot begin then."""
+    command = [sys.executable, "-c", UNFINISHED, str(tmp_path)]
+    subprocess.run(command, cwd=Path(__file__).parents[2], timeout=25, check=True)
     assert not list(tmp_path.iterdir())
 
 
