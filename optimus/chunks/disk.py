@@ -76,6 +76,7 @@ class DiskTier(Closing):
         sizes: The result of `file_bytes` for the states of each chunk. Their sum is the first size
             of the file; `new` extends the file if it is full.
         links: Rates of an emulated device; None to read and write as fast as the disk does.
+        key: As for `StateFile`.
 
     Raises:
         ConfigError: The file cannot be created, another run uses it, or the disk is full.
@@ -88,6 +89,7 @@ class DiskTier(Closing):
         rank: int,
         sizes: Sequence[int],
         links: Links | None = None,
+        key: str = "offload.disk",
     ) -> None:
         self._memory = memory
         self._buffers: dict[int, tuple[Tensor, int]] = {}
@@ -113,7 +115,7 @@ class DiskTier(Closing):
         self._chance = random.Random(0)
         self._file: StateFile | None = None
         if not self._free[0].is_meta:
-            self._file = StateFile(Path(directory), rank, sum(sizes))
+            self._file = StateFile(Path(directory), rank, sum(sizes), key)
             weakref.finalize(self, self._file.close)
         self._read_pace = None if links is None else Pace(links.disk_read)
         self._write_pace = None if links is None else Pace(links.disk_write)

@@ -149,8 +149,7 @@ class ChunkEngine:
         """Make spare buffers for early updates (`UpdateQueue`) of as many chunks on the host as
         `limit` bytes allow: the last ones, whose gradients backward completes first."""
         states = [s for s in self._by_first_use if s.home is Tier.HOST and not s.on_disk]
-        for number in choose_spare([state.buffers.nbytes for state in states], limit):
-            state = states[number]
+        for state in (states[n] for n in choose_spare([s.buffers.nbytes for s in states], limit)):
             spare = self._spare[state.chunk.number] = state.new_spare(self.memory)
             self._updates.add_spare(spare)
 
@@ -163,7 +162,7 @@ class ChunkEngine:
     def _make_disk(
         self, chunks: Sequence[Chunk], dtype: torch.dtype, links: Links | None
     ) -> DiskTier | None:
-        """Return the tier for the masters and moments of `chunks`; None if there are none."""
+        """Return the tier for the states of `chunks` on disk; None if there are none."""
         sizes = [
             file_bytes(
                 chunk.shard_length,
@@ -175,7 +174,8 @@ class ChunkEngine:
         ]
         if not sum(sizes):
             return None
-        return DiskTier(self.memory, self.residency.disk, self._everyone.rank, sizes, links)
+        at, rank = self.residency, self._everyone.rank
+        return DiskTier(self.memory, at.disk, rank, sizes, links, at.disk_key)
 
     def _make_chunk(
         self,

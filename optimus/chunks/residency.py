@@ -52,6 +52,8 @@ class Residency:
     disk."""
     disk: str = ""
     """Directory of the states on disk."""
+    disk_key: str = "offload.disk"
+    """Name of the setting with the directory, for messages."""
     slots: int = 0
     """Size of the cache, in chunks; 0 for a cache of all chunks."""
     poison: bool = False

@@ -12,9 +12,10 @@ import fcntl
 import logging
 import mmap
 import os
+import re
 import stat
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
@@ -37,22 +38,31 @@ ALIGNED = 4096
 _LOCK_S = 2.0
 """Seconds for which another rank of the same run may lock a file to remove it."""
 _NAME = "optimus-states-rank"
+_NUMBERED = re.compile(_NAME + "[0-9]{5}")
+_KEY = "offload.disk"
+_locked_here: set[Path] = set()
+"""Resolved paths of the files that this process has locked."""
 _FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 """Flags of open(2). O_NOFOLLOW: a link could lead to a file elsewhere. O_NONBLOCK: a FIFO would
 block."""
 
 
-def free_bytes(directory: Path) -> int:
+def free_bytes(directory: Path, key: str = _KEY) -> int:
     """Return the bytes that the files of a new run may have in a directory: the free bytes, and
-    those of the files of processes that have ended. Raises ConfigError."""
+    those of the files of runs. Raises ConfigError, with `key` as the name of the setting."""
     try:
         disk = os.statvfs(directory)
-        stale = sum(path.stat().st_blocks * 512 for path in directory.glob(f"{_NAME}*"))
+        stale = sum(path.stat().st_blocks * 512 for path in _state_files(directory))
         return disk.f_bavail * disk.f_frsize + stale
     except OSError as error:
         raise ConfigError(
-            f"offload.disk = '{directory}': {reason_of(error)}; use another directory"
+            f"{key} = '{directory}': {reason_of(error)}; use another directory"
         ) from None
+
+
+def _state_files(directory: Path) -> Iterator[Path]:
+    """Yield the paths of the files of runs in a directory. Other files belong to users."""
+    return (path for path in directory.glob(f"{_NAME}*") if _NUMBERED.fullmatch(path.name))
 
 
 class StateFile(Closing):
@@ -62,24 +72,27 @@ class StateFile(Closing):
         directory: Directory of the file.
         rank: Number in the name of the file.
         size: Bytes of the file.
+        key: Name of the setting with the directory, for messages.
 
     Raises:
-        ConfigError: The file cannot be created, another process has locked it, or the disk is full.
+        ConfigError: The file cannot be created, it is locked already, or the disk is full.
     """
 
-    def __init__(self, directory: Path, rank: int, size: int) -> None:
+    def __init__(self, directory: Path, rank: int, size: int, key: str = _KEY) -> None:
+        self._key = key
         self.path = directory / f"{_NAME}{rank:05d}"
         self._remove_stale(directory)
         self._size = 0
         self._lock = self._fd = -1
         try:
-            self._lock = open_locked(self.path)
+            self._lock = open_locked(self.path, key)
+            _locked_here.add(self.path.resolve())
             os.ftruncate(self._lock, 0)
             self.extend(size)
             self._fd = self._open_direct()
         except OSError as error:
             self.close()
-            raise _cannot_create(self.path, error) from None
+            raise _cannot_create(self.path, error, key) from None
         except BaseException:
             self.close()
             raise
@@ -88,7 +101,7 @@ class StateFile(Closing):
 
     def _remove_stale(self, directory: Path) -> None:
         """Remove the files of processes that have ended without removing them."""
-        for path in directory.glob(f"{_NAME}*"):
+        for path in _state_files(directory):
             if path != self.path:
                 with contextlib.suppress(OSError):
                     fd = os.open(path, _FLAGS)
@@ -130,13 +143,13 @@ class StateFile(Closing):
             missing = more - disk.f_bavail * disk.f_frsize
             if missing > 0:  # otherwise the disk would be full until posix_fallocate has failed
                 raise ConfigError(
-                    f"offload.disk: {self.path} needs {counted(more, 'byte')}, {missing:,} more "
+                    f"{self._key}: {self.path} needs {counted(more, 'byte')}, {missing:,} more "
                     "than are free; use a directory with more space, or keep fewer states on disk"
                 )
             os.posix_fallocate(self._lock, self._size, more)
         except OSError as error:
             raise ConfigError(
-                f"offload.disk: cannot allocate {counted(more, 'byte')} for {self.path}: "
+                f"{self._key}: cannot allocate {counted(more, 'byte')} for {self.path}: "
                 f"{reason_of(error)}; use another directory, or keep fewer states on disk"
             ) from None
         self._size = size
@@ -166,7 +179,7 @@ class StateFile(Closing):
         except OSError as error:
             verb = "read" if call is os.preadv else "write"
             raise OptimusError(
-                f"offload.disk: cannot {verb} {self.path}: {reason_of(error)}; check the disk, and "
+                f"{self._key}: cannot {verb} {self.path}: {reason_of(error)}; check the disk, and "
                 "start again from the newest checkpoint"
             ) from None
         finally:
@@ -186,6 +199,7 @@ class StateFile(Closing):
         for pool in (getattr(self, "_readers", None), getattr(self, "_writers", None)):
             if pool is not None:
                 pool.shutdown()
+        _locked_here.discard(self.path.resolve())
         with contextlib.suppress(OSError):
             self.path.unlink()
         for fd in {self._fd, self._lock} - {-1}:
@@ -193,9 +207,9 @@ class StateFile(Closing):
         self._fd = self._lock = -1
 
 
-def check_directory(directory: str, ranks: Iterable[int]) -> None:
-    """Check that ranks with these numbers can create their files in `offload.disk`. Creates no
-    file.
+def check_directory(directory: str, ranks: Iterable[int], key: str = _KEY) -> None:
+    """Check that ranks with these numbers can create their files in the directory of the setting
+    `key`. Creates no file.
 
     Raises:
         ConfigError: The directory is missing or not writable, or another run uses a file.
@@ -207,13 +221,13 @@ def check_directory(directory: str, ranks: Iterable[int]) -> None:
         except FileNotFoundError:
             continue
         except OSError as error:
-            raise _cannot_create(path, error) from None
+            raise _cannot_create(path, error, key) from None
         try:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
-                raise _cannot_create(path, OSError(errno.EINVAL, "not a regular file"))
+                raise _cannot_create(path, OSError(errno.EINVAL, "not a regular file"), key)
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise _in_use(path) from None
+            raise _in_use(path, key) from None
         finally:
             os.close(fd)
     kind = errno.ENOENT
@@ -221,23 +235,23 @@ def check_directory(directory: str, ranks: Iterable[int]) -> None:
         kind = errno.EACCES if os.path.isdir(directory) else errno.ENOTDIR
     if kind != errno.EACCES or not os.access(directory, os.W_OK | os.X_OK):
         path = Path(directory) / f"{_NAME}00000"
-        raise _cannot_create(path, OSError(kind, os.strerror(kind)))
+        raise _cannot_create(path, OSError(kind, os.strerror(kind)), key)
 
 
-def _cannot_create(path: Path, error: OSError) -> ConfigError:
+def _cannot_create(path: Path, error: OSError, key: str) -> ConfigError:
+    return ConfigError(f"{key}: cannot create {path}: {reason_of(error)}; use another directory")
+
+
+def _in_use(path: Path, key: str) -> ConfigError:
+    user, remedy = "another run", "wait for its end"
+    if path.resolve() in _locked_here:
+        user, remedy = "another optimizer of this process", "call its close()"
     return ConfigError(
-        f"offload.disk: cannot create {path}: {reason_of(error)}; use another directory"
+        f"{key} = '{path.parent}': {user} uses {path.name}; {remedy}, or use another directory"
     )
 
 
-def _in_use(path: Path) -> ConfigError:
-    return ConfigError(
-        f"offload.disk = '{path.parent}': another run uses {path.name}; wait for its end, or use "
-        "another directory"
-    )
-
-
-def open_locked(path: Path) -> int:
+def open_locked(path: Path, key: str = _KEY) -> int:
     """Create a file, or open the file of a process that has ended, and lock it.
 
     Raises:
@@ -256,8 +270,8 @@ def open_locked(path: Path) -> int:
             os.close(fd)  # another process has removed it since the call of open
         except BlockingIOError:
             os.close(fd)
-            if time.monotonic() > deadline:
-                raise _in_use(path) from None
+            if time.monotonic() > deadline or path.resolve() in _locked_here:
+                raise _in_use(path, key) from None
             time.sleep(0.05)
         except BaseException:
             os.close(fd)

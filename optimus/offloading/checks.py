@@ -20,6 +20,13 @@ MAX_CHUNK = 2**40
 """Largest number of elements of a chunk."""
 
 
+class NotCopied:
+    """Base class of objects of an offloaded model, which cannot be copied or pickled."""
+
+    def __reduce__(self) -> Any:
+        raise ConfigError("an offloaded model cannot be copied or pickled; use its state_dict()")
+
+
 def check_model(model: Any) -> None:
     """Check that a model can be offloaded.
 

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from optimus.errors import ConfigError, refuse_if
+from optimus.offloading.checks import NotCopied
 
 _NEEDS_NO_VALUES = frozenset(
     (
@@ -50,7 +51,7 @@ class Owner(Protocol):
         """Return the tensor that has the values of a gradient now."""
 
 
-class Guard:
+class Guard(NotCopied):
     """Attributes of a guarded tensor. Python cannot collect a cycle through the attributes of
     a tensor that autograd also uses. Therefore this object has a weak reference to the owner."""
 

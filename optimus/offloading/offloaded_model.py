@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -20,7 +19,7 @@ from optimus.chunks.residency import Residency, Use
 from optimus.chunks.segments import Hook, ModelSegment
 from optimus.errors import ConfigError, counted, one_line, refuse_if
 from optimus.offloading import guard
-from optimus.offloading.checks import MARK
+from optimus.offloading.checks import MARK, NotCopied
 from optimus.offloading.placement import ModelChunks, ReleasedValues
 from optimus.offloading.segments import ModuleSegment
 
@@ -35,7 +34,7 @@ _raw = torch._C.DisableTorchFunctionSubclass
 """Context manager in which functions on guarded tensors are not intercepted."""
 
 
-class OffloadedModel:
+class OffloadedModel(NotCopied):
     """A module whose parameters, gradients and optimizer states are in chunks.
 
     Args:
@@ -118,7 +117,7 @@ class OffloadedModel:
         self._needs = self.engine.transient_needs(of_engine)
         self.clear_gradients(set_to_none=True)
         _StateDictHooks(self, model).register()
-        self._mark = weakref.ref(self)
+        self._mark = NotCopied()
         for marked in (model, *self.named.values()):
             setattr(marked, MARK, self._mark)
 
@@ -137,9 +136,6 @@ class OffloadedModel:
             if name in guarded:
                 guard.guard(grad, guard.GuardedGradient, name, self)
         return guarded
-
-    def __reduce__(self) -> Any:
-        raise ConfigError("an offloaded model cannot be copied or pickled; use its state_dict()")
 
     def keep(self, *handles: RemovableHandle) -> None:
         """Keep handles of hooks, which `release` removes."""
@@ -467,7 +463,7 @@ def _receive(received: set[str], name: str, parameter: Tensor) -> None:
     received.add(name)
 
 
-class _SegmentHooks:
+class _SegmentHooks(NotCopied):
     """Hooks of a segment.
 
     Args:
@@ -490,9 +486,6 @@ class _SegmentHooks:
         self.needed = [guarded[n] for n in segment.parameters + segment.inherited if n in guarded]
         """Guarded parameters that may be used while the segment computes."""
         self._of_engine: tuple[Hook, Hook | None] = (lambda: None, None)
-
-    def __reduce__(self) -> Any:
-        return self._owner.__reduce__()
 
     def register(self, before_forward: Hook, before_backward: Hook | None) -> None:
         """As `ModelSegment.register`."""
@@ -552,16 +545,13 @@ class _BackwardTrigger:
             self._owner.use(self._index, True)
 
 
-class _StateDictHooks:
+class _StateDictHooks(NotCopied):
     """Hooks that let `state_dict` and `load_state_dict` use the values on the host."""
 
     def __init__(self, owner: OffloadedModel, model: nn.Module) -> None:
         self._owner = owner
         self._names = {id(parameter): name for name, parameter in owner.named.items()}
         self._modules = [m for m in model.modules() if any(True for _ in m.parameters(False))]
-
-    def __reduce__(self) -> Any:
-        return self._owner.__reduce__()
 
     def register(self) -> None:
         """Register the hooks of all modules that have parameters."""

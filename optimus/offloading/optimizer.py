@@ -132,6 +132,7 @@ def offload(
         host_share=placement.host_share,
         disk_share=placement.disk_share,
         disk=limits.directory,
+        disk_key="disk",
         slots=placement.slots,
     )
     spare = {"off": 0.0, "on": math.inf, "auto": (limits.host - placement.host_bytes) / 2}
@@ -166,7 +167,7 @@ def _limits_of(
         not isinstance(disk, (str, os.PathLike)), f"disk = {disk!r}: use the path of a directory"
     )
     if disk:
-        check_directory(os.fspath(disk), [0])
+        check_directory(os.fspath(disk), [0], "disk")
     return Limits(
         None if device_memory is None else check_bytes("device_memory", device_memory),
         host,

@@ -318,7 +318,9 @@ def _by_search(
     work = engine.workload(
         "microbatch", chunks.length, of_engine, forward, backward, activations, reductions=1
     )
-    on_disk = min(free_bytes(Path(limits.directory)), limits.disk or _UNLIMITED) if disk else 0
+    on_disk = (
+        min(free_bytes(Path(limits.directory), "disk"), limits.disk or _UNLIMITED) if disk else 0
+    )
     try:
         best = search([work], Capacity(memory, limits.host, on_disk), links, early)
     except NoPlacement as problem:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import random
 import subprocess
@@ -264,14 +265,36 @@ def test_a_second_run_is_refused(tmp_path, monkeypatch):
     with pytest.raises(ConfigError) as refused:
         make_tier(tmp_path)
     assert str(refused.value) == (
-        f"offload.disk = '{tmp_path}': another run uses optimus-states-rank00000; wait for its "
-        "end, or use another directory"
+        f"offload.disk = '{tmp_path}': another optimizer of this process uses "
+        "optimus-states-rank00000; call its close(), or use another directory"
     )
     other, _ = make_tier(tmp_path, rank=1)
     assert torch.equal(tier.read(flat), torch.arange(5000.0))
     tier.close()
     other.close()
     assert not list(tmp_path.iterdir())
+    with open(tmp_path / "optimus-states-rank00000", "wb") as file:  # as a process does
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(ConfigError) as refused:
+            make_tier(tmp_path)
+    assert str(refused.value) == (
+        f"offload.disk = '{tmp_path}': another run uses optimus-states-rank00000; wait for its "
+        "end, or use another directory"
+    )
+
+
+def test_files_of_users_are_kept_and_not_counted_as_free(tmp_path):
+    users = [f"optimus-states-rank{end}" for end in ("-notes.txt", "0000", "000000", "00001.txt")]
+    for name in users:
+        (tmp_path / name).write_bytes(b"x" * (8 << 20))
+    disk = os.statvfs(tmp_path)
+    free = state_file.free_bytes(tmp_path)
+    assert abs(free - disk.f_bavail * disk.f_frsize) < 8 << 20
+    (tmp_path / "optimus-states-rank00001").write_bytes(b"x" * (64 << 20))
+    assert state_file.free_bytes(tmp_path) > os.statvfs(tmp_path).f_bavail * disk.f_frsize
+    tier, _ = make_tier(tmp_path)
+    tier.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(users)
 
 
 KILLED = """
@@ -308,9 +331,9 @@ def test_a_file_ends_with_its_process(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_close_ends_an_update_whose_read_has_not_begun(tmp_path):
-    """The first read is late and keeps the thread of reads. A thread that updates the second chunk
-    waits for its read, which `close` cancels."""
+def test_close_ends_an_update_that_waits_for_a_cancelled_read(tmp_path):
+    """The first read is late, and occupies the thread of reads. The update of the second chunk
+    waits for the read of that chunk, which `close` cancels."""
     size = file_bytes(5000, [torch.float32])
     tier = DiskTier(Memory(CPU, copies="late"), str(tmp_path), 0, [size] * 2)
     for number in range(2):
@@ -352,7 +375,7 @@ worker("optimizer", 1).submit(update)
 
 
 def test_a_process_with_updates_in_progress_ends(tmp_path):
-    """Its main thread ends without waiting for the updates, whose writes cannot begin then."""
+    """Its main thread ends without waiting for the updates, whose writes cannot start then."""
     command = [sys.executable, "-c", UNFINISHED, str(tmp_path)]
     subprocess.run(command, cwd=Path(__file__).parents[2], timeout=25, check=True)
     assert not list(tmp_path.iterdir())
