@@ -188,6 +188,17 @@ def check_number(key: str, value: object, low: float, high: float = math.inf) ->
     return float(value)
 
 
+def check_count(key: str, value: object) -> int:
+    """Return an integer from 0 to MAX_CHUNK.
+
+    Raises:
+        ConfigError: The value is not such an integer.
+    """
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ConfigError(f"{key} = {value!r} is not an integer; use an integer from 0")
+    return int(check_number(key, value, 0, MAX_CHUNK))
+
+
 def check_betas(betas: Sequence[float]) -> tuple[float, float]:
     """Return AdamW's betas, two numbers in [0, 1).
 
@@ -230,9 +241,16 @@ def check_device(
     )
     if device is not None:
         try:
-            return torch.empty(0, device=device).device
+            chosen = torch.empty(0, device=device).device
         except (RuntimeError, AssertionError, TypeError) as error:
             raise ConfigError(f"device = {device!r}: {str(error).splitlines()[0]}") from None
+        accelerator = torch.accelerator.current_accelerator()
+        types = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
+        refuse_if(
+            chosen.type not in types,
+            f"device = {device!r}: cannot train on it; use {' or '.join(map(repr, types))}",
+        )
+        return chosen
     if torch.accelerator.is_available():
         return torch.empty(0, device=torch.accelerator.current_accelerator()).device
     return next(iter(devices))

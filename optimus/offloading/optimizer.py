@@ -20,9 +20,9 @@ from optimus.chunks.state_file import check_directory
 from optimus.errors import NonFiniteError, refuse_if
 from optimus.launch.environment import usable_memory
 from optimus.offloading.checks import (
-    MAX_CHUNK,
     check_betas,
     check_bytes,
+    check_count,
     check_device,
     check_model,
     check_number,
@@ -46,7 +46,7 @@ def offload(
     model: nn.Module,
     params: Iterable[Any] | None = None,
     *,
-    lr: float = 1e-3,
+    lr: float | Tensor = 1e-3,
     betas: Sequence[float] = (0.9, 0.999),
     eps: float = 1e-8,
     weight_decay: float = 1e-2,
@@ -107,13 +107,12 @@ def offload(
     named = dict(model.named_parameters())
     on = check_device(named, device)
     segments = find_segments(model)
-    length = int(check_number("chunk_length", chunk_length, 0, MAX_CHUNK))
-    length = length or default_chunk_length(named, segments)
+    length = check_count("chunk_length", chunk_length) or default_chunk_length(named, segments)
     chunks = ModelChunks(named, segments, chunk_keys(named, segments), length, GroupAdamW())
     limits = _limits_of(device_memory, host_memory, disk, disk_memory)
     numbers = {"lr": lr, "eps": eps, "weight_decay": weight_decay}
     defaults: dict[str, Any] = {
-        key: check_number(key, value, 0.0) for key, value in numbers.items()
+        key: check_number(key, _number(value), 0.0) for key, value in numbers.items()
     }
     defaults |= {"betas": check_betas(betas)}
     groups = make_groups(named, params)
@@ -451,14 +450,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         Raises:
             ConfigError: One of them is not a number in its range.
         """
-        group, key = self.param_groups[index], f"param_groups[{index}]"
-        lr, eps, decay = (
-            check_number(f"{key}[{name!r}]", _number(group[name]), 0.0)
-            for name in ("lr", "eps", "weight_decay")
-        )
-        for name in ("amsgrad", "maximize", "capturable", "differentiable"):
-            refuse_if(group.get(name), f"{key}[{name!r}] is not supported; remove it")
-        return Hyperparameters(lr, *check_betas(group["betas"]), eps, decay, 0)
+        return _checked_hyperparameters(self.param_groups[index], index)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of all parameters."""
@@ -503,8 +495,12 @@ class OffloadOptimizer(torch.optim.Optimizer):
         from them.
 
         Raises:
-            ValueError: The groups or shapes differ. Nothing is changed.
+            ValueError: The groups or shapes differ, or a value is missing. Nothing is changed.
+            ConfigError: A hyperparameter is not a number in its range. Nothing is changed.
         """
+        for key in ("state", "param_groups"):
+            if key not in state_dict:
+                raise ValueError(f"the state dict has no {key!r}; use the result of state_dict()")
         model, groups = self._offloaded, state_dict["param_groups"]
         sizes = [len(group["params"]) for group in groups]
         if sizes != [len(names) for names in self._names]:
@@ -512,10 +508,12 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 f"the state dict has groups of {sizes} parameters, and the optimizer has groups of "
                 f"{[len(names) for names in self._names]}; create the same groups"
             )
+        for index, loaded in enumerate(groups):
+            _checked_hyperparameters({**self.param_groups[index], **loaded}, index)
         states = {}
         for group, names in zip(groups, self._names, strict=True):
             for number, name in zip(group["params"], names, strict=True):
-                states[name] = self._checked(name, state_dict["state"].get(number, {}))
+                states[name] = self._checked(name, state_dict["state"].get(number))
         model.engine.expect_update(None)
         for group, loaded in zip(self.param_groups, groups, strict=True):
             group.update({key: value for key, value in loaded.items() if key != "params"})
@@ -529,11 +527,16 @@ class OffloadOptimizer(torch.optim.Optimizer):
         if any("master" in state for state in states.values()):
             model.engine.sync_params()
 
-    def _checked(self, name: str, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the states of a parameter. Raises ValueError if their shapes differ."""
+    def _checked(self, name: str, state: dict[str, Any] | None) -> dict[str, Any]:
+        """Return the states of a parameter, or {} for None, before its first update. Raises
+        ValueError if a state is missing or has another shape."""
+        if state is None:
+            return {}
+        if "step" not in state:
+            raise ValueError(f"the state of parameter {name} has no step")
         shape = tuple(self._offloaded.named[name].shape)
         for key in self._offloaded.state_names(name):
-            if key not in state and state and key != "master":
+            if key not in state and key != "master":
                 raise ValueError(f"the state of parameter {name} has no {key}")
             if key in state and tuple(state[key].shape) != shape:
                 raise ValueError(
@@ -545,3 +548,19 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
 def _number(value: Any) -> Any:
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+
+
+def _checked_hyperparameters(group: Mapping[str, Any], index: int) -> Hyperparameters:
+    """Return the hyperparameters of a group.
+
+    Raises:
+        ConfigError: One of them is not a number in its range.
+    """
+    key = f"param_groups[{index}]"
+    lr, eps, decay = (
+        check_number(f"{key}[{name!r}]", _number(group[name]), 0.0)
+        for name in ("lr", "eps", "weight_decay")
+    )
+    for name in ("amsgrad", "maximize", "capturable", "differentiable"):
+        refuse_if(group.get(name), f"{key}[{name!r}] is not supported; remove it")
+    return Hyperparameters(lr, *check_betas(group["betas"]), eps, decay, 0)

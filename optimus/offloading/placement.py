@@ -36,7 +36,7 @@ from optimus.chunks.residency import Residency, Use
 from optimus.chunks.segments import ModelSegment, register_module
 from optimus.chunks.state_file import free_bytes
 from optimus.errors import ConfigError, counted, one_line, refuse_if
-from optimus.offloading.checks import MAX_CHUNK, check_number
+from optimus.offloading.checks import check_count, check_number
 from optimus.offloading.guard import tensors_in
 from optimus.offloading.segments import ModuleSegment, find_segments
 from optimus.planner.rates import find_links
@@ -227,7 +227,7 @@ def _by_rule(
     else:
         share = check_number("host_share", host_share, 0.0, 1.0)
         placement = choose_placement(needs, None)._replace(host_share=share)
-    if slots := int(check_number("cache_chunks", cache_chunks, 0, MAX_CHUNK)):
+    if slots := check_count("cache_chunks", cache_chunks):
         refuse_if(
             slots < needs.chunks_per_use,
             f"cache_chunks = {slots}: the segment {needs.largest or 'model'!r} needs "

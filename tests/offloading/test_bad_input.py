@@ -128,6 +128,9 @@ ARGUMENTS = {
     "one byte": ({"device_memory": 1}, "too small by .* bytes for the segment '0'"),
     "cache": ({"host_share": 1.0, "cache_chunks": -1}, "cache_chunks = -1"),
     "chunk_length": ({"host_share": 1.0, "chunk_length": 2**50}, "chunk_length"),
+    "part of a chunk": ({"host_share": 1.0, "cache_chunks": 1.5}, "1.5 is not an integer"),
+    "part of an element": ({"chunk_length": 7.5}, "chunk_length = 7.5 is not an integer"),
+    "meta": ({"device": "meta"}, "device = 'meta': cannot train on it; use 'cpu'"),
     "early": (
         {"host_share": 0.0, "early_adam": "on"},
         "early_adam = 'on' has no effect, because all states are on the device",
@@ -146,6 +149,31 @@ def test_argument_is_refused_in_a_single_line_and_the_model_is_unchanged(case):
     assert "\n" not in str(error.value)
     assert_equal(weights(model), before)
     optimus.offload(model, host_share=1.0)  # the refusal has left nothing
+
+
+def test_a_bad_state_dict_is_refused_and_changes_nothing():
+    optimizer = optimus.offload(layers(), host_share=1.0, lr=torch.tensor(0.25))
+    assert optimizer.param_groups[0]["lr"] == 0.25
+    layer = optimizer._offloaded._module[0]
+    layer(torch.ones(1, 32)).sum().backward()
+    optimizer.step()
+    good = copy.deepcopy(optimizer.state_dict())
+    group = good["param_groups"][0]
+    bad = [
+        ({}, ValueError, "no 'state'"),
+        ({"state": {}}, ValueError, "no 'param_groups'"),
+        ({**good, "state": {0: {}}}, ValueError, "0.weight has no step"),
+        ({**good, "state": {0: {"step": 1}}}, ValueError, "0.weight has no exp_avg"),
+        ({"state": {}, "param_groups": [{**group, "lr": -1.0}]}, ConfigError, "'lr'. = -1.0"),
+    ]
+    for state_dict, kind, message in bad:
+        with pytest.raises(kind, match=message):
+            optimizer.load_state_dict(state_dict)
+        now = optimizer.state_dict()
+        assert now["param_groups"] == good["param_groups"]
+        assert now["state"].keys() == good["state"].keys()
+        for number, state in good["state"].items():
+            assert_equal(now["state"][number], state)
 
 
 def test_too_small_a_cache_is_refused_with_the_smallest():
