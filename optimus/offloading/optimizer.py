@@ -37,6 +37,7 @@ from optimus.offloading.placement import (
     shapes_of,
 )
 from optimus.offloading.segments import chunk_keys, default_chunk_length, find_segments
+from optimus.planner.offload import host_limit
 from optimus_kernels import adamw_, adamw_into
 
 logger = logging.getLogger(__name__)
@@ -90,7 +91,8 @@ def offload(
             torch's meta device, and the placement is the one with the shortest simulated step that
             fits into `device_memory`. A larger batch is refused. None to leave half of
             `device_memory` to activations.
-        host_memory: Host memory that states may use; None for all memory of this process.
+        host_memory: Host memory that states may use; None for the memory of this process, less 2
+            GiB and 5 %, but at most a quarter, for Python and its libraries.
         disk: Directory on a local disk. If the states exceed the host memory, masters and moments
             are in a file there, as few as possible. "" to refuse such a model.
         disk_memory: Bytes on disk that states may use; None for all that is free.
@@ -154,7 +156,8 @@ def _limits_of(
     disk_memory: str | int | None,
 ) -> Limits:
     """Return the limits that arguments of `offload` set."""
-    usable = host = usable_memory()
+    usable = usable_memory()
+    host = host_limit(usable, 1)
     if host_memory is not None:
         host = check_bytes("host_memory", host_memory)
         refuse_if(
@@ -400,7 +403,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         model = self._offloaded
-        names = model.complete_gradients()
+        names = model.complete_gradients()  # after all updates of the last step
         if not names:
             return loss
         scale = 1.0
@@ -413,7 +416,6 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 )
             scale = min(1.0, self._clip_norm / (self.grad_norm + 1e-6))
         self._has_clipped = scale < 1.0
-        model.engine.wait()
         hyperparameters = self._next_hyperparameters(names)
         if not self._rule.set(model.engine.chunks, hyperparameters):
             model.engine.expect_update(None)

@@ -194,11 +194,13 @@ def test_the_refusal_of_a_memory_names_the_smallest_that_suffices():
 
 
 def test_more_states_than_host_memory_are_refused_with_the_missing_bytes(monkeypatch):
-    """Three chunks of 1,056 elements of 16 bytes, and two buffers for gradients in fp32."""
-    monkeypatch.setattr(optimizer_module, "usable_memory", lambda: 59_135)
+    """Three chunks of 1,056 elements of 16 bytes, and two buffers for gradients in fp32. A quarter
+    of the memory is left to Python, unless `host_memory` is set."""
+    monkeypatch.setattr(optimizer_module, "usable_memory", lambda: 78_846)
     model = layers()
     with pytest.raises(ConfigError, match="need 59,136 bytes of host memory, 1 byte more"):
         optimus.offload(model, host_share=1.0)
+    optimus.offload(layers(), host_share=1.0, host_memory=59_136)
     optimus.offload(model, host_share=0.0)
 
 

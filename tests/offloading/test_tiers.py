@@ -240,6 +240,22 @@ def test_a_state_dict_has_the_last_update(monkeypatch):
     assert_equal(states(optimizer), states(reference))
 
 
+def test_a_step_keeps_the_last_update_of_parameters_without_a_gradient(monkeypatch):
+    """The second step uses only chunks that the host updates before those of the first step."""
+    results = []
+    patch(monkeypatch, links=Links(to_device=1e10, to_host=1e10, host_adam=1e6))
+    for share in (0.0, 1.0):
+        model = make_model()
+        optimizer = optimus.offload(model, host_share=share)
+        halves = model[1][6:], model[1][:6]
+        for half in halves:
+            half(torch.ones(1, 64)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(weights(model))
+    assert_equal(*results)
+
+
 @pytest.mark.parametrize("loads", ["weights", "states"])
 def test_loaded_values_replace_early_updates(loads):
     """A load in the middle of a step, after its gradients are complete."""
