@@ -70,7 +70,7 @@ def autotune_placement(
         needed = host_memory(config, *rank)
         if needed > host:
             limits = Limits(0, host, Links())
-            raise does_not_fit("manual", Capacity(0, needed), limits, device.type)
+            raise does_not_fit("manual", config, Capacity(0, needed), limits, device.type)
         return config
     links = None
     if offload.links:
@@ -136,8 +136,8 @@ def check_limits(decision: Decision, device: str) -> None:
     memory, limits = decision.memory, decision.limits
     allowed = limits.device - reserve_of(limits.device, device)
     if memory.device > allowed or memory.host > limits.host:
-        mode = decision.config.offload.mode
-        raise does_not_fit(mode, Capacity(memory.device, memory.host), limits, device)
+        config, needs = decision.config, Capacity(memory.device, memory.host)
+        raise does_not_fit(config.offload.mode, config, needs, limits, device)
 
 
 def host_limit(memory: int, ranks_per_node: int) -> int:

@@ -208,7 +208,7 @@ class PlacementSearch:
         if memory.device <= self._allowed:
             if memory.host > limits.host:
                 needs = Capacity(memory.device, memory.host)
-                raise does_not_fit("auto", needs, limits, self._device)
+                raise does_not_fit("auto", self._config, needs, limits, self._device)
             return Decision(plain, memory, limits)
         workloads = [work for work in self._workloads if order in ("", work.order)]
         early, excess = self._config.offload.early_adam, Capacity(0, 0)
@@ -218,7 +218,7 @@ class PlacementSearch:
                 best = search(workloads, capacity, limits.links, early)
             except NoPlacement as problem:
                 needs = Capacity(*map(sum, zip(problem.needs, excess, self._fixed, strict=True)))
-                raise does_not_fit("auto", needs, limits, self._device) from None
+                raise does_not_fit("auto", self._config, needs, limits, self._device) from None
             chosen = self._settings_of(best)
             memory = rank_memory(chosen, *self._rank, self._profiles_of(best.workload.order))
             # The search estimates some bytes, such as those of reductions.
@@ -509,28 +509,45 @@ def with_reserve(needed: int, device: str) -> int:
     return least
 
 
-def does_not_fit(mode: str, needs: Capacity, limits: Limits, device: str) -> ConfigError:
-    """Return the error for a run that needs more memory than it may use."""
-    missing = []
+def does_not_fit(
+    mode: str, config: Config, needs: Capacity, limits: Limits, device: str
+) -> ConfigError:
+    """Return the error for a run that needs more memory than it may use, with the remedies that
+    change the memory that is missing. `mode` is the value of offload.mode."""
+    offload, missing, remedies = config.offload, list[str](), list[str]()
     least = with_reserve(needs.device, device)
-    for name, size, limit in (("device", least, limits.device), ("host", needs.host, limits.host)):
-        if size > limit:
-            missing.append(
-                f"offload.{name}_memory must be at least {counted(size, 'byte')}, "
-                f"{counted(size - limit, 'byte')} more than now"
-            )
-    remedy = "use more ranks"
-    if needs.host > limits.host and mode == "auto":
-        remedy = "set offload.disk to a directory on a local disk, use more ranks"
+    if least > limits.device:
+        missing.append(_too_small("device", least, limits.device))
+        if offload.device_memory:
+            remedies.append("set a larger offload.device_memory")
+        if mode == "manual" and offload.host_share < 1:
+            remedies.append("set a larger offload.host_share")
+        if config.train.microbatch_size > 1:
+            remedies.append("set a smaller train.microbatch_size")
+        if "block" not in config.recompute.modules:
+            remedies.append("set recompute.modules = ['block']")
+        remedies.append("set a smaller optim.chunk_length")
+    if needs.host > limits.host:
+        missing.append(_too_small("host", needs.host, limits.host))
+        if offload.host_memory:
+            remedies.append("set a larger offload.host_memory")
+        if mode == "manual" and offload.host_share:
+            remedies.append("set a smaller offload.host_share")
         if limits.disk:
-            remedy = (
-                f"let offload.disk have more than {counted(limits.disk, 'byte')}, use more ranks"
-            )
+            size = counted(limits.disk, "byte")
+            remedies.append(f"let offload.disk have more than {size}")
+        elif not offload.disk:
+            share = " and offload.disk_share" if mode == "manual" else ""
+            remedies.append(f"set offload.disk to a directory on a local disk{share}")
+    text = ", ".join([*remedies, "or use more ranks"]) if remedies else "use more ranks"
     return ConfigError(
-        f"offload.mode = {mode!r}: the run does not fit: {', and '.join(missing)}; {remedy}, a "
-        "smaller train.microbatch_size, a smaller optim.chunk_length, or recompute.modules = "
-        "['block']"
+        f"offload.mode = {mode!r}: the run does not fit: {', and '.join(missing)}; {text}"
     )
+
+
+def _too_small(tier: str, size: int, limit: int) -> str:
+    more = counted(size - limit, "byte")
+    return f"offload.{tier}_memory must be at least {counted(size, 'byte')}, {more} more than now"
 
 
 def _gb(size: int) -> str:

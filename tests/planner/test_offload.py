@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 
 from optimus.checkpoint.slices import writer_in_paper
+from optimus.chunks.placement import Capacity
 from optimus.config import make_config
 from optimus.config.machine import Links
 from optimus.distributed.mesh import Coordinate, make_mesh
@@ -20,6 +21,7 @@ from optimus.planner.placement_search import (
     PlacementSearch,
     decide_placement,
     decide_together,
+    does_not_fit,
 )
 from optimus.rank.states import plan_rank
 from tests.kit.runs.results import assert_same_run
@@ -316,3 +318,31 @@ def test_compiled_blocks_are_refused_only_if_states_must_be_offloaded() -> None:
     assert decide(needed(), **compiled).config.offload.mode == "off"
     with pytest.raises(ConfigError, match=r"^offload.mode = 'auto': the device lacks .* compile"):
         decide(needed() // 2, **compiled)
+
+
+@pytest.mark.parametrize(
+    ("settings", "needs", "remedies"),
+    [
+        (
+            {"train__microbatch_size": 2},
+            (2000, 0),
+            "set a smaller train.microbatch_size, set recompute.modules = ['block'], "
+            "set a smaller optim.chunk_length, or use more ranks",
+        ),
+        (
+            {"recompute__modules": ["block"], "offload__device_memory": "1000"},
+            (2000, 0),
+            "set a larger offload.device_memory, set a smaller optim.chunk_length, or use more "
+            "ranks",
+        ),
+        (
+            {},
+            (0, 2000),
+            "set offload.disk to a directory on a local disk, or use more ranks",
+        ),
+    ],
+)
+def test_remedies_change_the_memory_that_is_missing(settings, needs, remedies) -> None:
+    config = make_config(tiny_tree("d", "r", **AUTO, **settings))
+    error = does_not_fit("auto", config, Capacity(*needs), Limits(1000, 1000, LINKS), "cpu")
+    assert str(error).split("; ")[-1] == remedies
