@@ -8,6 +8,7 @@ from typing import Any
 from optimus.chunks.layout import KINDS
 from optimus.config import Config
 from optimus.config.axes import UNEQUAL
+from optimus.config.sizes import parse_bytes
 from optimus.data.batch import plan_batch
 from optimus.distributed.mesh import make_mesh
 from optimus.errors import counted, refuse_if
@@ -65,6 +66,8 @@ def plan(
         {axis: getattr(coordinate, axis) for axis in UNEQUAL} | sizes
         for coordinate, sizes in plan_ranks(config, mesh)
     ]
+    if config.offload.mode == "manual":
+        _check_tiers(config, ranks)
     fullest = max(ranks, key=lambda rank: rank["total"])
     result: dict[str, Any] = {
         "architecture": config.model.architecture,
@@ -74,6 +77,7 @@ def plan(
         "world": mesh.world_size,
         "mesh": mesh._asdict(),
         "sharding": config.optim.sharding,
+        "offload": config.offload.mode,
         "is_one_replica": not (config.parallel.dp or (allocation and allocation.nodes)),
         "memory": {key: size for key, size in fullest.items() if key not in UNEQUAL},
         "ranks": ranks,
@@ -99,6 +103,19 @@ def plan(
             result["tokens"] = train.global_batch_tokens * train.max_steps
             result["flops"] = result["flops_per_step"] * train.max_steps
     return result
+
+
+def _check_tiers(config: Config, ranks: list[dict[str, Any]]) -> None:
+    """Raise ConfigError if the states of a rank exceed a limit of the section `[offload]`."""
+    for tier in ("host", "disk"):
+        key = f"{tier}_memory"
+        limit = parse_bytes(getattr(config.offload, key))
+        size = max(rank[tier] for rank in ranks)
+        refuse_if(
+            limit and size > limit,
+            f"offload.{key} must be at least {counted(size, 'byte')}, the states of a rank there; "
+            f"set it, or a smaller offload.{tier}_share",
+        )
 
 
 def format_plan(result: dict[str, Any]) -> str:
@@ -155,6 +172,8 @@ def _memory_lines(result: dict[str, Any]) -> list[tuple[str, str]]:
             lines.append((f"on ranks of {name}", _size_text(rank["total"])))
     if "kinds" not in result:
         note = f"{result['dtype']} training; activations are not included"
+        if result["offload"] == "auto":
+            lines.append(("placement", "offload.mode = 'auto' needs --machine NAME"))
         hint = "; --machine NAME adds them" if result.get("seq_len") else ""
         return [*lines, ("", note + hint)]
     from optimus.planner.machine_plan import machine_lines

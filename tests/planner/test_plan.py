@@ -136,3 +136,14 @@ def test_plan_prints_the_automatic_placement(tmp_path, capsys):
     assert "1 byte more than now; set a larger offload.device_memory, " in error
     # The microbatch has one sequence, and nothing is missing in host memory.
     assert "microbatch_size" not in error and "offload.disk" not in error
+
+
+def test_plan_without_a_machine_checks_the_limits_of_offloading(tmp_path, capsys):
+    config = str(CONFIGS / "run" / "mula-7b-a1b.toml")
+    manual = ["offload.mode=manual", "offload.host_share=1", "offload.host_memory=10"]
+    assert optimus(["plan", config, *manual]) == 2
+    assert "offload.host_memory must be at least " in capsys.readouterr().err
+    assert optimus(["plan", config, *manual[:2]]) == 0
+    assert "in host memory in addition" in capsys.readouterr().out
+    assert optimus(["plan", config, "offload.mode=auto"]) == 0
+    assert "offload.mode = 'auto' needs --machine NAME" in capsys.readouterr().out
