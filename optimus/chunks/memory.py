@@ -231,6 +231,8 @@ class Memory:
         values. All copies must be complete, and no copy may follow."""
         for thread in self._threads.values():
             thread.close()
+        if self._locked:  # copies to the device may still read the pages
+            platform.synchronize(self._device)
         for flat in self._locked:
             platform.free_host(flat)
         self._locked.clear()

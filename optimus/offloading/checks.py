@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -182,7 +183,7 @@ def check_number(key: str, value: object, low: float, high: float = math.inf) ->
         raise ConfigError(f"{key} = {value!r} is not a number; use a number from {low:g}")
     limit = f" to {high:g}" if high < math.inf else ""
     refuse_if(
-        not (math.isfinite(value) and low <= value <= high),
+        not (low <= value <= high and value <= sys.float_info.max),
         f"{key} = {value!r} is out of range; use a finite number from {low:g}{limit}",
     )
     return float(value)
@@ -244,7 +245,7 @@ def check_device(
             chosen = torch.empty(0, device=device).device
         except (RuntimeError, AssertionError, TypeError) as error:
             raise ConfigError(f"device = {device!r}: {str(error).splitlines()[0]}") from None
-        accelerator = torch.accelerator.current_accelerator()
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
         types = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
         refuse_if(
             chosen.type not in types,

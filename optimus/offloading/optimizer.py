@@ -504,7 +504,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             if key not in state_dict:
                 raise ValueError(f"the state dict has no {key!r}; use the result of state_dict()")
         model, groups = self._offloaded, state_dict["param_groups"]
-        sizes = [len(group["params"]) for group in groups]
+        sizes = [len(group.get("params", ())) for group in groups]
         if sizes != [len(names) for names in self._names]:
             raise ValueError(
                 f"the state dict has groups of {sizes} parameters, and the optimizer has groups of "
@@ -536,10 +536,21 @@ class OffloadOptimizer(torch.optim.Optimizer):
             return {}
         if "step" not in state:
             raise ValueError(f"the state of parameter {name} has no step")
+        try:
+            is_count = int(state["step"]) >= 0
+        except (TypeError, ValueError, OverflowError, RuntimeError):
+            is_count = False
+        if not is_count:
+            raise ValueError(
+                f"the state of parameter {name} has step = {state['step']!r}; use a number of "
+                "updates"
+            )
         shape = tuple(self._offloaded.named[name].shape)
         for key in self._offloaded.state_names(name):
             if key not in state and key != "master":
                 raise ValueError(f"the state of parameter {name} has no {key}")
+            if key in state and not isinstance(state[key], Tensor):
+                raise ValueError(f"{key} of parameter {name} in the state dict is not a tensor")
             if key in state and tuple(state[key].shape) != shape:
                 raise ValueError(
                     f"{key} of parameter {name} has the shape {tuple(state[key].shape)} in the "

@@ -106,7 +106,7 @@ class DispatchedExperts(Experts):
 
     def assume_all_tokens(self) -> None:
         """Assume in plans that all tokens of all ep ranks choose experts of this rank."""
-        self._dispatcher.assumes_all_tokens = True
+        self._dispatcher.assume_all_tokens()
 
     def forward(
         self, x: Tensor, weights: Tensor, chosen: Tensor, save_input_only: bool = False
@@ -131,6 +131,10 @@ class Dispatcher(ABC):
         self._group, self._num_experts, self._choose = group, num_experts, choose
         self.assumes_all_tokens = False
         """True if plans assume that all tokens of all ranks choose experts of this rank."""
+
+    def assume_all_tokens(self) -> None:
+        """As `DispatchedExperts.assume_all_tokens`."""
+        self.assumes_all_tokens = True
 
     @abstractmethod
     def run(self, compute: Compute, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:

@@ -198,6 +198,11 @@ def _nearest_layouts(
             changes["parallel.dp"] = layout.dp
         elif not config.parallel.dp:  # it follows from the number of ranks
             changes.pop("parallel.dp", None)
+        # `Layout.apply` gives settings that have no meaning with the layout their default.
+        if applied.optim.cache_chunks != config.optim.cache_chunks:
+            changes["optim.cache_chunks"] = applied.optim.cache_chunks
+        if config.parallel.stage_layers:
+            changes["parallel.stage_layers"] = ()
         with contextlib.suppress(ConfigError):
             batch = plan_batch(applied.train, layout.mesh.num_data_ranks)
             size = needed_bytes(applied, layout.mesh, batch.microbatches_per_rank, machine)

@@ -533,10 +533,10 @@ def does_not_fit(
             remedies.append("set a larger offload.host_memory")
         if mode == "manual" and offload.host_share:
             remedies.append("set a smaller offload.host_share")
-        if limits.disk:
+        if offload.disk:
             size = counted(limits.disk, "byte")
             remedies.append(f"let offload.disk have more than {size}")
-        elif not offload.disk:
+        else:
             share = " and offload.disk_share" if mode == "manual" else ""
             remedies.append(f"set offload.disk to a directory on a local disk{share}")
     text = ", ".join([*remedies, "or use more ranks"]) if remedies else "use more ranks"

@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import math
 import multiprocessing
+import pickle
 import signal
 import traceback
 from collections import Counter
@@ -342,10 +343,13 @@ def _receive(receiver: Connection, process: Any) -> int | Ranking:
     except (EOFError, OSError):
         process.join()
         code = process.exitcode
-        reason = f"signal {-code}, probably out of memory" if code < 0 else f"exit status {code}"
+        if code >= 0:
+            raise OptimusError(
+                f"a process of the search ended with exit status {code}; its error is above"
+            ) from None
         raise OptimusError(
-            f"a process of the search ended ({reason}); use fewer nodes, or run it on a machine "
-            "with more memory"
+            f"a process of the search ended (signal {-code}, probably out of memory); use fewer "
+            "nodes, or run it on a machine with more memory"
         ) from None
     if isinstance(message, Exception):
         raise message
@@ -369,6 +373,10 @@ def _send(
     except Exception as error:
         error.add_note(traceback.format_exc())  # pickled without its traceback
         message = error
+        try:
+            pickle.loads(pickle.dumps(error))
+        except Exception:  # pickle cannot restore some exceptions
+            message = RuntimeError(traceback.format_exc())
     with contextlib.suppress(BrokenPipeError):  # the first process has ended
         sender.send(message)
 

@@ -471,7 +471,7 @@ def _read_json(path: Path, kind: type[_AnyFile]) -> _AnyFile:
     except OSError as error:
         problem = reason_of(error)
     remedy = "use another directory"
-    if path.parent.parent.name == "points":
+    if path.name == "plan.json":
         remedy = (
             f"remove {path.parent} and run the same `optimus study scaling` command again to "
             "measure this point"

@@ -164,6 +164,10 @@ def test_a_bad_state_dict_is_refused_and_changes_nothing():
         ({"state": {}}, ValueError, "no 'param_groups'"),
         ({**good, "state": {0: {}}}, ValueError, "0.weight has no step"),
         ({**good, "state": {0: {"step": 1}}}, ValueError, "0.weight has no exp_avg"),
+        ({**good, "state": {0: {**good["state"][0], "step": -1}}}, ValueError, "step = -1"),
+        ({**good, "state": {0: {**good["state"][0], "step": None}}}, ValueError, "step = None"),
+        ({**good, "state": {0: {**good["state"][0], "exp_avg": 0}}}, ValueError, "not a tensor"),
+        ({"state": {}, "param_groups": [{"lr": 1.0}]}, ValueError, "groups of"),
         ({"state": {}, "param_groups": [{**group, "lr": -1.0}]}, ConfigError, "'lr'. = -1.0"),
     ]
     for state_dict, kind, message in bad:

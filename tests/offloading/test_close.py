@@ -58,12 +58,13 @@ def test_memory_unlocks_its_host_buffers(monkeypatch):
 
     monkeypatch.setattr(platform, "host_zeros", host_zeros)
     monkeypatch.setattr(platform, "free_host", lambda flat: unlocked.append(flat.data_ptr()))
+    monkeypatch.setattr(platform, "synchronize", lambda device: unlocked.append(device.type))
     memory = Memory(torch.device("cuda"))
     for _ in range(2):
         memory.new(8, torch.float32, Tier.HOST)
     for _ in range(2):
         memory.close()
-    assert unlocked == [flat.data_ptr() for flat in locked]
+    assert unlocked == ["cuda", *(flat.data_ptr() for flat in locked)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -166,3 +166,17 @@ def test_plan_of_a_replica_names_a_command_that_fits(tmp_path, capsys):
     others = suggestions()
     assert all(text.endswith(" --nodes 1") for text in others)
     assert optimus([*words, *others[0].split()]) == 0
+
+
+def test_suggested_layouts_reset_settings_without_meaning(tmp_path, capsys):
+    machine = tmp_path / "m.toml"
+    size = "memory_bytes = { value = 650_000, source = 'a test', date = '2026-11' }"
+    machine.write_text(f"ranks_per_node = 4\n[device]\nname = 'small'\n{size}\n")
+    config = tmp_path / "c.toml"
+    config.write_text(dump_toml(tiny(model__num_layers=4, train__deterministic=False)))
+    words = ["plan", str(config), "--machine", str(machine), "--nodes", "1"]
+    words += ["parallel.pp=2", "parallel.stage_layers=[1,3]"]
+    assert optimus(words) == 2
+    (text,) = re.findall("layouts that fit on 1 node: (.*)", capsys.readouterr().err)
+    for suggestion in text.split(", or "):
+        assert optimus([*words, *suggestion.split()]) == 0

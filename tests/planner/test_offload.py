@@ -38,7 +38,7 @@ AUTO = {"offload__mode": "auto"}
 def decide(
     device: int,
     host: int = HOST,
-    microbatches: int = 8,
+    microbatches: int = 4,
     device_type: str = "cpu",
     links: Links = LINKS,
     disk: int = 0,
@@ -53,7 +53,7 @@ def decide(
 def needed(**settings) -> int:
     """Return the bytes that a run without offloading needs."""
     config = make_config(tiny_tree("d", "r", **{**WIDE, **settings}))
-    return rank_memory(config, make_mesh(config.parallel), FIRST, 8, "cpu").device
+    return rank_memory(config, make_mesh(config.parallel), FIRST, 4, "cpu").device
 
 
 def test_nothing_is_offloaded_where_all_fits() -> None:
@@ -72,7 +72,7 @@ def test_space_is_left_for_unbalanced_experts() -> None:
     default = decide(device, **layout)
     assert default.memory.device <= device and default.config.offload.mode == "manual"
     config = make_config(tiny_tree("d", "r", **{**WIDE, **layout}))
-    rank = config, make_mesh(config.parallel), FIRST, 8, "cpu"
+    rank = config, make_mesh(config.parallel), FIRST, 4, "cpu"
     unbalanced = rank_memory(*rank, imbalance=1.5)
     assert decide(unbalanced.device, **layout).memory == unbalanced
     # A rank cannot have more rows than all ranks together.
@@ -252,6 +252,8 @@ def test_states_are_on_disk_where_the_host_is_too_small(tmp_path, copies: dict) 
     with pytest.raises(ConfigError, match="1 byte more than now"):
         decide(limit, least - 1, disk=1 << 40, **settings)
     with pytest.raises(ConfigError, match="set offload.disk to a directory"):
+        decide(limit, least, **settings | {"offload__disk": ""})
+    with pytest.raises(ConfigError, match=r"let offload\.disk have more than 0 bytes"):
         decide(limit, least, **settings)
     with pytest.raises(ConfigError, match=r"let offload\.disk have more than 1,000,000 bytes"):
         decide(limit, least, disk=1_000_000, **settings)
