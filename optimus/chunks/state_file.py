@@ -38,7 +38,7 @@ ALIGNED = 4096
 _LOCK_S = 2.0
 """Seconds for which another rank of the same run may lock a file to remove it."""
 _NAME = "optimus-states-rank"
-_NUMBERED = re.compile(_NAME + "[0-9]{5,}")
+_NUMBERED = re.compile(_NAME + "([0-9]{5}|[1-9][0-9]{5,})")
 _KEY = "offload.disk"
 _locked_here: set[Path] = set()
 """Resolved paths of the files that this process has locked."""
