@@ -255,3 +255,12 @@ def check_device(
     if torch.accelerator.is_available():
         return torch.empty(0, device=torch.accelerator.current_accelerator()).device
     return next(iter(devices))
+
+
+def check_clip_norm(clip_norm: float | None) -> float | None:
+    """Return the argument `clip_norm` as a float, or None. Raises ConfigError."""
+    if clip_norm is None:
+        return None
+    clip_norm = check_number("clip_norm", clip_norm, 0.0)
+    refuse_if(clip_norm == 0, "clip_norm = 0 would train nothing; use a positive norm, or None")
+    return clip_norm

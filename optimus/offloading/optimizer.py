@@ -22,6 +22,7 @@ from optimus.launch.environment import usable_memory
 from optimus.offloading.checks import (
     check_betas,
     check_bytes,
+    check_clip_norm,
     check_count,
     check_device,
     check_model,
@@ -41,6 +42,9 @@ from optimus.planner.offload import host_limit
 from optimus_kernels import adamw_, adamw_into
 
 logger = logging.getLogger(__name__)
+
+_EARLY = "off", "on", "auto"
+"""Values of the argument `early_adam`."""
 
 
 def offload(
@@ -108,45 +112,54 @@ def offload(
     check_model(model)
     named = dict(model.named_parameters())
     on = check_device(named, device)
-    segments = find_segments(model)
-    length = check_count("chunk_length", chunk_length) or default_chunk_length(named, segments)
-    chunks = ModelChunks(named, segments, chunk_keys(named, segments), length, GroupAdamW())
+    chunks = _chunks_of(model, named, chunk_length)
     limits = _limits_of(device_memory, host_memory, disk, disk_memory)
-    numbers = {"lr": lr, "eps": eps, "weight_decay": weight_decay}
-    defaults: dict[str, Any] = {
-        key: check_number(key, _number(value), 0.0) for key, value in numbers.items()
-    }
-    defaults |= {"betas": check_betas(betas)}
+    defaults = _checked_defaults(lr, betas, eps, weight_decay)
     groups = make_groups(named, params)
-    if clip_norm is not None:
-        clip_norm = check_number("clip_norm", clip_norm, 0.0)
-        refuse_if(clip_norm == 0, "clip_norm = 0 would train nothing; use a positive norm, or None")
-    refuse_if(
-        early_adam not in ("off", "on", "auto"),
-        f"early_adam = {early_adam!r}: use 'off', 'on' or 'auto'",
-    )
+    clip_norm = check_clip_norm(clip_norm)
+    refuse_if(early_adam not in _EARLY, f"early_adam = {early_adam!r}: use 'off', 'on' or 'auto'")
     placement = select_placement(
         model, chunks, on, limits, host_share, cache_chunks, example, early_adam
     )
-    residency = Residency(
-        divides_gradients=True,
-        host_share=placement.host_share,
-        disk_share=placement.disk_share,
-        disk=limits.directory,
-        disk_key="disk",
-        slots=placement.slots,
-    )
+    residency = placement.residency(limits.directory)
     spare = {"off": 0.0, "on": math.inf, "auto": (limits.host - placement.host_bytes) / 2}
     optimizer = OffloadOptimizer(model, chunks, groups, defaults, clip_norm, residency, on)
     optimizer.allow_early_updates(early_adam, spare[early_adam])
-    if limits.device is not None:
-        platform.limit_device_memory(on, limits.device)
+    _enforce_limits(optimizer, model, on, limits.device, example)
+    return optimizer
+
+
+def _checked_defaults(
+    lr: float | Tensor, betas: Sequence[float], eps: float, weight_decay: float
+) -> dict[str, Any]:
+    """Return the default options of parameter groups. Raises ConfigError."""
+    numbers = {"lr": lr, "eps": eps, "weight_decay": weight_decay}
+    checked = {key: check_number(key, _number(value), 0.0) for key, value in numbers.items()}
+    return {**checked, "betas": check_betas(betas)}
+
+
+def _chunks_of(model: nn.Module, named: dict[str, nn.Parameter], chunk_length: int) -> ModelChunks:
+    """Return the division of the parameters into chunks. Raises ConfigError."""
+    segments = find_segments(model)
+    length = check_count("chunk_length", chunk_length) or default_chunk_length(named, segments)
+    return ModelChunks(named, segments, chunk_keys(named, segments), length, GroupAdamW())
+
+
+def _enforce_limits(
+    optimizer: OffloadOptimizer,
+    model: nn.Module,
+    device: torch.device,
+    limit: int | None,
+    example: Mapping[str, Any] | None,
+) -> None:
+    """Let larger allocations and larger batches than planned fail."""
+    if limit is not None:
+        platform.limit_device_memory(device, limit)
     if example is not None:
         # Before the hooks of segments, so that a refused batch begins no step.
         hook = partial(check_batch, shapes_of(example))
         handle = model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
         optimizer._offloaded.keep(handle)
-    return optimizer
 
 
 def _limits_of(

@@ -63,6 +63,17 @@ class Placement(NamedTuple):
     host_bytes: int = 0
     """Bytes of the states in host memory, with the spare buffers that `early_adam` = "on" needs."""
 
+    def residency(self, directory: str) -> Residency:
+        """Return the settings of the chunk engine, with the directory of the disk."""
+        return Residency(
+            divides_gradients=True,
+            host_share=self.host_share,
+            disk_share=self.disk_share,
+            disk=directory,
+            disk_key="disk",
+            slots=self.slots,
+        )
+
 
 @dataclass(frozen=True)
 class Limits:

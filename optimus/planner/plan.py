@@ -92,13 +92,19 @@ def plan(
                 from optimus.planner.machine_plan import plan_on_machine  # needs torch
 
                 result |= plan_on_machine(config, mesh, allocation.machine, load)
+    return result | _flops(config)
+
+
+def _flops(config: Config) -> dict[str, Any]:
+    """Return the keys of `plan` that need settings of `[train]`."""
+    train = config.train
     if not train.seq_len:
-        return result
-    result["seq_len"] = train.seq_len
-    result["flops_per_token"] = flops_per_token(config.model, train.seq_len)
+        return {}
+    per_token = flops_per_token(config.model, train.seq_len)
+    result: dict[str, Any] = {"seq_len": train.seq_len, "flops_per_token": per_token}
     if train.global_batch_tokens:
         result["global_batch_tokens"] = train.global_batch_tokens
-        result["flops_per_step"] = result["flops_per_token"] * train.global_batch_tokens
+        result["flops_per_step"] = per_token * train.global_batch_tokens
         if train.max_steps:
             result["tokens"] = train.global_batch_tokens * train.max_steps
             result["flops"] = result["flops_per_step"] * train.max_steps

@@ -13,7 +13,7 @@ would select the implementation that stores all scores.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -468,21 +468,7 @@ def _run_segments(
         if deferred is not None:
             deferred.compute()
             tracker.end_use()
-    of_forward = {use.segment: use for use in tracker.uses[:number]}
-    of_backward: dict[int, list[UseProfile]] = {}
-    of_weights: dict[int, list[UseProfile]] = {}
-    for use in tracker.uses[number:]:
-        ended = use.segment >= len(segments)
-        segment = use.segment % len(segments)
-        (of_weights if ended else of_backward).setdefault(segment, []).append(use)
-    profiles = [
-        SegmentProfile(
-            of_forward[n],
-            _together(of_backward[n], n) if n in of_backward else None,
-            _together(of_weights[n], n) if n in of_weights else None,
-        )
-        for n in range(len(segments))
-    ]
+    profiles = _by_segment(tracker.uses[:number], tracker.uses[number:], len(segments))
     return ModelProfile(
         profiles[0] if is_first else None,
         dict(zip(layers.values(), profiles[1:-1], strict=True)),
@@ -491,6 +477,28 @@ def _run_segments(
         frees_input,
         divides_backward,
     )
+
+
+def _by_segment(
+    forward: Iterable[UseProfile], backward: Iterable[UseProfile], num_segments: int
+) -> list[SegmentProfile]:
+    """Return the profile of each segment. In `backward`, the uses with the segment numbers
+    `num_segments` and larger compute deferred gradients of weights."""
+    of_forward = {use.segment: use for use in forward}
+    of_backward: dict[int, list[UseProfile]] = {}
+    of_weights: dict[int, list[UseProfile]] = {}
+    for use in backward:
+        is_deferred = use.segment >= num_segments
+        segment = use.segment % num_segments
+        (of_weights if is_deferred else of_backward).setdefault(segment, []).append(use)
+    return [
+        SegmentProfile(
+            of_forward[n],
+            _together(of_backward[n], n) if n in of_backward else None,
+            _together(of_weights[n], n) if n in of_weights else None,
+        )
+        for n in range(num_segments)
+    ]
 
 
 class _SegmentDeferral(DeferredGradients):

@@ -124,11 +124,17 @@ def test_ranks_on_a_cpu_share_the_memory_of_the_machine_file():
     assert on_device == Capacity(1000, "the device 'd'", 1, "device")
 
 
+def write_machine(folder: Path, memory: int) -> Path:
+    """Write the file of a machine whose nodes have 4 devices with `memory` bytes each."""
+    path = folder / "m.toml"
+    size = f"memory_bytes = {{ value = {memory}, source = 'a test', date = '2026-11' }}"
+    path.write_text(f"ranks_per_node = 4\n[device]\nname = 'small'\n{size}\n")
+    return path
+
+
 def test_plan_that_does_not_fit_names_the_nearest_layouts_that_do(tmp_path, capsys):
     """Each named layout fits in another plan, and differs in a single setting if one can."""
-    machine = tmp_path / "m.toml"
-    size = "memory_bytes = { value = 750_000, source = 'a test', date = '2026-11' }"
-    machine.write_text(f"ranks_per_node = 4\n[device]\nname = 'small'\n{size}\n")
+    machine = write_machine(tmp_path, 750_000)
     config = tmp_path / "c.toml"
     config.write_text(dump_toml(tiny(optim__chunk_length=5000, train__deterministic=False)))
     words = ["plan", str(config), "--machine", str(machine), "--nodes", "1"]
@@ -146,9 +152,7 @@ def test_plan_that_does_not_fit_names_the_nearest_layouts_that_do(tmp_path, caps
 
 def test_plan_of_a_replica_names_a_command_that_fits(tmp_path, capsys):
     """On 4 ranks, a sharded replica fits without another change, and a whole one with changes."""
-    machine = tmp_path / "m.toml"
-    size = "memory_bytes = { value = 750_000, source = 'a test', date = '2026-11' }"
-    machine.write_text(f"ranks_per_node = 4\n[device]\nname = 'small'\n{size}\n")
+    machine = write_machine(tmp_path, 750_000)
     config = tmp_path / "c.toml"
     config.write_text(dump_toml(tiny(optim__chunk_length=5000, train__deterministic=False)))
     words = ["plan", str(config), "--machine", str(machine)]
@@ -169,9 +173,7 @@ def test_plan_of_a_replica_names_a_command_that_fits(tmp_path, capsys):
 
 
 def test_suggested_layouts_reset_settings_without_meaning(tmp_path, capsys):
-    machine = tmp_path / "m.toml"
-    size = "memory_bytes = { value = 650_000, source = 'a test', date = '2026-11' }"
-    machine.write_text(f"ranks_per_node = 4\n[device]\nname = 'small'\n{size}\n")
+    machine = write_machine(tmp_path, 650_000)
     config = tmp_path / "c.toml"
     config.write_text(dump_toml(tiny(model__num_layers=4, train__deterministic=False)))
     words = ["plan", str(config), "--machine", str(machine), "--nodes", "1"]
