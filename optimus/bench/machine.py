@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from optimus import platform
 from optimus.bench.links import bench_links
@@ -165,7 +164,6 @@ def _measure(world: World, threads: int, folder: Path) -> dict[str, Any]:
 
     products = {
         name: _product_tables(bench, dtype, figure)
-        | {"attention": _attention_tables(bench, dtype, figure)}
         for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32))
     }
     memory, launch_s = _memory_rate(bench), _launch_s(bench)
@@ -278,7 +276,8 @@ class _Bench:
 def _product_tables(
     bench: _Bench, dtype: torch.dtype, figure: Callable[[float], dict[str, Any]]
 ) -> dict[str, Any]:
-    """Return the table `products` of a dtype."""
+    """Return the table `products` of a dtype, with the tables of attention. No rate is above the
+    peak."""
     device, products = bench.device, {}
     for shape in shapes_for(device.type):
         a = torch.randn(shape.rows, shape.inner, device=device).to(dtype)
@@ -300,6 +299,10 @@ def _product_tables(
     peak = fastest
     if device.type != "cpu" and dtype is torch.bfloat16:  # the data sheet, if it is known
         peak = max(peak, find_peak(device, dtype, "torch", lambda line: None).flops)
+    attention = _attention_tables(bench, dtype, figure)
+    peak = max(
+        peak, *(table[name]["value"] for table in attention for name in ("forward", "backward"))
+    )
     peak *= 1.0005  # measured rates are rounded to four digits, and must not exceed it
     efficiency, half_size = fit_products(peak, rates)
     return {
@@ -307,6 +310,7 @@ def _product_tables(
         "efficiency": figure(efficiency),
         "half_size": figure(half_size),
         "measured": [shape._asdict() | {"flops": figure(rate)} for shape, rate in rates],
+        "attention": attention,
     }
 
 
@@ -338,23 +342,18 @@ def _attention_tables(
         )
         grad = torch.randn(1, seq_len, *shape, device=device).to(dtype).transpose(1, 2)
 
-        def forward(inputs: Sequence[Tensor] = (query, key, value)) -> Tensor:
-            q, k, v = (tensor.transpose(1, 2) for tensor in inputs)
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-        def both(
-            inputs: Sequence[Tensor] = (query, key, value), grad: Tensor = grad
-        ) -> tuple[Tensor, ...]:
-            return torch.autograd.grad(forward(inputs), inputs, grad)
-
-        forward_s, both_s = bench.median(forward), bench.median(both)
+        inputs = query, key, value
+        heads = [tensor.transpose(1, 2) for tensor in inputs]
+        forward = partial(F.scaled_dot_product_attention, *heads, is_causal=True)
+        backward = partial(torch.autograd.grad, forward(), inputs, grad, retain_graph=True)
+        forward_s, backward_s = bench.median(forward), bench.median(backward)
         flops = shape[0] * seq_len**2 * shape[1]
         tables.append(
             {
                 "seq_len": seq_len,
                 "head_size": shape[1],
                 "forward": figure(2 * flops / forward_s),
-                "backward": figure(5 * flops / max(both_s - forward_s, 1e-9)),
+                "backward": figure(5 * flops / backward_s),
             }
         )
     return tables
@@ -457,13 +456,19 @@ def _collective_rates(bench: _Bench, group: Group) -> dict[str, float]:
 
     send_s = bench.together(pairs)
     return {
-        "all_reduce": 2 * (n - 1) / n * size / max(reduce_s - short_s, 1e-9),
-        "all_to_all": (n - 1) / n * size / max(exchange_s - short_s, 1e-9),
-        "reduce_scatter": (n - 1) / n * size / max(scatter_s - short_s / 2, 1e-9),
-        "all_gather": (n - 1) / n * size / max(gather_s - short_s / 2, 1e-9),
+        "all_reduce": 2 * (n - 1) / n * size / _moving_s(reduce_s, short_s),
+        "all_to_all": (n - 1) / n * size / _moving_s(exchange_s, short_s),
+        "reduce_scatter": (n - 1) / n * size / _moving_s(scatter_s, short_s / 2),
+        "all_gather": (n - 1) / n * size / _moving_s(gather_s, short_s / 2),
         "send": size / send_s,
         "latency_s": short_s / (2 * (n - 1)),
     }
+
+
+def _moving_s(seconds: float, latency_s: float) -> float:
+    """Return the duration of a collective without its latency. If a disturbed measurement of the
+    latency exceeds half of the duration, half of the duration is returned."""
+    return max(seconds - latency_s, seconds / 2)
 
 
 def _disk_s(folder: Path, rank: int) -> float:
