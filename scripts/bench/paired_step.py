@@ -6,12 +6,13 @@
 Each round runs `optimus bench step` in the two checkouts, in alternating order. The ratio of a
 round is the time in this checkout divided by the time in the other checkout. The script prints the
 median ratio of all rounds with its 95 % confidence interval, once for CPU time and once for
-wall-clock time.
+wall-clock time. An interrupt (Ctrl-C) ends the measurement and prints the result so far.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -54,19 +55,22 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     args = parser.parse_args()
     ratios: dict[str, list[float]] = {"cpu": [], "wall": []}
-    for number in range(args.rounds):
-        both = (HERE, args.other.resolve())
-        order = both if number % 2 else both[::-1]
-        settings = (args.config.resolve(), args.steps, args.overrides)
-        results = {checkout: bench(checkout, *settings) for checkout in order}
-        for clock, values in ratios.items():
-            new, old = (results[checkout][f"ours_{clock}_s"] for checkout in both)
-            values.append(new / old)
+    with contextlib.suppress(KeyboardInterrupt):
+        for number in range(args.rounds):
+            both = (HERE, args.other.resolve())
+            order = both if number % 2 else both[::-1]
+            settings = (args.config.resolve(), args.steps, args.overrides)
+            results = {checkout: bench(checkout, *settings) for checkout in order}
+            for clock, values in ratios.items():
+                new, old = (results[checkout][f"ours_{clock}_s"] for checkout in both)
+                values.append(new / old)
+    if not ratios["wall"]:
+        parser.exit(1, "no round is complete\n")
     for clock, values in ratios.items():
         low, high = interval(values)
         print(
             f"{clock} time, this / other checkout: {statistics.median(values):.3f} "
-            f"[{low:.3f}, {high:.3f}], {args.rounds} rounds"
+            f"[{low:.3f}, {high:.3f}], {len(values)} rounds"
         )
 
 
