@@ -343,8 +343,8 @@ def _attention_tables(
         grad = torch.randn(1, seq_len, *shape, device=device).to(dtype).transpose(1, 2)
 
         inputs = query, key, value
-        heads = [tensor.transpose(1, 2) for tensor in inputs]
-        forward = partial(F.scaled_dot_product_attention, *heads, is_causal=True)
+        q, k, v = (tensor.transpose(1, 2) for tensor in inputs)
+        forward = partial(F.scaled_dot_product_attention, q, k, v, is_causal=True)
         backward = partial(torch.autograd.grad, forward(), inputs, grad, retain_graph=True)
         forward_s, backward_s = bench.median(forward), bench.median(backward)
         flops = shape[0] * seq_len**2 * shape[1]
