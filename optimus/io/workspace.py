@@ -264,21 +264,14 @@ def lock_run_dir(path: Path, owner: bytes = b"", replace: bool = False) -> Binar
             f"train.run_dir = {str(path)!r}: cannot create the directory: "
             f"{error.strerror}; choose another directory"
         ) from None
-    # The mode is 0600, because any user who can open the file can lock it. O_NOFOLLOW is set,
-    # because opening a symbolic link could create a file in another directory.
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-    try:
-        if replace:
-            (path / LOCK).unlink(missing_ok=True)
-        file = os.fdopen(os.open(path / LOCK, flags, 0o600), "r+b", buffering=0)
-    except OSError as error:
-        raise ConfigError(
-            f"train.run_dir = {str(path)!r}: cannot open {LOCK}: {reason_of(error)}; "
-            "choose another directory"
-        ) from None
-    with contextlib.suppress(OSError):  # earlier versions made it readable by others
-        os.fchmod(file.fileno(), 0o600)
-    _lock(file, path, fcntl.LOCK_EX)
+    while True:
+        file = _open_lock_file(path, replace)
+        with contextlib.suppress(OSError):  # earlier versions made it readable by others
+            os.fchmod(file.fileno(), 0o600)
+        _lock(file, path, fcntl.LOCK_EX)
+        if os.fstat(file.fileno()).st_nlink:
+            break
+        file.close()  # a run that cannot start has removed the file since it was opened
     try:
         file.truncate(0)
         file.write(owner)
@@ -295,6 +288,23 @@ def lock_run_dir(path: Path, owner: bytes = b"", replace: bool = False) -> Binar
             path,
         )
     return file
+
+
+def _open_lock_file(path: Path, replace: bool) -> BinaryIO:
+    """Open the lock file of the run directory `path`, and create it if it does not exist. The
+    argument `replace` and the error are those of `lock_run_dir`."""
+    # The mode is 0600, because any user who can open the file can lock it. O_NOFOLLOW is set,
+    # because opening a symbolic link could create a file in another directory.
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        if replace:
+            (path / LOCK).unlink(missing_ok=True)
+        return os.fdopen(os.open(path / LOCK, flags, 0o600), "r+b", buffering=0)
+    except OSError as error:
+        raise ConfigError(
+            f"train.run_dir = {str(path)!r}: cannot open {LOCK}: {reason_of(error)}; "
+            "choose another directory"
+        ) from None
 
 
 def read_lock_owner(path: Path) -> bytes:

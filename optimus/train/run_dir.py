@@ -3,15 +3,21 @@ files."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from pathlib import Path
 from typing import BinaryIO
 
-from optimus.checkpoint.store import adopt_workspace, open_workspace, prepare_directory
+from optimus.checkpoint.store import (
+    adopt_workspace,
+    checkpoints_dir,
+    open_workspace,
+    prepare_directory,
+)
 from optimus.config import Config, dump_toml
 from optimus.errors import OptimusError
-from optimus.io.workspace import Workspace, lock_run_dir
+from optimus.io.workspace import LOCK, Workspace, lock_run_dir
 from optimus.observe.events import Recorder
 from optimus.observe.log import LogRecorder, Progress
 from optimus.observe.metrics import MetricsFiles, TensorBoard, metrics_paths
@@ -42,9 +48,16 @@ class RunDirectory:
         self.path = Path(path)
         attempt = read_attempt()
         self._lock: BinaryIO | None = None
+        paths = checkpoints_dir(self.path), self.path / LOCK, self.path, *self.path.parents
+        self._missing = [path for path in paths if not os.path.lexists(path)]
+        """Paths that did not exist before, with the innermost first."""
         if attempt is None:
-            self._lock = lock_run_dir(self.path)
-            self.workspace = open_workspace(self.path)
+            try:
+                self._lock = lock_run_dir(self.path)
+                self.workspace = open_workspace(self.path)
+            except BaseException:
+                self._remove_created()
+                raise
         else:
             self.workspace = adopt_workspace(self.path, Workspace(attempt.workspace))
         self._board: TensorBoard | None = None
@@ -99,7 +112,8 @@ class RunDirectory:
             self._progress.close()
 
     def close(self, others_have_ended: bool) -> None:
-        """Close the files of the run directory and unlock the directory.
+        """Close the files of the run directory and unlock the directory. If `open` was not called,
+        because the run cannot start, remove all files and directories that this object has created.
 
         Args:
             others_have_ended: True if no other rank uses the workspace any more. An empty workspace
@@ -111,14 +125,35 @@ class RunDirectory:
         self.end_progress()
         if self._board is not None:
             self._board.close()
+        is_open = self._progress is not None
         try:
-            if self._progress is not None:  # the files are open
+            if is_open:
                 self.metrics.close()
         finally:
             if self._lock is not None:
                 if others_have_ended:
                     self.workspace.close()
-                self._lock.close()
+                if is_open:
+                    self._lock.close()
+                else:
+                    self._remove_created()
+
+    def _remove_created(self) -> None:
+        """Unlock the directory, and remove the lock file and the directories that this object has
+        created, except directories that are not empty."""
+        if self._lock is not None:  # otherwise another run may use the directory
+            for path in self._missing:
+                with contextlib.suppress(OSError):
+                    if path == self.path / LOCK:
+                        path.unlink()
+                    elif path.parent == self.path:
+                        path.rmdir()
+            # NFS keeps a removed file in its directory until the file is closed.
+            self._lock.close()
+        for path in self._missing:
+            if path.parent != self.path:
+                with contextlib.suppress(OSError):
+                    path.rmdir()
 
 
 def _expected_steps(plan: RunPlan, name: str, run_dir: Path) -> range:

@@ -203,6 +203,7 @@ def test_a_run_that_does_not_fit_is_refused_before_its_first_step(ranks, tiny_da
     ((status, message),) = ranks(1, run_and_catch, tree, start_world=False)
     assert status == 2
     assert message.startswith("offload.mode = 'auto': the run does not fit: ")
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("early", ["auto", "on"])

@@ -150,8 +150,10 @@ def test_states_of_a_model_checkpoint_start_a_run_on_disk(ranks, tiny_data, tmp_
 
 
 def refused(ranks: Any, tree: dict[str, Any], size: int = 1) -> str:
-    """Return the message with which a run is refused with status 2, on all ranks."""
+    """Return the message with which a run is refused with status 2, on all ranks. No file of the
+    run directory must remain."""
     ended = ranks(size, run_and_catch, tree, start_world=False)
+    assert not Path(tree["train"]["run_dir"]).exists()
     assert [status for status, _ in ended] == [2] * size, ended
     assert len({message for _, message in ended}) == 1
     assert "\n" not in ended[0][1]
@@ -167,7 +169,7 @@ def test_a_directory_that_cannot_be_used_is_refused(ranks, tiny_data, tmp_path):
         tree = tiny_tree(tiny_data, run, **(settings | {"offload__disk": str(path)}))
         message = refused(ranks, tree)
         assert message.startswith(f"offload.disk = '{path}': {reason}; use a directory on a local")
-        assert not missing.exists() and not run.exists()
+        assert not missing.exists()
     with small_disk(tmp_path / "small", "64k"):
         tree = tiny_tree(tiny_data, run, **(settings | {"offload__disk": str(tmp_path / "small")}))
         message = refused(ranks, tree, 2)
@@ -198,6 +200,7 @@ def test_a_directory_of_another_run_is_refused(ranks, tiny_data, tmp_path):
     tree = tiny_tree(tiny_data, tmp_path / "run", **RUN, **on_disk(tmp_path / "disk"))
     ((status, message),) = ranks(1, run_in_use, tree, start_world=False)
     assert status == 2 and "another run uses optimus-states-rank00000; wait for its end" in message
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
