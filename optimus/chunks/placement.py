@@ -319,16 +319,16 @@ Early = Literal["auto", "on", "off"]
 """Values of `offload.early_adam`."""
 
 
-class Capacity(NamedTuple):
-    """Memory that a placement may use, in bytes."""
+class TierBytes(NamedTuple):
+    """Bytes in each tier of memory: those that a placement needs, or may use."""
 
     device: int
     host: int
     disk: int = 0
 
 
-class Placement(NamedTuple):
-    """Result of a search."""
+class SimulatedPlacement(NamedTuple):
+    """A placement of the chunks of a workload, with its simulated time."""
 
     workload: Workload
     num_host: int
@@ -337,7 +337,7 @@ class Placement(NamedTuple):
     """Size of the cache, in chunks."""
     num_disk: int
     """Number of chunks on the host whose masters and moments are on disk."""
-    needs: Capacity
+    needs: TierBytes
     """Bytes in each tier, without spare buffers unless all chunks on the host have them."""
     time: StepTime
     """Simulated time of a step."""
@@ -368,18 +368,18 @@ class NoPlacement(Exception):
             the host, the placement with the fewest bytes on the device.
     """
 
-    def __init__(self, needs: Capacity) -> None:
+    def __init__(self, needs: TierBytes) -> None:
         super().__init__(needs)
         self.needs = needs
 
 
 def search(
     workloads: Iterable[Workload],
-    capacity: Capacity,
+    capacity: TierBytes,
     links: Links,
     early: Early = "off",
     all_cached: bool = False,
-) -> Placement:
+) -> SimulatedPlacement:
     """Return the placement with the shortest step.
 
     For each number of chunks on the host, the cache is as large as the device allows, and as few
@@ -417,12 +417,14 @@ def search(
         spare = _spare_bytes(workload, num_host, num_disk, capacity, early)
         late = workload.predict(*of_workload)
         time = workload.predict(*of_workload, spare) if spare else late
-        needs = Capacity(
+        needs = TierBytes(
             workload.device(num_host, -negative),
             workload.host(num_host, num_disk),
             workload.disk(num_host, num_disk),
         )
-        simulated.append(Placement(workload, num_host, -negative, num_disk, needs, time, late.step))
+        simulated.append(
+            SimulatedPlacement(workload, num_host, -negative, num_disk, needs, time, late.step)
+        )
     return min(simulated, key=lambda placement: placement.step_s)
 
 
@@ -430,7 +432,7 @@ _SIMULATED = 4
 """Number of placements that a search simulates."""
 
 
-def smallest_capacity(workloads: Sequence[Workload], capacity: Capacity) -> tuple[int, int]:
+def smallest_capacity(workloads: Sequence[Workload], capacity: TierBytes) -> tuple[int, int]:
     """Return the fewest bytes on the device of the placements that fit in the other tiers, and the
     fewest bytes on the host of those that fit in the other tiers. If none fits, return those of the
     placements with the fewest bytes in all."""
@@ -439,7 +441,7 @@ def smallest_capacity(workloads: Sequence[Workload], capacity: Capacity) -> tupl
 
 
 def _spare_bytes(
-    workload: Workload, num_host: int, num_disk: int, capacity: Capacity, early: Early
+    workload: Workload, num_host: int, num_disk: int, capacity: TierBytes, early: Early
 ) -> float:
     """Return the most bytes that the spare buffers for early updates may have."""
     if early == "auto":
@@ -453,14 +455,14 @@ def _numbers(workloads: Sequence[Workload]) -> Iterator[tuple[Workload, int]]:
             yield workload, num_host
 
 
-def _nearest(workloads: Sequence[Workload], capacity: Capacity) -> Capacity:
+def _nearest(workloads: Sequence[Workload], capacity: TierBytes) -> TierBytes:
     """Return `NoPlacement.needs`."""
     needs = []
     for workload, num_host in _numbers(workloads):
         most = workload.most_on_disk(num_host, capacity.disk)
         host, num_disk = min((workload.host(num_host, n), n) for n in {0, most})
         device = workload.device(num_host, workload.fewest_slots(num_host))
-        needs.append(Capacity(device, host, workload.disk(num_host, num_disk)))
+        needs.append(TierBytes(device, host, workload.disk(num_host, num_disk)))
     on_device = [need for need in needs if need.device <= capacity.device]
     if on_device:
         return min(on_device, key=lambda need: need.host)

@@ -31,8 +31,8 @@ from optimus.offloading.checks import (
 )
 from optimus.offloading.offloaded_model import OffloadedModel
 from optimus.offloading.placement import (
-    Limits,
     ModelChunks,
+    OffloadLimits,
     check_batch,
     select_placement,
     shapes_of,
@@ -167,7 +167,7 @@ def _limits_of(
     host_memory: str | int | None,
     disk: str | os.PathLike[str],
     disk_memory: str | int | None,
-) -> Limits:
+) -> OffloadLimits:
     """Return the limits that arguments of `offload` set."""
     usable = usable_memory()
     host = host_limit(usable, 1)
@@ -183,7 +183,7 @@ def _limits_of(
     )
     if disk:
         check_directory(os.fspath(disk), [0], "disk")
-    return Limits(
+    return OffloadLimits(
         None if device_memory is None else check_bytes("device_memory", device_memory),
         host,
         None if disk_memory is None else check_bytes("disk_memory", disk_memory),

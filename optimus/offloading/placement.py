@@ -30,7 +30,7 @@ from optimus.chunks.groups import ParamProcessGroups
 from optimus.chunks.layout import Parameter, lay_out
 from optimus.chunks.memory import Tier
 from optimus.chunks.optimizer import Optimizer
-from optimus.chunks.placement import Capacity, Early, NoPlacement, search
+from optimus.chunks.placement import Early, NoPlacement, TierBytes, search
 from optimus.chunks.reductions import most_gradients
 from optimus.chunks.residency import Residency, Use
 from optimus.chunks.segments import ModelSegment, register_module
@@ -51,8 +51,8 @@ PREFETCH = 3
 are being copied."""
 
 
-class Placement(NamedTuple):
-    """Settings of the chunk engine that a placement determines."""
+class OffloadPlacement(NamedTuple):
+    """Settings of the chunk engine that `optimus.offload` selects."""
 
     host_share: float
     """As `Residency.host_share`."""
@@ -76,8 +76,8 @@ class Placement(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Limits:
-    """Memory that training may use, in bytes."""
+class OffloadLimits:
+    """Memory that `optimus.offload` may use, in bytes."""
 
     device: int | None
     """None if it is not limited by the user."""
@@ -101,7 +101,7 @@ class ModelChunks(NamedTuple):
     rule: Optimizer
     """Updates a chunk."""
 
-    def on_meta(self, placement: Placement, with_spare: bool = False) -> ChunkEngine:
+    def on_meta(self, placement: OffloadPlacement, with_spare: bool = False) -> ChunkEngine:
         """Return an engine on the meta device for a placement. It allocates no memory. With
         `with_spare`, all chunks that can be updated early have spare buffers."""
         engine = ChunkEngine(
@@ -167,12 +167,12 @@ def select_placement(
     model: nn.Module,
     chunks: ModelChunks,
     device: torch.device,
-    limits: Limits,
+    limits: OffloadLimits,
     host_share: float | None,
     cache_chunks: int,
     example: Mapping[str, Any] | None,
     early: Early,
-) -> Placement:
+) -> OffloadPlacement:
     """Return the placement that the arguments of `optimus.offload` select.
 
     Args:
@@ -231,7 +231,7 @@ def _by_rule(
     device_memory: int | None,
     host_share: float | None,
     cache_chunks: int,
-) -> Placement:
+) -> OffloadPlacement:
     """Return the placement without an example batch. `total` is the memory of an accelerator."""
     if host_share is None:
         placement = choose_placement(needs, total if device_memory is None else device_memory)
@@ -259,7 +259,7 @@ def _by_rule(
     return placement
 
 
-def choose_placement(needs: Needs, device_memory: int | None) -> Placement:
+def choose_placement(needs: Needs, device_memory: int | None) -> OffloadPlacement:
     """Return the placement for an amount of device memory.
 
     Half of the device memory is left to activations, because they are not known. If all states fit
@@ -275,10 +275,10 @@ def choose_placement(needs: Needs, device_memory: int | None) -> Placement:
     """
     wanted = min(needs.num_chunks, PREFETCH * needs.chunks_per_use)
     if device_memory is None:
-        return Placement(1.0, wanted)
+        return OffloadPlacement(1.0, wanted)
     available = device_memory // 2
     if needs.states <= available:
-        return Placement(0.0, wanted)
+        return OffloadPlacement(0.0, wanted)
     slots = min(needs.num_chunks, (available - needs.gradients) // max(1, needs.chunk))
     if slots < needs.chunks_per_use:
         least = 2 * (needs.gradients + needs.chunks_per_use * needs.chunk)
@@ -287,17 +287,17 @@ def choose_placement(needs: Needs, device_memory: int | None) -> Placement:
             f"{least - device_memory:,} bytes for the segment {needs.largest or 'model'!r}: half "
             f"is left to activations; use {least:,} bytes or more"
         )
-    return Placement(1.0, slots)
+    return OffloadPlacement(1.0, slots)
 
 
 def _by_search(
     model: nn.Module,
     chunks: ModelChunks,
     device: torch.device,
-    limits: Limits,
+    limits: OffloadLimits,
     example: Mapping[str, Any],
     early: Early,
-) -> Placement:
+) -> OffloadPlacement:
     """Return the placement with the shortest simulated step for an example batch."""
     refuse_if(
         not isinstance(example, Mapping),
@@ -311,14 +311,14 @@ def _by_search(
     # The allocators of accelerators reserve more bytes than tensors have.
     memory = limits.device - (0 if device.type == "cpu" else limits.device // 20)
     if needs.states + activations <= memory:
-        return Placement(0.0, needs.num_chunks)
+        return OffloadPlacement(0.0, needs.num_chunks)
     disk = Path(limits.directory) if limits.directory else None
     links = find_links(device, next(model.parameters()).dtype, logger.warning, 1, disk)
     forward, backward = [0.0] * len(chunks.segments), [0.0] * len(chunks.segments)
     for use in uses:
         times = backward if use.backward else forward
         times[use.segment] += use.flops / links.flops + use.moved / links.memory
-    engine = chunks.on_meta(Placement(1.0, 0))
+    engine = chunks.on_meta(OffloadPlacement(1.0, 0))
     of_engine = [
         ModelSegment(s.name, 0, s.parameters + s.inherited, lambda *hooks: None)
         for s in chunks.segments
@@ -333,7 +333,7 @@ def _by_search(
         min(free_bytes(Path(limits.directory), "disk"), limits.disk or _UNLIMITED) if disk else 0
     )
     try:
-        best = search([work], Capacity(memory, limits.host, on_disk), links, early)
+        best = search([work], TierBytes(memory, limits.host, on_disk), links, early)
     except NoPlacement as problem:
         missing = {
             "device_memory": problem.needs.device - memory,
@@ -351,7 +351,7 @@ def _by_search(
         100 * (best.num_host - 0.5) / len(work.chunks),
         counted(best.slots, "chunk"),
     )
-    return Placement(
+    return OffloadPlacement(
         (best.num_host - 0.5) / len(work.chunks),
         best.slots,
         max(0.0, best.num_disk - 0.5) / max(1, work.num_trained(best.num_host)),
@@ -362,8 +362,8 @@ _UNLIMITED = 1 << 62
 
 
 def _with_disk(
-    chunks: ModelChunks, placement: Placement, limits: Limits, with_spare: bool
-) -> Placement:
+    chunks: ModelChunks, placement: OffloadPlacement, limits: OffloadLimits, with_spare: bool
+) -> OffloadPlacement:
     """Return a placement with as few states on disk as the host memory allows, and the bytes on the
     host, `with_spare` buffers for early updates of all chunks without states on disk.
 
@@ -378,7 +378,7 @@ def _with_disk(
         isinstance(chunk, ChunkState) and chunk.home is Tier.HOST for chunk in engine.chunks
     )
 
-    def with_chunks(number: int) -> tuple[Placement, int]:
+    def with_chunks(number: int) -> tuple[OffloadPlacement, int]:
         """Return the placement with the states of `number` chunks on disk, and their bytes."""
         changed = placement._replace(disk_share=max(0.0, number - 0.5) / count)  # rounded up
         sizes = chunks.on_meta(changed, with_spare).state_bytes()

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from optimus.checkpoint.slices import writer_in_paper
-from optimus.chunks.placement import Capacity
+from optimus.chunks.placement import TierBytes
 from optimus.chunks.state_file import free_bytes
 from optimus.config import Config
 from optimus.config.machine import Links, load_links
@@ -22,8 +22,8 @@ from optimus.launch.environment import usable_memory
 from optimus.planner.memory import host_memory, rank_memory
 from optimus.planner.placement_search import (
     Decision,
-    Limits,
     PlacementSearch,
+    RankLimits,
     decide_together,
     does_not_fit,
     reserve_of,
@@ -69,8 +69,8 @@ def autotune_placement(
     if offload.mode == "manual" and not (offload.device_memory or offload.host_memory):
         needed = host_memory(config, *rank)
         if needed > host:
-            limits = Limits(0, host, Links())
-            raise does_not_fit("manual", config, Capacity(0, needed), limits, device.type)
+            limits = RankLimits(0, host, Links())
+            raise does_not_fit("manual", config, TierBytes(0, needed), limits, device.type)
         return config
     links = None
     if offload.links:
@@ -120,10 +120,10 @@ def largest_rank(config: Config, mesh: Mesh, pp: int) -> Coordinate:
     return coordinate
 
 
-def limits_of(config: Config, links: Links, device: int, host: int, disk: int = 0) -> Limits:
+def limits_of(config: Config, links: Links, device: int, host: int, disk: int = 0) -> RankLimits:
     """Return the limits of a rank. `device`, `host` and `disk` are the limits without settings."""
     offload = config.offload
-    return Limits(
+    return RankLimits(
         parse_bytes(offload.device_memory) or device,
         parse_bytes(offload.host_memory) or host,
         links,
@@ -136,7 +136,7 @@ def check_limits(decision: Decision, device: str) -> None:
     memory, limits = decision.memory, decision.limits
     allowed = limits.device - reserve_of(limits.device, device)
     if memory.device > allowed or memory.host > limits.host:
-        config, needs = decision.config, Capacity(memory.device, memory.host)
+        config, needs = decision.config, TierBytes(memory.device, memory.host)
         raise does_not_fit(config.offload.mode, config, needs, limits, device)
 
 

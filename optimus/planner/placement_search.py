@@ -10,10 +10,10 @@ from functools import cached_property
 from typing import Any
 
 from optimus.chunks.placement import (
-    Capacity,
     ChunkCost,
     NoPlacement,
-    Placement,
+    SimulatedPlacement,
+    TierBytes,
     Workload,
     search,
     smallest_capacity,
@@ -38,7 +38,7 @@ from optimus.rank.states import PlannedRank, attach, plan_rank, staging_by_chunk
 
 
 @dataclass(frozen=True)
-class Limits:
+class RankLimits:
     """Memory that a rank may use, in bytes, and its rates."""
 
     device: int
@@ -55,8 +55,8 @@ class Decision:
     config: Config
     """The configuration with the settings that execute the placement."""
     memory: RankMemory
-    limits: Limits
-    placement: Placement | None = None
+    limits: RankLimits
+    placement: SimulatedPlacement | None = None
     """The result of the search, if states are on the host by decision of `decide_placement`."""
     on_device: int = 0
     """Bytes on the device if all states were there, if they are on the host by this decision."""
@@ -114,7 +114,7 @@ def _seconds_text(seconds: float | None) -> str:
     return "does not fit" if seconds is None else f"{seconds:.3g} s"
 
 
-def _time_text(placement: Placement) -> str:
+def _time_text(placement: SimulatedPlacement) -> str:
     """Return the simulated time of a step as text."""
     time = placement.time
     text = (
@@ -136,7 +136,7 @@ def decide_placement(
     mesh: Mesh,
     coordinate: Coordinate,
     num_microbatches: int,
-    limits: Limits,
+    limits: RankLimits,
     device: str,
 ) -> Decision:
     """Decide where the states of the rank at `coordinate` are.
@@ -170,7 +170,7 @@ class PlacementSearch:
         mesh: Mesh,
         coordinate: Coordinate,
         num_microbatches: int,
-        limits: Limits,
+        limits: RankLimits,
         device: str,
     ) -> None:
         # The dtype of gradients must not depend on the decision.
@@ -207,27 +207,27 @@ class PlacementSearch:
             memory = rank_memory(plain, *self._rank, self._profiles_of(order))
         if memory.device <= self._allowed:
             if memory.host > limits.host:
-                needs = Capacity(memory.device, memory.host)
+                needs = TierBytes(memory.device, memory.host)
                 raise does_not_fit("auto", self._config, needs, limits, self._device)
             return Decision(plain, memory, limits)
         workloads = [work for work in self._workloads if order in ("", work.order)]
-        early, excess = self._config.offload.early_adam, Capacity(0, 0)
+        early, excess = self._config.offload.early_adam, TierBytes(0, 0)
         while True:
             capacity = self._capacity(excess)
             try:
                 best = search(workloads, capacity, limits.links, early)
             except NoPlacement as problem:
-                needs = Capacity(*map(sum, zip(problem.needs, excess, self._fixed, strict=True)))
+                needs = TierBytes(*map(sum, zip(problem.needs, excess, self._fixed, strict=True)))
                 raise does_not_fit("auto", self._config, needs, limits, self._device) from None
             chosen = self._settings_of(best)
             memory = rank_memory(chosen, *self._rank, self._profiles_of(best.workload.order))
             # The search estimates some bytes, such as those of reductions.
-            lacking = Capacity(
+            lacking = TierBytes(
                 memory.device - self._allowed, memory.host - limits.host, memory.disk - limits.disk
             )
             if max(lacking) <= 0:
                 return Decision(chosen, memory, limits, best, self._on_device.device)
-            excess = Capacity(*(e + max(0, n) for e, n in zip(excess, lacking, strict=True)))
+            excess = TierBytes(*(e + max(0, n) for e, n in zip(excess, lacking, strict=True)))
 
     def seconds(self, decision: Decision) -> float:
         """Return the predicted seconds of a step with a decision."""
@@ -241,12 +241,12 @@ class PlacementSearch:
         """Return the predicted seconds of a step in which all chunks on the host stay in the cache,
         with the order of the pipeline's schedule; None if they do not fit."""
         workloads = [work for work in self._workloads if work.order == "microbatch"]
-        capacity, early = self._capacity(Capacity(0, 0)), self._config.offload.early_adam
+        capacity, early = self._capacity(TierBytes(0, 0)), self._config.offload.early_adam
         with contextlib.suppress(NoPlacement):
             return search(workloads, capacity, self._limits.links, early, all_cached=True).step_s
         return None
 
-    def smallest(self) -> Limits:
+    def smallest(self) -> RankLimits:
         """Return the smallest limit of the device memory with which a placement fits into the host
         memory, and the smallest limit of the host memory with which one fits on the device."""
         try:
@@ -254,26 +254,26 @@ class PlacementSearch:
         except ConfigError:  # states cannot be offloaded
             device = with_reserve(self._on_device.device, self._device)
             return dataclasses.replace(self._limits, device=device, host=self._on_device.host)
-        device, host = smallest_capacity(workloads, self._capacity(Capacity(0, 0)))
+        device, host = smallest_capacity(workloads, self._capacity(TierBytes(0, 0)))
         device = with_reserve(min(device, self._on_device.device), self._device)
         host += self._fixed.host
         if self._on_device.device <= self._allowed:
             host = min(host, self._on_device.host)
         return dataclasses.replace(self._limits, device=device, host=host)
 
-    def _capacity(self, excess: Capacity) -> Capacity:
+    def _capacity(self, excess: TierBytes) -> TierBytes:
         """Return the memory for states and activations. `excess` is memory that the search does not
         know of."""
-        limits = Capacity(self._allowed, self._limits.host, self._limits.disk)
+        limits = TierBytes(self._allowed, self._limits.host, self._limits.disk)
         left = zip(limits, excess, self._fixed, strict=True)
-        return Capacity(*(limit - more - fixed for limit, more, fixed in left))
+        return TierBytes(*(limit - more - fixed for limit, more, fixed in left))
 
     @property
-    def _fixed(self) -> Capacity:
+    def _fixed(self) -> TierBytes:
         """Memory that no placement changes, except that states on disk are copied there."""
-        return Capacity(0, self._on_device.staging)
+        return TierBytes(0, self._on_device.staging)
 
-    def _settings_of(self, best: Placement) -> Config:
+    def _settings_of(self, best: SimulatedPlacement) -> Config:
         """Return the configuration that executes a placement."""
         work = best.workload
         # The engine rounds up.
@@ -510,7 +510,7 @@ def with_reserve(needed: int, device: str) -> int:
 
 
 def does_not_fit(
-    mode: str, config: Config, needs: Capacity, limits: Limits, device: str
+    mode: str, config: Config, needs: TierBytes, limits: RankLimits, device: str
 ) -> ConfigError:
     """Return the error for a run that needs more memory than it may use, with the remedies that
     change the memory that is missing. `mode` is the value of offload.mode."""

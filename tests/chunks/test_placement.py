@@ -11,10 +11,10 @@ import pytest
 
 from optimus.chunks.disk import staging_bytes
 from optimus.chunks.placement import (
-    Capacity,
     ChunkCost,
     NoPlacement,
     Rates,
+    TierBytes,
     Workload,
     cache_benefit,
     search,
@@ -96,7 +96,7 @@ def test_search_equals_a_full_enumeration(seed: int) -> None:
         workload(6, 3, "layer", 60, compute_s, seed),
     ]
     limit = draw.randrange(60, 300)
-    placement = search(works, Capacity(limit, HUGE), LINKS)
+    placement = search(works, TierBytes(limit, HUGE), LINKS)
     times = [
         work.predict(num_host, slots, LINKS).step
         for work in works
@@ -128,10 +128,10 @@ def test_memory_of_a_placement_by_hand() -> None:
 def test_a_limit_that_lacks_a_byte_is_refused_with_the_fewest_bytes() -> None:
     works = [workload(4, device_bytes=5), workload(4, order="layer", device_bytes=9)]
     least = min(w.device(n, 1) for w, n in itertools.product(works, range(1, 5)))
-    assert search(works, Capacity(least, HUGE), LINKS).needs.device == least
-    assert smallest_capacity(works, Capacity(HUGE, HUGE))[0] == least
+    assert search(works, TierBytes(least, HUGE), LINKS).needs.device == least
+    assert smallest_capacity(works, TierBytes(HUGE, HUGE))[0] == least
     with pytest.raises(NoPlacement) as refused:
-        search(works, Capacity(least - 1, HUGE), LINKS)
+        search(works, TierBytes(least - 1, HUGE), LINKS)
     assert refused.value.needs.device == least
 
 
@@ -150,7 +150,7 @@ def large_states(chunks: int, seed: int, sizes: tuple[int, ...]) -> Workload:
     return dataclasses.replace(work, chunks=costs)
 
 
-def enumerate_disk(work: Workload, capacity: Capacity) -> list[tuple[int, int, int]]:
+def enumerate_disk(work: Workload, capacity: TierBytes) -> list[tuple[int, int, int]]:
     """Return all placements that fit: chunks on the host, slots, and chunks on disk."""
     numbers = range(1, len(work.chunks) + 1)
     return [
@@ -171,7 +171,7 @@ def test_search_with_a_disk_equals_a_full_enumeration(seed: int) -> None:
     device = work.device(draw.randint(5, 9), 1)
     most = work.num_trained(9)
     fewest = min(work.host(n, k) for n in range(5, 10) for k in range(work.num_trained(n) + 1))
-    capacity = Capacity(device, draw.randint(fewest, work.host(9)), work.disk(9, most))
+    capacity = TierBytes(device, draw.randint(fewest, work.host(9)), work.disk(9, most))
     fitting = enumerate_disk(work, capacity)
     try:
         placement = search([work], capacity, LINKS)
@@ -189,9 +189,9 @@ def test_search_with_a_disk_equals_a_full_enumeration(seed: int) -> None:
 def test_the_disk_is_used_only_where_the_host_is_too_small() -> None:
     work = large_states(9, 0, (1,))
     device = work.device(7, 1)
-    assert search([work], Capacity(device, HUGE, HUGE), LINKS).num_disk == 0
+    assert search([work], TierBytes(device, HUGE, HUGE), LINKS).num_disk == 0
     fewest = min(work.host(n, work.num_trained(n)) for n in (7, 8, 9))
-    capacity = Capacity(device, fewest, HUGE)
+    capacity = TierBytes(device, fewest, HUGE)
     placement = search([work], capacity, LINKS)
     assert placement.num_disk == work.num_trained(placement.num_host)
     assert smallest_capacity([work], capacity) == (work.device(7, 1), fewest)
@@ -224,7 +224,7 @@ def test_early_updates_shorten_steps_in_which_the_host_delays_the_forward(num_di
     assert work.estimate(9, 9, slow, num_disk, spare) <= early
     if not num_disk:  # fewer spare buffers save less time
         assert early < work.predict(9, 9, slow, 0, work.chunks[1].spare).step < late
-    capacity = Capacity(HUGE, work.host(9) + 2 * spare)
+    capacity = TierBytes(HUGE, work.host(9) + 2 * spare)
     best = search([work], capacity._replace(device=work.device(9, 9)), slow, "auto")
     assert best.updates_early and best.time.step < best.late_s
     idle = slow.model_copy(update={"host_adam": 1e9})
@@ -233,17 +233,17 @@ def test_early_updates_shorten_steps_in_which_the_host_delays_the_forward(num_di
 
 def test_host_limit_keeps_chunks_on_the_device() -> None:
     work = workload(4)
-    placement = search([work], Capacity(HUGE, work.host(2)), LINKS)
+    placement = search([work], TierBytes(HUGE, work.host(2)), LINKS)
     assert placement.num_host <= 2
     with pytest.raises(NoPlacement) as refused:
-        search([work], Capacity(work.device(4, 1), work.host(1)), LINKS)
+        search([work], TierBytes(work.device(4, 1), work.host(1)), LINKS)
     assert refused.value.needs.host == work.host(4)
 
 
 def test_layer_order_is_chosen_for_many_microbatches_on_a_slow_link() -> None:
     slow = LINKS.model_copy(update={"to_device": 1.0, "to_host": 1.0})
     works = [workload(6, 4, "microbatch"), workload(6, 4, "layer")]
-    assert search(works, Capacity(works[0].device(6, 2), HUGE), slow).workload.order == "layer"
+    assert search(works, TierBytes(works[0].device(6, 2), HUGE), slow).workload.order == "layer"
 
 
 SERVERS = {

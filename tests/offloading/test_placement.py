@@ -13,7 +13,7 @@ import optimus
 from optimus.chunks.memory import Tier
 from optimus.errors import ConfigError
 from optimus.offloading.checks import check_bytes
-from optimus.offloading.placement import Needs, Placement, choose_placement
+from optimus.offloading.placement import Needs, OffloadPlacement, choose_placement
 from optimus.offloading.segments import find_segments
 from tests.offloading import models
 from tests.offloading.models import loss_of, tokens, train
@@ -93,11 +93,11 @@ NEEDS = Needs(states=1000, chunk=10, num_chunks=20, chunks_per_use=2, gradients=
 @pytest.mark.parametrize(
     ("memory", "expected"),
     [
-        (None, Placement(1.0, 6)),
-        (2000, Placement(0.0, 6)),  # half of it holds all states
-        (1999, Placement(1.0, 20)),
-        (400, Placement(1.0, 10)),
-        (240, Placement(1.0, 2)),
+        (None, OffloadPlacement(1.0, 6)),
+        (2000, OffloadPlacement(0.0, 6)),  # half of it holds all states
+        (1999, OffloadPlacement(1.0, 20)),
+        (400, OffloadPlacement(1.0, 10)),
+        (240, OffloadPlacement(1.0, 2)),
     ],
 )
 def test_states_are_on_the_device_if_all_fit_and_otherwise_the_cache_fills_its_half(

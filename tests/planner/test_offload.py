@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 
 from optimus.checkpoint.slices import writer_in_paper
-from optimus.chunks.placement import Capacity
+from optimus.chunks.placement import TierBytes
 from optimus.config import make_config
 from optimus.config.machine import Links
 from optimus.distributed.mesh import Coordinate, make_mesh
@@ -17,8 +17,8 @@ from optimus.planner.memory import rank_memory
 from optimus.planner.offload import host_limit, largest_rank
 from optimus.planner.placement_search import (
     Decision,
-    Limits,
     PlacementSearch,
+    RankLimits,
     decide_placement,
     decide_together,
     does_not_fit,
@@ -46,7 +46,7 @@ def decide(
 ) -> Decision:
     config = make_config(tiny_tree("d", "r", **{**WIDE, **AUTO, **settings}))
     mesh = make_mesh(config.parallel)
-    limits = Limits(device, host, links, disk)
+    limits = RankLimits(device, host, links, disk)
     return decide_placement(config, mesh, FIRST, microbatches, limits, device_type)
 
 
@@ -146,7 +146,7 @@ def test_ranks_of_a_pipeline_agree_on_the_order_with_the_shortest_step() -> None
     mesh = make_mesh(config.parallel)
     orders = set()
     for limit in (3_200_000, 3_400_000):
-        limits = Limits(limit, HOST, SLOW_UPLOAD)
+        limits = RankLimits(limit, HOST, SLOW_UPLOAD)
         searches = [
             PlacementSearch(config, mesh, Coordinate(pp, 0, 0, 0), 8, limits, "cpu")
             for pp in range(2)
@@ -347,5 +347,5 @@ def test_compiled_blocks_are_refused_only_if_states_must_be_offloaded() -> None:
 )
 def test_remedies_change_the_memory_that_is_missing(settings, needs, remedies) -> None:
     config = make_config(tiny_tree("d", "r", **AUTO, **settings))
-    error = does_not_fit("auto", config, Capacity(*needs), Limits(1000, 1000, LINKS), "cpu")
+    error = does_not_fit("auto", config, TierBytes(*needs), RankLimits(1000, 1000, LINKS), "cpu")
     assert str(error).split("; ")[-1] == remedies
