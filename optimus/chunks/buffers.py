@@ -8,9 +8,9 @@ its storage is resized to 0 bytes, but the storage object stays: when the storag
 all views are valid. An assignment to `.data` of the views would not reach the views that autograd
 or a recomputation has saved.
 
-A chunk has a home tier. The states of a chunk whose home is the host are in host memory; its
-parameters are on the device while a segment uses them, and its gradients from a backward to their
-reduction.
+The home of a chunk is the tier (device or host) in which its states are between uses. If the home
+is the host, the parameters are copied to the device while a segment uses them, and the gradients
+are on the device from a backward to their reduction.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class ParamChunk:
         chunk: The layout of the chunk.
         groups: Process groups of its parameters.
         home: Tier of `shard`.
-        is_transient: True if `params` has memory only while the parameters are used. This rank
-            keeps `shard` between uses.
+        is_transient: True if `params` has memory only while the parameters are used. Between uses,
+            this rank keeps only `shard`.
         shard_range: The elements of the chunk that are this rank's shard.
         params: [L] in the dtype of the parameters, on the device. Parameters are views of it.
         shard: [L / shards], this rank's shard of the parameters: a separate tensor if
@@ -98,15 +98,15 @@ class ParamChunk:
             yield StateTensor("parameters", tensor, self.chunk)
 
     def view(self, flat: Tensor, slot: Slot) -> Tensor:
-        """Return a parameter's view of a flat [L] buffer."""
+        """Return the elements of a parameter in a flat [L] buffer, as a view with its shape."""
         return flat[slot.start : slot.stop].view(slot.shape)
 
     def gather(self, flat: Tensor) -> Tensor:
-        """Gather a [L / shards] buffer from the ranks of the shard group, and return all L values
+        """Gather the [L / shards] buffers of the ranks of the shard group, and return all L values
         on the device.
 
-        Return the buffer itself if it is on the device and the shard group has one rank. A
-        collective of the shard group.
+        Return the buffer itself if it is on the device and the shard group has one rank. All ranks
+        of the shard group must call this method.
         """
         flat = self._memory.on_device(flat)
         if self.groups.shard_group.size == 1:
@@ -173,7 +173,7 @@ class ChunkState(ParamChunk):
         grad: fp32 [L / shards], the summed gradient; `grads` itself if the states are not sharded
             and their home is the device.
         on_disk: The masters and moments that are placeholders of `disk`, by name. The master of
-            fp32 parameters is never on disk.
+            fp32 parameters is never on disk, because it is `shard`.
     """
 
     def __init__(
@@ -211,7 +211,7 @@ class ChunkState(ParamChunk):
         return ShardBuffers(self.shard, self.master, self.moments)
 
     def new_spare(self, memory: Memory) -> ShardBuffers:
-        """Return new buffers of the lengths, dtypes and tier of `buffers`."""
+        """Return new buffers with the lengths, the dtypes and the tier of `buffers`."""
         shard, master, moments = self.buffers
         spare = {n: memory.new(len(m), m.dtype, self.home) for n, m in moments.items()}
         copy = memory.new(len(shard), shard.dtype, self.home)
@@ -220,9 +220,9 @@ class ChunkState(ParamChunk):
         return ShardBuffers(copy, memory.new(len(master), master.dtype, self.home), spare)
 
     def exchange(self, other: ShardBuffers) -> None:
-        """Exchange the memory of `buffers` with that of other buffers of the same lengths and
-        dtypes. The tensors stay the same objects, so that code that has them reads the new values.
-        """
+        """Exchange the memory of `buffers` with the memory of other buffers of the same lengths and
+        dtypes. The tensor objects are not replaced, so code that refers to them reads the new
+        values."""
         for tensor, others in zip(self.buffers.tensors, other.tensors, strict=True):
             tensor.data, others.data = others.data, tensor.data
 
@@ -266,15 +266,15 @@ class FurtherUse:
     leaf: Tensor
     """Leaf tensor of this use. It shares the parameter's memory, but has a separate gradient."""
     owner: str
-    """Name of the parameter."""
+    """Name under which the parameter is stored in a chunk."""
     stage: int = 0
     """Pipeline stage of the use."""
 
 
 class UseGradBuffer:
     """Gradient of a further use of a parameter. It is reduced like the gradient of an unsharded
-    chunk, since every rank of the reduce group needs the whole sum. Its home is that of the
-    parameter's chunk."""
+    chunk, since every rank of the reduce group needs the whole sum. Its home is the home of the
+    chunk with the parameter."""
 
     def __init__(
         self,
@@ -336,7 +336,7 @@ class FrozenParams:
         self.chunks = chunks
         self._slots = {slot.name: (chunk, slot) for chunk in chunks for slot in chunk.chunk.slots}
         self._wide: list[Tensor] = []
-        """The fp32 tensors that `shards` has returned."""
+        """The fp32 tensors that `shards` has yielded and `settle` has not copied yet."""
 
     @property
     def names(self) -> Iterable[str]:
@@ -347,8 +347,13 @@ class FrozenParams:
         return name in self._slots
 
     def put(self, name: str, values: Tensor, start: int) -> None:
-        """Set elements of a flattened parameter, from index `start`, that are in this rank's
-        shard."""
+        """Set those elements of a parameter that are in this rank's shard.
+
+        Args:
+            name: The parameter.
+            values: 1-D; elements of the flattened parameter.
+            start: Index of the first element of `values` in the flattened parameter.
+        """
         self.settle()  # otherwise a later `settle` would replace these values by older values
         chunk, slot = self._slots[name]
         write_slice(chunk.local_slice(chunk.shard, slot), values, start)
@@ -367,7 +372,8 @@ class FrozenParams:
             yield StateShard(chunk.chunk, chunk.shard_range.start, chunk.groups, {"master": wide})
 
     def settle(self) -> None:
-        """Copy the tensors that `shards` has yielded to this rank's shards, and free them."""
+        """Copy the fp32 tensors that `shards` has yielded to the parameters of this rank's shards,
+        and free the fp32 tensors."""
         for chunk, wide in zip(self.chunks, self._wide, strict=False):
             if wide is not chunk.shard:
                 chunk.shard.copy_(wide)
@@ -380,10 +386,10 @@ def write_slice(
     start: int,
     write: Callable[[Tensor, Tensor], object] = Tensor.copy_,
 ) -> None:
-    """Write elements of a flattened parameter that are in a shard.
+    """Write those elements of a flattened parameter that are in a shard.
 
     Args:
-        local: Result of `ParamChunk.local_slice`.
+        local: The elements of the parameter that the shard has, from `ParamChunk.local_slice`.
         values: 1-D; elements of the flattened parameter.
         start: Index of the first element of `values` in the flattened parameter.
         write: Copies its second argument to the first.

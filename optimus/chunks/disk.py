@@ -43,18 +43,19 @@ core."""
 _BATCH_ELEMENTS = 1 << 22
 """Largest number of elements that `DiskTier.write` copies at a time."""
 _LATE_S = 60.0
-"""Seconds after which a late read or write that no code waits for is a bug."""
+"""Longest delay of a read or write with `Memory.copies` = "late" or "random", in seconds. If no
+code waits for it during this time, there is a bug."""
 _NAN_BYTE = 0xFF
-"""A float of which all bytes have this value is NaN."""
+"""A float is NaN if all its bytes have this value."""
 
 
 def file_bytes(length: int, dtypes: Iterable[torch.dtype]) -> int:
-    """Return the bytes in the file for buffers of `length` elements, one of each dtype."""
+    """Return the bytes that buffers of `length` elements, one for each dtype, take in the file."""
     return sum(round_up(length * dtype.itemsize) for dtype in dtypes)
 
 
 def staging_bytes(sizes: Sequence[int]) -> int:
-    """Return the bytes of the buffers in host memory through which updates move the states.
+    """Return the bytes of the buffers in host memory in which states on disk are updated.
 
     Args:
         sizes: The result of `file_bytes` for the states of each chunk.
@@ -72,11 +73,11 @@ class DiskTier(Closing):
     Args:
         memory: Allocates the buffers in host memory, and counts their bytes and those on disk.
         directory: `offload.disk`.
-        rank: Number of this rank, part of the name of the file.
+        rank: Number of this rank, for the name of the file.
         sizes: The result of `file_bytes` for the states of each chunk. Their sum is the first size
             of the file; `new` extends the file if it is full.
         links: Rates of an emulated device; None to read and write as fast as the disk does.
-        key: As for `StateFile`.
+        key: Name of the setting with the directory, for messages.
 
     Raises:
         ConfigError: The file cannot be created, another run uses it, or the disk is full.
@@ -100,7 +101,7 @@ class DiskTier(Closing):
         """First error of a read, an update or a write. The states are then partly updated and must
         not be used."""
         self._condition = threading.Condition()
-        """Protects `error`, `_free`, and the moments of transfers."""
+        """Protects `error`, `_free`, and `_Transfer.may_begin`."""
         self._free: list[Tensor] = []
         """Buffers in host memory that no chunk uses now."""
         self.staging_bytes = staging_bytes(sizes)
@@ -109,8 +110,9 @@ class DiskTier(Closing):
             flat = memory.new(max(sizes) + ALIGNED, torch.uint8, Tier.HOST)
             self._free.append(align(flat)[: max(sizes)])
         self._reads: dict[int, _Transfer] = {}
-        """States that are read for an update, by the number of the chunk."""
+        """Reads of states for an update, by the number of the chunk."""
         self._writes: list[_Transfer] = []
+        """Writes of updated states that may be in progress, in the order of their start."""
         self._copies = memory.copies if links is None else "early"
         self._chance = random.Random(0)
         self._file: StateFile | None = None
@@ -125,8 +127,8 @@ class DiskTier(Closing):
     # -- buffers ---------------------------------------------------------------------------------
 
     def new(self, length: int, dtype: torch.dtype) -> Tensor:
-        """Return the placeholder of a new buffer of `length` zeros. Raises ConfigError if the disk
-        is full."""
+        """Return the placeholder of a new 1-D buffer of `length` zeros. Raises ConfigError if the
+        disk is full."""
         size = round_up(length * dtype.itemsize)
         whole = self._memory.new(size // dtype.itemsize, dtype, Tier.DISK)
         self._buffers[whole.untyped_storage()._cdata] = whole, self._stop
@@ -141,7 +143,7 @@ class DiskTier(Closing):
 
     def read(self, flat: Tensor) -> Tensor:
         """Return the elements of a 1-D tensor: a copy in host memory if it is on disk, otherwise
-        the tensor itself. Raises OptimusError."""
+        the tensor itself. Raises OptimusError if the file cannot be read."""
         if not self.has(flat):
             return flat
         at = self._range_of(flat)
@@ -150,9 +152,9 @@ class DiskTier(Closing):
         return values.view(flat.dtype)
 
     def map(self, flat: Tensor) -> Tensor:
-        """Return the elements of a 1-D tensor on disk as a map of the file, which takes memory only
-        in the page cache. The map is valid until the next write. A write to it changes no state.
-        Call `flush` first."""
+        """Return the elements of a 1-D tensor on disk as a memory map of the file, which takes
+        memory only in the page cache. The map is valid until the next write of the file. Changes of
+        the map do not change the file. Call `flush` first."""
         start = self._range_of(flat).start
         first = start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
         if not len(flat):
@@ -162,7 +164,7 @@ class DiskTier(Closing):
 
     def write(self, into: Tensor, values: Tensor) -> None:
         """Copy `values` to a 1-D tensor on disk or in memory. Do nothing if they are the same
-        tensor. Raises OptimusError."""
+        tensor. Raises OptimusError if the file cannot be read or written."""
         if self._file is None or not self.has(into):
             if into.data_ptr() != values.data_ptr():
                 into.copy_(values)
@@ -179,7 +181,8 @@ class DiskTier(Closing):
             self._open_file.write(at.aligned_start, buffer)
 
     def zero(self, flat: Tensor) -> None:
-        """Set all elements of a 1-D tensor on disk or in memory to zero. Raises OptimusError."""
+        """Set all elements of a 1-D tensor on disk or in memory to zero. Raises OptimusError if the
+        file cannot be written."""
         for batch in flat.split(_BATCH_ELEMENTS):
             self.write(batch, torch.zeros(len(batch), dtype=flat.dtype, device="cpu"))
 
@@ -207,7 +210,8 @@ class DiskTier(Closing):
 
         Args:
             number: Number of the chunk.
-            states: The placeholders by name, made one directly after the other by `new`.
+            states: The placeholders of the states by name, in the order in which successive calls
+                of `new` have returned them.
         """
         assert number not in self._reads, f"chunk {number} is being read already"
         read = self._reads[number] = self._new_transfer()
@@ -215,8 +219,8 @@ class DiskTier(Closing):
 
     @contextlib.contextmanager
     def updating(self, number: int) -> Iterator[dict[str, Tensor]]:
-        """Wait until the states of a chunk are read. Return a context manager that yields them in
-        host memory, to be updated in place. At its end, they begin to be written. Chunks must be
+        """Context manager that waits until the states of a chunk are read, and yields them in host
+        memory, by name, to be updated in place. At its end, it starts to write them. Chunks must be
         updated in the order of `begin_read`.
 
         Raises:
@@ -232,7 +236,8 @@ class DiskTier(Closing):
                 old = torch.full((len(staged.content) + ALIGNED,), _NAN_BYTE, dtype=torch.uint8)
                 self._open_file.write(staged.start, align(old)[: len(staged.content)])
             write = self._new_transfer()
-            # This fails after the end of the main thread, and a read may wait for the buffer.
+            # After the end of the main thread, `submit` raises an error. `fail` then also ends a
+            # read that waits for this buffer.
             write.job = self._writer.submit(self._write_states, staged, write, time.monotonic())
         except BaseException as error:
             self.fail(error)
@@ -245,7 +250,7 @@ class DiskTier(Closing):
         """Wait until all writes are complete. Raises the first error of a read, an update or a
         write."""
         while self._writes:
-            self._wait_for(self._writes.pop(0))  # `error` has the first exception of all
+            self._wait_for(self._writes.pop(0))  # raises no error of the write; `check` does
         self.check()
 
     def check(self) -> None:
@@ -292,7 +297,7 @@ class DiskTier(Closing):
         self.check()
 
     def _new_buffer(self) -> Tensor:
-        """Return a free buffer. Wait for one if there is none."""
+        """Return a free buffer of host memory. Wait until there is one."""
         with self._condition:
             while not self._free:
                 self.check()
@@ -340,18 +345,19 @@ class DiskTier(Closing):
 
     @staticmethod
     def _keep_pace(pace: Pace | None, staged: _Staged, ready: float) -> None:
-        """Wait for the time that an emulated disk takes. The bytes move at the end of this time, so
-        that a missing wait changes results."""
+        """Wait for the time that an emulated disk takes. The caller moves the bytes afterwards, so
+        that code that does not wait for the transfer gets wrong results, which tests detect."""
         if pace is not None:
             pace.run(lambda: None, len(staged.content), ready)
 
 
 @dataclass
 class _Transfer:
-    """A read or a write of the states of a chunk. It begins as soon as its thread is free or, in
-    tests with late copies, when code waits for it."""
+    """A read or a write of the states of a chunk. It begins as soon as its thread is free or, if it
+    is late (`Memory.copies`), when code waits for it."""
 
     may_begin: bool
+    """False for a late transfer until code waits for it."""
     job: Future[Any] | None = None
 
 
@@ -361,15 +367,16 @@ class _Staged(NamedTuple):
     start: int
     """First byte in the file."""
     content: Tensor
-    """All bytes of the states, uint8."""
+    """All bytes of the states, as a 1-D uint8 view of `buffer`."""
     tensors: dict[str, Tensor]
     """The states by name, views of `content`."""
     buffer: Tensor
-    """The buffer that begins with `content`."""
+    """The whole buffer of host memory, 1-D uint8. `content` is its first elements."""
 
 
 class _Range(NamedTuple):
-    """Bytes of a view in the file, and the smallest aligned range that contains them."""
+    """Offsets in the file: the bytes [start, stop) of a tensor, and the smallest aligned range that
+    contains them."""
 
     start: int
     stop: int
@@ -377,7 +384,7 @@ class _Range(NamedTuple):
     aligned_stop: int
 
     def new_buffer(self) -> tuple[Tensor, Tensor]:
-        """Return a new uint8 buffer for the aligned range, and the view of it for the bytes."""
+        """Return a new uint8 buffer for the aligned range, and its view for [start, stop)."""
         size = self.aligned_stop - self.aligned_start
         buffer = align(torch.empty(size + ALIGNED, dtype=torch.uint8))[:size]
         return buffer, buffer[self.start - self.aligned_start :][: self.stop - self.start]

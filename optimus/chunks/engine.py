@@ -59,8 +59,8 @@ class ChunkEngine:
         everyone: Group of all ranks.
         compiled: True if torch.compile will trace the module.
         overlap: True to reduce gradients during the last backward of a step, not after it.
-        residency: Settings for gradients and parameters that are whole only while they are needed.
-            If `residency` divides gradients or parameters, call `attach` before the first step.
+        residency: Settings that determine the tier of the states, and when parameters and gradients
+            are whole. If it divides gradients, call `attach` before the first step.
         device: Device of the tier DEVICE, to which the parameters are moved; None for the device of
             the first parameter.
 
@@ -116,7 +116,7 @@ class ChunkEngine:
         """The chunks of trained parameters."""
         self.frozen = FrozenParams([c for c in self._all if not isinstance(c, ChunkState)])
         self._frozen_uses: dict[str, str] = {}
-        """For each further use of a frozen parameter, the parameter."""
+        """Name of the frozen parameter, by the name of its further use."""
         self._updates = UpdateQueue(
             optimizer,
             None if links is None else links.host_adam,
@@ -143,11 +143,11 @@ class ChunkEngine:
             rounds=residency.rounds_gradients,
         )
         self._spare: dict[int, ShardBuffers] = {}
-        """For each chunk that has spare buffers for early updates, these buffers."""
+        """Spare buffers for early updates, by the number of the chunk."""
 
     def add_spare(self, limit: float) -> None:
-        """Make spare buffers for early updates (`UpdateQueue`) of as many chunks on the host as
-        `limit` bytes allow: the last ones, whose gradients backward completes first."""
+        """Make spare buffers of at most `limit` bytes for early updates (`UpdateQueue`) of chunks
+        on the host: those of the last chunks, whose gradients backward completes first."""
         states = [s for s in self._by_first_use if s.home is Tier.HOST and not s.on_disk]
         for state in (states[n] for n in choose_spare([s.buffers.nbytes for s in states], limit)):
             spare = self._spare[state.chunk.number] = state.new_spare(self.memory)
@@ -314,7 +314,7 @@ class ChunkEngine:
         """Clear the gradients and the cache of parameters before the first pass of a step.
 
         Args:
-            expected: The probable arguments of `update`, to begin updates early, or None.
+            expected: The probable `lr` and `grad_scale` of `update`; None for no early updates.
         """
         self.gradients.start()
         self.expect_update(expected)
@@ -322,7 +322,7 @@ class ChunkEngine:
             self.params.start_step()
 
     def expect_update(self, expected: tuple[float, float] | None) -> None:
-        """Discard early updates. `expected` is as for `start_step`."""
+        """Discard the early updates so far. `expected` is as for `start_step`."""
         self._updates.start_step(expected)
 
     def grad_norm(self) -> float:
@@ -470,8 +470,8 @@ class ChunkEngine:
 
         Returns:
             The bytes of each of KINDS and "padding", in all tiers; "host", the bytes in host
-            memory, with the memory to which gradients are copied and that for states on disk;
-            "disk", the bytes on disk; and "total", the bytes on the device.
+            memory, with the buffers through which gradients and states on disk are copied; "disk",
+            the bytes on disk; and "total", the bytes on the device.
         """
         tensors = [tensor for chunk in self._all for tensor in chunk.state_tensors()]
         tensors += [t for buffers in self._spare.values() for t in buffers.state_tensors()]
@@ -500,12 +500,12 @@ class ChunkEngine:
         device_bytes: int,
         reductions: int,
     ) -> Workload:
-        """Return the work of a training step for a search of the placement of the chunks. Call this
-        after `attach`, on an engine whose chunks are all on the host.
+        """Return the work of a training step, from which `optimus.chunks.placement.search` selects
+        the placement. Call this after `attach`, on an engine whose chunks are all on the host.
 
         Args:
-            order: Order of the microbatches.
-            chunk_length: Target length of the chunks.
+            order: Order of the microbatches, as `Workload.order`.
+            chunk_length: Target length of the chunks, in elements.
             segments: As for `attach`.
             forward_s, backward_s: Seconds that each segment computes for one microbatch.
             device_bytes: Bytes of activations and other tensors on the device.
@@ -572,8 +572,8 @@ class ChunkEngine:
 
     @property
     def temporary_bytes(self) -> int:
-        """Largest device memory that gradients and their reductions need during a backward in
-        addition to `state_bytes`. Call this after `attach`."""
+        """Largest number of bytes on the device that gradients and their reductions need during a
+        backward, in addition to `state_bytes`. Call this after `attach`."""
         return self.gradients.temporary_bytes()
 
     @property

@@ -1,6 +1,6 @@
-"""Gradients of a rank from backward to the update: their accumulation, and when they are reduced.
+"""Accumulation of a rank's gradients in backward, and the order and time of their reductions.
 
-optimus/chunks/reductions.py adds them up over microbatches and ranks.
+optimus/chunks/reductions.py adds the gradients over microbatches and ranks.
 
 The collectives of a group must be launched in the same order on all ranks. Therefore the reductions
 of a stage's buckets have a fixed order: the reverse order of first use, in which backward completes
@@ -48,12 +48,14 @@ class GradBucket:
 
     buffer: GradBuffer
     leaves: dict[str, Tensor]
-    """Leaves by name, in order of first use."""
+    """Leaf tensors whose gradients are in `buffer`, by name, in order of first use."""
     missing: set[str] = field(default_factory=set)
-    """Names of the leaves that still wait for their last gradient of the step. Empty outside of
+    """Names of the leaves that have not received their last gradient of the step. Empty outside of
     `last_backward`."""
     is_ready: bool = False
+    """True if the gradients are complete, so that they can be reduced."""
     is_launched: bool = False
+    """True if the reduction has started."""
 
 
 class GradReducer:
@@ -183,12 +185,13 @@ class GradReducer:
             self.expect_backwards(stage, sum(p.backward and p.stage == stage for p in passes))
 
     def expect_backwards(self, stage: int, backwards: int) -> None:
-        """Let the host compute the squares of the gradients of a stage, and begin early updates,
-        after this number of backward passes of a step. Another number of passes costs time only.
-        Call this after `attach`, between two steps."""
+        """Set the number of backward passes of a stage in a step. After this number of passes, the
+        host computes the squares of the stage's gradients and begins early updates. If a step has
+        another number of passes, this work is discarded, which costs only time. Call this after
+        `attach`, between two steps."""
         assert isinstance(self._strategy, ReducePerMicrobatch)
         shared = (*self._stage_groups, *self.owner_of.values())
-        changed = {self._by_name[name][0] for name in shared}  # by `finish`
+        changed = {self._by_name[name][0] for name in shared}  # `finish` changes their gradients
         reductions = backwards if self._reduces_each else min(backwards, 1)
         for buffer in self._first_segment:
             of_stage = isinstance(buffer, ChunkState) and buffer.groups.stage == stage
@@ -214,7 +217,8 @@ class GradReducer:
             return
 
         def widen(leaf: Tensor) -> None:
-            if leaf.grad is not None:  # None if it is deferred, or written without autograd
+            # The gradient is None if it is deferred, or if a module has added it to `view` itself.
+            if leaf.grad is not None:
                 view.add_(leaf.grad)
                 leaf.grad = None
 
@@ -234,16 +238,18 @@ class GradReducer:
 
     @property
     def staging_bytes(self) -> tuple[int, int]:
-        """As for `ReducePerMicrobatch`."""
+        """`ReducePerMicrobatch.staging_bytes`; zeros with `ReduceOnce`."""
         strategy = self._strategy
         return strategy.staging_bytes if isinstance(strategy, ReducePerMicrobatch) else (0, 0)
 
     def temporary_bytes(self) -> int:
-        """Return the largest device memory that gradients and their reductions need during a
-        backward in addition to the tensors between steps. Call this after `attach`.
+        """Return the largest number of bytes on the device that gradients and their reductions need
+        during a backward, in addition to the tensors that exist between steps. Call this after
+        `attach`.
 
-        A freed buffer has memory from the backward of its last segment to its reduction after the
-        backward of its first segment. Then its gradients are copied to the host.
+        Backward visits the segments in reverse. A buffer that is freed between steps therefore has
+        memory from the backward of its last segment to the reduction after the backward of its
+        first segment. If its home is the host, its gradients are then copied to the host.
         """
         strategy = self._strategy
         if not self._frees_buffers:
@@ -260,8 +266,8 @@ class GradReducer:
         return int(most_gradients(together, sizes, copied, self.reduction_bytes)[-1])
 
     def allocated_together(self) -> Iterator[set[GradBuffer]]:
-        """Yield, for each segment, the buffers that have memory during its backward, if they are
-        freed. Call this after `attach`."""
+        """Yield, for each segment, the buffers that have memory during its backward if every buffer
+        is freed after its reduction. Call this after `attach`."""
         last = {b: n for n, (_, of_segment) in enumerate(self._segments) for b in of_segment}
         for number, (stage, _) in enumerate(self._segments):
             if self._frees_early:
@@ -271,12 +277,12 @@ class GradReducer:
 
     @property
     def reduction_bytes(self) -> int:
-        """Largest device memory of the temporary tensors of reductions."""
+        """Largest number of bytes on the device of the temporary tensors of reductions."""
         sizes = sorted(self._strategy.temporary_bytes(buffer) for buffer in self._buffers())
         return sum(sizes[-self._strategy.max_in_flight :])
 
     def copied_bytes(self, buffer: GradBuffer) -> int:
-        """As for `ReducePerMicrobatch`."""
+        """Return `ReducePerMicrobatch.copied_bytes` of a buffer."""
         assert isinstance(self._strategy, ReducePerMicrobatch)
         return self._strategy.copied_bytes(buffer)
 
@@ -298,8 +304,9 @@ class GradReducer:
         self._in_step = True
 
     def before_backward(self, stage: int) -> None:
-        """Allocate the freed buffers of a stage, unless `attach` was called with `early`. Call this
-        before each backward action (B, I or W) of the stage."""
+        """Allocate the freed buffers of a stage, unless `attach` was called with `early` (then
+        `before_segment_backward` allocates them). Call this before each backward action (B, I or W)
+        of the stage."""
         if not self._frees_early:
             for segment_stage, buffers in self._segments:
                 if segment_stage == stage:
@@ -318,13 +325,13 @@ class GradReducer:
     def last_backward(
         self, stage: int, expected: Collection[Tensor] | None = None
     ) -> Iterator[None]:
-        """Return a context manager for the last backward of a stage in a step. Within its context,
-        with overlap, a bucket is reduced as soon as its gradients are complete.
+        """Return a context manager for the last backward of a stage in a step. With `overlap`,
+        each bucket is reduced in this context as soon as its gradients are complete.
 
         Args:
             stage: The stage.
-            expected: The leaves that receive a gradient in the context; None if all may. A bucket
-                without any of them is complete at once.
+            expected: The leaves that receive a gradient in the context; None if all may receive
+                one. A bucket without such a leaf is complete at once.
         """
         buckets = self._buckets.get(stage, []) if self._overlaps else []
         wanted = None if expected is None else set(map(id, expected))
@@ -407,9 +414,8 @@ class GradReducer:
                 yield bucket.buffer
 
     def _on_grad(self, bucket: GradBucket, name: str, leaf: Tensor) -> None:
-        """Record that backward has added the gradient of `leaf`, the parameter `name`. If it was
-        the last missing gradient of `bucket`, launch the reductions of the buckets that are
-        ready."""
+        """Record that backward has added the gradient of `leaf`, the parameter `name`. If no other
+        gradient of `bucket` is missing, launch the reductions of the buckets that are ready."""
         assert not bucket.is_launched, f"the gradient of {name} came after its bucket was reduced"
         if name in bucket.missing:
             bucket.missing.discard(name)

@@ -32,7 +32,7 @@ class ParamProcessGroups:
     """Ranks of `reduce_group` that have the same shard of the states."""
     partial_group: Group = ALONE
     """Tensor-parallel ranks that have copies of the parameter, for example of the weight of a norm.
-    Each computes one summand of the gradient."""
+    Each rank computes a partial gradient. The gradient is the sum of the partial gradients."""
     copy_axes: tuple[str, ...] = ()
     """Mesh axes along which ranks have the same shard of the states."""
     stage_group: Group = ALONE
@@ -40,6 +40,7 @@ class ParamProcessGroups:
     its use of the parameter, and these gradients are added up. In the gradient norm, only the copy
     of the first stage counts."""
     options: ParamOptions = DEFAULT_OPTIONS
+    """Options of the optimizer for the parameter."""
     is_first_copy: bool = field(default=True, compare=False)
     """True on the first of the ranks that have the same shard of the states."""
 
@@ -85,7 +86,12 @@ def check_same_params(
     """Check that the ranks of each reduce group have the same parameters in the same order.
 
     All ranks must call this function, in which they exchange a few hashes. Parameters on the meta
-    device are not checked, since `optimus plan` computes in a single process.
+    device are not checked, since `optimus plan` creates them in a single process.
+
+    Args:
+        named: Parameters of this rank by name.
+        groups_of: Process groups of each parameter by name.
+        everyone: Group of all ranks.
 
     Raises:
         ConfigError: The ranks differ. The message, the same on all ranks, names the first

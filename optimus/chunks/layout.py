@@ -6,8 +6,8 @@ and freed as a whole. The optimizer states of a chunk are divided evenly over it
 
 Lengths and offsets are in elements. Every parameter and every shard starts at a multiple of
 ALIGNMENT elements: 64 bytes in bf16, the narrowest dtype. Without this alignment, the layout would
-change the results: matrix products of unaligned views round differently, and a fused update may use
-another formula for an unaligned end.
+change the results: matrix products of unaligned views round differently, and a fused optimizer
+update may compute the last, unaligned elements with another formula.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from functools import cached_property
 ALIGNMENT = 32
 """Number of elements of a two-byte dtype in 64 bytes."""
 KINDS = ("parameters", "gradients", "masters", "moments", "deterministic", "tied")
-"""Kinds of states. "parameters" have the training dtype. "gradients" are the gradients of whole
-chunks and their sums in shards. "deterministic" are the sums in deterministic mode, to which
-microbatches are added in order. "tied" are the gradients of further uses of parameters."""
+"""Kinds of states, whose bytes are counted separately. "parameters" have the training dtype.
+"gradients" are the gradients of whole chunks, and this rank's shards of their sums. "deterministic"
+are the sums of deterministic mode, to which microbatches are added in order. "tied" are the
+gradients of further uses of parameters (`optimus.chunks.buffers.FurtherUse`)."""
 MAX_WASTE = 0.01
-"""Fraction of the elements of a class. `best_length` compares the padding of chunk lengths in steps
-of a quarter of this fraction."""
+"""Small padding of a class, as a fraction of its elements. `best_length` rounds the padding of each
+chunk length down to a multiple of a quarter of this fraction before it compares lengths."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Slot:
     name: str
     shape: tuple[int, ...]
     chunk: int
-    """Number of the chunk in the layout."""
+    """Index of the chunk in `ChunkLayout.chunks`."""
     start: int
     """Index of the parameter's first element in the chunk."""
 
@@ -66,10 +67,12 @@ class Slot:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A flat buffer of several parameters."""
+    """Layout of a chunk: a flat buffer that contains several parameters."""
 
     number: int
+    """Index of the chunk in `ChunkLayout.chunks`."""
     key: Hashable
+    """`Parameter.key` of all parameters in the chunk."""
     length: int
     """Number of elements, a multiple of `reduce_size` * ALIGNMENT. All chunks of a key have the
     same length, except the last, which is only as long as its parameters need."""
@@ -157,6 +160,11 @@ def best_length(sizes: Sequence[int], target: int, reduce_size: int) -> int:
     total length of each sequence of consecutive parameters that begins with one of the first
     parameters. Models repeat their layers, so a length that fits the parameters of some layers also
     fits those of later layers.
+
+    Args:
+        sizes: Number of elements of each parameter of the class, in order of first use.
+        target: Desired number of elements of a chunk.
+        reduce_size: Number of ranks in the reduce group of the class.
     """
     step = reduce_size * ALIGNMENT
     padded = [_round_up(size, ALIGNMENT) for size in sizes]
@@ -174,8 +182,8 @@ def best_length(sizes: Sequence[int], target: int, reduce_size: int) -> int:
 
 
 _FIRSTS = 64
-"""Number of parameters, from the first on, with which `best_length` begins a sequence. They belong
-to several layers."""
+"""Number of first parameters of a class with which the sequences of `best_length` begin. This many
+parameters belong to several layers."""
 
 
 def _wasted(ends: Sequence[int], length: int, step: int) -> int:

@@ -2,8 +2,8 @@
 
 Each buffer is in the tier DEVICE, HOST or DISK. On a CPU, the first two are the memory of the
 machine, and the device is emulated: a copy moves the same bytes between the same buffers as on an
-accelerator. With `Links`, copies and updates on an emulated device also take the time that the
-rates of the links determine. `optimus.chunks.disk` reads and writes buffers on disk.
+accelerator. With `Links`, copies and updates on an emulated device also take the time that they
+take at the rates of the links. `optimus.chunks.disk` reads and writes buffers on disk.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Action = Callable[[], Any]
 
 
 class Tier(Enum):
-    """Memory in which a buffer is."""
+    """Memory in which a buffer is stored."""
 
     DEVICE = "device"
     HOST = "host"
@@ -35,14 +35,14 @@ class Tier(Enum):
 
 
 class Copy:
-    """A copy from one tier to the other, which may be in progress."""
+    """A copy between the device and the host, which may be in progress."""
 
     def __init__(self, complete: Action) -> None:
         self._complete: Action | None = complete
 
     def wait(self) -> None:
-        """Wait until the copy is complete. May be called more than once. Raises the error of an
-        action that belongs to the copy."""
+        """Wait until the copy is complete. May be called more than once. If `after` or `then` of
+        `Memory.copy` has failed, raise its error."""
         if self._complete is not None:
             self._complete()
             self._complete = None
@@ -63,7 +63,7 @@ class Pace:
 
         Args:
             job: The job.
-            size: Units that the job takes.
+            size: Number of units, such as the bytes to copy.
             ready: Time of `time.monotonic` from which the resource can begin the job, if it has
                 completed the previous one.
         """
@@ -73,12 +73,12 @@ class Pace:
 
 
 def worker(name: str, threads: int) -> ThreadPoolExecutor:
-    """Return a thread that runs jobs in their order.
+    """Return an executor with one thread, which runs jobs one after the other.
 
-    Its operations use `threads` threads. In deterministic mode, their results do not depend on this
-    number.
+    Operations of torch in the jobs use `threads` threads. In deterministic mode, their results do
+    not depend on this number.
     """
-    # OpenMP in a new thread would use all cores.
+    # By default, OpenMP would use all cores for the operations of a new thread.
     return ThreadPoolExecutor(1, name, torch.set_num_threads, (threads,))
 
 
@@ -100,8 +100,8 @@ class _CopyThread:
     """One direction of the link between the device and the host: a thread that makes copies one
     after the other, and a second thread for the work that follows a copy.
 
-    On an accelerator, copies use a separate stream. They begin when the operations that the caller
-    has launched before are complete.
+    On an accelerator, copies use a separate stream. A copy begins when the operations that the
+    caller launched before it are complete.
     """
 
     def __init__(self, name: str, device: torch.device, rate: float, threads: int) -> None:
@@ -178,11 +178,12 @@ class Memory:
         device: Device of the tier DEVICE. On the meta device, the host buffers are meta tensors,
             too.
         poison: True to fill freed buffers with NaN.
-        copies: Time at which copies on a CPU without `links` take place, for tests: "early", at
-            their start, or in `Copy.wait` if they must wait for an action; "late", in `Copy.wait`;
-            "random", at one of both. `optimus.chunks.disk.DiskTier` uses the same times.
+        copies: Time at which copies on a CPU without `links` take place, for tests. "early": in
+            `copy` or, if the copy has an action `after`, in `Copy.wait`. "late": in `Copy.wait`.
+            "random": at one of these two times. `optimus.chunks.disk.DiskTier` uses the same
+            values.
         links: Rates of the links of an emulated device. Copies then take place in the background.
-            They have no effect on an accelerator.
+            On an accelerator, `links` has no effect.
     """
 
     def __init__(
@@ -196,25 +197,26 @@ class Memory:
         self.poison = poison
         self.copies, self._chance = copies, random.Random(0)
         self._links = links
-        # The threads of autograd may have another number.
+        # Read here, because torch.get_num_threads() may differ in the threads of autograd.
         self.num_threads = update_threads(torch.get_num_threads(), device)
         """Number of threads for work on the host while the model computes."""
         self._threads: dict[Tier, _CopyThread] = {}
         """The threads by the tier of the target. They are started at the first copy."""
         self.num_copied = 0
-        """Bytes copied from one tier to the other."""
+        """Bytes copied between the device and the host, in both directions."""
         self._tiers: dict[int, Tier] = {}
         """Tier of each buffer that this object has made, by its storage."""
         self._freed: set[int] = set()
+        """Storages of the buffers that are freed."""
         self._locked: list[Tensor] = []
         """Buffers in page-locked host memory."""
         self.num_bytes = dict.fromkeys(Tier, 0)
         """Bytes of the buffers that are not freed."""
 
     def new(self, length: int, dtype: torch.dtype, tier: Tier = Tier.DEVICE) -> Tensor:
-        """Return a new buffer of `length` zeros. This object keeps a reference to it only if
-        `close` must unlock its memory. A buffer on disk is a meta tensor, a placeholder for
-        `optimus.chunks.disk.DiskTier`."""
+        """Return a new 1-D buffer of `length` zeros in a tier. For the tier DISK, return a tensor
+        on the meta device, a placeholder for `optimus.chunks.disk.DiskTier`. This object refers to
+        the buffer only if `close` must unlock its memory."""
         device = torch.device("meta") if tier is Tier.DISK else self._device
         if tier is Tier.DEVICE or device.type == "meta":
             flat = torch.zeros(length, dtype=dtype, device=device)
@@ -267,16 +269,17 @@ class Memory:
         after: Action | None = None,
         then: Action | None = None,
     ) -> Copy:
-        """Start to copy `values` to a tensor in the other tier.
+        """Start to copy `values` from the device to the host or from the host to the device.
 
-        Until `wait` of the returned Copy, the memory of both must not be used otherwise.
+        Other code must use neither tensor until `wait` of the returned Copy has returned.
 
         Args:
             into: The target.
-            values: A tensor of the same dtype.
-            after: Waits until `values` may be read; None if they may be read now.
-            then: Called on the host when `into`, which must be in host memory, is filled. It may
-                run in another thread, in the order of the copies; `Copy.wait` waits for it.
+            values: A tensor of the same dtype and length.
+            after: Function that waits until `values` may be read; None if they may be read now.
+            then: Function that is called on the host when the copy to `into`, which must be in host
+                memory, is complete. It may run in another thread, in the order of the copies.
+                `Copy.wait` waits for it.
         """
         self.num_copied += values.nbytes
         if (thread := self._thread_of(values)) is not None:
@@ -300,7 +303,7 @@ class Memory:
         return copy
 
     def _thread_of(self, values: Tensor) -> _CopyThread | None:
-        """Return the thread for a copy of `values`; None if copies have none."""
+        """Return the thread for a copy of `values`; None if the caller makes the copy itself."""
         device = self._device
         if device.type == "meta" or (device.type == "cpu" and self._links is None):
             return None

@@ -16,8 +16,8 @@ _BLOCK = 1 << 16
 
 
 def squares_of(flat: Tensor, exact: bool) -> Tensor:
-    """Return the sum of the squares of a 1-D tensor, on the device of the tensor, for the argument
-    `known` of `exact_norm` or, if `exact` is False, of `fast_norm`."""
+    """Return the sum of the squares of a 1-D tensor, on the device of the tensor: an fp64 scalar
+    for `fast_norm` or, if `exact`, the bins of `optimus_kernels.square_bins_` for `exact_norm`."""
     if exact:
         bins = new_bins(flat.device)
         square_bins_(bins, flat)
@@ -41,8 +41,8 @@ def fast_norm(
     squares = []
     for flat, square in zip(flats, known, strict=True):
         squares.append((squares_of(flat, False) if square is None else square).to(device))
-    # Finite values may have squares that overflow fp32. All tensors are checked at once, so that
-    # the host waits for the device only once.
+    # Squares of finite fp32 values may overflow fp32. They are then computed again in fp64. All
+    # sums are checked at once, so that the host waits for the device only once.
     if squares and not bool(torch.stack(squares).isfinite().all()):
         squares = [flat.double().square().sum().to(device) for flat in flats]
     for square in squares:

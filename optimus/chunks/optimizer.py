@@ -1,10 +1,10 @@
 """Optimizers that update shards of chunks. An optimizer declares its moments, and each shard has
 memory for them.
 
-There is no Adafactor and no SM3. They keep a statistic for each row and column instead of each
-element. Such an optimizer would need shards that begin with a row, and therefore slots whose start
-and length are multiples of a row. It would also have to reduce its statistics of columns over the
-shard group, with a sum (Adafactor) or a maximum (SM3).
+Adafactor and SM3 are not implemented. They keep a statistic for each row and column of a parameter
+instead of each element. Such an optimizer would need shards that begin with a row, and therefore
+slots whose start and length are multiples of a row. It would also have to reduce its statistics of
+columns over the shard group, with a sum (Adafactor) or a maximum (SM3).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Optimizer(Protocol):
     """Dtype of each moment, by name. Moments are the states of an element other than its master
     weight. Checkpoint files use the same names."""
     num_updates: int
-    """Number of updates, including the current one. A bias correction uses it."""
+    """Number of updates, including the current one, for the bias correction."""
 
     def update(self, state: ChunkState, lr: float, grad_scale: float) -> None:
         """Update a chunk's shard of masters, moments and parameters from its `grad`.
@@ -48,7 +48,8 @@ class Optimizer(Protocol):
     def update_into(
         self, into: ShardBuffers, state: ChunkState, lr: float, grad_scale: float, number: int
     ) -> None:
-        """Write the states after the update to other buffers. The chunk keeps its states.
+        """Write the states after the update to other buffers. The states of the chunk are not
+        changed.
 
         Args:
             into: The buffers, with the lengths and dtypes of `state.buffers`.
@@ -104,10 +105,11 @@ def _states_of(buffers: ShardBuffers) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class _EarlyUpdate(NamedTuple):
-    """An update of a chunk that began before `UpdateQueue.add`."""
+    """An update of a chunk that was submitted before `UpdateQueue.add`."""
 
     job: Future[None]
     into: ShardBuffers
+    """Buffers for the states after the update."""
     arguments: tuple[float, float, int]
     """Learning rate, factor of the gradient, and number of the update."""
 
@@ -119,9 +121,10 @@ class UpdateQueue:
     or the gradients of a chunk must first wait for its update.
 
     An update may begin during the backward pass, before the norm of all gradients is known. Such an
-    early update expects that the norm will not be clipped, and writes to spare buffers. `add`
-    exchanges them with the states of the chunk if the expectation was right. Otherwise the chunk is
-    updated as if there had been no early update.
+    early update uses the expected arguments of `add`, which assume that the gradients will not be
+    clipped, and writes to spare buffers. If `add` has these arguments, the spare buffers are
+    exchanged with the states of the chunk. Otherwise the chunk is updated as if there had been no
+    early update.
 
     Args:
         optimizer: Updates a chunk.
@@ -129,7 +132,8 @@ class UpdateQueue:
             fast as this machine does.
         threads: Number of threads of an update.
         poison: True to fill spare buffers with NaN, for tests.
-        disk: Has the states of the chunks with `on_disk`. These chunks are not updated early.
+        disk: Tier that contains the states on disk of some chunks (`ChunkState.on_disk`). These
+            chunks are not updated early.
     """
 
     def __init__(
@@ -145,6 +149,7 @@ class UpdateQueue:
         self._poison = poison
         self._thread: ThreadPoolExecutor | None = None
         self._pending: dict[int, Future[None]] = {}
+        """Updates that `add` has submitted and no `wait` has removed, by chunk."""
         self._lock = threading.Lock()
         """Protects all attributes below, and removals from `_pending`."""
         self._error: BaseException | None = None
@@ -161,11 +166,11 @@ class UpdateQueue:
         self._keep_spare(buffers)
 
     def start_step(self, expected: tuple[float, float] | None) -> None:
-        """Discard the early updates of a step that has no update, and start a step.
+        """Start a step. Discard early updates of the previous step for which `add` was not called.
 
         Args:
-            expected: The arguments `lr` and `grad_scale` that `add` will probably have; None to
-                begin no update early.
+            expected: The arguments `lr` and `grad_scale` that `add` will probably have; None for a
+                step without early updates.
         """
         self.stop_early()
         with self._lock:
@@ -193,12 +198,13 @@ class UpdateQueue:
         with self._lock:
             if (early := self._early.pop(number, None)) is not None:
                 early.job.cancel()
-                # A job that still writes to the buffers precedes the next one in the same thread.
+                # The job may still write to the buffers. The next job that uses the buffers runs in
+                # the same thread, after this job.
                 self._keep_spare(early.into)
 
     def stop_early(self) -> None:
-        """Cancel the early updates that have not started, and begin no more. Call this before the
-        first `add` of a step, so that the chunks are updated in the order of these calls."""
+        """Cancel the early updates that have not started, and begin no others. Call this before the
+        first `add` of a step, so that the chunks are updated in the order of the calls of `add`."""
         with self._lock:
             self._expected = None
             for early in self._early.values():
@@ -236,8 +242,8 @@ class UpdateQueue:
         return self._thread.submit(job)
 
     def _finish(self, early: _EarlyUpdate, state: ChunkState, lr: float, grad_scale: float) -> None:
-        """Use an early update, which is complete, or update the chunk if it was not the right
-        one."""
+        """Use the result of an early update if its arguments were those of the update. Otherwise
+        update the chunk."""
         early.job.result()
         if early.arguments == (lr, grad_scale, self._optimizer.num_updates):
             state.exchange(early.into)
@@ -253,7 +259,7 @@ class UpdateQueue:
             self._update_now(state.with_states(tensors), lr, grad_scale)
 
     def _update_now(self, state: ChunkState, lr: float, grad_scale: float) -> None:
-        """Update a chunk in this thread, at the rate of an emulated host."""
+        """Update a chunk in this thread. On an emulated host, take the time of its rate."""
         if self._pace is None:
             self._optimizer.update(state, lr, grad_scale)
         else:
@@ -290,7 +296,7 @@ class UpdateQueue:
                 self._disk.fail(error)
             if self._error is error:
                 raise
-            raise self._error from None  # this update was only cancelled
+            raise self._error from None  # `error` is only the cancellation of this update
         with self._lock:
             if self._pending.get(number) is update:
                 del self._pending[number]

@@ -51,7 +51,7 @@ def check_patterns(optim: OptimConfig, names: Collection[str]) -> None:
         ConfigError: A pattern has no effect, or no parameter is left to train.
     """
     words = (name.split(".") for name in names)
-    # The names with N for each number, such as blocks.N.mlp.down_proj.weight.
+    # Replace each number in a name by N, as in blocks.N.mlp.down_proj.weight.
     kinds = {".".join("N" if word.isdigit() else word for word in name) for name in words}
     known = ", ".join(sorted(kinds))
     left = list(names)

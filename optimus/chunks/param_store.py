@@ -24,25 +24,26 @@ logger = logging.getLogger(__name__)
 
 
 class ParamStore:
-    """Gathers the parameters of chunks from their shards before they are used.
+    """Gathers the parameters of chunks from their shards before segments use them.
 
-    There are two cases. A chunk whose parameters stay whole is gathered once after each update.
-    After a call of `overlap`, this gather may continue until the first use. A transient chunk is
-    gathered before a use that needs it, unless it is in the cache, and freed later. If its home is
-    the host, its shard is first copied to the device; this copy begins early, but the gather begins
-    with the use, so that all ranks gather in the same order. The cache has a fixed number of chunks
-    (the rCache of the Elixir papers).
+    The parameters of a chunk either stay whole, or the chunk is transient. A chunk that stays whole
+    is gathered once after each update. After a call of `overlap`, this gather may continue until
+    the first use. A transient chunk is whole only while it is in a cache, which has space for a
+    fixed number of chunks (the rCache of the Elixir papers). It is gathered into the cache before a
+    use that needs it, and freed when another chunk needs the space. If the shard is in host memory,
+    it is first copied to the device. This copy begins early, but the gather begins with the use, so
+    that all ranks gather in the same order.
 
     With transient chunks, a training step normally uses the model's segments in the order of
     `plan`. From the first use in another order to the end of the step, and outside of a step, the
-    plan does not apply. Then the store first frees the chunk whose next use is the latest according
-    to `likely_uses`. All ranks of the shard groups of the gathered chunks
-    must call `use`, so all ranks of a shard group must use segments in the same order.
+    plan does not apply. The store then frees the chunk whose next use is the latest according to
+    `likely_uses`. A gather is a collective. Therefore all ranks of a shard group must call `use`
+    for the same segments in the same order.
 
     Args:
         chunk_states: All chunks of this rank.
         memory: Frees and allocates the parameters of transient chunks.
-        updates: Queue of the chunks whose shards are not updated yet.
+        updates: Queue of the chunks that the host has not updated yet.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class ParamStore:
         self._cached: set[int] = set()
         self._has_warned = False
         self.num_unplanned = 0
-        """Number of uses of the present step in another order than that of the plan."""
+        """Number of uses of the present step to which the plan does not apply."""
 
     def overlap(self, needs: Sequence[frozenset[int]]) -> None:
         """Let the gathers after each update run in the background until `use` or `wait`.
@@ -90,7 +91,7 @@ class ParamStore:
         self._cached = {n for n in transient if self._memory.has(self._chunks[n].params)}
 
     def replan(self, uses: Sequence[Use]) -> None:
-        """Replace the plan of a training step, between two steps."""
+        """Replace the plan of a training step by that of `uses`. Call this between two steps."""
         assert self.plan is not None, "no chunk is transient"
         self.plan = plan_residency(uses, self.plan.slots)
         self._next = len(self.plan.steps)
@@ -134,12 +135,13 @@ class ParamStore:
         assert self._cached == step.resident, "the cache differs from its plan"
 
     def gather(self, numbers: Collection[int], segment: int = 0, backward: bool = False) -> None:
-        """Gather chunks that the plan does not expect. The plan then does not apply until the next
-        step. The chunks stay whole until the next use.
+        """Gather chunks for a use that is not in the plan. The chunks stay whole until the next
+        use. The plan does not apply until the next step.
 
         Args:
             numbers: Numbers of the chunks.
-            segment, backward: The use that needs them. It determines which other chunks are freed.
+            segment, backward: The use that needs the chunks. It determines which other chunks are
+                freed.
         """
         needed = {number for number in numbers if self._chunks[number].is_transient}
         if self.plan is not None:
@@ -158,8 +160,8 @@ class ParamStore:
         self._wait_for(numbers)
 
     def gather_updated(self, state: ParamChunk) -> None:
-        """Gather a chunk after the update of its shards, unless it is transient. All
-        ranks of the shard group must call this method, and gather chunks in the same order."""
+        """Gather a chunk after the update of its shards, unless it is transient. All ranks of the
+        shard group must call this method, with the chunks in the same order."""
         if state.is_transient:
             return
         self._start_gather(state)

@@ -1,9 +1,9 @@
-"""Sums of gradients over microbatches and ranks, and from the device to the home of a chunk.
+"""Reductions: sums of gradients over microbatches and ranks, in the home tier of their chunk.
 
 Each loss term is already divided by the number of targets or microbatches in the global batch, so
 every reduction is a plain sum. If the states are sharded, each of the n ranks of the reduce group
-receives 1/n of the summed chunk. The ranks of the replica group then gather these pieces into the
-shard that they update.
+receives 1/n of the summed chunk, its piece. The ranks of the replica group, which have the same
+shard of the states, then gather their pieces into this shard.
 
 `ReduceOnce` reduces each buffer once per step, `ReducePerMicrobatch` after each microbatch.
 """
@@ -138,9 +138,10 @@ class ReducePerMicrobatch:
     Therefore, after each backward, every rank receives the contributions of ranks 0 to w-1 and adds
     them in rank order. Without `is_ordered`, the collective adds the contributions in `dtype`.
 
-    With `rounds`, the gradients of each backward are rounded to bf16 once, before they are added:
-    those of a buffer on the host when they leave the device, so that the link carries 2 bytes per
-    element. Without it, a buffer on the device to which only one rank adds is not reduced.
+    With `rounds`, the gradients of each backward are rounded to bf16 once, before they are added.
+    Those of a buffer whose home is the host are rounded before they are copied to the host, so that
+    the copy moves 2 bytes per element. Without `rounds`, a buffer on the device to which only one
+    rank adds is not reduced.
     """
 
     def __init__(
@@ -157,8 +158,8 @@ class ReducePerMicrobatch:
         self._buffers: list[GradBuffer] = []
         self._pieces: dict[GradBuffer, Tensor] = {}
         self._outdated: set[GradBuffer] = set()
-        """Buffers on the host whose piece still has the sum of the last step. The update may still
-        read it."""
+        """Buffers on the host whose piece still contains the sum of the last step, which the update
+        of that step may still read."""
         self._copying: deque[_GradCopy] = deque()
         self._staging: list[Tensor] = []
         """Host memory to which no gradients are being copied now, page-locked."""
@@ -171,11 +172,12 @@ class ReducePerMicrobatch:
         """Results of `squares_of` for sums that are complete, by buffer."""
 
     def expect(self, buffer: GradBuffer, reductions: int) -> None:
-        """Let the host compute the squares of the sum of a buffer in the background, after
-        `reductions` reductions in a step.
+        """Let the host compute the squares of a buffer's sum in the background, as soon as a step
+        has reduced the buffer `reductions` times.
 
-        This has an effect only if the home of the buffer is the host, and its piece is complete
-        then. Code outside of this class that changes the sum must first call `forget`.
+        This has an effect only if the home of the buffer is the host, and if the piece is then the
+        final sum of the whole shard: the replica group and the partial group have one rank. Code
+        outside of this class that changes the sum must first call `forget`.
         """
         groups = buffer.groups
         is_whole = groups.replica_group.size == groups.partial_group.size == 1
@@ -202,8 +204,8 @@ class ReducePerMicrobatch:
                 self._clear(buffer)
 
     def copied_bytes(self, buffer: GradBuffer) -> int:
-        """Return the size of the gradients that a reduction of a buffer copies to the host. They
-        are on the device until the copy is complete, in the buffer or in a temporary tensor."""
+        """Return the bytes of the gradients that a reduction of a buffer copies to the host. Until
+        the copy is complete, they are on the device, in the buffer or in a temporary tensor."""
         count = buffer.groups.reduce_group.size
         is_sum = count > 1 and not self._is_ordered
         length = len(buffer.grads) // count if is_sum else len(buffer.grads)
@@ -257,8 +259,8 @@ class ReducePerMicrobatch:
 
     @property
     def staging_bytes(self) -> tuple[int, int]:
-        """Bytes of host memory to which gradients are copied: those of the first step on, and those
-        that are allocated now."""
+        """Two numbers of bytes of the host memory to which gradients are copied: the bytes that are
+        allocated from the first step on, and the bytes that are allocated now."""
         allocated = len(self._staging) + len(self._copying)
         return MAX_COPYING * self._staging_bytes, allocated * self._staging_bytes
 
@@ -313,7 +315,8 @@ class ReducePerMicrobatch:
     def _add(self, buffer: GradBuffer, contributions: Sequence[Tensor], is_last: bool) -> None:
         """Add contributions on the host to a piece. `is_last` is True if the sum is complete."""
         piece = self._pieces[buffer]
-        if self._is_outdated(buffer):  # without a pass that sets it to zero; the bits of 0 + x
+        if self._is_outdated(buffer):
+            # Write 0 + x, which saves a separate pass that sets the piece to zero.
             for into, values in _blocks(piece, contributions[0]):
                 if values.dtype is into.dtype:
                     torch.add(values, 0.0, out=into)
@@ -331,8 +334,8 @@ class ReducePerMicrobatch:
             self._updates.discard(buffer.chunk.number)
 
     def _complete_copies(self, remaining: int) -> None:
-        """Wait for gradients that are being copied to the host, the oldest first, until only
-        `remaining` are left, and free their buffers on the device."""
+        """Wait for copies of gradients to the host, the oldest first, until only `remaining` are in
+        progress. Free the buffers on the device whose copies are complete."""
         while len(self._copying) > remaining:
             buffer, values, copy, staging = self._copying[0]
             copy.wait()
@@ -342,8 +345,8 @@ class ReducePerMicrobatch:
                 self._clear(buffer)
 
     def _is_outdated(self, buffer: GradBuffer) -> bool:
-        """Return True if this rank's piece of the sum still contains the sum of the last step, and
-        the caller must replace it. Wait until the update has read it."""
+        """Return True if this rank's piece still contains the sum of the last step, which the
+        caller must then overwrite. In this case, first wait until the update has read the piece."""
         if buffer not in self._outdated:
             return False
         self._outdated.remove(buffer)
@@ -381,8 +384,8 @@ class ReducePerMicrobatch:
 
 
 def _blocks(piece: Tensor, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the same elements of both tensors, block by block if their dtypes differ. torch
-    converts a whole operand first, and is three times as fast if it fits in a cache."""
+    """Yield the same elements of both tensors, block by block if their dtypes differ. torch first
+    converts a whole operand. This is three times as fast if the operand fits in a CPU cache."""
     length = len(piece) if values.dtype is piece.dtype else _BLOCK
     return zip(piece.split(length), values.split(length), strict=True)
 
@@ -397,11 +400,12 @@ def most_gradients(
     copied: Sequence[int] | np.ndarray,
     reduction: int,
 ) -> np.ndarray:
-    """Return, for each n from 0 to the number of buffers, the most device memory of the last n
-    buffers and of their reductions during a backward, in bytes.
+    """Return, for each n from 0 to the number of buffers, the largest number of bytes on the device
+    of the last n buffers and of their reductions during a backward.
 
-    While a segment computes, the gradients of others are copied to the host, at most `MAX_COPYING`
-    at the same time. A reduction waits until only `MAX_COPYING` - 1 are being copied.
+    While a segment computes, the gradients of other segments are copied to the host, at most
+    `MAX_COPYING` buffers at the same time. A reduction waits until only `MAX_COPYING` - 1 buffers
+    are being copied.
 
     Args:
         together: For each segment, the buffers that have memory during its backward.
@@ -423,7 +427,7 @@ def most_gradients(
 
 
 def _without(values: np.ndarray, largest: np.ndarray) -> np.ndarray:
-    """Replace, in each row, the values that have become the largest by the largest before them.
-    `largest` are the cumulative maxima of the rows."""
+    """Return a copy of `values` in which each new maximum of a row is replaced by the previous
+    maximum of the row. `largest` contains the cumulative maxima of the rows."""
     before = np.concatenate([np.zeros_like(largest[:, :1]), largest[:, :-1]], axis=1)
     return np.minimum(values, before)

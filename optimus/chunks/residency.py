@@ -45,11 +45,11 @@ class Residency:
     divides_parameters: bool = False
     """True if parameters are whole only in the cache (ZeRO-3). Requires `divides_gradients`."""
     host_share: float = 0.0
-    """Share of the chunks whose home is the host: the last ones in the order of first use. They are
-    not on the device between uses. A share above 0 requires `divides_gradients`."""
+    """Share of the chunks whose states are in host memory: the last chunks in the order of first
+    use. These chunks are not on the device between uses. A share above 0 requires
+    `divides_gradients`."""
     disk_share: float = 0.0
-    """Share of the trained chunks whose home is the host that have their masters and moments on
-    disk."""
+    """Share of the trained chunks in host memory that have their masters and moments on disk."""
     disk: str = ""
     """Directory of the states on disk."""
     disk_key: str = "offload.disk"
@@ -59,12 +59,13 @@ class Residency:
     poison: bool = False
     """True to fill freed buffers with NaN, for tests."""
     copies: str = "early"
-    """Time of the copies between host and device on a CPU, as for `Memory`."""
+    """Time at which copies between host and device take place on a CPU, as for
+    `optimus.chunks.memory.Memory`."""
     links: Links | None = None
-    """Rates of an emulated device, as for `Memory`."""
+    """Rates of the links of an emulated device; None to copy without delay."""
     rounds_gradients: bool = False
-    """True to round gradients to bf16 once: when they leave the device or, for a chunk on the
-    device, when they are added to the sum over microbatches."""
+    """True to round gradients to bf16 once: before they are copied to the host or, for a chunk on
+    the device, before they are added to the sum over microbatches."""
 
     def __post_init__(self) -> None:
         is_transient = self.divides_parameters or self.host_share > 0
@@ -192,8 +193,9 @@ def likely_uses(
     is not known.
 
     In training, a forward through all segments is followed by their backward in reverse, and a
-    backward by another forward. A forward of a segment before that of the last backward recomputes
-    the segments between them. Without training, a forward is followed by another one.
+    backward by another forward. If a forward uses a segment that precedes the segment of the last
+    backward, it is taken for a recomputation of the segments between these two. Without training, a
+    forward is followed by another one.
 
     Args:
         num_segments: Number of segments, numbered in order of first use.
@@ -229,7 +231,8 @@ class Future:
 @dataclass
 class _Demand:
     """Chunks to free and to gather for a use, in a plan without early gathers. Chunks in `dead` are
-    not used again. Chunks in `victims` are used again, but their slots are needed for `missing`."""
+    freed because they are not used again. Chunks in `victims` are used again, but are freed because
+    their slots are needed for the chunks in `missing`, which are gathered."""
 
     dead: tuple[int, ...]
     missing: list[int]

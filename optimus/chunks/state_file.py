@@ -1,7 +1,8 @@
-"""The locked file of a rank with states on disk, and threads that read and write it.
+"""File for the states of a rank on disk. It is locked against other processes, and threads read and
+write it.
 
-Reads and writes use O_DIRECT. Their offsets, sizes and addresses are therefore multiples of
-`ALIGNED` bytes: `optimus.chunks.disk` pads every transfer, so that none needs the page cache.
+Reads and writes use O_DIRECT, which bypasses the page cache. Their offsets, sizes and addresses
+must therefore be multiples of `ALIGNED` bytes. `optimus.chunks.disk` pads every transfer.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ at the same time."""
 ALIGNED = 4096
 """O_DIRECT needs offsets, sizes and addresses that are multiples of this number of bytes."""
 _LOCK_S = 2.0
-"""Seconds for which another rank of the same run may lock a file to remove it."""
+"""Time, in seconds, to wait for a lock: another rank of the same run may lock a file of an earlier
+run for a short time to remove it."""
 _NAME = "optimus-states-rank"
 _NUMBERED = re.compile(_NAME + "([0-9]{5}|[1-9][0-9]{5,})")
 _KEY = "offload.disk"
@@ -48,8 +50,13 @@ block."""
 
 
 def free_bytes(directory: Path, key: str = _KEY) -> int:
-    """Return the bytes that the files of a new run may have in a directory: the free bytes, and
-    those of the files of runs. Raises ConfigError, with `key` as the name of the setting."""
+    """Return the bytes that the files of a new run may have in a directory: the free bytes, and the
+    bytes of the files that earlier runs have left there.
+
+    Raises:
+        ConfigError: The directory cannot be read. The message has `key`, the name of the setting
+            with the directory.
+    """
     try:
         disk = os.statvfs(directory)
         stale = sum(path.stat().st_blocks * 512 for path in _state_files(directory))
@@ -100,7 +107,7 @@ class StateFile(Closing):
         self._writers = ThreadPoolExecutor(THREADS, "writes blocks")
 
     def _remove_stale(self, directory: Path) -> None:
-        """Remove the files of processes that have ended without removing them."""
+        """Remove the files of ended processes: those that no process has locked."""
         for path in _state_files(directory):
             if path != self.path:
                 with contextlib.suppress(OSError):
@@ -134,14 +141,15 @@ class StateFile(Closing):
         return os.open(self.path, _FLAGS)
 
     def extend(self, size: int) -> None:
-        """Extend the file to `size` bytes, and allocate them on the disk. Raises ConfigError."""
+        """Extend the file to `size` bytes, and allocate them on the disk. Raises ConfigError if
+        there are not as many free bytes."""
         more = size - self._size
         if more <= 0:
             return
         try:
             disk = os.statvfs(self.path.parent)
             missing = more - disk.f_bavail * disk.f_frsize
-            if missing > 0:  # otherwise the disk would be full until posix_fallocate has failed
+            if missing > 0:  # posix_fallocate would fill the disk before it fails
                 raise ConfigError(
                     f"{self._key}: {self.path} needs {counted(more, 'byte')}, {missing:,} more "
                     "than are free; use a directory with more space, or keep fewer states on disk"
@@ -155,7 +163,7 @@ class StateFile(Closing):
         self._size = size
 
     def map(self, start: int, size: int) -> mmap.mmap:
-        """Return a private map of `size` bytes from `start`."""
+        """Return a memory map of `size` bytes from `start`, whose changes are not written."""
         return mmap.mmap(self._lock, size, access=mmap.ACCESS_COPY, offset=start)
 
     def read(self, start: int, buffer: Tensor) -> None:
@@ -279,6 +287,7 @@ def open_locked(path: Path, key: str = _KEY) -> int:
 
 
 def round_up(size: int) -> int:
+    """Return `size`, rounded up to a multiple of ALIGNED."""
     return -(-size // ALIGNED) * ALIGNED
 
 

@@ -53,7 +53,7 @@ class StepTime:
     """Seconds of a training step."""
 
     step: float
-    """Time of the step in a long run, from the simulation."""
+    """Simulated time of a step, from its start to the start of the next step."""
     compute: float
     """Time for which the device computes."""
     to_device: float
@@ -63,37 +63,40 @@ class StepTime:
     host_adam: float
     """Time for which the host updates chunks."""
     chain: float
-    """Least time of the uses before the first backward, with the updates and copies before them,
-    plus that of the uses after the last forward, with the copies after them, plus the computation
-    between them. The norm of all gradients separates steps."""
+    """Shortest time of the work that must be done one after the other, if the updates need the norm
+    of all gradients: the uses before the first backward, with the updates and copies that they wait
+    for; the computation of the uses up to the last forward; and the uses after the last forward,
+    with the copies of their gradients to the host."""
     disk_read: float = 0.0
-    """Time for which states are read from disk."""
+    """Time for which the disk reads states."""
     disk_write: float = 0.0
-    """Time for which states are written to disk."""
+    """Time for which the disk writes states."""
 
     @property
     def limit(self) -> float:
-        """Time for which the busiest of the resources works."""
+        """Largest of the times for which a resource (device, direction of the link or of the disk,
+        host) works."""
         disk = max(self.disk_read, self.disk_write)
         return max(self.compute, self.to_device, self.to_host, self.host_adam, disk)
 
     @property
     def shortest(self) -> float:
-        """Lower limit of the time of any schedule in which no parameter changes before the norm of
-        all gradients is known, and only chunks with spare buffers are updated before that."""
+        """Lower limit of the time of any schedule in which the parameters keep their values until
+        the norm of all gradients is known. Before that, the new values of chunks with spare buffers
+        may be computed."""
         return max(self.limit, self.chain)
 
 
 def predict_step(work: StepWork, links: Links) -> StepTime:
     """Simulate some steps and return the times of the last one.
 
-    The simulation does the actions of `ParamStore`, `ReducePerMicrobatch` and `UpdateQueue` in
-    their order. Each of the device, the two directions of the link and of the disk, and the host
-    does one action at a time. A copy to the device begins when its chunk is updated and the
-    previous copy is complete. Clipping needs the norm of all gradients. Therefore the update of the
-    first chunk begins when all gradients are on the host, and also when all states of the previous
-    update are on disk. Chunks with spare buffers are updated in the order in which their gradients
-    arrive there, until the norm is known.
+    The simulation contains the actions of `ParamStore`, `ReducePerMicrobatch` and `UpdateQueue` in
+    their order. The device, each direction of the link, each direction of the disk, and the host do
+    one action at a time. A copy to the device begins when its chunk is updated and the previous
+    copy is complete. Clipping needs the norm of all gradients. Therefore the update of the first
+    chunk begins when all gradients are on the host and all states of the previous update are on
+    disk. Chunks with spare buffers are an exception: until the norm is known, they are updated in
+    the order in which their gradients arrive on the host.
     """
     simulation, ends = _Simulation(work, links), [0.0]
     for _ in range(_STEPS):
@@ -147,7 +150,7 @@ class _Simulation:
     def __init__(self, work: StepWork, links: Links) -> None:
         self._work, self._links = work, links
         self.now = 0.0
-        """Time of the device."""
+        """Time at which the device has completed its work so far."""
         self._up = self._down = self._host = self._read = self._written = 0.0
         self._buffers = deque([0.0] * BUFFERS)
         """Times from which the buffers for states on disk are free."""
@@ -167,7 +170,7 @@ class _Simulation:
         self._first = {chunk: n for n in numbers for chunk in work.needs[n]}
 
     def run_step(self) -> None:
-        """Do the work of a step."""
+        """Simulate the work of a step."""
         work, steps = self._work, self._work.plan.steps
         for step, following in zip(steps, [*steps[1:], None], strict=True):
             segment, is_backward, _ = step.use
@@ -203,14 +206,14 @@ class _Simulation:
                 self._buffers.append(self._written)
 
     def _read_states(self, size: int) -> float:
-        """Read the states of a chunk to the buffer that is free first. Return the time at which
-        they are in host memory."""
+        """Simulate the read of a chunk's states, `size` bytes, to the first free buffer. Return the
+        time at which the states are in host memory."""
         begin = max(self.now, self._read, self._buffers.popleft())
         self._read = begin + size / self._links.disk_read
         return self._read
 
     def _update_early(self) -> set[int]:
-        """Do the updates that begin before the norm is known, which is now. Return their chunks."""
+        """Simulate the updates that begin before the norm is known, at `now`. Return the chunks."""
         early = set()
         for chunk in sorted(self._work.early, key=self._arrived.__getitem__):
             start = max(self._host, self._arrived[chunk])
