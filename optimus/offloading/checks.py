@@ -14,6 +14,7 @@ from optimus.config.sizes import parse_bytes
 from optimus.errors import ConfigError, counted, refuse_if
 
 TRAINED = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes that a trained parameter may have."""
 MARK = "_optimus_offload"
 """Attribute of an offloaded model, and of its parameters."""
 _MAX_BYTES = 10**15
@@ -32,7 +33,7 @@ def check_model(model: Any) -> None:
     """Check that a model can be offloaded.
 
     Raises:
-        ConfigError: It cannot.
+        ConfigError: The model cannot be offloaded, for example because it is compiled or quantized.
     """
     refuse_if(
         not isinstance(model, nn.Module),
@@ -65,7 +66,7 @@ def check_model(model: Any) -> None:
     wrappers = (nn.DataParallel, nn.parallel.DistributedDataParallel)
     refuse_if(
         isinstance(model, wrappers),
-        f"{type(model).__name__} replicates the model; use optimus.offload with the model inside",
+        f"{type(model).__name__} replicates the model; call optimus.offload with its .module",
     )
     _check_parameters(dict(model.named_parameters()))
     for name, module in modules.items():
@@ -76,7 +77,10 @@ def check_model(model: Any) -> None:
 
 
 def _check_parameters(named: Mapping[str, nn.Parameter]) -> None:
-    refuse_if(not any(p.requires_grad for p in named.values()), "no parameter requires a gradient")
+    refuse_if(
+        not any(p.requires_grad for p in named.values()),
+        "no parameter requires a gradient; set requires_grad of the parameters to train",
+    )
     owners: dict[int, str] = {}
     for name, parameter in named.items():
         if type(parameter) is not nn.Parameter:
@@ -137,7 +141,10 @@ def make_groups(
         group["params"] = [members] if isinstance(members, torch.Tensor) else list(members)
         for member in group["params"]:
             if isinstance(member, tuple):
-                raise ConfigError(f"group {index} has names; use parameters without names")
+                raise ConfigError(
+                    f"group {index} has a tuple; use parameters without their names, not tuples "
+                    "of a name and a parameter"
+                )
             refuse_if(
                 id(member) not in trained,
                 f"group {index} has a tensor that is not a parameter of the model with "
@@ -225,8 +232,8 @@ def check_device(
         device: As for `optimus.offload`.
 
     Raises:
-        ConfigError: The device does not exist, the parameters are on several devices, or this
-            process has peers.
+        ConfigError: The device does not exist, the parameters are on several devices, or
+            torch.distributed is initialized with several processes.
     """
     devices = {parameter.device for parameter in named.values()}
     refuse_if(
@@ -238,7 +245,8 @@ def check_device(
         torch.distributed.is_available()
         and torch.distributed.is_initialized()
         and torch.distributed.get_world_size() > 1,
-        "optimus.offload trains on one device, but this process has peers; start one process",
+        "optimus.offload trains on one device, but torch.distributed has several processes; start "
+        "one process",
     )
     if device is not None:
         try:

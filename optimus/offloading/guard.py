@@ -2,12 +2,12 @@
 
 Code of users, of transformers and of torch may use a parameter or its `.grad` at any time. A read
 of freed memory crashes the process, and a write to the copy on the device would be lost. Therefore
-the class of such a tensor is changed while the tensor is not in use. torch then passes each
-function with this tensor to `__torch_function__`:
+the class of such a tensor is changed while no segment uses the tensor. torch then passes each call
+of a torch function with this tensor to `__torch_function__`:
 
 - Functions that need no values, such as `shape`, run unchanged.
-- A read of a parameter first gathers it. It is refused if autograd records it, because its backward
-  would read the parameter again, at a time that no hook observes.
+- A read of a parameter first gathers the parameter. The read is refused if autograd records it,
+  because its backward would read the parameter again, at a time that no hook observes.
 - A write to a parameter is refused.
 - Reads and writes of a gradient use the sum on the host.
 
@@ -52,8 +52,11 @@ class Owner(Protocol):
 
 
 class Guard(NotCopied):
-    """Attributes of a guarded tensor. Python cannot collect a cycle through the attributes of
-    a tensor that autograd also uses. Therefore this object has a weak reference to the owner."""
+    """Attributes of a guarded tensor: the name of its parameter, its owner, and its storage.
+
+    Python cannot collect a reference cycle through the attributes of a tensor that autograd also
+    uses. Therefore this object has a weak reference to the owner.
+    """
 
     __slots__ = ("_owner", "name", "storage")
 
@@ -63,11 +66,12 @@ class Guard(NotCopied):
 
     @property
     def owner(self) -> Owner:
-        """The owner. Raises ConfigError if its memory is freed."""
+        """The owner. Raises ConfigError if it was deleted."""
         owner = self._owner()
         if owner is None:
             raise ConfigError(
-                f"the offloaded model of parameter {self.name} is freed; keep the model"
+                f"the offloaded model of parameter {self.name} was deleted; keep a reference to "
+                "the model"
             )
         return owner
 
@@ -118,19 +122,20 @@ class GuardedGradient(Tensor):
 
 
 def guard(tensor: Tensor, kind: type, name: str, owner: Owner) -> None:
-    """Give a tensor the attributes that it needs while its class is `kind`."""
+    """Set the attributes that a tensor of the class `kind` needs, and change the class of the
+    tensor to `kind`. The class of a parameter is not changed here: `close` changes it."""
     setattr(tensor, _ATTRIBUTE, Guard(name, owner, tensor))
     if kind is not GuardedParameter:
         tensor.__class__ = kind
 
 
 def close(parameter: Tensor) -> None:
-    """Guard a parameter."""
+    """Make a parameter with the attributes of `guard` a guarded parameter."""
     parameter.__class__ = GuardedParameter
 
 
 def open_(parameter: Tensor) -> None:
-    """Make a guarded parameter a plain parameter, because its values are on the device now."""
+    """Make a guarded parameter a plain parameter. Call this when its values are on the device."""
     parameter.__class__ = nn.Parameter
 
 
@@ -209,7 +214,7 @@ def _is_alias(tensor: Tensor, value: Tensor) -> bool:
 
 
 def _is_same(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Return True if a conversion returns its tensor itself."""
+    """Return True if a conversion, such as `to`, would return its tensor unchanged."""
     with torch._C.DisableTorchFunctionSubclass():
         tensor = args[0]
         if kwargs.get("copy"):
@@ -248,9 +253,10 @@ def _call(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 def _on_host(value: Any, moved: list[tuple[Tensor, Tensor, Tensor]]) -> Any:
-    """Return arguments in which guarded gradients are replaced by their sums on the host, and other
-    tensors of one element by copies on the host. These tensors, their copies and the values are
-    appended to `moved`."""
+    """Return arguments in which guarded gradients are replaced by their sums on the host, and
+    device tensors of one element by copies on the host. For each of these copies, append the
+    original tensor, the copy, and a second copy to `moved`. A comparison of the two copies shows
+    later if the function has changed the first one."""
     if isinstance(value, GuardedGradient):
         of_gradient = _guard_of(value)
         return of_gradient.owner.gradient_sum(of_gradient.name)

@@ -1,4 +1,4 @@
-"""A module whose states the chunk engine has: hooks, guards, and the gradients of a step."""
+"""Any torch module with its states in chunks: its hooks, guards, and gradients."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from optimus.offloading.segments import ModuleSegment
 logger = logging.getLogger(__name__)
 
 _MAX_USES = 1_000_000
-"""Number of uses of segments in a step that are recorded. Later uses have no plan."""
+"""Largest number of uses of segments in a step that are recorded. Later uses have no plan."""
 _OBSERVED = "_optimus_observed"
-"""Attribute of an output: the operation that made it, if a trigger observes its gradient. An
-operation in place makes the same tensor again."""
+"""Attribute of an output with a `_BackwardTrigger`: its `grad_fn` when the trigger was registered.
+An in-place operation changes the `grad_fn`; the tensor then needs another trigger."""
 _raw = torch._C.DisableTorchFunctionSubclass
 """Context manager in which functions on guarded tensors are not intercepted."""
 
@@ -86,7 +86,7 @@ class OffloadedModel(NotCopied):
         self._is_updated = False
         """True from an update until the gradients are cleared."""
         self._tasks: list[int] = []
-        """Backward passes in progress, as numbers of autograd. Reentrant checkpoints nest them."""
+        """Autograd's ids of the backward passes in progress. Reentrant checkpoints nest passes."""
         self._is_complete = True
         """False from the start of a backward until it is complete, also if it fails."""
         self.num_backwards = 0
@@ -94,8 +94,8 @@ class OffloadedModel(NotCopied):
         """Value of `num_backwards` before the present step."""
         self._expected_backwards = 0
         self._received: set[str] = set()
-        """Parameters that have a gradient since the gradients were cleared."""
-        # Python cannot collect a cycle through the hooks of a parameter: they refer to no owner.
+        """Parameters that have received a gradient since the gradients were cleared."""
+        # These hooks do not refer to `self`, because Python cannot collect cycles through them.
         self._handles: list[RemovableHandle] = [
             self.named[name].register_post_accumulate_grad_hook(
                 partial(_receive, self._received, name)
@@ -138,7 +138,7 @@ class OffloadedModel(NotCopied):
         return guarded
 
     def keep(self, *handles: RemovableHandle) -> None:
-        """Keep handles of hooks, which `release` removes."""
+        """Keep handles of hooks, so that `release` can remove the hooks."""
         self._handles += handles
 
     def release(self) -> None:
@@ -155,7 +155,7 @@ class OffloadedModel(NotCopied):
             self.engine.wait()
         except Exception as error:
             self.engine.close()
-            logger.warning("the model is lost, because an update failed: %s", one_line(error))
+            logger.warning("the weights are lost, because an update failed: %s", one_line(error))
             return
         self.engine.close()
         self.is_released = True
@@ -247,7 +247,7 @@ class OffloadedModel(NotCopied):
         return chunk.view(self.engine.gradients.sum_so_far(chunk), slot)
 
     def clear_gradients(self, set_to_none: bool) -> None:
-        """Clear all gradients, as `zero_grad` of torch."""
+        """Clear all gradients, as torch's `Optimizer.zero_grad` does."""
         if self._received and not self._is_updated:
             self._in_step = False  # the step is abandoned
         self._tasks.clear()
@@ -266,8 +266,8 @@ class OffloadedModel(NotCopied):
         self._first_backward = self.num_backwards
 
     def _without_gradient(self) -> list[str]:
-        """Return the trained parameters whose `.grad` is None. Refuse any other `.grad` than that
-        of this object."""
+        """Return the trained parameters whose `.grad` is None. Raise ConfigError if a `.grad` was
+        replaced by another tensor."""
         missing = []
         with _raw():
             for name, grad in self._grads.items():
@@ -306,7 +306,7 @@ class OffloadedModel(NotCopied):
         engine.queue_callback(partial(self._end_backward, task))
 
     def _clear_some(self, names: Sequence[str]) -> None:
-        """Set the gradients of parameters to zero that have received one."""
+        """Set the gradients of the parameters `names` to zero, if they have received one."""
         for name in self._received.intersection(names):
             chunk, slot = self._slots[name]
             assert isinstance(chunk, ChunkState)
@@ -428,7 +428,7 @@ class OffloadedModel(NotCopied):
         return states
 
     def show_values(self, parameters: dict[str, nn.Parameter]) -> None:
-        """Let parameters be views of host memory with all updates, if their home is the host."""
+        """Make parameters whose home is the host views of host memory, with all updates."""
         self.engine.wait()
         for name, parameter in parameters.items():
             if name in self._guarded:
@@ -445,7 +445,7 @@ class OffloadedModel(NotCopied):
                 guard.close(parameter)
 
     def adopt_values(self, parameters: dict[str, nn.Parameter]) -> None:
-        """Set the master weights from values that were written to parameters, which are visible."""
+        """Set the master weights from values that were written after `show_values`."""
         for name in parameters:
             chunk, slot = self._slots[name]
             if isinstance(chunk, ChunkState) and chunk.master is not chunk.shard:
@@ -516,9 +516,9 @@ class _SegmentHooks(NotCopied):
         )
         trigger = _BackwardTrigger(self._owner, self._index)
         for tensor in tensors:
-            # No operation has made a leaf. An output that is also that of an inner segment has a
-            # trigger already: the inner segment needs its parameters then, and those of the modules
-            # above.
+            # No operation has made a leaf. If the tensor is also an output of an inner segment, it
+            # has a trigger already, which provides the parameters of the inner segment and those
+            # of the enclosing modules.
             if not tensor.requires_grad or tensor.is_leaf:
                 continue
             if getattr(tensor, _OBSERVED, None) is not tensor.grad_fn:

@@ -1,4 +1,4 @@
-"""`optimus.offload`: an AdamW optimizer that offloads the states of a model that is not ours."""
+"""`optimus.offload`: an AdamW optimizer that offloads the states of any torch module."""
 
 from __future__ import annotations
 
@@ -95,16 +95,16 @@ def offload(
             torch's meta device, and the placement is the one with the shortest simulated step that
             fits into `device_memory`. A larger batch is refused. None to leave half of
             `device_memory` to activations.
-        host_memory: Host memory that states may use; None for the memory of this process, less 2
-            GiB and 5 %, but at most a quarter, for Python and its libraries.
+        host_memory: Host memory that states may use; None for the memory of this process, less a
+            reserve for Python and its libraries (2 GiB and 5 %, at most a quarter).
         disk: Directory on a local disk. If the states exceed the host memory, masters and moments
-            are in a file there, as few as possible. "" to refuse such a model.
+            of as few chunks as possible are in a file there. "" to refuse such a model.
         disk_memory: Bytes on disk that states may use; None for all that is free.
         early_adam: When the host begins to update a chunk. "off": in `step`. "on": as soon as its
             gradient is complete, before the norm of all gradients is known, if the last step had as
-            many backward passes. The states before the update are kept until `step`, which needs a
-            second copy of them in host memory. "auto": as "on", for as many chunks as half of the
-            host memory that is left over holds, and not after a step whose norm was clipped.
+            many backward passes. The old states are kept until `step`, so that the host needs
+            memory for a second copy of the states. "auto": as "on", but not in the step after a
+            clipped one, and only for as many chunks as fit in half of the free host memory.
 
     Raises:
         ConfigError: The model or an argument is not supported.
@@ -152,7 +152,7 @@ def _enforce_limits(
     limit: int | None,
     example: Mapping[str, Any] | None,
 ) -> None:
-    """Let larger allocations and larger batches than planned fail."""
+    """Make allocations above `limit` bytes, and batches larger than `example`, raise errors."""
     if limit is not None:
         platform.limit_device_memory(device, limit)
     if example is not None:
@@ -214,8 +214,8 @@ class _Range(NamedTuple):
 class GroupAdamW:
     """`optimus.chunks.optimizer.Optimizer` whose hyperparameters may differ between parameters.
 
-    As in torch, a parameter without a gradient is not updated, and its updates are counted
-    separately.
+    As in torch, a parameter without a gradient is not updated. The updates of each parameter are
+    therefore counted separately.
     """
 
     moments: Mapping[str, torch.dtype] = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}
@@ -295,7 +295,7 @@ _Ranges = dict[int, list[_Range]]
 def _ranges_of(
     chunks: Sequence[ChunkState], hyperparameters: Mapping[str, Hyperparameters]
 ) -> _Ranges:
-    """Return the ranges of chunks whose parameters have hyperparameters."""
+    """Return the ranges to update in each chunk: the parameters that have hyperparameters."""
     of_chunks: _Ranges = {}
     for chunk in chunks:
         ranges = of_chunks[chunk.chunk.number] = []
@@ -385,9 +385,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
         The model then has its weights and no gradients, and can be evaluated, saved, or offloaded
         again. Parameters whose states were in host memory are on the CPU. Without this call, the
-        states exist until the model and the optimizer are freed, page-locked memory until the end
-        of the process. If an update has failed, a warning is logged, and uses of the model raise
-        the error of the update.
+        states exist until the model and the optimizer are deleted, and page-locked memory is kept
+        until the end of the process. If an update has failed, a warning is logged, and uses of the
+        model raise the error of the update.
         """
         assert self._model is not None
         self._model.release()
@@ -450,7 +450,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         return 0.0, 1.0
 
     def _next_hyperparameters(self, updated: Collection[str]) -> dict[str, Hyperparameters]:
-        """Return the hyperparameters of the next update of parameters by name."""
+        """Return the hyperparameters for the next update of the parameters `updated`, by name."""
         hyperparameters = {}
         for index, group_names in enumerate(self._names):
             values = self._hyperparameters(index)
@@ -479,7 +479,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         """
         refuse_if(
             self._model is not None,
-            "parameters cannot be added to an offloaded model; give optimus.offload all groups",
+            "parameters cannot be added to an offloaded model; pass all groups to optimus.offload",
         )
         super().add_param_group(param_group)
 

@@ -1,5 +1,5 @@
-"""Segments of a module that is not ours: modules whose parameters are needed at the same time, and
-the chunks of their parameters."""
+"""Division of any torch module into segments, whose parameters are needed at the same time, and of
+their parameters into classes of chunks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ModuleSegment:
     """Names of the parameters of the module. A tied parameter has the first name under which
     `named_parameters` yields it, and belongs to several segments."""
     inherited: tuple[str, ...]
-    """Names of the parameters that belong directly to the modules above. These modules may use them
+    """Names of the parameters that belong directly to the enclosing modules, which may use them
     before and after each call of the segment."""
     is_block: bool
     """True for an element of a list of blocks, such as a transformer layer."""
@@ -37,17 +37,19 @@ class _ChunkOptions(ParamOptions):
     """Options that parameters of a chunk have in common."""
 
     segment: str = ""
-    """The segment, unless it is a block. Large parameters, such as embeddings, then neither
-    determine the chunk length of the blocks, nor share a chunk with a norm, which would need it on
-    the device."""
+    """Name of the segment; "" for a block. Only parameters with equal names share chunks. Large
+    parameters, such as embeddings, therefore do not determine the chunk length of blocks. Nor do
+    they share a chunk with a small parameter, such as that of a norm, which would then need the
+    large chunk on the device."""
 
 
 def find_segments(model: nn.Module) -> list[ModuleSegment]:
     """Return the segments of a model in the order in which its modules are registered.
 
-    Segments are the blocks of the model, which are elements of lists or sequences of modules; the
-    largest modules without blocks, such as an embedding; and the modules above them, if they have
-    direct parameters. A model without lists has its children as segments.
+    There are three kinds of segments: the blocks of the model, which are the elements of each
+    ModuleList or Sequential; the largest modules without blocks, such as an embedding; and the
+    modules that enclose these, if they have direct parameters. If the model has no ModuleList and
+    no Sequential, its children are the blocks.
     """
     blocks = set(_blocks(model, sum(p.numel() for p in model.parameters())))
     if not blocks:
@@ -82,12 +84,13 @@ def _walk(
     canonical: dict[int, str],
     inherited: tuple[str, ...],
 ) -> Iterator[ModuleSegment]:
-    """Yield the segments in a module. The modules above have the direct parameters `inherited`."""
+    """Yield the segments in a module. `inherited` are the direct parameters of the enclosing
+    modules, and `canonical` maps the id of each parameter to its first name in the model."""
     is_whole = module in blocks or not any(child in blocks for child in module.modules())
     is_whole = is_whole and _is_called(module)
     parameters = module.parameters() if is_whole else _direct_parameters(module)
     if not (_is_called(module) or name == ""):
-        parameters = iter(())  # those of a module above
+        parameters = iter(())  # they are direct parameters of an enclosing module
     names = dict.fromkeys(canonical[id(p)] for p in parameters)
     direct = tuple(parameter for parameter in names if parameter not in inherited)
     if direct:
@@ -100,13 +103,13 @@ def _walk(
 
 def _is_called(module: nn.Module) -> bool:
     """Return False for a module without a forward, such as a ModuleDict or a ParameterList. The
-    module above uses its parameters and children."""
+    enclosing module uses its parameters and children."""
     return isinstance(module, nn.Sequential) or type(module).forward is not nn.Module.forward
 
 
 def _direct_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield the direct parameters of a module, and those of the modules below that are not called,
-    because the module uses them."""
+    """Yield the direct parameters of a module and of its children without a forward, whose
+    parameters the module uses."""
     yield from (p for p in module._parameters.values() if p is not None)
     for child in module.children():
         if not _is_called(child):
@@ -116,7 +119,8 @@ def _direct_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
 def chunk_keys(
     named: dict[str, nn.Parameter], segments: Sequence[ModuleSegment]
 ) -> dict[str, ParamProcessGroups]:
-    """Return the key of each parameter's chunk, in order of first use."""
+    """Return the key of each parameter for the layout (`optimus.chunks.layout.Parameter.key`), by
+    name, in order of first use. Parameters with equal keys share chunks."""
     in_block = {name for segment in segments if segment.is_block for name in segment.parameters}
     ordered: dict[str, str] = {}
     for segment in segments:
