@@ -1,18 +1,17 @@
-"""The operations of a profile with the figures that determine their time.
+"""Operations of a profile, with the shapes, bytes and launches that determine their time.
 
-An operation is what a kernel of the run computes: torch's fused kernels and the kernels of
-`optimus_kernels` count as one operation each, and no other operations are fused. These rules say
-what counts:
+One operation is the work of one kernel. torch's fused kernels and the kernels of `optimus_kernels`
+count as one operation each; no other operations are fused. These rules define the work:
 
 - A matrix product has the FLOPs of its shape. A grouped product of experts is a product of the mean
   number of rows for each expert.
-- Any other operation moves the bytes that it reads and writes: each operand and each result once,
-  at most the size of its memory (a broadcast operand is small). An operand that the operation
-  changes counts twice; an operand that it overwrites counts once.
-- A look-up of rows or elements reads as many bytes as it writes, and its indices. An addition to
-  rows or elements reads and writes as many bytes as it adds.
+- Any other operation moves the bytes that it reads and writes: each operand and each result once.
+  Repeated elements of a broadcast operand count once. An operand that the operation changes counts
+  twice; an operand that it overwrites counts once.
+- A look-up of rows or elements reads as many bytes as it writes, and also its indices. An addition
+  to rows or elements reads and writes as many bytes as it adds.
 - Views and allocations move nothing. They are not operations.
-- Operations on scalars and other small tensors count, because each is a launch of a kernel.
+- Operations on scalars and other small tensors count, because each launches a kernel.
 
 This module imports no torch. `optimus.rank.tensor_tracker` applies the rules to torch's operations.
 """
@@ -32,7 +31,7 @@ class Product(NamedTuple):
     columns: float
     repeats: float = 1.0
     launches: float = 1.0
-    """Number of kernels of all repeats."""
+    """Number of kernels that compute all repeats."""
 
     @property
     def flops(self) -> float:
@@ -45,7 +44,7 @@ class FusedAttention(NamedTuple):
     masked scores nor writes scores to memory (FlashAttention, arXiv 2307.08691)."""
 
     heads: float
-    """Number of heads of all sequences."""
+    """Number of heads, times the number of sequences."""
     seq_len: float
     head_size: float
     products: float
@@ -61,7 +60,7 @@ class FusedAttention(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """Operations whose time is that of their memory traffic, such as element-wise operations."""
+    """Operations whose time depends on their memory traffic, such as element-wise operations."""
 
     num_bytes: float
     """Bytes read and written by all operations together."""
@@ -77,21 +76,21 @@ class Exchange(NamedTuple):
     name: str
     """Operation, such as all_gather."""
     num_bytes: float
-    """Bytes of the full buffer of a rank."""
+    """Payload in bytes, as for `optimus.observe.events.Recorder.collective`."""
 
 
 Operation = Product | FusedAttention | Pass | Exchange
 
 
 class SegmentWork(NamedTuple):
-    """Operations of a segment of the model for one microbatch, in this form for the time of a
-    step. Collectives are among them."""
+    """Operations of a segment of the model for one microbatch, including collectives."""
 
     forward: tuple[Operation, ...]
     backward: tuple[Operation, ...]
-    """Operations of the backward, with those that it recomputes."""
+    """Operations of the backward, including recomputed ones."""
     input_backward: tuple[Operation, ...] | None = None
-    """Those of the action I, if the schedule divides the backward."""
+    """Operations of the pipeline action I, which computes only the gradients of activations; None
+    if the schedule does not divide the backward."""
 
 
 class ModelWork(NamedTuple):
@@ -104,9 +103,9 @@ class ModelWork(NamedTuple):
 
 
 def merged(operations: Iterable[Operation]) -> tuple[Operation, ...]:
-    """Return operations that take the same time: equal products together, attention of equal shapes
-    together, and passes of similar sizes (within a factor of 2) together. Exchanges keep their
-    order."""
+    """Combine operations into fewer ones that take the same time in total. Products of equal
+    shapes, attention of equal shapes, and passes of similar sizes (within a factor of 2) are
+    combined. Exchanges are not combined; they follow in their order."""
     products: dict[tuple, list[float]] = {}
     attention: dict[tuple, list[float]] = {}
     passes: dict[int, list[float]] = {}

@@ -2,8 +2,8 @@
 
 Tensors on the meta device have shapes but no memory, so a profile needs neither an accelerator nor
 the memory of the model. It counts the bytes of all tensors that operations create. Model states are
-not counted, because they exist before. Elixir's pre-runtime profiler provides the same figures
-(arXiv 2212.05339, section 3.1).
+not counted, because they exist before the microbatch. Elixir's pre-runtime profiler measures the
+same quantities (arXiv 2212.05339, section 3.1).
 
 Attention is profiled as the fused kernels of accelerators: it keeps its inputs, its output and, for
 each row, the logarithm of the sum of the exponentials, but not the scores. For meta tensors, torch
@@ -56,7 +56,7 @@ class UseProfile(NamedTuple):
     """Bytes that the use allocates and does not free, less the bytes of earlier uses that it frees.
     The sum over all uses of a microbatch is almost 0."""
     peak: int
-    """Largest number of bytes during the use, less the bytes before it."""
+    """Largest number of allocated bytes during the use, less the bytes before the use."""
     flops: int
     """Floating-point operations of matrix products and attention."""
     moved: int
@@ -65,7 +65,7 @@ class UseProfile(NamedTuple):
     """The collectives in order, each with its mesh axes, its operation and its payload in bytes, as
     for `Recorder.collective`."""
     operations: tuple[Operation, ...] = ()
-    """All operations except collectives, merged (`optimus.rank.operations`)."""
+    """All operations except collectives, combined by `optimus.rank.operations.merged`."""
 
 
 class UseTracker(Recorder):
@@ -76,7 +76,7 @@ class UseTracker(Recorder):
     call are not profiled.
 
     Args:
-        on_cpu: True for the operations of a run on a CPU.
+        on_cpu: True for the operations that a run on a CPU does, False for those on accelerators.
 
     Attributes:
         uses: The profiles of the uses so far, in order.
@@ -112,8 +112,8 @@ class UseTracker(Recorder):
         is_causal: bool = False,
         **options: Any,
     ) -> Tensor:
-        """Replace torch's scaled dot-product attention. The figures do not depend on dropout and
-        causal masks."""
+        """Implementation of torch's scaled dot-product attention for meta tensors. The counted
+        bytes and FLOPs do not depend on dropout and causal masks."""
         return attend(query, key, value, attn_mask, self._tensors)
 
     def use(self, segment: int, backward: bool) -> None:
@@ -129,8 +129,8 @@ class UseTracker(Recorder):
         return self._current[0]
 
     def count_expert_rows(self, rows: int) -> None:
-        """Set the number of rows that the experts of a layer on this rank compute for a microbatch,
-        if some rows of their operands belong to experts of other ranks."""
+        """Set the number of rows that the experts of a layer on this rank compute for a microbatch.
+        It is needed if operands also have rows of experts on other ranks."""
         self._tensors.count_expert_rows(rows)
 
     def collective(self, axes: str, operation: str, num_bytes: int) -> None:
@@ -160,7 +160,7 @@ class StageProfile(NamedTuple):
 
 
 class SegmentProfile(NamedTuple):
-    """Uses of a segment between other segments, for one microbatch."""
+    """Uses of a segment, for one microbatch, if another segment precedes it and another follows."""
 
     forward: UseProfile
     backward: UseProfile | None
@@ -188,15 +188,16 @@ class ModelProfile(NamedTuple):
     ) -> StageProfile:
         """Return the profile of a stage.
 
-        The first stage begins with the embedding, and the last stage ends with the head. Other
-        stages receive a tensor of `boundary` bytes for their first layer and one for the backward
-        of their last layer. Both have memory until the end of the backward. If the backward is
-        divided, the input has memory until the action W.
+        The first stage begins with the embedding; any other stage receives its input from the
+        previous stage. The last stage ends with the head; any other stage receives the gradient of
+        its output from the next stage. The received tensors have `boundary` bytes each, which are
+        allocated until the end of the backward or, for the input if the backward is divided, until
+        the action W.
 
         Args:
-            kinds: The kinds of its layers, in order.
+            kinds: The kinds of the stage's layers (`kinds_of_layers`), in order.
             is_first, is_last: True for the first and the last stage of the model.
-            first: Index of the first segment.
+            first: Index of the stage's first segment among the segments of the rank.
         """
         segments = [self.layers[kind] for kind in kinds]
         if is_first:
@@ -221,8 +222,8 @@ class ModelProfile(NamedTuple):
             if self.divides_backward:
                 backward[-1] = _add_bytes(backward[-1], size - freed)
         if not is_last and backward:
-            # The gradient that arrives is neither freed after its first use nor reused, as others
-            # may be.
+            # Unlike gradients within the stage, the received gradient is neither freed after its
+            # first use nor reused for another tensor.
             backward[0] = _add_bytes(backward[0], 2 * size, 2 * size)
             backward[-1] = _add_bytes(backward[-1], -2 * size)
         live = sum(use.kept for use in (*forward, *backward))
@@ -243,7 +244,7 @@ def _add_bytes(use: UseProfile, kept: int, peak: int = 0) -> UseProfile:
 
 
 def _together(uses: Sequence[UseProfile], segment: int) -> UseProfile:
-    """Return the figures of successive uses as those of one use."""
+    """Return the profile of one use of `segment` that consists of several successive uses."""
     live = peak = flops = moved = 0
     traffic: list[tuple[str, str, int]] = []
     operations: list[Operation] = []
@@ -256,7 +257,7 @@ def _together(uses: Sequence[UseProfile], segment: int) -> UseProfile:
 
 
 Profiled = dict[Any, ModelProfile]
-"""Profiles of segments, by the settings that they depend on (`profile_model`)."""
+"""Cache of profiles, by the settings on which they depend (`profile_model`)."""
 
 
 def profile_work(
@@ -274,7 +275,7 @@ def profile_work(
     Args:
         config: As for `profile_stages`.
         mesh: Sizes of all axes.
-        on_cpu: True for a run on a CPU, which runs some operations for each expert.
+        on_cpu: True for a run on a CPU, which runs some operations once for each expert.
         concentrated, profiled: As for `profile_stages`.
     """
     profiled = {} if profiled is None else profiled
@@ -320,18 +321,20 @@ def profile_stages(
 ) -> dict[int, StageProfile]:
     """Profile the stages of the rank at `coordinate` for one microbatch.
 
-    One layer of each kind is run. Its figures also hold for other layers of this kind.
+    One layer of each kind is run. Its profile also holds for the other layers of this kind.
 
     Args:
         config: The run's configuration, with `train.seq_len` and `train.microbatch_size`.
         mesh: Sizes of all axes.
-        coordinate: The rank.
-        profiled: Profiles of other ranks with the same settings except for those of `[optim]` and
-            `[offload]`. Segments in it are not run; others are added.
+        coordinate: Coordinate of the rank in the mesh.
+        profiled: Cache of profiles from earlier calls, which may differ in the rank and in the
+            settings of `[optim]` and `[offload]`. Segments in the cache are not run again. The
+            profiles of other segments are added.
         on_cpu: True for the operations of a run on a CPU, where operands of experts have only the
             rows of the experts of the rank.
         concentrated: True if all tokens of all ep ranks choose only experts of this rank, so that
-            it computes ep times as many rows as with equal loads. False: experts have equal loads.
+            the rank computes ep times as many rows as with equal loads. False if experts have equal
+            loads.
 
     Returns:
         A profile of each stage of the rank. `UseProfile.segment` is an index in the result of
@@ -365,13 +368,19 @@ def profile_model(
     on_cpu: bool = False,
     concentrated: bool = False,
 ) -> ModelProfile:
-    """Return the profiles of the segments of a stage with `layers`. They are run if they are not in
-    `profiled`.
+    """Return the profiles of the segments of a stage. The segments are run only if `profiled` does
+    not contain their profiles.
 
     If all parameters are trained, the profiles hold for all stages of the model. They depend on the
-    sizes of ep and tp and the indices of the rank along them, `[model]`, the microbatch, the dtype,
-    `recompute.modules`, the dispatcher, and on the last arguments, which are those of
-    `profile_stages`.
+    sizes of ep and tp, on the indices of the rank along these axes, `[model]`, the microbatch, the
+    dtype, `recompute.modules`, the dispatcher, `divides_backward`, `on_cpu` and `concentrated`.
+
+    Args:
+        config, mesh, coordinate: As for `profile_stages`.
+        layers: Numbers of the layers of the stage.
+        is_first, is_last: True if the stage has the embedding, and if it has the head.
+        divides_backward: True if the schedule divides the backward into the actions I and W.
+        profiled, on_cpu, concentrated: As for `profile_stages`.
     """
     if not config.optim.frozen:
         layers, is_first, is_last = range(config.model.num_layers), True, True
@@ -393,8 +402,9 @@ def profile_model(
 
 
 def kinds_of_layers(config: Config, layers: range) -> dict[int, int]:
-    """Return a number for each layer of a stage. Layers with equal numbers have the same figures:
-    if all parameters are trained, those with the same number of experts."""
+    """Return the kind of each layer, by the number of the layer. Layers of the same kind have equal
+    profiles. If all parameters are trained, the kind is the layer's number of experts; otherwise it
+    is the number of the layer."""
     experts = config.model.experts_by_layer
     return {n: n if config.optim.frozen else experts[n] for n in layers}
 
@@ -415,9 +425,9 @@ def _run_segments(
 
     Args:
         config, mesh, coordinate: As for `profile_model`.
-        layers: Numbers of the layers, with their kinds.
-        is_first, is_last: True if the embedding and the head are also run. Otherwise, an operation
-            takes their place, so that each layer is between other segments.
+        layers: Kinds of the layers, by the number of the layer.
+        is_first, is_last: True if the embedding and the head are also run. Otherwise, another
+            operation replaces them, so that there are operations before and after each layer.
         divides_backward, on_cpu, concentrated: As for `profile_model`.
     """
     train, kind = config.train, config.model
@@ -436,7 +446,7 @@ def _run_segments(
     seq_len = train.seq_len // layout.sequence_shares
     model.rotary(seq_len, tokens.device)  # create the tables, which are shared by all uses
     shape = train.microbatch_size, seq_len, kind.hidden_size
-    # Each choice of a token is computed by one of the ep ranks.
+    # For each expert that a token has chosen, one of the ep ranks computes a row.
     rows = tokens.numel() * kind.num_experts_per_tok
     tracker.count_expert_rows(rows * (mesh.ep if concentrated else 1))
     for experts in dispatched_experts(model) if concentrated else ():

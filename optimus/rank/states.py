@@ -223,7 +223,8 @@ def plan_rank(
     """Create the model states of the rank at `coordinate` on the meta device, which allocates no
     memory. Return the states, the layout and the process groups of the rank.
 
-    The number of microbatches of a step (0: that of the pipeline stages) affects only the cache.
+    `num_microbatches` is the number of microbatches of a step; 0 for the number of pipeline ranks.
+    It affects only the plan of the parameter cache.
     """
     layout = make_layout(config, mesh, coordinate, num_microbatches or mesh.pp)
     groups = plan_groups(mesh, mesh.rank_at(coordinate))
@@ -237,8 +238,8 @@ def plan_rank(
 def attach(
     engine: ChunkEngine, segments: Sequence[ModelSegment], layout: Layout, config: Config
 ) -> None:
-    """Register the hooks of a rank's model that provide its segments with parameters and gradient
-    buffers."""
+    """Register the hooks that provide the segments of a rank's model with parameters and gradient
+    buffers, and allocate the spare buffers for early updates (`offload.early_adam`)."""
     schedule = layout.schedule
     backward = {Kind.F: False, Kind.B: True, Kind.I: True}
     engine.attach(
@@ -256,7 +257,8 @@ def attach(
 
 
 def _spare_limit(engine: ChunkEngine, config: Config) -> float:
-    """Return the most bytes that the spare buffers for early updates may have on a rank."""
+    """Return the largest number of bytes that the spare buffers for early updates of a rank may
+    have."""
     offload = config.offload
     if offload.mode == "off" or offload.early_adam == "off":
         return 0
@@ -271,7 +273,8 @@ def _spare_limit(engine: ChunkEngine, config: Config) -> float:
 
 
 def staging_of(config: Config, planned: PlannedRank) -> StagingBytes:
-    """Return the bytes that checkpoint.async_save needs on a rank; 0 without it."""
+    """Return the bytes that checkpoint.async_save needs on a rank, in host memory and on disk; 0
+    without checkpoint.async_save."""
     sizes = staging_by_chunk(config, planned).values()
     return StagingBytes(sum(size.host for size in sizes), sum(size.disk for size in sizes))
 

@@ -1,4 +1,4 @@
-"""Bytes and operations of torch code, from the calls that reach torch's dispatcher."""
+"""Bytes and operations of torch code, counted from the calls that reach torch's dispatcher."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _product_of(packet: Any, args: Sequence[Any]) -> Product | None:
 def _pass_of(
     function: Any, args: Sequence[Any], read: Sequence[Tensor], written: Sequence[Tensor]
 ) -> Pass | None:
-    """Return the pass of an operation that is no matrix product; None if it moves nothing.
+    """Return the `Pass` of an operation that is not a matrix product; None if it moves nothing.
 
     Args:
         function: The operation.
@@ -78,12 +78,19 @@ def _is_view(tensor: Tensor, of: Sequence[Tensor]) -> bool:
 
 
 def _size(tensor: Tensor) -> int:
-    """Return the bytes of a tensor, without those that stride 0 repeats."""
+    """Return the bytes of a tensor. Elements that a stride of 0 repeats count once."""
     return min(tensor.nbytes, tensor.untyped_storage().nbytes())
 
 
 class TensorTracker(TorchDispatchMode):
-    """Counts the bytes of the storages that operations create until they are freed."""
+    """Counts the bytes of the storages that operations create, until the storages are freed, and
+    records the operations.
+
+    Attributes:
+        live: Counted bytes of the storages that are not freed.
+        peak: Largest value of `live` since the last call of `take`.
+        flops: FLOPs since the last call of `take`.
+    """
 
     def __init__(self, on_cpu: bool = False) -> None:
         super().__init__()
@@ -91,33 +98,36 @@ class TensorTracker(TorchDispatchMode):
         self.live = self.peak = self.flops = 0
         self._operations: list[Operation] = []
         self._repeats = 1
-        """Number of calls of a kernel for an operation of experts: on a CPU, one for each."""
+        """Number of kernel launches for each operation of the present op of experts: on a CPU, one
+        for each expert."""
         self._share = 1.0
-        """Share of the rows of the present op of experts that this rank computes."""
+        """Share of the rows in the operands of the present op of experts that this rank computes.
+        """
         self._expert_rows = 0
         """Number of rows that the experts of a layer on this rank compute for a microbatch. 0 if
         each row of their operands belongs to an expert of this rank. On a CPU, only these rows are
         in memory."""
         self._known: dict[int, tuple[weakref.ref, int]] = {}
-        """Storages by address: a reference that removes the entry, and the counted bytes. Storages
-        that existed before the first operation count as 0 bytes."""
+        """Weak reference to each storage, which removes the entry when the storage is freed, and
+        the counted bytes, by address. Storages that existed before the first operation count as 0
+        bytes."""
 
     def take(self) -> tuple[int, int, int, tuple[Operation, ...]]:
-        """Return the present bytes and, since the last call, the most bytes, the FLOPs and the
-        operations."""
+        """Return `live`, `peak`, `flops` and the operations since the last call, combined by
+        `merged`."""
         figures = self.live, self.peak, self.flops, merged(self._operations)
         self.peak, self.flops = self.live, 0
         self._operations.clear()
         return figures
 
     def count_attention(self, operation: FusedAttention) -> None:
-        """Count an operation that has no formula. The FLOPs include masked scores, as in
+        """Count an attention operation. The counted FLOPs include masked scores, as in
         `flops_per_token`."""
         self.flops += round(2 * operation.flops)
         self._operations.append(operation)
 
     def count_expert_rows(self, rows: int) -> None:
-        """As for `UseTracker`."""
+        """Set the number of rows, as `UseTracker.count_expert_rows` does."""
         self._expert_rows = rows
 
     def __torch_dispatch__(
@@ -222,7 +232,7 @@ class _Attention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, *_ = ctx.saved_tensors
-        forward = ctx.attention  # backward has three more products, reads and gradients
+        forward = ctx.attention  # backward has 3 more products, and moves gradients, too
         size = 2 * forward.num_bytes
         ctx.tensors.count_attention(forward._replace(products=5, num_bytes=size, launches=2))
         grads = (torch.empty_like(tensor) for tensor in (query, key, value))
@@ -265,4 +275,5 @@ _EXPERTS: Mapping[Any, Callable[..., Any]] = {
 }
 """Implementations of the ops of the experts on accelerators, by op."""
 _GROUPED_PRODUCTS = {torch.ops.optimus.grouped_mm, torch.ops.optimus.grouped_mm_weight}
-"""Products of R rows for all experts: [R, A] and [E, A, B], or [R, A] and [R, B]."""
+"""Products of the R rows of all experts: [R, A] times [E, A, B], or transposed [R, A] times
+[R, B]."""
