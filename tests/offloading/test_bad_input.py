@@ -73,7 +73,7 @@ def refused_models() -> dict:
         "fp64": (lambda: layers().double(), "0.weight has the dtype torch.float64"),
         "device_map": (lambda: layers(hf_device_map={"": 0}), "load it without device_map"),
         "accelerate hook": (dispatched, "load it without device_map"),
-        "DataParallel": (lambda: nn.DataParallel(layers()), "with the model inside"),
+        "DataParallel": (lambda: nn.DataParallel(layers()), "with its .module"),
         "frozen": (lambda: layers().requires_grad_(False), "no parameter requires a gradient"),
         "meta": (lambda: layers().to("meta"), "0.weight is on the meta device"),
         "shared memory": (sharing_memory, "parameters 0.weight and 2.weight share memory"),
@@ -216,7 +216,7 @@ def group_cases(model: nn.Module) -> dict:
         "foreign": ([*parameters, nn.Parameter(torch.ones(1))], "not a parameter of the model"),
         "amsgrad": ([{"params": parameters, "amsgrad": True}], "amsgrad.* is not supported"),
         "lr": ([{"params": parameters, "lr": -1.0}], r"param_groups\[0\]\['lr'\] = -1.0"),
-        "names": (list(model.named_parameters()), "use parameters without names"),
+        "names": (list(model.named_parameters()), "use parameters without their names"),
     }
 
 
