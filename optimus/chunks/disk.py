@@ -105,7 +105,7 @@ class DiskTier(Closing):
         self._free: list[Tensor] = []
         """Buffers in host memory that no chunk uses now."""
         self.staging_bytes = staging_bytes(sizes)
-        """Bytes of the buffers in host memory."""
+        """Bytes of all buffers in host memory in which states are updated."""
         for _ in range(min(BUFFERS, len(sizes))):
             flat = memory.new(max(sizes) + ALIGNED, torch.uint8, Tier.HOST)
             self._free.append(align(flat)[: max(sizes)])

@@ -203,7 +203,7 @@ class ChunkEngine:
         return state
 
     def _fill(self, state: ParamChunk, initial: Callable[[str], Tensor]) -> None:
-        """Set a chunk to the initial values of its parameters, which become views of the chunk."""
+        """Copy the initial values of parameters to a chunk, and make the parameters its views."""
         for slot in state.chunk.slots:
             value, view = initial(slot.name), state.view(state.params, slot)
             if isinstance(state, ChunkState):

@@ -2,8 +2,8 @@
 
 Each buffer is in the tier DEVICE, HOST or DISK. On a CPU, the first two are the memory of the
 machine, and the device is emulated: a copy moves the same bytes between the same buffers as on an
-accelerator. With `Links`, copies and updates on an emulated device also take the time that they
-take at the rates of the links. `optimus.chunks.disk` reads and writes buffers on disk.
+accelerator. With `Links`, copies and updates on an emulated device last as long as the rates of the
+links determine. `optimus.chunks.disk` reads and writes buffers on disk.
 """
 
 from __future__ import annotations

@@ -155,7 +155,7 @@ class UpdateQueue:
         self._error: BaseException | None = None
         """First error of an update. The states are then partly updated and must not be used."""
         self._spare: dict[_Sizes, list[ShardBuffers]] = defaultdict(list)
-        """Spare buffers that no early update uses, by their sizes."""
+        """Spare buffers that no early update uses, by the lengths and dtypes of their tensors."""
         self._early: dict[int, _EarlyUpdate] = {}
         """Early updates of the present step, by chunk."""
         self._expected: tuple[float, float, int] | None = None

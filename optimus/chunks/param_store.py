@@ -1,4 +1,4 @@
-"""Parameters of chunks: when they are gathered, and when they are freed."""
+"""Gathers of the parameters of chunks before their use, and a cache of gathered parameters."""
 
 from __future__ import annotations
 

@@ -162,9 +162,9 @@ class ReducePerMicrobatch:
         of that step may still read."""
         self._copying: deque[_GradCopy] = deque()
         self._staging: list[Tensor] = []
-        """Host memory to which no gradients are being copied now, page-locked."""
+        """Page-locked host buffers to which no gradients are being copied now, 1-D uint8."""
         self._staging_bytes = 0
-        """Bytes of the largest gradients that are copied to the host."""
+        """Bytes of each of these buffers: those of the largest gradients that are copied."""
         self._expected: dict[GradBuffer, int] = {}
         self._num_reduced: Counter[GradBuffer] = Counter()
         """Number of reductions of each buffer in the present step."""
@@ -384,8 +384,9 @@ class ReducePerMicrobatch:
 
 
 def _blocks(piece: Tensor, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the same elements of both tensors, block by block if their dtypes differ. torch first
-    converts a whole operand. This is three times as fast if the operand fits in a CPU cache."""
+    """Yield the same elements of both tensors, block by block if their dtypes differ. For operands
+    of different dtypes, torch first converts a whole operand. If the operand fits in a CPU cache,
+    the operation is three times as fast."""
     length = len(piece) if values.dtype is piece.dtype else _BLOCK
     return zip(piece.split(length), values.split(length), strict=True)
 

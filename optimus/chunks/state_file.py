@@ -78,7 +78,7 @@ class StateFile(Closing):
     Args:
         directory: Directory of the file.
         rank: Number in the name of the file.
-        size: Bytes of the file.
+        size: First size of the file, in bytes. `extend` increases it.
         key: Name of the setting with the directory, for messages.
 
     Raises:
@@ -167,11 +167,13 @@ class StateFile(Closing):
         return mmap.mmap(self._lock, size, access=mmap.ACCESS_COPY, offset=start)
 
     def read(self, start: int, buffer: Tensor) -> None:
-        """Fill an aligned uint8 buffer with the bytes from `start`. Raises OptimusError."""
+        """Fill an aligned uint8 buffer with the bytes of the file from offset `start`. Raises
+        OptimusError if a read fails."""
         self._move(os.preadv, self._readers, start, buffer)
 
     def write(self, start: int, buffer: Tensor) -> None:
-        """Write an aligned uint8 buffer to the bytes from `start`. Raises OptimusError."""
+        """Write an aligned uint8 buffer to the bytes of the file from offset `start`. Raises
+        OptimusError if a write fails."""
         self._move(os.pwritev, self._writers, start, buffer)
 
     def _move(

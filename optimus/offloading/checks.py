@@ -123,11 +123,12 @@ def make_groups(
 
     Args:
         named: All parameters of the model by name.
-        params: Parameters, or dicts as torch.optim has them; None for all parameters that require
-            a gradient.
+        params: Parameters, or dicts of parameter groups as for torch.optim.AdamW; None for all
+            parameters that require a gradient.
 
     Raises:
-        ConfigError: The groups do not have exactly the parameters that require a gradient.
+        ConfigError: A parameter that requires a gradient is in no group or in two groups, or a
+            group has another tensor.
     """
     trained = {id(p): name for name, p in named.items() if p.requires_grad}
     elements: Sequence[Any] = (
@@ -184,7 +185,7 @@ def check_number(key: str, value: object, low: float, high: float = math.inf) ->
     """Return a finite number in [low, high].
 
     Raises:
-        ConfigError: The value is not such a number.
+        ConfigError: The value is not a finite number in this range.
     """
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ConfigError(f"{key} = {value!r} is not a number; use a number from {low:g}")
@@ -200,7 +201,7 @@ def check_count(key: str, value: object) -> int:
     """Return an integer from 0 to MAX_CHUNK.
 
     Raises:
-        ConfigError: The value is not such an integer.
+        ConfigError: The value is not an integer, or is out of range.
     """
     if isinstance(value, bool) or not isinstance(value, int):
         raise ConfigError(f"{key} = {value!r} is not an integer; use an integer from 0")
@@ -211,7 +212,7 @@ def check_betas(betas: Sequence[float]) -> tuple[float, float]:
     """Return AdamW's betas, two numbers in [0, 1).
 
     Raises:
-        ConfigError: They are not such numbers.
+        ConfigError: `betas` is not a pair of numbers in this range.
     """
     remedy = f"betas = {betas!r}: use two numbers from 0 to less than 1, such as (0.9, 0.999)"
     try:
@@ -266,7 +267,8 @@ def check_device(
 
 
 def check_clip_norm(clip_norm: float | None) -> float | None:
-    """Return the argument `clip_norm` as a float, or None. Raises ConfigError."""
+    """Return the argument `clip_norm` as a float, or None. Raises ConfigError if it is not a
+    positive number."""
     if clip_norm is None:
         return None
     clip_norm = check_number("clip_norm", clip_norm, 0.0)

@@ -193,7 +193,7 @@ def _run_on_parameters(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 def _needs_values(func: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Return False if a function reads and writes no values of its tensors."""
+    """Return True if a function may read or write values of its tensors."""
     name = func.__name__
     if name == "__get__":
         return func.__self__.__name__ in _VALUES_OF_GET

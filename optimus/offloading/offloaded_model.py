@@ -282,7 +282,7 @@ class OffloadedModel(NotCopied):
         return missing
 
     def _begin_backward(self, task: int) -> None:
-        """Prepare the gradients, if this is the first segment of a backward pass."""
+        """Prepare the gradients at the first segment of a backward pass, whose id is `task`."""
         if task in self._tasks:
             return
         self._tasks.append(task)
@@ -388,8 +388,8 @@ class OffloadedModel(NotCopied):
                 for name, parameter in module._parameters.items():
                     refuse_if(
                         parameter is not None and getattr(parameter, MARK, None) is not self._mark,
-                        f"{type(module).__name__} has a parameter {name} that the model did not "
-                        "have at optimus.offload; change the model before the call",
+                        f"parameter {name} of {type(module).__name__} was added after "
+                        "optimus.offload; add parameters before the call",
                     )
             for name, parameter in self.named.items():
                 chunk, _ = self._slots[name]
@@ -496,7 +496,7 @@ class _SegmentHooks(NotCopied):
         )
 
     def before(self, backward: bool) -> None:
-        """Call the hook of the engine."""
+        """Call the engine's hook for a forward or, with `backward`, for a backward."""
         hook = self._of_engine[backward]
         assert hook is not None
         hook()

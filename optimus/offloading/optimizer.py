@@ -204,7 +204,7 @@ class Hyperparameters(NamedTuple):
 
 
 class _Range(NamedTuple):
-    """Adjacent parameters of a chunk with the same hyperparameters."""
+    """Elements [start, stop) of a chunk: adjacent parameters with equal hyperparameters."""
 
     start: int
     stop: int
@@ -548,7 +548,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
         if state is None:
             return {}
         if "step" not in state:
-            raise ValueError(f"the state of parameter {name} has no step")
+            raise ValueError(
+                f"the state of parameter {name} has no step; use the result of state_dict()"
+            )
         try:
             is_count = int(state["step"]) >= 0
         except (TypeError, ValueError, OverflowError, RuntimeError):
@@ -561,7 +563,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
         shape = tuple(self._offloaded.named[name].shape)
         for key in self._offloaded.state_names(name):
             if key not in state and key != "master":
-                raise ValueError(f"the state of parameter {name} has no {key}")
+                raise ValueError(
+                    f"the state of parameter {name} has no {key}; use the state of an AdamW"
+                )
             if key in state and not isinstance(state[key], Tensor):
                 raise ValueError(f"{key} of parameter {name} in the state dict is not a tensor")
             if key in state and tuple(state[key].shape) != shape:

@@ -69,7 +69,7 @@ class Pass(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """A collective of the ranks along a mesh axis, which the following operations wait for."""
+    """A collective of the ranks along mesh axes. The following operations wait for its end."""
 
     axis: str
     """Mesh axes of the process group, such as tp."""
