@@ -79,6 +79,26 @@ read_exported() {
     exported=$(printf '%s\n' "${names[@]}" | sort -u | paste -sd, -)
 }
 
+# Arguments: NAME NODES. Sets `submit` to the command that submits a job NAME on NODES nodes to PBS.
+set_qsub() {
+    read_exported "$export"
+    submit=(qsub -v "$exported" -N "$1" -k doe -j oe -l "walltime=$walltime" -l place=scatter -l "select=$2")
+    [[ -z $account ]] || submit+=(-A "$account")
+    [[ -z $queue ]] || submit+=(-q "$queue")
+    [[ -z $filesystems ]] || submit+=(-l "filesystems=$filesystems")
+}
+
+# Arguments: NAME OPTION... Sets `submit` to the command that submits a job NAME to Slurm with these options.
+set_sbatch() {
+    submit=(sbatch "--job-name=$1" --exclusive "--time=$time" "${@:2}")
+    if [[ -n $export ]]; then
+        read_exported "$export"
+        submit+=("--export=$exported")
+    fi
+    [[ -z $account ]] || submit+=("--account=$account")
+    [[ -z $partition ]] || submit+=("--partition=$partition")
+}
+
 # Parses the options of an `optimus-data` job, and checks --nodes, --array and the program.
 read_data_options() {
     read_options "$1" command "${@:2}"

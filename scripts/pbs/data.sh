@@ -27,11 +27,6 @@ else # PALS may not set PMI_SIZE
 fi
 in_job exec "${launch[@]}"
 
-read_exported "$export"
-submit=(qsub -v "$exported" -N optimus-data -k doe -j oe -l "walltime=$walltime" -l place=scatter)
-submit+=(-l "select=$([[ -n $array ]] && echo 1 || echo "$nodes")")
+set_qsub optimus-data "$([[ -n $array ]] && echo 1 || echo "$nodes")"
 [[ -z $array ]] || submit+=(-J "0-$((array - 1))")
-[[ -z $account ]] || submit+=(-A "$account")
-[[ -z $queue ]] || submit+=(-q "$queue")
-[[ -z $filesystems ]] || submit+=(-l "filesystems=$filesystems")
 submit_job OPTIMUS_DATA "$program" "${how[@]}"

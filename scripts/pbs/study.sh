@@ -21,10 +21,5 @@ need_program
 launch=(bash "${command[@]}")
 in_job exec "${launch[@]}"
 
-read_exported "$export"
-submit=(qsub -v "$exported" -N optimus-study -k doe -j oe -l "walltime=$walltime" -l place=scatter
-    -l "select=$nodes")
-[[ -z $account ]] || submit+=(-A "$account")
-[[ -z $queue ]] || submit+=(-q "$queue")
-[[ -z $filesystems ]] || submit+=(-l "filesystems=$filesystems")
+set_qsub optimus-study "$nodes"
 submit_job OPTIMUS "$program"

@@ -53,12 +53,7 @@ else
 fi
 check_run
 
-read_exported "$export"
-submit=(qsub -v "$exported" -N optimus -k doe -j oe -l "walltime=$walltime" -l place=scatter
-    -l "select=$((nodes + ${buffer_nodes:-0}))")
-[[ -z $account ]] || submit+=(-A "$account")
-[[ -z $queue ]] || submit+=(-q "$queue")
-[[ -z $filesystems ]] || submit+=(-l "filesystems=$filesystems")
+set_qsub optimus "$((nodes + ${buffer_nodes:-0}))"
 [[ -z $buffer_nodes || -z $tolerate ]] || submit+=(-W "tolerate_node_failures=$tolerate")
 [[ -z $after ]] || submit+=(-W "depend=afterany:$after")
 [[ -z $chain ]] || submit+=(-r n) # the next job continues the run; PBS must not start this one again, too

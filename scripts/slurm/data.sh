@@ -16,23 +16,17 @@ source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/../jobs.sh" # also if ca
 
 nodes='' array='' account='' partition='' time=1:00:00 export=''
 read_data_options "nodes array account partition time export" "$@"
-submit=(sbatch --job-name=optimus-data --exclusive --ntasks-per-node=1 "--time=$time" --requeue)
 if [[ -n $array ]]; then # rank and world from SLURM_ARRAY_TASK_ID and _COUNT
     launch=("$program" "${command[@]}")
     how=(--array "$array")
-    submit+=(--nodes=1 "--array=0-$((array - 1))")
+    request=(--nodes=1 "--array=0-$((array - 1))")
 else # a lost rank must not end the other ranks, which complete their shares of the data
     launch=(srun "--nodes=$nodes" --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=0
         --export=ALL "$program" "${command[@]}")
     how=(--nodes "$nodes")
-    submit+=("--nodes=$nodes" --no-kill)
+    request=("--nodes=$nodes" --no-kill)
 fi
 in_job exec "${launch[@]}"
 
-if [[ -n $export ]]; then
-    read_exported "$export"
-    submit+=("--export=$exported")
-fi
-[[ -z $account ]] || submit+=("--account=$account")
-[[ -z $partition ]] || submit+=("--partition=$partition")
+set_sbatch optimus-data --requeue --ntasks-per-node=1 "${request[@]}"
 submit_job OPTIMUS_DATA "$program" "${how[@]}"

@@ -23,13 +23,6 @@ need_program
 launch=(bash "${command[@]}")
 in_job exec "${launch[@]}"
 
-submit=(sbatch --parsable --job-name=optimus-study --exclusive "--nodes=$nodes" "--ntasks-per-node=$ranks"
-    "--time=$time" --no-requeue)
+set_sbatch optimus-study --parsable --no-requeue "--nodes=$nodes" "--ntasks-per-node=$ranks"
 [[ -z $gpus ]] || submit+=("--gpus-per-node=$gpus")
-if [[ -n $export ]]; then
-    read_exported "$export"
-    submit+=("--export=$exported")
-fi
-[[ -z $account ]] || submit+=("--account=$account")
-[[ -z $partition ]] || submit+=("--partition=$partition")
 submit_job OPTIMUS "$program"

@@ -47,16 +47,9 @@ else
 fi
 check_run
 
-submit=(sbatch --job-name=optimus --exclusive "--nodes=$((nodes + ${buffer_nodes:-0}))" "--ntasks-per-node=$ranks"
-    "--time=$time" --no-requeue)
+set_sbatch optimus --no-requeue "--nodes=$((nodes + ${buffer_nodes:-0}))" "--ntasks-per-node=$ranks"
 [[ -z $buffer_nodes ]] || submit+=(--no-kill) # a lost node does not end the job
 [[ -z $after ]] || submit+=(--parsable "--dependency=afterany:$after")
 [[ -z $cpus ]] || submit+=("--cpus-per-task=$cpus")
 [[ -z $gpus ]] || submit+=("--gpus-per-node=$gpus")
-if [[ -n $export ]]; then
-    read_exported "$export"
-    submit+=("--export=$exported")
-fi
-[[ -z $account ]] || submit+=("--account=$account")
-[[ -z $partition ]] || submit+=("--partition=$partition")
 submit_job OPTIMUS "$program"
