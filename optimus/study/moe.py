@@ -2,8 +2,8 @@
 
 The baseline computes the experts in a loop, as the OLMoE block of transformers 4 does, and shards
 the optimizer states along dp alone ("so"). The experts and the AdamW update of one rank are
-measured on this device; the step model of the planner adds all other work of a step. Each value is
-therefore measured or modelled, and says which.
+measured on this device. The planner models the time of all other work of a step. Each value is
+therefore marked as measured or modelled.
 
 Dims: T tokens, D hidden, F intermediate of an expert, E experts, K experts per token.
 """
@@ -42,7 +42,8 @@ PAPER: dict[str, tuple[float | None, ...]] = {
     "mula-100b-a7b": (1.51, 1.31, 1.23, 1.06, 1.41),
     "mula-220b-a10b": (1.66, 1.48, 1.07, 1.01, 1.51),
 }
-"""Table 3 of the Optimus paper: the columns of COLUMNS from passes to both."""
+"""Speed-ups in Table 3 of the Optimus paper, by run: the columns passes, step_of_passes, optimizer,
+step_of_optimizer and both of COLUMNS. None: the paper has no value."""
 COLUMNS = {
     "experts": "experts",
     "passes": "F+B",
@@ -52,39 +53,54 @@ COLUMNS = {
     "step_of_optimizer": "training with EPSO",
     "both": "training with both",
 }
-"""Heading of each speed-up."""
+"""Headings of the speed-ups over the baseline. With FastSparseMoE: forward and backward of the
+experts (experts), forward and backward of the model (passes), and the step (step_of_passes). With
+EPSO: the AdamW update (update), the update with its communication (optimizer), and the step
+(step_of_optimizer). With both: the step (both)."""
 _MOST_UPDATED = 1 << 25
-"""Maximum number of parameters in a timed update. The time of a larger update is proportional."""
+"""Maximum number of parameters in a timed update. The sizes of larger updates are scaled down,
+which does not change the ratio of their times."""
 _CPU_TOKENS = 256
 """Default tokens of a rank on a CPU, where a microbatch of the paper takes minutes."""
 
 
 class Speedup(NamedTuple):
-    """A speed-up over the baseline; the least and the most are those of the rounds."""
+    """A speed-up over the baseline: the ratio of the times, baseline / improved."""
 
     value: float
+    """Median of the rounds, or the modelled value for this median."""
     source: Literal["measured", "modelled"]
     least: float
+    """As `value`, for the round with the smallest measured ratio."""
     most: float
+    """As `value`, for the round with the largest measured ratio."""
 
 
 class LoopExperts(nn.Module):
-    """Experts in a Python loop, each with separate weights. The call is that of `Experts`."""
+    """Experts that are computed in a Python loop. Each expert has separate parameters, as in
+    transformers 4.
 
-    def __init__(self, experts: Experts) -> None:
+    Args:
+        gate_up: Weights [E, 2F, D] of the gate and up projections of E experts. The parameters
+            share its memory.
+        down: Weights [E, D, F] of the down projection. The parameters share its memory.
+        first_expert: Index of the first of these experts among all experts of the layer.
+    """
+
+    def __init__(self, gate_up: Tensor, down: Tensor, first_expert: int = 0) -> None:
         super().__init__()
-        inner = experts.down.shape[2]
-        self._first = experts.first_expert
+        inner = down.shape[2]
+        self._first = first_expert
 
         def parameters(rows: Tensor) -> nn.ParameterList:
-            return nn.ParameterList(nn.Parameter(weight.detach().clone()) for weight in rows)
+            return nn.ParameterList(nn.Parameter(weight.detach()) for weight in rows)
 
-        self.gate = parameters(experts.gate_up[:, :inner])
-        self.up = parameters(experts.gate_up[:, inner:])
-        self.down = parameters(experts.down)
+        self.gate = parameters(gate_up[:, :inner])
+        self.up = parameters(gate_up[:, inner:])
+        self.down = parameters(down)
 
     def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """Return [T, D], as `Experts.forward`."""
+        """Return the output [T, D]. Arguments as for `Experts.forward`."""
         out = torch.zeros_like(x)
         matrices = zip(self.gate, self.up, self.down, strict=True)
         for index, (gate, up, down) in enumerate(matrices, self._first):
@@ -111,23 +127,24 @@ def local_experts(config: Config, ep: int, device: torch.device) -> Experts:
 def measure_experts(
     config: Config, ep: int, tokens: int, rounds: int, device: torch.device
 ) -> list[float]:
-    """Measure forward and backward of a rank's experts, in turn with those of a loop.
+    """Measure forward and backward of a rank's experts, in turn with FastSparseMoE and in a loop.
 
     Args:
         config: The run.
-        ep: Number of ranks over which the experts are divided. The rank receives the tokens of all
-            of them.
+        ep: Number of ranks over which the experts are divided. The measured rank receives the
+            tokens of all these ranks.
         tokens: T, tokens of one rank.
         rounds: Number of timed rounds.
         device: The device.
 
     Returns:
-        The smallest, the median and the largest of the ratios loop / ours of a round: processor
-        time on a CPU, otherwise wall-clock time.
+        The smallest, the median and the largest ratio of the times loop / FastSparseMoE over the
+        rounds. The times are processor time on a CPU, otherwise wall-clock time.
     """
     model, dtype = config.model, platform.dtype_of(config.train.dtype)
     ours = local_experts(config, ep, device)
-    blocks: dict[str, nn.Module] = {"ours": ours, "loop": LoopExperts(ours)}
+    loop = LoopExperts(ours.gate_up, ours.down, ours.first_expert)
+    blocks: dict[str, nn.Module] = {"ours": ours, "loop": loop}
     generator = torch.Generator().manual_seed(0)
     shape = (tokens * ep, model.hidden_size)
     x = torch.randn(shape, generator=generator).to(device, dtype).requires_grad_()
@@ -145,8 +162,8 @@ def measure_experts(
 
 
 def measure_updates(sizes: tuple[float, float], rounds: int, device: torch.device) -> list[float]:
-    """Measure AdamW updates of two numbers of parameters, in turn. Return the smallest, the median
-    and the largest of the ratios first / second of a round."""
+    """Measure AdamW updates of `sizes[0]` and of `sizes[1]` parameters, in turn. Return the
+    smallest, the median and the largest ratio of their times, first / second, over the rounds."""
     scale = min(1.0, _MOST_UPDATED / max(sizes))
     counts = [max(1, round(scale * size)) for size in sizes]
     # Both updates use the same memory, since the pages of two allocations may have other sizes.
@@ -184,22 +201,25 @@ def study_moe(
     Args:
         config: The run, with experts.
         mesh: Its mesh.
-        machine: The machine of the step model.
+        machine: Machine for which the step is modelled.
         machine_name: Its name, for messages.
-        tokens: Tokens of a rank in the measurement; 0: a microbatch, or 256 on a CPU.
+        tokens: Tokens of a rank in the measurement; 0: those of a microbatch, or 256 on a CPU.
         rounds: Number of timed rounds.
         device: Device of the measurement.
 
     Returns:
         For each column of COLUMNS a `Speedup`, or None if EPSO has no effect because ep is 1; and
-        `tokens`, the tokens of the measurement.
+        `tokens`, the number of tokens in the measurement.
 
     Raises:
         ConfigError: The model has no experts, or the step cannot be planned.
     """
     train, model = config.train, config.model
     if not model.sparse_layers:
-        raise ConfigError("model.architecture = 'olmo': the model has no experts to compare")
+        raise ConfigError(
+            "model.architecture = 'olmo': the model has no experts to compare; use a configuration "
+            "with model.architecture = 'olmoe'"
+        )
     if not tokens:
         tokens = _CPU_TOKENS if device.type == "cpu" else train.microbatch_size * train.seq_len
     rates = rates_of(machine, train.dtype, machine_name)
@@ -227,8 +247,16 @@ def study_moe(
 def _speedups(
     config: Config, mesh: Mesh, rates: Rates, works: Works, experts: float, update: float
 ) -> dict[str, float]:
-    """Return the speed-ups of a run, from those of the experts and of the update of a rank. `works`
-    is the argument of `step_of`."""
+    """Return the speed-up of each column of COLUMNS.
+
+    Args:
+        config: The run.
+        mesh: Its mesh.
+        rates: Rates of the machine.
+        works: Argument of `step_of`.
+        experts: Measured speed-up of the experts of a rank.
+        update: Measured speed-up of the AdamW update of a rank.
+    """
     fast = _step_with("epso", config, mesh, works)
     slow = _step_with("so", config, mesh, works)
     passes_s = _passes_s(fast, rates)
@@ -248,7 +276,8 @@ def _speedups(
 
 
 def _step_with(sharding: str, config: Config, mesh: Mesh, works: Works) -> Step:
-    """Return the step with a sharding, without overlap of the optimizer's communication."""
+    """Return the step with a value of `optim.sharding`, without overlap of the optimizer's
+    communication."""
     optim = config.optim.model_copy(update={"sharding": sharding, "overlap": False})
     return step_of(config.model_copy(update={"optim": optim}), mesh, works=works)
 
@@ -271,7 +300,7 @@ def _reductions_s(step: Step, rates: Rates) -> float:
 
 
 def _with_slower_experts(step: Step, config: Config, mesh: Mesh, experts: float) -> Step:
-    """Return the step with experts that take `experts` times as long."""
+    """Return the step, with added work that makes the experts take `experts` times as long."""
     forward, backward = expert_work(config, mesh)
     sparse = set(config.model.sparse_layers)
     stages = []
@@ -310,7 +339,8 @@ def expert_work(config: Config, mesh: Mesh) -> tuple[tuple[Operation, ...], tupl
 
 
 def format_table(results: dict[str, dict[str, Any]], conditions: str) -> str:
-    """Return the results of `study_moe` by run as a Markdown table, with the paper's values."""
+    """Return a Markdown table of the results of `study_moe`, by run, and of the paper's values.
+    `conditions` is a sentence about the measurement, above the table."""
     lines = [
         conditions,
         "",

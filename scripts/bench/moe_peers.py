@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from optimus.study.moe import LoopExperts
 from optimus_kernels.grouped_mm import torch_form_works, torch_grouped_mm
 
 
@@ -45,30 +46,18 @@ class Peer(nn.Module):
 
 
 class Loop(Peer):
-    """Experts that are computed in a Python loop. Each expert has separate weights, as in
-    transformers 4."""
+    """Experts that are computed in a Python loop."""
 
     def build(self, gate_up: Tensor, down: Tensor) -> None:
-        inner = down.shape[2]
-        self.gates = nn.ParameterList(nn.Parameter(rows[:inner]) for rows in gate_up)
-        self.ups = nn.ParameterList(nn.Parameter(rows[inner:]) for rows in gate_up)
-        self.downs = nn.ParameterList(nn.Parameter(rows) for rows in down)
+        self.experts = LoopExperts(gate_up, down)
 
     def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        out = torch.zeros_like(x)
-        mask = F.one_hot(chosen, len(self.downs)).permute(2, 1, 0)
-        experts = zip(self.gates, self.ups, self.downs, strict=True)
-        for expert, (gate, up, down) in enumerate(experts):
-            slot, token = torch.where(mask[expert])
-            copies = x[token]
-            hidden = F.silu(F.linear(copies, gate)) * F.linear(copies, up)
-            out.index_add_(0, token, F.linear(hidden, down) * weights[token, slot, None])
-        return out
+        return self.experts(x, weights, chosen)
 
     def gradients(self) -> tuple[Tensor, Tensor]:
-        pairs = zip(self.gates, self.ups, strict=True)
+        pairs = zip(self.experts.gate, self.experts.up, strict=True)
         gate_up = torch.stack([torch.cat([gate.grad, up.grad]) for gate, up in pairs])
-        return gate_up, torch.stack([down.grad for down in self.downs])
+        return gate_up, torch.stack([down.grad for down in self.experts.down])
 
 
 class ThreeGrouped(Peer):

@@ -15,6 +15,7 @@ from optimus.distributed.mesh import Mesh, make_mesh
 from optimus.planner.collectives import Algorithm, collective_s
 from optimus.planner.step_time import Rates, Step, rates_of, step_time
 from optimus.planner.workload import stage_weights, step_of, updated_parameters
+from optimus.study.moe import PAPER
 
 RUNS = Path(__file__).resolve().parents[2] / "configs" / "run"
 
@@ -51,11 +52,12 @@ class Speedups(NamedTuple):
         return (1 - self.pass_share) / self.optimizer * self.combined
 
 
-TABLE_3 = (
-    Speedups("mula-20b-a2b", 1.33, 1.11, 1.36, 1.19, 1.35),
-    Speedups("mula-100b-a7b", 1.51, 1.31, 1.23, 1.06, 1.41),
-    Speedups("mula-220b-a10b", 1.66, 1.48, 1.07, 1.01, 1.51),
+TABLE_3 = tuple(
+    Speedups(model, *(value for value in row if value is not None))
+    for model, row in PAPER.items()
+    if None not in row
 )
+"""The rows with speed-ups of EPSO."""
 TILES = (384, 768, 1536, 3072, 6144, 12288)
 MODEL_TILES = 96
 """Tiles of a replica of Mula-220B: pp = 8 times ep = 12."""

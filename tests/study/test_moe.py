@@ -28,7 +28,7 @@ def test_loop_over_local_experts_equals_ours():
     config = tiny_config("d", "r", model__num_experts=8)
     ours = local_experts(config, 2, torch.device("cpu"))
     assert ours.gate_up.shape[0] == 4
-    loop = LoopExperts(ours)
+    loop = LoopExperts(ours.gate_up, ours.down, ours.first_expert)
     x = torch.randn(24, 32, requires_grad=True)
     weights, chosen = uniform(torch.rand(24, 8).softmax(-1), 2)
     results = []
