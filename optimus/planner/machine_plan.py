@@ -1,4 +1,5 @@
-"""Figures of a plan that need a machine: memory of each kind of rank, time of a step, run."""
+"""Values of a plan that need a machine: the memory of each kind of rank with activations, and the
+times of a step and of the run."""
 
 from __future__ import annotations
 
@@ -32,16 +33,19 @@ from optimus.rank.profile import Profiled
 
 _GIB = 1 << 30
 _UNKNOWN = 1 << 62
-"""Limit of host memory if the machine's file does not have it, and of the disk."""
+"""Limit of the disk, and of host memory if the machine's file does not have its size."""
+_Run = tuple[Config, Mesh, Machine, str]
+"""A run, its mesh, its machine and the name of the machine: the first arguments of `plan_step`."""
 
 
 class RankKind(NamedTuple):
-    """Pipeline ranks whose stages have the same ends and the same kinds of layers."""
+    """Pipeline ranks at the same position (first, middle or last) with the same kinds of layers. A
+    plan shows the memory of one of them."""
 
     stage: str
-    """first, middle, last or only."""
+    """Position: first, middle or last; only, if there is a single pipeline rank."""
     layers: str
-    """MoE, dense, or MoE and dense."""
+    """Kinds of layers: MoE, dense, or MoE and dense."""
     pp: tuple[int, ...]
     """Indices along pp."""
 
@@ -64,7 +68,7 @@ def rank_kinds(config: Config, mesh: Mesh) -> list[RankKind]:
 
 
 class _EqualRanks:
-    """Pipeline ranks of a kind that have equal layers."""
+    """Pipeline ranks of a kind that have equal layers, so that they share a profile."""
 
     def __init__(
         self,
@@ -75,7 +79,8 @@ class _EqualRanks:
         device: str,
         known: tuple[Profiled, Profiled],
     ) -> None:
-        """`known` has the profiles of other ranks for both cases of `RankProfiles`."""
+        """Profile the first of the ranks `pp`. `known` has the arguments `balanced` and
+        `concentrated` of `RankProfiles`."""
         self._config, self._mesh, self._pp, self._device = config, mesh, pp, device
         self._microbatches, self._stages = microbatches, stages_of(config, mesh)
         rank = largest_rank(config, mesh, pp[0])
@@ -85,8 +90,8 @@ class _EqualRanks:
         self._memory = rank_memory(config, mesh, rank, microbatches, device, equal)
 
     def largest(self, imbalances: Mapping[int, Sequence[float]]) -> RankMemory:
-        """Return the memory of the fullest rank. `imbalances` has, for each MoE layer, the rows of
-        each ep rank relative to an equal share."""
+        """Return the memory of the rank that needs most. `imbalances` has, for each MoE layer, the
+        rows that the experts of each ep rank compute, divided by their mean."""
         memories = (self._of_rank(pp, imbalances) for pp in self._pp)
         return max(memories, key=lambda memory: memory.device)
 
@@ -137,8 +142,8 @@ class _Memory:
         return [_sizes_of(kind, memory) for kind, memory in largest]
 
     def largest_fitting(self, limit: float, device: int) -> float | None:
-        """Return the largest imbalance of an ep rank, the same in all layers, with which the
-        activations fit on the device, at most `limit`. None if equal loads do not fit."""
+        """Return the largest imbalance of an ep rank, the same in all layers and at most `limit`,
+        with which all ranks fit in `device` bytes. None if they do not fit with equal loads."""
 
         def fits(imbalance: float) -> bool:
             loads = dict.fromkeys(self._model.sparse_layers, (imbalance,))
@@ -162,7 +167,7 @@ _PRECISION = 0.01
 def plan_on_machine(
     config: Config, mesh: Mesh, name: str, load: str | None = None
 ) -> dict[str, Any]:
-    """Return the figures of a plan that need a machine.
+    """Return the values of a plan that need a machine.
 
     Args:
         config: The run, with `train.seq_len`.
@@ -172,25 +177,30 @@ def plan_on_machine(
 
     Returns:
         - `step`: the result of `plan_step`, or `no_step`: the reason why there is none.
-        - `kinds`: for each kind of rank, its fullest rank: `stage`, `layers` and `pp` as in
+        - `kinds`: for each kind of rank, the rank that needs most: `stage`, `layers` and `pp` as in
           `RankKind`, and bytes on the device: `states`, `gathered` parameters, `activations` of all
           microbatches in progress, `temporary` tensors and communication, and their sum `total`.
         - `needed`: the largest `total`; `device_bytes`: the memory of the device, or None if the
           machine's file does not have it.
-        - `imbalance`: for a model with experts and ep > 1, the `largest` imbalance of an ep rank
-          that fits on the device (the same in all layers; None if equal loads do not fit, or if the
-          memory of the device is unknown), the `limit`, with which all tokens choose experts of the
-          rank, and with a step time `step_s`, the time of a step with `largest`.
-        - `load`: `run`, number of `steps`, and for the `median` and the `worst` step of the run its
-          number `step`, the `imbalance` of the fullest ep rank and its `layer`, the
-          `mean_imbalance` of the fullest rank over all layers, `kinds` and `needed`, and the result
-          of `plan_step`, `step_plan`, if there is one.
-        - `placements`: with offload.mode = "auto", the decisions for the first and the last rank as
-          text. `kinds` then has these ranks, and `ranks` and `memory` are those of the decisions.
-        - `smallest`: for each decision, the smallest offload.device_memory with which a placement
-          fits into the host memory, and the smallest offload.host_memory with which one fits on the
-          device, in bytes. `early`: bytes of the spare buffers for early updates, which are not in
-          `ranks`.
+        - `imbalance`: only for a model with experts and ep > 1. `largest`: the largest imbalance of
+          an ep rank, the same in all layers, that fits on the device; None if equal loads do not
+          fit, or if the memory of the device is unknown. `limit`: the imbalance if all tokens
+          choose experts of the rank. `step_s`: the time of a step with `largest`, if there is a
+          step time.
+        - `load`: only with `load`. `run`, the number of `steps`, and for the `median` and the
+          `worst` step of the run: its number `step`; the largest `imbalance` of an ep rank and its
+          `layer`; `mean_imbalance`, the mean over the layers of the largest imbalance; `kinds` and
+          `needed` with this load; and `step_plan`, the result of `plan_step`, if there is one.
+
+        Only with offload.mode = "auto":
+
+        - `placements`: the decisions for the first and the last pipeline rank as text. `kinds` then
+          has only these ranks, and `ranks` and `memory` are those of the decisions.
+        - `smallest`: for each decision, in bytes: `device`, the smallest offload.device_memory with
+          which a placement fits into the host memory, and `host`, the smallest offload.host_memory
+          with which a placement fits on the device.
+        - `early`: for each decision, bytes of the spare buffers for early updates, which `ranks`
+          does not include.
 
     Raises:
         ConfigError: As `decide_placement`, as `read_loads`, or the machine has no rates.
@@ -209,7 +219,7 @@ def plan_on_machine(
         return _placed(config, mesh, microbatches, machine, name)
     run = config, mesh, machine, name
     works: Works = {}
-    result: dict[str, Any] = _step(*run, works)
+    result: dict[str, Any] = _step(run, works)
     memory = _Memory(config, mesh, microbatches, "cpu" if is_cpu(machine) else "cuda")
     device = None if machine.device is None else int(machine.device.memory_bytes.value)
     result |= _needs(memory.kinds(), device)
@@ -241,9 +251,7 @@ def needed_bytes(config: Config, mesh: Mesh, num_microbatches: int, machine: Mac
     return max(kind["total"] for kind in kinds)
 
 
-def _imbalance(
-    run: tuple[Config, Mesh, Machine, str], works: Works, memory: _Memory, device: int | None
-) -> dict[str, Any]:
+def _imbalance(run: _Run, works: Works, memory: _Memory, device: int | None) -> dict[str, Any]:
     """Return `imbalance` of `plan_on_machine`."""
     config, mesh, *_ = run
     model = config.model
@@ -255,7 +263,7 @@ def _imbalance(
     result: dict[str, Any] = {"largest": largest, "limit": limit}
     if largest is not None:
         loads = dict.fromkeys(model.sparse_layers, largest)
-        step = _step(*run, works, loads).get("step")
+        step = _step(run, works, loads).get("step")
         result["step_s"] = None if step is None else step["step_s"]
     return result
 
@@ -279,15 +287,10 @@ def _needs(kinds: list[dict[str, Any]], device: int | None) -> dict[str, Any]:
 
 
 def _step(
-    config: Config,
-    mesh: Mesh,
-    machine: Machine,
-    name: str,
-    works: Works | None = None,
-    imbalances: Mapping[int, float] | None = None,
+    run: _Run, works: Works | None = None, imbalances: Mapping[int, float] | None = None
 ) -> dict[str, Any]:
     try:
-        return {"step": plan_step(config, mesh, machine, name, works, imbalances)}
+        return {"step": plan_step(*run, works, imbalances)}
     except ConfigError as error:
         return {"no_step": str(error)}
 
@@ -295,7 +298,7 @@ def _step(
 def _placed(
     config: Config, mesh: Mesh, microbatches: int, machine: Machine, name: str
 ) -> dict[str, Any]:
-    """Return the figures of `plan_on_machine` for offload.mode = "auto"."""
+    """Return the result of `plan_on_machine` for offload.mode = "auto"."""
     links = load_links(config.offload.links) if config.offload.links else machine.links
     if links is None:
         raise ConfigError(
@@ -323,9 +326,9 @@ def _placed(
         if (coordinate.pp, coordinate.tp) == (end.pp, end.tp)
     }
     ranks = [{axis: getattr(end, axis) for axis in UNEQUAL} | sizes[end.pp] for end in ends]
-    result: dict[str, Any] = {"no_step": "the placement has the time of a step of a rank"}
+    result: dict[str, Any] = {"no_step": "the lines `placement` have the time of a step"}
     if all(decision.time is None for decision in decisions):
-        result = _step(decisions[0].config, mesh, machine, name)
+        result = _step((decisions[0].config, mesh, machine, name))
     of_ends = [kind for kind in rank_kinds(config, mesh) if kind.stage != "middle"]
     kinds = [
         _sizes_of(kind, decision.memory) for kind, decision in zip(of_ends, decisions, strict=True)
@@ -391,7 +394,7 @@ def _load_lines(result: dict[str, Any]) -> list[tuple[str, str]]:
     lines = []
     if "imbalance" in result and result["imbalance"]["largest"] is not None:
         largest, limit = result["imbalance"]["largest"], result["imbalance"]["limit"]
-        text = f"{largest:.2f} times an equal share of the rows on an ep rank"
+        text = f"{largest:.2f} times an equal share of the tokens on an ep rank's experts"
         text += ", all that is possible" if largest == limit else f" of {limit:.2f} possible"
         if balanced is not None:
             text += f": {_slower(result['imbalance']['step_s'], balanced['step_s'])}"
@@ -405,9 +408,9 @@ def _load_lines(result: dict[str, Any]) -> list[tuple[str, str]]:
     for key in keys:
         load = result["load"][key]
         text = (
-            f"{load['imbalance']:.2f} times an equal share of the rows on an ep rank in layer "
-            f"{load['layer']}, {load['mean_imbalance']:.2f} in the mean over layers; memory "
-            f"{load['needed'] / _GIB:,.2f} GiB"
+            f"{load['imbalance']:.2f} times an equal share of the tokens on an ep rank's experts "
+            f"in layer {load['layer']}, {load['mean_imbalance']:.2f} in the mean over layers; "
+            f"memory {load['needed'] / _GIB:,.2f} GiB"
         )
         device = result["device_bytes"]
         if device is not None and load["needed"] > device:
