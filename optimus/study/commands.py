@@ -36,35 +36,18 @@ def add_to(commands: argparse._SubParsersAction) -> None:
     _add_runs(studies)
 
 
-def _add_moe(studies: argparse._SubParsersAction) -> None:
-    text = (
-        "Compare FastSparseMoE and EPSO with a loop over experts and a sharding along dp alone, as "
-        "Table 3 of the Optimus paper does."
-    )
-    parser = add_command(studies, "moe", _moe, text)
+def _add_run_options(parser: argparse.ArgumentParser, default: str) -> None:
+    """Add the arguments for the configurations, the machine and the nodes. `default` names the runs
+    without configurations."""
     parser.add_argument(
-        "configs", nargs="*", metavar="CONFIG", help="TOML files (default: the paper's MoE runs)"
+        "configs", nargs="*", metavar="CONFIG", help=f"TOML files (default: {default})"
     )
     parser.add_argument(
-        "--machine", default="aurora", metavar="NAME", help="machine of the step model (aurora)"
-    )
-    for name, default, text in (
-        ("nodes", 256, "nodes of runs with parallel.dp = 0 (256, as in the paper)"),
-        ("tokens", 0, "measured tokens of a rank (a microbatch; on a CPU 256)"),
-        ("rounds", 5, "timed rounds (5)"),
-    ):
-        parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=text)
-    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
-
-
-def _add_runs(studies: argparse._SubParsersAction) -> None:
-    text = "Write a page with the planned memory, time and node-hours of runs."
-    parser = add_command(studies, "runs", _runs, text)
-    parser.add_argument(
-        "configs", nargs="*", metavar="CONFIG", help="TOML files (default: the paper's runs)"
-    )
-    parser.add_argument(
-        "--machine", default="aurora", metavar="NAME", help="as for scaling (aurora)"
+        "--machine",
+        default="aurora",
+        metavar="NAME",
+        help="machine of the predictions: a name in configs/machine, or the path of a TOML file "
+        "(aurora)",
     )
     parser.add_argument(
         "--nodes",
@@ -73,13 +56,34 @@ def _add_runs(studies: argparse._SubParsersAction) -> None:
         metavar="N",
         help="nodes of runs with parallel.dp = 0 (256, as in the paper)",
     )
-    parser.add_argument("--out", metavar="FILE", help="write the page to this Markdown file")
+
+
+def _add_moe(studies: argparse._SubParsersAction) -> None:
+    text = (
+        "Compare FastSparseMoE with a loop over the experts, and EPSO with optimizer states that "
+        "are sharded along dp alone, as in Table 3 of the Optimus paper."
+    )
+    parser = add_command(studies, "moe", _moe, text)
+    _add_run_options(parser, "the paper's MoE runs")
+    for name, default, text in (
+        ("tokens", 0, "tokens of a rank in the measurement (a microbatch; on a CPU 256)"),
+        ("rounds", 5, "timed rounds (5)"),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=text)
+    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
+
+
+def _add_runs(studies: argparse._SubParsersAction) -> None:
+    text = "Print the planned memory, time and node-hours of runs as a Markdown page."
+    parser = add_command(studies, "runs", _runs, text)
+    _add_run_options(parser, "the paper's runs")
+    parser.add_argument("--out", metavar="FILE", help="also write the page to this file")
 
 
 def _add_scaling(studies: argparse._SubParsersAction) -> None:
     text = (
-        "Write the configuration and the job of a run on each number of nodes, and submit or run "
-        "those that are missing."
+        "Plan a short run of CONFIG, a point of the study, on each number of nodes. Write the "
+        "configurations and jobs of the points, and submit or run the points without results."
     )
     parser = add_command(studies, "scaling", _scaling, text)
     add_config(parser)
@@ -100,13 +104,17 @@ def _add_scaling(studies: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--routing",
         metavar="R,R",
-        help="top-k, uniform or both: a point for each (default: model.router)",
+        help="top-k, uniform, or both for two points per number of nodes (default: model.router)",
     )
     parser.add_argument(
         "--steps", type=int, default=30, metavar="N", help="updates of a point (30)"
     )
     parser.add_argument(
-        "--warmup", type=int, default=5, metavar="N", help="first updates not to measure (5)"
+        "--warmup",
+        type=int,
+        default=5,
+        metavar="N",
+        help="updates at the start of a point that are not measured (5)",
     )
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument(
@@ -119,26 +127,31 @@ def _add_scaling(studies: argparse._SubParsersAction) -> None:
         "--local", action="store_true", help="run the missing points on ranks of this machine"
     )
     parser.add_argument(
-        "--max-node-hours", type=float, metavar="H", help="refuse jobs that could use more"
+        "--max-node-hours",
+        type=float,
+        metavar="H",
+        help="start nothing if all jobs together could use more node-hours",
     )
     for name, text in (
-        ("queue", "queue of all jobs (default: the first of the machine that takes a point)"),
+        ("queue", "queue of all jobs (default: the machine's first queue that takes the point)"),
         ("account", "account of the jobs"),
     ):
         parser.add_argument(f"--{name}", default="", metavar=name.upper(), help=text)
     parser.add_argument(
-        "--walltime", metavar="WALLTIME", help="time of a point, H:MM:SS (default: from its plan)"
+        "--walltime",
+        metavar="WALLTIME",
+        help="time limit of each point, H:MM:SS (default: from its planned step time)",
     )
     parser.add_argument(
         "--share-jobs",
         action="store_true",
         help="run several points in a job, one after the other (default: only in queues that "
-        "limit the jobs of a user)",
+        "limit the number of jobs of a user)",
     )
     parser.add_argument(
         "--skip-data-check",
         action="store_true",
-        help="do not check the data, which this machine cannot read",
+        help="do not check data.path, for data that this machine cannot read",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
 
@@ -250,15 +263,17 @@ def _settings(
     nodes: Sequence[int],
     directory: StudyDirectory,
 ) -> Settings:
-    """Return the settings of the study. With `parallel.dp = 0`, an existing study keeps the tokens
-    of a data rank, although smaller numbers of nodes may be added."""
+    """Return the settings of the study. With `parallel.dp = 0`, the smallest number of nodes
+    determines the tokens of a data rank. An existing study keeps them, so that a smaller number of
+    nodes can be added."""
     from optimus.study.scaling import Settings, tokens_per_data_rank
 
     stored, tokens = directory.settings(), 0
     if args.scaling == "strong":
         refuse_if(
             not config.train.global_batch_tokens,
-            "--scaling strong needs train.global_batch_tokens, the batch of all points; set it",
+            "--scaling strong needs the global batch that all points have; set "
+            "train.global_batch_tokens",
         )
     elif config.train.global_batch_tokens:
         tokens = tokens_per_data_rank(config, machine, args.machine, nodes)
@@ -307,7 +322,7 @@ def _report_json(
     limits: dict[str, int | None],
     node_hours: float,
 ) -> None:
-    """Print the points and the jobs as a JSON object."""
+    """Print the points, the jobs and their node-hours as a JSON object."""
     result = {
         "points": [
             {
@@ -344,9 +359,11 @@ def _expected_node_hours(points: Sequence[Point]) -> float:
 
 
 def _report(points: Sequence[Point], states: dict[str, State]) -> None:
-    """Print the points."""
+    """Print the ranks, the batch, the planned step time and the state of each point."""
     for point in points:
-        step = f"planned step {point.planned['step_s']:.4g} s" if point.planned else "no plan"
+        step = "no planned step time"
+        if point.planned:
+            step = f"planned step {point.planned['step_s']:.4g} s"
         batch = f"{point.tokens:,} tokens an update"
         ranks = counted(point.mesh.world_size, "rank")
         state = states[point.name]
@@ -371,7 +388,7 @@ def _report_jobs(
             f"({job.node_hours:,.4g} node-hours): {names}\n  {shlex.join(command)}"
         )
     expected = sum(_expected_node_hours(job.points) for job in jobs)
-    print(f"at most {node_hours:,.4g} node-hours, {expected:,.4g} by the plan", flush=True)
+    print(f"at most {node_hours:,.4g} node-hours, predicted {expected:,.4g}", flush=True)
 
 
 def _report_limits(points: Sequence[Point], limits: dict[str, int | None]) -> None:
@@ -396,7 +413,7 @@ def _submit(
     submissions: Sequence[Sequence[str]],
     machine: Machine,
 ) -> int:
-    """Submit the jobs, in each queue at most as many as it takes from a user."""
+    """Submit the jobs. Each queue gets at most as many jobs as it takes from a user."""
     limits = {queue.name: queue.max_jobs for queue in machine.queues if queue.max_jobs}
     left = 0
     for job, command in zip(jobs, submissions, strict=True):
@@ -410,8 +427,8 @@ def _submit(
             print(f"submitted {job.name} as job {name}", flush=True)
     if left and not args.json:
         print(
-            f"{counted(left, 'job')} not submitted, because the queue takes no more jobs of a "
-            "user; run the same command again when the others have ended"
+            f"{counted(left, 'job')} not submitted, because the queue takes no more jobs from a "
+            "user; run the same command again when the submitted jobs have ended"
         )
     return 0
 
@@ -492,10 +509,11 @@ def _moe(args: argparse.Namespace, arguments: list[str]) -> int:
         return 0
     tokens = sorted({result["tokens"] for result in results.values()})
     conditions = (
-        f"Speed-ups over the baseline. Measured on {platform.device_name(device)}, torch "
-        f"{torch.__version__}, {counted(threads, 'thread')}, "
-        f"{' or '.join(map(str, tokens))} tokens of a rank, {counted(args.rounds, 'round')} (least "
-        f"to most); modelled for {args.machine}."
+        f"Speed-ups over the baseline: the median of {counted(args.rounds, 'round')}, with the "
+        "smallest and the largest in parentheses. Measured on "
+        f"{platform.device_name(device)} with torch {torch.__version__}, "
+        f"{counted(threads, 'thread')} and {' or '.join(map(str, tokens))} tokens of a rank; "
+        f"modelled for {args.machine}."
     )
     print(format_table(results, conditions))
     return 0
@@ -518,6 +536,6 @@ def _runs(args: argparse.Namespace, arguments: list[str]) -> int:
     if misfits := [run.name for run in runs if not run.fits]:
         raise ConfigError(
             f"{', '.join(misfits)}: states and activations exceed the memory of a device of "
-            f"{args.machine}; change the layout, or use optimus plan --search"
+            f"{args.machine}; use a layout that optimus plan --search finds"
         )
     return 0

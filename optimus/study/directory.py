@@ -1,9 +1,9 @@
 """The directory of a scaling study: its files, the states of its points, and the start of its jobs.
 
-study.json, config.toml      settings of the study and its configuration
+study.json, config.toml      settings and configuration of the study
 points/NAME/config.toml      configuration of a point, for `optimus train`
-points/NAME/plan.json        its sizes and its planned step
-points/NAME/job.json         the job to which the point was submitted
+points/NAME/plan.json        nodes, ranks, tokens and planned step time of the point
+points/NAME/job.json         the scheduler's name of the job that runs the point
 points/NAME/status           exit status of the point, written when it ends
 points/NAME/log.txt, run/    output and run directory of the point
 jobs/NAME.sh                 a job, for scripts/pbs/study.sh and scripts/slurm/study.sh
@@ -54,9 +54,9 @@ SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 _VERSION = 1
 _MAX_BYTES = 1 << 24
 _ANSWER_S = 60.0
-"""Time limit for a question to the scheduler."""
+"""Time limit of qstat and squeue, in seconds."""
 _SUBMIT_S = 600.0
-"""Time limit for the submission of a job."""
+"""Time limit of the command that submits a job, in seconds."""
 _GONE = {"pbs": (35, 153), "slurm": (1,)}
 """Exit statuses of qstat and squeue for a job that has ended: PBS reports a finished (35) or
 unknown (153) job, Slurm an invalid job."""
@@ -92,7 +92,7 @@ exit "$failed"
 
 
 class _File(BaseModel):
-    """Base class of the contents of the JSON files of a study. Further keys are ignored."""
+    """Base class for the contents of the study's JSON files. Unknown keys are ignored."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 
@@ -110,7 +110,7 @@ class StudyFile(_File):
 
 
 class PlannedStep(_File):
-    """Figures of `optimus.planner.step_plan.plan_step` that the results show."""
+    """Values of `optimus.planner.step_plan.plan_step` that `optimus study show` uses."""
 
     step_s: Annotated[float, Field(gt=0)]
     compute_s: float
@@ -121,7 +121,7 @@ class PlannedStep(_File):
 
 
 class PlannedPoint(_File):
-    """Contents of plan.json: sizes of a point and its planned step."""
+    """Contents of plan.json: the sizes of a point and its planned step."""
 
     nodes: Annotated[int, Field(ge=1)]
     routing: str
@@ -135,7 +135,7 @@ class PlannedPoint(_File):
 
 
 class _JobFile(_File):
-    """Contents of job.json."""
+    """Contents of job.json: the scheduler, and its name of the job that runs the point."""
 
     name: str
     system: System
@@ -165,8 +165,8 @@ class StudyDirectory:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Return a context manager that excludes other commands from the study. Raises ConfigError
-        if another command uses it."""
+        """Return a context manager that locks the study. Raises ConfigError if another command has
+        locked it."""
         make_dirs(self.path)
         with open(self.path / ".lock", "ab") as file:
             try:
@@ -181,7 +181,7 @@ class StudyDirectory:
         """Return the contents of study.json; None if the directory has no study.
 
         Raises:
-            DataError: The file is damaged, or the directory has other files.
+            DataError: study.json is damaged, or the directory has files and no study.json.
         """
         path = self.path / "study.json"
         if not path.exists():
@@ -195,11 +195,11 @@ class StudyDirectory:
         return _read_json(path, StudyFile)
 
     def check_same(self, config: Config, settings: Settings, machine: Machine) -> None:
-        """Refuse a study of another configuration or with other settings.
+        """Check that a study in the directory has this configuration and these settings.
 
         Raises:
-            ConfigError: The directory has another study.
-            DataError: A file is damaged.
+            ConfigError: The configuration or a setting differs.
+            DataError: A file is damaged, or the directory has files and no study.json.
         """
         stored = self.settings()
         if stored is None:
@@ -214,8 +214,8 @@ class StudyDirectory:
     def _refuse_change(self, key: str, before: object, now: object) -> None:
         refuse_if(
             before != now,
-            f"--out {self.path} has the study of another configuration: {key} is {now!r}, there "
-            f"{before!r}; use another --out or the same settings",
+            f"--out {self.path}: {key} is {now!r}, but {before!r} in the study of this directory; "
+            "use another --out or the settings of the study",
         )
 
     def write(self, config: Config, settings: Settings, machine: Machine) -> None:
@@ -249,7 +249,7 @@ class StudyDirectory:
             job: The job.
             machine: `Settings.machine`.
             ranks_per_node: Number of ranks on each node.
-            submission: The command that submits the job.
+            submission: Command that submits the job, for a comment in the script.
         """
         path = self.job_path(job)
         make_dirs(path.parent)
@@ -270,14 +270,17 @@ class StudyDirectory:
         return self.path / "jobs" / f"{job.name}.sh"
 
     def plans(self) -> dict[str, PlannedPoint]:
-        """Return the contents of plan.json of each point, by name in the order of nodes. Raises
-        DataError."""
+        """Return the contents of plan.json by name of the point, sorted by this name, which begins
+        with the number of nodes. Raises DataError if a file is damaged."""
         plans = {}
         for folder in sorted(entry for entry in self.points.glob("*") if entry.is_dir()):
             if (folder / "plan.json").exists():
                 plans[folder.name] = _read_json(folder / "plan.json", PlannedPoint)
             else:
-                logger.warning("%s has no plan.json, so it is not a point; remove it", folder)
+                logger.warning(
+                    "%s has no plan.json, so it is no point of the study and is ignored; remove it",
+                    folder,
+                )
         return plans
 
     def state(self, name: str, steps: int, must_ask: bool = True) -> State:
@@ -286,10 +289,11 @@ class StudyDirectory:
         Args:
             name: Name of the point.
             steps: Number of updates of a point.
-            must_ask: False to return "submitted" if the scheduler does not answer.
+            must_ask: True to raise OptimusError if the scheduler does not answer, False to return
+                "submitted".
 
         Raises:
-            DataError: The metrics of the point are damaged.
+            DataError: The metrics, `status` or `job.json` of the point are damaged.
             OptimusError: The scheduler does not answer.
         """
         folder = self.points / name
@@ -314,11 +318,17 @@ class StudyDirectory:
                 return State("submitted", str(error))
             if is_in_queue:
                 return State("submitted", f"job {job.name}")
-            return State("failed", f"job {job.name} has ended without this point")
+            return State("failed", f"job {job.name} ended before this point did")
         return State("missing")
 
     def submit(self, job: Job, system: System, command: Sequence[str]) -> str:
-        """Submit a job, and record its name for its points. Return the name.
+        """Submit a job, write the scheduler's name of it to job.json of its points, and return this
+        name.
+
+        Args:
+            job: The job.
+            system: The scheduler.
+            command: The command that submits the job, from `submission_of`.
 
         Raises:
             OptimusError: The scheduler refuses the job or does not answer.
@@ -336,8 +346,8 @@ class StudyDirectory:
             )
         except subprocess.TimeoutExpired:
             raise OptimusError(
-                f"{command[0]} does not answer within {_SUBMIT_S:.0f} s; see whether the job is in "
-                "the queue, then run the same command again"
+                f"{command[0]} did not end within {_SUBMIT_S:.0f} s; check whether the job is in "
+                "the queue, and if it is not, run the same command again"
             ) from None
         words = done.stdout.split()
         if not words:
@@ -356,8 +366,8 @@ class StudyDirectory:
 
         Args:
             point: The point.
-            limit_s: Seconds after which the point is killed, with exit status 5.
-            threads: Number of threads of a rank, the same for all points.
+            limit_s: Seconds after which the point is killed and has exit status 5; None: no limit.
+            threads: Number of threads of a rank.
 
         Raises:
             KeyboardInterrupt: Ctrl-C. The point is killed, and its exit status is 130.
@@ -396,7 +406,7 @@ class StudyDirectory:
 def submission_of(
     directory: StudyDirectory, job: Job, system: System, machine: Machine, account: str
 ) -> list[str]:
-    """Return the command that submits a job."""
+    """Return the command that submits a job. `account` is "" for none."""
     time = walltime_text(job.walltime_s)
     options = ["--nodes", str(job.nodes)]
     if system == "pbs":
@@ -412,8 +422,8 @@ def submission_of(
 
 
 def scheduler(machine: Machine) -> System:
-    """Return the probable scheduler of a machine: pbs if its file has a resource of PBS or this
-    machine has no sbatch."""
+    """Return the scheduler for the commands of a dry run: "pbs" if the machine's file sets
+    `filesystems`, which only PBS has, or if this computer has no sbatch."""
     return "slurm" if shutil.which("sbatch") and not machine.filesystems else "pbs"
 
 
@@ -444,7 +454,7 @@ def _is_in_queue(system: str, job: str) -> bool:
 
 
 def read_metrics(run_dir: Path) -> tuple[StepLine, ...]:
-    """Return the metrics of a run in the order of the steps; () without metrics.
+    """Return the metrics of a run, sorted by step; () if the run has none.
 
     Raises:
         DataError: A line is damaged.
@@ -476,7 +486,7 @@ def _read_json(path: Path, kind: type[_AnyFile]) -> _AnyFile:
             f"remove {path.parent} and run the same `optimus study scaling` command again to "
             "measure this point"
         )
-    raise DataError(f"{path}: {problem}; this file of the study is damaged; {remedy}")
+    raise DataError(f"{path}: {problem}, so this file of the study is damaged; {remedy}")
 
 
 def _read_text(path: Path) -> str:
@@ -487,7 +497,7 @@ def _read_text(path: Path) -> str:
 
 
 def _last_error(log: Path) -> str:
-    """Return the last line in a log that has `error:`, or a phrase if there is none."""
+    """Return the last line of a log that contains `error:`, or a text that there is none."""
     try:
         with open(log, "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - (1 << 16)))
@@ -499,7 +509,8 @@ def _last_error(log: Path) -> str:
 
 
 def local_threads(points: Sequence[Point]) -> int:
-    """Return the number of threads of a rank, with which this machine runs all points.
+    """Return the number of threads of a rank if this machine runs the points: the number of cores
+    divided by the ranks of the largest point, so that all points have the same threads.
 
     Raises:
         ConfigError: A point has more ranks than this machine has cores.

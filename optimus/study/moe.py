@@ -262,8 +262,8 @@ def _speedups(
     passes_s = _passes_s(fast, rates)
     loop_s = _passes_s(_with_slower_experts(fast, config, mesh, experts), rates)
     update_s = fast.optimizer_bytes / rates.memory
-    epso_s = update_s + _reductions_s(fast, rates)
-    so_s = update * update_s + _reductions_s(slow, rates)
+    epso_s = update_s + reductions_s(fast, rates)
+    so_s = update * update_s + reductions_s(slow, rates)
     return {
         "experts": experts,
         "passes": loop_s / passes_s,
@@ -287,7 +287,7 @@ def _passes_s(step: Step, rates: Rates) -> float:
     return step_time(dataclasses.replace(step, reductions=(), optimizer_bytes=0.0), rates).total_s
 
 
-def _reductions_s(step: Step, rates: Rates) -> float:
+def reductions_s(step: Step, rates: Rates) -> float:
     """Return the seconds of the reduction of gradients and the gather of parameters."""
     seconds = 0.0
     for reduction in step.reductions:

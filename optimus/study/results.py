@@ -21,14 +21,18 @@ _COMPONENTS = ("compute", "exposed", "bubble", "optimizer")
 
 
 class Measured(NamedTuple):
-    """Figures of the updates after the warm-up of a point. `low` and `high` are quartiles."""
+    """Step times of a point, without those of the warm-up."""
 
     updates: int
+    """Number of measured updates."""
     step_s: float
+    """Median."""
     low_s: float
+    """First quartile."""
     high_s: float
+    """Third quartile."""
     tokens_per_s: float
-    """From the median `step_s`."""
+    """Tokens of an update divided by `step_s`."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,7 @@ class Result:
     planned: PlannedStep | None
     measured: Measured | None
     lines: tuple[StepLine, ...]
-    """Metrics of all updates, also before the warm-up."""
+    """Metrics of all updates, including those of the warm-up."""
 
     @property
     def planned_tokens_per_s(self) -> float | None:
@@ -61,7 +65,7 @@ class Result:
 
 
 def collect(directory: StudyDirectory) -> list[Result]:
-    """Return the results of all points in the order of routing and nodes.
+    """Return the results of all points, sorted by routing and then by number of nodes.
 
     Raises:
         DataError: The directory has no study, or one of its files is damaged.
@@ -84,7 +88,8 @@ def collect(directory: StudyDirectory) -> list[Result]:
 
 
 def _measure(lines: Sequence[StepLine], tokens: int) -> Measured:
-    """Return the figures of updates of `tokens` tokens."""
+    """Return the median and the quartiles of the step times in `lines`. `tokens` is the number of
+    tokens of an update."""
     seconds = [line.step_time_s for line in lines]
     middle = statistics.median(seconds)
     low, high = middle, middle
@@ -94,14 +99,14 @@ def _measure(lines: Sequence[StepLine], tokens: int) -> Measured:
 
 
 def reference_points(results: Sequence[Result]) -> dict[str, Result]:
-    """Return the point to which the efficiencies of each routing are relative.
+    """Return, by routing, the point that has efficiency 1.
 
-    It is the smallest point with a measured and a planned rate, so that both efficiencies have the
-    same reference. If the routing has no such point, it is the smallest planned point, or without
-    any plan the smallest measured one.
+    It is the smallest point with both a measured and a planned rate, so that measured and planned
+    efficiencies have the same reference. If no point has both, it is the smallest point with a
+    planned rate. If no point has a planned rate, it is the smallest point with a measured rate.
 
     Args:
-        results: Points in the order of routing and nodes.
+        results: Points sorted as by `collect`.
     """
 
     def rates(result: Result) -> tuple[bool, bool]:
@@ -121,13 +126,13 @@ def efficiencies(
 ) -> dict[str, float]:
     """Return the scaling efficiency of points by name.
 
-    It is the tokens per second of a rank, relative to those of the point of `reference_points`.
-    This holds for weak and for strong scaling. If that point has no rate, the points of its routing
-    have no efficiency.
+    The efficiency of a point is its tokens per second and rank, divided by those of the reference
+    point of its routing, for weak and for strong scaling. A point without a rate has no efficiency.
+    If the reference point has no rate, no point of its routing has an efficiency.
 
     Args:
-        results: Points in the order of routing and nodes.
-        rate: Function that returns the tokens per second of a point, or None for none.
+        results: Points sorted as by `collect`.
+        rate: `measured_rate` or `planned_rate`.
     """
     references, values = reference_points(results), {}
     for result in results:
@@ -149,7 +154,8 @@ def planned_rate(result: Result) -> float | None:
 
 
 def rows(results: Sequence[Result]) -> list[dict[str, Any]]:
-    """Return a dict of figures for each point. A figure that does not exist is None."""
+    """Return the row of points.csv for each point: a dict from the name of a column to its value,
+    or to None if the point does not have this value."""
     measured, planned = (efficiencies(results, rate) for rate in (measured_rate, planned_rate))
     references = reference_points(results)
     table = []
@@ -184,8 +190,8 @@ def rows(results: Sequence[Result]) -> list[dict[str, Any]]:
 
 
 def write_results(results: Sequence[Result], folder: Path) -> list[Path]:
-    """Write `points.csv`, `loss.csv`, `figure4.png` and `throughput.png`, and return their
-    paths."""
+    """Write `points.csv`, `loss.csv`, `figure4.png` and `throughput.png` to a folder, and return
+    their paths."""
     make_dirs(folder)
     losses = [
         {
@@ -280,7 +286,7 @@ def _draw_figure_4(results: Sequence[Result], path: Path) -> None:
     }
     _draw_points(right, results, routings, efficiencies, relative_to)
     right.axhline(1.0, lw=0.8, color="tab:gray")
-    right.set_ylabel("efficiency (tokens/s of a rank)")
+    right.set_ylabel("efficiency (tokens/s of a rank, relative)")
     low, high = right.get_ylim()
     right.set_ylim(0.5 if low > 0.5 else 0.0, high + 0.05)
     _finish(pyplot, figure, (left, right), path)
@@ -313,8 +319,18 @@ def _draw_points(
     values_of: _Values,
     suffixes: Mapping[str, str],
 ) -> None:
-    """Draw a figure of all points against tiles: filled with quartiles if it is measured, open if
-    it is planned. `suffixes` has the end of the labels of a routing."""
+    """Draw a quantity of all points against the number of tiles.
+
+    Measured values are filled markers with quartiles, planned values are open markers.
+
+    Args:
+        axes: Axes of matplotlib.
+        results: The points.
+        routings: All routings. Each has a color and a marker.
+        values_of: Function that returns the quantity by name of the point, from the points and
+            `measured_rate` or `planned_rate`.
+        suffixes: Text that ends the labels of a routing, by routing.
+    """
     measured, planned = (values_of(results, rate) for rate in (measured_rate, planned_rate))
     for number, routing in enumerate(routings):
         of_routing = [result for result in results if result.routing == routing]
@@ -380,7 +396,7 @@ def _draw_components(axes: Any, results: Sequence[Result], routings: Sequence[st
             )
     axes.set_xticks(list(positions.values()), [f"{ranks:,}" for ranks in positions])
     axes.set_xlabel("tiles (ranks)")
-    axes.set_ylabel("s of a step")
+    axes.set_ylabel("step time, s")
 
 
 def _scale_tiles(axes: Any, results: Sequence[Result]) -> None:

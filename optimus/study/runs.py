@@ -1,5 +1,5 @@
-"""The planned runs of a machine as a page: memory, time, node-hours and the command that submits
-each run."""
+"""Planned runs as a Markdown page: memory, time and node-hours on a machine, and the commands that
+submit the runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FOLDER = Path(__file__).resolve().parents[2] / "configs" / "run"
 MULA = ("mula-1b", "mula-7b-a1b", "mula-20b-a2b", "mula-100b-a7b", "mula-220b-a10b")
 """The runs of the Optimus paper."""
 _NODES_FOR_A_BUFFER_NODE = 64
-"""A supervised run of several jobs requests one buffer node for this number of nodes. No source."""
+"""Nodes of a run for each buffer node, which replaces a node that fails. No source."""
 _GIB = 1 << 30
 
 
@@ -42,7 +42,7 @@ class PlannedRun(NamedTuple):
 
     @property
     def job_line(self) -> str:
-        """Command that submits the run to PBS."""
+        """Command that submits the run to PBS. A run of several jobs has buffer nodes."""
         words = ["scripts/pbs/train.sh", "--nodes", str(self.plan["nodes"])]
         words += ["--machine", self.plan["machine"], "--account", "PROJECT"]
         words += ["--queue", self.queue] if self.queue else []
@@ -59,12 +59,13 @@ def plan_run(path: Path, machine: Machine, machine_name: str, nodes: int) -> Pla
 
     Args:
         path: The configuration.
-        machine: The machine, with a device.
+        machine: The machine.
         machine_name: Its name or the path of its file.
         nodes: Number of nodes if the configuration has `parallel.dp = 0`.
 
     Raises:
-        ConfigError: The run cannot be planned, or no queue takes its nodes.
+        ConfigError: The run cannot be planned, the machine's file describes no device, or no queue
+            takes the nodes of the run.
     """
     from optimus.planner.plan import plan
 
@@ -72,17 +73,23 @@ def plan_run(path: Path, machine: Machine, machine_name: str, nodes: int) -> Pla
     allocation = allocate(machine_name, None if config.parallel.dp else nodes, None)
     result = plan(config, allocation)
     if result.get("device_bytes") is None or "step" not in result:
-        reason = result.get("no_step", f"{machine_name} has no device, or train.seq_len is 0")
+        reason = result.get(
+            "no_step",
+            f"the file of {machine_name} has no [device], or train.seq_len is 0; set both",
+        )
         raise ConfigError(f"{path}: the run cannot be planned: {reason}")
     machine.check_nodes(result["nodes"])
     if "run_s" not in result["step"]:
-        raise ConfigError(f"{path}: train.max_steps = 0: set the number of updates of the run")
+        raise ConfigError(f"{path}: train.max_steps = 0; set it to the number of updates")
     return PlannedRun(path.stem, config, result, *_jobs(machine, result))
 
 
 def _jobs(machine: Machine, result: dict[str, Any]) -> tuple[str, int, int]:
-    """Return queue, walltime and number of jobs of a run: one job of 1.2 times its time, or jobs of
-    the longest walltime of a queue."""
+    """Return the queue, the walltime in seconds and the number of jobs of a run.
+
+    The run gets one job of 1.2 times its planned time if a queue permits this walltime. Otherwise,
+    it gets several jobs of the longest walltime that a queue permits.
+    """
     nodes, seconds = result["nodes"], math.ceil(1.2 * result["step"]["run_s"] / 3600) * 3600
     entries = [e for e in machine.queues if e.nodes[0] <= nodes <= e.nodes[1]]
     if not entries:
@@ -103,10 +110,11 @@ def format_page(runs: Sequence[PlannedRun], machine: str, command: str) -> str:
     lines = [
         "# Planned runs",
         "",
-        f"`{command}` writes this page. All figures are predictions by `optimus plan` with the",
-        f"machine file {machine}; no run was measured there. Times assume uniform routing to",
-        "experts. Hours and node-hours include checkpoints and failures as far as the machine file",
-        "has their figures; figures without a source make all times lower bounds.",
+        f"`{command}` writes this page. All values are predictions by `optimus plan` with the",
+        f"machine file {machine}; no run was measured on this machine. Times assume uniform",
+        "routing to experts. Hours and node-hours include the time for checkpoints and failures if",
+        "the machine file has the values that this needs. If the machine file lacks a value, all",
+        "times are lower bounds.",
         "",
         "| run | nodes x ranks | pp dp ep tp | states, GiB | needed, GiB | of the device | step, s "
         "| tokens a day | MFU | hours | node-hours |",
@@ -137,17 +145,18 @@ def format_page(runs: Sequence[PlannedRun], machine: str, command: str) -> str:
     largest = max(run.plan["needed"] for run in runs)
     lines += [
         "",
-        f"Needed are states, activations and temporary tensors of the fullest rank. Its device has "
-        f"{device / 1e9:.4g} GB ({device / _GIB:.4g} GiB): {fit}. The largest run needs "
-        f"{largest / 1e9:.4g} GB.",
-        "" if not missing else f"\nFigures without a source: {', '.join(missing)}.\n",
+        "The needed memory is that of the states, activations and temporary tensors of the rank "
+        f"that needs most. A device has {device / 1e9:.4g} GB ({device / _GIB:.4g} GiB): {fit}. "
+        f"The largest run needs {largest / 1e9:.4g} GB.",
+        "" if not missing else f"\nValues that the machine file lacks: {', '.join(missing)}.\n",
         "The commands that submit the runs:",
         "",
         "```sh",
         *(run.job_line for run in runs),
         "```",
         "",
-        f"A run that is longer than a job takes {counted(max(run.jobs for run in runs), 'job')} at "
-        "most; `--chain` continues it. DATA is a data set, and RUN the run directory.",
+        "A run that needs more time than the walltime of a job continues in further jobs "
+        f"(`--chain`). The longest run takes {counted(max(run.jobs for run in runs), 'job')}. "
+        "Replace DATA by the path of a data set, and RUN by that of the run directory.",
     ]
     return "\n".join(lines).replace("\n\n\n", "\n\n") + "\n"

@@ -25,9 +25,10 @@ _START_S = 600
 """Seconds that a job has for the start of a point: rendezvous, process groups, compilation of
 kernels. No source: it is not measured on many nodes."""
 _MARGIN = 3.0
-"""Factor between the requested and the predicted time of the updates. The prediction is a lower
-bound if the machine file lacks figures."""
+"""Requested time of the updates divided by their predicted time, which is a lower bound if the
+machine file lacks values."""
 _ROUND_S = 300
+"""Walltimes of jobs are rounded up to a multiple of this number of seconds."""
 
 
 @dataclass(frozen=True)
@@ -40,12 +41,12 @@ class Settings:
     steps: int
     """Number of updates of a point."""
     warmup: int
-    """Number of first updates that are not measured."""
+    """Number of updates at the start of a point that are not measured."""
     tokens_per_data_rank: int
     """Tokens of a data rank in an update with weak scaling; 0: one microbatch."""
 
     def global_batch_tokens(self, config: Config, mesh: Mesh) -> int:
-        """Return `train.global_batch_tokens` of a point."""
+        """Return `train.global_batch_tokens` of a point with this mesh."""
         if self.scaling == "strong":
             return config.train.global_batch_tokens
         return self.tokens_per_data_rank * mesh.num_data_ranks
@@ -53,7 +54,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Point:
-    """A run of the study."""
+    """A run of the study: the configuration on a number of nodes, with one kind of routing."""
 
     name: str
     nodes: int
@@ -98,7 +99,8 @@ class Job:
 
     @property
     def nodes(self) -> int:
-        """Number of nodes of the job. Smaller points leave nodes idle."""
+        """Number of nodes of the job, that of its largest point. A smaller point leaves nodes
+        idle."""
         return max(point.nodes for point in self.points)
 
     @property
@@ -123,8 +125,8 @@ def parse_nodes(text: str) -> tuple[int, ...]:
 
 
 def parse_limit(text: str | None) -> int | None:
-    """Return the seconds of a point in the value of `--walltime`, hours:minutes:seconds; None if
-    the option is not set. Raises ConfigError."""
+    """Return the time limit of a point in seconds from the value of `--walltime`, which is
+    hours:minutes:seconds; None if the option is not set. Raises ConfigError."""
     if text is None:
         return None
     try:
@@ -136,8 +138,8 @@ def parse_limit(text: str | None) -> int | None:
 
 
 def parse_routings(text: str | None, config: Config) -> tuple[str, ...]:
-    """Return the routings in the value of `--routing`, or that of the configuration for None.
-    Raises ConfigError."""
+    """Return the routings in the value of `--routing`. If it is None, return `model.router` of the
+    configuration, or "" for a dense model. Raises ConfigError."""
     if text is None:
         return (config.model.router if config.model.sparse_layers else "",)
     refuse_if(
@@ -154,8 +156,8 @@ def parse_routings(text: str | None, config: Config) -> tuple[str, ...]:
 
 
 def _mesh_on(config: Config, machine: Machine, name: str, nodes: int) -> Mesh:
-    """Return the mesh of a run on nodes of a machine, whose dp follows from their number. Raises
-    ConfigError if the other axes do not divide the ranks."""
+    """Return the mesh of a run on a number of nodes: pp, ep and tp are those of the configuration,
+    and dp follows. Raises ConfigError if pp * ep * tp does not divide the number of ranks."""
     free = config.parallel.model_copy(update={"dp": 0})
     model_ranks, ranks = make_mesh(free).world_size, nodes * machine.ranks_per_node
     least = math.lcm(model_ranks, machine.ranks_per_node) // machine.ranks_per_node
@@ -169,10 +171,10 @@ def _mesh_on(config: Config, machine: Machine, name: str, nodes: int) -> Mesh:
 
 
 def tokens_per_data_rank(config: Config, machine: Machine, name: str, nodes: Iterable[int]) -> int:
-    """Return the tokens of a data rank in an update of the configuration.
+    """Return `train.global_batch_tokens` divided by the number of data ranks of the configuration.
 
-    The configuration's mesh divides `train.global_batch_tokens`. With `parallel.dp = 0`, it is the
-    mesh on the smallest number of nodes. `name` is the name of the machine.
+    With `parallel.dp = 0`, the number of data ranks is that on the smallest number of nodes. `name`
+    is the name of the machine, for messages.
 
     Raises:
         ConfigError: The mesh does not fit these nodes, or the batch is not divisible.
@@ -204,7 +206,8 @@ def make_point(
         folder: Directory of all points.
 
     Raises:
-        ConfigError: The layout does not fit the nodes, or the batch cannot be divided.
+        ConfigError: pp * ep * tp does not divide the number of ranks, or the batch cannot be
+            divided among the data ranks.
     """
     from optimus.planner.step_plan import plan_step
 
@@ -243,11 +246,12 @@ def make_point(
 
 
 def check_point_fit(point: Point, machine: Machine) -> None:
-    """Check that a point fits in the memory of the machine's devices, as `check_fit` does, if the
-    file of the machine has a device. Log a warning if only the prediction exceeds the memory.
+    """Check with `check_fit` that a point fits in the memory of the machine's devices. A machine
+    file without a device is not checked. Log a warning if the predicted memory exceeds that of a
+    device, but the lower bound of the memory does not.
 
     Raises:
-        ConfigError: The point cannot fit, and `train.fit_check` is "refuse".
+        ConfigError: The lower bound exceeds it, and `train.fit_check` is "refuse".
     """
     from optimus.planner.fit import capacity_of, check_fit
 
@@ -261,15 +265,14 @@ def check_point_fit(point: Point, machine: Machine) -> None:
 def local_limits(
     points: Iterable[Point], limit_s: int | None, is_required: bool
 ) -> dict[str, int | None]:
-    """Return the seconds after which each point on this machine is killed, by name.
+    """Return, by name of the point, the seconds after which a point that runs on this machine is
+    killed; None: no limit.
 
     Args:
         points: The points.
-        limit_s: Seconds of a point; None: from its plan.
-        is_required: False to return None, no limit, for a point whose time is not planned.
-
-    Raises:
-        ConfigError: A time is required and not planned.
+        limit_s: Limit of each point in seconds; None: `Point.walltime_s`.
+        is_required: True to raise ConfigError if `limit_s` is None and the time of a point is not
+            planned, False to run this point without a limit.
     """
     return {
         point.name: limit_s
@@ -288,20 +291,20 @@ def pack_jobs(
 ) -> list[Job]:
     """Return the jobs that run the points.
 
-    Each point has a job, unless its queue limits the jobs of a user (`Queue.max_jobs`) to fewer
-    jobs than points. These points share jobs, as many as the longest walltime of the queue permits
-    in each.
+    Each point has a separate job, unless its queue takes fewer jobs from a user (`Queue.max_jobs`)
+    than there are points in this queue. Then each job runs as many points, one after the other, as
+    the longest walltime of the queue permits.
 
     Args:
         points: The points.
         machine: The machine, with its queues.
         queue: Name of the queue; "" for the first queue in the file that takes a point.
-        limit_s: Seconds of a point; None: from its plan.
-        share: True to share jobs also in queues without a limit.
+        limit_s: Walltime of each point in seconds; None: `Point.walltime_s`.
+        share: True to run several points in a job also in queues without a limit.
 
     Raises:
         ConfigError: No queue takes a point, the machine has no queue of this name, or the time of a
-            point is not known.
+            point is neither given nor planned.
     """
     names = list(dict.fromkeys(entry.name for entry in machine.queues))
     refuse_if(
@@ -331,7 +334,8 @@ def pack_jobs(
 
 
 def _queue_of(machine: Machine, name: str, nodes: int, seconds: int) -> Queue | None:
-    """Return the first queue that takes a job; None if the machine's file has no queues."""
+    """Return the first queue, with the given name unless it is "", that takes a job; None if the
+    machine's file has no such queue."""
     entries = [entry for entry in machine.queues if name in ("", entry.name)]
     if not entries:
         return None

@@ -12,10 +12,10 @@ from optimus.config import Config
 from optimus.config.load import load_config
 from optimus.config.machine import load_machine
 from optimus.distributed.mesh import Mesh, make_mesh
-from optimus.planner.collectives import Algorithm, collective_s
+from optimus.planner.collectives import Algorithm
 from optimus.planner.step_time import Rates, Step, rates_of, step_time
 from optimus.planner.workload import stage_weights, step_of, updated_parameters
-from optimus.study.moe import PAPER
+from optimus.study.moe import PAPER, reductions_s
 
 RUNS = Path(__file__).resolve().parents[2] / "configs" / "run"
 
@@ -99,13 +99,7 @@ def optimizer_phase(config: Config, mesh: Mesh, rates: Rates, sharding: str) -> 
     """Return the seconds of the optimizer with the reduction of gradients and the gather of
     parameters, without overlap."""
     step = step_of(with_optim(config, sharding=sharding), mesh)
-    seconds = step.optimizer_bytes / rates.memory
-    for reduction in step.reductions:
-        ranks = step.groups[reduction.axis]
-        seconds += reduction.repeats * collective_s(
-            reduction.name, reduction.size_bytes, ranks, rates.links
-        )
-    return seconds
+    return step.optimizer_bytes / rates.memory + reductions_s(step, rates)
 
 
 def with_optim(config: Config, **values: object) -> Config:

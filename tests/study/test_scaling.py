@@ -178,9 +178,9 @@ def test_study_of_another_configuration_is_refused(config, tmp_path, capsys):
     out = tmp_path / "out"
     assert main(study(config, out)) == 0
     for option, message in (
-        ("optim.lr=1e-2", "optim.lr is 0.01, there 0.003"),
-        ("--scaling=strong", "scaling is 'strong', there 'weak'"),
-        ("--steps=7", "steps is 7, there 6"),
+        ("optim.lr=1e-2", "optim.lr is 0.01, but 0.003 in the study"),
+        ("--scaling=strong", "scaling is 'strong', but 'weak' in the study"),
+        ("--steps=7", "steps is 7, but 6 in the study"),
     ):
         assert main([*study(config, out), option]) == 2
         assert message in capsys.readouterr().err
