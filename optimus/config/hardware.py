@@ -1,7 +1,7 @@
-"""Figures of a machine's hardware, each with its source: rates of devices, network and storage.
+"""Values of a machine's hardware, each with its source: rates of devices, network and storage.
 
-The tables belong to the file of a machine, `configs/machine/NAME.toml`. A figure that has no source
-is left out of the file; `optimus.planner.step_time` lists the figures that it misses.
+The tables belong to the file of a machine, `configs/machine/NAME.toml`. A value that has no source
+is left out of the file. `optimus.planner.step_time` then uses a default and reports the key.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ Dtype = Literal["fp32", "bf16", "fp16"]
 BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes of an element of each dtype."""
 MAX_PRODUCT_ERROR = 0.1
-"""Largest relative difference between the model of products and the measured products."""
+"""Largest permitted relative difference between modelled and measured rates of matrix products, in
+their geometric mean."""
 
 
 _COLLECTIVES = ("all_gather", "reduce_scatter", "all_to_all", "send")
@@ -49,13 +50,13 @@ class Figure(Section):
 def _refuse_above(name: str, achieved: float, limit: float) -> None:
     if achieved > limit:
         raise ValueError(
-            f"{name} = {achieved:.6g} is above the peak {limit:.6g}; correct one of the figures"
+            f"{name} = {achieved:.6g} is above the peak {limit:.6g}; correct one of the values"
         )
 
 
 def size_factor(half_size: float, *sizes: float) -> float:
-    """Return the factor by which a product takes longer than at the rate of very large products
-    (`Products`)."""
+    """Return the factor by which a matrix product of these sizes takes longer than at the rate of
+    very large products: the product of 1 + half_size / size (see `Products`)."""
     return math.prod(1 + half_size / size for size in sizes)
 
 
@@ -91,12 +92,13 @@ class Products(Section):
     """FLOP/s of the device that no product exceeds."""
     efficiency: Figure | None = None
     """Share of `peak` that very large products reach, below 1. Default: the share with which the
-    model has the rates of the products in `measured`, in their geometric mean."""
+    modelled rates equal those in `measured`, in their geometric mean."""
     half_size: Figure | None = None
     """Size, in elements, of a dimension at which a product reaches half of the rate that it reaches
     if this dimension is very large. Default: the rate does not depend on the sizes."""
     measured: Annotated[tuple[MeasuredProduct, ...], Field(strict=False)] = ()
-    """Rates by shape. The model must have them within 10 % in their geometric mean."""
+    """Measured rates by shape. In their geometric mean, the modelled rates may differ from them by
+    at most 10 %."""
     attention: Annotated[tuple[MeasuredAttention, ...], Field(strict=False)] = ()
     """Rates of attention by the length of sequences, in ascending order. Between two lengths, the
     rate is linear in the logarithm of the length. Default: the rates of products."""
@@ -125,7 +127,8 @@ class Products(Section):
         return self
 
     def _measured_share(self) -> float | None:
-        """Return the share of the peak with which the model has the measured rates."""
+        """Return the share of the peak with which the modelled rates equal the measured ones, in
+        their geometric mean; None without measured rates."""
         if not self.measured:
             return None
         half = 0.0 if self.half_size is None else self.half_size.value
@@ -200,13 +203,14 @@ class Level(Section):
     achieved: Figure | None = None
     """Measured value of the same rate. Default: `peak`."""
     taper: Figure | None = None
-    """Share of the rate that remains if all ranks send to other domains of the previous level, at
-    most 1, because the domains have too few links. Default: 1."""
+    """Share of the rate, at most 1, that remains if all ranks send to other domains of the previous
+    level at the same time, because the domains have too few links. Default: 1."""
     latency_s: Figure | None = None
-    """Seconds of a step of a collective, apart from the transfer. Default: 0."""
+    """Seconds that a step of a collective takes in addition to the transfer. Default: 0."""
     operations: Annotated[dict[str, Figure], Field(default_factory=dict)]
-    """Measured value of the same rate for collectives that transfer more bytes than their algorithm
-    needs, or wait, by name: all_gather, reduce_scatter, all_to_all, send. Default: `achieved`."""
+    """Measured value of the same rate by collective: all_gather, reduce_scatter, all_to_all or
+    send. It is below `achieved` for a collective that waits, or transfers more bytes than its
+    algorithm needs. Default: `achieved`."""
 
     @model_validator(mode="after")
     def _check(self) -> Level:

@@ -117,7 +117,7 @@ class Links(Section):
 
 
 class Measurement(Section):
-    """Conditions under which `optimus bench machine` has measured the figures of a file."""
+    """Conditions under which `optimus bench machine` has measured the values of a machine file."""
 
     device: str
     """Name of the device, as the driver reports it."""
@@ -167,8 +167,9 @@ class Machine(Section):
     """Suffix that makes MASTER_ADDR from the short name of a node (up to the first dot); empty:
     MASTER_ADDR is the name of the node, unchanged."""
     host_group: Annotated[str, AfterValidator(_check_host_group)] = ""
-    """Regular expression of the short name of a node. Its first group is the name of a set of nodes
-    with few links to other nodes, such as a rack; empty: names do not contain it."""
+    """Regular expression that matches the short name of a node. Its first group in parentheses is
+    the name of the rack or dragonfly group of the node, which has few links to other nodes; empty:
+    names do not contain this."""
     tolerate_node_failures: bool = True
     """Request that PBS does not end a supervised job when a node is lost."""
     heartbeat_s: Annotated[float, Field(gt=0)] = 3.0
@@ -176,15 +177,15 @@ class Machine(Section):
     links: Links | None = None
     """Rates between the tiers of memory; none: not measured."""
     measured: Measurement | None = None
-    """Conditions of the measurement; none: the figures are not from `optimus bench machine`."""
+    """Conditions of the measurement; none: `optimus bench machine` did not write this file."""
     device: Device | None = None
-    """The device of a rank; none: no figures."""
+    """The device of a rank; none: unknown, so that memory and step time are not planned."""
     levels: Annotated[tuple[Level, ...], Field(strict=False), AfterValidator(check_levels)] = ()
     """Levels of the network, from the fastest to the slowest."""
     algorithm: Literal["ring", "halving", "hierarchical"] = "ring"
     """Algorithm of large collectives, for the planner. `ring`: each rank sends to the next rank of
-    the group. `halving`: recursive halving and doubling (Rabenseifner). `hierarchical`: within a
-    domain of each level first."""
+    the group. `halving`: recursive halving and doubling (Rabenseifner). `hierarchical`: first
+    within the domains of each level, then between them."""
     host_memory_bytes: Figure | None = None
     """Memory of a node's host."""
     storage: Annotated[tuple[Storage, ...], Field(strict=False)] = ()

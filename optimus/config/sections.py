@@ -121,8 +121,8 @@ class TrainConfig(Section):
     """Check, once before ranks start, that each rank fits in its memory. `refuse`: end with exit
     status 2 if a lower bound of the memory exceeds that of the device (on a CPU, the memory of the
     machine, which the ranks of a node share), and warn if only the prediction of `optimus plan`
-    does. `warn`: only warn. `off`: no check, and no comparison of predicted and measured figures
-    after the first updates."""
+    exceeds it. `warn`: only warn. `off`: no check, and no comparison of predicted and measured
+    memory and step time after the first updates."""
     machine: str = ""
     """Machine whose device `fit_check` and the predictions refer to: a name in configs/machine, or
     the path of a TOML file. Empty: the device of the first rank, without a predicted step time."""
@@ -251,8 +251,8 @@ class CheckpointConfig(Section):
     full checkpoints are kept."""
     at_end: bool = True
     """Save a full checkpoint after the last update of a command, also if a signal or the deadline
-    stops the run. With false, the run continues from its last checkpoint at a multiple of
-    `interval`, and with interval = 0 from the start."""
+    stops the run. If false, the next command continues from the last checkpoint at a multiple of
+    `interval`, or from the start if there is none."""
     model_interval: CountOrZero = 0
     """Number of updates between model-only checkpoints; 0: no model-only checkpoints."""
     keep_models: CountOrZero = 0
@@ -355,10 +355,10 @@ class OffloadConfig(Section):
     """Maximum size of the file of a rank in `disk`, as a number with a unit, such as "500GB" or
     "1.5TiB". A run whose states need more does not start. Empty: the free space of the disk."""
     expert_imbalance: Annotated[float, Field(ge=1)] = 1.5
-    """With `parallel.ep`, the largest number of rows of a rank's experts for which memory is left
-    free, relative to an equal share of the ep ranks, in each layer. `optimus plan --load RUN_DIR`
-    prints the imbalance of a run. On accelerators, memory depends on it only with
-    `parallel.ep_dispatch` = "alltoall"."""
+    """With `parallel.ep` above 1, memory is left free for this imbalance: the number of tokens that
+    the experts of an ep rank process in a layer, divided by the mean over the ep ranks. A token
+    counts once for each of its experts. `optimus plan --load RUN_DIR` prints the imbalance of a
+    run. On accelerators, memory depends on it only with `parallel.ep_dispatch` = "alltoall"."""
     order: Literal["microbatch", "layer"] = "microbatch"
     """Order of the microbatches of a step. `microbatch`: forward and backward of a microbatch, then
     those of the next one. `layer`: all microbatches pass a layer before the next layer begins, as
@@ -377,11 +377,11 @@ class OffloadConfig(Section):
     early_adam: Literal["auto", "on", "off"] = "auto"
     """Whether the host begins to update a chunk during backward, as soon as its gradients are
     complete. The new states are written to spare buffers of 14 bytes per parameter in host memory
-    (12 with fp32 parameters). The states do not change if gradients are clipped or not finite;
-    clipped gradients are then applied as with `off`. `on`: in each step, for all chunks. `auto`: in
-    steps that do not clip or follow a step whose norm was not clipped, for as many chunks as fit in
-    half of the host memory that the states leave free; with mode = `auto`, only if the predicted
-    step is shorter. `off`: never. The results are the same."""
+    (12 with fp32 parameters). If the gradients must be clipped or are not finite, the buffers are
+    discarded, and clipped gradients are applied as with `off`. `on`: in each step, for all chunks.
+    `auto`: in steps without clipping and in steps after a step whose norm was not clipped, for as
+    many chunks as fit in half of the host memory that the states leave free; with mode = `auto`,
+    only if the predicted step is shorter. `off`: never. The results are the same."""
     links: str = ""
     """On a CPU, which emulates a device: the rates of the link between the device and the host, and
     of the updates on the host. Copies and updates then take the time that these rates determine.
