@@ -283,7 +283,7 @@ def _add_plan(commands: argparse._SubParsersAction) -> None:
     from optimus.train.commands import add_command, add_config
 
     parser = add_command(
-        commands, "plan", _plan, "Compute parameters, FLOPs and memory of a run in advance."
+        commands, "plan", _plan, "Predict parameters, FLOPs, memory and step time of a run."
     )
     add_config(parser)
     parser.add_argument(
@@ -417,7 +417,7 @@ def _add_generate(commands: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("--prompt", required=True, metavar="TEXT", help="the text to continue")
     for name, kind, default, meaning in (
-        ("tokens", int, 64, "tokens to sample at most"),
+        ("tokens", int, 64, "maximum number of sampled tokens"),
         ("temperature", float, 0.8, "temperature of the sampling; 0: the likeliest token"),
         ("top-k", int, 50, "sample from the N likeliest tokens; 0: from the whole vocabulary"),
         ("seed", int, 0, "seed of the sampling"),

@@ -123,7 +123,7 @@ class DataError(OptimusError):
 
 
 class DamageError(DataError):
-    """A file whose content has changed since Optimus wrote it."""
+    """Raised if the content of a file has changed since Optimus wrote it."""
 
     kind = OutcomeKind.FAILED
 

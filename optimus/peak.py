@@ -44,7 +44,9 @@ _KINDS = {
 """Maps the type annotation of a field of `Peak` or `Setup` to the types that the field's value may
 have in a cache file."""
 _BUDGET_S = 0.8
+"""Approximate time of a measurement in seconds."""
 _MIN_RUNS = 3
+"""Minimum number of matrix products in a measurement."""
 _MAX_SPREAD = 0.1
 """A measured peak is cached only if its `Peak.spread` is at most this value."""
 _MIN_CPU_SHARE = 0.9

@@ -190,8 +190,8 @@ def synchronize(device: torch.device) -> None:
 
 
 _locked_pages: dict[int, mmap.mmap] = {}
-"""Memory that CUDA has registered, by its address. It must stay mapped: CUDA would take other
-memory at the same addresses for locked memory."""
+"""Memory that CUDA has page-locked, by its address. It stays mapped until it is unlocked, because
+CUDA would treat other memory at the same addresses as page-locked."""
 
 
 def host_zeros(length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -226,8 +226,9 @@ def host_zeros(length: int, dtype: torch.dtype, device: torch.device) -> torch.T
 
 
 def free_host(flat: torch.Tensor) -> None:
-    """Unlock the memory of a tensor from `host_zeros`, which keeps its values. The memory is freed
-    with the last reference to the tensor. All copies must be complete.
+    """Unlock the memory of a tensor that `host_zeros` returned. All copies from and to the tensor
+    must be complete. The tensor keeps its values, and its memory is freed with the last reference
+    to it.
 
     Only CUDA needs this call. Elsewhere, torch's allocator uses the memory of a freed tensor again.
     """

@@ -192,7 +192,9 @@ class Answer(NamedTuple):
     an error message."""
 
     name: str = ""
+    """Name of the backend."""
     key: str = ""
+    """Key that identifies the compiled library of the backend; "" for plain torch."""
     why_not: str = ""
     """Reason why "auto" has selected plain torch instead of the compiled kernels of this rank's
     device, or ""."""

@@ -1,5 +1,5 @@
-"""Check that a run fits before its ranks start, and comparison of predicted and measured figures
-after its first updates.
+"""Check that a run fits in memory before its ranks start, and comparison of predicted and measured
+memory and step time after its first updates.
 
 `check_before_ranks` runs in the command that starts the ranks. If only a rank can determine its
 device, the first rank makes the check, before the rendezvous. This module imports torch only in
@@ -40,26 +40,28 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FIT_CHECKED = "OPTIMUS_FIT_CHECKED"
-"""Environment variable of ranks whose memory the command that started them has checked."""
+"""Environment variable of ranks. The command that starts them sets it after it has checked that the
+run fits."""
 FIRST_UPDATES, _FEWEST_UPDATES, _WARM_UP = 5, 3, 2
-"""The figures are compared after this number of updates of a command, or after the last update if
-there are at least `_FEWEST_UPDATES`. The times of the first `_WARM_UP` updates do not count."""
+"""The comparison follows after `FIRST_UPDATES` updates of a command, or after its last update if it
+has fewer, but at least `_FEWEST_UPDATES`. The measured step time is the median without the first
+`_WARM_UP` updates."""
 
 
 def capacity_before_ranks(
     train: TrainConfig, ranks_per_node: int, machine: Machine | None = None, is_node: bool = True
 ) -> Capacity | None:
-    """Return the memory of the ranks of a run, without torch.
+    """Return the memory that the ranks of a run can use. Imports no torch.
 
     Args:
         train: Section of the run's configuration.
         ranks_per_node: Number of ranks of the run on a node.
         machine: Value of `--machine`, which has an effect if `train.machine` is not set and the
             file of the machine has a device.
-        is_node: False if this machine is not a node of the run.
+        is_node: False if this machine, such as a login node, is not a node of the run.
 
     Returns:
-        The memory; None if it is unknown here.
+        The memory; None if only a rank on a node can determine it.
 
     Raises:
         ConfigError: The file of `train.machine` has no device.
@@ -78,7 +80,8 @@ def capacity_before_ranks(
 def check_before_ranks(
     config: Config, mesh: Mesh, num_microbatches: int, capacity: Capacity | None
 ) -> bool:
-    """Check that a run fits. Return False if `capacity` is None, so that nothing was checked.
+    """Check that a run fits in the memory `capacity`. Return False if `capacity` is None, so that a
+    rank must make the check.
 
     Raises:
         ConfigError: The run cannot fit.
@@ -122,21 +125,22 @@ def capacity_of_rank(train: TrainConfig, local_rank: int, ranks_per_node: int) -
 
 
 class _RankFigures(NamedTuple):
-    """Memory of a rank."""
+    """Measured memory of a rank."""
 
     rank: int
     process_bytes: int
-    """Memory of the process before its model was made."""
+    """On a CPU, memory of the process before its model was made; otherwise 0."""
     peak_bytes: int
+    """Peak memory after the first updates, from `peak_memory_bytes`."""
 
 
 class FirstUpdates:
     """Comparison of predicted and measured memory and step time after the first updates of a
     command. Every rank creates an object before its model, and calls `after_update`.
 
-    The first rank logs one line and writes the figures to the file `fit.json` of the run directory,
-    from which `optimus plan --against` reads them. If the file already has the figures of the same
-    settings, as after a restart, nothing is predicted again.
+    The first rank logs one line and writes the values to the file `fit.json` of the run directory,
+    which `optimus plan --against` reads. If the file already has the values of a run with the same
+    settings, as after a restart, the comparison is left out.
     """
 
     def __init__(self, config: Config, mesh: Mesh, num_microbatches: int, world: World) -> None:
@@ -161,8 +165,8 @@ class FirstUpdates:
     def after_update(
         self, step: int, is_last: bool, seconds: float, directory: RunDirectory | None
     ) -> None:
-        """Record the duration of an update. After the last of the first updates, compare the
-        figures. All ranks must call this method.
+        """Record the duration of an update. After the number of updates that `FIRST_UPDATES`
+        explains, make the comparison. All ranks must call this method.
 
         Args:
             step: Number of the update.
@@ -191,7 +195,8 @@ class FirstUpdates:
             figures = self._compare(step, ranks) | {"settings": key}
         except Exception as error:  # a run must not end because of a prediction
             logger.warning(
-                "cannot predict the memory of this run, a defect of Optimus: %s: %s",
+                "cannot predict the memory of this run because of a bug in Optimus; training "
+                "continues; please report: %s: %s",
                 type(error).__name__,
                 one_line(error),
             )
@@ -202,7 +207,7 @@ class FirstUpdates:
         logger.info(format_line(figures))
 
     def _compare(self, step: int, ranks: Sequence[_RankFigures]) -> dict[str, Any]:
-        """Return the content of the file."""
+        """Return the content of fit.json."""
         largest: dict[tuple[int, int], _RankFigures] = {}
         for figures in ranks:
             at = self._mesh.coordinate(figures.rank)
@@ -241,7 +246,8 @@ class FirstUpdates:
         return self._process_bytes + memory.device + host
 
     def _predicted_step(self) -> tuple[float | None, str]:
-        """Return the predicted time of a step and "", or None and the reason."""
+        """Return the predicted seconds of a step and "", or None and the reason why there is no
+        prediction."""
         from optimus.planner.step_plan import plan_step
 
         name = self._config.train.machine
@@ -264,7 +270,8 @@ def _has_figures(directory: Path, key: str) -> bool:
 
 
 def format_line(figures: dict[str, Any]) -> str:
-    """Return the line of the log for the content of fit.json."""
+    """Return the log line that compares measured and predicted values. `figures` is the content of
+    fit.json."""
     memory = _clause(
         figures["first_rank_bytes"] / 1e9, figures["predicted_first_rank_bytes"] / 1e9, "GB"
     )

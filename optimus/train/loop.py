@@ -214,8 +214,8 @@ def fix_arithmetic(train: TrainConfig, local_world_size: int) -> int:
 
 
 def _finite(value: float) -> float | None:
-    """Return `value`, or None if `value` is NaN or infinite. The figures of a skipped update can be
-    NaN."""
+    """Return `value`, or None if `value` is NaN or infinite, as a loss or the gradient norm of a
+    skipped update can be."""
     return value if math.isfinite(value) else None
 
 
@@ -382,7 +382,7 @@ class Run:
 
     def update(self, step: int) -> float:
         """Run the update number `step`, and return its duration in seconds, which includes the time
-        to read the data. On the first rank, record its figures."""
+        to read the data. On the first rank, record its metrics."""
         self.meter.clear()
         self.trace.events.clear()
         start = time.perf_counter()
@@ -392,7 +392,7 @@ class Run:
         seconds = time.perf_counter() - start
         if self.directory is None:
             return seconds
-        # Copied to the host once, for the expert-load figures and the warnings.
+        # Copied to the host once, for the metrics of the expert load and the warnings.
         result = replace(result, expert_rows=result.expert_rows.cpu())
         self._record(result, seconds)
         self.directory.check_newest()
@@ -448,7 +448,7 @@ class Run:
             logger.info("sample at step %d:\n%s", step, indented(text))
 
     def _record(self, result: UpdateResult, seconds: float) -> None:
-        """Pass the figures of an update to all recorders, which write metrics.jsonl and other
+        """Pass the metrics of an update to all recorders, which write metrics.jsonl and other
         outputs. `seconds` is the duration of the update."""
         model = self.config.model
         moe = None

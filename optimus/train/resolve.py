@@ -72,6 +72,7 @@ _PER_LAUNCH = (
     *("train.run_dir", "train.deadline_s", "train.stop_at_step", "checkpoint.load"),
     *("train.fit_check", "train.machine"),
 )
+"""Settings that may differ between the commands of a run. Their differences are not reported."""
 
 
 class RunData(NamedTuple):

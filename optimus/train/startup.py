@@ -121,8 +121,8 @@ def _check_node(
     microbatches = plan.batch.microbatches_per_rank
     if not check_before_ranks(config, plan.mesh, microbatches, capacity):
         logging.getLogger(__name__).info(
-            "the memory of the nodes is unknown here, so this check does not find out whether the "
-            "run fits; set train.machine"
+            "the memory of the nodes is unknown here, so it was not checked that the run fits; set "
+            "train.machine to check it"
         )
     if is_node and config.offload.disk:
         check_directory(config.offload.disk, range(ranks_here))

@@ -29,7 +29,7 @@ from optimus.train.schedule import learning_rate
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """Losses, gradient norm and other figures of one update (optimizer step), over all ranks.
+    """Losses, gradient norm and other results of one update (optimizer step), over all ranks.
     Losses are means over the global batch, in nats."""
 
     step: int
@@ -101,7 +101,7 @@ class Updater:
         """True if the last update clipped the gradients. A new run probably clips at first."""
 
     def run(self, step: int, microbatches: list[Microbatch]) -> UpdateResult:
-        """Run one update (optimizer step) and return its figures.
+        """Run one update (optimizer step) and return its results.
 
         Args:
             step: Number of the update, from 1.
@@ -116,7 +116,8 @@ class Updater:
         on_device = self._rank_model.to_device(microbatches)
         lr = learning_rate(step, self._config.optim, self._config.train.max_steps)
         self._watch.start(step)
-        # The host may begin updates that expect that the norm will not be clipped.
+        # With early updates, the host updates chunks during backward as if the norm were not
+        # clipped. None: it starts no such update in this step.
         is_skipped = step in self._skipped_steps
         clips = self._config.optim.clips_at(step) and self._has_clipped
         is_off = clips and self._config.offload.early_adam == "auto"
@@ -176,7 +177,7 @@ class Updater:
     def _result(
         self, step: int, terms: dict[tuple[int, int], Terms], lr: float, scale: float
     ) -> UpdateResult:
-        """Combine the loss terms of all ranks and return the figures of the update. All ranks must
+        """Combine the loss terms of all ranks and return the results of the update. All ranks must
         call this method.
 
         Args:
