@@ -255,12 +255,12 @@ class ChunkEngine:
             slots = self.residency.slots or sum(chunk.is_transient for chunk in self._all)
             self.params.cache(self._needs(segments), uses, slots)
         self.gradients.attach(segments, passes, early, reduces_each)
-        frees_early = early and self.residency.divides_gradients
-        in_backward = frees_early or self.params.plan is not None
+        in_backward = (early and self.residency.divides_gradients) or self.params.plan is not None
         if overlap or in_backward:
-            register_uses(segments, self._on_use, in_backward)
+            register_uses(segments, self.use, in_backward)
 
-    def _on_use(self, segment: int, backward: bool) -> None:
+    def use(self, segment: int, backward: bool) -> None:
+        """Provide a segment with parameters and gradient buffers before a forward or backward."""
         if backward:
             self.gradients.before_segment_backward(segment)
         self.params.use(segment, backward)

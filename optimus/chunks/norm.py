@@ -26,6 +26,12 @@ def squares_of(flat: Tensor, exact: bool) -> Tensor:
     return _block_norms(flat).double().square().sum()
 
 
+def new_total(exact: bool, device: torch.device) -> Tensor:
+    """Return the zero of the sum of squares that `exact_norm` or, if `exact` is False, `fast_norm`
+    adds up over ranks."""
+    return new_bins(device) if exact else torch.zeros((), dtype=torch.float64, device=device)
+
+
 def fast_norm(
     flats: Sequence[Tensor], known: Sequence[Tensor | None], device: torch.device, group: Group
 ) -> float:
@@ -37,7 +43,7 @@ def fast_norm(
         device: Device of collectives.
         group: The ranks.
     """
-    total = torch.zeros((), dtype=torch.float64, device=device)
+    total = new_total(False, device)
     squares = []
     for flat, square in zip(flats, known, strict=True):
         squares.append((squares_of(flat, False) if square is None else square).to(device))
@@ -72,7 +78,7 @@ def exact_norm(
     The result has the same bits for all ways to cut the tensors at multiples of 32 elements and to
     distribute them over ranks. The arguments are those of `fast_norm`.
     """
-    total = new_bins(device)
+    total = new_total(True, device)
     on_host = total if device.type == "cpu" else new_bins(torch.device("cpu"))
     for flat, bins in zip(flats, known, strict=True):
         into = on_host if flat.is_cpu else total

@@ -109,7 +109,7 @@ class ReduceOnce:
             buffer, transfer = self._in_flight.popleft()
             result = transfer.wait()
             into = buffer.grads if buffer.groups.shard_group.size == 1 else buffer.grad
-            if result.data_ptr() == into.data_ptr():
+            if result is into:
                 continue
             if len(result) == len(into):
                 into.copy_(result)

@@ -38,6 +38,11 @@ class Layout:
     def has_last(self) -> bool:
         return self.stages[-1] == self.schedule.num_stages - 1
 
+    def boundary_shape(self, batch: int, seq_len: int, hidden_size: int) -> tuple[int, int, int]:
+        """Return the shape of the tensor that a stage sends to the next one: [B, S, D] with this
+        rank's share of the sequence."""
+        return batch, seq_len // self.sequence_shares, hidden_size
+
     def stage_of(self, name: str) -> int:
         """Return the index of the pipeline stage that uses a weight. The stage must be on this
         rank.

@@ -80,7 +80,7 @@ class RankModel:
 
         def boundary_shape(tokens: torch.Tensor) -> tuple[int, ...]:
             batch, length = tokens.shape
-            return batch, length // self.layout.sequence_shares, model.hidden_size
+            return self.layout.boundary_shape(batch, length, model.hidden_size)
 
         dtype = dtype_of(config.train.dtype)
         self.executor = Executor(

@@ -45,6 +45,17 @@ from optimus.rank.states import make_states, write_gradients_to
 from optimus.rank.tensor_tracker import TensorTracker, attend
 
 
+class Gradient(NamedTuple):
+    """Accumulation of the gradient of a parameter."""
+
+    segment: int
+    """Index of the segment."""
+    name: str
+    """Name of the parameter, relative to its block."""
+    position: int
+    """Number of collectives of the use that precede it."""
+
+
 class UseProfile(NamedTuple):
     """Memory and operations of one use: the forward or the backward of a segment of the model for
     one microbatch."""
@@ -66,6 +77,8 @@ class UseProfile(NamedTuple):
     for `Recorder.collective`."""
     operations: tuple[Operation, ...] = ()
     """All operations except collectives, combined by `optimus.rank.operations.merged`."""
+    gradients: tuple[Gradient, ...] = ()
+    """The gradients that backward accumulates, in order."""
 
 
 class UseTracker(Recorder):
@@ -87,6 +100,7 @@ class UseTracker(Recorder):
         self._current: tuple[int, bool] | None = None
         self._start = 0
         self._traffic: list[tuple[str, str, int]] = []
+        self._gradients: list[Gradient] = []
         self._tensors = TensorTracker(on_cpu)
         self._attention: torch.library.Library | None = None
 
@@ -136,15 +150,22 @@ class UseTracker(Recorder):
     def collective(self, axes: str, operation: str, num_bytes: int) -> None:
         self._traffic.append((axes, operation, num_bytes))
 
+    def accumulated(self, name: str, leaf: Tensor) -> None:
+        """Record that the gradient of the parameter `name` has been accumulated. `leaf` is the
+        parameter."""
+        self._gradients.append(Gradient(self.segment, name, len(self._traffic)))
+
     def end_use(self) -> None:
         """End the present use."""
         live, peak, flops, operations = self._tensors.take()
         if self._current is not None:
             moved = sum(op.num_bytes for op in operations if isinstance(op, Pass | FusedAttention))
             figures = live - self._start, peak - self._start, flops, round(moved)
-            lists = tuple(self._traffic), operations
-            self.uses.append(UseProfile(*self._current, *figures, *lists))
+            traffic, gradients = tuple(self._traffic), tuple(self._gradients)
+            use = UseProfile(*self._current, *figures, traffic, operations, gradients)
+            self.uses.append(use)
         self._traffic.clear()
+        self._gradients.clear()
         self._current, self._start = None, live
 
 
@@ -206,12 +227,9 @@ class ModelProfile(NamedTuple):
         if is_last:
             assert self.head is not None
             segments.append(self.head)
-        forward = [s.forward._replace(segment=n) for n, s in enumerate(segments, first)]
-        backward = [
-            s.backward._replace(segment=n)
-            for n, s in reversed([*enumerate(segments, first)])
-            if s.backward is not None
-        ]
+        numbered = [*enumerate(segments, first)]
+        forward = [_of_segment(s.forward, n) for n, s in numbered]
+        backward = [_of_segment(s.backward, n) for n, s in numbered[::-1] if s.backward is not None]
         size = self.boundary
         freed = size * self.frees_input
         if is_first:  # the output of the embedding has memory until the end of the forward
@@ -228,8 +246,10 @@ class ModelProfile(NamedTuple):
             backward[-1] = _add_bytes(backward[-1], -2 * size)
         live = sum(use.kept for use in (*forward, *backward))
         if self.divides_backward:
-            of_segments = [s.weights for s in reversed(segments) if s.weights is not None]
-            weights = _together(of_segments, first)._replace(kept=-live)
+            weights = _together(
+                [_of_segment(s.weights, n) for n, s in numbered[::-1] if s.weights is not None],
+                first,
+            )._replace(kept=-live)
             return StageProfile(tuple(forward), tuple(backward), weights)
         # Scalars of the objective are freed at the end.
         if backward:
@@ -243,17 +263,28 @@ def _add_bytes(use: UseProfile, kept: int, peak: int = 0) -> UseProfile:
     return use._replace(kept=use.kept + kept, peak=use.peak + peak)
 
 
+def _of_segment(use: UseProfile, segment: int) -> UseProfile:
+    gradients = tuple(gradient._replace(segment=segment) for gradient in use.gradients)
+    return use._replace(segment=segment, gradients=gradients)
+
+
 def _together(uses: Sequence[UseProfile], segment: int) -> UseProfile:
     """Return the profile of one use of `segment` that consists of several successive uses."""
     live = peak = flops = moved = 0
     traffic: list[tuple[str, str, int]] = []
     operations: list[Operation] = []
+    gradients: list[Gradient] = []
     for use in uses:
+        before = len(traffic)
+        gradients += [g._replace(position=before + g.position) for g in use.gradients]
         peak, live = max(peak, live + use.peak), live + use.kept
         flops, moved = flops + use.flops, moved + use.moved
         traffic += use.traffic
         operations += use.operations
-    return UseProfile(segment, True, live, peak, flops, moved, tuple(traffic), tuple(operations))
+    use = UseProfile(segment, True, live, peak, flops, moved)
+    return use._replace(
+        traffic=tuple(traffic), operations=tuple(operations), gradients=tuple(gradients)
+    )
 
 
 Profiled = dict[Any, ModelProfile]
@@ -401,6 +432,11 @@ def profile_model(
     return profiled[key]
 
 
+def within_block(name: str) -> str:
+    """Return the name of a parameter relative to its block; the name itself outside of blocks."""
+    return name.split(".", 2)[2] if name.startswith("blocks.") else name
+
+
 def kinds_of_layers(config: Config, layers: range) -> dict[int, int]:
     """Return the kind of each layer, by the number of the layer. Layers of the same kind have equal
     profiles. If all parameters are trained, the kind is the layer's number of experts; otherwise it
@@ -455,6 +491,10 @@ def _run_segments(
     head = len(segments) - 1
     with tracker:
         register_uses(segments, tracker.use, True)
+        for name, leaf in (dict(model.named_parameters()) | model.separated_uses()).items():
+            if leaf.requires_grad:
+                hook = partial(tracker.accumulated, within_block(name))
+                leaf.register_post_accumulate_grad_hook(hook)
         inputs: list[weakref.ref] = []
         model.blocks[str(min(layers))].register_forward_pre_hook(
             lambda _, arguments: inputs.append(weakref.ref(arguments[0].untyped_storage()))

@@ -39,10 +39,11 @@ from optimus.model.init import initial_value
 from optimus.model.layers import Embedding
 from optimus.model.moe import Experts
 from optimus.model.transformer import Transformer
+from optimus.observe.events import NO_RECORDER, Recorder
 from optimus.parallel.apply import build_model, make_layout
 from optimus.parallel.divisible import check_divisible
 from optimus.parallel.layout import Layout
-from optimus.parallel.pipeline.actions import Kind
+from optimus.parallel.pipeline.actions import passes_of
 from optimus.parallel.placement import whole_model
 from optimus.platform import dtype_of
 from optimus.rank.segments import segments_of
@@ -212,27 +213,33 @@ class PlannedRank(NamedTuple):
     """The model states on the meta device."""
     layout: Layout
     groups: Groups
+    model: Transformer
     segments: list[ModelSegment]
     fewest_slots: int
     """Smallest number of chunks in the parameter cache with which the rank can run."""
 
 
 def plan_rank(
-    config: Config, mesh: Mesh, coordinate: Coordinate, num_microbatches: int = 0
+    config: Config,
+    mesh: Mesh,
+    coordinate: Coordinate,
+    num_microbatches: int = 0,
+    recorder: Recorder = NO_RECORDER,
 ) -> PlannedRank:
     """Create the model states of the rank at `coordinate` on the meta device, which allocates no
     memory. Return the states, the layout and the process groups of the rank.
 
     `num_microbatches` is the number of microbatches of a step; 0 for the number of pipeline ranks.
     It affects only the plan of the parameter cache.
+    `recorder` receives the collectives of the states.
     """
     layout = make_layout(config, mesh, coordinate, num_microbatches or mesh.pp)
-    groups = plan_groups(mesh, mesh.rank_at(coordinate))
+    groups = plan_groups(mesh, mesh.rank_at(coordinate), recorder)
     model = build_model(config, layout, groups, torch.device("meta"))
     engine = make_states(config.optim, config.train, config.offload, layout, groups, model)
     segments = segments_of(model, layout)
     fewest = fewest_slots(engine.transient_needs(segments))
-    return PlannedRank(engine, layout, groups, segments, fewest)
+    return PlannedRank(engine, layout, groups, model, segments, fewest)
 
 
 def attach(
@@ -241,14 +248,9 @@ def attach(
     """Register the hooks that provide the segments of a rank's model with parameters and gradient
     buffers, and allocate the spare buffers for early updates (`offload.early_adam`)."""
     schedule = layout.schedule
-    backward = {Kind.F: False, Kind.B: True, Kind.I: True}
     engine.attach(
         segments,
-        [
-            Pass(action.stage, backward[action.kind])
-            for action in schedule.ranks[layout.coordinate.pp]
-            if action.kind in backward
-        ],
+        [Pass(*each) for each in passes_of(schedule.ranks[layout.coordinate.pp])],
         early=not (schedule.splits_backward or config.train.compile),
         reduces_each=schedule.reduce_each,
         overlap=config.optim.overlap,

@@ -1,5 +1,7 @@
 """Tests of the number of bytes that ranks communicate along each axis, against closed formulas.
 
+The planned collectives are those of a run (tests/rank/test_traffic.py).
+
 Symbols: T tokens of a microbatch, D hidden, K experts per token, L layers, N targets of a
 microbatch, n ranks. All floats are fp32.
 """
@@ -13,9 +15,11 @@ import pytest
 from optimus.bench.layout import bench_layout, format_layout
 from optimus.chunks.layout import Parameter, lay_out
 from optimus.config import make_config
+from optimus.distributed.mesh import make_mesh
 from optimus.launch.environment import read_launch_env
 from optimus.model.flops import count_parameters
 from optimus.parallel.placement import whole_model
+from optimus.rank.traffic import plan_traffic
 from tests.kit.runs.tiny import CONTEXT, tiny_tree
 
 T, D, K, L, N = CONTEXT, 32, 2, 2, CONTEXT - 1
@@ -27,23 +31,26 @@ WEIGHTS, CHOICES = 4 * T * K, 8 * T * K
 LOSS = 3 * 4 * N
 """Bytes that the loss of a microbatch all-reduces: three fp32 numbers for each target."""
 
-FREE = {"deterministic": False}
+UNORDERED = {"train__deterministic": False}
 
 
 def bench(tree: dict) -> dict | None:
     return bench_layout(make_config(tree), 1, read_launch_env())
 
 
-def traffic_of(ranks, size: int, **layout) -> dict[str, dict[str, int]]:
-    """Run a step on `size` ranks and return the bytes that the busiest rank communicates.
+def traffic_of(size: int, **layout) -> dict[str, dict[str, int]]:
+    """Return the bytes that the first rank of `size` ranks communicates in a step.
 
     For each combination of mesh axes, the result has a dict from operation to number of bytes.
     Collectives over all ranks do not count.
     """
-    tree = tiny_tree("d", "r", train__deterministic=False, **layout)
-    counted = ranks(size, bench, tree, start_world=False)[0]["traffic"]
-    counted.pop("all ranks")
-    return {axes: {name: size for name, (_, size) in ops.items()} for axes, ops in counted.items()}
+    config = make_config(tiny_tree("d", "r", **{**UNORDERED, **layout}))
+    mesh, counted = make_mesh(config.parallel, size), dict[str, dict[str, int]]()
+    for axes, name, num_bytes in plan_traffic(config, mesh, mesh.coordinate(0)):
+        if axes != "all ranks":
+            of_axes = counted.setdefault(axes, {})
+            of_axes[name] = of_axes.get(name, 0) + num_bytes
+    return counted
 
 
 def chunked(ranks: int, *substrings: str) -> int:
@@ -60,29 +67,29 @@ def chunked(ranks: int, *substrings: str) -> int:
     return lay_out(named, 1 << 24).length
 
 
-def test_data_parallelism_adds_each_gradient_once(ranks):
+def test_data_parallelism_adds_each_gradient_once():
     config = make_config(tiny_tree("d", "r"))
     total, _ = count_parameters(config.model)
     chunk = chunked(2, "")
     assert total <= chunk <= 1.01 * total
-    assert traffic_of(ranks, 2) == {"dp": {"all_reduce": 4 * chunk}}
+    assert traffic_of(2) == {"dp": {"all_reduce": 4 * chunk}}
 
 
-def test_divided_states_are_reduced_to_shards_and_parameters_gathered(ranks):
+def test_divided_states_are_reduced_to_shards_and_parameters_gathered():
     size = 4 * chunked(2, "")
-    counted = traffic_of(ranks, 2, optim__sharding="epso")
+    counted = traffic_of(2, optim__sharding="epso")
     assert counted == {"dp": {"reduce_scatter": size, "all_gather": size}}
 
 
-def test_a_pipeline_sends_a_stream_for_each_microbatch(ranks):
-    counted = traffic_of(ranks, 2, parallel__pp=2)
+def test_a_pipeline_sends_a_stream_for_each_microbatch():
+    counted = traffic_of(2, parallel__pp=2)
     assert counted == {"pp": {"send": 8 * STREAM}}
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_tensor_parallelism(ranks, sequence_parallel):
+def test_tensor_parallelism(sequence_parallel):
     microbatches = 8
-    counted = traffic_of(ranks, 2, parallel__tp=2, parallel__sequence_parallel=sequence_parallel)
+    counted = traffic_of(2, parallel__tp=2, parallel__sequence_parallel=sequence_parallel)
     if not sequence_parallel:
         # Per layer: the outputs of attention and experts, and the gradients of their inputs; the
         # sums of the q- and k-norm; the gradients of routing weights.
@@ -105,7 +112,7 @@ def test_tensor_parallelism(ranks, sequence_parallel):
     assert counted == {"tp": expected}
 
 
-def test_expert_parallelism_by_allgather(ranks):
+def test_expert_parallelism_by_allgather():
     microbatches, n = 4, 2
     shared = chunked(n, "norm", "proj", "router", "embed", "head")
     expected = {
@@ -114,20 +121,26 @@ def test_expert_parallelism_by_allgather(ranks):
         "all_reduce": 4 * shared,
     }
     chosen = {"parallel__ep": 2, "parallel__ep_dispatch": "allgather"}
-    assert traffic_of(ranks, 2, **chosen) == {"ep": expected}
+    assert traffic_of(2, **chosen) == {"ep": expected}
 
 
 def test_auto_dispatch_is_chosen_before_traffic_is_counted(ranks):
-    tree = tiny_tree("d", "r", parallel__ep=2)
-    result = ranks(2, bench, tree, start_world=False)[0]
+    result = ranks(2, bench, tiny_tree("d", "r", parallel__ep=2), start_world=False)[0]
     line = "parallel.ep_dispatch: allgather (selected by train.deterministic)"
     assert result["settled"] == [line]
     assert result["settled"][0] in format_layout(result).splitlines()
-    result = ranks(2, bench, tree | {"train": tree["train"] | FREE}, start_world=False)[0]
+    counted = {
+        axes: {name: num_bytes for name, (_, num_bytes) in operations.items()}
+        for axes, operations in result["traffic"].items()
+        if axes != "all ranks"
+    }
+    assert counted == traffic_of(2, parallel__ep=2, train__deterministic=True)
+    tree = tiny_tree("d", "r", parallel__ep=2, **UNORDERED)
+    result = ranks(2, bench, tree, start_world=False)[0]
     assert re.search(r"(allgather|alltoall) \(allgather .* ms, alltoall .* ms", *result["settled"])
 
 
-def test_expert_parallelism_by_alltoall(ranks):
+def test_expert_parallelism_by_alltoall():
     """A token has two experts. With uniform routing, both experts are on the same rank.
 
     Each rank therefore sends each token once. Tokens that stay on the rank count too.
@@ -138,16 +151,16 @@ def test_expert_parallelism_by_alltoall(ranks):
     layer = 4 * STREAM + 2 * WEIGHTS + CHOICES + 8 * n
     expected = microbatches * L * layer
     counted = traffic_of(
-        ranks, 2, parallel__ep=2, parallel__ep_dispatch="alltoall", model__router="uniform"
+        2, parallel__ep=2, parallel__ep_dispatch="alltoall", model__router="uniform"
     )
     shared = chunked(n, "norm", "proj", "router", "embed", "head")
     assert counted == {"ep": {"all_to_all": expected, "all_reduce": 4 * shared}}
 
 
-def test_axes_together_add_up(ranks):
+def test_axes_together_add_up():
     """With dp = 2 and tp = 2, a rank has half as many microbatches as with tp = 2 alone. Its bytes
     over tp must therefore be half as many."""
-    alone = traffic_of(ranks, 2, parallel__tp=2)["tp"]["all_reduce"]
-    counted = traffic_of(ranks, 4, parallel__tp=2, parallel__dp=2)
+    alone = traffic_of(2, parallel__tp=2)["tp"]["all_reduce"]
+    counted = traffic_of(4, parallel__tp=2, parallel__dp=2)
     assert counted["tp"] == {"all_reduce": alone // 2}
     assert counted.keys() == {"tp", "dp"} and counted["dp"].keys() == {"all_reduce"}

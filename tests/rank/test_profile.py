@@ -155,29 +155,6 @@ class Traffic(Recorder):
         self.seen.append((axes, operation, num_bytes))
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        pytest.param({"parallel__tp": 2}, id="tp"),
-        pytest.param({"parallel__tp": 2, "parallel__sequence_parallel": True}, id="sequence"),
-        pytest.param({"parallel__ep": 2, "parallel__ep_dispatch": "allgather"}, id="allgather"),
-        pytest.param(
-            {"parallel__ep": 2, "parallel__ep_dispatch": "alltoall", "model__router": "uniform"},
-            id="alltoall",
-        ),
-        pytest.param({"parallel__tp": 2, "recompute__modules": ["block"]}, id="recomputed"),
-    ],
-)
-def test_planned_collectives_equal_those_of_a_run(ranks, layout: dict) -> None:
-    layout = {"model__num_layers": 3, "train__deterministic": False, **layout}
-    planned = profile(0, 2, **layout)[0]
-    seen = ranks(2, record_collectives, tiny_tree("d", "r", **layout), start_world=False)
-    assert seen[0] == seen[1]
-    uses: tuple[UseProfile, ...] = (*planned.forward, *planned.backward)
-    assert [traffic for use in uses for traffic in use.traffic] == seen[0]
-    assert seen[0]
-
-
 def test_planned_alltoall_has_the_traffic_and_memory_of_balanced_routing(ranks) -> None:
     layout = {
         **WIDE,

@@ -6,6 +6,7 @@ their layers. Stage s is on rank s mod p.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
@@ -54,6 +55,18 @@ class Action(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.kind.name}(stage {self.stage}, microbatch {self.microbatch})"
+
+
+def last_actions(actions: Iterable[Action]) -> dict[tuple[Kind, int], Action]:
+    """Return the last action of each kind and stage."""
+    return {(action.kind, action.stage): action for action in actions}  # later values replace
+
+
+def passes_of(actions: Iterable[Action]) -> list[tuple[int, bool]]:
+    """Return the stage of each forward and backward pass among the actions, in order, with True for
+    a backward. The action W is no pass through the stage."""
+    backward = {Kind.F: False, Kind.B: True, Kind.I: True}
+    return [(a.stage, backward[a.kind]) for a in actions if a.kind in backward]
 
 
 class Channel(NamedTuple):

@@ -17,7 +17,7 @@ from optimus.distributed.groups import Channels
 from optimus.errors import LostPeerError
 from optimus.model.deferred_gradients import DeferredGradients
 from optimus.observe.events import NO_RECORDER, ActionEvent, Recorder
-from optimus.parallel.pipeline.actions import Action, Kind, Schedule
+from optimus.parallel.pipeline.actions import Action, Kind, Schedule, last_actions
 from optimus.parallel.pipeline.schedules import make_evaluation
 from optimus.parallel.pipeline.stage import Output, Stage, Terms, backward
 from optimus_kernels import fastest_library
@@ -80,9 +80,7 @@ class Executor:
         used = {action.kind for action in schedule.ranks[channels.rank]} & self._channels.keys()
         assert all(self._channels[kind].size == 2 for kind in used), "a channel was not opened"
         self._boundary_shape, self._dtype = boundary_shape, dtype
-        self._last = {
-            (action.kind, action.stage): action for action in schedule.ranks[channels.rank]
-        }  # the last action of each kind and stage, because later values replace earlier values
+        self._last = last_actions(schedule.ranks[channels.rank])
         self._table: dict[Kind, Callable[[Action], None]] = {
             Kind.F: self._forward,
             Kind.B: self._backward,
