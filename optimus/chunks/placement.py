@@ -1,10 +1,11 @@
-"""Search for the placement of a rank's chunks: the chunks on the host, those with states on disk,
-the size of the cache, and the order of the microbatches.
+"""Search for the placement of a rank's chunks: the chunks on the host, the chunks with states on
+disk, the size of the cache, and the order of the microbatches.
 
-The search minimises the time of a step: the largest of the times for which the device computes, the
-link copies in each direction, the host updates, and the disk reads and writes. Elixir (arXiv
-2212.05339, section 5.1) compares two ratios of benefit to memory instead, which assume that nothing
-overlaps: `cache_benefit` and `upload_benefit`.
+The search estimates the time of a step as the largest of the times for which the device computes,
+the link copies in each direction, the host updates, and the disk reads and writes. It simulates the
+placements with the shortest estimates, and selects the placement with the shortest simulated step.
+Elixir (arXiv 2212.05339, section 5.1) compares two ratios of benefit to memory instead, which
+assume that nothing overlaps: `cache_benefit` and `upload_benefit`.
 """
 
 from __future__ import annotations
@@ -28,45 +29,47 @@ from optimus.config.machine import Links
 
 
 class ChunkCost(NamedTuple):
-    """Bytes and work of a chunk on a rank."""
+    """Bytes and work of a chunk on a rank. "Host" and "device" are the tiers in which the states of
+    the chunk are between uses."""
 
     resident: int
-    """Bytes on the device between steps, if the home of the chunk is the device."""
+    """Bytes on the device between steps, if the chunk is on the device."""
     host: int
-    """Bytes on the host, if the home of the chunk is the host."""
+    """Bytes in host memory, if the chunk is on the host and no states are on disk."""
     cached: int
-    """Bytes of its gathered parameters."""
+    """Bytes of the gathered parameters, in the cache on the device."""
     uploaded: int
     """Bytes of this rank's shard of the parameters, which a gather copies to the device."""
     gradients: int
-    """Bytes of its gradients on the device, from a backward to the copy to the host."""
+    """Bytes of the gradients on the device, from a backward to their copy to the host."""
     copied: int
     """Bytes of gradients that a reduction copies to the host."""
     elements: int
-    """Elements that this rank updates; 0 for a frozen chunk."""
+    """Number of elements that this rank updates; 0 for a frozen chunk."""
     spare: int = 0
-    """Bytes of the spare buffers that let the host update the chunk early."""
+    """Bytes of the spare buffers for an early update of the chunk (`UpdateQueue`)."""
     moved: int = 0
-    """Bytes of `host` that are not in host memory if the masters and moments are on disk."""
+    """Bytes by which `host` is smaller if the masters and moments are on disk."""
     file: int = 0
-    """Bytes in the file if the masters and moments are on disk, which each update reads and writes.
-    """
+    """Bytes in the file of states on disk if the masters and moments are there. Each update reads
+    and writes these bytes."""
     saved: int = 0
-    """Bytes in the file for copies of checkpoint.async_save in addition."""
+    """Bytes in this file for the copies that checkpoint.async_save makes, in addition to `file`."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """The chunks and the training step of a rank with one order of microbatches and one layout of
-    the chunks. Chunks are numbered in order of first use."""
+    """The chunks and the training step of a rank, for one order of the microbatches and one layout
+    of the chunks. Chunks are numbered in order of first use."""
 
     order: str
-    """Order of the microbatches."""
+    """Order of the microbatches, a value of `offload.order`."""
     chunk_length: int
     """Target length of the chunks, in elements."""
     chunks: Sequence[ChunkCost]
     uses: Sequence[Use]
-    """The uses of a step in order. `need` contains all chunks of a segment."""
+    """The uses of the segments in a step, in order. `Use.need` contains all chunks of the segment,
+    also those on the device."""
     needs: Sequence[frozenset[int]]
     """Chunks of each segment."""
     with_gradients: Sequence[frozenset[int]]
@@ -78,7 +81,7 @@ class Workload:
     device_bytes: int
     """Bytes on the device that do not depend on the placement, such as activations."""
     host_bytes: int = 0
-    """Bytes on the host that do not depend on the number of chunks there."""
+    """Bytes in host memory that do not depend on the number of chunks there."""
     reductions: int = 1
     """Number of times that the gradients of a chunk are reduced in a step."""
     reduction_bytes: int = 0
@@ -112,19 +115,20 @@ class Workload:
         return int(self._uncached[num_host]) + sum(self._largest(num_host)[:slots].tolist())
 
     def most_slots(self, num_host: int, device_memory: int) -> int | None:
-        """Return the size of the largest cache that fits if the last `num_host` chunks are on the
-        host; None if none fits."""
+        """Return the number of slots of the largest cache with which the last `num_host` chunks on
+        the host fit into `device_memory` bytes; None if no cache fits."""
         gathered = self._largest(num_host).cumsum()
         slots = int(gathered.searchsorted(device_memory - self._uncached[num_host], "right"))
         return slots if slots >= self.fewest_slots(num_host) else None
 
     def fewest_slots(self, num_host: int) -> int:
-        """Return the smallest cache for the last `num_host` chunks."""
+        """Return the smallest number of slots of a cache if the last `num_host` chunks are on the
+        host: the largest number of these chunks that a segment needs."""
         return int(self._counts[num_host])
 
     def host(self, num_host: int, num_disk: int = 0) -> int:
-        """Return the bytes on the host if the last `num_host` chunks are there, and the masters and
-        moments of `num_disk` of them are on disk."""
+        """Return the bytes in host memory if the last `num_host` chunks are on the host, and the
+        masters and moments of `num_disk` of these chunks are on disk."""
         total = self._total("host")[num_host] + MAX_COPYING * self._most_copied[num_host]
         if num_disk:
             on_disk = self.on_disk(num_host, num_disk)
@@ -134,7 +138,7 @@ class Workload:
 
     def disk(self, num_host: int, num_disk: int) -> int:
         """Return the bytes on disk if the masters and moments of `num_disk` of the last `num_host`
-        chunks are there."""
+        chunks are on disk."""
         on_disk = self.on_disk(num_host, num_disk)
         return int((self._costs("file") + self._costs("saved"))[on_disk].sum())
 
@@ -145,26 +149,28 @@ class Workload:
         return trained[spread_evenly(num_disk, len(trained))]
 
     def fewest_on_disk(self, num_host: int, host_memory: int, disk_memory: int) -> int | None:
-        """Return the smallest number of chunks on disk with which the last `num_host` chunks fit
-        into both limits; None if none fits."""
+        """Return the smallest number of chunks with states on disk for which the last `num_host`
+        chunks fit into `host_memory` and `disk_memory` bytes; None if they never fit."""
         if self.host(num_host) <= host_memory:
             return 0
         most = self.most_on_disk(num_host, disk_memory)
-        # With few chunks on disk, the buffers for their updates are larger than their states.
+        # The search begins with 1: with few chunks on disk, the buffers for their updates may be
+        # larger than their states.
         fits = _first_true(most, lambda n: self.host(num_host, n) <= host_memory)
         return fits if fits <= most else None
 
     def most_on_disk(self, num_host: int, disk_memory: int) -> int:
-        """Return the largest number of chunks whose masters and moments fit on the disk."""
+        """Return the largest number of the last `num_host` chunks whose masters and moments fit
+        into `disk_memory` bytes."""
         total = len(self._trained_of(num_host)) if disk_memory else 0
         return _first_true(total, lambda n: self.disk(num_host, n) > disk_memory) - 1
 
     def num_trained(self, num_host: int) -> int:
-        """Return the number of the last `num_host` chunks that are trained."""
+        """Return the number of trained chunks among the last `num_host` chunks."""
         return len(self._trained_of(num_host))
 
     def _trained_of(self, num_host: int) -> np.ndarray:
-        """Return the numbers of those of the last `num_host` chunks that are trained."""
+        """Return the numbers of the trained chunks among the last `num_host` chunks."""
         first = np.searchsorted(self._trained, len(self.chunks) - num_host)
         return self._trained[first:]
 
@@ -173,7 +179,7 @@ class Workload:
         return np.flatnonzero(self._costs("elements"))
 
     def _costs(self, name: str) -> np.ndarray:
-        """Return a cost of each chunk."""
+        """Return the field `name` of the `ChunkCost` of each chunk."""
         if name not in self._arrays:
             self._arrays[name] = np.array([getattr(chunk, name) for chunk in self.chunks])
         return self._arrays[name]
@@ -183,7 +189,7 @@ class Workload:
         return {}
 
     def _largest(self, num_host: int) -> np.ndarray:
-        """Return the sizes of the last `num_host` chunks, with the largest first."""
+        """Return `ChunkCost.cached` of the last `num_host` chunks, the largest first."""
         return np.sort(self._costs("cached")[len(self.chunks) - num_host :])[::-1]
 
     @cached_property
@@ -191,7 +197,8 @@ class Workload:
         return np.maximum.accumulate([0, *self._costs("copied")[::-1]])
 
     def _total(self, name: str) -> np.ndarray:
-        """Return, for each number of chunks on the host, the sum of a cost of these chunks."""
+        """Return the sum of the field `name` of the `ChunkCost`s of the chunks on the host, for
+        each number of these chunks."""
         if name not in self._totals:
             self._totals[name] = np.concatenate([[0], np.cumsum(self._costs(name)[::-1])])
         return self._totals[name]
@@ -202,7 +209,8 @@ class Workload:
 
     @cached_property
     def _counts(self) -> np.ndarray:
-        """For each number of chunks on the host, the largest number of them in a segment."""
+        """The largest number of chunks on the host that a segment needs, for each number of chunks
+        on the host."""
         last = len(self.chunks)
         is_needed = np.zeros((len(self.needs), last + 1), dtype=bool)
         for row, chunks in zip(is_needed, self.needs, strict=True):
@@ -211,8 +219,8 @@ class Workload:
 
     @cached_property
     def _uncached(self) -> np.ndarray:
-        """For each number of chunks on the host, the bytes on the device without the cache: those
-        of resident chunks, and the largest gradients during a backward."""
+        """The bytes on the device without the cache, for each number of chunks on the host:
+        `device_bytes`, the chunks on the device, and the largest gradients during a backward."""
         resident = self._total("resident")
         gradients = most_gradients(
             self.with_gradients,
@@ -225,8 +233,9 @@ class Workload:
     def estimate(
         self, num_host: int, slots: int, links: Links, num_disk: int = 0, spare: float = 0.0
     ) -> float:
-        """Return the estimated time of a step, in seconds: the largest time of a resource, or of
-        the computation and the reads and updates that its first forward waits for.
+        """Return the estimated time of a step, in seconds: the largest of the times for which a
+        resource works, and of the time of the computation together with the reads and updates that
+        its first forward waits for.
 
         The number of gathers is that of a step with one chunk for each segment, as in
         `optimus.chunks.residency`.
@@ -234,9 +243,9 @@ class Workload:
         Args:
             num_host: Number of chunks on the host.
             slots: Size of the cache, in chunks.
-            links: Rates.
+            links: Rates of the links, of updates on the host, and of the disk.
             num_disk: Number of chunks with states on disk.
-            spare: Bytes of the spare buffers for early updates.
+            spare: Largest number of bytes of the spare buffers for early updates.
         """
         if not num_host:
             return self.compute_s
@@ -286,9 +295,9 @@ class Workload:
 
 
 def spread_evenly(count: int, total: int) -> np.ndarray:
-    """Return the indices of `count` of `total` chunks in order of first use that have states on
-    disk. They are distributed evenly, so that reads and writes overlap with the updates of other
-    chunks."""
+    """Return the indices of the chunks with states on disk: `count` of `total` chunks in order of
+    first use. They are distributed evenly, so that their reads and writes overlap with the updates
+    of other chunks."""
     return -(-np.arange(1, count + 1) * total // max(1, count)) - 1
 
 
@@ -299,7 +308,7 @@ def choose_spare(sizes: Sequence[int], limit: float) -> list[int]:
     Args:
         sizes: Bytes of the spare buffers of each chunk in order of first use; 0 for a chunk that
             cannot be updated early.
-        limit: Most bytes of all spare buffers.
+        limit: Largest number of bytes of all spare buffers.
     """
     chosen = []
     for number in reversed(range(len(sizes))):
@@ -310,8 +319,8 @@ def choose_spare(sizes: Sequence[int], limit: float) -> list[int]:
 
 
 def _first_true(count: int, is_true: Callable[[int], bool]) -> int:
-    """Return the first of the numbers 1 to `count` for which a condition is true, `count` + 1 if
-    there is none. A number after one for which it is true must make it true, too."""
+    """Return the first of the numbers 1 to `count` for which a condition is true; `count` + 1 if
+    there is none. If the condition is true for a number, it must be true for all larger numbers."""
     return bisect_left(range(1, count + 1), True, key=is_true) + 1
 
 
@@ -338,7 +347,7 @@ class SimulatedPlacement(NamedTuple):
     num_disk: int
     """Number of chunks on the host whose masters and moments are on disk."""
     needs: TierBytes
-    """Bytes in each tier, without spare buffers unless all chunks on the host have them."""
+    """Bytes in each tier. They contain spare buffers only if `early` = "on" in `search`."""
     time: StepTime
     """Simulated time of a step."""
     late_s: float
@@ -346,26 +355,28 @@ class SimulatedPlacement(NamedTuple):
 
     @property
     def step_s(self) -> float:
-        """Predicted seconds of a step, with those for which the rank waits for others."""
+        """Predicted seconds of a step, including the wait for other pipeline ranks."""
         return self.time.step + self.workload.idle_s
 
     @property
     def updates_early(self) -> bool:
-        """True if early updates make a step shorter."""
+        """True if early updates make a step noticeably shorter."""
         return self.time.step < self.late_s * (1 - _SMALLEST_GAIN)
 
 
 _SMALLEST_GAIN = 1e-3
-"""Share of a step by which early updates must shorten it, or their memory is left free."""
+"""Smallest share of a step by which early updates must shorten it. Otherwise they are not used, and
+their spare buffers are not allocated."""
 
 
 class NoPlacement(Exception):
     """No placement fits.
 
     Attributes:
-        needs: Bytes of the placement that needs the least more: of those that fit on the device,
-            the placement with the fewest bytes on the host; if there is none, of those that fit on
-            the host, the placement with the fewest bytes on the device.
+        needs: Bytes of the placement that exceeds the limits least: among the placements that fit
+            on the device, the placement with the fewest bytes on the host. If none fits on the
+            device, the placement with the fewest bytes on the device, if possible among those that
+            fit on the host.
     """
 
     def __init__(self, needs: TierBytes) -> None:
@@ -386,13 +397,14 @@ def search(
     chunks are on disk as the host allows. The placements with the shortest estimates are simulated.
 
     Args:
-        workloads: Possible orders and layouts. With `early` = "on", the host bytes of their chunks
-            include spare buffers.
+        workloads: The rank's chunks and step for each possible order and layout. With `early` =
+            "on", `ChunkCost.host` must include the spare buffers.
         capacity: Memory that the placement may use.
         links: Rates of the links, of updates on the host, and of the disk.
-        early: The chunks that are updated early: none, all that have no states on disk, or as many
-            as half of the free host memory has spare buffers for.
-        all_cached: True for placements whose cache has a slot for each chunk on the host.
+        early: The chunks that are updated early. "off": none. "on": all that have no states on
+            disk. "auto": as many as have spare buffers in half of the free host memory.
+        all_cached: True to search only placements whose cache has a slot for each chunk on the
+            host.
 
     Raises:
         NoPlacement: No placement fits.
@@ -433,9 +445,9 @@ _SIMULATED = 4
 
 
 def smallest_capacity(workloads: Sequence[Workload], capacity: TierBytes) -> tuple[int, int]:
-    """Return the fewest bytes on the device of the placements that fit in the other tiers, and the
-    fewest bytes on the host of those that fit in the other tiers. If none fits, return those of the
-    placements with the fewest bytes in all."""
+    """Return the fewest bytes on the device with which a placement fits on the host and on disk,
+    and the fewest bytes on the host with which a placement fits on the device and on disk. If there
+    is no such placement, use the placement with the fewest bytes on the device."""
     device = _nearest(workloads, capacity._replace(device=-1)).device
     return device, _nearest(workloads, capacity._replace(host=-1)).host
 
@@ -443,7 +455,7 @@ def smallest_capacity(workloads: Sequence[Workload], capacity: TierBytes) -> tup
 def _spare_bytes(
     workload: Workload, num_host: int, num_disk: int, capacity: TierBytes, early: Early
 ) -> float:
-    """Return the most bytes that the spare buffers for early updates may have."""
+    """Return the largest number of bytes that the spare buffers for early updates may have."""
     if early == "auto":
         return max(0, capacity.host - workload.host(num_host, num_disk)) // 2
     return math.inf if early == "on" else 0.0
@@ -477,18 +489,20 @@ class Rates(NamedTuple):
     """Parameters per second from the host to the device, times the bytes of a parameter."""
     to_host: float
     device_update: float
-    """Elements that the devices update per second."""
+    """Elements per second that the optimizer updates on the devices."""
     host_update: float
-    """Elements that the hosts update per second."""
+    """Elements per second that the optimizer updates on the hosts."""
 
 
 def cache_benefit(rates: Rates) -> float:
-    """Return I(n): the seconds saved by a larger cache, for each byte of the cache, with C = 1."""
+    """Return Elixir's I(n): the seconds that a larger cache saves, for each byte of the cache. The
+    chunk length C is 1 element."""
     return 1 / rates.to_host + 1 / rates.to_device
 
 
 def upload_benefit(rates: Rates, processes: int, low: int, state: int, factor: int) -> float:
-    """Return J(n): the seconds saved by a chunk on the device, for each byte there, with C = 1.
+    """Return Elixir's J(n): the seconds that a chunk on the device instead of the host saves, for
+    each byte of the chunk. The chunk length C is 1 element.
 
     Args:
         rates: Aggregate rates of the processes.

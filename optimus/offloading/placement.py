@@ -1,8 +1,8 @@
-"""Placement of model states: the chunks in host memory, the chunks of the cache on the device, and
+"""Placement of model states: the chunks in host memory, the size of the cache on the device, and
 the chunks with states on disk.
 
-Without an example batch, `choose_placement` applies a simple rule. With it, the placement is the
-result of a search, whose activations come from a profile of a training step.
+Without an example batch, `choose_placement` applies a simple rule. With an example batch, a profile
+of a training step computes the activations, and a search selects the placement.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ from optimus.rank.profile import UseProfile, UseTracker
 logger = logging.getLogger(__name__)
 
 _TRIMMED_BYTES = 1 << 20
-"""Fewest bytes of released parameters for a call of `platform.trim_heap`."""
+"""Smallest number of bytes of released parameters after which `platform.trim_heap` is called."""
 PREFETCH = 3
-"""Number of segments for which the cache has space by default: that which computes, and two that
-are being copied."""
+"""Number of segments for which the cache has space by default: one that computes, and two whose
+parameters are being copied."""
 
 
 class OffloadPlacement(NamedTuple):
@@ -61,10 +61,10 @@ class OffloadPlacement(NamedTuple):
     disk_share: float = 0.0
     """As `Residency.disk_share`."""
     host_bytes: int = 0
-    """Bytes of the states in host memory, with the spare buffers that `early_adam` = "on" needs."""
+    """Bytes of the states in host memory, including the spare buffers of `early_adam` = "on"."""
 
     def residency(self, directory: str) -> Residency:
-        """Return the settings of the chunk engine, with the directory of the disk."""
+        """Return the settings of the chunk engine. `directory` is for the states on disk."""
         return Residency(
             divides_gradients=True,
             host_share=self.host_share,
@@ -80,12 +80,12 @@ class OffloadLimits:
     """Memory that `optimus.offload` may use, in bytes."""
 
     device: int | None
-    """None if it is not limited by the user."""
+    """None if the user has set no limit."""
     host: int
     disk: int | None
-    """None for all that is free on the disk."""
+    """None for all bytes that are free on the disk."""
     directory: str
-    """Directory of the states on disk; "" to have none there."""
+    """Directory of the states on disk; "" to allow no states on disk."""
 
 
 class ModelChunks(NamedTuple):
@@ -99,7 +99,7 @@ class ModelChunks(NamedTuple):
     length: int
     """Target length of a chunk, in elements."""
     rule: Optimizer
-    """Updates a chunk."""
+    """Update rule of the chunks."""
 
     def on_meta(self, placement: OffloadPlacement, with_spare: bool = False) -> ChunkEngine:
         """Return an engine on the meta device for a placement. It allocates no memory. With
@@ -122,10 +122,10 @@ class ModelChunks(NamedTuple):
 
 
 class ReleasedValues:
-    """Initial values of parameters. The engine moves each of them to a chunk, and releases it.
+    """Initial values of parameters. The engine copies each value to a chunk and then releases it.
 
-    glibc keeps the memory of released tensors that have less than 32 MB. Therefore free memory of
-    the heap is returned to the operating system about once for each chunk.
+    glibc keeps the memory of released tensors of less than 32 MB. Therefore this class returns free
+    memory of the heap to the operating system, about once for each chunk.
 
     Args:
         named: The parameters by name.
@@ -135,10 +135,10 @@ class ReleasedValues:
     def __init__(self, named: dict[str, nn.Parameter], chunk_bytes: int) -> None:
         self._named, self._limit = named, max(chunk_bytes, _TRIMMED_BYTES)
         self._released = 0
-        """Bytes of the values since the last trim."""
+        """Bytes of the values that were returned since the last call of `platform.trim_heap`."""
 
     def __call__(self, name: str) -> Tensor:
-        """Return the values of a parameter. Those of all earlier calls are released."""
+        """Return the values of a parameter. The caller must have released all earlier values."""
         if self._released >= self._limit:
             platform.trim_heap()
             self._released = 0
@@ -148,17 +148,18 @@ class ReleasedValues:
 
 @dataclass(frozen=True)
 class Needs:
-    """Memory that a model needs on the device."""
+    """Memory that a model needs on the device, without activations."""
 
     states: int
-    """Bytes of all states, if they are on the device."""
+    """Bytes of all states, if all are on the device."""
     chunk: int
     """Bytes of the parameters of the largest chunk."""
     num_chunks: int
     chunks_per_use: int
-    """Largest number of chunks that a segment needs at once."""
+    """Largest number of chunks that a segment needs at the same time."""
     gradients: int
-    """Most bytes of gradients that are on the device at once, if the states are on the host."""
+    """Largest number of bytes of gradients on the device at the same time, if all states are on the
+    host."""
     largest: str
     """Name of the segment that needs `chunks_per_use` chunks."""
 
@@ -232,7 +233,8 @@ def _by_rule(
     host_share: float | None,
     cache_chunks: int,
 ) -> OffloadPlacement:
-    """Return the placement without an example batch. `total` is the memory of an accelerator."""
+    """Return the placement without an example batch. `total` is the memory of the accelerator in
+    bytes; None on a CPU."""
     if host_share is None:
         placement = choose_placement(needs, total if device_memory is None else device_memory)
     else:
@@ -268,10 +270,10 @@ def choose_placement(needs: Needs, device_memory: int | None) -> OffloadPlacemen
 
     Args:
         needs: Memory that the model needs.
-        device_memory: Bytes; None if it is not known, for all states on the host.
+        device_memory: Device memory in bytes. If it is None, all states are on the host.
 
     Raises:
-        ConfigError: The memory is too small for the segment that needs the most.
+        ConfigError: The device memory is too small for the segment that needs the most memory.
     """
     wanted = min(needs.num_chunks, PREFETCH * needs.chunks_per_use)
     if device_memory is None:
@@ -298,7 +300,8 @@ def _by_search(
     example: Mapping[str, Any],
     early: Early,
 ) -> OffloadPlacement:
-    """Return the placement with the shortest simulated step for an example batch."""
+    """Return the placement with the shortest simulated step for an example batch. Raises
+    ConfigError if no placement fits."""
     refuse_if(
         not isinstance(example, Mapping),
         f"example is a {type(example).__name__}; use a dict of the arguments of the forward",
@@ -308,7 +311,7 @@ def _by_search(
     activations = max(live + use.peak for live, use in zip(before, uses, strict=False))
     needs = needs_of(chunks.named, chunks.segments, chunks.keys, chunks.length)
     assert limits.device is not None
-    # The allocators of accelerators reserve more bytes than tensors have.
+    # On accelerators, torch's allocator reserves more bytes than tensors have.
     memory = limits.device - (0 if device.type == "cpu" else limits.device // 20)
     if needs.states + activations <= memory:
         return OffloadPlacement(0.0, needs.num_chunks)
@@ -364,11 +367,12 @@ _UNLIMITED = 1 << 62
 def _with_disk(
     chunks: ModelChunks, placement: OffloadPlacement, limits: OffloadLimits, with_spare: bool
 ) -> OffloadPlacement:
-    """Return a placement with as few states on disk as the host memory allows, and the bytes on the
-    host, `with_spare` buffers for early updates of all chunks without states on disk.
+    """Return a copy of a placement that has as few states on disk as the host memory allows, and
+    the resulting bytes in host memory. If `with_spare`, they include the spare buffers for early
+    updates of all chunks without states on disk.
 
     Raises:
-        ConfigError: The host or the disk has too little memory.
+        ConfigError: The host memory or the space on disk is too small.
     """
     engine = chunks.on_meta(placement, with_spare)
     host = engine.state_bytes()["host"]
@@ -380,7 +384,8 @@ def _with_disk(
 
     def with_chunks(number: int) -> tuple[OffloadPlacement, int]:
         """Return the placement with the states of `number` chunks on disk, and their bytes."""
-        changed = placement._replace(disk_share=max(0.0, number - 0.5) / count)  # rounded up
+        # ChunkEngine rounds disk_share * count up, so that `number` chunks are on disk.
+        changed = placement._replace(disk_share=max(0.0, number - 0.5) / count)
         sizes = chunks.on_meta(changed, with_spare).state_bytes()
         return changed._replace(host_bytes=sizes["host"]), sizes["disk"]
 
@@ -397,7 +402,7 @@ def _with_disk(
             f"{where}, {counted(missing, 'byte')} more than the {limits.host:,} that they may use; "
             f"{remedy}use a machine with more memory, or freeze parameters"
         )
-    low, high = 0, count  # `low` does not fit, and `high` does
+    low, high = 0, count  # `low` chunks on disk are too few, and `high` are enough
     while high - low > 1:
         middle = (low + high) // 2
         of_middle = with_chunks(middle)
@@ -427,7 +432,14 @@ def needs_of(
     keys: dict[str, ParamProcessGroups],
     chunk_length: int,
 ) -> Needs:
-    """Return the memory that a model needs on the device, from the layout of its chunks."""
+    """Return the memory that a model needs on the device, computed from the layout of its chunks.
+
+    Args:
+        named: All parameters by name.
+        segments: Segments in order of first use.
+        keys: The result of `chunk_keys`.
+        chunk_length: Target length of a chunk, in elements.
+    """
     parameters = [Parameter(name, tuple(named[name].shape), key) for name, key in keys.items()]
     layout = lay_out(parameters, chunk_length)
     chunk_of = {slot.name: slot.chunk for slot in layout.slots}
@@ -471,8 +483,12 @@ def profile_step(model: nn.Module, example: Mapping[str, Any]) -> list[UseProfil
 
     Args:
         model: The model. It is not changed, and its parameters are not copied.
-        example: Keyword arguments of the forward, in training mode. The backward begins with the
-            `loss` of the result. Without it, a cross-entropy of each output is assumed.
+        example: Keyword arguments of the forward, which runs in training mode. The backward begins
+            with the `loss` of the result. If the result has no loss, the profile assumes the memory
+            of a cross-entropy of each output.
+
+    Returns:
+        The profiles of the uses of all segments, in order.
 
     Raises:
         ConfigError: The forward or the backward failed.
@@ -492,9 +508,9 @@ def profile_step(model: nn.Module, example: Mapping[str, Any]) -> list[UseProfil
             loss = _loss_of(out)
             loss.backward()
             del out, loss
-    except Exception as error:  # of code that is not ours
+    except Exception as error:  # the code of the model may raise any error
         raise ConfigError(
-            "example: the model cannot be profiled with it on torch's meta device "
+            "example: the model cannot be profiled with these arguments on torch's meta device "
             f"({type(error).__name__}: {one_line(error)[:200]}); correct the example, or leave it "
             "out"
         ) from error
@@ -530,8 +546,8 @@ def shapes_of(arguments: Mapping[str, Any]) -> dict[str, torch.Size]:
 def check_batch(
     planned: Mapping[str, torch.Size], module: nn.Module, args: Any, kwargs: Any
 ) -> None:
-    """Refuse a batch of training with a tensor that is longer in a dim than in the example. This is
-    a forward pre-hook."""
+    """Forward pre-hook that raises ConfigError for a training batch if a tensor is larger in a dim
+    than in the example. `planned` has the shapes of the example by name."""
     if not torch.is_grad_enabled():
         return
     arguments = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
@@ -540,5 +556,5 @@ def check_batch(
         refuse_if(
             limit is not None and (len(shape) != len(limit) or any(map(operator.gt, shape, limit))),
             f"the batch has {name} of the shape {list(shape)}, but the example of optimus.offload "
-            f"had {list(limit or ())}; give offload an example of the largest batch",
+            f"had {list(limit or ())}; pass the largest batch as the example",
         )
