@@ -198,7 +198,10 @@ def load(entry: Entry) -> ctypes.CDLL:
         library = _load_descriptor(cache.open_library(entry))
         version = library.optimus_kernels_abi()
     except (OSError, AttributeError) as error:
-        raise KernelError(f"{path} does not load: {' '.join(str(error).split())}") from error
+        raise KernelError(
+            f"{path} does not load: {' '.join(str(error).split())}; remove "
+            f"{path.parent} and run `optimus kernels build`"
+        ) from error
     if version != build.interface_version():
         raise KernelError(
             f"{path} has interface version {version}, but this package needs "

@@ -336,8 +336,8 @@ class ChunkEngine:
 
     def update(self, lr: float, grad_scale: float = 1.0) -> None:
         """Update this rank's shards from the gradients times `grad_scale`, and gather the updated
-        parameters. With `overlap` in `attach`, the gathers continue until the first use. The host
-        updates the chunks whose home is the host in the background, until their first use."""
+        parameters. With `overlap` in `attach`, the gathers continue until the first use. Chunks on
+        the host are updated there in the background; their next use waits for the update."""
         self.wait()  # for parameters that no forward pass has read since the last update
         self.optimizer.num_updates += 1
         self._updates.stop_early()

@@ -87,9 +87,9 @@ def update_threads(threads: int, device: torch.device) -> int:
     there are cores, so that the main thread can launch operations.
 
     Args:
-        threads: Number of threads that the main thread uses. On a CPU, this is the number of cores
-            that this rank may use. With an accelerator, it is the share of this rank in the
-            available cores, because the main thread only launches operations.
+        threads: Number of threads that the main thread uses. On a CPU, this is taken as the number
+            of cores. With an accelerator, it has no effect: the number of cores is this rank's
+            share of the available cores, because the main thread only launches operations.
         device: Device of the model.
     """
     cores = threads if device.type == "cpu" else available_cores() // read_local_size()

@@ -29,8 +29,8 @@ from optimus.config.machine import Links
 
 
 class ChunkCost(NamedTuple):
-    """Bytes and work of a chunk on a rank. "Host" and "device" are the tiers in which the states of
-    the chunk are between uses."""
+    """Bytes and work of a chunk on a rank. A chunk is on the device or on the host if its states
+    are there between uses."""
 
     resident: int
     """Bytes on the device between steps, if the chunk is on the device."""
@@ -233,11 +233,11 @@ class Workload:
     def estimate(
         self, num_host: int, slots: int, links: Links, num_disk: int = 0, spare: float = 0.0
     ) -> float:
-        """Return the estimated time of a step, in seconds: the largest of the times for which a
-        resource works, and of the time of the computation together with the reads and updates that
-        its first forward waits for.
+        """Return the estimated time of a step, in seconds.
 
-        The number of gathers is that of a step with one chunk for each segment, as in
+        The estimate is the largest of several times: the time for which each resource works, and
+        the time of the computation plus the reads and updates that its first forward waits for. The
+        number of gathers is that of a step with one chunk for each segment, as in
         `optimus.chunks.residency`.
 
         Args:

@@ -55,7 +55,7 @@ class Residency:
     disk_key: str = "offload.disk"
     """Name of the setting with the directory, for messages."""
     slots: int = 0
-    """Size of the cache, in chunks; 0 for a cache of all chunks."""
+    """Number of slots of the cache, each for one chunk; 0 for a slot for each chunk."""
     poison: bool = False
     """True to fill freed buffers with NaN, for tests."""
     copies: str = "early"

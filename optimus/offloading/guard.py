@@ -274,7 +274,7 @@ def _on_host(value: Any, moved: list[tuple[Tensor, Tensor, Tensor]]) -> Any:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in a value of tuples, lists, dicts and dataclasses."""
+    """Yield the tensors in a value of nested tuples, lists, dicts and dataclasses."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (list, tuple)):

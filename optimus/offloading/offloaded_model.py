@@ -459,7 +459,7 @@ class OffloadedModel(NotCopied):
 
 
 def _receive(received: set[str], name: str, parameter: Tensor) -> None:
-    """Hook of a parameter that has received a gradient."""
+    """Record in a hook that the parameter `name` has received a gradient."""
     received.add(name)
 
 

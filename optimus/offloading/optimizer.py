@@ -543,8 +543,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
             model.engine.sync_params()
 
     def _checked(self, name: str, state: dict[str, Any] | None) -> dict[str, Any]:
-        """Return the states of a parameter, or {} for None, before its first update. Raises
-        ValueError if a state is missing or has another shape."""
+        """Check and return the loaded states of a parameter; {} if `state` is None, because the
+        parameter had no update. Raises ValueError if a state is missing or has another shape."""
         if state is None:
             return {}
         if "step" not in state:

@@ -518,8 +518,8 @@ def profile_step(model: nn.Module, example: Mapping[str, Any]) -> list[UseProfil
 
 
 def _loss_of(out: Any) -> Tensor:
-    """Return the loss in the result of a forward or, without a loss, a value with the memory of a
-    cross-entropy of each output."""
+    """Return the loss in the result of a forward. If there is none, return a scalar whose
+    computation needs the memory of a cross-entropy of each output."""
     loss = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", None)
     if loss is not None:
         return loss

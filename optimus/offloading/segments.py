@@ -17,7 +17,7 @@ _CONTAINERS = (nn.ModuleList, nn.Sequential)
 
 @dataclass(frozen=True)
 class ModuleSegment:
-    """A module that is a segment."""
+    """A segment of a model: a module whose parameters are needed at the same time."""
 
     name: str
     """Name of the module in the model, "" for the model."""
