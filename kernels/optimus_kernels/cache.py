@@ -427,7 +427,7 @@ def _try_lock(file: int) -> bool:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError as error:  # no locks: the atomic rename suffices
+    except OSError as error:  # without file locks, the atomic rename is sufficient
         if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK):
             raise
     return True

@@ -223,7 +223,7 @@ def _implementation(x: Tensor, gate_up: Tensor) -> ModuleType:
     """Return the module to use for forward and backward: experts_grouped or experts_loop."""
     # Rows have D, F or 2F elements. If rows of F elements are aligned, rows of 2F elements are
     # aligned, too.
-    if x.is_meta:  # a plan needs the memory of accelerators
+    if x.is_meta:  # `optimus plan` computes the memory that accelerators need
         return experts_grouped
     chosen = form(x, gate_up.shape[2], gate_up.shape[1] // 2)
     return experts_grouped if chosen == "torch" else experts_loop

@@ -295,7 +295,7 @@ class GradReducer:
     def start(self) -> None:
         """Clear all gradients. Call this before the first backward of a step."""
         self._strategy.start()
-        self._is_reducing = True  # `finish` clears the sums of the last step
+        self._is_reducing = True  # so that `sum_so_far` clears the sums of the last step
         self._allocated.clear()  # not empty after a step that was abandoned
         for stage, buckets in self._buckets.items():
             self._num_launched[stage] = 0

@@ -136,7 +136,7 @@ class _CopyThread:
         done = job.result()
         if follower is not None:
             follower.result()
-        elif done is not None:  # later operations of the caller wait on the device
+        elif done is not None:  # later operations of the caller wait for the copy on the device
             torch.accelerator.current_stream(self._device).wait_event(done)
 
     def _copy_at_rate(

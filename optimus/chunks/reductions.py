@@ -278,7 +278,7 @@ class ReducePerMicrobatch:
         free the buffer."""
         if buffer not in self._pieces or not self.memory.has(buffer.grads):
             return
-        if buffer.home is not Tier.DEVICE:  # first, so that their memory can be used again
+        if buffer.home is not Tier.DEVICE:  # first, so that memory of copied gradients is reused
             self._complete_copies(MAX_COPYING - 1)
         piece, group = self._pieces[buffer], buffer.groups.reduce_group
         num_contributions = group.size if self._is_ordered else 1
@@ -287,7 +287,7 @@ class ReducePerMicrobatch:
         elif self._is_ordered:
             received = torch.empty_like(buffer.grads)
             # On Intel GPUs, all-to-all has killed processes under expert parallelism (autotune.py).
-            # This use is not known to be safe there; check on the first run.
+            # On the first run there, check that this call is safe.
             all_to_all(received, buffer.grads, group)
         else:
             sent = buffer.grads.to(self._dtype)
@@ -316,7 +316,7 @@ class ReducePerMicrobatch:
         """Add contributions on the host to a piece. `is_last` is True if the sum is complete."""
         piece = self._pieces[buffer]
         if self._is_outdated(buffer):
-            # Write 0 + x, which saves a separate pass that sets the piece to zero.
+            # Write 0 + x: the bits of a sum that begins with zeros, without a pass that sets them.
             for into, values in _blocks(piece, contributions[0]):
                 if values.dtype is into.dtype:
                     torch.add(values, 0.0, out=into)

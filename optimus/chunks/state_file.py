@@ -277,7 +277,7 @@ def open_locked(path: Path, key: str = _KEY) -> int:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.fstat(fd).st_nlink:
                 return fd
-            os.close(fd)  # another process has removed it since the call of open
+            os.close(fd)  # another process has removed the file since the call of open
         except BlockingIOError:
             os.close(fd)
             if time.monotonic() > deadline or path.resolve() in _locked_here:

@@ -196,12 +196,12 @@ class OffloadedModel(NotCopied):
         if backward:
             self._begin_backward(task)
         elif task == -1:
-            self._tasks.clear()  # of a backward that has failed
+            self._tasks.clear()  # ids of a backward that has failed
             if torch.is_grad_enabled() and not self._in_step:
                 self._begin_step()
         self._close_all()
         hooks = self._hooks[index]
-        with _raw():  # the engine itself reads no guarded tensor
+        with _raw():  # the engine reads no freed memory
             hooks.before(backward)
         for parameter in hooks.needed:
             guard.open_(parameter)
@@ -451,7 +451,7 @@ class OffloadedModel(NotCopied):
             if isinstance(chunk, ChunkState) and chunk.master is not chunk.shard:
                 values = chunk.shard[slot.start : slot.stop]
                 master = self.engine.read(chunk.master[slot.start : slot.stop])
-                # A master that has more bits of the same value is kept.
+                # Keep a master that rounds to the loaded value, because it has more bits.
                 is_same = master.to(values.dtype) == values
                 self.engine.put("master", name, torch.where(is_same, master, values.float()))
         self.engine.expect_update(None)

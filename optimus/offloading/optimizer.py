@@ -156,7 +156,7 @@ def _enforce_limits(
     if limit is not None:
         platform.limit_device_memory(device, limit)
     if example is not None:
-        # Before the hooks of segments, so that a refused batch begins no step.
+        # This hook runs before the hooks of segments, so that a refused batch begins no step.
         hook = partial(check_batch, shapes_of(example))
         handle = model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
         optimizer._offloaded.keep(handle)
@@ -416,7 +416,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         model = self._offloaded
-        names = model.complete_gradients()  # after all updates of the last step
+        names = model.complete_gradients()  # waits for all updates of the last step
         if not names:
             return loss
         scale = 1.0

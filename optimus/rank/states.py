@@ -269,7 +269,7 @@ def _spare_limit(engine: ChunkEngine, config: Config) -> float:
     limit = parse_bytes(offload.host_memory) or usable_memory() // read_local_size()
     sizes = engine.state_bytes()
     others = sizes["host"]
-    if config.checkpoint.async_save:  # an upper limit of `staging_of`
+    if config.checkpoint.async_save:  # at least the host bytes that `staging_of` returns
         others += sizes["parameters"] + sizes["masters"] + sizes["moments"]
     return (limit - others) // 2
 

@@ -162,7 +162,7 @@ class TensorTracker(TorchDispatchMode):
             self._share = min(1.0, self._expert_rows / token.shape[0])
         gate_up = args[2 if experts is _experts else 3]
         self._repeats = gate_up.shape[0] if self._on_cpu else 1
-        with self:  # the implementation allocates temporary tensors
+        with self:  # count the temporary tensors of the implementation
             out = experts(*args)
         self._share, self._repeats = 1.0, 1
         return out
@@ -215,7 +215,7 @@ class _Attention(torch.autograd.Function):
         mask: Tensor | None,
         tensors: TensorTracker,
     ) -> Tensor:
-        # Fused kernels store the heads of a token side by side.
+        # Fused kernels store the heads of a token in adjacent memory.
         heads_last = query.transpose(-3, -2).shape[:-1]
         out = query.new_empty(*heads_last, value.shape[-1]).transpose(-3, -2)
         lse = query.new_empty(query.shape[:-1], dtype=torch.float32)
