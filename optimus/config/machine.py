@@ -173,7 +173,7 @@ class Machine(Section):
     tolerate_node_failures: bool = True
     """Request that PBS does not end a supervised job when a node is lost."""
     heartbeat_s: Annotated[float, Field(gt=0)] = 3.0
-    """Default of `resilience.heartbeat_s`."""
+    """Default of `resilience.heartbeat_s` for runs on this machine."""
     links: Links | None = None
     """Rates between the tiers of memory; none: not measured."""
     measured: Measurement | None = None

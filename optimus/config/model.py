@@ -100,8 +100,8 @@ FREE_IN_LOGITS = {
     "aux_loss_form",
     "max_position_embeddings",
 }
-"""Settings that do not change the logits of a model with given weights, except
-`max_position_embeddings` if the rotary embedding has dynamic scaling."""
+"""Settings that do not change the logits of a model with given weights. With dynamic scaling of the
+rotary embedding, `max_position_embeddings` does change them."""
 
 
 class ModelConfig(Section):

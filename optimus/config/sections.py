@@ -348,9 +348,10 @@ class OffloadConfig(Section):
     parameters in `train.dtype` and the sums of gradients stay in host memory. With `train.dtype` =
     "fp32", the parameters are the master weights, and only the moments are on disk."""
     disk: str = ""
-    """Directory for the states on disk, on a local disk of each node. Each rank creates one file
-    with the full size at the start, and removes it at the end of the run. Checkpoints contain these
-    states, too. With mode = `auto`, as few states as possible are on disk."""
+    """Directory for the states on disk, on a local disk of each node. At the start, each rank
+    creates a file with space for all its states on disk, and removes it at the end of the run.
+    Checkpoints contain these states, too. With mode = `auto`, as few states as possible are on
+    disk."""
     disk_memory: Size = ""
     """Maximum size of the file of a rank in `disk`, as a number with a unit, such as "500GB" or
     "1.5TiB". A run whose states need more does not start. Empty: the free space of the disk."""

@@ -1,1 +1,2 @@
-"""Number of parameters, FLOPs and memory of a run, computed before the run starts."""
+"""Predictions about a run before it starts: parameters, FLOPs, memory, step time and node-hours;
+and the search for layouts and placements of model states."""

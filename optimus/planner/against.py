@@ -1,4 +1,5 @@
-"""Comparison of a plan with the figures that a run has measured: `optimus plan --against`."""
+"""Comparison of the predicted memory and step time of a run with the measured ones: `optimus plan
+--against`."""
 
 from __future__ import annotations
 
@@ -19,11 +20,13 @@ from optimus.io import files
 from optimus.observe.metrics import read_lines
 
 FIT_FILE = "fit.json"
-"""File of the run directory with the figures of the first updates."""
+"""File of the run directory with the memory and the step time of the first updates, predicted and
+measured. `optimus.train.fit` writes it."""
 FIT_FORMAT = 1
+"""Version of the format of FIT_FILE."""
 _MAX_FIT_BYTES = 1 << 26
 _WARM_UP = 3
-"""Number of updates at the start of metrics.jsonl whose times do not count."""
+"""Number of updates at the start of metrics.jsonl whose times are left out of the median."""
 
 _COMPARED = {
     "parallel": (
@@ -121,12 +124,12 @@ def compare(config: Config, run_dir: str, machine: str | None) -> dict[str, Any]
         machine: Machine for the predicted step time; None for `train.machine`.
 
     Returns:
-        - `memory`: list with an entry for each kind of rank, with its `pp` and `tp` coordinates,
-          `predicted_bytes` and `measured_bytes`. Without fit.json, only the first rank, and on a
-          CPU the prediction lacks the memory of libraries. With offload.mode = "auto", only the
-          first rank, whose prediction the run has made for its placement.
-        - `step`: `measured_s`, the median of `updates` updates, `low_s` and `high_s`, their 10th
-          and 90th percentile, `machine` (for the path of a file, the name of its device), and
+        - `memory`: list with an entry for each pair of coordinates `pp` and `tp`, with
+          `predicted_bytes` and `measured_bytes`. Without fit.json, the list has only the first
+          rank, and on a CPU the prediction lacks the memory of libraries. With offload.mode =
+          "auto", the list has only the first rank, with the prediction that the run has made.
+        - `step`: `measured_s`, the median of `updates` updates; `low_s` and `high_s`, their 10th
+          and 90th percentile; `machine` (for the path of a file, the name of its device); and
           `predicted_s`, or None and the reason `no_prediction`.
 
     Raises:
@@ -168,7 +171,7 @@ def _check_same(config: Config, path: Path, run_dir: str) -> None:
         if stored[key] != value and (key != "parallel.dp" or (stored[key] and value)):
             raise ConfigError(
                 f"--against {run_dir}: its run has {key} = {stored[key]!r}, but the configuration "
-                f"has {value!r}; plan {stored_path}"
+                f"has {value!r}; use {stored_path} as the configuration"
             )
 
 

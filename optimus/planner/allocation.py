@@ -12,7 +12,7 @@ from optimus.errors import ConfigError, counted, reason_of, refuse_if
 
 @dataclass(frozen=True)
 class Allocation:
-    """Nodes of a machine."""
+    """Nodes of a machine for a planned run."""
 
     machine: str
     """Name or path of the machine's file."""
@@ -31,7 +31,7 @@ class Allocation:
 
 
 def allocate(machine: str | None, nodes: int | None, hosts: str | None) -> Allocation | None:
-    """Return the allocation that the options of a command select, or None without options.
+    """Return the allocation that the options of a command select; None without `--machine`.
 
     Args:
         machine: Value of `--machine`.
@@ -39,7 +39,8 @@ def allocate(machine: str | None, nodes: int | None, hosts: str | None) -> Alloc
         hosts: Value of `--hosts`, the path of a file with a host name in each line.
 
     Raises:
-        ConfigError: An option has a wrong value, or an option is missing.
+        ConfigError: An option has a wrong value, or `--nodes` or `--hosts` is given without
+            `--machine`.
     """
     for option, value in (("--nodes", nodes), ("--hosts", hosts)):
         refuse_if(
@@ -63,11 +64,11 @@ def allocate(machine: str | None, nodes: int | None, hosts: str | None) -> Alloc
 
 
 def read_hosts(path: str) -> tuple[str, ...]:
-    """Return the host names in a file, one in each line, as in PBS_NODEFILE. A host that several
-    lines name, once for each rank, is returned once.
+    """Return the host names in a file with a name in each line, as in PBS_NODEFILE. Consecutive
+    lines with the same name, such as one for each rank of the host, give one name.
 
     Raises:
-        ConfigError: The file cannot be read, has no host, or names a host again after another one.
+        ConfigError: The file cannot be read, has no host, or has a host again after another host.
     """
     try:
         lines = Path(path).read_text(encoding="utf-8").split("\n")

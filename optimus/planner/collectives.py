@@ -1,7 +1,8 @@
 """Times of collectives, computed from the levels of a machine's network and the ranks of the group.
 
-All groups of the same kind communicate at the same time, as in training: a domain of S ranks, of
-which k belong to a group, contains S / k groups, and these share the links that leave the domain.
+As in training, all process groups along the same axes communicate at the same time. If k of the S
+ranks of a domain belong to one group, the domain has ranks of S / k groups, and these groups share
+the links that leave the domain.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ class Link(NamedTuple):
     ranks: int
     """Number of ranks in a domain of the level; 0: all ranks."""
     rate: float
-    """Bytes per second that one rank sends to other domains of the previous level, if all ranks
-    send."""
+    """Bytes per second that one rank sends over the links of this level, which connect the domains
+    of the previous level, if all ranks send."""
     step_s: float = 0.0
-    """Latency of a step of a collective."""
+    """Latency of a step of a collective in seconds."""
     rates: tuple[tuple[str, float], ...] = ()
-    """Rates of operations that differ from `rate`, by name."""
+    """Pairs (operation, rate) of the operations that do not have the rate `rate`."""
 
 
 Links = tuple[Link, ...]
@@ -38,7 +39,8 @@ Links = tuple[Link, ...]
 
 
 def links_of(levels: Sequence[Level]) -> Links:
-    """Return the rates of the levels in a machine file, each with its taper."""
+    """Return a Link for each level of a machine file. The taper of the level is a factor of its
+    rates."""
     links = []
     for level in levels:
         taper = 1.0 if level.taper is None else level.taper.value
@@ -49,7 +51,7 @@ def links_of(levels: Sequence[Level]) -> Links:
 
 @lru_cache(maxsize=256)
 def _links_for(operation: str, links: Links) -> Links:
-    """Return the links with the rates of an operation."""
+    """Return the links with the rate of an operation as `rate`."""
     return tuple(
         link._replace(rate=dict(link.rates).get(operation, link.rate), rates=()) for link in links
     )
@@ -60,8 +62,8 @@ class GroupPath(NamedTuple):
 
     link: Link
     domains: int
-    """Number of domains of the previous level that hold ranks of the group, within a domain of this
-    level."""
+    """Number of domains of the previous level that have ranks of the group, within one domain of
+    this level. The largest of these numbers."""
     per_domain: int
     """Smallest number of ranks of the group in a domain of the previous level."""
 
@@ -92,7 +94,8 @@ def paths_of(ranks: tuple[int, ...], links: Links) -> tuple[GroupPath, ...]:
         size = link.ranks
     raise ConfigError(
         f"levels of the machine file: the last level, {links[-1].name}, connects only "
-        f"{counted(links[-1].ranks, 'rank')}, but the plan has a group of more; {remedy}"
+        f"{counted(links[-1].ranks, 'rank')}, but process groups of the plan need a further level; "
+        f"{remedy}"
     )
 
 
@@ -103,13 +106,13 @@ def collective_s(
     links: Links,
     algorithm: Algorithm = "ring",
 ) -> float:
-    """Return the seconds of a collective of the global ranks `ranks`.
+    """Return the seconds that a collective takes.
 
     Args:
         operation: The operation. `send` is a transfer from the first rank to the last rank.
-        size_bytes: Bytes of the full buffer of a rank: the input of all_reduce, reduce_scatter,
-            all_to_all, broadcast and send, the output of all_gather.
-        ranks: The group.
+        size_bytes: Bytes of a rank's full buffer: the output of all_gather, and the input of the
+            other operations.
+        ranks: Global ranks of the process group.
         links: Levels of the network.
         algorithm: Algorithm of all_reduce, all_gather and reduce_scatter.
     """
@@ -132,9 +135,11 @@ def collective_s(
 
 
 def _ring_rate(paths: Sequence[GroupPath]) -> float:
-    """Return the bytes per second of each edge of a ring. A ring leaves a domain once, while the
-    domain's k ranks of the group could all send, so the ring has the rate of k ranks. It does not
-    exceed the rate at which one rank sends within the domain."""
+    """Return the bytes per second that each rank of a ring sends to the next rank.
+
+    A domain has k ranks of the group. Only one of them sends to another domain, and it can use the
+    share of the links of all k ranks. The slowest level determines the rate of the ring.
+    """
     rate = math.inf
     for path in paths:
         rate = min(rate, path.per_domain * path.link.rate)
@@ -173,8 +178,8 @@ def _halving(size_bytes: float, ranks: tuple[int, ...], links: Links) -> float:
 
 
 def _hierarchical(size_bytes: float, paths: Sequence[GroupPath]) -> float:
-    """Return the seconds of a reduce_scatter within the domains of each level in turn. The buffer
-    of a rank shrinks by the number of domains at each level."""
+    """Return the seconds of a reduce_scatter that proceeds from level to level. At each level, d
+    domains exchange shards, after which the buffer of a rank is 1/d as large."""
     seconds, sent = 0.0, size_bytes
     for path in paths:
         d = path.domains
@@ -184,8 +189,8 @@ def _hierarchical(size_bytes: float, paths: Sequence[GroupPath]) -> float:
 
 
 def _all_to_all(size_bytes: float, n: int, paths: Sequence[GroupPath]) -> float:
-    """Return the seconds of an all_to_all: a rank sends 1/n of its buffer to each rank. The levels
-    transfer at the same time."""
+    """Return the seconds of an all_to_all, in which a rank sends 1/n of its buffer to each of n
+    ranks. All levels transfer at the same time, and their latencies add up."""
     reached, seconds, latency_s = 1, 0.0, 0.0
     for path in paths:
         new = min(n, reached * path.domains) - reached

@@ -1,4 +1,5 @@
-"""Options of `optimus plan` for the nodes of a machine and for the search over layouts."""
+"""Options of `optimus plan` for the nodes of a machine and for the search over layouts, and the
+functions that carry them out."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--write-hosts",
         metavar="FILE",
-        help="write the hosts in an order with fewer bytes across groups of nodes",
+        help="write the hosts of --hosts in an order with fewer bytes between groups of nodes",
     )
     parser.add_argument(
         "--trace",
@@ -58,12 +59,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--load",
         metavar="RUN_DIR",
-        help="also plan for the loads of the experts in a run of this model",
+        help="also predict memory and step time for the expert loads of a run of this model",
     )
     parser.add_argument(
         "--search",
         action="store_true",
-        help="instead, rank the layouts of the run on the nodes of the machine",
+        help="instead, search for the fastest layouts of the run that fit on the nodes",
     )
     for name, kind, metavar, text in (
         ("top", int, "N", "number of layouts to print (10)"),
@@ -113,7 +114,7 @@ def check_options(args: argparse.Namespace) -> None:
 
 
 def write_hosts(config: Config, mesh: dict[str, int], allocation: Allocation, path: str) -> None:
-    """Write the hosts of an allocation in a better order for a mesh."""
+    """Write the hosts of an allocation to the file `path`, in the order of `better_order`."""
     from optimus.distributed.mesh import Mesh
     from optimus.planner.traffic import better_order
 
@@ -122,7 +123,7 @@ def write_hosts(config: Config, mesh: dict[str, int], allocation: Allocation, pa
 
 
 def write_planned_trace(config: Config, mesh: dict[str, int], machine: str, path: str) -> None:
-    """Write the planned pipeline actions of a step on a machine."""
+    """Write the planned pipeline actions of a step on a machine to the file `path`."""
     from optimus.config.machine import load_machine
     from optimus.distributed.mesh import Mesh
     from optimus.planner.step_plan import trace_step
@@ -175,8 +176,8 @@ def _nearest_layouts(
 ) -> list[dict[str, Any]]:
     """Return the value of the key `nearest`, for all ranks on the nodes of a plan.
 
-    If the plan has fewer ranks than its nodes, such as the plan of one replica, the unchanged
-    layout may fit on all of them. It is then the only result.
+    If the plan has fewer ranks than its nodes provide, such as the plan of one replica, the
+    unchanged layout may fit on all ranks of the nodes. It is then the only result.
     """
     from optimus.data.batch import plan_batch
     from optimus.planner.layouts import layout_changes, layout_of
@@ -276,7 +277,7 @@ def run_search(args: argparse.Namespace, config: Config, allocation: Allocation 
         reasons = "; ".join(f"{n:,}: {why}" for why, n in ranking.rejected.most_common(3))
         raise ConfigError(
             f"none of {counted(ranking.rejected.total(), 'layout')} is possible ({reasons}); use "
-            "other nodes, more memory or another global batch"
+            "another number of nodes, more memory or another global batch"
         )
     best = ranking.evaluations[0].layout
     if args.out is not None:

@@ -18,22 +18,23 @@ class StepLoad(NamedTuple):
 
     step: int
     imbalances: dict[int, list[float]]
-    """For each MoE layer, the rows that the experts of each ep rank have computed, relative to an
-    equal share."""
+    """For each MoE layer, the rows that the experts of each ep rank have computed, divided by the
+    mean over the ep ranks. A token is a row for each of its experts."""
 
     @property
     def fullest(self) -> dict[int, float]:
-        """The imbalance of the fullest ep rank of each MoE layer."""
+        """The largest imbalance of an ep rank in each MoE layer."""
         return {layer: max(ranks) for layer, ranks in self.imbalances.items()}
 
     @property
     def mean(self) -> float:
-        """The mean of `fullest`, to which the time of the experts in a step is proportional."""
+        """The mean of `fullest` over the layers. The time of the experts in a step is proportional
+        to it."""
         return sum(self.fullest.values()) / len(self.imbalances)
 
 
 def read_loads(run_dir: str, model: ModelConfig, ep: int) -> list[StepLoad]:
-    """Return the loads of each update in a run's expert_load.jsonl, with the smallest `mean` first.
+    """Return the loads of each update in a run's expert_load.jsonl, sorted by `mean`.
 
     Args:
         run_dir: The run directory.
@@ -41,8 +42,8 @@ def read_loads(run_dir: str, model: ModelConfig, ep: int) -> list[StepLoad]:
         ep: Number of ep ranks of the plan, which may differ from that of the run.
 
     Raises:
-        ConfigError: The run has another model, or its file is missing or damaged. The last line may
-            be incomplete, because a kill can cut it.
+        ConfigError: The run has another model, or its file is missing or damaged. An incomplete
+            last line, which a killed run can leave, is ignored.
     """
     option, path = f"--load {run_dir}", metrics_paths(Path(run_dir), "expert_load")[0]
     remedy = "give the run directory of a run of this model"
@@ -80,7 +81,8 @@ def _check_model(option: str, path: Path, model: ModelConfig, remedy: str) -> No
     if difference := model.first_difference(theirs):
         key, planned, of_run = difference
         raise ConfigError(
-            f"{option}: the run has model.{key} = {of_run!r}, but the plan {planned!r}; {remedy}"
+            f"{option}: the run has model.{key} = {of_run!r}, but the plan has {planned!r}; "
+            f"{remedy}"
         )
 
 
@@ -111,5 +113,6 @@ def _complete(
 
 
 def median_and_worst(loads: Sequence[StepLoad]) -> dict[str, StepLoad]:
-    """Return the updates with the median and with the largest `mean`. `loads` is sorted."""
+    """Return the updates with the median and with the largest `mean`. `loads` is sorted by
+    `mean`."""
     return {"median": loads[(len(loads) - 1) // 2], "worst": loads[-1]}

@@ -1,8 +1,9 @@
-"""Share of a run's time that advances it, if nodes fail and checkpoints take time.
+"""Goodput: the share of a run's time that is useful work, if nodes fail and checkpoints take time.
 
 Failures are a Poisson process. A failure loses the work since the last checkpoint, and the restart
-takes a constant time, during which nodes may fail again. With the rate of failures r, work w
-between checkpoints, c for a checkpoint and d for a restart, an interval takes in the mean
+takes a constant time, during which nodes may fail again. Let r be the rate of failures, w the time
+of work between two checkpoints, c the time of a checkpoint and d the time of a restart. The mean
+time from the end of a checkpoint to the end of the next one is then
 exp(r d) (exp(r (w + c)) - 1) / r (Daly 2006, doi 10.1016/j.future.2004.11.016).
 """
 
@@ -11,13 +12,13 @@ from __future__ import annotations
 import math
 
 _LONGEST = 500.0
-"""Largest exponent. With a larger one, an interval practically never ends."""
+"""Largest exponent r (w + c + d). With a larger exponent, the goodput is practically 0."""
 
 
 def goodput(
     interval_s: float, checkpoint_s: float, restart_s: float, failures_per_s: float
 ) -> float:
-    """Return the share of the time that is work which no failure loses.
+    """Return the share of the time that is spent on work that no failure loses.
 
     Args:
         interval_s: Seconds of work between two checkpoints.

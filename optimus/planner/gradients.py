@@ -20,10 +20,10 @@ class Buffer(NamedTuple):
     """Number of elements, with padding."""
     dtype: str
     reduce: int
-    """Number of ranks that add to them."""
+    """Number of ranks over which the gradients are summed."""
     stage: int
     segments: tuple[int, int]
-    """Indices of the first and the last segment with some of the parameters."""
+    """Indices of the first and the last segment that have parameters of the buffer."""
 
 
 class GradientMemory:
@@ -37,12 +37,13 @@ class GradientMemory:
         self._rounds = config.offload.rounds_gradients(train)
 
     def bytes(self, buffers: Sequence[Buffer], by_segment: bool) -> int:
-        """Return the most bytes on the device in addition to those between steps.
+        """Return the largest number of bytes on the device during a backward, in addition to the
+        bytes that are allocated between steps.
 
         Args:
             buffers: All buffers of the rank.
-            by_segment: True if buffers are allocated and reduced segment by segment, False if they
-                are by stage (`GradReducer.attach`).
+            by_segment: True if buffers are allocated and reduced segment by segment, False if stage
+                by stage (`GradReducer.attach`).
         """
         several = any(buffer.reduce > 1 for buffer in buffers)
         reduces_each = self._frees or self._rounds or (self._deterministic and several)
@@ -60,14 +61,14 @@ class GradientMemory:
         return most + reduction
 
     def _reduced_once(self, buffer: Buffer) -> int:
-        """As `ReduceOnce.temporary_bytes`."""
+        """Return the bytes of `ReduceOnce.temporary_bytes` for a buffer."""
         if buffer.reduce == 1:
             return 0
         sent = 0 if buffer.dtype == self._dtype else buffer.length
         return (sent + buffer.length // buffer.reduce) * BYTES[self._dtype]
 
     def _reduced_after_each(self, buffer: Buffer) -> int:
-        """As `ReducePerMicrobatch.temporary_bytes`."""
+        """Return the bytes of `ReducePerMicrobatch.temporary_bytes` for a buffer."""
         is_sum = buffer.reduce > 1 and not self._deterministic
         length = buffer.length // buffer.reduce if is_sum else buffer.length
         rounded = BYTES["bf16"] * length if self._rounds else 0
@@ -79,12 +80,13 @@ class GradientMemory:
 
 
 def _by_segment(buffers: Sequence[Buffer]) -> Iterator[Iterable[Buffer]]:
-    """Yield the buffers that have memory during the backward of a segment, for each at which a
-    buffer begins to be needed."""
+    """Yield the buffers that are allocated during the backward of a segment, for each segment whose
+    backward allocates a buffer."""
     for now in {buffer.segments[1] for buffer in buffers}:
         yield [b for b in buffers if b.segments[0] <= now <= b.segments[1]]
 
 
 def _by_stage(buffers: Sequence[Buffer]) -> Iterator[Iterable[Buffer]]:
+    """Yield the buffers that are allocated during the backward of a stage, for each stage."""
     for stage in {buffer.stage for buffer in buffers}:
         yield [b for b in buffers if b.stage == stage]

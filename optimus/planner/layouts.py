@@ -88,11 +88,11 @@ class Layout(NamedTuple):
         return config.optim.cache_chunks if has_cache else 0
 
     def settings(self) -> dict[str, Any]:
-        """Return the values by the keys of the configuration."""
+        """Return a dict from keys such as "parallel.pp" to the values of the layout."""
         return dict(zip(_KEYS, self, strict=True))
 
     def describe(self) -> str:
-        """Return the layout as overrides of a command."""
+        """Return the layout as overrides `section.key=value`, separated by spaces."""
         return " ".join(f"{key}={override(value)}" for key, value in self.settings().items())
 
 
@@ -104,7 +104,7 @@ _KEYS = (
 
 
 def override(value: Any) -> str:
-    """Return a value of a layout in the form of an override of a command."""
+    """Return a value of a layout as text for an override `section.key=value`."""
     if isinstance(value, tuple):
         return "[" + ",".join(f'"{name}"' for name in value) + "]"
     return str(value)
@@ -136,7 +136,7 @@ def layout_changes(before: Layout, after: Layout) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Space:
-    """The values that a search combines."""
+    """The space of a search: all combinations of the values of its fields."""
 
     pp: Sequence[int]
     ep: Sequence[int]
@@ -173,10 +173,11 @@ def space_of(config: Config, world_size: int) -> Space:
 
 
 class LayoutChecks:
-    """Checks of the layouts of a run, each made once for all layouts that share its settings.
+    """Checks of the layouts of a run. A check is made once for all layouts that do not differ in
+    the settings which it reads.
 
     Args:
-        config: The configuration, whose other settings all layouts have.
+        config: The configuration. It has the settings that layouts do not set.
     """
 
     def __init__(self, config: Config) -> None:
@@ -239,7 +240,7 @@ class LayoutChecks:
     def _check_parallel(self, layout: Layout) -> None:
         refuse_if(
             layout.pp == 1 and (layout.schedule, layout.virtual_stages) != ("1f1b", 1),
-            "a single pipeline rank has no bubble, and needs no other schedule than 1f1b",
+            "with one pipeline rank, all schedules are equal to 1f1b, which is searched instead",
         )
         self._check(Layout(*layout[:6], *self._base[6:]))
         check_virtual_stages(layout.schedule, layout.virtual_stages)

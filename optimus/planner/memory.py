@@ -25,16 +25,17 @@ from optimus.rank.states import attach, plan_rank, staging_of
 class RankMemory:
     """Largest memory of a rank in a training step, in bytes.
 
-    `states` to `activations` are on the device, and `device` is their sum. The peaks of gradients
-    and activations may be at different times, so the sum is an upper limit.
+    `states`, `cache`, `gradients` and `activations` are on the device, and `device` is their sum.
+    The peaks of gradients and activations may be at different times, so the sum is an upper limit.
     """
 
     states: int
     """Parameters, gradients and optimizer states that have memory between steps."""
     cache: int
-    """Gathered parameters with optim.resident = "cache" or with offloading."""
+    """Parameters that are gathered or copied to the device before use, with optim.resident =
+    "cache" or with offloading."""
     gradients: int
-    """Gradients that have memory only during a backward, and temporary tensors of reductions."""
+    """Gradients that are allocated only during a backward, and temporary tensors of reductions."""
     activations: int
     """Activations of all microbatches in progress, and temporary tensors of operations."""
     temporary: int
@@ -76,8 +77,8 @@ def rank_memory(
         device: Type of the rank's device.
         profiles: Result of `RankProfiles.at`, if it is known. It does not depend on the
             settings of `[optim]` and `[offload]`, except `offload.order`.
-        imbalance: Rows that the experts of the rank compute in each layer, relative to an equal
-            share of the ep ranks. `profiles`, if given, determines it.
+        imbalance: Rows that the experts of the rank compute in each layer, divided by the mean over
+            the ep ranks. It has no effect if `profiles` is given.
     """
     planned = plan_rank(config, mesh, coordinate, num_microbatches)
     attach(planned.engine, planned.segments, planned.layout, config)
@@ -102,12 +103,13 @@ def rank_memory(
 class RankProfiles:
     """Profiles of the stages of a rank for one microbatch, for any load of its experts.
 
-    Bytes are interpolated between equal loads and the case that all tokens choose experts of this
-    rank. They are linear in the number of tokens that arrive and of the rows of the rank.
+    The bytes are linear in the number of tokens that arrive at the rank and in the number of rows
+    that its experts compute. They are therefore interpolated between two profiles: one with equal
+    loads of all ranks, and one in which all tokens choose experts of this rank.
 
     Args:
         config, mesh, coordinate, device: As for `rank_memory`.
-        balanced, concentrated: Argument `profiled` of `profile_stages` for both cases.
+        balanced, concentrated: Argument `profiled` of `profile_stages` for the two profiles.
     """
 
     def __init__(
@@ -134,7 +136,7 @@ class RankProfiles:
 
     def at(self, imbalances: Mapping[int, float]) -> dict[int, StageProfile]:
         """Return the profile of each stage. `imbalances` has, for each MoE layer, the rows that the
-        experts of the rank compute, relative to an equal share."""
+        experts of the rank compute, divided by the mean over the ep ranks."""
         config, mesh, _ = self._rank
         weights = {
             layer: _concentration(config, mesh, layer, imbalances[layer], self._device)
@@ -163,28 +165,30 @@ class RankProfiles:
 
 
 def depends_on_load(config: Config, mesh: Mesh, device: str) -> bool:
-    """Return True if the memory of a rank depends on the load of its experts. On accelerators,
-    allgather has rows for the experts of all ranks."""
+    """Return True if the memory of a rank depends on the load of its experts. On accelerators, the
+    buffers of `allgather` have rows for the experts of all ranks, whatever the load."""
     if mesh.ep == 1 or not config.model.sparse_layers:
         return False
     return device == "cpu" or config.parallel.ep_dispatch == "alltoall"
 
 
 def _concentration(config: Config, mesh: Mesh, layer: int, imbalance: float, device: str) -> float:
-    """Return 0 for equal loads, 1 if all tokens choose experts of the rank, or a value between."""
+    """Return the weight of the second profile of `RankProfiles`: 0 for equal loads, 1 if all tokens
+    choose experts of the rank, and a value between 0 and 1 for other loads."""
     if not depends_on_load(config, mesh, device):
         return 0.0
     model = config.model
     kind = model.experts_by_layer[layer], model.num_experts_per_tok, mesh.ep
     imbalance = min(imbalance, largest_imbalance(*kind))
-    if device == "cpu":  # memory is that of the rows of the rank
+    if device == "cpu":  # the memory is proportional to the rows of the rank
         return (imbalance - 1) / (mesh.ep - 1)
     equal = arrivals(*kind)
     return (arrivals(*kind, imbalance) - equal) / (1 - equal) if equal < 1 else 0.0
 
 
 def _between(a: UseProfile, b: UseProfile, weight: float) -> UseProfile:
-    """Return `a` with figures between those of `a`, for weight 0, and of `b`, for weight 1."""
+    """Interpolate the bytes and the FLOPs of two profiles: those of `a` for weight 0, those of `b`
+    for weight 1."""
     names = ("kept", "peak", "flops", "moved")
     values = ((name, getattr(a, name), getattr(b, name)) for name in names)
     return a._replace(**{name: round(x + weight * (y - x)) for name, x, y in values})
@@ -206,7 +210,8 @@ def activations_of(
     num_microbatches: int,
     device: str,
 ) -> tuple[int, int]:
-    """Return `RankMemory.activations` and `RankMemory.temporary` of a rank with index `pp`."""
+    """Return `RankMemory.activations` and `RankMemory.temporary` of the rank with the index `pp`
+    along that axis. `profiles` has the profile of each of its stages."""
     sequence_shares = mesh.tp if config.parallel.sequence_parallel else 1
     peak = peak_of_step(
         schedule,
@@ -234,14 +239,15 @@ _SCALARS = 64
 
 
 def boundary_bytes(config: Config, sequence_shares: int) -> int:
-    """Return the size of the tensor that a pipeline stage sends to the next one."""
+    """Return the bytes of the tensor that a pipeline stage sends to the next stage.
+    `sequence_shares` is the number of ranks over which sequences are divided."""
     train = config.train
     elements = train.microbatch_size * (train.seq_len // sequence_shares) * config.model.hidden_size
     return elements * dtype_of(train.dtype).itemsize
 
 
 class Peak(NamedTuple):
-    """Bytes of activations and temporary tensors at the time at which they are most."""
+    """Bytes of activations and temporary tensors when their sum is largest."""
 
     total: int
     temporary: int
@@ -260,9 +266,10 @@ def peak_of_step(
     Args:
         schedule: The pipeline schedule.
         rank: Index of the rank along pp.
-        profiles: The profile of each stage of the rank. It contains the tensors that the stage
-            receives and the gradient that it sends, as if each was received when it is needed.
-        boundary: Size of a tensor between stages.
+        profiles: The profile of each stage of the rank. A profile counts the tensors that the stage
+            receives as if they arrived when the stage begins to use them, and also the gradient
+            that the stage sends.
+        boundary: Bytes of a tensor between stages.
         keeps_sent: True if sent tensors are freed only at the end of the step, as with gloo, which
             does not report that a tensor has been sent.
     """
@@ -290,7 +297,7 @@ def peak_of_step(
                 live += boundary  # the output
             if stage > 0:  # the gradient waits until it is sent, or until the previous stage runs
                 live += boundary
-                if schedule.rank_of(stage - 1) == rank:  # which also has the input of this stage
+                if schedule.rank_of(stage - 1) == rank:  # it also keeps the input of this stage
                     live += boundary
         elif kind is Kind.W:
             weights = profiles[stage].weights
@@ -305,14 +312,16 @@ def peak_of_step(
 
 
 def bytes_of_stage(profile: StageProfile) -> StageBytes:
-    """Return the bytes of a stage for one microbatch. They add up to 0 in a profile."""
+    """Return the bytes of a stage for one microbatch. In a profile, the passes free all bytes that
+    they keep."""
     (kept, forward), (freed, backward) = map(_sum_and_peak, profile[:2])
     weights = 0 if profile.weights is None else profile.weights.peak
     return StageBytes(kept, kept + freed, forward, backward, weights)
 
 
 def _sum_and_peak(uses: Iterable[UseProfile]) -> tuple[int, int]:
-    """Return the bytes that uses keep and their peak, both less the bytes before them."""
+    """Return the bytes after the uses and the peak during the uses, both relative to the bytes
+    before them."""
     live = peak = 0
     for use in uses:
         peak, live = max(peak, live + use.peak), live + use.kept

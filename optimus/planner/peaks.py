@@ -1,10 +1,12 @@
-"""Memory of activations of all pipeline ranks, without a walk through each schedule.
+"""Peak memory of activations of pipeline ranks, for a search over many layouts.
 
-`peak_of_step` adds up the bytes of a rank action by action. During each action, these are a sum of
-products: the numbers of microbatches between their passes, times the bytes that a stage keeps for
-one microbatch. The numbers depend only on the schedule, so they are computed once and multiplied
-with the bytes of each model and microbatch. Numbers that are all at most those of another action of
-the same kind are left out. From some number of microbatches on, a schedule repeats itself.
+`memory.peak_of_step` adds up the bytes of a rank action by action. The bytes during an action are a
+sum of products: the number of microbatches for which a stage keeps bytes, times these bytes of one
+microbatch. The numbers of microbatches depend only on the schedule. This module therefore computes
+a matrix of these numbers once for each schedule, with a row for each action, and multiplies it by
+the bytes of each layout. Rows that cannot give the maximum are left out: those that are in no
+column larger than another row. Above a certain number of microbatches, a schedule repeats its rows,
+so that a schedule with fewer microbatches gives the same matrix.
 """
 
 from __future__ import annotations
@@ -23,28 +25,32 @@ class StageBytes(NamedTuple):
     """Bytes of a stage for one microbatch, from a `StageProfile`."""
 
     kept: int
-    """Bytes between the forward and the backward."""
+    """Bytes that the stage keeps from the forward to the backward."""
     deferred: int
-    """Bytes between the actions I and W; 0 if the backward is not divided."""
+    """Bytes that the stage keeps from the action I (gradient of the input) to the action W
+    (gradients of the weights); 0 if the backward is not divided."""
     forward_peak: int
     """Largest number of bytes during the forward, less the bytes before it."""
     backward_peak: int
+    """Largest number of bytes during the backward or the action I, less the bytes before it."""
     weights_peak: int
+    """Largest number of bytes during the action W, less the bytes before it; 0 without W."""
 
 
 class RankPeaks(NamedTuple):
-    """Numbers of tensors during the actions of some pipeline ranks with v stages each."""
+    """Numbers of microbatches for which a pipeline rank with v stages has bytes in memory."""
 
     counts: np.ndarray
-    """int64 [number of actions, 5v + 1]. A row has, for each stage, the number of microbatches of
-    each of the fields of `StageBytes`, and then the number of tensors from or to other stages."""
+    """int64 [number of actions, 5v + 1]. A row has, for each stage, the number of microbatches to
+    which each field of `StageBytes` applies during the action. The last element is the number of
+    tensors in memory that were received from other stages or wait to be sent."""
 
     def bytes(self, stages: Sequence[StageBytes], boundary: int) -> int:
         """Return the most bytes of activations and temporary tensors, as `peak_of_step`.
 
         Args:
             stages: The stages of the rank in ascending order.
-            boundary: Size of a tensor between stages.
+            boundary: Bytes of a tensor between stages.
         """
         sizes = [size for stage in stages for size in stage]
         return int((self.counts @ np.array([*sizes, boundary])).max())
@@ -68,15 +74,16 @@ def _peaks_of_ranks(
     ranks = []
     for actions in schedule.ranks:
         counts = _undominated(_rows(actions, num_ranks, virtual_stages, last))
-        if name == "gpipe":  # numbers near that of all microbatches grow with it
+        if name == "gpipe":  # these counts are nearly all microbatches, and grow with their number
             counts[:, :-1][counts[:, :-1] > fewer // 2] += num_microbatches - fewer
         ranks.append(RankPeaks(counts))
     return ranks
 
 
 def _fewer_microbatches(name: str, num_ranks: int, num_microbatches: int) -> int:
-    """Return a number of microbatches with which the rows are the same, or for gpipe have the same
-    differences to the number of microbatches."""
+    """Return a number of microbatches, at most `num_microbatches`, with which a schedule has the
+    same rows. For gpipe, the rows differ: `_peaks_of_ranks` corrects the counts that grow with the
+    number of microbatches."""
     if name == "gpipe":
         return min(num_microbatches, 8)
     if name == "interleaved" and num_microbatches % num_ranks:
@@ -124,7 +131,7 @@ def _rows(
 
 
 def _undominated(rows: set[tuple[int, ...]]) -> np.ndarray:
-    """Return the rows that have a larger number than each other row in some column."""
+    """Return the rows without those that are in no column larger than another row."""
     table = np.array(sorted(rows, key=sum, reverse=True), dtype=np.int64)
     chosen: list[np.ndarray] = []
     for row in table:

@@ -39,7 +39,7 @@ from optimus.rank.states import PlannedRank, attach, plan_rank, staging_by_chunk
 
 @dataclass(frozen=True)
 class RankLimits:
-    """Memory that a rank may use, in bytes, and its rates."""
+    """Memory that a rank may use, in bytes, and the rates of its device, host and links."""
 
     device: int
     host: int
@@ -57,15 +57,15 @@ class Decision:
     memory: RankMemory
     limits: RankLimits
     placement: SimulatedPlacement | None = None
-    """The result of the search, if states are on the host by decision of `decide_placement`."""
+    """Result of the search; None if all states fit on the device, so that there was no search."""
     on_device: int = 0
-    """Bytes on the device if all states were there, if they are on the host by this decision."""
+    """With a `placement`: bytes that the device would need if all states were there."""
     of_orders: Mapping[str, float | None] = field(default_factory=dict)
-    """In a pipeline, for each order of microbatches the predicted seconds of a step on the slowest
-    rank; None if a rank does not fit."""
+    """In a pipeline: by order of microbatches, the predicted seconds of a step on the slowest rank,
+    or None if a rank does not fit."""
     in_cache_s: float | None = None
-    """In a pipeline, predicted seconds of a step on this rank in which all chunks on the host stay
-    in the cache, with the order of the schedule; None if they do not fit."""
+    """In a pipeline: predicted seconds of a step on this rank with the order "microbatch", if all
+    chunks on the host stay in the device's cache; None if they do not fit there."""
 
     @property
     def time(self) -> StepTime | None:
@@ -139,11 +139,12 @@ def decide_placement(
     limits: RankLimits,
     device: str,
 ) -> Decision:
-    """Decide where the states of the rank at `coordinate` are.
+    """Decide which states of the rank at `coordinate` are on the device, on the host and on disk.
 
     If all states, activations and temporary tensors fit on the device, nothing is offloaded.
-    Otherwise, the placement with the shortest simulated step is chosen, of all numbers of chunks on
-    the host, sizes of the cache, some lengths of chunks, and the possible orders of microbatches.
+    Otherwise, the result is the placement with the shortest simulated step. The search covers all
+    numbers of chunks on the host, all sizes of the cache, the chunk lengths of `_DIVISORS`, and the
+    orders of microbatches that the run permits.
 
     Args:
         config: The run's configuration, with `train.seq_len`.
@@ -152,7 +153,7 @@ def decide_placement(
             same decision.
         num_microbatches: Number of microbatches of the rank in a step.
         limits: The memory that the rank may use, and its rates.
-        device: Type of the rank's device.
+        device: Type of the rank's device, such as "cuda".
 
     Raises:
         ConfigError: The states do not fit.
@@ -198,8 +199,8 @@ class PlacementSearch:
         return ("microbatch",)
 
     def decide(self, order: str = "") -> Decision:
-        """Return the best placement, with any order of microbatches or with a given one. Raises
-        ConfigError if none fits."""
+        """Return the placement with the shortest step. `order` is the order of microbatches; "":
+        the better of the possible orders. Raises ConfigError if no placement fits."""
         memory, limits = self._on_device, self._limits
         plain = self._plain
         if order == "layer":
@@ -238,8 +239,7 @@ class PlacementSearch:
         return work.compute_s + work.idle_s
 
     def seconds_in_cache(self) -> float | None:
-        """Return the predicted seconds of a step in which all chunks on the host stay in the cache,
-        with the order of the pipeline's schedule; None if they do not fit."""
+        """Return the value of `Decision.in_cache_s`."""
         workloads = [work for work in self._workloads if work.order == "microbatch"]
         capacity, early = self._capacity(TierBytes(0, 0)), self._config.offload.early_adam
         with contextlib.suppress(NoPlacement):
@@ -262,15 +262,16 @@ class PlacementSearch:
         return dataclasses.replace(self._limits, device=device, host=host)
 
     def _capacity(self, excess: TierBytes) -> TierBytes:
-        """Return the memory for states and activations. `excess` is memory that the search does not
-        know of."""
+        """Return the memory that the search may fill. `excess` is memory that the rank needs in
+        addition to the estimates of the search."""
         limits = TierBytes(self._allowed, self._limits.host, self._limits.disk)
         left = zip(limits, excess, self._fixed, strict=True)
         return TierBytes(*(limit - more - fixed for limit, more, fixed in left))
 
     @property
     def _fixed(self) -> TierBytes:
-        """Memory that no placement changes, except that states on disk are copied there."""
+        """Memory for the copies of checkpoint.async_save, which each placement needs. The workloads
+        take into account that the copies of states on disk are on disk, too."""
         return TierBytes(0, self._on_device.staging)
 
     def _settings_of(self, best: SimulatedPlacement) -> Config:
@@ -293,8 +294,8 @@ class PlacementSearch:
 
     @cached_property
     def _workloads(self) -> list[Workload]:
-        """The work of the rank with each order of microbatches and each length of chunks. Raises
-        ConfigError if states cannot be offloaded."""
+        """The costs of a step of the rank, for each order of microbatches and each chunk length.
+        Raises ConfigError if states cannot be offloaded."""
         try:
             check(_with_placement(self._config))
         except ConfigError as error:
@@ -320,7 +321,7 @@ class PlacementSearch:
         ]
 
     def _profile(self, config: Config) -> dict[int, StageProfile]:
-        """Profile the rank with the load of experts for which memory is left free."""
+        """Profile the rank with the load `offload.expert_imbalance` of its experts."""
         mesh, coordinate, _, device = self._rank
         loads = dict.fromkeys(config.model.sparse_layers, config.offload.expert_imbalance)
         return RankProfiles(config, mesh, coordinate, device).at(loads)
@@ -385,13 +386,13 @@ need a smaller cache."""
 
 
 def reserve_of(device_memory: int, device: str) -> int:
-    """Return the device memory that a plan leaves unused. The allocators of accelerators reserve
-    more bytes than tensors have, because their free memory is divided into pieces."""
+    """Return the device memory that a plan leaves unused. On accelerators, torch's allocator
+    reserves more bytes than the tensors have, because its free memory is fragmented."""
     return 0 if device == "cpu" else device_memory // _RESERVE
 
 
 _RESERVE = 20
-"""The unused memory is this fraction of the device memory."""
+"""The unused memory is the device memory divided by this number."""
 
 
 def _with_length(config: Config, length: int) -> Config:
@@ -440,7 +441,7 @@ def _workload(
     links: Links,
     has_disk: bool,
 ) -> Workload:
-    """Return the work of a rank whose chunks are all on the host."""
+    """Return the costs of a step of a rank, for the search. All chunks are on the host."""
     on_host = _with_placement(config, order=order)
     if on_host.offload.early_adam == "auto":  # its spare buffers use memory that is left over
         on_host = with_offload(on_host, early_adam="off")
@@ -502,7 +503,7 @@ def _seconds(
 
 
 def with_reserve(needed: int, device: str) -> int:
-    """Return the smallest limit of device memory with which `needed` bytes may be used."""
+    """Return the smallest device memory of which `needed` bytes remain after `reserve_of`."""
     least = needed
     while least - reserve_of(least, device) < needed:
         least += needed - (least - reserve_of(least, device))
@@ -512,8 +513,9 @@ def with_reserve(needed: int, device: str) -> int:
 def does_not_fit(
     mode: str, config: Config, needs: TierBytes, limits: RankLimits, device: str
 ) -> ConfigError:
-    """Return the error for a run that needs more memory than it may use, with the remedies that
-    change the memory that is missing. `mode` is the value of offload.mode."""
+    """Return the error for a run that needs more memory than it may use. Its message has the
+    missing bytes of device and host memory, and only remedies that reduce them. `mode` is the value
+    of offload.mode."""
     offload, missing, remedies = config.offload, list[str](), list[str]()
     least = with_reserve(needs.device, device)
     if least > limits.device:

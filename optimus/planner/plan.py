@@ -1,5 +1,5 @@
-"""Computation of the number of parameters, the FLOPs and the memory of a run from its configuration
-alone."""
+"""The result of `optimus plan`: number of parameters, FLOPs and memory of a run from its
+configuration alone, and with a machine also the values of `optimus.planner.machine_plan`."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def plan(
     - `tokens`, `flops`: totals of the run; also need `max_steps`.
 
     Raises:
-        ConfigError: The mesh does not fit the allocation, or as `plan_ranks`. With a number of
-            nodes, also if the global batch cannot be divided over the ranks.
+        ConfigError: The mesh does not fit the allocation, the global batch cannot be divided over
+            the ranks of a given number of nodes, or as `plan_ranks`.
     """
     train = config.train
     refuse_if(load and not train.seq_len, f"--load {load} needs train.seq_len; set it")
@@ -125,7 +125,7 @@ def _check_tiers(config: Config, ranks: list[dict[str, Any]]) -> None:
 
 
 def format_plan(result: dict[str, Any]) -> str:
-    """Return the result of `plan` as text, with one line per figure."""
+    """Return the result of `plan` as text, a table with a line for each value."""
     lines = [
         ("parameters", f"{result['total_params']:,}"),
         ("active for a token", f"{result['active_params']:,}"),

@@ -34,6 +34,7 @@ _UPDATED = 1 << 22
 """Elements of a timed update. The states, 18 bytes for each element, exceed the caches of a CPU."""
 _RUNS = 15
 _DISK_RUNS = 3
+"""Numbers of timed runs."""
 _HUGE_PAGE = 2 << 20
 
 
@@ -74,7 +75,7 @@ def find_links(
             log(
                 f"offload.disk = '{disk}': its rates cannot be measured ({reason_of(error)}); the "
                 f"placement assumes reads of {default.disk_read / 1e9:g} GB/s and writes of "
-                f"{default.disk_write / 1e9:g} GB/s; offload.links = FILE sets them"
+                f"{default.disk_write / 1e9:g} GB/s; set offload.links to a file with other rates"
             )
     return Links(**rates)
 
@@ -101,14 +102,15 @@ def _medians(rates: dict[str, list[float]]) -> dict[str, float]:
 
 
 def measure_links(device: torch.device, threads: int) -> dict[str, list[float]]:
-    """Measure the rates of `Links` except that of matrix products, several times.
+    """Measure the rates of `Links` several times, except those of matrix products and of the disk.
 
     Args:
         device: The device. On a CPU, a copy between the tiers is a copy within its memory.
-        threads: Number of threads of the run. An update on the host uses `update_threads` of it.
+        threads: Number of threads of a rank. `update_threads` gives the number of threads of an
+            update on the host.
 
     Returns:
-        The rates of all runs, by their key in the table `links` of a machine.
+        The rates of all timed runs, by their key in the table `links` of a machine file.
     """
     host = platform.host_zeros(_COPIED_BYTES, torch.uint8, device)
     on_device = torch.zeros(_COPIED_BYTES, dtype=torch.uint8, device=device)
@@ -151,7 +153,8 @@ def _times(run: Callable[[], Any], device: torch.device) -> list[float]:
 
 
 class RawFile:
-    """A file that threads read and write with O_DIRECT. The threads do no other work.
+    """A file for measurements of a disk. A pool of threads reads and writes its blocks with
+    O_DIRECT.
 
     Args:
         path: The file.

@@ -1,11 +1,12 @@
-"""Checkpoints and failures in the time of a run, as figures for `optimus plan`.
+"""Time of a whole run with its checkpoints and failures, for `optimus plan`.
 
-A full checkpoint has the fp32 master weights and moments of all parameters, and a model-only
-checkpoint the weights in `optimus.checkpoint.weights.DTYPE`. All nodes together write at the rate
-of the first file system of the machine file, or at the rate at which their ranks send through the
-outermost level of the network if this is lower. Without checkpoint.async_save, the run stops for
-this time. With it, the run stops while states are copied to host memory; a save that takes longer
-than the interval delays the next one; and a failure also loses the work during the last write.
+A full checkpoint has the fp32 master weights and moments of all parameters. A model-only checkpoint
+has the weights in `optimus.checkpoint.weights.DTYPE`. All nodes together write at the lower of two
+rates: that of the first file system of the machine file, and that at which their ranks send through
+the outermost level of the network. Without checkpoint.async_save, the training stops while a
+checkpoint is written. With it, the training stops while states are copied to host memory; a save
+that takes longer than the interval delays the next one; and a failure also loses the work during
+the last write.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ _FOR_GOODPUT = ("storage.0.write", "failures_per_node_day")
 
 
 class Save(NamedTuple):
-    """A checkpoint of a kind that a run saves regularly."""
+    """Size and times of a full or a model-only checkpoint."""
 
     size_bytes: int
     write_s: float
-    """Seconds until it is durable."""
+    """Seconds until the checkpoint is durable."""
     stop_s: float
-    """Seconds for which it stops the training."""
+    """Seconds for which the save stops the training."""
 
 
 def checkpoint_bytes(config: Config) -> tuple[int, int]:
@@ -66,14 +67,16 @@ def plan_run(
           `checkpoint_stop_s` of a full checkpoint, and `model_checkpoint_...` of a model-only one.
         - `checkpoint_s`: mean seconds in a step for which checkpoints stop the training; None if
           the machine has no rate of storage.
-        - `goodput`: share of the time that is work which no failure loses, with
+        - `goodput`: share of the time that is spent on work that no failure loses, with
           `checkpoint.interval`; `best_interval`, the number of steps between full checkpoints with
-          the largest goodput, and this `best_goodput`. None without rates of storage and failures.
+          the largest goodput, and `best_goodput`, this goodput. All three are None if the machine
+          file lacks the rate of storage or of failures.
         - `work_share`: `goodput`; if it is None, the share of the time in which no checkpoint stops
           the training.
-        - With train.max_steps, `run_s` and `node_hours`, with the same delays, without evaluation.
-        - `missing_of_run`: keys of figures that the machine file does not have. Without them, the
-          figures above are None, or they are bounds for the time without this delay.
+        - `run_s`, `node_hours`: only with train.max_steps, the seconds and node-hours of the whole
+          run with these delays, without evaluation.
+        - `missing_of_run`: keys of values that the machine file lacks. The results above that need
+          such a value are None or leave out the delay that it determines.
     """
     checkpoint, missing = config.checkpoint, list[str]()
     steps = config.train.max_steps
@@ -121,7 +124,8 @@ def _named(save: Save) -> dict[str, float]:
 def _saves(
     config: Config, mesh: Mesh, machine: Machine, nodes: int, step_s: float, missing: list[str]
 ) -> tuple[Save, Save]:
-    """Return a full and a model-only checkpoint. Add keys of missing figures to `missing`."""
+    """Return a full and a model-only checkpoint. Add to `missing` the keys of values that the
+    machine file lacks."""
     checkpoint, storage = config.checkpoint, machine.storage[0]
     sizes = checkpoint_bytes(config)
     rate = storage.write.value
@@ -148,7 +152,7 @@ def _saves(
 
 def _restart_s(config: Config, machine: Machine, full: Save, missing: list[str]) -> float:
     """Return the seconds from a failure to the step that follows the last durable checkpoint. Add
-    keys of missing figures to `missing`."""
+    to `missing` the keys of values that the machine file lacks."""
     is_set = "heartbeat_s" in config.resilience.model_fields_set
     seconds = config.resilience.heartbeat_s if is_set else machine.heartbeat_s
     if config.checkpoint.async_save:

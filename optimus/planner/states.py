@@ -1,10 +1,10 @@
 """Bytes of the model states of any rank, computed by arithmetic alone: without torch, a model or
 process groups.
 
-Model states are parameters, gradients, master weights and moments. `ChunkEngine.state_bytes` counts
-the bytes of the tensors that training allocates, and tests compare both. With offloading,
-`plan_ranks` builds the engine. A search over layouts asks for hundreds of thousands of ranks, so
-equal ranks and equal classes of parameters are computed once.
+Model states are parameters, gradients, master weights and moments. Tests compare the results with
+`ChunkEngine.state_bytes`, which counts the bytes of the tensors that training allocates. With
+offloading, `plan_ranks` builds the engine instead. A search over layouts needs the bytes of
+hundreds of thousands of ranks, so equal ranks and equal classes of parameters are computed once.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _MODEL_ITEMSIZE = 2
 ADAMW = (4, 4)
 """Bytes of an element of each moment of AdamW."""
 _EMBEDDING, _HEAD = -1, -2
-"""Segments of a rank's model, which are otherwise numbers of layers."""
+"""Segment numbers of the embedding and of the head. The segment number of a block is its layer."""
 _DIVIDED = ("q_proj", "k_proj", "v_proj", "q_norm", "k_norm", "gate_proj", "up_proj")
 """Modules whose parameters tp divides."""
 _ROWS = ("o_proj", "down_proj", "embed", "head")
@@ -61,9 +61,11 @@ class _Class(NamedTuple):
     """Process groups and options of parameters that share chunks, like `ParamProcessGroups`."""
 
     stage: int
+    """Pipeline stage of the parameters."""
     groups: GroupAxes
     """Axes of the process groups. Axes of size 1 are left out, except in `copy`."""
     is_later_copy: bool
+    """True for the copy of a tied embedding on the last pipeline rank."""
     options: ParamOptions
 
 
@@ -80,7 +82,9 @@ class _Packed(NamedTuple):
     """A chunk of a class, as `_pack` returns it."""
 
     length: int
+    """Number of elements, with padding."""
     used: int
+    """Number of elements without padding."""
     num_params: int
 
 
@@ -95,6 +99,8 @@ class _Chunk(NamedTuple):
 
 
 class _GroupSizes(NamedTuple):
+    """Numbers of ranks in the reduce, shard and replica groups of a chunk."""
+
     reduce: int
     shard: int
     replica: int
@@ -108,9 +114,9 @@ class RankBytes(NamedTuple):
     fewest_slots: int
     """Smallest number of chunks in the parameter cache with which the rank can run."""
     temporary: tuple[int, int]
-    """Bytes of gradients that have memory only during a backward, and of temporary tensors of
-    reductions, if gradients are allocated by stage and if they are by segment
-    (`GradientMemory.bytes`)."""
+    """Bytes of gradients that are allocated only during a backward, and of temporary tensors of
+    reductions. First element: gradients are allocated by stage; second element: by segment (see
+    `GradientMemory.bytes`)."""
 
 
 class StateSizes:
@@ -165,8 +171,8 @@ class StateSizes:
         return self._ranks[key]
 
     def fullest(self, mesh: Mesh, stages: Sequence[range]) -> RankBytes:
-        """Return the sizes of the rank with the largest "total". `fewest_slots` is the largest of
-        all ranks."""
+        """Return the bytes of the rank with the largest "total". In the result, `fewest_slots` is
+        the largest of all ranks."""
         rows = {_share(self._model.vocab_size, tp, mesh.tp): tp for tp in range(mesh.tp)}
         ranks = [
             self.of_rank(mesh, stages, Coordinate(pp, 0, 0, tp))
@@ -177,8 +183,7 @@ class StateSizes:
         return largest._replace(fewest_slots=max(rank.fewest_slots for rank in ranks))
 
     def _different(self, stages: tuple[range, ...], pp: int) -> list[int]:
-        """Return the pipeline ranks without those whose layers have the same parameters as the
-        layers of another rank in the list."""
+        """Return one pipeline rank of each set of pipeline ranks with the same parameters."""
         if (stages, pp) not in self._pipeline_ranks:
             ranks: dict[Any, int] = {}
             for rank in range(pp):
@@ -282,7 +287,7 @@ class StateSizes:
         return self._blocks[known]
 
     def _class(self, name: str, mesh: Mesh) -> _Class:
-        """Return the class of a parameter on its first stage, without the number of the stage."""
+        """Return the class of a parameter, with stage 0, which the caller replaces."""
         module, leaf = name.split(".")[-2:]
         # With sequence parallelism, each tp rank applies these to its share of the sequence.
         is_partial = module in _HIDDEN_NORMS or (module, leaf) == ("o_proj", "bias")
@@ -371,7 +376,8 @@ class StateSizes:
 
 class _Tally:
     """Adds up the bytes of a rank's states by kind, like `count_bytes`. The buffers are those of
-    `ChunkState`, `UseGradBuffer` and `ReducePerMicrobatch`, without those that are freed."""
+    `ChunkState`, `UseGradBuffer` and `ReducePerMicrobatch`, except gradients that are allocated
+    only during a backward."""
 
     def __init__(self, settings: StateSizes, adds_each: bool) -> None:
         """`adds_each` is True if gradients are added up after each microbatch."""
@@ -418,13 +424,14 @@ class _Tally:
         self._add(buffers, is_on_host)
 
     def _is_freed(self, groups: _GroupSizes, is_on_host: bool) -> bool:
-        """Return True if gradients have memory only during a backward."""
+        """Return True if gradients are allocated only during a backward."""
         settings = self._settings
         is_added = groups.reduce > 1 or is_on_host or settings.rounds
         return settings.divides_gradients and is_added
 
     def _add(self, buffers: Sequence[tuple[str, int, bool]], is_on_host: bool) -> int:
-        """Add (kind, bytes, True if the buffer is in the home tier). Return the sum."""
+        """Add buffers, each as (kind, bytes, True if the buffer is in the memory of its chunk's
+        states: host memory for an offloaded chunk). Return the sum of their bytes."""
         for kind, size, is_at_home in buffers:
             self._sizes[kind] += size
             if is_on_host and is_at_home:
@@ -458,8 +465,8 @@ def _share(size: int, index: int, count: int) -> int:
 
 
 def _divided_by(name: str) -> Axes:
-    """Return the axes that divide a parameter of which ranks have slices. `name` may be relative
-    to the block."""
+    """Return the axes whose ranks have slices of a parameter; () if all ranks have the whole
+    parameter. `name` may be relative to the block."""
     module, leaf = name.split(".")[-2:]
     if module == "experts":
         return ("ep", "tp")

@@ -1,14 +1,14 @@
-"""Bytes that cross nodes and groups of nodes, from the order of the ranks.
+"""Bytes that collectives send between nodes and between groups of nodes, for an order of the hosts.
 
-A group is a set of nodes with fewer links to other nodes, such as a rack that is a group of a
-dragonfly network. All functions are pure. The links that a collective uses depend on the ranks of
-its process group, the order of the hosts and the algorithm:
+A group of nodes has few links to other groups, as a rack that is a group of a dragonfly network.
+All functions are pure. The links that a collective uses depend on the ranks of its process group,
+the order of the hosts and the algorithm:
 
 - `ring`: each rank sends to the next rank of the process group.
 - `halving`: Rabenseifner's algorithm (2004, doi 10.1007/978-3-540-24685-5_1) as in oneCCL and
   MPICH: in each step the distance of the ranks that exchange doubles, from 1, and the bytes halve.
 - `hierarchical`: a ring in each node, then rings of the ranks with equal indices in their nodes,
-  and the same for groups. Where domains have different numbers of ranks: `ring`.
+  and the same for groups. A level is left out if the ranks are divided unequally over its domains.
 """
 
 from __future__ import annotations
@@ -31,14 +31,15 @@ ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
 
 @dataclass(frozen=True)
 class Topology:
-    """Nodes and groups of the ranks of a run, which are numbered in the order of the nodes."""
+    """Nodes and groups of a run's ranks. The numbers of the ranks follow the order of the nodes."""
 
     ranks_per_node: int
     groups: tuple[int, ...] | None = None
     """Number of the group of each node; None if the groups are unknown."""
 
     def domains(self, ranks: ndarray) -> list[ndarray]:
-        """Return the node and, if it is known, the group of each rank."""
+        """Return the node of each rank and, if the groups are known, the group of each rank, as
+        arrays with the shape of `ranks`."""
         nodes = ranks // self.ranks_per_node
         return [nodes] if self.groups is None else [nodes, numpy.asarray(self.groups)[nodes]]
 
@@ -115,8 +116,8 @@ def all_reduce_crossing(
 def pipeline_crossing(
     mesh: Mesh, virtual_stages: int, topology: Topology, size_bytes: float = 1.0
 ) -> Crossing:
-    """Return the bytes that all ranks send to neighbouring stages: an activation of `size_bytes`
-    for each boundary of stages, and its gradient."""
+    """Return the bytes that all ranks send to neighbouring stages for one microbatch: an activation
+    of `size_bytes` for each boundary of stages, and its gradient."""
     columns = _process_groups(mesh, ("pp",))
     if mesh.pp == 1:
         return Crossing(0.0, 0.0, None if topology.groups is None else 0.0)
@@ -164,6 +165,7 @@ _Edges = Iterator[tuple[ndarray, ndarray, ndarray]]
 
 
 def _count(edges: _Edges, topology: Topology) -> Crossing:
+    """Return the bytes of all edges, and those of edges between nodes and between groups."""
     sent, across = 0.0, [0.0, 0.0]
     for source, target, size in edges:
         size = numpy.broadcast_to(size, source.shape)
@@ -203,7 +205,13 @@ def _hierarchical(members: ndarray, sizes: ndarray, topology: Topology) -> _Edge
 
 
 def _in_domains(ranks: ndarray, size: float, domains: list[ndarray]) -> _Edges:
-    """Yield the edges of an all-reduce that begins in the domains of the first level."""
+    """Yield the edges of a hierarchical all-reduce.
+
+    Args:
+        ranks: The ranks of the process group.
+        size: Bytes of a rank's buffer.
+        domains: For each remaining level, the domain of each rank in `ranks`.
+    """
     if domains:
         _, inverse, counts = numpy.unique(domains[0], return_inverse=True, return_counts=True)
         if len(counts) == 1 or len(set(counts.tolist())) > 1 or counts[0] == 1:

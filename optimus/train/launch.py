@@ -270,9 +270,9 @@ def supervise(job: Job) -> int:
 def _valid_sizes(
     config: Config, nodes: int, ranks_per_node: int, capacity: Capacity | None
 ) -> tuple[int, ...]:
-    """Return all node counts from 1 to `nodes` with which the configuration is valid, and the run
-    can fit if it may shrink. Raises ConfigError if the configuration is invalid with `nodes`
-    nodes."""
+    """Return all node counts from 1 to `nodes` with which the configuration is valid. If the run
+    may shrink, leave out smaller counts with which it cannot fit in memory. Raises ConfigError if
+    the configuration is invalid with `nodes` nodes."""
     may_shrink = config.resilience.on_exhausted == "shrink" and config.train.fit_check == "refuse"
     sizes = []
     for number in range(1, nodes + 1):

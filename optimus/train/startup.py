@@ -113,7 +113,8 @@ def _check_node(
     from optimus.chunks.state_file import check_directory
     from optimus.train.fit import capacity_before_ranks, capacity_of_rank, check_before_ranks
 
-    # A node of the run has all ranks: `optimus launch --launcher local` emulates nodes.
+    # If this machine is a node of the run, it has the ranks of all nodes, because `optimus launch
+    # --launcher local` emulates the nodes on it.
     ranks_here = ranks_per_node * (nodes if is_node else 1)
     capacity = capacity_before_ranks(config.train, ranks_here, machine, is_node)
     if capacity is None and is_node and config.train.fit_check != "off":

@@ -78,7 +78,7 @@ def test_median_and_worst_steps_are_those_of_the_mean_over_layers(tmp_path) -> N
         (lambda run: (run / "expert_load.jsonl").unlink(), "is missing or empty; run with observe"),
         (
             lambda run: write_run(run, config=tiny_config("d", "r", model__num_layers=3)),
-            "the run has model.num_layers = 3, but the plan 2; give the run directory",
+            "the run has model.num_layers = 3, but the plan has 2; give the run directory",
         ),
         (
             lambda run: (run / "expert_load.jsonl").write_text('{"step": 1, "layer": 0}\n{}\n'),
