@@ -121,7 +121,7 @@ class ParamStore:
                 self._has_warned = True
                 logger.warning(
                     "the model's segments compute in another order than planned: parameters are "
-                    "gathered without prefetch, which costs time"
+                    "gathered without prefetch, which takes longer and does not change results"
                 )
             self._next = len(self.plan.steps)
             self.use(segment, backward)
