@@ -46,14 +46,14 @@ from optimus.rank.tensor_tracker import TensorTracker, attend
 
 
 class Gradient(NamedTuple):
-    """Accumulation of the gradient of a parameter."""
+    """Event of a use in backward: the gradient of a parameter is accumulated."""
 
     segment: int
     """Index of the segment."""
     name: str
     """Name of the parameter, relative to its block."""
     position: int
-    """Number of collectives of the use that precede it."""
+    """Number of collectives of the use before this event."""
 
 
 class UseProfile(NamedTuple):

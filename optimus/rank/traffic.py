@@ -1,13 +1,13 @@
-"""Collectives and messages of an update of a rank, in order, without process groups.
+"""Plan of the collectives and messages of a rank in an update, in order. It needs no process group.
 
 `plan_traffic` builds the chunk engine of the rank on the meta device, and lets it execute the
-actions of the pipeline schedule. The engine decides when gradients are reduced and parameters are
-gathered, by the code that trains; a collective of meta tensors only reports to a recorder. The
-model does not run: the profile of its segments (`optimus.rank.profile`) states the collectives of
-each forward and backward, and between them the gradients that are complete.
+actions of the pipeline schedule. As in training, the engine decides when gradients are reduced and
+parameters are gathered. A collective of meta tensors only reports to a recorder. The model does not
+run: the profile of its segments (`optimus.rank.profile`) contains the collectives of each forward
+and backward, and the positions between them at which gradients are complete.
 
-The order is that in which the rank starts the operations. Operations of different process groups,
-and those that overlap with computation, may run and end in another order.
+The collectives are in the order in which the rank starts them. Collectives of different process
+groups, and those that overlap with computation, may run and end in another order.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _META = torch.device("meta")
 
 
 class Collective(NamedTuple):
-    """A collective, or a message that a rank sends. It has the values of `Recorder.collective`."""
+    """A collective, or a message that a rank sends. The fields are as for `Recorder.collective`."""
 
     axes: str
     """Mesh axes of the process group, such as "dp x ep"; "all ranks"; or "the end stages", which
@@ -51,7 +51,7 @@ class Collective(NamedTuple):
     operation: str
     """Operation, such as all_gather. A message counts only on the rank that sends it."""
     num_bytes: int
-    """Payload: bytes of the full buffer of a rank."""
+    """Payload in bytes, such as the size of the unsharded tensor of an all-gather."""
 
 
 class TrafficRecorder(Recorder):
@@ -67,16 +67,17 @@ class TrafficRecorder(Recorder):
 def plan_traffic(
     config: Config, mesh: Mesh, coordinate: Coordinate, profiled: Profiled | None = None
 ) -> list[Collective]:
-    """Return the collectives and messages of an update of the rank at `coordinate`, in the order in
-    which it starts them.
+    """Return the collectives and messages of the rank at `coordinate` in an update, in the order in
+    which the rank starts them.
 
     All updates of a run have the same list if all gradients are finite, no update is skipped, and
-    tokens are routed uniformly to experts. Without alltoall, the list does not depend on routing.
+    tokens are routed uniformly to experts. The list depends on routing only with
+    `parallel.ep_dispatch` = "alltoall".
 
     Args:
         config: The run's configuration, with `train.seq_len`.
         mesh: Sizes of all axes.
-        coordinate: The rank.
+        coordinate: Coordinate of the rank in the mesh.
         profiled: As for `profile_stages`.
 
     Raises:
@@ -148,7 +149,8 @@ class _Update:
             self._use(uses, hooks=action.kind is not Kind.W)
 
     def _use(self, uses: Iterable[UseProfile], hooks: bool = True) -> None:
-        """Start the operations of some uses. `hooks` is False if no hook runs before them."""
+        """Record the collectives of some uses, and run the hooks of gradients. `hooks` is False if
+        no hook of a segment runs before its use."""
         for use in uses:
             if hooks:
                 self._engine.use(use.segment, use.backward)
