@@ -37,7 +37,7 @@ from optimus.planner.workload import step_of
 
 ROOT = Path(__file__).resolve().parents[2]
 SEED, CALIBRATED = 0, 50
-"""Seed and number of the one-node rows that set the latency and the small-product constant."""
+"""Seed and number of the one-node rows on which `launch_s` and `half_size` are fitted."""
 MAX_SHARE = 0.95
 """Largest fitted efficiency."""
 PRODUCT_ERROR = MAX_PRODUCT_ERROR - 0.001
@@ -47,15 +47,18 @@ VTRAIN_RANK_RATE = 800e9 / 8 / 8
 
 
 class Constant(NamedTuple):
-    """A figure of a100-80.toml that is fitted, with the limits of its value."""
+    """A value of a100-80.toml that is fitted, with the limits of its value."""
 
     key: str
     """Key in the file."""
     start: float
+    """Value at which the fit starts."""
     low: float
     high: float
     get: Callable[[Rates], float]
+    """Function that returns the value in the rates."""
     put: Callable[[Rates, float], Rates]
+    """Function that returns the rates with another value."""
 
 
 def _node_rate(rates: Rates, value: float) -> Rates:
@@ -178,8 +181,8 @@ def fit_a100(rates: Rates, single_node: Sequence[Row]) -> Rates:
 
 
 def write_constants(rates: Rates, path: Path) -> None:
-    """Write the fitted constants to the machine file `path`. In a file, a fitted figure is the only
-    one of its key that has `fitted_on`. Files of other GPUs have some of the figures."""
+    """Write the fitted constants to the machine file `path`. In a file, a fitted value is the only
+    one of its key that has `fitted_on`. Files of other GPUs have some of the fitted values."""
     lines = path.read_text().splitlines()
     for constant in (*ON_TABLE_5, *ON_SINGLE_NODE):
         value = f"{constant.get(rates):.4g}"
@@ -226,7 +229,7 @@ def report_table_5(rates: Rates) -> list[str]:
     for recompute in ("full", "selective"):
         for row in table_5(recompute):
             seconds = predict(row, rates)
-            use = "fits" if recompute == "full" else "judges"
+            use = "fitted" if recompute == "full" else "test"
             error = f"{seconds / row.seconds - 1:+.1%}"
             rows.append((row.name, recompute, use, str(row.seconds), f"{seconds:.2f}", error))
     lines += table(("model", "recomputation", "row", "published s", "predicted s", "error"), rows)
@@ -239,10 +242,12 @@ def report_vtrain(rates: Rates, single_node: Sequence[Row], many: Sequence[Row])
     links = (rates.links[0], rates.links[1]._replace(rate=VTRAIN_RANK_RATE))
     errors = errors_of(many, dataclasses.replace(rates, links=links))
     nearest = sorted(map(abs, errors))[math.ceil(0.9 * len(errors)) - 1]
+    position = "within" if nearest <= 0.20 else "above"
     lines += [
-        "64 to 512 GPUs, untouched. " + verdict(errors, Bar(0.10, p90=0.20)),
-        f"The percentile interpolates between two rows; by nearest rank it is {nearest:.1%}, "
-        f"{'within' if nearest <= 0.20 else 'above'} the bar of 20 %.",
+        "64 to 512 GPUs; no constant was fitted on these rows. "
+        + verdict(errors, Bar(0.10, p90=0.20)),
+        "The 90th percentile is interpolated between two rows. Without interpolation (nearest "
+        f"rank), it is {nearest:.1%}, {position} the required 20 %.",
         "",
     ]
     rows = []
@@ -266,7 +271,8 @@ def report_vtrain(rates: Rates, single_node: Sequence[Row], many: Sequence[Row])
     fitting, judging = split_single_node(single_node)
     lines += [
         "",
-        f"One node: {len(fitting)} rows, drawn with seed {SEED}, set `launch_s` and `half_size`. "
+        f"One node: `launch_s` and `half_size` were fitted on {len(fitting)} rows, drawn with seed "
+        f"{SEED}. "
         + verdict(errors_of(fitting, rates), Bar(1.0)).replace(" (required 100%: met)", ""),
         "",
         "The other one-node rows. " + verdict(errors_of(judging, rates), Bar(0.12)),
@@ -293,10 +299,11 @@ def single_node_warning(rows: Sequence[Row]) -> str:
                 first, second = points[2 * m] - points[m], points[4 * m] - points[2 * m]
                 exact += abs(second - 2 * first) < 2e-9
     return (
-        f"Caution: of {triples} triples of rows without a pipeline that differ only in the number "
-        f"of microbatches (m, 2m, 4m), {exact} have step times that are linear in m to a "
-        "nanosecond. vTrain calls the file ground truth, but such times are computed, not "
-        "measured: these rows test agreement with vTrain's profiles and composition."
+        f"Caution: the one-node rows without a pipeline have {triples} triples that differ only in "
+        f"the number of microbatches (m, 2m, 4m). In {exact} of them, the step times are linear in "
+        "m to a nanosecond. vTrain calls the file ground truth, but such times are computed, not "
+        "measured. These rows therefore test the agreement with vTrain's profiles and its model of "
+        "a step."
     )
 
 
@@ -315,10 +322,11 @@ def report_table_1(rates: Rates) -> list[str]:
     lines = [
         "## arXiv 2104.04473, Table 1 (A100)",
         "",
-        "The table has the interleaved schedule with transfers of 1/tp of the activation (sections "
-        "4.1 and 5.1). The paper gives neither microbatches nor the number v of virtual stages: "
-        "each row has the fastest microbatch of 1 to 16 for each allowed v, and the table shows "
-        "the v with the smallest and the largest prediction.",
+        "The runs have the interleaved schedule, and a transfer sends 1/tp of the activation "
+        "(sections 4.1 and 5.1). The paper gives neither the size of a microbatch nor the number v "
+        "of virtual stages. For each possible v, the prediction has the fastest microbatch size of "
+        "1 to 16. The table shows the v with the smallest and the v with the largest predicted "
+        "TFLOP/s.",
         "",
     ]
     rows, lowest, highest = list[list[str]](), list[float](), list[float]()
@@ -411,9 +419,11 @@ def report_llama() -> list[str]:
     return [
         "## arXiv 2407.21783, Table 4 (Llama-3 405B, H100)",
         "",
-        "The other rates are those of `configs/machine/h100.toml`, whose products are those of the "
-        "first variant. Both GPUs have the same processor. No row of this table has fitted a "
-        f"figure. Figures without a source: {', '.join(missing)}.",
+        "The first two rows have the rates of matrix products that were measured on an H100, which "
+        "are those of `configs/machine/h100.toml`. The last two rows have rates that were measured "
+        "on an H200, whose processor is the same. All other rates are those of h100.toml. No "
+        "constant was fitted on a row of this table. The file lacks these values, which the "
+        f"prediction replaces by peak rates or by no latency: {', '.join(missing)}.",
         "",
         *table(head, rows),
         "",
@@ -439,10 +449,10 @@ def report_constants(rates: Rates) -> list[str]:
         "",
         *table(("constant", "value", "limits", "fitted on"), rows),
         "",
-        "`efficiency` and `half_size` are also limited by the measured product of the file: the "
-        f"model has {_product_ratio(rates):.3f} of its rate, and {1 - PRODUCT_ERROR:.3f} to "
-        f"{1 + PRODUCT_ERROR:.3f} are allowed. A constant at a limit shows that the model lacks "
-        "an effect that the published steps have.",
+        "The file also has the measured rate of a matrix product. `efficiency` and `half_size` "
+        f"must give {1 - PRODUCT_ERROR:.3f} to {1 + PRODUCT_ERROR:.3f} times this rate, and the "
+        f"fitted values give {_product_ratio(rates):.3f} times. A constant at a limit shows that "
+        "the model lacks an effect that the published steps have.",
         "",
     ]
 
@@ -495,7 +505,7 @@ def make_report(anchors: Path, fits: bool) -> str:
         "",
         "`python scripts/bench/planner.py --anchors DIR` writes this page. DIR has vTrain's step "
         "times (github.com/VIA-Research/vTrain, MIT licence). An error is predicted / published - "
-        "1. A row that fits a constant judges nothing.",
+        "1. A row on which a constant was fitted does not test the predictions.",
         "",
         *report_constants(rates),
         *report_table_5(rates),
