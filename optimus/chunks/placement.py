@@ -88,6 +88,9 @@ class Workload:
     """Bytes on the device of the temporary tensors of a reduction."""
     idle_s: float = 0.0
     """Seconds for which the rank waits for other pipeline ranks in a step."""
+    gather_s: Sequence[float] = ()
+    """Seconds of the collective that gathers each chunk after it is copied to the device; empty if
+    they are not known."""
 
     @cached_property
     def compute_s(self) -> float:
@@ -273,6 +276,13 @@ class Workload:
     ) -> StepTime:
         """Return the simulated time of a step that does not clip. The arguments are those of
         `estimate`."""
+        return predict_step(self.step_work(num_host, slots, num_disk, spare), links)
+
+    def step_work(
+        self, num_host: int, slots: int, num_disk: int = 0, spare: float = 0.0
+    ) -> StepWork:
+        """Return the work of a step that does not clip, with the last `num_host` chunks on the
+        host. The arguments are those of `estimate`."""
         first = len(self.chunks) - num_host
         chunks = self.chunks[first:]
         needs = [frozenset(n - first for n in need if n >= first) for need in self.needs]
@@ -280,7 +290,7 @@ class Workload:
         moved, spared = [0] * num_host, [chunk.spare for chunk in chunks]
         for number in (self.on_disk(num_host, num_disk) - first).tolist():
             moved[number], spared[number] = chunks[number].file, 0
-        work = StepWork(
+        return StepWork(
             plan_residency(uses, slots),
             needs,
             self.forward_s,
@@ -290,8 +300,8 @@ class Workload:
             [chunk.elements for chunk in chunks],
             early=frozenset(choose_spare(spared, spare)),
             disk_bytes=moved if num_disk else (),
+            gather_s=self.gather_s[first:],
         )
-        return predict_step(work, links)
 
 
 def spread_evenly(count: int, total: int) -> np.ndarray:

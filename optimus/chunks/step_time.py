@@ -4,9 +4,10 @@ and computation."""
 from __future__ import annotations
 
 import itertools
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
 
 from optimus.chunks.disk import BUFFERS
 from optimus.chunks.residency import MAX_COPYING, ResidencyPlan, Use
@@ -42,6 +43,9 @@ class StepWork:
     disk_bytes: Sequence[int] = ()
     """Bytes of each chunk that are read from disk for its update and written afterwards; empty if
     no states are on disk."""
+    gather_s: Sequence[float] = ()
+    """Seconds of the collective that gathers the shards of each chunk, after they are copied to the
+    device. The device waits for it. Empty if each rank has whole chunks."""
 
     def seconds_of(self, use: Use) -> float:
         """Return the seconds that a use computes."""
@@ -98,15 +102,19 @@ def predict_step(work: StepWork, links: Links) -> StepTime:
     disk. Chunks with spare buffers are an exception: until the norm is known, they are updated in
     the order in which their gradients arrive on the host.
     """
-    simulation, ends = _Simulation(work, links), [0.0]
-    for _ in range(_STEPS):
-        simulation.run_step()
-        ends.append(simulation.now)
+    simulation, ends = TierSimulation(work, links), [0.0]
+    for _ in range(STEPS):
+        simulation.run(0.0, len(work.plan.steps))
+        ends.append(simulation.end_backward(0.0))
+        simulation.update(ends[-1])
+    seconds = defaultdict[str, float](float)
+    for resource, _, start, end in simulation.spans:
+        seconds[resource] += end - start
     return StepTime(
         ends[-1] - ends[-2],
-        simulation.computed / _STEPS,
-        simulation.uploaded / _STEPS,
-        simulation.reduced / _STEPS,
+        simulation.computed / STEPS,
+        seconds["to device"] / STEPS,
+        seconds["to host"] / STEPS,
         sum(work.elements) / links.host_adam,
         _longest_chain(work, links),
         sum(work.disk_bytes) / links.disk_read,
@@ -144,22 +152,48 @@ def _longest_chain(work: StepWork, links: Links) -> float:
     return forward + others + max(backward, copied)
 
 
-class _Simulation:
-    """Times at which the resources of a rank have completed their work so far, in seconds."""
+Resource = Literal["to device", "to host", "host Adam", "disk read", "disk write"]
+"""The resources of a rank other than its device: the two directions of the link to the host, the
+host, and the two directions of the disk."""
+
+
+class ResourceSpan(NamedTuple):
+    """Work of a resource on a chunk. Times are in seconds from the start of the first step."""
+
+    resource: Resource
+    chunk: int
+    start: float
+    end: float
+
+
+class TierSimulation:
+    """Training steps of a rank with offloaded chunks, one after the other.
+
+    In each step, call `run` until all uses of `StepWork.plan` are done, then `end_backward`, then
+    `update`.
+
+    Attributes:
+        spans: Work of the resources so far.
+        computed: Seconds for which the device has computed.
+    """
 
     def __init__(self, work: StepWork, links: Links) -> None:
         self._work, self._links = work, links
-        self.now = 0.0
-        """Time at which the device has completed its work so far."""
-        self._up = self._down = self._host = self._read = self._written = 0.0
+        self._now = 0.0
+        """Time of the device."""
+        self._ends: dict[Resource, float] = dict.fromkeys(get_args(Resource), 0.0)
+        """Time at which each resource has completed its work so far."""
+        self.spans: list[ResourceSpan] = []
         self._buffers = deque([0.0] * BUFFERS)
         """Times from which the buffers for states on disk are free."""
-        self.computed = self.uploaded = self.reduced = 0.0
-        """Seconds for which the device has computed, and the link has copied in each direction."""
+        self.computed = 0.0
+        self._next = 0
+        """Index of the next use of the step."""
         self._updated = [0.0] * len(work.elements)
         """For each chunk, the time at which its update is complete."""
-        self._on_device: dict[int, float] = {}
-        """For each chunk, the time at which its last copy to the device is complete."""
+        self._uploads: dict[int, float] = {}
+        """Chunks that no use has waited for, and the times at which their copies to the device are
+        complete."""
         self._copying: deque[tuple[int, float]] = deque()
         """Chunks whose gradients are being copied to the host, and the ends of these copies."""
         self._gradients: list[int] = []
@@ -169,10 +203,17 @@ class _Simulation:
         numbers = reversed(range(len(work.needs)))
         self._first = {chunk: n for n in numbers for chunk in work.needs[n]}
 
-    def run_step(self) -> None:
-        """Simulate the work of a step."""
+    def run(self, start: float, count: int) -> float:
+        """Do the next uses of a step. Return the time at which the last of them is computed.
+
+        Args:
+            start: Time before which they do not begin.
+            count: Number of uses.
+        """
         work, steps = self._work, self._work.plan.steps
-        for step, following in zip(steps, [*steps[1:], None], strict=True):
+        self._now = max(self._now, start)
+        for index in range(self._next, self._next + count):
+            step = steps[index]
             segment, is_backward, _ = step.use
             needs = work.needs[segment]
             if is_backward:
@@ -186,67 +227,93 @@ class _Simulation:
             self._wait_for(step.evict_early)
             self._upload(step.prefetch)
             seconds = work.seconds_of(step.use)
-            self.now += seconds
+            self._now += seconds
             self.computed += seconds
-            if is_backward and (following is None or not following.use.backward):
+            following = steps[index + 1].use if index + 1 < len(steps) else None
+            if is_backward and (following is None or not following.backward):
                 self._reduce(list(self._gradients))
+        self._next += count
+        return self._now
+
+    def end_backward(self, start: float) -> float:
+        """Wait until all gradients are on the host, and the states of the previous update on disk.
+        Return the time. `start` is as for `run`."""
+        assert self._next == len(self._work.plan.steps), self._next
+        self._now, self._next = max(self._now, start), 0
         while self._copying:
             self._wait_for_gradient_copy()
-        early = self._update_early()
-        self.now = max(self.now, self._written)
+        self._now = max(self._now, self._ends["disk write"])
+        return self._now
+
+    def update(self, start: float) -> None:
+        """Begin the updates of all chunks. `start` is the time at which the norm of the gradients
+        of all ranks is known."""
+        work = self._work
+        early = self._update_early(start)
         for chunk in range(len(work.elements)):
             on_disk = work.disk_bytes[chunk] if work.disk_bytes else 0
-            ready = self._read_states(on_disk) if on_disk else self.now
-            self._host = max(ready, self._host)
-            if work.clips or chunk not in early:
-                self._host += work.elements[chunk] / self._links.host_adam
-            self._updated[chunk] = self._host
+            ready = start
             if on_disk:
-                self._written = max(self._host, self._written) + on_disk / self._links.disk_write
-                self._buffers.append(self._written)
+                # The read waits for the buffer that is free first.
+                begin = max(start, self._buffers.popleft())
+                ready = self._do("disk read", chunk, begin, on_disk / self._links.disk_read)
+            seconds = 0.0
+            if work.clips or chunk not in early:
+                seconds = work.elements[chunk] / self._links.host_adam
+            updated = self._do("host Adam", chunk, ready, seconds)
+            self._updated[chunk] = updated
+            if on_disk:
+                seconds = on_disk / self._links.disk_write
+                self._buffers.append(self._do("disk write", chunk, updated, seconds))
 
-    def _read_states(self, size: int) -> float:
-        """Simulate the read of a chunk's states, `size` bytes, to the first free buffer. Return the
-        time at which the states are in host memory."""
-        begin = max(self.now, self._read, self._buffers.popleft())
-        self._read = begin + size / self._links.disk_read
-        return self._read
+    def _do(self, resource: Resource, chunk: int, ready: float, seconds: float) -> float:
+        """Let a resource work for some seconds when it is idle, but not before `ready`. Return the
+        end."""
+        start = max(ready, self._ends[resource])
+        end = self._ends[resource] = start + seconds
+        if seconds:
+            self.spans.append(ResourceSpan(resource, chunk, start, end))
+        return end
 
-    def _update_early(self) -> set[int]:
-        """Simulate the updates that begin before the norm is known, at `now`. Return the chunks."""
+    def _update_early(self, norm: float) -> set[int]:
+        """Do the updates that begin before the norm is known, at `norm`. Return their chunks."""
         early = set()
         for chunk in sorted(self._work.early, key=self._arrived.__getitem__):
-            start = max(self._host, self._arrived[chunk])
-            if start >= self.now:
+            if max(self._ends["host Adam"], self._arrived[chunk]) >= norm:
                 break
-            self._host = start + self._work.elements[chunk] / self._links.host_adam
+            seconds = self._work.elements[chunk] / self._links.host_adam
+            self._do("host Adam", chunk, self._arrived[chunk], seconds)
             early.add(chunk)
         return early
 
     def _upload(self, chunks: Iterable[int]) -> None:
         for chunk in chunks:
             seconds = self._work.param_bytes[chunk] / self._links.to_device
-            self._up = max(self.now, self._updated[chunk], self._up) + seconds
-            self._on_device[chunk] = self._up
-            self.uploaded += seconds
+            ready = max(self._now, self._updated[chunk])
+            self._uploads[chunk] = self._do("to device", chunk, ready, seconds)
 
-    def _wait_for(self, chunks: Iterable[int]) -> None:
-        self.now = max([self.now, *(self._on_device.get(chunk, 0.0) for chunk in chunks)])
+    def _wait_for(self, chunks: Collection[int]) -> None:
+        if not self._uploads:
+            return
+        for chunk in sorted(chunks):
+            if (copied := self._uploads.pop(chunk, None)) is not None:
+                self._now = max(self._now, copied)
+                if self._work.gather_s:
+                    self._now += self._work.gather_s[chunk]
 
     def _reduce(self, chunks: Iterable[int]) -> None:
         for chunk in chunks:
             while len(self._copying) >= MAX_COPYING:
                 self._wait_for_gradient_copy()
             seconds = self._work.grad_bytes[chunk] / self._links.to_host
-            self._down = max(self.now, self._down) + seconds
-            self._copying.append((chunk, self._down))
-            self._arrived[chunk] = self._down
+            copied = self._do("to host", chunk, self._now, seconds)
+            self._copying.append((chunk, copied))
+            self._arrived[chunk] = copied
             self._gradients.remove(chunk)
-            self.reduced += seconds
 
     def _wait_for_gradient_copy(self) -> None:
-        self.now = max(self.now, self._copying.popleft()[1])
+        self._now = max(self._now, self._copying.popleft()[1])
 
 
-_STEPS = 4
+STEPS = 4
 """Number of simulated steps. After the second, all steps take the same time."""

@@ -7,7 +7,7 @@ names, in the same order on each rank, so that the two traces can be compared.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,11 +35,30 @@ class TracedAction(NamedTuple):
         return f"{self.kind} stage {self.stage} microbatch {self.microbatch}"
 
 
+class TracedWork(NamedTuple):
+    """Work of a resource of a rank on a chunk. Times are in seconds from the start of the training
+    step."""
+
+    kind: str
+    """Name of the resource, such as `to device`."""
+    chunk: int
+    start_s: float
+    end_s: float
+
+    @property
+    def name(self) -> str:
+        """Name of the work in a trace."""
+        return f"{self.kind} chunk {self.chunk}"
+
+
+Traced = TracedAction | TracedWork
+
+
 def write_trace(
     path: Path,
     ranks: Sequence[Sequence[TracedAction]],
     title: str,
-    transfers: Sequence[Sequence[TracedAction]] = (),
+    others: Mapping[str, Sequence[Sequence[Traced]]] = {},
 ) -> None:
     """Write a trace with a row for each rank.
 
@@ -47,15 +66,17 @@ def write_trace(
         path: The file.
         ranks: The actions of each rank, in order.
         title: Name of the trace, such as `planned`.
-        transfers: The transfers of each rank, which form a second process with a row for each rank.
-            Transfers that overlap have several rows.
+        others: What resources of each rank other than the device do, such as its transfers, by the
+            name of the resource. Each resource forms a process with a row for each rank. Transfers
+            that overlap have several rows.
 
     Raises:
         ConfigError: The file cannot be written.
     """
     events = list(_process(0, title, ranks))
-    if any(transfers):
-        events += _process(1, f"{title} transfers", transfers)
+    for number, (name, of_ranks) in enumerate(others.items(), 1):
+        if any(of_ranks):
+            events += _process(number, f"{title} {name}", of_ranks)
     try:
         path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
     except OSError as error:
@@ -63,7 +84,7 @@ def write_trace(
 
 
 def _process(
-    number: int, title: str, ranks: Sequence[Sequence[TracedAction]]
+    number: int, title: str, ranks: Sequence[Sequence[Traced]]
 ) -> Iterator[dict[str, Any]]:
     """Yield the events of a process. Actions of a rank that overlap are in separate rows."""
     process = {"pid": number, "ph": "M"}

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from optimus.config import Config
 from optimus.config.axes import UNEQUAL
-from optimus.config.machine import Machine, load_links, load_machine
+from optimus.config.machine import Machine, load_machine
 from optimus.data.batch import plan_batch
 from optimus.distributed.mesh import Mesh
 from optimus.errors import ConfigError, counted, refuse_if
@@ -23,8 +23,8 @@ from optimus.planner.memory import (
     depends_on_load,
     rank_memory,
 )
-from optimus.planner.offload import host_limit, largest_rank, limits_of
-from optimus.planner.placement_search import PlacementSearch, decide_together
+from optimus.planner.offload import largest_rank
+from optimus.planner.offload_time import Placements, decide_placements
 from optimus.planner.states import plan_ranks, stages_of
 from optimus.planner.step_plan import plan_step, step_lines
 from optimus.planner.step_time import is_cpu
@@ -32,8 +32,6 @@ from optimus.planner.workload import Works
 from optimus.rank.profile import Profiled
 
 _GIB = 1 << 30
-_UNKNOWN = 1 << 62
-"""Limit of the disk, and of host memory if the machine's file does not have its size."""
 _Run = tuple[Config, Mesh, Machine, str]
 """A run, its mesh, its machine and the name of the machine: the first arguments of `plan_step`."""
 
@@ -216,7 +214,7 @@ def plan_on_machine(
             f"--load {load}: offload.mode = 'auto' decides for offload.expert_imbalance; leave "
             "--load out, or set offload.mode = 'off'",
         )
-        return _placed(config, mesh, microbatches, machine, name)
+        return _placed(config, mesh, machine, name)
     run = config, mesh, machine, name
     works: Works = {}
     result: dict[str, Any] = _step(run, works)
@@ -287,38 +285,24 @@ def _needs(kinds: list[dict[str, Any]], device: int | None) -> dict[str, Any]:
 
 
 def _step(
-    run: _Run, works: Works | None = None, imbalances: Mapping[int, float] | None = None
+    run: _Run,
+    works: Works | None = None,
+    imbalances: Mapping[int, float] | None = None,
+    placements: Placements | None = None,
 ) -> dict[str, Any]:
     try:
-        return {"step": plan_step(*run, works, imbalances)}
+        return {"step": plan_step(*run, works, imbalances, placements)}
     except ConfigError as error:
         return {"no_step": str(error)}
 
 
-def _placed(
-    config: Config, mesh: Mesh, microbatches: int, machine: Machine, name: str
-) -> dict[str, Any]:
+def _placed(config: Config, mesh: Mesh, machine: Machine, name: str) -> dict[str, Any]:
     """Return the result of `plan_on_machine` for offload.mode = "auto"."""
-    links = load_links(config.offload.links) if config.offload.links else machine.links
-    if links is None:
-        raise ConfigError(
-            f"offload.mode = 'auto': the file of {name} has no table [links]; set offload.links to "
-            "a file that optimus bench links --out FILE has written there"
-        )
-    device = 0 if machine.device is None else int(machine.device.memory_bytes.value)
-    refuse_if(
-        not (device or config.offload.device_memory),
-        f"offload.mode = 'auto': the file of {name} has no device; set offload.device_memory",
-    )
-    memory = machine.host_memory_bytes
-    host = _UNKNOWN
-    if memory is not None:
-        host = host_limit(int(memory.value), machine.ranks_per_node)
-    limits = limits_of(config, links, device, host, _UNKNOWN)
+    works: Works = {}
+    placements = decide_placements(config, mesh, machine, name, works)
+    decisions = placements.decisions
     ends = [largest_rank(config, mesh, pp) for pp in dict.fromkeys((0, mesh.pp - 1))]
-    searches = [PlacementSearch(config, mesh, end, microbatches, limits, "cuda") for end in ends]
-    decisions = decide_together(searches)
-    smallest = [search.smallest() for search in searches]
+    smallest = [search.smallest() for search in placements.searches]
     sizes = {
         end.pp: size
         for end, decision in zip(ends, decisions, strict=True)
@@ -326,9 +310,7 @@ def _placed(
         if (coordinate.pp, coordinate.tp) == (end.pp, end.tp)
     }
     ranks = [{axis: getattr(end, axis) for axis in UNEQUAL} | sizes[end.pp] for end in ends]
-    result: dict[str, Any] = {"no_step": "the lines `placement` have the time of a step"}
-    if all(decision.time is None for decision in decisions):
-        result = _step((decisions[0].config, mesh, machine, name))
+    result = _step((config, mesh, machine, name), works, placements=placements)
     of_ends = [kind for kind in rank_kinds(config, mesh) if kind.stage != "middle"]
     kinds = [
         _sizes_of(kind, decision.memory) for kind, decision in zip(of_ends, decisions, strict=True)
@@ -336,7 +318,7 @@ def _placed(
     largest = max(ranks, key=lambda rank: rank["total"])
     return (
         result
-        | _needs(kinds, limits.device)
+        | _needs(kinds, decisions[0].limits.device)
         | {
             "ranks": ranks,
             "memory": {key: size for key, size in largest.items() if key not in UNEQUAL},

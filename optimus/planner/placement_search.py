@@ -33,6 +33,7 @@ from optimus.planner.memory import (
     peak_of_step,
     rank_memory,
 )
+from optimus.planner.segment_times import SegmentTimes
 from optimus.rank.profile import StageProfile
 from optimus.rank.states import PlannedRank, attach, plan_rank, staging_by_chunk
 
@@ -163,7 +164,8 @@ def decide_placement(
 
 class PlacementSearch:
     """The possible placements of the states of a rank. The arguments are those of
-    `decide_placement`."""
+    `decide_placement`, and the times of the segments; None: the rates of `limits.links` give
+    them."""
 
     def __init__(
         self,
@@ -173,12 +175,13 @@ class PlacementSearch:
         num_microbatches: int,
         limits: RankLimits,
         device: str,
+        times: SegmentTimes | None = None,
     ) -> None:
         # The dtype of gradients must not depend on the decision.
         dtype = "bf16" if config.offload.rounds_gradients(config.train) else "fp32"
         self._config = with_offload(config, grad_dtype=dtype)
         self._rank = mesh, coordinate, num_microbatches, device
-        self._limits, self._device = limits, device
+        self._limits, self._device, self._times = limits, device, times
         self._allowed = limits.device - reserve_of(limits.device, device)
         self._plain = _with_placement(self._config, mode="off")
         self._profiles = {"microbatch": self._profile(self._plain)}
@@ -313,7 +316,7 @@ class PlacementSearch:
                 order,
                 *self._rank,
                 self._profiles_of(order),
-                self._limits.links,
+                self._times or self._limits.links,
                 has_disk,
             )
             for order in self.orders
@@ -430,6 +433,19 @@ def _with_placement(
     return chosen.model_copy(update={"optim": optim})
 
 
+def plan_on_host(
+    config: Config, order: str, mesh: Mesh, coordinate: Coordinate, num_microbatches: int
+) -> PlannedRank:
+    """Create the states of a rank whose chunks are all on the host, with an order of microbatches.
+    Arguments as for `plan_rank`."""
+    on_host = _with_placement(config, order=order)
+    if on_host.offload.early_adam == "auto":  # its spare buffers use memory that is left over
+        on_host = with_offload(on_host, early_adam="off")
+    planned = plan_rank(on_host, mesh, coordinate, num_microbatches)
+    attach(planned.engine, planned.segments, planned.layout, on_host)
+    return planned
+
+
 def _workload(
     config: Config,
     order: str,
@@ -438,25 +454,24 @@ def _workload(
     num_microbatches: int,
     device: str,
     profiles: Mapping[int, StageProfile],
-    links: Links,
+    times: SegmentTimes | Links,
     has_disk: bool,
 ) -> Workload:
     """Return the costs of a step of a rank, for the search. All chunks are on the host."""
-    on_host = _with_placement(config, order=order)
-    if on_host.offload.early_adam == "auto":  # its spare buffers use memory that is left over
-        on_host = with_offload(on_host, early_adam="off")
-    planned = plan_rank(on_host, mesh, coordinate, num_microbatches)
-    attach(planned.engine, planned.segments, planned.layout, on_host)
+    planned = plan_on_host(config, order, mesh, coordinate, num_microbatches)
     schedule = planned.layout.schedule
     activations = peak_of_step(
         schedule,
         coordinate.pp,
         profiles,
-        boundary_bytes(on_host, planned.layout.sequence_shares),
+        boundary_bytes(config, planned.layout.sequence_shares),
         keeps_sent=device == "cpu",
     ).total
     engine = planned.engine
-    seconds = _seconds(profiles, len(planned.segments), links)
+    if isinstance(times, SegmentTimes):
+        seconds, gather_s = times.of_rank(planned.layout), times.gathers(engine)
+    else:
+        seconds, gather_s = _seconds(profiles, len(planned.segments), times), []
     work = engine.workload(
         order,
         config.optim.chunk_length,
@@ -467,7 +482,7 @@ def _workload(
     )
     shape = schedule.num_ranks, schedule.virtual_stages, schedule.num_microbatches
     idle = bubble_ratio(schedule.name, *shape) * work.compute_s
-    work = dataclasses.replace(work, idle_s=idle)
+    work = dataclasses.replace(work, idle_s=idle, gather_s=gather_s)
     if not (has_disk and config.checkpoint.async_save):
         return work
     moved = _with_placement(config, disk_share=1.0, order=order)

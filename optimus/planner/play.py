@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from optimus.parallel.pipeline.actions import RECEIVES, SENDS, Action, Kind, Schedule
 from optimus.parallel.pipeline.simulate import Cost, Span, Timeline
@@ -30,6 +30,14 @@ class Transfers(NamedTuple):
     The second action of the rank waits for them."""
 
 
+class Device(Protocol):
+    """A device whose actions may wait, for example for copies of parameters."""
+
+    def run(self, action: Action, start: float, seconds: float) -> float:
+        """Return the end of an action that begins at `start` and takes `seconds` if it does not
+        wait. The actions of a rank are given in their order."""
+
+
 @dataclass(frozen=True)
 class Played(Timeline):
     """Start and end times of the actions of all ranks, and of their transfers."""
@@ -39,15 +47,21 @@ class Played(Timeline):
     for collectives of gradients, and RECV_ACTIVATION of stage 0 for collectives of parameters."""
 
 
-def play(schedule: Schedule, cost: Cost, transfers: Transfers | None = None) -> Played:
+def play(
+    schedule: Schedule,
+    cost: Cost,
+    transfers: Transfers | None = None,
+    devices: Sequence[Device] = (),
+) -> Played:
     """Simulate a schedule, and return the times of all actions and transfers.
 
     Args:
         schedule: The actions of each rank.
         cost: Seconds of an action on the device. Those of sends and receives are not used.
         transfers: Seconds of transfers; None: they take no time.
+        devices: The device of each rank; empty: the actions of all ranks do not wait.
     """
-    return _Play(schedule, cost, transfers or Transfers()).run()
+    return _Play(schedule, cost, transfers or Transfers(), devices).run()
 
 
 _GATHER = Action(Kind.RECV_ACTIVATION)
@@ -79,8 +93,11 @@ _RESUME, _PORT = 0, 1
 class _Play:
     """State of a simulation."""
 
-    def __init__(self, schedule: Schedule, cost: Cost, transfers: Transfers) -> None:
+    def __init__(
+        self, schedule: Schedule, cost: Cost, transfers: Transfers, devices: Sequence[Device]
+    ) -> None:
         self._schedule, self._cost, self._transfers = schedule, cost, transfers
+        self._devices = devices
         ranks = range(schedule.num_ranks)
         self._next = [0] * schedule.num_ranks
         """Index of the next action of each rank."""
@@ -130,7 +147,7 @@ class _Play:
     def _act(self, rank: int, now: float) -> None:
         """Run the actions of a rank that is idle, up to the next one that takes time or waits."""
         actions, last = self._schedule.ranks[rank], self._schedule.num_stages - 1
-        cost, spans = self._cost, self._spans[rank]
+        cost, devices, spans = self._cost, self._devices, self._spans[rank]
         for index in range(self._next[rank], len(actions)):
             action = actions[index]
             kind, stage, microbatch = action
@@ -155,7 +172,10 @@ class _Play:
                 return
             if kind is Kind.B or kind is Kind.W:
                 self._begin_reduction(rank, now, stage, microbatch)
-            end = now + cost(action)
+            seconds = cost(action)
+            end = now + seconds
+            if devices:
+                end = devices[rank].run(action, now, seconds)
             spans.append(Span(action, now, end))
             if self._schedule.num_ranks == 1 and stage < last and is_forward:
                 self._arrived.add((True, stage + 1, microbatch))

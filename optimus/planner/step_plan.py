@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+from optimus.chunks.step_time import Resource
 from optimus.config import Config
 from optimus.config.machine import Machine
 from optimus.distributed.mesh import Mesh
 from optimus.errors import counted
 from optimus.model.flops import flops_per_token
-from optimus.observe.chrome_trace import TracedAction, write_trace
+from optimus.observe.chrome_trace import Traced, TracedAction, TracedWork, write_trace
 from optimus.parallel.pipeline.plan import schedule_of
+from optimus.planner.offload_time import Placements, time_offloaded
 from optimus.planner.run_time import plan_run, run_lines
 from optimus.planner.step_time import is_cpu, play_step, played_time, rates_of
 from optimus.planner.workload import Works, step_of
@@ -26,6 +28,7 @@ def plan_step(
     name: str,
     works: Works | None = None,
     imbalances: Mapping[int, float] | None = None,
+    placements: Placements | None = None,
 ) -> dict[str, Any]:
     """Return the time of a step on a machine as a dict for JSON.
 
@@ -36,10 +39,13 @@ def plan_step(
         machine: The machine.
         name: Name of the machine, for messages.
         works, imbalances: As for `step_of`.
+        placements: As for `time_offloaded`.
 
     Returns:
         - `step_s`: seconds of a step, and its components `compute_s`, `exposed_s` (by axis),
-          `bubble_s` and `optimizer_s`.
+          `bubble_s`, `optimizer_s` and, with offloading, `offload_s`: the wait for copies, updates
+          on the host and the disk. `resources_s` then has the seconds for which each of them works,
+          on the rank where it works longest.
         - `tokens_per_s` of the steps, `tflops_per_device` and `mfu`, whose denominator is
           `peak_flops` of a device; `tokens_per_day` with `work_share`.
         - `nodes`, and the result of `plan_run`. `step_s` excludes its `checkpoint_s`.
@@ -48,13 +54,18 @@ def plan_step(
 
     Raises:
         ConfigError: The machine has no figures for the run's dtype, memory or network, or the batch
-            does not fit the mesh.
+            does not fit the mesh. With offloading, as `time_offloaded`.
     """
     train = config.train
     rates = rates_of(machine, train.dtype, name)
-    step = step_of(config, mesh, None, is_cpu(machine), works, imbalances)
-    schedule = schedule_of(config, mesh, step.microbatches)
-    time = played_time(step, rates, schedule)
+    resources_s: dict[str, float] = {}
+    if config.offload.mode != "off":
+        run = config, mesh, machine, name
+        offloaded = time_offloaded(*run, works, imbalances, placements)
+        step, time, resources_s = offloaded.step, offloaded.time, offloaded.seconds
+    else:
+        step = step_of(config, mesh, None, is_cpu(machine), works, imbalances)
+        time = played_time(step, rates, schedule_of(config, mesh, step.microbatches))
     tokens = step.microbatches * train.microbatch_size * train.seq_len * mesh.num_data_ranks
     flops = flops_per_token(config.model, train.seq_len) * tokens / mesh.world_size
     nodes = math.ceil(mesh.world_size / machine.ranks_per_node)
@@ -66,6 +77,7 @@ def plan_step(
         "exposed_s": {axis: s for axis, s in time.exposed_s.items() if s},
         "bubble_s": time.bubble_s,
         "optimizer_s": time.optimizer_s,
+        **({"offload_s": time.offload_s, "resources_s": resources_s} if resources_s else {}),
         "tokens_per_s": tokens / time.total_s,
         "tflops_per_device": flops / time.total_s / 1e12,
         "mfu": flops / time.total_s / rates.products.peak,
@@ -80,7 +92,7 @@ def plan_step(
 
 def trace_step(config: Config, mesh: Mesh, machine: Machine, name: str, path: Path) -> None:
     """Write the planned pipeline actions of a step, with the names of `optimus bench step --trace`,
-    and its transfers.
+    and its transfers, and with offloading the work of the links, the host and the disk.
 
     Args:
         config, mesh, machine, name: As for `plan_step`.
@@ -89,14 +101,33 @@ def trace_step(config: Config, mesh: Mesh, machine: Machine, name: str, path: Pa
     Raises:
         ConfigError: As `plan_step`, or the file cannot be written.
     """
-    step = step_of(config, mesh, on_cpu=is_cpu(machine))
-    schedule = schedule_of(config, mesh, step.microbatches)
-    played = play_step(step, rates_of(machine, config.train.dtype, name), schedule)
+    others: dict[str, Sequence[Sequence[Traced]]] = {}
+    if config.offload.mode != "off":
+        offloaded = time_offloaded(config, mesh, machine, name)
+        played = offloaded.played
+        for resource in get_args(Resource):
+            others[resource] = [
+                [TracedWork(*span) for span in spans if span.resource == resource]
+                for spans in offloaded.spans
+            ]
+    else:
+        step = step_of(config, mesh, on_cpu=is_cpu(machine))
+        schedule = schedule_of(config, mesh, step.microbatches)
+        played = play_step(step, rates_of(machine, config.train.dtype, name), schedule)
     actions, transfers = (
         [[TracedAction.of(*span) for span in spans] for spans in ranks]
         for ranks in (played.ranks, played.transfers)
     )
-    write_trace(path, actions, "planned", transfers)
+    write_trace(path, actions, "planned", {"transfers": transfers} | others)
+
+
+def _offload_lines(result: Mapping[str, Any]) -> list[tuple[str, str]]:
+    if "offload_s" not in result:
+        return []
+    seconds = (f"{name} {s:,.4g} s" for name, s in result["resources_s"].items())
+    share = result["offload_s"] / result["step_s"]
+    text = f"{result['offload_s']:,.4g} s, {share:.1%}; work in a step: {', '.join(seconds)}"
+    return [("  exposed offloading", text)]
 
 
 def step_lines(result: dict[str, Any], is_one_replica: bool = False) -> list[tuple[str, str]]:
@@ -112,6 +143,7 @@ def step_lines(result: dict[str, Any], is_one_replica: bool = False) -> list[tup
         *((f"  exposed {axis}", share(seconds)) for axis, seconds in result["exposed_s"].items()),
         ("  pipeline bubble", share(result["bubble_s"])),
         ("  optimizer", share(result["optimizer_s"])),
+        *_offload_lines(result),
         *(
             [("  checkpoints, in addition", share(result["checkpoint_s"]))]
             if result["checkpoint_s"] is not None

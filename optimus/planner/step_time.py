@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
@@ -19,6 +19,7 @@ from optimus.parallel.pipeline.actions import Action, Kind, Schedule
 from optimus.parallel.pipeline.schedules import make_schedule
 from optimus.parallel.pipeline.simulate import simulate
 from optimus.planner.collectives import Algorithm, Links, Operation, collective_s, links_of
+from optimus.planner.play import Device as PlayedDevice
 from optimus.planner.play import Played, Transfers, play
 from optimus.rank.operations import FusedAttention, Pass, Product
 from optimus.rank.operations import Operation as LayerOperation
@@ -91,13 +92,16 @@ class StepTime:
     bubble_s: float
     """Idle time of the pipeline."""
     optimizer_s: float
+    offload_s: float = 0.0
+    """Time for which the device waits for copies, updates on the host and the disk."""
     missing: tuple[str, ...] = field(default=())
     """Keys of figures that the machine file does not have. Their place is taken by the peak rate or
     by no latency, so the time is a lower bound in this respect."""
 
     @property
     def total_s(self) -> float:
-        return self.compute_s + sum(self.exposed_s.values()) + self.bubble_s + self.optimizer_s
+        others_s = self.bubble_s + self.optimizer_s + self.offload_s
+        return self.compute_s + sum(self.exposed_s.values()) + others_s
 
 
 class ProductRates(NamedTuple):
@@ -365,7 +369,12 @@ for three times."""
 
 
 def play_step(
-    step: Step, rates: Rates, schedule: Schedule, sends: bool = True, collectives: bool = True
+    step: Step,
+    rates: Rates,
+    schedule: Schedule,
+    sends: bool = True,
+    collectives: bool = True,
+    devices: Sequence[PlayedDevice] = (),
 ) -> Played:
     """Return the start and end times of the actions and transfers of a step in seconds.
 
@@ -375,6 +384,7 @@ def play_step(
         schedule: The schedule of the step.
         sends: False if transfers between stages take no time.
         collectives: False if those of gradients and parameters take no time.
+        devices: As for `play`.
     """
     forward, backward = _pass_times(step, rates)
     inputs = _input_times(step, rates, backward)
@@ -402,7 +412,8 @@ def play_step(
         return optimizer_s if kind is Kind.OPT_STEP else 0.0
 
     stages = dict.fromkeys(range(schedule.num_stages), reduce_s)
-    return play(schedule, cost, Transfers(lambda action: transfer_s, stages, gather_s))
+    transfers = Transfers(lambda action: transfer_s, stages, gather_s)
+    return play(schedule, cost, transfers, devices)
 
 
 def _input_times(step: Step, rates: Rates, backward: Sequence[PassTime]) -> list[float]:
@@ -452,7 +463,7 @@ def played_time(step: Step, rates: Rates, schedule: Schedule) -> StepTime:
             share = seconds / total * (whole - sent)
             exposed_s[reduction.axis] = exposed_s.get(reduction.axis, 0.0) + share
     bubble_s = max(0.0, bare - m * busiest.total_s - time.optimizer_s)
-    return StepTime(time.compute_s, exposed_s, bubble_s, time.optimizer_s, time.missing)
+    return replace(time, exposed_s=exposed_s, bubble_s=bubble_s)
 
 
 def _reduction_times(step: Step, rates: Rates) -> Iterator[tuple[float, Overlap]]:
@@ -504,7 +515,8 @@ def step_time(step: Step, rates: Rates) -> StepTime:
         window_s[overlaps] -= hidden_s
         exposed_s[reduction.axis] = exposed_s.get(reduction.axis, 0.0) + seconds - hidden_s
     optimizer_s = step.optimizer_bytes / rates.memory
-    return StepTime(m * busiest.compute_s, exposed_s, bubble_s, optimizer_s, rates.missing)
+    compute_s = m * busiest.compute_s
+    return StepTime(compute_s, exposed_s, bubble_s, optimizer_s, missing=rates.missing)
 
 
 def _pass_times(step: Step, rates: Rates) -> tuple[list[PassTime], list[PassTime]]:

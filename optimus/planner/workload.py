@@ -8,12 +8,13 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from optimus.config import Config, ModelConfig
+from optimus.config.axes import Axes
 from optimus.config.hardware import BYTES
 from optimus.distributed.mesh import Mesh, ParameterKind
 from optimus.errors import ConfigError, refuse_if
 from optimus.parallel.expert_load import arrivals
 from optimus.parallel.pipeline.plan import plan_stages
-from optimus.planner.step_time import Layers, Overlap, Reduction, Step
+from optimus.planner.step_time import Groups, Layers, Overlap, Reduction, Step
 from optimus.rank.operations import Exchange, ModelWork, Operation, SegmentWork
 
 _STATE_BYTES = 24
@@ -62,17 +63,7 @@ def step_of(
     tokens, e = train.microbatch_size * train.seq_len, BYTES[train.dtype]
     microbatches = _microbatches(config, mesh, tokens)
     stages = plan_stages(config, mesh.pp) if stages is None else stages
-    works, is_unbalanced = {} if works is None else works, mesh.ep > 1 and bool(imbalances)
-    for concentrated in (False, True) if is_unbalanced else (False,):
-        if concentrated not in works:
-            from optimus.rank.profile import profile_work  # needs torch
-
-            works[concentrated] = profile_work(config, mesh, on_cpu, concentrated)
-    work = works[False]
-    if imbalances and is_unbalanced:
-        layers = _unbalanced(config, mesh, stages, works, imbalances)
-    else:
-        layers = [[_layers(segment) for segment in _counted(work, stage)] for stage in stages]
+    layers, work = _layers_of(config, mesh, stages, on_cpu, works, imbalances)
     layers[0].append(_layers((work.embedding, 1)))
     layers[-1].append(_layers((work.head, 1)))
     fullest = max(stage_weights(config, mesh, stages), key=sum)
@@ -80,13 +71,7 @@ def step_of(
     return Step(
         stages=tuple(map(tuple, layers)),
         microbatches=microbatches,
-        groups={
-            "pp": mesh.group_of(0, ("pp",)),
-            "tp": mesh.group_of(0, ("tp",)),
-            "ep": mesh.group_of(0, ("ep",)),
-            "dp": mesh.group_of(0, ("dp",)),
-            "dp x ep": mesh.group_of(0, ("dp", "ep")),
-        },
+        groups=groups_of(mesh),
         dtype=train.dtype,
         schedule=parallel.schedule,
         virtual_stages=parallel.virtual_stages,
@@ -95,6 +80,48 @@ def step_of(
         optimizer_bytes=updated_parameters(config.optim.sharding, mesh, fullest)
         * (_STATE_BYTES + e + 2 * BYTES[config.optim.grad_reduce_dtype]),
     )
+
+
+def groups_of(mesh: Mesh) -> Groups:
+    """Return the global ranks of the groups of the first rank, by the names of their axes."""
+    axes: tuple[Axes, ...] = ("pp",), ("tp",), ("ep",), ("dp",), ("dp", "ep")
+    return {" x ".join(names): mesh.group_of(0, names) for names in axes}
+
+
+def segment_layers(
+    config: Config,
+    mesh: Mesh,
+    on_cpu: bool = False,
+    works: Works | None = None,
+    imbalances: Mapping[int, float] | None = None,
+) -> list[list[Layers]]:
+    """Return the operations of each segment of the model: the embedding, the layers and the head.
+    Arguments as for `step_of`."""
+    each = tuple(range(layer, layer + 1) for layer in range(config.model.num_layers))
+    layers, work = _layers_of(config, mesh, each, on_cpu, works, imbalances)
+    return [[_layers((work.embedding, 1))], *layers, [_layers((work.head, 1))]]
+
+
+def _layers_of(
+    config: Config,
+    mesh: Mesh,
+    stages: tuple[range, ...],
+    on_cpu: bool,
+    works: Works | None,
+    imbalances: Mapping[int, float] | None,
+) -> tuple[list[list[Layers]], ModelWork]:
+    """Return the layers of each stage, and the work of the model with equal loads. Arguments as for
+    `step_of`."""
+    works, is_unbalanced = {} if works is None else works, mesh.ep > 1 and bool(imbalances)
+    for concentrated in (False, True) if is_unbalanced else (False,):
+        if concentrated not in works:
+            from optimus.rank.profile import profile_work  # needs torch
+
+            works[concentrated] = profile_work(config, mesh, on_cpu, concentrated)
+    work = works[False]
+    if imbalances and is_unbalanced:
+        return _unbalanced(config, mesh, stages, works, imbalances), work
+    return [[_layers(segment) for segment in _counted(work, stage)] for stage in stages], work
 
 
 def _counted(work: ModelWork, stage: range) -> Iterator[tuple[SegmentWork, int]]:

@@ -127,7 +127,7 @@ def test_plan_prints_the_automatic_placement(tmp_path, capsys):
     text = capsys.readouterr().out
     assert "of the chunks on the host" in text and "a step takes" in text
     assert "with all states on the device, a rank needs 156.6 GB; " in text
-    assert "in host memory in addition" in text and "no step time" in text
+    assert "in host memory in addition" in text and "exposed offloading" in text
     assert "early updates in addition" in text  # the machine's file has no limit of host memory
     least = text.split("smallest offload.device_memory")[1].split()[0].replace(",", "")
     auto[-1] = f"offload.device_memory={int(least) - 1}"

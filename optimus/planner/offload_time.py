@@ -1,0 +1,427 @@
+"""Time of a training step with offloading on a machine.
+
+Each pipeline rank has its device, its port, two directions of the link to its host, the host, which
+updates chunks, and two directions of a disk (`TierSimulation`). They do the actions of the schedule
+together: a forward or backward waits for the copies of its chunks, the update for all gradients,
+and the next step for updates that are not complete. Some steps are simulated one after the other,
+because the updates of a step overlap with the next one.
+
+These are not modelled: ranks of a node that share the bandwidth of its host memory or disk (the
+rates of a machine file are those of a rank while all ranks of the node work); the time in which the
+host adds gradients; and collectives of chunks that share the port with transfers between stages.
+Gradients are copied after the action I of a schedule that divides backward. In the middle of a
+pipeline, ranks have the placement that offload.mode = "auto" has chosen for the first rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from optimus.chunks.buffers import ChunkState, ParamChunk
+from optimus.chunks.placement import Workload
+from optimus.chunks.residency import Pass, use_order
+from optimus.chunks.step_time import STEPS, ResourceSpan, StepWork, TierSimulation
+from optimus.config import Config, OffloadConfig
+from optimus.config.hardware import BYTES
+from optimus.config.machine import Links, Machine, load_links
+from optimus.data.batch import plan_batch
+from optimus.distributed.collectives import Group
+from optimus.distributed.mesh import Mesh
+from optimus.errors import ConfigError, refuse_if
+from optimus.parallel.pipeline.actions import Action, Kind, Schedule
+from optimus.parallel.pipeline.plan import plan_stages, schedule_of
+from optimus.planner.collectives import Operation
+from optimus.planner.offload import host_limit, largest_rank, limits_of
+from optimus.planner.placement_search import (
+    Decision,
+    PlacementSearch,
+    RankLimits,
+    decide_together,
+    plan_on_host,
+)
+from optimus.planner.play import Played
+from optimus.planner.segment_times import SegmentTimes, chunks_by_first_use
+from optimus.planner.step_time import (
+    Overlap,
+    Rates,
+    Reduction,
+    Step,
+    StepTime,
+    is_cpu,
+    play_step,
+    played_time,
+    rates_of,
+)
+from optimus.planner.workload import Works, step_of
+from optimus.rank.states import PlannedRank, staging_of
+
+_UNKNOWN = 1 << 62
+"""Limit of host memory if the machine's file does not have it, and of the disk."""
+_UNLIMITED = Links(**dict.fromkeys(Links.model_fields, 1e30))
+
+
+@dataclass(frozen=True)
+class OffloadedStep:
+    """Time of a step with offloading."""
+
+    step: Step
+    """The work of the step without offloading, except that ranks update fewer chunks."""
+    time: StepTime
+    """Its components. `offload_s` is the time by which copies, updates on the host and the disk
+    make the step longer."""
+    played: Played
+    """Actions and transfers of a step in a long run."""
+    spans: tuple[tuple[ResourceSpan, ...], ...]
+    """For each pipeline rank, the work of the resources during this step. Times are from its
+    start."""
+    seconds: dict[str, float]
+    """Seconds for which each resource works in a step, on the rank where it works longest."""
+
+
+class Placements(NamedTuple):
+    """Placements of the model states on a machine."""
+
+    searches: list[PlacementSearch]
+    """Searches for the first and the last pipeline rank."""
+    decisions: list[Decision]
+    """Their results."""
+
+    def configs(self, num_ranks: int) -> list[Config]:
+        """Return the configuration that each pipeline rank executes."""
+        configs = [decision.config for decision in self.decisions]
+        return [configs[-1 if rank == num_ranks - 1 else 0] for rank in range(num_ranks)]
+
+
+def decide_placements(
+    config: Config, mesh: Mesh, machine: Machine, name: str, works: Works | None = None
+) -> Placements:
+    """Decide on the placement of the states with offload.mode = "auto" on a machine.
+
+    The limits are the device memory, the share of a rank of the host memory, and the rates of the
+    machine, unless the section `[offload]` has others. If the machine has no rates for the run's
+    dtype, the operations of the device take the time that `flops` and `memory` of the links give.
+
+    Args:
+        config, mesh, machine, name, works: As for `time_offloaded`.
+
+    Raises:
+        ConfigError: The states do not fit, or the machine has no links or no device memory.
+    """
+    limits = machine_limits(config, machine, name)
+    refuse_if(
+        not limits.device,
+        f"offload.mode = 'auto': the file of {name} has no device; set offload.device_memory",
+    )
+    microbatches = mesh.pp
+    if config.train.global_batch_tokens:
+        microbatches = plan_batch(config.train, mesh.num_data_ranks).microbatches_per_rank
+    try:
+        rates = rates_of(machine, config.train.dtype, name)
+        times = SegmentTimes(config, mesh, rates, works)
+    except ConfigError:  # the plan says why a step has no time
+        times = None
+    device = "cpu" if is_cpu(machine) else "cuda"
+    ends = [largest_rank(config, mesh, pp) for pp in dict.fromkeys((0, mesh.pp - 1))]
+    searches = [
+        PlacementSearch(config, mesh, end, microbatches, limits, device, times) for end in ends
+    ]
+    return Placements(searches, decide_together(searches))
+
+
+def machine_limits(config: Config, machine: Machine, name: str) -> RankLimits:
+    """Return the memory that a rank may use on a machine, and its rates. The device memory is 0 if
+    it is unknown. Raises ConfigError if the machine has no links."""
+    links = load_links(config.offload.links) if config.offload.links else machine.links
+    if links is None:
+        raise ConfigError(
+            f"offload.mode = {config.offload.mode!r}: the file of {name} has no table [links]; set "
+            "offload.links to a file that optimus bench links --out FILE has written there"
+        )
+    device = 0 if machine.device is None else int(machine.device.memory_bytes.value)
+    memory, host = machine.host_memory_bytes, _UNKNOWN
+    if memory is not None:
+        host = host_limit(int(memory.value), machine.ranks_per_node)
+    return limits_of(config, links, device, host, _UNKNOWN)
+
+
+def time_offloaded(
+    config: Config,
+    mesh: Mesh,
+    machine: Machine,
+    name: str,
+    works: Works | None = None,
+    imbalances: Mapping[int, float] | None = None,
+    placements: Placements | None = None,
+) -> OffloadedStep:
+    """Return the time of a step with offloading on a machine.
+
+    Args:
+        config: The run, with `train.seq_len` and offload.mode = "manual" or "auto".
+        mesh: Sizes of all axes.
+        machine: The machine.
+        name: Name of the machine, for messages.
+        works, imbalances: As for `step_of`.
+        placements: Result of `decide_placements` with offload.mode = "auto"; None to call it.
+
+    Raises:
+        ConfigError: As `decide_placements`, or the machine has no figures for the step.
+    """
+    rates = rates_of(machine, config.train.dtype, name)
+    limits = machine_limits(config, machine, name)
+    configs = [config] * mesh.pp
+    if config.offload.mode == "auto":
+        configs = (placements or decide_placements(config, mesh, machine, name, works)).configs(
+            mesh.pp
+        )
+    missing = [f"links.{key}" for key in _used_rates(configs) - limits.links.model_fields_set]
+    if limits.host >= _UNKNOWN and any(c.offload.early_adam == "auto" for c in configs):
+        missing.append("host_memory_bytes")
+    # All ranks have the same schedule.
+    first = max(configs, key=lambda each: each.offload.host_share)
+    plain = first.model_copy(
+        update={
+            "offload": OffloadConfig(order=first.offload.order),
+            "optim": first.optim.model_copy(update={"cache_chunks": 0}),
+        }
+    )
+    step = step_of(plain, mesh, None, not rates.launches_queue, works, imbalances)
+    schedule = schedule_of(first, mesh, step.microbatches)
+    if not first.offload.host_share:  # all states are on the devices
+        time, played = played_time(step, rates, schedule), play_step(step, rates, schedule)
+        return OffloadedStep(step, time, played, ((),) * mesh.pp, {})
+    times = SegmentTimes(plain, mesh, rates, works, imbalances)
+    ranks = _plan_ranks(configs, mesh, schedule, times, limits.host)
+    step = replace(
+        step,
+        schedule=schedule.name,
+        virtual_stages=schedule.virtual_stages,
+        reductions=max((rank.reductions for rank in ranks), key=times.total_s),
+        optimizer_bytes=step.optimizer_bytes * max(rank.updated_share for rank in ranks),
+    )
+    without = played_time(step, rates, schedule)
+    exposed_s, base_s = dict(without.exposed_s), without.total_s
+    if gathers_s := max(
+        (rank.gathers_s for rank in ranks), key=lambda by_axes: sum(by_axes.values())
+    ):
+        gathered_s = _play(step, rates, schedule, ranks, _UNLIMITED).played.end
+        for axes, seconds in gathers_s.items():
+            share = seconds / sum(gathers_s.values()) * (gathered_s - base_s)
+            exposed_s[axes] = exposed_s.get(axes, 0.0) + share
+        base_s = gathered_s
+    steps = _play(step, rates, schedule, ranks, limits.links)
+    time = replace(
+        without,
+        exposed_s=exposed_s,
+        offload_s=steps.played.end - base_s,
+        missing=(*without.missing, *sorted(missing)),
+    )
+    return OffloadedStep(step, time, *steps)
+
+
+def _used_rates(configs: Sequence[Config]) -> set[str]:
+    """Return the keys of the table `links` that determine the time of a step."""
+    on_disk = any(config.offload.disk_share for config in configs)
+    return {"to_device", "to_host", "host_adam", *(("disk_read", "disk_write") if on_disk else ())}
+
+
+class _Rank(NamedTuple):
+    """A pipeline rank with chunks on the host."""
+
+    work: StepWork
+    num_uses: Mapping[tuple[int, bool], int]
+    """Number of uses of a pass: its stage, and True for the backward."""
+    updated_share: float
+    """Share of the updated elements whose home is the device."""
+    reductions: tuple[Reduction, ...]
+    """Collectives of gradients, and of the parameters whose home is the device."""
+    gathers_s: Mapping[str, float]
+    """Seconds of the gathers of chunks on the host in a step, by axes."""
+
+
+def _plan_ranks(
+    configs: Sequence[Config], mesh: Mesh, schedule: Schedule, times: SegmentTimes, host: int
+) -> list[_Rank]:
+    """Return the pipeline ranks. `host` is the limit of host memory of a rank."""
+    known: dict[Any, tuple[Workload, PlannedRank]] = {}
+    ranks = []
+    for pp, config in enumerate(configs):
+        stages = plan_stages(config, mesh.pp)[pp :: mesh.pp]
+        experts = config.model.experts_by_layer
+        layers = tuple(tuple(experts[layer] for layer in stage) for stage in stages)
+        kind: Any = layers if not config.optim.frozen else pp
+        key = id(config), kind, pp == 0, pp == mesh.pp - 1
+        if key not in known:  # ranks with equal layers have equal chunks
+            known[key] = _plan_chunks(config, mesh, pp, schedule, times)
+        ranks.append(_plan_rank(config, pp, schedule, *known[key], times, host))
+    return ranks
+
+
+def _plan_chunks(
+    config: Config, mesh: Mesh, pp: int, schedule: Schedule, times: SegmentTimes
+) -> tuple[Workload, PlannedRank]:
+    """Return the chunks of a rank, as if all of them were on the host."""
+    order, rank = config.offload.order, largest_rank(config, mesh, pp)
+    planned = plan_on_host(config, order, mesh, rank, schedule.num_microbatches)
+    work = planned.engine.workload(
+        order,
+        config.optim.chunk_length,
+        planned.segments,
+        *times.of_rank(planned.layout, schedule.splits_backward),
+        device_bytes=0,
+        reductions=schedule.num_microbatches if schedule.reduce_each else 1,
+    )
+    return replace(work, gather_s=times.gathers(planned.engine)), planned
+
+
+def _plan_rank(
+    config: Config,
+    pp: int,
+    schedule: Schedule,
+    work: Workload,
+    planned: PlannedRank,
+    times: SegmentTimes,
+    host: int,
+) -> _Rank:
+    """Return the rank `pp`. `work` and `planned` are those of a rank with equal layers."""
+    p, offload = schedule.num_ranks, config.offload
+    is_backward = {Kind.F: False, Kind.B: True, Kind.I: True}
+    passes = [
+        Pass(action.stage // p, is_backward[action.kind])
+        for action in schedule.ranks[pp]
+        if action.kind in is_backward
+    ]
+    stages = [segment.stage // p for segment in planned.segments]
+    learns = {use.segment for use in work.uses if use.backward}
+    uses = use_order(passes, stages, work.needs, [n in learns for n in range(len(stages))])
+    work = replace(work, uses=uses)
+    num_host = math.ceil(offload.host_share * len(work.chunks))
+    num_disk = math.ceil(offload.disk_share * work.num_trained(num_host))
+    spare = {"on": math.inf, "off": 0.0}.get(offload.early_adam)
+    if spare is None:  # as `optimus.rank.states.attach`
+        free = host - work.host(num_host, num_disk) - staging_of(config, planned).host
+        spare = max(0, free) // 2
+    num_uses = {(stage * p + pp, False): stages.count(stage) for stage in stages}
+    with_backward = Counter(stages[segment] for segment in learns)
+    num_uses |= {(stage * p + pp, True): with_backward[stage] for stage in stages}
+    slots = min(config.optim.cache_chunks or num_host, num_host)
+    step_work = work.step_work(num_host, slots, num_disk, spare)
+    updated = [cost.elements for cost in work.chunks]
+    first = len(updated) - num_host
+    chunks = chunks_by_first_use(planned.engine)
+    gathers_s = defaultdict[str, float](float)
+    for step in step_work.plan.steps:
+        for number in (*step.gather, *step.prefetch):
+            if seconds := step_work.gather_s[number]:
+                gathers_s[chunks[first + number].groups.shard_group.axes] += seconds
+    return _Rank(
+        step_work,
+        num_uses,
+        sum(updated[:first]) / max(1, sum(updated)),
+        _reductions(config, schedule, chunks, first),
+        gathers_s,
+    )
+
+
+def _reductions(
+    config: Config, schedule: Schedule, chunks: Sequence[ParamChunk], first: int
+) -> tuple[Reduction, ...]:
+    """Return the collectives of a step for the gradients of all chunks, as in
+    `ReducePerMicrobatch`, and for the parameters of the chunks before `first`, which are on the
+    device."""
+    optim, numbers = config.optim, Counter[Reduction]()
+
+    def add(
+        operation: Operation, group: Group, size: int, count: int = 1, overlap: Overlap = "nothing"
+    ) -> None:
+        if group.size > 1:
+            numbers[Reduction(group.axes, operation, size, overlap)] += count
+
+    times = schedule.num_microbatches if schedule.reduce_each else 1
+    for number, chunk in enumerate(chunks):
+        if not isinstance(chunk, ChunkState):
+            continue
+        groups, length = chunk.groups, len(chunk.grads)
+        if config.train.deterministic:
+            add("all_to_all", groups.reduce_group, chunk.grads.nbytes, times)
+        else:
+            size = BYTES[optim.grad_reduce_dtype] * length
+            add("reduce_scatter", groups.reduce_group, size, times)
+        add("all_gather", groups.replica_group, chunk.grad.nbytes)
+        add("all_reduce", groups.partial_group, chunk.grad.nbytes)
+        if number < first:
+            overlap: Overlap = "forward" if optim.overlap else "nothing"
+            add("all_gather", groups.shard_group, chunk.params.nbytes, 1, overlap)
+    return tuple(reduction._replace(repeats=count) for reduction, count in numbers.items())
+
+
+class _OffloadedDevice:
+    """The device of a pipeline rank in `play`, whose actions wait for chunks."""
+
+    def __init__(self, rank: _Rank, links: Links) -> None:
+        self._num_uses = rank.num_uses
+        self.simulation = TierSimulation(rank.work, links)
+        self.start_s = 0.0
+        """Start of the present step."""
+        self.norm_s = 0.0
+        """Time at which all gradients of the rank are on the host."""
+
+    def run(self, action: Action, start: float, seconds: float) -> float:
+        """Return the end of an action. The rank's actions are given in order.
+
+        Args:
+            action: The action.
+            start: Time from the start of the step at which it can begin.
+            seconds: Its time if it waits for no chunk.
+        """
+        kind, now = action.kind, self.start_s + start
+        if kind is Kind.F or kind is Kind.B or kind is Kind.I:
+            count = self._num_uses[action.stage, kind is not Kind.F]
+            return self.simulation.run(now, count) - self.start_s
+        if kind is Kind.OPT_STEP:
+            self.norm_s = self.simulation.end_backward(now)
+            return self.norm_s - self.start_s + seconds
+        return start + seconds
+
+
+class _Steps(NamedTuple):
+    """The last of some steps: three attributes of `OffloadedStep`."""
+
+    played: Played
+    spans: tuple[tuple[ResourceSpan, ...], ...]
+    seconds: dict[str, float]
+
+
+def _play(
+    step: Step, rates: Rates, schedule: Schedule, ranks: Sequence[_Rank], links: Links
+) -> _Steps:
+    """Play steps until all of them take the same time."""
+    devices = [_OffloadedDevice(rank, links) for rank in ranks]
+    start_s = 0.0
+    for _ in range(STEPS):
+        for device in devices:
+            device.start_s = start_s
+        played = play_step(step, rates, schedule, devices=devices)
+        norm_s = max(device.norm_s for device in devices)
+        for device in devices:
+            device.simulation.update(norm_s)
+        start_s += played.end
+    begin_s = start_s - played.end
+    spans, busy_s = [], dict[str, float]()
+    for device in devices:
+        of_rank = defaultdict[str, float](float)
+        for span in device.simulation.spans:
+            of_rank[span.resource] += (span.end - span.start) / STEPS
+        for resource, seconds in of_rank.items():
+            busy_s[resource] = max(busy_s.get(resource, 0.0), seconds)
+        spans.append(
+            tuple(
+                span._replace(start=max(0.0, span.start - begin_s), end=span.end - begin_s)
+                for span in device.simulation.spans
+                if span.end > begin_s and span.start < start_s
+            )
+        )
+    return _Steps(played, tuple(spans), busy_s)

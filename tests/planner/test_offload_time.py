@@ -1,0 +1,170 @@
+"""Tests of the time of a step with offloading on a machine."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+
+from optimus.chunks.step_time import predict_step
+from optimus.config import Config, make_config
+from optimus.config.machine import Links, Machine, load_machine
+from optimus.distributed.mesh import Mesh, make_mesh
+from optimus.errors import ConfigError
+from optimus.planner import offload_time
+from optimus.planner.offload_time import OffloadedStep, time_offloaded
+from optimus.planner.segment_times import SegmentTimes
+from optimus.planner.step_plan import plan_step, trace_step
+from optimus.planner.step_time import StepTime, played_time, rates_of
+from optimus.planner.workload import step_of
+from tests.kit.runs.tiny import DENSE, tiny_tree
+from tests.planner.test_memory import WIDE
+
+MANUAL = {"offload__mode": "manual", "offload__host_share": 1.0, "offload__early_adam": "off"}
+SLOW = Links(to_device=2e8, to_host=4e8, host_adam=2e7, disk_read=1e9, disk_write=1e9)
+UNLIMITED = Links(**dict.fromkeys(Links.model_fields, 1e30))
+
+
+def machine(links: Links) -> Machine:
+    return load_machine("h200").model_copy(update={"links": links})
+
+
+def run_of(**settings) -> tuple[Config, Mesh]:
+    sizes = {**WIDE, **DENSE, "optim__chunk_length": 40_000, "train__dtype": "bf16"}
+    config = make_config(tiny_tree("d", "r", **(sizes | settings)))
+    return config, make_mesh(config.parallel)
+
+
+def timed(links: Links, **settings) -> OffloadedStep:
+    return time_offloaded(*run_of(**settings), machine(links), "h200")
+
+
+def plain_s(**settings) -> StepTime:
+    """Return the time of the same step with all states on the device, but with gradients that are
+    reduced after each microbatch."""
+    config, mesh = run_of(**settings, optim__resident="parameters")
+    step, rates = step_of(config, mesh), rates_of(machine(UNLIMITED), "bf16")
+    schedule = offload_time.schedule_of(config, mesh, step.microbatches)
+    return played_time(step, rates, schedule)
+
+
+@pytest.mark.parametrize("settings", [{}, {"optim__cache_chunks": 8}, {"offload__order": "layer"}])
+def test_a_rank_alone_takes_the_time_that_the_simulation_of_its_copies_predicts(
+    settings, monkeypatch
+):
+    """All chunks are on the host, so the device updates nothing. The resources work for the times
+    that the copied bytes and the updated elements give."""
+    ranks, plan_ranks = [], offload_time._plan_ranks
+
+    def spy(*arguments):
+        ranks.extend(plan_ranks(*arguments))
+        return ranks
+
+    monkeypatch.setattr(offload_time, "_plan_ranks", spy)
+    step = timed(SLOW, **MANUAL, **settings)
+    predicted = predict_step(ranks[0].work, SLOW)
+    assert step.time.total_s == pytest.approx(predicted.step)
+    assert step.time.compute_s == pytest.approx(predicted.compute)
+    assert step.time.optimizer_s == 0 and step.time.offload_s > step.time.compute_s
+    assert step.seconds["to device"] == pytest.approx(predicted.to_device)
+    assert step.seconds["to host"] == pytest.approx(predicted.to_host)
+    assert step.seconds["host Adam"] == pytest.approx(predicted.host_adam)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"parallel__pp": 2, "parallel__schedule": "1f1b"},
+        {"parallel__pp": 2, "parallel__schedule": "zb-h1"},
+        {"parallel__pp": 2, "parallel__dp": 2, "optim__sharding": "none"},
+    ],
+)
+def test_with_unlimited_links_a_step_takes_the_time_without_offloading(settings):
+    """Only the update on the device is missing."""
+    step, plain = timed(UNLIMITED, **MANUAL, **settings), plain_s(**settings)
+    assert step.time.offload_s == pytest.approx(0, abs=1e-12)
+    assert step.time.compute_s == pytest.approx(plain.compute_s)
+    assert step.time.bubble_s == pytest.approx(plain.bubble_s)
+    if not settings.get("parallel__dp"):  # a collective of each chunk has a latency
+        assert step.time.total_s == pytest.approx(plain.total_s - plain.optimizer_s)
+
+
+def test_ranks_that_share_chunks_gather_each_copy():
+    """A rank of two copies half as many bytes, and then gathers whole chunks."""
+    alone, both = (
+        timed(SLOW, **MANUAL),
+        timed(
+            SLOW, **MANUAL, parallel__dp=2, optim__sharding="so", train__global_batch_tokens=8 * 256
+        ),
+    )
+    assert both.seconds["to device"] == pytest.approx(alone.seconds["to device"] / 2, rel=0.02)
+    assert both.seconds["host Adam"] == pytest.approx(alone.seconds["host Adam"] / 2, rel=0.02)
+    gathers = [r for r in both.step.reductions if r.name == "all_gather"]
+    assert not gathers  # those of the end of a step are for chunks on the device
+    config, mesh = run_of(parallel__dp=2, optim__sharding="so", train__global_batch_tokens=8 * 256)
+    times = SegmentTimes(config, mesh, rates_of(machine(SLOW), "bf16"))
+    assert both.time.exposed_s["dp"] > 1.2 * times.total_s(both.step.reductions) > 0
+
+
+def test_a_pipeline_waits_for_its_slowest_rank():
+    """Copies of a rank overlap with the time in which it waits for others."""
+    step = timed(SLOW, **MANUAL, parallel__pp=2)
+    assert step.time.total_s == pytest.approx(step.played.end)
+    assert len(step.spans) == 2
+    for spans in step.spans:
+        assert all(0 <= span.start <= span.end for span in spans)
+        for resource in step.seconds:
+            of_resource = sorted(span[2:] for span in spans if span.resource == resource)
+            pairs = itertools.pairwise(of_resource)
+            assert all(before[1] <= after[0] + 1e-12 for before, after in pairs)
+    faster = SLOW.model_copy(update={"to_device": 4e8})
+    assert timed(faster, **MANUAL, parallel__pp=2).time.total_s < step.time.total_s
+
+
+def test_automatic_placement_on_a_machine_is_within_its_limits():
+    """Device and host memory of a rank are those of the machine. The step time is that of the
+    placement, which the same rates determine. The update on the device overlaps with those on the
+    host."""
+    config, mesh = run_of(offload__mode="auto")
+    small = machine(SLOW)
+    assert small.device is not None
+    assert time_offloaded(config, mesh, small, "h200").seconds == {}  # all states fit
+    figure = small.device.memory_bytes
+    memory = figure.model_copy(update={"value": 7.5e6})
+    device = small.device.model_copy(update={"memory_bytes": memory})
+    host = memory.model_copy(update={"value": 8 * 4e7})
+    small = small.model_copy(update={"device": device, "host_memory_bytes": host})
+    placements = offload_time.decide_placements(config, mesh, small, "h200")
+    (decision,) = placements.decisions
+    assert decision.memory.device <= 7.5e6 and decision.memory.host <= 4e7
+    step = time_offloaded(config, mesh, small, "h200", placements=placements)
+    assert decision.placement is not None
+    assert step.time.total_s == pytest.approx(decision.placement.step_s, rel=1e-3)
+    figures = plan_step(config, mesh, small, "h200")
+    assert figures["step_s"] == pytest.approx(step.time.total_s)
+    assert figures["offload_s"] == step.time.offload_s > 0
+    assert "links.to_device" not in figures["missing"]
+
+
+def test_trace_has_a_row_for_the_copies_and_updates_of_each_rank(tmp_path):
+    config, mesh = run_of(**MANUAL, parallel__pp=2)
+    trace_step(config, mesh, machine(SLOW), "h200", tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    for resource in ("to device", "to host", "host Adam"):
+        (process,) = (pid for pid, name in names.items() if name == f"planned {resource}")
+        work = [e for e in events if e["pid"] == process and e["ph"] == "X"]
+        assert {e["tid"] for e in work} == {0, 1}
+        assert all(e["name"].startswith(f"{resource} chunk ") for e in work)
+
+
+def test_a_machine_without_links_is_refused():
+    config, mesh = run_of(**MANUAL)
+    without = load_machine("h100")
+    with pytest.raises(ConfigError, match="offload.mode = 'manual': the file of h100 has no table"):
+        time_offloaded(config, mesh, without, "h100")
+    links = Links(to_device=1e9, to_host=1e9)
+    missing = time_offloaded(config, mesh, machine(links), "h200").time.missing
+    assert "links.host_adam" in missing and "links.disk_read" not in missing
