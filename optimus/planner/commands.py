@@ -243,7 +243,7 @@ def run_search(args: argparse.Namespace, config: Config, allocation: Allocation 
     """Rank the layouts of a run, and print and write the results. Return the exit status."""
     from optimus.config.machine import load_machine
     from optimus.planner.layouts import LayoutChecks, space_of
-    from optimus.planner.search import ComputeBound, StepSeconds, search
+    from optimus.planner.search import search
     from optimus.planner.search_memory import LayoutMemory
     from optimus.planner.search_report import (
         PFLOP,
@@ -254,6 +254,7 @@ def run_search(args: argparse.Namespace, config: Config, allocation: Allocation 
         write_config,
         write_report,
     )
+    from optimus.planner.search_time import ComputeBound, StepSeconds
     from optimus.planner.step_time import rates_of
     from optimus.rank.profile import Profiled
 

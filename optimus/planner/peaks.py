@@ -58,31 +58,42 @@ class RankPeaks(NamedTuple):
 
 @lru_cache(maxsize=1 << 12)
 def peaks_of(
-    schedule: str, num_ranks: int, virtual_stages: int, num_microbatches: int, rank: int
+    schedule: str,
+    num_ranks: int,
+    virtual_stages: int,
+    num_microbatches: int,
+    ranks: tuple[int, ...],
 ) -> RankPeaks:
-    """Return the peaks of the pipeline rank `rank`. The arguments are those of `make_schedule`."""
-    return _peaks_of_ranks(schedule, num_ranks, virtual_stages, num_microbatches)[rank]
+    """Return the peaks of pipeline ranks whose stages have equal bytes.
+
+    Args:
+        schedule, num_ranks, virtual_stages, num_microbatches: As for `make_schedule`.
+        ranks: The ranks.
+    """
+    fewer = _fewer_microbatches(schedule, num_ranks, num_microbatches)
+    of_ranks = _counts_of_ranks(schedule, num_ranks, virtual_stages, fewer)
+    counts = _undominated(np.concatenate([of_ranks[rank] for rank in ranks]))
+    if schedule == "gpipe":  # these counts are nearly all microbatches, and grow with their number
+        counts[:, :-1][counts[:, :-1] > fewer // 2] += num_microbatches - fewer
+    return RankPeaks(counts)
 
 
 @lru_cache(maxsize=1 << 8)
-def _peaks_of_ranks(
+def _counts_of_ranks(
     name: str, num_ranks: int, virtual_stages: int, num_microbatches: int
-) -> list[RankPeaks]:
-    fewer = _fewer_microbatches(name, num_ranks, num_microbatches)
-    schedule = make_schedule(name, num_ranks, virtual_stages, fewer)
+) -> list[np.ndarray]:
+    """Return `RankPeaks.counts` of each rank. The arguments are those of `make_schedule`."""
+    schedule = make_schedule(name, num_ranks, virtual_stages, num_microbatches)
     last = schedule.num_stages - 1
-    ranks = []
-    for actions in schedule.ranks:
-        counts = _undominated(_rows(actions, num_ranks, virtual_stages, last))
-        if name == "gpipe":  # these counts are nearly all microbatches, and grow with their number
-            counts[:, :-1][counts[:, :-1] > fewer // 2] += num_microbatches - fewer
-        ranks.append(RankPeaks(counts))
-    return ranks
+    return [
+        _undominated(np.array([*_rows(actions, num_ranks, virtual_stages, last)], dtype=np.int64))
+        for actions in schedule.ranks
+    ]
 
 
 def _fewer_microbatches(name: str, num_ranks: int, num_microbatches: int) -> int:
     """Return a number of microbatches, at most `num_microbatches`, with which a schedule has the
-    same rows. For gpipe, the rows differ: `_peaks_of_ranks` corrects the counts that grow with the
+    same rows. For gpipe, the rows differ: `peaks_of` corrects the counts that grow with the
     number of microbatches."""
     if name == "gpipe":
         return min(num_microbatches, 8)
@@ -130,11 +141,11 @@ def _rows(
     return rows
 
 
-def _undominated(rows: set[tuple[int, ...]]) -> np.ndarray:
+def _undominated(rows: np.ndarray) -> np.ndarray:
     """Return the rows without those that are in no column larger than another row."""
-    table = np.array(sorted(rows, key=sum, reverse=True), dtype=np.int64)
-    chosen: list[np.ndarray] = []
-    for row in table:
-        if not chosen or not (np.array(chosen) >= row).all(1).any():
-            chosen.append(row)
+    chosen = []
+    while len(rows):
+        largest = rows[rows.sum(1).argmax()]
+        chosen.append(largest)
+        rows = rows[(rows > largest).any(1)]
     return np.array(chosen)

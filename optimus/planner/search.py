@@ -23,12 +23,6 @@ from typing import Any, NamedTuple
 from optimus.config import Config
 from optimus.config.machine import Machine
 from optimus.errors import ConfigError, OptimusError, refuse_if
-from optimus.model.flops import (
-    head_multiply_adds,
-    layer_multiply_adds,
-    recomputed_multiply_adds,
-)
-from optimus.parallel.pipeline.simulate import bubble_ratio
 from optimus.planner.layouts import (
     Layout,
     LayoutChecks,
@@ -40,11 +34,10 @@ from optimus.planner.layouts import (
     space_of,
 )
 from optimus.planner.search_memory import LayoutMemory
+from optimus.planner.search_time import ComputeBound, StepSeconds
 from optimus.planner.states import check_names
-from optimus.planner.step_time import Rates, rates_of, step_time
-from optimus.planner.workload import step_of
-from optimus.rank.operations import ModelWork
-from optimus.rank.profile import Profiled, profile_work
+from optimus.planner.step_time import rates_of
+from optimus.rank.profile import Profiled
 
 _Share = Sequence[tuple[int, int, int, int]]
 """Meshes whose layouts a process evaluates."""
@@ -81,97 +74,6 @@ class Ranking(NamedTuple):
             if not front or evaluation.memory < front[-1].memory:
                 front.append(evaluation)
         return front
-
-
-class ComputeBound:
-    """FLOPs of the busiest rank in a step, and those that it could compute while the pipeline makes
-    it wait. Divided by the peak rate, they are a bound of the time of a step.
-
-    Communication, memory traffic and the optimizer are not included. The FLOPs are those of
-    `flops_per_token` and of recomputation. The bubble is that of equal stages (`bubble_ratio`).
-    """
-
-    def __init__(self, config: Config, checks: LayoutChecks) -> None:
-        self._config, self._checks = config, checks
-        self._of_token: dict[Any, float] = {}
-        self._of_layer: dict[Any, list[float]] = {}
-
-    def __call__(self, layout: Layout) -> float:
-        """Return the FLOPs of a layout with a possible batch."""
-        train = self._config.train
-        tokens = layout.microbatch_size * train.seq_len
-        microbatches = train.global_batch_tokens // (tokens * layout.dp * layout.ep)
-        bubble = bubble_ratio(layout.schedule, layout.pp, layout.virtual_stages, microbatches)
-        return microbatches * tokens * self._busiest(layout) / layout.tp * (1 + bubble)
-
-    def _busiest(self, layout: Layout) -> float:
-        """Return the FLOPs of the busiest pipeline rank for a token, over all tp ranks."""
-        key = layout.pp, layout.virtual_stages, layout.recompute
-        if key not in self._of_token:
-            layers, stages = self._layers(layout.recompute), self._checks.stages(layout)
-            costs = [sum(layers[stage.start : stage.stop]) for stage in stages]
-            costs[-1] += 6 * head_multiply_adds(self._config.model)
-            self._of_token[key] = max(sum(costs[rank :: layout.pp]) for rank in range(layout.pp))
-        return self._of_token[key]
-
-    def _layers(self, recompute: tuple[str, ...]) -> list[float]:
-        """Return the FLOPs of each layer for a token: 2 for a multiply-add in forward, 4 in
-        backward, and 2 if backward repeats it."""
-        if recompute not in self._of_layer:
-            model, seq_len = self._config.model, self._config.train.seq_len
-            layers = range(model.num_layers)
-            self._of_layer[recompute] = [
-                6 * layer_multiply_adds(model, seq_len, layer)
-                + 2 * recomputed_multiply_adds(model, seq_len, layer, recompute)
-                for layer in layers
-            ]
-        return self._of_layer[recompute]
-
-
-class StepSeconds:
-    """Predicted seconds of a step of each layout of a run on a machine, with uniform routing.
-
-    Args:
-        config: The configuration.
-        checks: The checks of its layouts.
-        rates: The figures of the machine.
-        profiled: Profiles of segments, to which others are added. `LayoutMemory` needs the same.
-    """
-
-    def __init__(
-        self,
-        config: Config,
-        checks: LayoutChecks,
-        rates: Rates,
-        profiled: Profiled | None = None,
-    ) -> None:
-        self._config, self._checks, self._rates = config, checks, rates
-        self._profiled: Profiled = {} if profiled is None else profiled
-        self._works: dict[Any, ModelWork] = {}
-        self._last: Layout | None = None
-        self._seconds = 0.0
-
-    def __call__(self, layout: Layout) -> float:
-        """Return the seconds of a layout with a possible batch."""
-        # A cache without a limit takes the same time as whole parameters. A search asks for layouts
-        # that differ only in optim.resident one after the other.
-        if layout.resident == "cache" and not self._config.optim.cache_chunks:
-            layout = layout._replace(resident="parameters")
-        if layout != self._last:
-            stages = self._checks.stages(layout)
-            config = layout.apply(self._config)
-            step = step_of(config, layout.mesh, stages, works={False: self._work(layout, config)})
-            self._last, self._seconds = layout, step_time(step, self._rates).total_s
-        return self._seconds
-
-    def _work(self, layout: Layout, config: Config) -> ModelWork:
-        divides = layout.schedule == "zb-h1"
-        key = layout.ep, layout.tp, layout.microbatch_size, layout.recompute, divides
-        if key not in self._works:
-            self._works[key] = profile_work(
-                config, layout.mesh, not self._rates.launches_queue, profiled=self._profiled
-            )
-        return self._works[key]
 
 
 def search(

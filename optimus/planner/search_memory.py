@@ -137,7 +137,7 @@ class LayoutMemory:
         self,
         layout: Layout,
         index: int,
-        ranks: Sequence[int],
+        ranks: tuple[int, ...],
         kinds: Sequence[tuple[int, ...]],
         microbatches: int,
     ) -> int:
@@ -148,7 +148,7 @@ class LayoutMemory:
             ends = number == 0, number == last
             stages.append(self._stage_bytes(layout, index, number, of_stage, ends))
         boundary = self._model(layout, index, ranks[0]).boundary
-        return max(peaks_of(*of_schedule, rank).bytes(stages, boundary) for rank in ranks)
+        return peaks_of(*of_schedule, ranks).bytes(stages, boundary)
 
     def _stage_bytes(
         self,

@@ -386,11 +386,13 @@ def play_step(
         collectives: False if those of gradients and parameters take no time.
         devices: As for `play`.
     """
-    forward, backward = _pass_times(step, rates)
-    inputs = _input_times(step, rates, backward)
+    known: PassTimes = {}
+    forward, backward = _pass_times(step, rates, known)
+    inputs = _input_times(step, rates, backward, known)
     transfer_s = _transfer_s(step, rates) if sends else 0.0
     reduce_s, gather_s, blocking_s = [], [], 0.0
-    for seconds, overlaps in _reduction_times(step, rates) if collectives else ():
+    reductions = step.reductions if collectives else ()
+    for _, seconds, overlaps in collective_times(reductions, step.groups, rates):
         if overlaps == "nothing":
             blocking_s += seconds
         elif overlaps == "forward":
@@ -416,7 +418,9 @@ def play_step(
     return play(schedule, cost, transfers, devices)
 
 
-def _input_times(step: Step, rates: Rates, backward: Sequence[PassTime]) -> list[float]:
+def _input_times(
+    step: Step, rates: Rates, backward: Sequence[PassTime], known: PassTimes
+) -> list[float]:
     """Return the seconds of the action I of each stage, at most those of its backward."""
     times = []
     for stage, whole in zip(step.stages, backward, strict=True):
@@ -424,7 +428,7 @@ def _input_times(step: Step, rates: Rates, backward: Sequence[PassTime]) -> list
             times.append(whole.total_s / 2)
             continue
         of_layers = (
-            pass_time(layers.input_backward or (), rates, step.groups, layers.number)
+            _known_time(layers.input_backward or (), layers.number, step, rates, known)
             for layers in stage
         )
         times.append(min(whole.total_s, _sum(of_layers).total_s))
@@ -446,7 +450,7 @@ def played_time(step: Step, rates: Rates, schedule: Schedule) -> StepTime:
         play_step(step, rates, schedule, *included).end
         for included in ((False, False), (True, False), (True, True))
     )
-    forward, backward = _pass_times(step, rates)
+    forward, backward = _pass_times(step, rates, {})
     p = schedule.num_ranks
     busiest = max(
         (_sum((*forward[rank::p], *backward[rank::p])) for rank in range(p)),
@@ -456,35 +460,85 @@ def played_time(step: Step, rates: Rates, schedule: Schedule) -> StepTime:
     exposed_s = {axis: m * seconds for axis, seconds in busiest.exposed_s.items()}
     if p > 1:
         exposed_s["pp"] = sent - bare
-    together = list(_reduction_times(step, rates))
-    total = sum(seconds for seconds, _ in together)
-    for (seconds, _), reduction in zip(together, step.reductions, strict=True):
+    together = list(collective_times(step.reductions, step.groups, rates))
+    total = sum(seconds for _, seconds, _ in together)
+    for axis, seconds, _ in together:
         if seconds:
             share = seconds / total * (whole - sent)
-            exposed_s[reduction.axis] = exposed_s.get(reduction.axis, 0.0) + share
+            exposed_s[axis] = exposed_s.get(axis, 0.0) + share
     bubble_s = max(0.0, bare - m * busiest.total_s - time.optimizer_s)
     return replace(time, exposed_s=exposed_s, bubble_s=bubble_s)
 
 
-def _reduction_times(step: Step, rates: Rates) -> Iterator[tuple[float, Overlap]]:
-    """Yield the seconds of the collectives of gradients and parameters, and what they overlap with.
-    On a CPU, they need the cores that compute, so they overlap with nothing."""
-    for reduction in step.reductions:
-        ranks = step.groups[reduction.axis]
+def collective_times(
+    reductions: Iterable[Reduction], groups: Groups, rates: Rates
+) -> Iterator[tuple[str, float, Overlap]]:
+    """Yield the axis and the seconds of each collective of gradients and parameters, and what it
+    overlaps with. On a CPU, they need the cores that compute, so they overlap with nothing."""
+    for reduction in reductions:
+        ranks = groups[reduction.axis]
         seconds = collective_s(
             reduction.name, reduction.size_bytes, ranks, rates.links, rates.algorithm
         )
         overlaps = reduction.overlaps if rates.launches_queue else "nothing"
-        yield seconds * reduction.repeats, overlaps
+        yield reduction.axis, seconds * reduction.repeats, overlaps
 
 
 def step_time(step: Step, rates: Rates) -> StepTime:
     """Return the time of a step by component."""
+    optimizer_s = step.optimizer_bytes / rates.memory
+    collectives = collective_times(step.reductions, step.groups, rates)
+    return pipeline_time(step, rates).with_update(collectives, optimizer_s, rates.missing)
+
+
+class PipelineTime(NamedTuple):
+    """Seconds of the passes of all microbatches of a step, on the rank that takes longest."""
+
+    compute_s: float
+    exposed_s: Mapping[str, float]
+    bubble_s: float
+    window_s: Mapping[Overlap, float]
+    """Seconds of a pass of one microbatch, by its name. Collectives may run during this time."""
+
+    def with_update(
+        self,
+        collectives: Iterable[tuple[str, float, Overlap]],
+        optimizer_s: float,
+        missing: tuple[str, ...],
+    ) -> StepTime:
+        """Return the time of the step with the results of `collective_times` and the seconds of the
+        optimizer."""
+        exposed_s, window_s = dict(self.exposed_s), dict(self.window_s)
+        for axis, seconds, overlaps in collectives:
+            hidden_s = min(seconds, window_s[overlaps])
+            window_s[overlaps] -= hidden_s
+            exposed_s[axis] = exposed_s.get(axis, 0.0) + seconds - hidden_s
+        return StepTime(self.compute_s, exposed_s, self.bubble_s, optimizer_s, missing=missing)
+
+
+PassTimes = dict[tuple[int, float], PassTime]
+"""Times of passes, by the address of their operations and the number of layers."""
+
+
+def pipeline_time(step: Step, rates: Rates, known: PassTimes | None = None) -> PipelineTime:
+    """Return the time of the passes of a step.
+
+    Args:
+        step: The step. Its reductions and its optimizer have no effect.
+        rates: The figures of the machine.
+        known: Times of passes of other steps with the same operations, ep and tp groups, to which
+            others are added. The operations must exist as long as the dict.
+    """
     p, v, m = len(step.groups.get("pp", (0,))), step.virtual_stages, step.microbatches
     assert len(step.stages) == p * v, (len(step.stages), p, v)
-    forward, backward = _pass_times(step, rates)
+    known = {} if known is None else known
+    forward, backward = _pass_times(step, rates, known)
     transfer_s = _transfer_s(step, rates)
     blocking_s = transfer_s if step.transfers_block else 0.0
+    weights_s: Sequence[float] = ()
+    if step.schedule == "zb-h1":
+        inputs = _input_times(step, rates, backward, known)
+        weights_s = [whole.total_s - i for whole, i in zip(backward, inputs, strict=True)]
     span_s = pipeline_s(
         step.schedule,
         p,
@@ -492,9 +546,7 @@ def step_time(step: Step, rates: Rates) -> StepTime:
         m,
         [time.total_s + blocking_s for time in forward],
         [time.total_s + blocking_s for time in backward],
-        [b.total_s - i for b, i in zip(backward, _input_times(step, rates, backward), strict=True)]
-        if step.schedule == "zb-h1"
-        else (),
+        weights_s,
     )
     of_rank = [_sum((*forward[rank::p], *backward[rank::p])) for rank in range(p)]
     busiest = max(of_rank, key=lambda time: time.total_s)
@@ -504,34 +556,40 @@ def step_time(step: Step, rates: Rates) -> StepTime:
     if p > 1:
         filling_s = 2 * (p - 1) * transfer_s if not step.transfers_block else 0.0
         exposed_s["pp"] = m * 2 * v * blocking_s + filling_s
-    window_s = {
+    window_s: dict[Overlap, float] = {
         "nothing": 0.0,
         "forward": sum(time.total_s for time in forward[0::p]),
         "backward": sum(time.total_s for time in backward[0::p]),
     }
-    times = _reduction_times(step, rates)
-    for reduction, (seconds, overlaps) in zip(step.reductions, times, strict=True):
-        hidden_s = min(seconds, window_s[overlaps])
-        window_s[overlaps] -= hidden_s
-        exposed_s[reduction.axis] = exposed_s.get(reduction.axis, 0.0) + seconds - hidden_s
-    optimizer_s = step.optimizer_bytes / rates.memory
-    compute_s = m * busiest.compute_s
-    return StepTime(compute_s, exposed_s, bubble_s, optimizer_s, missing=rates.missing)
+    return PipelineTime(m * busiest.compute_s, exposed_s, bubble_s, window_s)
 
 
-def _pass_times(step: Step, rates: Rates) -> tuple[list[PassTime], list[PassTime]]:
+def _pass_times(
+    step: Step, rates: Rates, known: PassTimes
+) -> tuple[list[PassTime], list[PassTime]]:
     """Return the times of the forward and of the backward of each stage for one microbatch."""
-    times: dict[tuple[int, float], PassTime] = {}  # most stages share the same lists
-
-    def of_layers(operations: tuple[LayerOperation, ...], number: float) -> PassTime:
-        key = id(operations), number
-        if key not in times:
-            times[key] = pass_time(operations, rates, step.groups, number)
-        return times[key]
-
-    forward = [_sum(of_layers(x.forward, x.number) for x in stage) for stage in step.stages]
-    backward = [_sum(of_layers(x.backward, x.number) for x in stage) for stage in step.stages]
+    stages = step.stages  # most of them share the same lists
+    forward = [
+        _sum(_known_time(x.forward, x.number, step, rates, known) for x in s) for s in stages
+    ]
+    backward = [
+        _sum(_known_time(x.backward, x.number, step, rates, known) for x in s) for s in stages
+    ]
     return forward, backward
+
+
+def _known_time(
+    operations: tuple[LayerOperation, ...],
+    number: float,
+    step: Step,
+    rates: Rates,
+    known: PassTimes,
+) -> PassTime:
+    """Return `pass_time` of operations of a step, if necessary from `known`."""
+    key = id(operations), number
+    if key not in known:
+        known[key] = pass_time(operations, rates, step.groups, number)
+    return known[key]
 
 
 def _transfer_s(step: Step, rates: Rates) -> float:

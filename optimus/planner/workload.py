@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from optimus.config import Config, ModelConfig
@@ -39,6 +40,7 @@ def step_of(
     on_cpu: bool = False,
     works: Works | None = None,
     imbalances: Mapping[int, float] | None = None,
+    segments: Segments | None = None,
 ) -> Step:
     """Return the work of a step on the ranks of `mesh`.
 
@@ -51,6 +53,8 @@ def step_of(
             are added.
         imbalances: For each MoE layer, the rows that the experts of the fullest ep rank compute,
             relative to an equal share; None: uniform routing to experts.
+        segments: The result of `segment_layers`, if it is known. The three arguments before it then
+            have no effect.
 
     Raises:
         ConfigError: train.seq_len is not set, the global batch is not a multiple of the tokens of
@@ -61,11 +65,13 @@ def step_of(
     if not train.seq_len:
         raise ConfigError("train.seq_len = 0: set it, so that the time of a step can be planned")
     tokens, e = train.microbatch_size * train.seq_len, BYTES[train.dtype]
-    microbatches = _microbatches(config, mesh, tokens)
+    microbatches = microbatches_of(config, mesh)
     stages = plan_stages(config, mesh.pp) if stages is None else stages
-    layers, work = _layers_of(config, mesh, stages, on_cpu, works, imbalances)
-    layers[0].append(_layers((work.embedding, 1)))
-    layers[-1].append(_layers((work.head, 1)))
+    if segments is None:
+        segments = segment_layers(config, mesh, on_cpu, works, imbalances)
+    layers = [[*_counted(segments, stage)] for stage in stages]
+    layers[0] += segments[0]
+    layers[-1] += segments[-1]
     fullest = max(stage_weights(config, mesh, stages), key=sum)
     sequence_shares = mesh.tp if parallel.sequence_parallel else 1
     return Step(
@@ -76,16 +82,20 @@ def step_of(
         schedule=parallel.schedule,
         virtual_stages=parallel.virtual_stages,
         transfer_bytes=e * tokens * model.hidden_size / sequence_shares,
-        reductions=_reductions(config, mesh, fullest, microbatches),
-        optimizer_bytes=updated_parameters(config.optim.sharding, mesh, fullest)
-        * (_STATE_BYTES + e + 2 * BYTES[config.optim.grad_reduce_dtype]),
+        reductions=reductions_of(config, mesh, fullest, microbatches),
+        optimizer_bytes=optimizer_bytes(config, mesh, fullest),
     )
 
 
+@lru_cache(maxsize=1 << 6)
 def groups_of(mesh: Mesh) -> Groups:
     """Return the global ranks of the groups of the first rank, by the names of their axes."""
     axes: tuple[Axes, ...] = ("pp",), ("tp",), ("ep",), ("dp",), ("dp", "ep")
     return {" x ".join(names): mesh.group_of(0, names) for names in axes}
+
+
+Segments = Sequence[Sequence[Layers]]
+"""Result of `segment_layers`."""
 
 
 def segment_layers(
@@ -94,24 +104,13 @@ def segment_layers(
     on_cpu: bool = False,
     works: Works | None = None,
     imbalances: Mapping[int, float] | None = None,
-) -> list[list[Layers]]:
-    """Return the operations of each segment of the model: the embedding, the layers and the head.
-    Arguments as for `step_of`."""
-    each = tuple(range(layer, layer + 1) for layer in range(config.model.num_layers))
-    layers, work = _layers_of(config, mesh, each, on_cpu, works, imbalances)
-    return [[_layers((work.embedding, 1))], *layers, [_layers((work.head, 1))]]
+) -> Segments:
+    """Return the work of each segment of the model for one microbatch on its fullest ep rank: the
+    embedding, the layers and the head.
 
-
-def _layers_of(
-    config: Config,
-    mesh: Mesh,
-    stages: tuple[range, ...],
-    on_cpu: bool,
-    works: Works | None,
-    imbalances: Mapping[int, float] | None,
-) -> tuple[list[list[Layers]], ModelWork]:
-    """Return the layers of each stage, and the work of the model with equal loads. Arguments as for
-    `step_of`."""
+    The work of a layer is the sum of those with different loads of the experts. Equal layers have
+    the same object. Of the mesh, ep and tp matter. Arguments as for `step_of`.
+    """
     works, is_unbalanced = {} if works is None else works, mesh.ep > 1 and bool(imbalances)
     for concentrated in (False, True) if is_unbalanced else (False,):
         if concentrated not in works:
@@ -120,26 +119,26 @@ def _layers_of(
             works[concentrated] = profile_work(config, mesh, on_cpu, concentrated)
     work = works[False]
     if imbalances and is_unbalanced:
-        return _unbalanced(config, mesh, stages, works, imbalances), work
-    return [[_layers(segment) for segment in _counted(work, stage)] for stage in stages], work
+        layers = _unbalanced(config, mesh, works, imbalances)
+    else:
+        of_block = {id(block): (_layers(block, 1.0),) for block in work.blocks}
+        layers = [of_block[id(block)] for block in work.blocks]
+    return [(_layers(work.embedding, 1.0),), *layers, (_layers(work.head, 1.0),)]
 
 
-def _counted(work: ModelWork, stage: range) -> Iterator[tuple[SegmentWork, int]]:
+def _counted(segments: Segments, stage: range) -> Iterator[Layers]:
     """Yield the different layers of a stage, each with its number."""
-    numbers = Counter(id(work.blocks[layer]) for layer in stage)
-    for layer in stage:
-        if number := numbers.pop(id(work.blocks[layer]), 0):
-            yield work.blocks[layer], number
+    of_stage = segments[1 + stage.start : 1 + stage.stop]
+    numbers = Counter(map(id, of_stage))
+    for layers in of_stage:
+        if number := numbers.pop(id(layers), 0):
+            yield from (each._replace(number=number * each.number) for each in layers)
 
 
 def _unbalanced(
-    config: Config,
-    mesh: Mesh,
-    stages: tuple[range, ...],
-    works: Works,
-    imbalances: Mapping[int, float],
-) -> list[list[Layers]]:
-    """Return the layers of each stage, on the fullest ep rank of each layer.
+    config: Config, mesh: Mesh, works: Works, imbalances: Mapping[int, float]
+) -> list[tuple[Layers, ...]]:
+    """Return the work of each layer on its fullest ep rank.
 
     The time of a layer is interpolated between equal loads and the case that all tokens choose
     experts of the rank. With alltoall, collectives take longer by the number of tokens that arrive
@@ -147,23 +146,22 @@ def _unbalanced(
     """
     model = config.model
     result = []
-    for stage in stages:
+    for layer in range(model.num_layers):
         layers = []
-        for layer in stage:
-            imbalance = imbalances.get(layer, 1.0)
-            kind = model.experts_by_layer[layer], model.num_experts_per_tok, mesh.ep
-            longer = arrivals(*kind, imbalance) / arrivals(*kind) if kind[0] else 1.0
-            weight = (imbalance - 1) / (mesh.ep - 1)
-            for concentrated, number in ((False, 1 - weight), (True, weight)):
-                block, equal = works[concentrated].blocks[layer], works[False].blocks[layer]
-                segment = SegmentWork(
-                    _with_exchanges(block.forward, equal.forward, longer),
-                    _with_exchanges(block.backward, equal.backward, longer),
-                    block.input_backward
-                    and _with_exchanges(block.input_backward, equal.input_backward or (), longer),
-                )
-                layers.append(_layers((segment, number)))
-        result.append(layers)
+        imbalance = imbalances.get(layer, 1.0)
+        kind = model.experts_by_layer[layer], model.num_experts_per_tok, mesh.ep
+        longer = arrivals(*kind, imbalance) / arrivals(*kind) if kind[0] else 1.0
+        weight = (imbalance - 1) / (mesh.ep - 1)
+        for concentrated, number in ((False, 1 - weight), (True, weight)):
+            block, equal = works[concentrated].blocks[layer], works[False].blocks[layer]
+            segment = SegmentWork(
+                _with_exchanges(block.forward, equal.forward, longer),
+                _with_exchanges(block.backward, equal.backward, longer),
+                block.input_backward
+                and _with_exchanges(block.input_backward, equal.input_backward or (), longer),
+            )
+            layers.append(_layers(segment, number))
+        result.append(tuple(layers))
     return result
 
 
@@ -182,8 +180,7 @@ def _with_exchanges(
     return (*(op for op in operations if not isinstance(op, Exchange)), *exchanges)
 
 
-def _layers(segment: tuple[SegmentWork, float]) -> Layers:
-    work, number = segment
+def _layers(work: SegmentWork, number: float) -> Layers:
     return Layers(work.forward, work.backward, number, work.input_backward)
 
 
@@ -201,9 +198,10 @@ def _kinds(model: ModelConfig, stage: range) -> Counter[int]:
     return Counter(experts_by_layer[layer] for layer in stage)
 
 
-def _microbatches(config: Config, mesh: Mesh, tokens: int) -> int:
-    batch = config.train.global_batch_tokens
-    together = tokens * mesh.num_data_ranks
+def microbatches_of(config: Config, mesh: Mesh) -> int:
+    """Return the number of microbatches of a rank in a step. Raises ConfigError as `step_of`."""
+    train, batch = config.train, config.train.global_batch_tokens
+    together = train.microbatch_size * train.seq_len * mesh.num_data_ranks
     if batch % together:
         raise ConfigError(
             f"train.global_batch_tokens = {batch} must be a multiple of {together}, the tokens of "
@@ -254,19 +252,27 @@ def updated_parameters(sharding: str, mesh: Mesh, weights: Weights) -> float:
     return weights.experts / mesh.dp + weights.others / divided
 
 
-def _reductions(
+def optimizer_bytes(config: Config, mesh: Mesh, weights: Weights) -> float:
+    """Return `Step.optimizer_bytes` of a rank with some parameters."""
+    optim, dtype = config.optim, config.train.dtype
+    of_parameter = _STATE_BYTES + BYTES[dtype] + 2 * BYTES[optim.grad_reduce_dtype]
+    return updated_parameters(optim.sharding, mesh, weights) * of_parameter
+
+
+def reductions_of(
     config: Config, mesh: Mesh, weights: Weights, microbatches: int
 ) -> tuple[Reduction, ...]:
-    """Return the reductions of gradients and the gathers of updated parameters of a step, as
-    `optimus.chunks.reductions` and `optimus.chunks.param_store` run them."""
+    """Return the reductions of gradients and the gathers of updated parameters of a step on a rank
+    with some parameters, as `optimus.chunks.reductions` and `optimus.chunks.param_store` run
+    them."""
     experts, others = weights
     return (
-        *_reductions_of(config, mesh, ParameterKind(("ep",)), experts, microbatches),
-        *_reductions_of(config, mesh, ParameterKind(), others, microbatches),
+        *_reductions_of_kind(config, mesh, ParameterKind(("ep",)), experts, microbatches),
+        *_reductions_of_kind(config, mesh, ParameterKind(), others, microbatches),
     )
 
 
-def _reductions_of(
+def _reductions_of_kind(
     config: Config, mesh: Mesh, kind: ParameterKind, parameters: float, microbatches: int
 ) -> Iterator[Reduction]:
     """Yield the collectives of the parameters of one kind."""

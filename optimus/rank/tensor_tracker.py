@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
 from optimus.rank.operations import FusedAttention, Operation, Pass, Product, merged
@@ -82,6 +81,120 @@ def _size(tensor: Tensor) -> int:
     return min(tensor.nbytes, tensor.untyped_storage().nbytes())
 
 
+class _Work(NamedTuple):
+    """Work of a call of an operation."""
+
+    flops: int
+    operation: Product | Pass | None
+    """None for a product of experts, which depends on their number of rows."""
+
+
+_Shape = tuple[torch.Size, tuple[int, ...], torch.dtype] | None
+"""Shape, stride and dtype of a tensor."""
+
+
+class _Known(NamedTuple):
+    """Results and work of an operation with arguments of some shapes."""
+
+    results: tuple[_Shape, ...] | None
+    """New tensors; None if the result is the first operand."""
+    sequence: type | None
+    """Type of several results; None for a single one."""
+    work: _Work
+
+    def make(self, args: Sequence[Any]) -> Any:
+        """Return the results of a call."""
+        if self.results is None:
+            return args[0]
+        made = [
+            shape and torch.empty_strided(shape[0], shape[1], dtype=shape[2], device="meta")
+            for shape in self.results
+        ]
+        return made[0] if self.sequence is None else self.sequence(made)
+
+
+_known: dict[Any, _Known] = {}
+"""Operations on meta tensors by function and arguments. torch computes the shapes of most results
+in Python. A profile repeats each layer, and other profiles have the same shapes."""
+_MOST_KNOWN = 1 << 13
+"""Number of operations with which `_known` is cleared. Profiles of a search that follow each other
+have about a hundred."""
+
+
+def _run(
+    function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], read: Sequence[Tensor]
+) -> tuple[Any, _Work]:
+    """Run an operation that returns no views. Return its results and its work.
+
+    Args:
+        function: The operation.
+        args, kwargs: Its arguments.
+        read: All tensors in its arguments.
+    """
+    key = None
+    if all(tensor.is_meta for tensor in read):
+        named = tuple((name, _described(value)) for name, value in kwargs.items())
+        key = function, _described(args), named
+        if (known := _known.get(key)) is not None:
+            return known.make(args), known.work
+    out = function(*args, **kwargs)
+    packet, flops = function._overloadpacket, 0
+    operation: Product | Pass | None = None
+    if packet not in _GROUPED_PRODUCTS:
+        if packet in flop_registry:
+            flops = flop_registry[packet](*args, **kwargs, out_val=out)
+        written = [*_tensors_in((out,))]
+        operation = _product_of(packet, args) or _pass_of(function, args, read, written)
+    work = _Work(flops, operation)
+    if len(_known) >= _MOST_KNOWN:
+        _known.clear()
+    if key is not None:
+        if function._schema.is_mutable:
+            if out is args[0] and packet not in _ALLOCATIONS:
+                _known[key] = _Known(None, None, work)
+        elif (results := _new_results(out, read)) is not None:
+            sequence = type(out) if isinstance(out, (tuple, list)) else None
+            _known[key] = _Known(results, sequence, work)
+    return out, work
+
+
+def _described(value: Any) -> Any:
+    """Return what determines the results of an operation, for one of its arguments."""
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype, value.untyped_storage().nbytes()
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_described, value))
+    return type(value), value  # 1, 1.0 and True are equal
+
+
+def _new_results(out: Any, read: Sequence[Tensor]) -> tuple[_Shape, ...] | None:
+    """Return the shapes of the results of an operation; None if `torch.empty_strided` does not make
+    equal tensors, such as for results that share memory with others or with operands."""
+    shapes: list[_Shape] = []
+    others = [*read]
+    for tensor in out if isinstance(out, (tuple, list)) else (out,):
+        if tensor is None:
+            shapes.append(None)
+            continue
+        if not isinstance(tensor, Tensor) or not tensor.is_meta or _is_view(tensor, others):
+            return None
+        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        if made.untyped_storage().nbytes() != tensor.untyped_storage().nbytes():
+            return None
+        others.append(tensor)
+        shapes.append((tensor.shape, tensor.stride(), tensor.dtype))
+    return tuple(shapes)
+
+
+def _tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Yield the tensors in arguments or results of an operation."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (tuple, list)):
+            yield from _tensors_in(value)
+
+
 class TensorTracker(TorchDispatchMode):
     """Counts the bytes of the storages that operations create, until the storages are freed, and
     records the operations.
@@ -134,26 +247,28 @@ class TensorTracker(TorchDispatchMode):
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        read = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]
+        read = [*_tensors_in(args), *_tensors_in(kwargs.values())]
         for tensor in read:
             self._add(tensor, is_new=False)
         packet = function._overloadpacket
         if packet is torch.ops.aten._local_scalar_dense and args[0].is_meta:
             # Code that reads a value, such as a test for padding, gets True or 1.
             return True if args[0].dtype is torch.bool else 1
-        experts = _EXPERTS.get(packet)
-        out = function(*args, **kwargs) if experts is None else self._run_experts(experts, args)
+        work = None
+        if (experts := _EXPERTS.get(packet)) is not None:
+            out = self._run_experts(experts, args)
+        elif function.is_view:
+            out = function(*args, **kwargs)
+        else:
+            out, work = _run(function, args, kwargs, read)
         if packet is torch.ops.optimus.route and self._on_cpu and self._expert_rows:
             offsets, *of_rows, row = out
             out = offsets, *(index.new_empty(self._expert_rows) for index in of_rows), row
-        written = [t for t in tree_iter(out) if isinstance(t, Tensor)]
-        for tensor in written:
+        for tensor in _tensors_in((out,)):
             self._add(tensor, is_new=True)
         self.peak = max(self.peak, self.live)
-        if packet in flop_registry and experts is None and packet not in _GROUPED_PRODUCTS:
-            self.flops += flop_registry[packet](*args, **kwargs, out_val=out)
-        if experts is None and not function.is_view:
-            self._count(function, args, read, written)
+        if work is not None:
+            self._count(packet, args, work)
         return out
 
     def _run_experts(self, experts: Callable[..., Any], args: Sequence[Any]) -> Any:
@@ -167,19 +282,17 @@ class TensorTracker(TorchDispatchMode):
         self._share, self._repeats = 1.0, 1
         return out
 
-    def _count(
-        self, function: Any, args: Sequence[Any], read: list[Tensor], written: list[Tensor]
-    ) -> None:
-        packet = function._overloadpacket
+    def _count(self, packet: Any, args: Sequence[Any], work: _Work) -> None:
+        self.flops += work.flops
         if packet in _GROUPED_PRODUCTS:
             product = self._grouped_product(packet, *args)
             self.flops += round(product.flops)
             self._operations.append(product)
-        elif (operation := _product_of(packet, args)) is not None:
-            self._operations.append(operation)
-        elif (moved := _pass_of(function, args, read, written)) is not None:
-            size = self._share * moved.num_bytes
-            self._operations.append(Pass(size, self._repeats * moved.launches))
+        elif isinstance(work.operation, Product):
+            self._operations.append(work.operation)
+        elif work.operation is not None:
+            size = self._share * work.operation.num_bytes
+            self._operations.append(Pass(size, self._repeats * work.operation.launches))
 
     def _grouped_product(self, packet: Any, a: Tensor, b: Tensor, offsets: Tensor) -> Product:
         experts = offsets.shape[0] - 1

@@ -35,9 +35,17 @@ def test_peaks_equal_those_of_the_actions(name: str, virtual_stages: int) -> Non
             stages = range(schedule.num_stages)
             profiles = [stage_profile(numbers, name == "zb-h1") for _ in stages]
             boundary = numbers.choice([0, 10, 1000])
+            of_schedule = name, num_ranks, virtual_stages, microbatches
             for rank in range(num_ranks):
                 of_rank = [*schedule.stages_of(rank)]
                 expected = peak_of_step(schedule, rank, {s: profiles[s] for s in of_rank}, boundary)
-                peaks = peaks_of(name, num_ranks, virtual_stages, microbatches, rank)
+                peaks = peaks_of(*of_schedule, (rank,))
                 stage_bytes = [bytes_of_stage(profiles[s]) for s in of_rank]
                 assert peaks.bytes(stage_bytes, boundary) == expected.total
+            # Ranks with equal stages have the peak of the fullest of them.
+            of_each = [
+                peaks_of(*of_schedule, (rank,)).bytes(stage_bytes, boundary)
+                for rank in range(num_ranks)
+            ]
+            together = peaks_of(*of_schedule, tuple(range(num_ranks)))
+            assert together.bytes(stage_bytes, boundary) == max(of_each)

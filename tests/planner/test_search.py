@@ -39,14 +39,9 @@ from optimus.planner.layouts import (
     space_of,
 )
 from optimus.planner.memory import rank_memory
-from optimus.planner.search import (
-    ComputeBound,
-    Evaluation,
-    StepSeconds,
-    nearest_fitting,
-    search,
-)
+from optimus.planner.search import Evaluation, nearest_fitting, search
 from optimus.planner.search_memory import LayoutMemory
+from optimus.planner.search_time import ComputeBound, StepSeconds
 from optimus.planner.states import check_slots, stages_of
 from optimus.planner.step_time import rates_of, step_time
 from optimus.planner.workload import step_of

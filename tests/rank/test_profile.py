@@ -21,6 +21,7 @@ from optimus.parallel.pipeline.stage import Objective, Stage, backward
 from optimus.parallel.recompute import KeptBytes
 from optimus.planner.memory import boundary_bytes
 from optimus.platform import dtype_of
+from optimus.rank import tensor_tracker
 from optimus.rank.profile import StageProfile, UseProfile, UseTracker, profile_stages
 from optimus.rank.segments import segments_of
 from optimus.rank.states import make_states, write_gradients_to
@@ -285,6 +286,17 @@ def run_whole_stage(config, mesh, coordinate) -> StageProfile:
             tracker.end_use()
     weights = tracker.uses[last] if deferred is not None else None
     return StageProfile(tuple(tracker.uses[:middle]), tuple(tracker.uses[middle:last]), weights)
+
+
+def test_known_operations_do_not_change_a_profile(monkeypatch) -> None:
+    """The figures of a profile whose operations are known are those of the first profile."""
+    monkeypatch.setattr(tensor_tracker, "_known", {})
+    settings = {"parallel__tp": 2, "parallel__ep": 2, "recompute__modules": ["norm", "moe"]}
+    first = profile(0, 4, **settings)
+    known = dict(tensor_tracker._known)
+    assert len(known) > 20 and profile(0, 4, **settings) == first
+    assert tensor_tracker._known == known
+    assert any(operation.results is None for operation in known.values())
 
 
 def test_frozen_first_layers_have_no_backward() -> None:

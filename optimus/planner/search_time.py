@@ -1,0 +1,173 @@
+"""Time of a step of each layout of a search, or a bound of it.
+
+The time is that of `step_time`. The passes of the microbatches are timed once for all layouts that
+differ only in `optim.sharding` and `optim.resident`, and the collectives of gradients and
+parameters once for all that differ only in recomputation.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from optimus.config import Config
+from optimus.model.flops import (
+    head_multiply_adds,
+    layer_multiply_adds,
+    recomputed_multiply_adds,
+)
+from optimus.parallel.pipeline.simulate import bubble_ratio
+from optimus.planner.layouts import Layout, LayoutChecks
+from optimus.planner.step_time import (
+    Overlap,
+    PassTimes,
+    PipelineTime,
+    Rates,
+    collective_times,
+    pipeline_time,
+)
+from optimus.planner.workload import (
+    Segments,
+    Weights,
+    groups_of,
+    microbatches_of,
+    optimizer_bytes,
+    reductions_of,
+    segment_layers,
+    stage_weights,
+    step_of,
+)
+from optimus.rank.profile import Profiled, profile_work
+
+
+class ComputeBound:
+    """FLOPs of the busiest rank in a step, and those that it could compute while the pipeline makes
+    it wait. Divided by the peak rate, they are a bound of the time of a step.
+
+    Communication, memory traffic and the optimizer are not included. The FLOPs are those of
+    `flops_per_token` and of recomputation. The bubble is that of equal stages (`bubble_ratio`).
+    """
+
+    def __init__(self, config: Config, checks: LayoutChecks) -> None:
+        self._config, self._checks = config, checks
+        self._of_token: dict[Any, float] = {}
+        self._of_layer: dict[Any, list[float]] = {}
+
+    def __call__(self, layout: Layout) -> float:
+        """Return the FLOPs of a layout with a possible batch."""
+        train = self._config.train
+        tokens = layout.microbatch_size * train.seq_len
+        microbatches = train.global_batch_tokens // (tokens * layout.dp * layout.ep)
+        bubble = bubble_ratio(layout.schedule, layout.pp, layout.virtual_stages, microbatches)
+        return microbatches * tokens * self._busiest(layout) / layout.tp * (1 + bubble)
+
+    def _busiest(self, layout: Layout) -> float:
+        """Return the FLOPs of the busiest pipeline rank for a token, over all tp ranks."""
+        key = layout.pp, layout.virtual_stages, layout.recompute
+        if key not in self._of_token:
+            layers, stages = self._layers(layout.recompute), self._checks.stages(layout)
+            costs = [sum(layers[stage.start : stage.stop]) for stage in stages]
+            costs[-1] += 6 * head_multiply_adds(self._config.model)
+            self._of_token[key] = max(sum(costs[rank :: layout.pp]) for rank in range(layout.pp))
+        return self._of_token[key]
+
+    def _layers(self, recompute: tuple[str, ...]) -> list[float]:
+        """Return the FLOPs of each layer for a token: 2 for a multiply-add in forward, 4 in
+        backward, and 2 if backward repeats it."""
+        if recompute not in self._of_layer:
+            model, seq_len = self._config.model, self._config.train.seq_len
+            layers = range(model.num_layers)
+            self._of_layer[recompute] = [
+                6 * layer_multiply_adds(model, seq_len, layer)
+                + 2 * recomputed_multiply_adds(model, seq_len, layer, recompute)
+                for layer in layers
+            ]
+        return self._of_layer[recompute]
+
+
+class _Update(NamedTuple):
+    """Seconds of the update of a step."""
+
+    collectives: list[tuple[str, float, Overlap]]
+    """The result of `collective_times`."""
+    optimizer_s: float
+
+
+class StepSeconds:
+    """Predicted seconds of a step of each layout of a run on a machine, with uniform routing.
+
+    Args:
+        config: The configuration.
+        checks: The checks of its layouts.
+        rates: The figures of the machine.
+        profiled: Profiles of segments, to which others are added. `LayoutMemory` needs the same.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        checks: LayoutChecks,
+        rates: Rates,
+        profiled: Profiled | None = None,
+    ) -> None:
+        self._config, self._checks, self._rates = config, checks, rates
+        self._profiled: Profiled = {} if profiled is None else profiled
+        self._segments: dict[Any, tuple[Segments, PassTimes]] = {}
+        self._weights: dict[Any, Weights] = {}
+        # A search asks for the layouts of a mesh, and for those that differ only in states, one
+        # after the other.
+        self._mesh: Any = None
+        self._updates: dict[Any, _Update] = {}
+        self._passes: Any = None
+        self._pipeline: PipelineTime | None = None
+
+    def __call__(self, layout: Layout) -> float:
+        """Return the seconds of a layout with a possible batch."""
+        # A cache without a limit takes the same time as whole parameters.
+        if layout.resident == "cache" and not self._config.optim.cache_chunks:
+            layout = layout._replace(resident="parameters")
+        if self._pipeline is None or self._passes != layout[:8]:
+            self._passes, self._pipeline = layout[:8], self._pipeline_time(layout)
+        update = self._update(layout)
+        time = self._pipeline.with_update(*update, self._rates.missing)
+        return time.total_s
+
+    def _pipeline_time(self, layout: Layout) -> PipelineTime:
+        config = layout.apply(self._config)
+        segments, known = self._segments_of(layout, config)
+        stages = self._checks.stages(layout)
+        step = step_of(config, layout.mesh, stages, segments=segments)
+        return pipeline_time(step, self._rates, known)
+
+    def _segments_of(self, layout: Layout, config: Config) -> tuple[Segments, PassTimes]:
+        """Return the work of the segments, and the times of passes that are known."""
+        divides = layout.schedule == "zb-h1"
+        key = layout.ep, layout.tp, layout.microbatch_size, layout.recompute, divides
+        if key not in self._segments:
+            on_cpu = not self._rates.launches_queue
+            work = profile_work(config, layout.mesh, on_cpu, profiled=self._profiled)
+            self._segments[key] = segment_layers(config, layout.mesh, works={False: work}), {}
+        return self._segments[key]
+
+    def _update(self, layout: Layout) -> _Update:
+        if self._mesh != layout[:4]:
+            self._mesh = layout[:4]
+            self._updates.clear()
+        size, states = layout.microbatch_size, layout[8:]
+        key = layout.virtual_stages, size, states
+        if key not in self._updates:
+            config, mesh = layout.apply(self._config), layout.mesh
+            weights = self._weights_of(layout, config)
+            reductions = reductions_of(config, mesh, weights, microbatches_of(config, mesh))
+            self._updates[key] = _Update(
+                [*collective_times(reductions, groups_of(mesh), self._rates)],
+                optimizer_bytes(config, mesh, weights) / self._rates.memory,
+            )
+        return self._updates[key]
+
+    def _weights_of(self, layout: Layout, config: Config) -> Weights:
+        """Return the parameters of the fullest rank."""
+        key = layout.pp, layout.ep, layout.tp, layout.virtual_stages
+        if key not in self._weights:
+            weights = stage_weights(config, layout.mesh, self._checks.stages(layout))
+            self._weights[key] = max(weights, key=sum)
+        return self._weights[key]
