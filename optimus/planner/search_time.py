@@ -133,19 +133,21 @@ class StepSeconds:
 
     def _pipeline_time(self, layout: Layout) -> PipelineTime:
         config = layout.apply(self._config)
-        segments, known = self._segments_of(layout, config)
+        segments, times = self._segments_of(layout, config)
         stages = self._checks.stages(layout)
         step = step_of(config, layout.mesh, stages, segments=segments)
-        return pipeline_time(step, self._rates, known)
+        return pipeline_time(step, self._rates, times)
 
     def _segments_of(self, layout: Layout, config: Config) -> tuple[Segments, PassTimes]:
-        """Return the work of the segments, and the times of passes that are known."""
+        """Return the work of the segments, and the times of its passes."""
         divides = layout.schedule == "zb-h1"
         key = layout.ep, layout.tp, layout.microbatch_size, layout.recompute, divides
         if key not in self._segments:
             on_cpu = not self._rates.launches_queue
             work = profile_work(config, layout.mesh, on_cpu, profiled=self._profiled)
-            self._segments[key] = segment_layers(config, layout.mesh, works={False: work}), {}
+            segments = segment_layers(config, layout.mesh, works={False: work})
+            times = PassTimes(self._rates, groups_of(layout.mesh))
+            self._segments[key] = segments, times
         return self._segments[key]
 
     def _update(self, layout: Layout) -> _Update:

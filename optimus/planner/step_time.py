@@ -294,6 +294,22 @@ def pass_time(
     return PassTime(compute_s * number, scaled)
 
 
+class PassTimes:
+    """Times of passes on some groups of ranks. Each is computed once: most stages have the same
+    lists of operations, which must exist as long as this object."""
+
+    def __init__(self, rates: Rates, groups: Groups) -> None:
+        self._rates, self._groups = rates, groups
+        self._known: dict[tuple[int, float], PassTime] = {}
+
+    def __call__(self, operations: tuple[LayerOperation, ...], number: float) -> PassTime:
+        """Return `pass_time` of some operations and a number of layers."""
+        key = id(operations), number
+        if key not in self._known:
+            self._known[key] = pass_time(operations, self._rates, self._groups, number)
+        return self._known[key]
+
+
 def _sum(times: Iterable[PassTime]) -> PassTime:
     compute_s, exposed_s = 0.0, dict[str, float]()
     for time in times:
@@ -386,9 +402,9 @@ def play_step(
         collectives: False if those of gradients and parameters take no time.
         devices: As for `play`.
     """
-    known: PassTimes = {}
-    forward, backward = _pass_times(step, rates, known)
-    inputs = _input_times(step, rates, backward, known)
+    times = PassTimes(rates, step.groups)
+    forward, backward = _pass_times(step, times)
+    inputs = _input_times(step, backward, times)
     transfer_s = _transfer_s(step, rates) if sends else 0.0
     reduce_s, gather_s, blocking_s = [], [], 0.0
     reductions = step.reductions if collectives else ()
@@ -418,19 +434,14 @@ def play_step(
     return play(schedule, cost, transfers, devices)
 
 
-def _input_times(
-    step: Step, rates: Rates, backward: Sequence[PassTime], known: PassTimes
-) -> list[float]:
+def _input_times(step: Step, backward: Sequence[PassTime], of_pass: PassTimes) -> list[float]:
     """Return the seconds of the action I of each stage, at most those of its backward."""
     times = []
     for stage, whole in zip(step.stages, backward, strict=True):
         if any(layers.input_backward is None for layers in stage):
             times.append(whole.total_s / 2)
             continue
-        of_layers = (
-            _known_time(layers.input_backward or (), layers.number, step, rates, known)
-            for layers in stage
-        )
+        of_layers = (of_pass(layers.input_backward or (), layers.number) for layers in stage)
         times.append(min(whole.total_s, _sum(of_layers).total_s))
     return times
 
@@ -450,7 +461,7 @@ def played_time(step: Step, rates: Rates, schedule: Schedule) -> StepTime:
         play_step(step, rates, schedule, *included).end
         for included in ((False, False), (True, False), (True, True))
     )
-    forward, backward = _pass_times(step, rates, {})
+    forward, backward = _pass_times(step, PassTimes(rates, step.groups))
     p = schedule.num_ranks
     busiest = max(
         (_sum((*forward[rank::p], *backward[rank::p])) for rank in range(p)),
@@ -516,28 +527,23 @@ class PipelineTime(NamedTuple):
         return StepTime(self.compute_s, exposed_s, self.bubble_s, optimizer_s, missing=missing)
 
 
-PassTimes = dict[tuple[int, float], PassTime]
-"""Times of passes, by the address of their operations and the number of layers."""
-
-
-def pipeline_time(step: Step, rates: Rates, known: PassTimes | None = None) -> PipelineTime:
+def pipeline_time(step: Step, rates: Rates, times: PassTimes | None = None) -> PipelineTime:
     """Return the time of the passes of a step.
 
     Args:
         step: The step. Its reductions and its optimizer have no effect.
         rates: The figures of the machine.
-        known: Times of passes of other steps with the same operations, ep and tp groups, to which
-            others are added. The operations must exist as long as the dict.
+        times: Times of passes of other steps with the same ep and tp groups.
     """
     p, v, m = len(step.groups.get("pp", (0,))), step.virtual_stages, step.microbatches
     assert len(step.stages) == p * v, (len(step.stages), p, v)
-    known = {} if known is None else known
-    forward, backward = _pass_times(step, rates, known)
+    times = PassTimes(rates, step.groups) if times is None else times
+    forward, backward = _pass_times(step, times)
     transfer_s = _transfer_s(step, rates)
     blocking_s = transfer_s if step.transfers_block else 0.0
     weights_s: Sequence[float] = ()
     if step.schedule == "zb-h1":
-        inputs = _input_times(step, rates, backward, known)
+        inputs = _input_times(step, backward, times)
         weights_s = [whole.total_s - i for whole, i in zip(backward, inputs, strict=True)]
     span_s = pipeline_s(
         step.schedule,
@@ -564,32 +570,12 @@ def pipeline_time(step: Step, rates: Rates, known: PassTimes | None = None) -> P
     return PipelineTime(m * busiest.compute_s, exposed_s, bubble_s, window_s)
 
 
-def _pass_times(
-    step: Step, rates: Rates, known: PassTimes
-) -> tuple[list[PassTime], list[PassTime]]:
+def _pass_times(step: Step, times: PassTimes) -> tuple[list[PassTime], list[PassTime]]:
     """Return the times of the forward and of the backward of each stage for one microbatch."""
-    stages = step.stages  # most of them share the same lists
-    forward = [
-        _sum(_known_time(x.forward, x.number, step, rates, known) for x in s) for s in stages
-    ]
-    backward = [
-        _sum(_known_time(x.backward, x.number, step, rates, known) for x in s) for s in stages
-    ]
+    stages = step.stages
+    forward = [_sum(times(layers.forward, layers.number) for layers in s) for s in stages]
+    backward = [_sum(times(layers.backward, layers.number) for layers in s) for s in stages]
     return forward, backward
-
-
-def _known_time(
-    operations: tuple[LayerOperation, ...],
-    number: float,
-    step: Step,
-    rates: Rates,
-    known: PassTimes,
-) -> PassTime:
-    """Return `pass_time` of operations of a step, if necessary from `known`."""
-    key = id(operations), number
-    if key not in known:
-        known[key] = pass_time(operations, rates, step.groups, number)
-    return known[key]
 
 
 def _transfer_s(step: Step, rates: Rates) -> float:
