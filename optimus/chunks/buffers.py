@@ -425,3 +425,20 @@ def count_bytes(tensors: Iterable[StateTensor]) -> dict[str, int]:
         for number, chunk in chunks.items()
     )
     return {**sizes, "total": sum(sizes.values()), "padding": padding}
+
+
+def count_by_tier(
+    tensors: Iterable[StateTensor], tier_of: Callable[[Tensor], Tier | None]
+) -> dict[str, dict[str, int]]:
+    """Return the bytes of each of KINDS in each tier, and 0 for "staging".
+
+    Args:
+        tensors: As for `count_bytes`.
+        tier_of: `Memory.tier_of`. Freed buffers, which have no tier, count as on the device.
+    """
+    in_tier: dict[Tier, list[StateTensor]] = {tier: [] for tier in Tier}
+    for tensor in tensors:
+        in_tier[tier_of(tensor.tensor) or Tier.DEVICE].append(tensor)
+    sizes = {tier.value: count_bytes(of_tier) for tier, of_tier in in_tier.items()}
+    kinds = {tier: {kind: of_tier[kind] for kind in KINDS} for tier, of_tier in sizes.items()}
+    return {tier: of_tier | {"staging": 0} for tier, of_tier in kinds.items()}

@@ -21,6 +21,8 @@ from optimus.chunks.buffers import (
     ShardBuffers,
     ShardSlice,
     StateShard,
+    StateTensor,
+    count_by_tier,
     count_bytes,
     dtypes_apart,
     write_slice,
@@ -466,29 +468,28 @@ class ChunkEngine:
         return ""
 
     def state_bytes(self) -> dict[str, int]:
-        """Count the bytes of this rank's model states between updates.
+        """Return the bytes of this rank's model states between updates: those of each of KINDS and
+        "padding", in all tiers; "host", the bytes in host memory, with the memory to which
+        gradients are copied and that for states on disk; "disk", the bytes on disk; and "total",
+        the bytes on the device."""
+        by_tier = self.bytes_by_tier()
+        totals = {tier: sum(sizes.values()) for tier, sizes in by_tier.items()}
+        return count_bytes(self._state_tensors()) | {"total": totals.pop("device")} | totals
 
-        Returns:
-            The bytes of each of KINDS and "padding", in all tiers; "host", the bytes in host
-            memory, with the buffers through which gradients and states on disk are copied; "disk",
-            the bytes on disk; and "total", the bytes on the device.
-        """
-        tensors = [tensor for chunk in self._all for tensor in chunk.state_tensors()]
-        tensors += [t for buffers in self._spare.values() for t in buffers.state_tensors()]
-        sizes = count_bytes([*tensors, *self.gradients.state_tensors()])
-        staging, allocated = self.gradients.staging_bytes
-        staged = 0 if self.disk is None else self.disk.staging_bytes
-        states = self.memory.num_bytes[Tier.HOST] - allocated - staged
-        on_disk = sum(
-            flat.untyped_storage().nbytes()
-            for chunk in self.chunks
-            for flat in chunk.on_disk.values()
-        )
-        return sizes | {
-            "total": sizes["total"] - states - on_disk,
-            "host": states + staging + staged,
-            "disk": on_disk,
-        }
+    def bytes_by_tier(self) -> dict[str, dict[str, int]]:
+        """Return the bytes between updates of each of KINDS in each tier, and of "staging": buffers
+        for copies of gradients and of states on disk."""
+        by_tier = count_by_tier(self._state_tensors(), self.memory.tier_of)
+        of_disk = 0 if self.disk is None else self.disk.staging_bytes
+        by_tier["host"]["staging"] = self.gradients.staging_bytes + of_disk
+        return by_tier
+
+    def _state_tensors(self) -> Iterator[StateTensor]:
+        for chunk in self._all:
+            yield from chunk.state_tensors()
+        for buffers in self._spare.values():
+            yield from buffers.state_tensors()
+        yield from self.gradients.state_tensors()
 
     def workload(
         self,
@@ -517,8 +518,7 @@ class ChunkEngine:
         def renumber(chunks: frozenset[int]) -> frozenset[int]:
             return frozenset(numbers[chunk] for chunk in chunks)
 
-        costs = [self._cost_of(chunk) for chunk in self._all_by_first_use]
-        sizes = self.state_bytes()
+        costs, sizes = list(map(self._cost_of, self._all_by_first_use)), self.state_bytes()
         copied = max(cost.copied for cost in costs)
         return Workload(
             order,
@@ -547,8 +547,7 @@ class ChunkEngine:
         """Return the cost of a chunk whose home is the host."""
         assert chunk.home is not Tier.DEVICE
         unique = {t.untyped_storage()._cdata: t for _, t, _ in chunk.state_tensors()}
-        tensors = [t for t in unique.values() if self.memory.tier_of(t) is Tier.HOST]
-        host = sum(tensor.nbytes for tensor in tensors)
+        host = sum(t.nbytes for t in unique.values() if self.memory.tier_of(t) is Tier.HOST)
         params, shard = chunk.params.nbytes, chunk.shard.nbytes
         is_sharded = self.residency.divides_parameters and shard < params
         resident = host if is_sharded else host - shard + params

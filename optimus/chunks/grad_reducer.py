@@ -237,10 +237,10 @@ class GradReducer:
             yield from buffer.state_tensors()
 
     @property
-    def staging_bytes(self) -> tuple[int, int]:
-        """`ReducePerMicrobatch.staging_bytes`; zeros with `ReduceOnce`."""
+    def staging_bytes(self) -> int:
+        """`ReducePerMicrobatch.staging_bytes`; 0 with `ReduceOnce`."""
         strategy = self._strategy
-        return strategy.staging_bytes if isinstance(strategy, ReducePerMicrobatch) else (0, 0)
+        return strategy.staging_bytes if isinstance(strategy, ReducePerMicrobatch) else 0
 
     def temporary_bytes(self) -> int:
         """Return the largest number of bytes on the device that gradients and their reductions need

@@ -258,11 +258,9 @@ class ReducePerMicrobatch:
         return self._frees and buffer in self._pieces
 
     @property
-    def staging_bytes(self) -> tuple[int, int]:
-        """Two numbers of bytes of the host memory to which gradients are copied: the bytes that are
-        allocated from the first step on, and the bytes that are allocated now."""
-        allocated = len(self._staging) + len(self._copying)
-        return MAX_COPYING * self._staging_bytes, allocated * self._staging_bytes
+    def staging_bytes(self) -> int:
+        """Bytes of host memory to which gradients are copied from the first step on."""
+        return MAX_COPYING * self._staging_bytes
 
     def allocate(self, buffer: GradBuffer) -> None:
         """Allocate `buffer` and fill it with zeros if its memory is freed. Call this method before

@@ -39,6 +39,7 @@ from optimus.errors import ConfigError, counted, one_line, refuse_if
 from optimus.offloading.checks import check_count, check_number
 from optimus.offloading.guard import tensors_in
 from optimus.offloading.segments import ModuleSegment, find_segments
+from optimus.planner.placement_search import reserve_of
 from optimus.planner.rates import find_links
 from optimus.rank.profile import UseProfile, UseTracker
 
@@ -311,8 +312,7 @@ def _by_search(
     activations = max(live + use.peak for live, use in zip(before, uses, strict=False))
     needs = needs_of(chunks.named, chunks.segments, chunks.keys, chunks.length)
     assert limits.device is not None
-    # On accelerators, torch's allocator reserves more bytes than tensors have.
-    memory = limits.device - (0 if device.type == "cpu" else limits.device // 20)
+    memory = limits.device - reserve_of(limits.device, device.type)
     if needs.states + activations <= memory:
         return OffloadPlacement(0.0, needs.num_chunks)
     disk = Path(limits.directory) if limits.directory else None

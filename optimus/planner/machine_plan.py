@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from optimus.config import Config
 from optimus.config.axes import UNEQUAL
 from optimus.config.machine import Machine, load_machine
+from optimus.config.sizes import parse_bytes
 from optimus.data.batch import plan_batch
 from optimus.distributed.mesh import Mesh
 from optimus.errors import ConfigError, counted, refuse_if
@@ -25,6 +26,7 @@ from optimus.planner.memory import (
 )
 from optimus.planner.offload import largest_rank
 from optimus.planner.offload_time import Placements, decide_placements
+from optimus.planner.placement_search import reserve_of
 from optimus.planner.states import plan_ranks, stages_of
 from optimus.planner.step_plan import plan_step, step_lines
 from optimus.planner.step_time import is_cpu
@@ -189,6 +191,8 @@ def plan_on_machine(
           `worst` step of the run: its number `step`; the largest `imbalance` of an ep rank and its
           `layer`; `mean_imbalance`, the mean over the layers of the largest imbalance; `kinds` and
           `needed` with this load; and `step_plan`, the result of `plan_step`, if there is one.
+        - `reserve`: only with offloading on an accelerator. The bytes of the device memory that a
+          placement leaves unused (`reserve_of`).
 
         Only with offload.mode = "auto":
 
@@ -221,6 +225,9 @@ def plan_on_machine(
     memory = _Memory(config, mesh, microbatches, "cpu" if is_cpu(machine) else "cuda")
     device = None if machine.device is None else int(machine.device.memory_bytes.value)
     result |= _needs(memory.kinds(), device)
+    if config.offload.mode == "manual" and device is not None and not is_cpu(machine):
+        limit = parse_bytes(config.offload.device_memory) or device
+        result["reserve"] = reserve_of(limit, "cuda")
     if config.model.sparse_layers and mesh.ep > 1:
         result["imbalance"] = _imbalance(run, works, memory, device)
     if loads is not None:
@@ -322,6 +329,7 @@ def _placed(config: Config, mesh: Mesh, machine: Machine, name: str) -> dict[str
         | {
             "ranks": ranks,
             "memory": {key: size for key, size in largest.items() if key not in UNEQUAL},
+            "reserve": decisions[0].reserve,
             "placements": [str(decision) for decision in decisions],
             "smallest": [{"device": least.device, "host": least.host} for least in smallest],
             "early": [
@@ -354,6 +362,9 @@ def machine_lines(result: dict[str, Any]) -> list[tuple[str, str]]:
         if device is not None:
             total += f", {kind['total'] / device:.1%}"
         lines.append((f"  {_kind_text(kind)}", f"{total}: {', '.join(sizes)}"))
+    if reserve := result.get("reserve"):
+        text = f"{_size_text(reserve)} of the device memory, for the allocator's fragmentation"
+        lines.append(("reserve", text))
     for number, text in enumerate(result.get("placements", ())):
         lines.append((f"placement on pp {result['ranks'][number]['pp']}", text))
         if early := result["early"][number]:

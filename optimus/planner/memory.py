@@ -18,7 +18,7 @@ from optimus.planner.peaks import StageBytes
 from optimus.planner.states import stages_of
 from optimus.platform import dtype_of
 from optimus.rank.profile import Profiled, StageProfile, UseProfile, profile_stages
-from optimus.rank.states import attach, plan_rank, staging_of
+from optimus.rank.states import PlannedRank, attach, plan_rank, staging_of
 
 
 @dataclass(frozen=True)
@@ -80,20 +80,40 @@ def rank_memory(
         imbalance: Rows that the experts of the rank compute in each layer, divided by the mean over
             the ep ranks. It has no effect if `profiles` is given.
     """
-    planned = plan_rank(config, mesh, coordinate, num_microbatches)
-    attach(planned.engine, planned.segments, planned.layout, config)
+    planned = _plan_attached(config, mesh, coordinate, num_microbatches)
     if profiles is None:
         imbalances = dict.fromkeys(config.model.sparse_layers, imbalance)
         profiles = RankProfiles(config, mesh, coordinate, device).at(imbalances)
+    settings = config, mesh, planned.layout.schedule, coordinate.pp, profiles
+    return _memory_of(config, planned, activations_of(*settings, num_microbatches, device))
+
+
+def states_memory(
+    config: Config, mesh: Mesh, coordinate: Coordinate, num_microbatches: int
+) -> RankMemory:
+    """Return the memory of the rank at `coordinate` as `rank_memory`, but with 0 for activations,
+    so that no profile is needed. The arguments are those of `rank_memory`."""
+    planned = _plan_attached(config, mesh, coordinate, num_microbatches)
+    return _memory_of(config, planned, (0, 0))
+
+
+def _plan_attached(
+    config: Config, mesh: Mesh, coordinate: Coordinate, num_microbatches: int
+) -> PlannedRank:
+    planned = plan_rank(config, mesh, coordinate, num_microbatches)
+    attach(planned.engine, planned.segments, planned.layout, config)
+    return planned
+
+
+def _memory_of(config: Config, planned: PlannedRank, activations: tuple[int, int]) -> RankMemory:
+    """Return the memory of a rank. `activations` is the result of `activations_of`."""
     engine, sizes = planned.engine, planned.engine.state_bytes()
     staging = staging_of(config, planned)
     return RankMemory(
         sizes["total"],
         engine.cache_bytes,
         engine.temporary_bytes,
-        *activations_of(
-            config, mesh, planned.layout.schedule, coordinate.pp, profiles, num_microbatches, device
-        ),
+        *activations,
         sizes["host"],
         staging.host,
         sizes["disk"] + staging.disk,
@@ -192,13 +212,6 @@ def _between(a: UseProfile, b: UseProfile, weight: float) -> UseProfile:
     names = ("kept", "peak", "flops", "moved")
     values = ((name, getattr(a, name), getattr(b, name)) for name in names)
     return a._replace(**{name: round(x + weight * (y - x)) for name, x, y in values})
-
-
-def host_memory(config: Config, mesh: Mesh, coordinate: Coordinate, num_microbatches: int) -> int:
-    """Return `RankMemory.host`. The arguments are those of `rank_memory`."""
-    planned = plan_rank(config, mesh, coordinate, num_microbatches)
-    attach(planned.engine, planned.segments, planned.layout, config)
-    return planned.engine.state_bytes()["host"] + staging_of(config, planned).host
 
 
 def activations_of(

@@ -19,13 +19,15 @@ from optimus.distributed.groups import Groups
 from optimus.distributed.mesh import Coordinate, Mesh
 from optimus.errors import counted, refuse_if
 from optimus.launch.environment import usable_memory
-from optimus.planner.memory import host_memory, rank_memory
+from optimus.planner.memory import RankMemory, rank_memory, states_memory
 from optimus.planner.placement_search import (
     Decision,
     PlacementSearch,
     RankLimits,
     decide_together,
     does_not_fit,
+    gb_text,
+    placement_text,
     reserve_of,
     with_offload,
 )
@@ -67,10 +69,11 @@ def autotune_placement(
     host = host_limit(usable_memory(), ranks_per_node)
     host = -greatest(-host, everyone, device)
     if offload.mode == "manual" and not (offload.device_memory or offload.host_memory):
-        needed = host_memory(config, *rank)
-        if needed > host:
+        memory = states_memory(config, *rank)
+        if memory.host > host:
             limits = RankLimits(0, host, Links())
-            raise does_not_fit("manual", config, TierBytes(0, needed), limits, device.type)
+            raise does_not_fit("manual", config, TierBytes(0, memory.host), limits, device.type)
+        log(f"offload.mode = 'manual': {_states_text(config, memory)}")
         return config
     links = None
     if offload.links:
@@ -101,12 +104,25 @@ def autotune_placement(
     else:
         imbalance = config.offload.expert_imbalance
         memory = rank_memory(config, *rank, device.type, imbalance=imbalance)
-        decision = Decision(config, memory, limits)
+        reserve = reserve_of(limits.device, device.type)
+        decision = Decision(config, memory, limits, reserve=reserve)
         check_limits(decision, device.type)
     if offload.device_memory:
         limit_device_memory(device, limits.device)
     log(f"offload.mode = {offload.mode!r}: {decision}")
     return decision.config
+
+
+def _states_text(config: Config, memory: RankMemory) -> str:
+    """Return the placement of a rank whose activations are not known as text."""
+    on_device = memory.states + memory.cache + memory.gradients
+    tiers = [
+        f"{gb_text(on_device)} of device memory without activations",
+        f"{gb_text(memory.host)} of host memory",
+    ]
+    if memory.disk:
+        tiers.append(f"{gb_text(memory.disk)} on disk")
+    return f"{placement_text(config)}: {', '.join(tiers)}"
 
 
 def largest_rank(config: Config, mesh: Mesh, pp: int) -> Coordinate:

@@ -67,6 +67,8 @@ class Decision:
     in_cache_s: float | None = None
     """In a pipeline: predicted seconds of a step on this rank with the order "microbatch", if all
     chunks on the host stay in the device's cache; None if they do not fit there."""
+    reserve: int = 0
+    """Result of `reserve_of`."""
 
     @property
     def time(self) -> StepTime | None:
@@ -75,29 +77,27 @@ class Decision:
 
     def __str__(self) -> str:
         config, memory, limits = self.config, self.memory, self.limits
-        device = f"{_gb(memory.device)} of {_gb(limits.device)} of device memory"
+        device = f"{gb_text(memory.device)} of {gb_text(limits.device)} of device memory"
+        if self.reserve:
+            device += f" (reserve for the allocator's fragmentation: {gb_text(self.reserve)})"
         if not config.offload.host_share:
             return f"all states on the device: {device}"
-        cache = config.optim.cache_chunks
-        cached = f"{counted(cache, 'chunk')}" if cache else "all chunks"
         tiers = [
             device,
-            f"{_gb(memory.host)} of "
-            + ("host memory" if limits.host >= 1 << 60 else f"{_gb(limits.host)} of host memory"),
+            f"{gb_text(memory.host)} of "
+            + (
+                "host memory"
+                if limits.host >= 1 << 60
+                else f"{gb_text(limits.host)} of host memory"
+            ),
         ]
-        on_disk = ""
         if config.offload.disk_share:
-            on_disk = (
-                f" and the optimizer states of {config.offload.disk_share:.1%} of these on disk"
-            )
-            tiers.append(f"{_gb(memory.disk)} on disk")
-        clauses = [
-            f"{config.offload.host_share:.1%} of the chunks on the host{on_disk}, {cached} in the "
-            f"cache, order of microbatches '{config.offload.order}', chunks of about "
-            f"{counted(config.optim.chunk_length, 'element')}: {', '.join(tiers)}"
-        ]
+            tiers.append(f"{gb_text(memory.disk)} on disk")
+        clauses = [f"{placement_text(config)}: {', '.join(tiers)}"]
         if self.placement is not None:
-            clauses.insert(0, f"with all states on the device, a rank needs {_gb(self.on_device)}")
+            clauses.insert(
+                0, f"with all states on the device, a rank needs {gb_text(self.on_device)}"
+            )
             clauses.append(_time_text(self.placement))
         if self.of_orders:
             orders = (f"'{order}': {_seconds_text(s)}" for order, s in self.of_orders.items())
@@ -109,6 +109,20 @@ class Decision:
                 f"rank: {_seconds_text(self.in_cache_s)}"
             )
         return "; ".join(clauses)
+
+
+def placement_text(config: Config) -> str:
+    """Return the settings of a placement with states on the host as text."""
+    offload, optim = config.offload, config.optim
+    cached = counted(optim.cache_chunks, "chunk") if optim.cache_chunks else "all chunks"
+    on_disk = ""
+    if offload.disk_share:
+        on_disk = f" and the optimizer states of {offload.disk_share:.1%} of these on disk"
+    return (
+        f"{offload.host_share:.1%} of the chunks on the host{on_disk}, {cached} in the cache, "
+        f"order of microbatches '{offload.order}', chunks of about "
+        f"{counted(optim.chunk_length, 'element')}"
+    )
 
 
 def _seconds_text(seconds: float | None) -> str:
@@ -182,7 +196,8 @@ class PlacementSearch:
         self._config = with_offload(config, grad_dtype=dtype)
         self._rank = mesh, coordinate, num_microbatches, device
         self._limits, self._device, self._times = limits, device, times
-        self._allowed = limits.device - reserve_of(limits.device, device)
+        self._reserve = reserve_of(limits.device, device)
+        self._allowed = limits.device - self._reserve
         self._plain = _with_placement(self._config, mode="off")
         self._profiles = {"microbatch": self._profile(self._plain)}
         self._on_device = rank_memory(self._plain, *self._rank, self._profiles["microbatch"])
@@ -213,7 +228,7 @@ class PlacementSearch:
             if memory.host > limits.host:
                 needs = TierBytes(memory.device, memory.host)
                 raise does_not_fit("auto", self._config, needs, limits, self._device)
-            return Decision(plain, memory, limits)
+            return Decision(plain, memory, limits, reserve=self._reserve)
         workloads = [work for work in self._workloads if order in ("", work.order)]
         early, excess = self._config.offload.early_adam, TierBytes(0, 0)
         while True:
@@ -230,7 +245,8 @@ class PlacementSearch:
                 memory.device - self._allowed, memory.host - limits.host, memory.disk - limits.disk
             )
             if max(lacking) <= 0:
-                return Decision(chosen, memory, limits, best, self._on_device.device)
+                on_device = self._on_device.device
+                return Decision(chosen, memory, limits, best, on_device, reserve=self._reserve)
             excess = TierBytes(*(e + max(0, n) for e, n in zip(excess, lacking, strict=True)))
 
     def seconds(self, decision: Decision) -> float:
@@ -567,5 +583,6 @@ def _too_small(tier: str, size: int, limit: int) -> str:
     return f"offload.{tier}_memory must be at least {counted(size, 'byte')}, {more} more than now"
 
 
-def _gb(size: int) -> str:
+def gb_text(size: int) -> str:
+    """Return a size as text, such as `1.5 GB`."""
     return f"{size / 1e9:.4g} GB"

@@ -3,6 +3,7 @@ configuration alone, and with a machine also the values of `optimus.planner.mach
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from optimus.chunks.layout import KINDS
@@ -42,7 +43,9 @@ def plan(
     - `ranks`: list with one entry for each pair of pp and tp coordinates. An entry has the bytes of
       the model states on one rank with these coordinates. The `total` of an entry excludes `host`,
       the states in host memory, `disk`, the states on disk, and `staging`, the host memory that
-      checkpoint.async_save uses.
+      checkpoint.async_save uses. With offloading, `tiers` has for `device`, `host` and `disk` the
+      bytes of each kind of states, of the `cache` of gathered parameters, of `staging` buffers for
+      copies of gradients and of states on disk, and of copies for `checkpoints`.
     - `memory`: the entry of `ranks` with the largest `total`, without its coordinates.
 
     The following keys are present only if settings of `[train]` are given. The FLOPs are those of
@@ -164,7 +167,9 @@ def _memory_lines(result: dict[str, Any]) -> list[tuple[str, str]]:
     lines.append(("on the fullest rank" if len(kinds) > 1 else "on each rank", head))
     if memory["host"]:
         lines.append(("in host memory in addition", _size_text(memory["host"])))
-    lines += [(f"  {kind}", _size_text(memory[kind])) for kind in (*KINDS, "cache") if memory[kind]]
+    if "tiers" not in memory:
+        kinds_of = (*KINDS, "cache")
+        lines += [(f"  {kind}", _size_text(memory[kind])) for kind in kinds_of if memory[kind]]
     lines.append(("  padding, included", _size_text(memory["padding"])))
     if memory["disk"]:
         lines.append(("on disk in addition", _size_text(memory["disk"])))
@@ -176,6 +181,7 @@ def _memory_lines(result: dict[str, Any]) -> list[tuple[str, str]]:
         for rank in kinds:
             name = " ".join(f"{axis} {rank[axis]}" for axis in UNEQUAL if mesh[axis] > 1)
             lines.append((f"on ranks of {name}", _size_text(rank["total"])))
+    lines += _tier_lines(kinds, mesh)
     if "kinds" not in result:
         note = f"{result['dtype']} training; activations are not included"
         if result["offload"] == "auto":
@@ -185,6 +191,33 @@ def _memory_lines(result: dict[str, Any]) -> list[tuple[str, str]]:
     from optimus.planner.machine_plan import machine_lines
 
     return lines + machine_lines(result)
+
+
+def _tier_lines(ranks: list[dict[str, Any]], mesh: dict[str, int]) -> list[tuple[str, str]]:
+    """Return a table of the bytes in each tier, for each group of ranks with equal bytes."""
+    names: dict[str, list[str]] = {}
+    tables: dict[str, dict[str, dict[str, int]]] = {}
+    for rank in ranks:
+        if "tiers" in rank:
+            key = repr(rank["tiers"])
+            name = " ".join(f"{axis} {rank[axis]}" for axis in UNEQUAL if mesh[axis] > 1)
+            names.setdefault(key, []).append(name)
+            tables[key] = rank["tiers"]
+    lines = []
+    for key, tiers in tables.items():
+        lines.append(("bytes by tier", _row(tiers)))
+        if names[key][0]:
+            lines.append(("  ranks", ", ".join(names[key])))
+        rows = {kind: [of_tier[kind] for of_tier in tiers.values()] for kind in tiers["device"]}
+        rows["total"] = [sum(of_tier.values()) for of_tier in tiers.values()]
+        for kind, sizes in rows.items():
+            if any(sizes):
+                lines.append((f"  {kind}", _row(f"{size:,}" for size in sizes)))
+    return lines
+
+
+def _row(cells: Iterable[str]) -> str:
+    return "".join(f"{cell:>20}" for cell in cells)
 
 
 def _topology_lines(topology: dict[str, Any]) -> list[tuple[str, str]]:

@@ -534,7 +534,7 @@ def _kinds(mesh: Mesh) -> Iterator[Coordinate]:
 
 def plan_ranks(
     config: Config, mesh: Mesh, moment_bytes: Sequence[int] = ADAMW
-) -> Iterator[tuple[Coordinate, dict[str, int]]]:
+) -> Iterator[tuple[Coordinate, dict[str, Any]]]:
     """For each pair of a pp index and a tp index, compute the bytes of the model states of a rank.
 
     Ranks that differ only along dp or ep have states of the same size.
@@ -549,7 +549,8 @@ def plan_ranks(
         `ChunkEngine.state_bytes`, "cache" and "staging". "cache" is the memory of gathered
         parameters with optim.resident = "cache" or with offloading. "staging" is the host memory
         for checkpoint.async_save. "disk" includes the copies of states on disk. "total" is the
-        device memory, including "cache".
+        device memory, including "cache". With offloading, "tiers" has the bytes of each kind in
+        each tier.
 
     Raises:
         ConfigError: A parallel size does not divide a model dimension, a pattern of optim.groups or

@@ -12,7 +12,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -306,7 +306,7 @@ def _kinds(mesh: Mesh) -> Iterator[Coordinate]:
     yield from itertools.starmap(Coordinate, itertools.product(*map(range, sizes)))
 
 
-def plan_ranks(config: Config, mesh: Mesh) -> Iterator[tuple[Coordinate, dict[str, int]]]:
+def plan_ranks(config: Config, mesh: Mesh) -> Iterator[tuple[Coordinate, dict[str, Any]]]:
     """For each pair of a pp index and a tp index, compute the bytes of the model states of a rank.
 
     Ranks that differ only along dp or ep have states of the same size.
@@ -316,7 +316,9 @@ def plan_ranks(config: Config, mesh: Mesh) -> Iterator[tuple[Coordinate, dict[st
         `ChunkEngine.state_bytes`, "cache" and "staging". "cache" is the memory of gathered
         parameters with optim.resident = "cache" or with offloading. "staging" is the host memory
         for checkpoint.async_save. "disk" includes the copies of states on disk that
-        checkpoint.async_save makes there. "total" is the device memory, including "cache".
+        checkpoint.async_save makes there. "total" is the device memory, including "cache". With
+        offloading, "tiers" is the result of `ChunkEngine.bytes_by_tier`, which also has "cache" and
+        "checkpoints", the copies that checkpoint.async_save makes, in each tier.
 
     Raises:
         ConfigError: A parallel size does not divide a model dimension, optim.cache_chunks is too
@@ -338,14 +340,22 @@ def _writers(config: Config, mesh: Mesh) -> Iterator[Coordinate]:
         yield coordinate
 
 
-def _sizes_of(config: Config, mesh: Mesh, coordinate: Coordinate) -> dict[str, int]:
+def _sizes_of(config: Config, mesh: Mesh, coordinate: Coordinate) -> dict[str, Any]:
     """Return the sizes of a rank that `plan_ranks` yields."""
     planned = plan_rank(config, mesh, coordinate)
     sizes, cache = planned.engine.state_bytes(), planned.engine.cache_bytes
     staging = staging_of(config, planned)
-    return sizes | {
+    sizes |= {
         "cache": cache,
         "total": sizes["total"] + cache,
         "staging": staging.host,
         "disk": sizes["disk"] + staging.disk,
     }
+    if config.offload.mode == "off":
+        return sizes
+    copies = {"device": 0, "host": staging.host, "disk": staging.disk}
+    tiers = {
+        tier: of_tier | {"cache": cache if tier == "device" else 0, "checkpoints": copies[tier]}
+        for tier, of_tier in planned.engine.bytes_by_tier().items()
+    }
+    return sizes | {"tiers": tiers}

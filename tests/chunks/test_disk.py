@@ -120,7 +120,16 @@ def test_bytes_of_each_tier_are_counted(tmp_path, dtype):
         assert engine.disk.staging_bytes == staged
         in_memory = n * (per_state + CHUNK * dtype.itemsize) + (n - on_disk) * states * per_state
         assert engine.memory.num_bytes[Tier.HOST] == in_memory + staged
-        assert sizes["host"] == in_memory + staged + engine.gradients.staging_bytes[0]
+        assert sizes["host"] == in_memory + staged + engine.gradients.staging_bytes
+        tiers = engine.bytes_by_tier()
+        assert {tier: sum(of_tier.values()) for tier, of_tier in tiers.items()} == {
+            "device": sizes["total"],
+            "host": sizes["host"],
+            "disk": sizes["disk"],
+        }
+        assert tiers["disk"]["moments"] == on_disk * 2 * per_state
+        assert tiers["host"]["moments"] == (n - on_disk) * 2 * per_state
+        assert tiers["host"]["parameters"] == n * CHUNK * dtype.itemsize
         engine.close()
 
 

@@ -102,8 +102,12 @@ def test_memory_is_limited_down_to_the_smallest_limit(settings: dict) -> None:
 
 def test_a_plan_for_an_accelerator_leaves_memory_to_its_allocator() -> None:
     limit = needed() * 20 // 19 + 1
-    assert decide(limit, device_type="cuda").config.offload.mode == "off"
-    assert decide(limit - 20, device_type="cuda").config.offload.mode == "manual"
+    whole, offloaded = decide(limit, device_type="cuda"), decide(limit - 20, device_type="cuda")
+    assert (whole.config.offload.mode, offloaded.config.offload.mode) == ("off", "manual")
+    for decision in (whole, offloaded):
+        assert decision.reserve == decision.limits.device // 20
+        assert "(reserve for the allocator's fragmentation: " in str(decision)
+    assert "reserve" not in str(decide(limit))
 
 
 def test_host_memory_is_limited() -> None:

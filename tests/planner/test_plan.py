@@ -128,6 +128,8 @@ def test_plan_prints_the_automatic_placement(tmp_path, capsys):
     assert "of the chunks on the host" in text and "a step takes" in text
     assert "with all states on the device, a rank needs 156.6 GB; " in text
     assert "in host memory in addition" in text and "exposed offloading" in text
+    assert "2,000,000,000 bytes, 1.86 GiB of the device memory, for the allocator's" in text
+    assert "bytes by tier" in text
     assert "early updates in addition" in text  # the machine's file has no limit of host memory
     least = text.split("smallest offload.device_memory")[1].split()[0].replace(",", "")
     auto[-1] = f"offload.device_memory={int(least) - 1}"

@@ -131,7 +131,7 @@ def test_random_layouts_have_all_features():
             "groups": bool(config.optim.groups),
             "layer": config.offload.order == "layer",
             "slots": config.optim.cache_chunks > 0,
-            **{kind: size > 0 for _, sizes in ranks for kind, size in sizes.items()},
+            **{kind: bool(size) for _, sizes in ranks for kind, size in sizes.items()},
         }.items()
         if is_present
     }

@@ -25,7 +25,7 @@ from tests.kit.faults.disk import small_disk
 from tests.kit.runs.results import assert_same_run
 from tests.kit.runs.saves import SYNC_AND_ASYNC, delay_writes, full_states
 from tests.kit.runs.tiny import tiny_tree
-from tests.kit.runs.training import run_and_catch, run_with, train_on
+from tests.kit.runs.training import printed_by, run_and_catch, run_with, train_on
 
 RUN = {
     "train__max_steps": 6,
@@ -145,7 +145,11 @@ def test_states_of_a_model_checkpoint_start_a_run_on_disk(ranks, tiny_data, tmp_
     load = {"checkpoint__load": str(source / "checkpoints" / "model-00000004")}
     for name, placement in (("device", {}), ("disk", on_disk(tmp_path / "states"))):
         run = RUN | load | {"train__max_steps": 4}
-        train_on(ranks, 1, tiny_tree(tiny_data, tmp_path / name, **run, **placement))
+        tree = tiny_tree(tiny_data, tmp_path / name, **run, **placement)
+        (log,) = ranks(1, printed_by, tree, start_world=False)
+    logged = "offload.mode = 'manual': 80.0% of the chunks on the host and the optimizer states of "
+    assert logged + "60.0% of these on disk, all chunks in the cache" in log
+    assert "GB of device memory without activations, " in log
     assert_same_run(tmp_path / "device", tmp_path / "disk")
 
 
@@ -244,8 +248,17 @@ def test_plan_counts_the_bytes_on_disk_and_refuses_a_byte_too_few(tmp_path, asyn
     config = make_config(tree)
     mesh = make_mesh(config.parallel, 1)
     ((_, sizes),) = plan_ranks(config, mesh)
-    (line,) = (line for line in format_plan(plan(config)).splitlines() if "on disk" in line)
+    lines = format_plan(plan(config)).splitlines()
+    (line,) = (line for line in lines if "on disk" in line)
     assert line.split("  ")[0] == "on disk in addition" and f" {sizes['disk']:,} bytes" in line
+    totals = {tier: sum(of_tier.values()) for tier, of_tier in sizes["tiers"].items()}
+    host = sizes["host"] + sizes["staging"]
+    assert totals == {"device": sizes["total"], "host": host, "disk": sizes["disk"]}
+    table = [line.split() for line in lines[lines.index(line) :] if line.count("  ") > 9]
+    assert table[0] == ["bytes", "by", "tier", "device", "host", "disk"]
+    assert ["total", *(f"{size:,}" for size in totals.values())] in table
+    masters = [sizes["tiers"][tier]["masters"] for tier in totals]
+    assert ["masters", *(f"{size:,}" for size in masters)] in table and masters[2] > 0
     for memory, is_enough in ((sizes["disk"], True), (sizes["disk"] - 1, False)):
         tree["offload"]["disk_memory"] = str(memory)
         config = make_config(tree)
