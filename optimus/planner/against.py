@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from optimus.config import Config, load_config
+from optimus.config import Config, OffloadConfig, load_config
 from optimus.config.machine import load_machine
 from optimus.data.batch import plan_batch
 from optimus.distributed.mesh import Mesh, make_mesh
@@ -20,9 +20,9 @@ from optimus.io import files
 from optimus.observe.metrics import read_lines
 
 FIT_FILE = "fit.json"
-"""File of the run directory with the memory and the step time of the first updates, predicted and
-measured. `optimus.train.fit` writes it."""
-FIT_FORMAT = 1
+"""File of the run directory with the measured memory and step time of the first updates.
+`optimus.train.fit` writes it."""
+FIT_FORMAT = 2
 """Version of the format of FIT_FILE."""
 _MAX_FIT_BYTES = 1 << 26
 _WARM_UP = 3
@@ -64,6 +64,16 @@ def settings_key(config: Config, mesh: Mesh) -> str:
     return files.xxh3_bytes(json.dumps(values, sort_keys=True).encode())
 
 
+def placement_of(config: Config) -> dict[str, Any]:
+    """Return the settings of a configuration that offload.mode = "auto" decides, for fit.json."""
+    optim = config.optim
+    return {
+        "offload": config.offload.model_dump(mode="json"),
+        "cache_chunks": optim.cache_chunks,
+        "chunk_length": optim.chunk_length,
+    }
+
+
 class _Kind(BaseModel):
     """Memory of the ranks with the same pp and tp coordinates."""
 
@@ -74,6 +84,15 @@ class _Kind(BaseModel):
     peak_bytes: Annotated[int, Field(gt=0)]
 
 
+class _Placement(BaseModel):
+    """Settings of a run that offload.mode = "auto" may have decided."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+    offload: OffloadConfig
+    cache_chunks: Annotated[int, Field(ge=0)]
+    chunk_length: Annotated[int, Field(ge=1)]
+
+
 class _Fit(BaseModel):
     """Content of FIT_FILE that the comparison reads."""
 
@@ -82,9 +101,18 @@ class _Fit(BaseModel):
     settings: str
     device: str
     mesh: dict[str, Annotated[int, Field(ge=1)]]
+    microbatches: Annotated[int, Field(ge=1)]
     ranks: Annotated[list[_Kind], Field(min_length=1)]
-    predicted_first_rank_bytes: Annotated[int, Field(gt=0)]
-    first_rank_bytes: Annotated[int, Field(gt=0)]
+    placement: _Placement
+
+    def placed(self, config: Config) -> Config:
+        """Return the configuration of the run with the placement of the first rank's states."""
+        sizes = {
+            "cache_chunks": self.placement.cache_chunks,
+            "chunk_length": self.placement.chunk_length,
+        }
+        optim = config.optim.model_copy(update=sizes)
+        return config.model_copy(update={"offload": self.placement.offload, "optim": optim})
 
 
 class _Update(BaseModel):
@@ -127,7 +155,7 @@ def compare(config: Config, run_dir: str, machine: str | None) -> dict[str, Any]
         - `memory`: list with an entry for each pair of coordinates `pp` and `tp`, with
           `predicted_bytes` and `measured_bytes`. Without fit.json, the list has only the first
           rank, and on a CPU the prediction lacks the memory of libraries. With offload.mode =
-          "auto", the list has only the first rank, with the prediction that the run has made.
+          "auto", the list has only the entry of the first rank, whose placement is in fit.json.
         - `step`: `measured_s`, the median of `updates` updates; `low_s` and `high_s`, their 10th
           and 90th percentile; `machine` (for the path of a file, the name of its device); and
           `predicted_s`, or None and the reason `no_prediction`.
@@ -196,43 +224,76 @@ def _read_updates(path: Path) -> list[_Update]:
     return updates
 
 
+def predict(run_dir: Path) -> dict[str, Any]:
+    """Return the predicted memory and step time of a run that has written fit.json.
+
+    Args:
+        run_dir: The run directory.
+
+    Returns:
+        `bytes`: predicted memory of the first kind of rank in fit.json; `step_s`: predicted time of
+        a step, or None and the reason `no_step`.
+
+    Raises:
+        ConfigError: A file of the run directory is missing or damaged.
+    """
+    config, figures = load_config(run_dir / "config.toml"), read_fit(run_dir)
+    if figures is None:
+        raise ConfigError(f"{run_dir}: no {FIT_FILE}")
+    fit = _Fit.model_validate(figures)
+    mesh = Mesh(**fit.mesh)
+    step_s, reason = _predicted_step(fit.placed(config), mesh, config.train.machine)
+    first = _predicted_bytes(config, mesh, fit, fit.ranks[0])
+    return {"bytes": first, "step_s": step_s, "no_step": reason}
+
+
 def _memory(
     config: Config, mesh: Mesh, fit: _Fit | None, updates: list[_Update]
 ) -> Iterator[dict[str, int]]:
-    from optimus.planner.memory import rank_memory  # imports torch
-    from optimus.planner.offload import largest_rank
-
-    train = config.train
-    microbatches = mesh.pp
-    if train.global_batch_tokens:
-        microbatches = plan_batch(train, mesh.num_data_ranks).microbatches_per_rank
-    if fit is not None and config.offload.mode == "auto":
-        yield {
-            "pp": 0,
-            "tp": 0,
-            "predicted_bytes": fit.predicted_first_rank_bytes,
-            "measured_bytes": fit.first_rank_bytes,
-        }
-        return
-    kinds = [_Kind(pp=0, tp=0, process_bytes=0, peak_bytes=updates[-1].mem_bytes)]
-    device = "cuda"
-    if fit is not None:
-        kinds, device = fit.ranks, fit.device
+    if fit is None:
+        kinds = [_Kind(pp=0, tp=0, process_bytes=0, peak_bytes=updates[-1].mem_bytes)]
+    else:  # with "auto", the ranks of other stages may have other placements
+        kinds = fit.ranks[:1] if config.offload.mode == "auto" else fit.ranks
     for kind in kinds:
-        coordinate = largest_rank(config, mesh, kind.pp)._replace(tp=kind.tp)
-        memory = rank_memory(config, mesh, coordinate, microbatches, device)
-        on_host = memory.host if device == "cpu" else 0
         yield {
             "pp": kind.pp,
             "tp": kind.tp,
-            "predicted_bytes": kind.process_bytes + memory.device + on_host,
+            "predicted_bytes": _predicted_bytes(config, mesh, fit, kind),
             "measured_bytes": kind.peak_bytes,
         }
 
 
-def _step(config: Config, mesh: Mesh, updates: list[_Update], machine: str) -> dict[str, Any]:
+def _predicted_bytes(config: Config, mesh: Mesh, fit: _Fit | None, kind: _Kind) -> int:
+    """Return the predicted memory of the fullest rank of a kind."""
+    from optimus.planner.memory import rank_memory  # imports torch
+    from optimus.planner.offload import largest_rank
+
+    if fit is None:
+        device, microbatches = "cuda", mesh.pp
+        if config.train.global_batch_tokens:
+            microbatches = plan_batch(config.train, mesh.num_data_ranks).microbatches_per_rank
+    else:
+        config, device, microbatches = fit.placed(config), fit.device, fit.microbatches
+    coordinate = largest_rank(config, mesh, kind.pp)._replace(tp=kind.tp)
+    memory = rank_memory(config, mesh, coordinate, microbatches, device)
+    on_host = memory.host if device == "cpu" else 0
+    return kind.process_bytes + memory.device + on_host
+
+
+def _predicted_step(config: Config, mesh: Mesh, name: str) -> tuple[float | None, str]:
+    """Return the predicted time of a step on a machine and "", or None and the reason."""
     from optimus.planner.step_plan import plan_step
 
+    if not name:
+        return None, "train.machine is not set"
+    try:
+        machine = load_machine(name, "train.machine")
+        return plan_step(config, mesh, machine, name)["step_s"], ""
+    except ConfigError as error:
+        return None, str(error)
+
+
+def _step(config: Config, mesh: Mesh, updates: list[_Update], machine: str) -> dict[str, Any]:
     seconds = sorted(update.step_time_s for update in updates[_WARM_UP:] or updates)
     predicted, reason = None, "no machine; add --machine NAME"
     name = machine
@@ -240,10 +301,7 @@ def _step(config: Config, mesh: Mesh, updates: list[_Update], machine: str) -> d
         definition = load_machine(machine)
         if "/" in machine and definition.device is not None:
             name = definition.device.name
-        try:
-            predicted, reason = plan_step(config, mesh, definition, machine)["step_s"], ""
-        except ConfigError as error:
-            reason = str(error)
+        predicted, reason = _predicted_step(config, mesh, machine)
     return {
         "machine": name,
         "measured_s": statistics.median(seconds),

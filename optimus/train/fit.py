@@ -8,7 +8,6 @@ functions that run on a rank.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import statistics
@@ -17,11 +16,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from optimus.config import Config, TrainConfig
-from optimus.config.machine import Machine, load_machine
+from optimus.config.machine import Machine
 from optimus.distributed.mesh import Mesh
-from optimus.errors import ConfigError, one_line
+from optimus.errors import ConfigError, reason_of
 from optimus.io import files
-from optimus.planner.against import FIT_FILE, FIT_FORMAT, difference, read_fit, settings_key
+from optimus.launch.environment import usable_memory
+from optimus.planner.against import (
+    FIT_FILE,
+    FIT_FORMAT,
+    difference,
+    placement_of,
+    read_fit,
+    settings_key,
+)
 from optimus.planner.fit import (
     Capacity,
     capacity_of,
@@ -31,6 +38,7 @@ from optimus.planner.fit import (
     has_accelerator_files,
 )
 from optimus.resilience.supervision.attempt import read_attempt
+from optimus.train.prediction import Prediction
 
 if TYPE_CHECKING:
     from optimus.distributed.world import World
@@ -46,6 +54,10 @@ FIRST_UPDATES, _FEWEST_UPDATES, _WARM_UP = 5, 3, 2
 """The comparison follows after `FIRST_UPDATES` updates of a command, or after its last update if it
 has fewer, but at least `_FEWEST_UPDATES`. The measured step time is the median without the first
 `_WARM_UP` updates."""
+_ENDED = "the run ended before the prediction was complete"
+_PREDICTION_BYTES = 1_000_000_000
+"""Memory that ranks on a CPU must leave on their node for the process of the prediction, which
+needs less than half of it."""
 
 
 def capacity_before_ranks(
@@ -136,11 +148,12 @@ class _RankFigures(NamedTuple):
 
 class FirstUpdates:
     """Comparison of predicted and measured memory and step time after the first updates of a
-    command. Every rank creates an object before its model, and calls `after_update`.
+    command. Every rank creates an object before its model, and calls `after_update` and `close`.
 
-    The first rank logs one line and writes the values to the file `fit.json` of the run directory,
-    which `optimus plan --against` reads. If the file already has the values of a run with the same
-    settings, as after a restart, the comparison is left out.
+    The first rank writes the measured values to the file `fit.json` of the run directory, which
+    `optimus plan --against` reads, and starts a `Prediction`. When it is complete, the first rank
+    logs one line. If the file already has the values of a run with the same settings, as after a
+    restart, the comparison is left out.
     """
 
     def __init__(self, config: Config, mesh: Mesh, num_microbatches: int, world: World) -> None:
@@ -157,6 +170,8 @@ class FirstUpdates:
         self._seconds: list[float] = []
         self._is_done = config.train.fit_check == "off"
         self._process_bytes = 0
+        self._figures: dict[str, Any] = {}
+        self._prediction: Prediction | None = None
         if world.device.type == "cpu":
             from optimus.platform import peak_memory_bytes
 
@@ -166,7 +181,7 @@ class FirstUpdates:
         self, step: int, is_last: bool, seconds: float, directory: RunDirectory | None
     ) -> None:
         """Record the duration of an update. After the number of updates that `FIRST_UPDATES`
-        explains, make the comparison. All ranks must call this method.
+        explains, measure the memory and start the prediction. All ranks must call this method.
 
         Args:
             step: Number of the update.
@@ -174,6 +189,9 @@ class FirstUpdates:
             seconds: Duration of the update.
             directory: The run directory; None except on the first rank.
         """
+        if self._prediction is not None and (result := self._prediction.result()) is not None:
+            self._prediction = None
+            logger.info(format_line(self._figures, result))
         if self._is_done:
             return
         self._seconds.append(seconds)
@@ -191,22 +209,26 @@ class FirstUpdates:
         key = settings_key(self._config, self._mesh)
         if _has_figures(directory.path, key):
             return
+        self._figures = self._measured(step, ranks) | {"settings": key}
         try:
-            figures = self._compare(step, ranks) | {"settings": key}
-        except Exception as error:  # a run must not end because of a prediction
-            logger.warning(
-                "cannot predict the memory of this run because of a bug in Optimus; training "
-                "continues; please report: %s: %s",
-                type(error).__name__,
-                one_line(error),
-            )
-            return
-        with contextlib.suppress(OSError):  # metrics are on the same disk and report its errors
             path = directory.path / FIT_FILE
-            directory.workspace.write_bytes(path, files.checked_json(figures))
-        logger.info(format_line(figures))
+            directory.workspace.write_bytes(path, files.checked_json(self._figures))
+            problem = _ENDED if is_last else self._lacking_memory(ranks)
+            if not problem:
+                self._prediction = Prediction(directory.path)
+        except OSError as error:
+            problem = reason_of(error)
+        if problem:
+            logger.info(format_line(self._figures, {"problem": problem}))
 
-    def _compare(self, step: int, ranks: Sequence[_RankFigures]) -> dict[str, Any]:
+    def close(self) -> None:
+        """End the prediction if it is not complete."""
+        if self._prediction is not None:
+            self._prediction.close()
+            self._prediction = None
+            logger.info(format_line(self._figures, {"problem": _ENDED}))
+
+    def _measured(self, step: int, ranks: Sequence[_RankFigures]) -> dict[str, Any]:
         """Return the content of fit.json."""
         largest: dict[tuple[int, int], _RankFigures] = {}
         for figures in ranks:
@@ -214,13 +236,13 @@ class FirstUpdates:
             known = largest.get((at.pp, at.tp))
             if known is None or figures.peak_bytes > known.peak_bytes:
                 largest[at.pp, at.tp] = figures
-        step_s, no_step = self._predicted_step()
         return {
             "format": FIT_FORMAT,
             "step": step,
             "device": self._world.device.type,
             "mesh": self._mesh._asdict(),
             "microbatches": self._num_microbatches,
+            "placement": placement_of(self._config),
             "ranks": [
                 {
                     "pp": pp,
@@ -230,34 +252,16 @@ class FirstUpdates:
                 }
                 for (pp, tp), figures in sorted(largest.items())
             ],
-            "first_rank_bytes": ranks[0].peak_bytes,
-            "predicted_first_rank_bytes": self._predicted_bytes(),
             "step_s": statistics.median(self._seconds[_WARM_UP:]),
-            "predicted_step_s": step_s,
-            "no_predicted_step": no_step,
         }
 
-    def _predicted_bytes(self) -> int:
-        from optimus.planner.memory import rank_memory
-
-        kind, first = self._world.device.type, self._mesh.coordinate(self._world.rank)
-        memory = rank_memory(self._config, self._mesh, first, self._num_microbatches, kind)
-        host = memory.host if kind == "cpu" else 0
-        return self._process_bytes + memory.device + host
-
-    def _predicted_step(self) -> tuple[float | None, str]:
-        """Return the predicted seconds of a step and "", or None and the reason why there is no
-        prediction."""
-        from optimus.planner.step_plan import plan_step
-
-        name = self._config.train.machine
-        if not name:
-            return None, "train.machine is not set"
-        try:
-            machine = load_machine(name, "train.machine")
-            return plan_step(self._config, self._mesh, machine, name)["step_s"], ""
-        except ConfigError as error:
-            return None, str(error)
+    def _lacking_memory(self, ranks: Sequence[_RankFigures]) -> str:
+        """Return a problem if the memory that ranks on a CPU leave may be too small for the
+        process of the prediction."""
+        if self._world.device.type != "cpu":
+            return ""
+        on_node = self._world.launch.local_world_size * max(rank.peak_bytes for rank in ranks)
+        return "" if usable_memory() - on_node > _PREDICTION_BYTES else "too little memory is left"
 
 
 def _has_figures(directory: Path, key: str) -> bool:
@@ -269,21 +273,26 @@ def _has_figures(directory: Path, key: str) -> bool:
     return figures is not None and figures["settings"] == key
 
 
-def format_line(figures: dict[str, Any]) -> str:
+def format_line(figures: dict[str, Any], prediction: dict[str, Any]) -> str:
     """Return the log line that compares measured and predicted values. `figures` is the content of
-    fit.json."""
+    fit.json, and `prediction` the result of a `Prediction`."""
+    at = [f"{axis} 0" for axis in ("pp", "tp") if figures["mesh"][axis] > 1]
+    rank = f"the fullest rank{' of ' if at else ''}{', '.join(at)}"
+    process = f"the process of {rank}" if figures["device"] == "cpu" else rank
     memory = _clause(
-        figures["first_rank_bytes"] / 1e9, figures["predicted_first_rank_bytes"] / 1e9, "GB"
+        figures["ranks"][0]["peak_bytes"] / 1e9, prediction.get("bytes", 0) / 1e9, "GB"
     )
-    step = f"step {figures['step_s']:.4g} s, without a prediction ({figures['no_predicted_step']})"
-    if figures["predicted_step_s"] is not None:
-        step = f"step {_clause(figures['step_s'], figures['predicted_step_s'], 's')}"
-    process = "the process of the first rank" if figures["device"] == "cpu" else "the first rank"
-    return f"after update {figures['step']}: peak memory of {process} {memory}; {step}"
+    step = _clause(figures["step_s"], prediction.get("step_s"), "s")
+    if prediction.get("no_step"):
+        step += f", without a prediction ({prediction['no_step']})"
+    line = f"after update {figures['step']}: peak memory of {process} {memory}; step {step}"
+    if problem := prediction.get("problem"):
+        line += f"; no prediction ({problem}); `optimus plan CONFIG --against RUN_DIR` makes it"
+    return line
 
 
-def _clause(measured: float, predicted: float, unit: str) -> str:
-    return (
-        f"{measured:.4g} {unit}, predicted {predicted:.4g} {unit} "
-        f"({difference(predicted, measured)})"
-    )
+def _clause(measured: float, predicted: float | None, unit: str) -> str:
+    text = f"{measured:.4g} {unit}"
+    if predicted:
+        text += f", predicted {predicted:.4g} {unit} ({difference(predicted, measured)})"
+    return text

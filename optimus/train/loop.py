@@ -363,6 +363,7 @@ class Run:
             self.saves.end()
             raise
         finally:
+            self.first_updates.close()
             self.saves.give_up()
             self.loader.close()
             self.states.close()

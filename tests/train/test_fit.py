@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -15,11 +18,13 @@ from optimus.distributed.mesh import Coordinate, Mesh
 from optimus.errors import ConfigError
 from optimus.io import files
 from optimus.launch.environment import SINGLE
-from optimus.planner.against import FIT_FILE, compare
+from optimus.planner.against import FIT_FILE, compare, placement_of, predict
 from optimus.planner.fit import least_bytes
+from optimus.planner.memory import rank_memory
 from optimus.resilience.supervision.attempt import Attempt
-from optimus.train import fit
+from optimus.train import fit, prediction
 from optimus.train.launch import LaunchOptions, plan_job
+from optimus.train.prediction import Prediction
 from tests.kit.runs.tiny import tiny_tree
 from tests.kit.runs.training import printed_by
 
@@ -141,6 +146,19 @@ def lines_of(run_dir: Path) -> list[dict]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
+def printed_with_prediction(tree: dict) -> str:
+    """Return the standard error of a run that waits for its prediction."""
+    result = Prediction.result
+
+    def wait_and_return(waiting: Prediction) -> dict | None:
+        waiting._process.wait()
+        return result(waiting)
+
+    niceness = mock.patch.object(prediction, "_NICENESS", 0)
+    with niceness, mock.patch.object(Prediction, "result", wait_and_return):
+        return printed_by(tree)
+
+
 _RUNS: list[tuple[str, Path, str]] = []
 """The run of `measured_run`, which the first test that needs it makes."""
 
@@ -154,7 +172,7 @@ def measured_run(ranks, tiny_data, tmp_path_factory):
     folder = tmp_path_factory.mktemp("fit")
     settings = {"parallel__pp": 2, "train__max_steps": 6, "optim__warmup_steps": 0}
     tree = checked_tree(tiny_data, folder / "run", **settings)
-    first, second = ranks(2, printed_by, tree, start_world=False, timeout_s=120)
+    first, second = ranks(2, printed_with_prediction, tree, start_world=False, timeout_s=240)
     assert "after update" not in second
     _RUNS.append((config_file(folder / "c.toml", tree), folder / "run", first))
     return _RUNS[0]
@@ -165,15 +183,59 @@ def test_run_logs_predicted_and_measured_figures_once(measured_run):
     (line,) = [line for line in printed.splitlines() if "after update" in line]
     content = json.loads((run_dir / FIT_FILE).read_text())
     assert content["step"] == fit.FIRST_UPDATES
-    assert line == f"optimus: {fit.format_line(content)}"
+    predicted = predict(run_dir)
+    assert line == f"optimus: {fit.format_line(content, predicted)}"
     assert "without a prediction (train.machine is not set)" in line
     metrics = lines_of(run_dir)
     times = sorted(update["step_time_s"] for update in metrics[2:5])
     assert content["step_s"] == times[1]
-    assert content["first_rank_bytes"] == metrics[4]["mem_bytes"]
+    assert content["ranks"][0]["peak_bytes"] == metrics[4]["mem_bytes"]
     process = content["ranks"][0]["process_bytes"]
-    assert 0 < content["predicted_first_rank_bytes"] - process < 10_000_000
+    assert 0 < predicted["bytes"] - process < 10_000_000
     assert [rank["pp"] for rank in content["ranks"]] == [0, 1]
+
+
+def test_run_that_ends_first_ends_the_prediction(measured_run, caplog):
+    config, run_dir, _ = measured_run
+    caplog.set_level("INFO")
+    updates = fit.FirstUpdates(load(config), Mesh(pp=2), 8, mock.Mock())
+    updates._figures = json.loads((run_dir / FIT_FILE).read_text())
+    updates._prediction = Prediction(run_dir)
+    process = updates._prediction._process
+    updates.close()
+    assert process.returncode == -9 and updates._prediction is None
+    assert "no prediction (the run ended before the prediction was complete); `optimus" in (
+        caplog.text
+    )
+
+
+def test_prediction_of_another_process_or_directory_is_a_problem(tmp_path):
+    with mock.patch.object(prediction, "_NICENESS", 0):
+        waiting = Prediction(tmp_path)
+    waiting._process.wait()
+    result = waiting.result()
+    assert result is not None and "config.toml" in result["problem"]
+    # The process must not outlive the rank that is its parent.
+    command = [sys.executable, "-P", "-m", "optimus.train.prediction", str(tmp_path), "1", "0"]
+    orphan = subprocess.run(command, capture_output=True, text=True)
+    assert (orphan.returncode, orphan.stdout) == (1, "")
+    waiting._process, waiting._end = subprocess.Popen(["sleep", "600"]), 0.0
+    result = waiting.result()
+    assert result is not None and "took more than" in result["problem"]
+
+
+def test_placement_of_a_run_is_predicted(tmp_path):
+    """With offload.mode = "auto", the placement is that in fit.json."""
+    settings = {"offload__mode": "manual", "offload__host_share": 1.0, "optim__chunk_length": 2000}
+    placed = make_config(tiny_tree("d", tmp_path, **settings))
+    auto = make_config(tiny_tree("d", tmp_path, offload__mode="auto"))
+    (tmp_path / "config.toml").write_text(dump_toml(auto))
+    rank = {"pp": 0, "tp": 0, "process_bytes": 1000, "peak_bytes": 2000}
+    content = {"format": 2, "settings": "", "device": "cpu", "mesh": Mesh()._asdict()}
+    content |= {"microbatches": 8, "ranks": [rank], "placement": placement_of(placed)}
+    (tmp_path / FIT_FILE).write_bytes(files.checked_json(content))
+    memory = rank_memory(placed, Mesh(), Coordinate(0, 0, 0, 0), 8, "cpu")
+    assert predict(tmp_path)["bytes"] == 1000 + memory.device + memory.host
 
 
 def test_plan_is_compared_with_a_run(measured_run, capsys):
@@ -183,7 +245,7 @@ def test_plan_is_compared_with_a_run(measured_run, capsys):
     content = json.loads((run_dir / FIT_FILE).read_text())
     first, last = result["memory"]
     assert first["measured_bytes"] == content["ranks"][0]["peak_bytes"]
-    assert first["predicted_bytes"] == content["predicted_first_rank_bytes"]
+    assert first["predicted_bytes"] == predict(run_dir)["bytes"]
     assert (first["pp"], last["pp"]) == (0, 1)
     assert result["step"]["updates"] == 3 and result["step"]["predicted_s"] is None
     assert optimus(["plan", config, "--against", str(run_dir), "--machine", "h100"]) == 0

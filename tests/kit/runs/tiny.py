@@ -86,7 +86,7 @@ def tiny_tree(data: Path | str, run_dir: Path | str, **overrides: Any) -> dict[s
             "microbatch_size": 1,
             "dtype": "fp32",
             "device": "cpu",
-            "fit_check": "off",  # a prediction after the first updates takes 1 s
+            "fit_check": "off",  # no process for a prediction
             "deterministic": True,
         },
         "optim": {"lr": 3e-3, "min_lr": 3e-4, "warmup_steps": 3},
