@@ -1,8 +1,9 @@
 """Check that the ranks of a run fit in their memory, before they start.
 
 A lower bound of the memory decides whether a run is refused, so that no run that fits is refused.
-`least_bytes` documents the bound. If a cheap upper limit does not exceed the memory, nothing else
-is computed. Otherwise the prediction of `optimus plan` decides whether to warn.
+`least_bytes` documents the bound. The prediction of `optimus plan` decides whether to warn. It
+takes seconds, so it is computed only if an upper limit, which is fast to compute, exceeds the
+memory.
 
 This module imports torch only for the prediction.
 """
@@ -82,8 +83,8 @@ def capacity_of_machine(name: str, ranks_on_node: int) -> Capacity:
 
 
 def capacity_of_host(ranks: int) -> Capacity:
-    """Return the memory of this machine, which `ranks` ranks on its CPU share. A limit of the
-    control group counts."""
+    """Return the memory of this machine, at most the limit of its control group. `ranks` ranks on
+    its CPU share it."""
     return Capacity(usable_memory(), "this machine", ranks, "host")
 
 
@@ -97,14 +98,15 @@ def least_bytes(config: Config, mesh: Mesh, num_microbatches: int, kind: str) ->
 
     The bound is the sum of
 
-    - the model states that have memory between steps, exactly (`StateSizes`), without the gathered
-      parameters of optim.resident = "cache". With offload.mode = "auto", no state need be on the
-      device. In host memory, parameters count, and masters and moments unless they may be on disk;
-    - the inputs of all layers of the microbatches that are in progress at the same time, at the
-      most. Backward needs the input of each layer, whatever is recomputed. With optim.frozen, they
-      are left out, because layers before the first trained parameter have no backward.
+    - the model states that are allocated between steps, exactly (`StateSizes`), without the
+      gathered parameters of optim.resident = "cache". With offloading and host memory, the bound
+      has only the parameters, and without offload.disk also masters and moments. With offload.mode
+      = "auto" and device memory, it has no states, because all may be on the host;
+    - the inputs of all layers, for the largest number of microbatches that are in progress at the
+      same time. Backward needs the input of each layer, whatever is recomputed. With optim.frozen,
+      the inputs are left out, because layers before the first trained parameter have no backward.
 
-    The states have memory throughout a step, so both exist at the same time.
+    The states are allocated throughout a step, so the sum of both is needed.
 
     Args:
         config: The run, with `train.seq_len`.
@@ -141,7 +143,8 @@ _Bytes = Callable[[Coordinate], int]
 def _layer_inputs(
     config: Config, mesh: Mesh, stages: tuple[range, ...], num_microbatches: int
 ) -> Callable[[int], int]:
-    """Return a function from a pp index to the most bytes of layer inputs that the rank keeps."""
+    """Return a function from a pp index to the largest number of bytes of layer inputs that the
+    rank keeps at the same time."""
     train = config.train
     if config.optim.frozen or not train.seq_len:
         return lambda pp: 0
@@ -169,8 +172,8 @@ def _layer_inputs(
 
 
 def most_bytes(config: Config, mesh: Mesh, num_microbatches: int) -> _Bytes:
-    """Return a function from a coordinate to a cheap estimate of the bytes of its rank that is
-    above the prediction of `rank_memory`. The arguments are those of `least_bytes`."""
+    """Return a function from a coordinate to an upper limit of the bytes that `rank_memory`
+    predicts for its rank. The limit is fast to compute. Arguments as for `least_bytes`."""
     model, train, stages = config.model, config.train, stages_of(config, mesh)
     states = StateSizes(config)
     optim = config.optim.model_copy(update={"resident": "all", "sharding": "none"})
@@ -282,7 +285,7 @@ def predicted_bytes(config: Config, mesh: Mesh, num_microbatches: int, capacity:
 
 
 def _on_fullest(mesh: Mesh, capacity: Capacity, bytes_of: _Bytes) -> int:
-    """Return the largest sum of the bytes of ranks that share memory."""
+    """Return the largest sum of `bytes_of` over the ranks that share a memory."""
     known: dict[tuple[int, int], int] = {}
 
     def cached(coordinate: Coordinate) -> int:

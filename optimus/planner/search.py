@@ -1,8 +1,8 @@
 """Search for the fastest layout of a run on a number of ranks.
 
 A search evaluates all layouts of a space. Layouts that the checks of the configuration refuse, or
-that need more memory than a rank has, are counted by reason. Each check and each number of bytes is
-computed once for all layouts that share it.
+that need more memory than a rank has, are counted by reason. A check or a number of bytes that is
+the same for several layouts is computed once.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Evaluation(NamedTuple):
     """A layout that the search has evaluated."""
 
     time: float
-    """Predicted time of a step, or another figure that grows with it."""
+    """Predicted seconds of a step, or the FLOPs of `ComputeBound`."""
     memory: int
     """Predicted bytes on the fullest rank."""
     layout: Layout
@@ -59,9 +59,9 @@ class Ranking(NamedTuple):
     """Result of a search."""
 
     evaluations: list[Evaluation]
-    """The layouts that fit, the fastest first. Of equally fast layouts, those that divide a replica
-    over fewer ranks come first, then those that keep more states on each rank, then those that need
-    less memory."""
+    """The layouts that fit, sorted by `time`. Of layouts with equal times, those that divide a
+    replica over fewer ranks come first, then those that keep more states on each rank, then those
+    that need less memory."""
     rejected: Counter[str]
     """Number of rejected layouts by reason."""
 
@@ -238,8 +238,8 @@ def _in_processes(
 
 
 def _receive(receiver: Connection, process: Any) -> int | Ranking:
-    """Return the next message of a process. Raises its exception, or OptimusError if the process
-    has ended."""
+    """Return the next message of a process. Raise the exception that the process sends, or
+    OptimusError if the process has ended without a result."""
     try:
         message = receiver.recv()
     except (EOFError, OSError):
@@ -251,7 +251,7 @@ def _receive(receiver: Connection, process: Any) -> int | Ranking:
             ) from None
         raise OptimusError(
             f"a process of the search ended (signal {-code}, probably out of memory); use fewer "
-            "nodes, or run it on a machine with more memory"
+            "nodes, or run the search on a machine with more memory"
         ) from None
     if isinstance(message, Exception):
         raise message
@@ -264,7 +264,8 @@ def _send(
     sender: Connection,
     receivers: Sequence[Connection],
 ) -> None:
-    """Send numbers of evaluated layouts, then the result or the exception."""
+    """Evaluate a share in a process of `_in_processes`. Send the numbers of evaluated layouts, then
+    the result or the exception."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the first process prints the message
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     for receiver in receivers:  # otherwise this process would not notice the end of the first one
@@ -298,18 +299,18 @@ class FittingLayout(NamedTuple):
 def nearest_fitting(
     config: Config, machine: Machine, nodes: int, limit: int = 3
 ) -> list[FittingLayout]:
-    """Return the layouts that fit on some nodes of a machine and differ from a configuration in the
-    fewest settings. Of these, the fastest come first.
+    """Return layouts that fit on nodes of a machine and differ little from a configuration.
 
-    parallel.dp follows from the other axes and is not counted. At most `_MOST_CHANGES` settings
-    differ; the result is empty if no such layout fits.
+    Layouts with fewer changed settings come first. Of layouts with the same number of changes, the
+    fastest come first. parallel.dp follows from the other axes and is not counted. At most
+    `_MOST_CHANGES` settings differ; the result is empty if no such layout fits.
 
     Args:
         config: The configuration, with its global batch.
         machine: The machine, with the memory of its device. If it has no rates, layouts are
             compared by `ComputeBound`.
         nodes: Number of nodes.
-        limit: Most layouts to return.
+        limit: Maximum number of layouts in the result.
     """
     assert machine.device is not None, "the machine has no device"
     checks = LayoutChecks(config)

@@ -22,7 +22,7 @@ from optimus.planner.states import StateSizes
 from optimus.rank.profile import ModelProfile, Profiled, kinds_of_layers, profile_model
 
 _Group = tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]
-"""Pipeline ranks, and the kinds of the layers of each of their stages, which are equal."""
+"""Pipeline ranks with equal layers, and for each stage of one of them the kinds of its layers."""
 
 
 class LayoutMemory:
@@ -31,8 +31,9 @@ class LayoutMemory:
     Args:
         config: The configuration.
         checks: The checks of its layouts.
-        limit_bytes: Memory of a rank. If the states alone need more, their bytes are returned.
-        profiled: Profiles of segments, to which others are added.
+        limit_bytes: Memory of a rank. If the states of a rank alone need more, the result has only
+            their bytes.
+        profiled: Known profiles of segments. Further profiles are added.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class LayoutMemory:
         return train.global_batch_tokens // (tokens * layout.dp * layout.ep)
 
     def _coordinates(self, layout: Layout) -> list[int]:
-        """Return an index along tp for each size of the share of the vocabulary."""
+        """Return one tp index for each different number of vocabulary rows that a tp rank has."""
         return _different_shares(self._config.model.vocab_size, layout.tp)
 
     def _bytes_of_states(self, layout: Layout) -> list[tuple[int, ...]]:
@@ -102,7 +103,8 @@ class LayoutMemory:
         return result
 
     def _groups_of(self, layout: Layout) -> list[_Group]:
-        """Return the pipeline ranks with equal stages, except for their place in the schedule."""
+        """Return the pipeline ranks in groups with equal layers. The ranks of a group differ only
+        in their positions in the schedule."""
         key = layout.pp, layout.virtual_stages
         if key not in self._groups:
             stages, groups = self._checks.stages(layout), dict[Any, list[int]]()
@@ -117,8 +119,8 @@ class LayoutMemory:
         return self._groups[key]
 
     def _activations_of(self, layout: Layout) -> list[list[int]]:
-        """Return the bytes of activations and inputs: for each group of pipeline ranks, the most
-        on a rank with each index of `_coordinates`."""
+        """Return the bytes of activations and inputs: for each group of pipeline ranks and each
+        index of `_coordinates`, those of the rank that needs most."""
         key = layout[:8]
         if key not in self._activations:
             microbatches = self.microbatches(layout)

@@ -32,7 +32,7 @@ class Unit(NamedTuple):
     text: str
     """Name in the text and in the picture, with the unit."""
     size: float
-    """Times are divided by this."""
+    """Number by which the times are divided."""
 
 
 SECONDS = Unit("step_s", "step, s", 1.0)
@@ -40,8 +40,8 @@ PFLOP = Unit("bound_pflop", "PFLOP of the busiest rank, with its idle time", 1e1
 
 
 class SearchProgress:
-    """Log of the progress of a search: the number of layouts at the start, then at most one line in
-    `_PROGRESS_S` seconds. A call has the arguments of `report` of `search`."""
+    """Logs the progress of a search: the number of layouts at the start, then at most one line in
+    `_PROGRESS_S` seconds. A call has the arguments of the function `report` of `search`."""
 
     def __init__(self) -> None:
         self._next_s: float | None = None

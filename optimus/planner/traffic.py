@@ -1,5 +1,5 @@
-"""Bytes that the ranks of a run send along each axis in a step, and how many of them cross nodes
-and groups of nodes."""
+"""Bytes that the ranks of a run send along each axis in a step, and the shares that they send to
+other nodes and to other groups of nodes."""
 
 from __future__ import annotations
 
@@ -68,12 +68,13 @@ def plan_crossings(config: Config, mesh: Mesh, topology: Topology) -> dict[str, 
 
 
 def plan_topology(config: Config, mesh: Mesh, allocation: Allocation) -> dict[str, Any]:
-    """Return where the bytes of a step cross nodes and groups as a dict for JSON.
+    """Return a dict for JSON about the bytes that ranks send to other nodes and groups in a step.
 
     Returns:
-        "crossings": the result of `plan_crossings`; "num_groups": the number of groups of nodes, or
-        None with "unknown", the reason; and with groups "gain", a text about another order of the
-        hosts.
+        - `crossings`: the result of `plan_crossings`.
+        - `num_groups`: the number of groups of nodes, or None if the groups are unknown.
+        - `unknown`: only if the groups are unknown, the reason.
+        - `gain`: only if the groups are known, a text about a better order of the hosts.
     """
     hosts, groups = allocation.hosts, groups_of_hosts(allocation.hosts, allocation.host_group)
     if not hosts or groups is None:
@@ -92,8 +93,8 @@ def plan_topology(config: Config, mesh: Mesh, allocation: Allocation) -> dict[st
 
 
 def better_order(config: Config, mesh: Mesh, allocation: Allocation) -> tuple[str, ...]:
-    """Return the hosts of an allocation in the order in which fewer bytes of a step cross groups:
-    the given order, or that of `best_order`.
+    """Return the hosts of an allocation in the better of two orders: the given order, or that of
+    `best_order`. In the better order, ranks send fewer bytes to other groups of nodes in a step.
 
     Raises:
         ConfigError: The host names do not contain the group.
@@ -118,8 +119,8 @@ def _gain(config: Config, mesh: Mesh, topology: Topology, allocation: Allocation
     before = _group_bytes(config, mesh, topology)
     after = _group_bytes(config, mesh, Topology(topology.ranks_per_node, groups))
     return (
-        f"another order of the hosts sends {100 * (1 - after / before):.0f} % less across groups; "
-        "--write-hosts FILE writes it"
+        f"another order of the hosts sends {100 * (1 - after / before):.0f} % fewer bytes across "
+        "groups; --write-hosts FILE writes it"
     )
 
 
