@@ -1,16 +1,21 @@
 """Time of a training step with offloading on a machine.
 
-Each pipeline rank has its device, its port, two directions of the link to its host, the host, which
-updates chunks, and two directions of a disk (`TierSimulation`). They do the actions of the schedule
-together: a forward or backward waits for the copies of its chunks, the update for all gradients,
-and the next step for updates that are not complete. Some steps are simulated one after the other,
-because the updates of a step overlap with the next one.
+A simulation plays the pipeline schedule on the resources of each pipeline rank: its device, its
+port to other ranks, the two directions of the link to its host, the host, which updates chunks, and
+the two directions of a disk (`TierSimulation`). A forward or backward waits for the copies of its
+chunks, the update waits for all gradients, and the next step waits for updates that are not
+complete. The updates of a step overlap with the next step, so several steps are simulated one after
+the other.
 
-These are not modelled: ranks of a node that share the bandwidth of its host memory or disk (the
-rates of a machine file are those of a rank while all ranks of the node work); the time in which the
-host adds gradients; and collectives of chunks that share the port with transfers between stages.
-Gradients are copied after the action I of a schedule that divides backward. In the middle of a
-pipeline, ranks have the placement that offload.mode = "auto" has chosen for the first rank.
+The simulation does not model:
+
+- that ranks of a node share the bandwidth of its host memory or disk. The rates of a machine file
+  are those of a rank while all ranks of the node work;
+- the time in which the host adds gradients;
+- that gathers of chunks share the port with transfers between stages;
+- placements of middle pipeline ranks. With offload.mode = "auto", they get that of the first rank.
+
+If a schedule divides backward, gradients are copied to the host after the action I.
 """
 
 from __future__ import annotations
@@ -60,8 +65,9 @@ from optimus.planner.workload import Works, step_of
 from optimus.rank.states import PlannedRank, staging_of
 
 _UNKNOWN = 1 << 62
-"""Limit of host memory if the machine's file does not have it, and of the disk."""
+"""Limit of the disk, and of host memory if the machine's file does not have its size."""
 _UNLIMITED = Links(**dict.fromkeys(Links.model_fields, 1e30))
+"""Rates with which copies and updates on the host take no time."""
 
 
 @dataclass(frozen=True)
@@ -69,21 +75,22 @@ class OffloadedStep:
     """Time of a step with offloading."""
 
     step: Step
-    """The work of the step without offloading, except that ranks update fewer chunks."""
+    """The work of the devices: that of a step without offloading, but without the updates of chunks
+    on the host."""
     time: StepTime
-    """Its components. `offload_s` is the time by which copies, updates on the host and the disk
-    make the step longer."""
+    """Time of the step by component. `offload_s` is the time by which copies, updates on the host
+    and the disk make the step longer."""
     played: Played
-    """Actions and transfers of a step in a long run."""
+    """Actions and transfers of the last simulated step."""
     spans: tuple[tuple[ResourceSpan, ...], ...]
-    """For each pipeline rank, the work of the resources during this step. Times are from its
-    start."""
+    """For each pipeline rank, the work of its links, host and disk during this step. Times are
+    seconds from the start of the step."""
     seconds: dict[str, float]
     """Seconds for which each resource works in a step, on the rank where it works longest."""
 
 
 class Placements(NamedTuple):
-    """Placements of the model states on a machine."""
+    """Placements of the model states of a run on a machine, with offload.mode = "auto"."""
 
     searches: list[PlacementSearch]
     """Searches for the first and the last pipeline rank."""
@@ -91,7 +98,7 @@ class Placements(NamedTuple):
     """Their results."""
 
     def configs(self, num_ranks: int) -> list[Config]:
-        """Return the configuration that each pipeline rank executes."""
+        """Return the configuration that each of `num_ranks` pipeline ranks executes."""
         configs = [decision.config for decision in self.decisions]
         return [configs[-1 if rank == num_ranks - 1 else 0] for rank in range(num_ranks)]
 
@@ -101,9 +108,10 @@ def decide_placements(
 ) -> Placements:
     """Decide on the placement of the states with offload.mode = "auto" on a machine.
 
-    The limits are the device memory, the share of a rank of the host memory, and the rates of the
-    machine, unless the section `[offload]` has others. If the machine has no rates for the run's
-    dtype, the operations of the device take the time that `flops` and `memory` of the links give.
+    A rank may use the memory of its device and its share of the host memory of a node, unless the
+    section `[offload]` sets other limits. If the machine file has no rates of products in the run's
+    dtype, the rates `flops` and `memory` of its table `links` give the time of the device's
+    operations.
 
     Args:
         config, mesh, machine, name, works: As for `time_offloaded`.
@@ -168,7 +176,7 @@ def time_offloaded(
         placements: Result of `decide_placements` with offload.mode = "auto"; None to call it.
 
     Raises:
-        ConfigError: As `decide_placements`, or the machine has no figures for the step.
+        ConfigError: As `decide_placements`, or the machine file lacks rates for the step.
     """
     rates = rates_of(machine, config.train.dtype, name)
     limits = machine_limits(config, machine, name)
@@ -233,11 +241,12 @@ class _Rank(NamedTuple):
 
     work: StepWork
     num_uses: Mapping[tuple[int, bool], int]
-    """Number of uses of a pass: its stage, and True for the backward."""
+    """Number of segment uses in a pass of one microbatch. The key has the stage, and True for the
+    backward."""
     updated_share: float
-    """Share of the updated elements whose home is the device."""
+    """Share of the trained elements whose states are on the device."""
     reductions: tuple[Reduction, ...]
-    """Collectives of gradients, and of the parameters whose home is the device."""
+    """Collectives of all gradients, and of the parameters whose states are on the device."""
     gathers_s: Mapping[str, float]
     """Seconds of the gathers of chunks on the host in a step, by axes."""
 
@@ -245,7 +254,8 @@ class _Rank(NamedTuple):
 def _plan_ranks(
     configs: Sequence[Config], mesh: Mesh, schedule: Schedule, times: SegmentTimes, host: int
 ) -> list[_Rank]:
-    """Return the pipeline ranks. `host` is the limit of host memory of a rank."""
+    """Return the pipeline ranks. `configs` has the configuration of each rank, and `host` is the
+    limit of host memory of a rank in bytes."""
     known: dict[Any, tuple[Workload, PlannedRank]] = {}
     ranks = []
     for pp, config in enumerate(configs):
@@ -286,7 +296,8 @@ def _plan_rank(
     times: SegmentTimes,
     host: int,
 ) -> _Rank:
-    """Return the rank `pp`. `work` and `planned` are those of a rank with equal layers."""
+    """Return the pipeline rank `pp`. `work` and `planned` are the results of `_plan_chunks` for a
+    rank with equal layers."""
     p, offload = schedule.num_ranks, config.offload
     is_backward = {Kind.F: False, Kind.B: True, Kind.I: True}
     passes = [
@@ -365,17 +376,17 @@ class _OffloadedDevice:
         self._num_uses = rank.num_uses
         self.simulation = TierSimulation(rank.work, links)
         self.start_s = 0.0
-        """Start of the present step."""
+        """Start of the current step."""
         self.norm_s = 0.0
         """Time at which all gradients of the rank are on the host."""
 
     def run(self, action: Action, start: float, seconds: float) -> float:
-        """Return the end of an action. The rank's actions are given in order.
+        """Return the time at which an action ends. Call this for the rank's actions in order.
 
         Args:
             action: The action.
             start: Time from the start of the step at which it can begin.
-            seconds: Its time if it waits for no chunk.
+            seconds: Its duration if it waits for no chunk.
         """
         kind, now = action.kind, self.start_s + start
         if kind is Kind.F or kind is Kind.B or kind is Kind.I:
@@ -388,7 +399,7 @@ class _OffloadedDevice:
 
 
 class _Steps(NamedTuple):
-    """The last of some steps: three attributes of `OffloadedStep`."""
+    """Three attributes of `OffloadedStep`, for the last simulated step."""
 
     played: Played
     spans: tuple[tuple[ResourceSpan, ...], ...]
@@ -398,7 +409,8 @@ class _Steps(NamedTuple):
 def _play(
     step: Step, rates: Rates, schedule: Schedule, ranks: Sequence[_Rank], links: Links
 ) -> _Steps:
-    """Play steps until all of them take the same time."""
+    """Simulate `STEPS` steps, after which the duration of a step no longer changes. Return the last
+    step."""
     devices = [_OffloadedDevice(rank, links) for rank in ranks]
     start_s = 0.0
     for _ in range(STEPS):

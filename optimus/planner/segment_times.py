@@ -1,5 +1,4 @@
-"""Seconds of the segments of a rank's model and of the gathers of its chunks, from the figures of a
-machine."""
+"""Seconds of the segments of a rank's model and of the gathers of its chunks on a machine."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ class SegmentTimes:
     Args:
         config: The run.
         mesh: Sizes of the axes.
-        rates: The figures of the machine.
+        rates: The rates of the machine.
         works, imbalances: As for `step_of`.
     """
 
@@ -47,7 +46,7 @@ class SegmentTimes:
 
         Args:
             layout: The layout of the rank.
-            divides_backward: True for the action I instead of the backward.
+            divides_backward: True to return the seconds of the action I instead of the backward.
         """
         numbers = [1 + layer for stage in layout.stages for layer in layout.layers[stage]]
         numbers = [0] * layout.has_first + numbers + [len(self._layers) - 1] * layout.has_last

@@ -1,4 +1,4 @@
-"""The time of a run's step on a machine, as figures for `optimus plan`."""
+"""The time of a run's step on a machine, for `optimus plan`."""
 
 from __future__ import annotations
 
@@ -42,19 +42,21 @@ def plan_step(
         placements: As for `time_offloaded`.
 
     Returns:
-        - `step_s`: seconds of a step, and its components `compute_s`, `exposed_s` (by axis),
-          `bubble_s`, `optimizer_s` and, with offloading, `offload_s`: the wait for copies, updates
-          on the host and the disk. `resources_s` then has the seconds for which each of them works,
-          on the rank where it works longest.
-        - `tokens_per_s` of the steps, `tflops_per_device` and `mfu`, whose denominator is
-          `peak_flops` of a device; `tokens_per_day` with `work_share`.
-        - `nodes`, and the result of `plan_run`. `step_s` excludes its `checkpoint_s`.
-        - `fitted_on`: the published rows to which figures of the machine were fitted, and
-          `missing`: keys of figures without a source, which make `step_s` a lower bound.
+        - `step_s`: seconds of a step without checkpoints. It is the sum of `compute_s`, `exposed_s`
+          (a dict by axis), `bubble_s`, `optimizer_s` and, with offloading, `offload_s`, the time by
+          which copies, updates on the host and the disk make the step longer.
+        - `resources_s`: only with offloading, the seconds for which each resource (the links, the
+          host and the disk) works in a step, on the rank where it works longest.
+        - `tokens_per_s`: tokens of a step divided by `step_s`. `tflops_per_device`, and `mfu`, its
+          ratio to `peak_flops`, the peak of a device.
+        - `tokens_per_day`: with the share `work_share` of the time.
+        - `nodes`: number of nodes; and the result of `plan_run`.
+        - `fitted_on`: the published rows on which rates of the machine file were fitted.
+        - `missing`: keys of rates that the machine file lacks, so that `step_s` is a lower bound.
 
     Raises:
-        ConfigError: The machine has no figures for the run's dtype, memory or network, or the batch
-            does not fit the mesh. With offloading, as `time_offloaded`.
+        ConfigError: The machine file has no rates for the run's dtype, memory or network, or the
+            batch does not fit the mesh. With offloading, as `time_offloaded`.
     """
     train = config.train
     rates = rates_of(machine, train.dtype, name)
@@ -91,8 +93,8 @@ def plan_step(
 
 
 def trace_step(config: Config, mesh: Mesh, machine: Machine, name: str, path: Path) -> None:
-    """Write the planned pipeline actions of a step, with the names of `optimus bench step --trace`,
-    and its transfers, and with offloading the work of the links, the host and the disk.
+    """Write a trace of a planned step: its pipeline actions, with the names of `optimus bench step
+    --trace`, and its transfers. With offloading, also the work of the links, the host and the disk.
 
     Args:
         config, mesh, machine, name: As for `plan_step`.
@@ -161,7 +163,7 @@ def step_lines(result: dict[str, Any], is_one_replica: bool = False) -> list[tup
     ]
     lines += run_lines(result, is_one_replica)
     if result["fitted_on"]:
-        lines.append(("figures fitted on", "; ".join(result["fitted_on"])))
+        lines.append(("rates fitted on", "; ".join(result["fitted_on"])))
     if result["missing"]:
-        lines.append(("figures without a source", ", ".join(result["missing"])))
+        lines.append(("rates not in the file", ", ".join(result["missing"])))
     return lines

@@ -98,8 +98,8 @@ def test_lines_name_fitted_and_missing_figures():
     mesh = make_mesh(config.parallel)
     lines = dict(step_lines(plan_step(config, mesh, load_machine("aurora"), "aurora")))
     assert "256 nodes" in lines["step on aurora"] and "exposed ep" in "".join(lines)
-    assert "device.launch_s" in lines["figures without a source"]
-    assert "figures fitted on" not in lines
+    assert "device.launch_s" in lines["rates not in the file"]
+    assert "rates fitted on" not in lines
     lines = dict(step_lines(plan_step(config, mesh, load_machine("a100-80"), "a100-80")))
-    assert "arXiv 2205.05198 Table 5" in lines["figures fitted on"]
-    assert lines["figures without a source"] == "levels.1.achieved"
+    assert "arXiv 2205.05198 Table 5" in lines["rates fitted on"]
+    assert lines["rates not in the file"] == "levels.1.achieved"
