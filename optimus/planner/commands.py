@@ -109,7 +109,8 @@ def check_options(args: argparse.Namespace) -> None:
     for option in ("nodes", "hosts", "load"):
         refuse_if(
             args.against and getattr(args, option),
-            f"--{option} has no effect with --against, which plans the run as it is; remove it",
+            f"--{option} has no effect with --against, which plans the run with its ranks; remove "
+            "it",
         )
 
 

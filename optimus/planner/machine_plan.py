@@ -215,8 +215,8 @@ def plan_on_machine(
     if config.offload.mode == "auto":
         refuse_if(
             load is not None,
-            f"--load {load}: offload.mode = 'auto' decides for offload.expert_imbalance; leave "
-            "--load out, or set offload.mode = 'off'",
+            f"--load {load} has no effect with offload.mode = 'auto', which leaves memory free for "
+            "offload.expert_imbalance; remove --load, or set offload.mode = 'off'",
         )
         return _placed(config, mesh, machine, name)
     run = config, mesh, machine, name

@@ -147,7 +147,8 @@ def machine_limits(config: Config, machine: Machine, name: str) -> RankLimits:
     if links is None:
         raise ConfigError(
             f"offload.mode = {config.offload.mode!r}: the file of {name} has no table [links]; set "
-            "offload.links to a file that optimus bench links --out FILE has written there"
+            "offload.links to a file that optimus bench links --out FILE has written on that "
+            "machine"
         )
     device = 0 if machine.device is None else int(machine.device.memory_bytes.value)
     memory, host = machine.host_memory_bytes, _UNKNOWN

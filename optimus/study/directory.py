@@ -440,7 +440,7 @@ def _is_in_queue(system: str, job: str) -> bool:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_ANSWER_S)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise OptimusError(
-            f"cannot ask for job {job}: {one_line(error)}; run this command on a machine where "
+            f"cannot query job {job}: {one_line(error)}; run this command on a machine where "
             f"{command[0]} answers"
         ) from None
     if done.returncode == 0:
@@ -448,7 +448,7 @@ def _is_in_queue(system: str, job: str) -> bool:
     if done.returncode in _GONE[system]:
         return False
     raise OptimusError(
-        f"cannot ask for job {job}: {shlex.join(command)} ended with exit status "
+        f"cannot query job {job}: {shlex.join(command)} ended with exit status "
         f"{done.returncode}: {one_line(done.stderr)}; run the same command again later"
     )
 

@@ -120,7 +120,10 @@ def parse_nodes(text: str) -> tuple[int, ...]:
         )
         numbers.append(int(word))
     for number in numbers:
-        refuse_if(numbers.count(number) > 1, f"--nodes {text}: {number} occurs twice; remove it")
+        refuse_if(
+            numbers.count(number) > 1,
+            f"--nodes {text}: {number} occurs twice; give each number once",
+        )
     return tuple(sorted(numbers))
 
 

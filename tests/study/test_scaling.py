@@ -333,9 +333,9 @@ def test_point_in_the_queue_is_not_submitted_again(config, tmp_path, monkeypatch
     assert report["jobs"] == []
     (tmp_path / "qstat").write_text("#!/bin/sh\necho cannot connect >&2; exit 255\n")
     assert main(study(config, out)) == 1
-    assert "cannot ask for job 17: qstat 17 ended with exit status 255" in capsys.readouterr().err
+    assert "cannot query job 17: qstat 17 ended with exit status 255" in capsys.readouterr().err
     assert main(["study", "show", str(out)]) == 0
-    assert "00001-top-k submitted: cannot ask for job 17" in capsys.readouterr().out
+    assert "00001-top-k submitted: cannot query job 17" in capsys.readouterr().out
 
 
 def test_damaged_metrics_are_refused(config, tmp_path, capsys):
