@@ -7,6 +7,7 @@ import argparse
 import contextlib
 import itertools
 import json
+import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -14,12 +15,16 @@ from typing import TYPE_CHECKING, Any
 
 from optimus.config import Config
 from optimus.config.machine import Machine
+from optimus.config.sizes import parse_bytes
 from optimus.errors import ConfigError, counted, refuse_if
 from optimus.io.files import check_output, write_bytes
 from optimus.planner.allocation import Allocation
 
 if TYPE_CHECKING:
     from optimus.planner.layouts import Layout
+    from optimus.planner.search import Ranking
+
+logger = logging.getLogger(__name__)
 
 _GIB = 1 << 30
 
@@ -241,40 +246,34 @@ def run_comparison(args: argparse.Namespace, config: Config) -> int:
 
 
 def run_search(args: argparse.Namespace, config: Config, allocation: Allocation | None) -> int:
-    """Rank the layouts of a run, and print and write the results. Return the exit status."""
+    """Rank the layouts of a run, and print and write the results. Return the exit status.
+
+    If no layout fits and the machine has links, those with offload.mode = "auto" are ranked.
+    """
     from optimus.config.machine import load_machine
-    from optimus.planner.layouts import LayoutChecks, space_of
-    from optimus.planner.search import search
-    from optimus.planner.search_memory import LayoutMemory
+    from optimus.planner.placement_search import with_offload
+    from optimus.planner.search import TOO_LARGE
     from optimus.planner.search_report import (
         PFLOP,
         SECONDS,
-        SearchProgress,
         format_report,
         report,
         write_config,
         write_report,
     )
-    from optimus.planner.search_time import ComputeBound, StepSeconds
-    from optimus.planner.step_time import rates_of
-    from optimus.rank.profile import Profiled
 
     world_size = allocation.world_size if allocation else None
     if world_size is None:
         raise ConfigError("--search needs a number of ranks; add --machine NAME --nodes N")
-    checks, profiled = LayoutChecks(config), Profiled()
-    time: Callable[[Layout], float] = ComputeBound(config, checks)
-    unit, limit = PFLOP, None if args.memory is None else int(args.memory * _GIB)
     machine = load_machine(args.machine)
-    if machine.device is not None:
-        rates = rates_of(machine, config.train.dtype, args.machine)
-        time, unit = StepSeconds(config, checks, rates, profiled), SECONDS
-        limit = limit or int(machine.device.memory_bytes.value)
-    memory = LayoutMemory(config, checks, limit, profiled)
-    space = space_of(config, world_size)
-    processes = len(os.sched_getaffinity(0))
-    settings = space, memory, time, checks, limit, processes, SearchProgress()
-    ranking = search(config, world_size, *settings)
+    unit = PFLOP if machine.device is None else SECONDS
+    config = _with_memory(config, args.memory)
+    ranking = _rank_layouts(args, config, machine, world_size)
+    can_offload = config.offload.mode == "off" and machine.device and machine.links
+    if not ranking.evaluations and can_offload and ranking.rejected[TOO_LARGE]:
+        logger.info('no layout fits without offloading; evaluating offload.mode = "auto"')
+        config = _with_memory(with_offload(config, mode="auto"), args.memory)
+        ranking = _rank_layouts(args, config, machine, world_size)
     if not ranking.evaluations:
         reasons = "; ".join(f"{n:,}: {why}" for why, n in ranking.rejected.most_common(3))
         raise ConfigError(
@@ -294,3 +293,49 @@ def run_search(args: argparse.Namespace, config: Config, allocation: Allocation 
         print(format_report(ranking, top, unit))
         print(f"the first layout: {best.describe()}")
     return 0
+
+
+def _with_memory(config: Config, memory: float | None) -> Config:
+    """Return the configuration with the value of --memory as offload.device_memory, if states may
+    be offloaded."""
+    from optimus.planner.placement_search import with_offload
+
+    if memory is None or config.offload.mode != "auto":
+        return config
+    return with_offload(config, device_memory=str(int(memory * _GIB)))
+
+
+def _rank_layouts(
+    args: argparse.Namespace, config: Config, machine: Machine, world_size: int
+) -> Ranking:
+    """Return the ranking of the layouts of a run on a number of ranks of a machine."""
+    from optimus.planner.layouts import LayoutChecks, space_of
+    from optimus.planner.search import search
+    from optimus.planner.search_memory import LayoutMemory
+    from optimus.planner.search_offload import OffloadedLayouts
+    from optimus.planner.search_report import SearchProgress
+    from optimus.planner.search_time import ComputeBound, StepSeconds
+    from optimus.planner.step_time import rates_of
+    from optimus.rank.profile import Profiled
+
+    offloads = config.offload.mode == "auto"
+    limit = None if args.memory is None else int(args.memory * _GIB)
+    checks, profiled = LayoutChecks(config), Profiled()
+    time: Callable[[Layout], float] = ComputeBound(config, checks)
+    offloaded = None
+    if machine.device is not None:
+        rates = rates_of(machine, config.train.dtype, args.machine)
+        time = seconds = StepSeconds(config, checks, rates, profiled)
+        asked = parse_bytes(config.offload.device_memory) if offloads else 0
+        limit = limit or asked or int(machine.device.memory_bytes.value)
+        if offloads:
+            offloaded = OffloadedLayouts(config, machine, args.machine, seconds)
+    refuse_if(
+        offloads and offloaded is None,
+        f"offload.mode = 'auto': the file of {args.machine} has no device, so the time of a step "
+        "with offloading is unknown; use another machine, or set offload.mode = 'off'",
+    )
+    memory = LayoutMemory(config, checks, limit, profiled)
+    processes = len(os.sched_getaffinity(0))
+    settings = memory, time, checks, limit, processes, SearchProgress(), offloaded
+    return search(config, world_size, space_of(config, world_size), *settings)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from optimus.config import Config
+from optimus.config import Config, OffloadConfig
 from optimus.config.checks import check
 from optimus.data.batch import plan_batch
 from optimus.distributed.mesh import Mesh
@@ -49,6 +49,7 @@ class Layout(NamedTuple):
     recompute: tuple[str, ...]
     sharding: str
     resident: str
+    offload: str = "off"
 
     @property
     def mesh(self) -> Mesh:
@@ -79,13 +80,21 @@ class Layout(NamedTuple):
                         "cache_chunks": self.slots(config),
                     }
                 ),
+                "offload": self._offload(config.offload),
             }
         )
 
+    def _offload(self, offload: OffloadConfig) -> OffloadConfig:
+        if self.offload == offload.mode:
+            return offload
+        if self.offload == "off":  # the other settings have no meaning
+            return OffloadConfig()
+        return offload.model_copy(update={"mode": self.offload})
+
     def slots(self, config: Config) -> int:
-        """Return `optim.cache_chunks` of the layout."""
+        """Return `optim.cache_chunks` of the layout. offload.mode = "auto" chooses it."""
         has_cache = self.resident == "cache" or config.offload.host_share
-        return config.optim.cache_chunks if has_cache else 0
+        return config.optim.cache_chunks if has_cache and self.offload != "auto" else 0
 
     def settings(self) -> dict[str, Any]:
         """Return a dict from keys such as "parallel.pp" to the values of the layout."""
@@ -99,6 +108,7 @@ class Layout(NamedTuple):
 _KEYS = (
     *(f"parallel.{name}" for name in ("pp", "dp", "ep", "tp", "schedule", "virtual_stages")),
     *("train.microbatch_size", "recompute.modules", "optim.sharding", "optim.resident"),
+    "offload.mode",
 )
 """Keys of the fields of `Layout`."""
 
@@ -125,6 +135,7 @@ def layout_of(config: Config, world_size: int) -> Layout:
         tuple(config.recompute.modules),
         config.optim.sharding,
         config.optim.resident,
+        config.offload.mode,
     )
 
 
@@ -182,9 +193,9 @@ class LayoutChecks:
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._base = Layout(
-            1, 1, 1, 1, "1f1b", 1, 1, (), config.optim.sharding, config.optim.resident
-        )
+        optim, mode = config.optim, config.offload.mode
+        states = optim.sharding, optim.resident, mode if mode == "manual" else "off"
+        self._base = Layout(1, 1, 1, 1, "1f1b", 1, 1, (), *states)
         self._verdicts: dict[Any, str] = {}
         self._stages: dict[int, tuple[range, ...]] = {}
 
@@ -216,9 +227,7 @@ class LayoutChecks:
             )
             or self._verdict(
                 layout[8:],
-                lambda: self._check(
-                    self._base._replace(sharding=layout.sharding, resident=layout.resident)
-                ),
+                lambda: self._check(Layout(*self._base[:8], *layout[8:])),
             )
         )
 

@@ -2,13 +2,15 @@
 
 A search evaluates all layouts of a space. Layouts that the checks of the configuration refuse, or
 that need more memory than a rank has, are counted by reason. A check or a number of bytes that is
-the same for several layouts is computed once.
+the same for several layouts is computed once. With offload.mode = "auto", layouts that do not fit
+on the device are then evaluated with offloading (`optimus.planner.search_offload`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import math
 import multiprocessing
 import pickle
@@ -22,7 +24,7 @@ from typing import Any, NamedTuple
 
 from optimus.config import Config
 from optimus.config.machine import Machine
-from optimus.errors import ConfigError, OptimusError, refuse_if
+from optimus.errors import ConfigError, OptimusError, counted, refuse_if
 from optimus.planner.layouts import (
     Layout,
     LayoutChecks,
@@ -34,13 +36,16 @@ from optimus.planner.layouts import (
     space_of,
 )
 from optimus.planner.search_memory import LayoutMemory
+from optimus.planner.search_offload import Candidate, OffloadedLayouts
 from optimus.planner.search_time import ComputeBound, StepSeconds
 from optimus.planner.states import check_names
 from optimus.planner.step_time import rates_of
 from optimus.rank.profile import Profiled
 
-_Share = Sequence[tuple[int, int, int, int]]
-"""Meshes whose layouts a process evaluates."""
+logger = logging.getLogger(__name__)
+
+_Share = Sequence[Any]
+"""Meshes whose layouts a process evaluates, or candidates for offloading."""
 _Report = Callable[[int], object]
 """Function that is called with a number of evaluated layouts."""
 
@@ -56,7 +61,7 @@ class Evaluation(NamedTuple):
 
 
 class Ranking(NamedTuple):
-    """Result of a search."""
+    """Result of a search, or of a process for a part of its layouts."""
 
     evaluations: list[Evaluation]
     """The layouts that fit, sorted by `time`. Of layouts with equal times, those that divide a
@@ -64,6 +69,8 @@ class Ranking(NamedTuple):
     that need less memory."""
     rejected: Counter[str]
     """Number of rejected layouts by reason."""
+    candidates: list[Candidate]
+    """Layouts that may be evaluated with offloading; empty in the result of a search."""
 
     @property
     def pareto(self) -> list[Evaluation]:
@@ -86,6 +93,7 @@ def search(
     limit_bytes: int | None = None,
     processes: int = 1,
     report: Callable[[int, int], object] = lambda done, total: None,
+    offloaded: OffloadedLayouts | None = None,
 ) -> Ranking:
     """Evaluate all layouts of a space.
 
@@ -100,11 +108,12 @@ def search(
         processes: Number of processes that evaluate the layouts. They do not change the result.
         report: Function that is called with the number of evaluated layouts and of all layouts,
             before the first evaluation and regularly after it.
+        offloaded: The layouts with offload.mode = "auto"; None if that is not the mode of `config`.
 
     Raises:
         OptimusError: A process that evaluates layouts has ended.
-        ConfigError: `config` has no global batch or offloads states, or a pattern of optim.groups
-            or optim.frozen matches no parameter.
+        ConfigError: `config` has no global batch or offload.mode = "manual", or a pattern of
+            optim.groups or optim.frozen matches no parameter.
     """
     for key in ("seq_len", "global_batch_tokens"):
         refuse_if(
@@ -112,9 +121,9 @@ def search(
             f"train.{key} = 0: a search compares steps with the same tokens; set train.{key}",
         )
     refuse_if(
-        config.offload.mode != "off",
-        f"offload.mode = {config.offload.mode!r}: a search compares layouts with all states on the "
-        'device; set offload.mode = "off"',
+        config.offload.mode == "manual",
+        "offload.mode = 'manual': a search chooses the placement of the states; set offload.mode = "
+        "'auto', or 'off' for layouts with all states on the device",
     )
     check_names(config.optim, config.model)
     meshes = [
@@ -123,11 +132,11 @@ def search(
         if world_size % (pp * ep * tp) == 0
     ]
     inner = math.prod(map(len, (space.microbatch_sizes, space.recompute, space.states)))
-    ranking = Ranking([], Counter())
+    ranking = Ranking([], Counter(), [])
     if others := len(space.pp) * len(space.ep) * len(space.tp) - len(meshes):
         reason = "parallel.pp * ep * tp does not divide the number of ranks"
         ranking.rejected[reason] = others * len(space.schedules) * inner
-    evaluate = partial(_evaluate, space, memory, time, checks, limit_bytes)
+    evaluate = partial(_evaluate, space, memory, time, checks, limit_bytes, offloaded)
     # Meshes with the same ep and tp have the same profiles of activations.
     meshes.sort(key=lambda mesh: (mesh[2:], mesh[0]))
     groups = [[*group] for _, group in itertools.groupby(meshes, key=lambda mesh: mesh[2:])]
@@ -145,10 +154,71 @@ def search(
     add(0)
     evaluate_all = _in_processes if processes > 1 else _in_this_process
     for result in evaluate_all(evaluate, shares, add):
-        ranking.evaluations.extend(result.evaluations)
-        ranking.rejected.update(result.rejected)
+        _add_result(ranking, result)
+    if offloaded is not None:
+        _evaluate_candidates(ranking, offloaded, evaluate_all)
     ranking.evaluations.sort(key=_rank_key)
     return ranking
+
+
+def _add_result(ranking: Ranking, result: Ranking) -> None:
+    ranking.evaluations.extend(result.evaluations)
+    ranking.rejected.update(result.rejected)
+    ranking.candidates.extend(result.candidates)
+
+
+MOST_PLACEMENTS = 48
+"""Maximum number of layouts for which a search looks for a placement with offloading."""
+_AT_ONCE = 4
+"""Number of layouts that are evaluated with offloading before the best time is updated. It does not
+depend on the number of processes, which do not change the result."""
+
+
+def _evaluate_candidates(
+    ranking: Ranking, offloaded: OffloadedLayouts, evaluate_all: Callable[..., list[Ranking]]
+) -> None:
+    """Evaluate the candidates of a ranking with offloading, and remove them."""
+    candidates = sorted(ranking.candidates)
+    ranking.candidates.clear()
+    best_s, number = min((e.time for e in ranking.evaluations), default=math.inf), 0
+    if candidates:
+        most = counted(min(len(candidates), MOST_PLACEMENTS), "layout")
+        logger.info("evaluating at most %s with offloading", most)
+    while candidates:
+        slower = [c for c in candidates if c.least_s >= best_s]
+        ranking.rejected[_SLOWER] += len(slower)
+        candidates = [c for c in candidates if c.least_s < best_s]
+        chosen = candidates[: min(_AT_ONCE, MOST_PLACEMENTS - number)]
+        if not chosen:
+            break
+        candidates, number = candidates[len(chosen) :], number + len(chosen)
+        evaluate = partial(_evaluate_offloaded, offloaded)
+        for result in evaluate_all(evaluate, [[c] for c in chosen], lambda count: None):
+            _add_result(ranking, result)
+        best_s = min((e.time for e in ranking.evaluations), default=math.inf)
+    ranking.rejected[_TOO_MANY] += len(candidates)
+    for reason in (_SLOWER, _TOO_MANY):
+        ranking.rejected[reason] or ranking.rejected.pop(reason)
+
+
+TOO_LARGE = "more memory than a rank has"
+"""Reason of `Ranking.rejected`."""
+_SLOWER = f"{TOO_LARGE}, and with offloading slower than the best layout"
+_TOO_MANY = f"{TOO_LARGE}, and offloading is evaluated for {MOST_PLACEMENTS} layouts at most"
+_EQUAL = f"{TOO_LARGE}, and offloading is evaluated with optim.resident = 'all'"
+
+
+def _evaluate_offloaded(
+    offloaded: OffloadedLayouts, candidates: Sequence[Candidate], report: _Report
+) -> Ranking:
+    result = Ranking([], Counter(), [])
+    for candidate in candidates:
+        try:
+            evaluation = *offloaded.evaluate(candidate.layout), candidate.layout
+            result.evaluations.append(Evaluation(*evaluation))
+        except ConfigError as error:
+            result.rejected[reason_of(error)] += 1
+    return result
 
 
 def _rank_key(evaluation: Evaluation) -> tuple:
@@ -163,13 +233,15 @@ def _evaluate(
     time: Callable[[Layout], float],
     checks: LayoutChecks,
     limit_bytes: int | None,
-    meshes: _Share,
+    offloaded: OffloadedLayouts | None,
+    meshes: Sequence[tuple[int, int, int, int]],
     report: _Report,
 ) -> Ranking:
     """Evaluate the layouts of some meshes. The result is not sorted. `report` is called with the
     number of layouts since its last call."""
     rejected: Counter[str] = Counter()
     evaluations: list[Evaluation] = []
+    candidates: list[Candidate] = []
     inner = list(itertools.product(space.microbatch_sizes, space.recompute, space.states))
     for mesh, schedule in itertools.product(meshes, space.schedules):
         if refusal := checks.refusal_of_mesh(Layout(*mesh, *schedule, 1, (), "none", "all")):
@@ -185,12 +257,18 @@ def _evaluate(
                 used = memory(layout)
                 if limit_bytes is None or used <= limit_bytes:
                     evaluations.append(Evaluation(time(layout), used, layout))
+                elif offloaded is None:
+                    rejected[TOO_LARGE] += 1
+                elif layout.resident != "all":  # chunks on the host have the same residency
+                    rejected[_EQUAL] += 1
+                elif refusal := checks.refusal(layout._replace(offload="auto")):
+                    rejected[refusal] += 1
                 else:
-                    rejected["more memory than a rank has"] += 1
+                    candidates.append(offloaded.candidate(layout, used))
             except ConfigError as error:
                 rejected[reason_of(error)] += 1
         report(len(inner))
-    return Ranking(evaluations, rejected)
+    return Ranking(evaluations, rejected, candidates)
 
 
 def _in_this_process(

@@ -80,6 +80,7 @@ def format_report(ranking: Ranking, top: int, unit: Unit) -> str:
     rows = [(unit.text, "GiB", "pp dp ep tp", "schedule", "microbatch", "recompute", "states")]
     for step_time, memory, layout in ranking.evaluations[:top]:
         stages = f" x {layout.virtual_stages}" if layout.virtual_stages > 1 else ""
+        on_host = ", offloaded" if layout.offload == "auto" else ""
         rows.append(
             (
                 f"{step_time / unit.size:.6g}",
@@ -88,7 +89,7 @@ def format_report(ranking: Ranking, top: int, unit: Unit) -> str:
                 layout.schedule + stages,
                 str(layout.microbatch_size),
                 " ".join(layout.recompute) or "nothing",
-                f"{layout.sharding}, {layout.resident}",
+                f"{layout.sharding}, {layout.resident}{on_host}",
             )
         )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from optimus.config import Config
+from optimus.config.hardware import BYTES
 from optimus.model.flops import (
     head_multiply_adds,
     layer_multiply_adds,
@@ -35,6 +36,7 @@ from optimus.planner.workload import (
     segment_layers,
     stage_weights,
     step_of,
+    updated_parameters,
 )
 from optimus.rank.profile import Profiled, profile_work
 
@@ -131,19 +133,40 @@ class StepSeconds:
         time = self._pipeline.with_update(*update, self._rates.missing)
         return time.total_s
 
+    def of_passes(self, layout: Layout) -> float:
+        """Return a lower bound of the seconds of a step, with any placement of its states: the time
+        of the passes of all microbatches, divided equally over the pipeline ranks."""
+        segments, times = self._segments_of(layout)
+        passes_s = sum(
+            times(layers.forward, layers.number).total_s
+            + times(layers.backward, layers.number).total_s
+            for segment in segments
+            for layers in segment
+        )
+        return microbatches_of(layout.apply(self._config), layout.mesh) * passes_s / layout.pp
+
+    def work_of_states(self, layout: Layout) -> tuple[float, float, int]:
+        """Return the bytes of the parameters of the fullest rank, the number of parameters that it
+        updates, and its number of microbatches in a step."""
+        config, mesh = layout.apply(self._config), layout.mesh
+        weights = self._weights_of(layout, config)
+        size = BYTES[config.train.dtype] * sum(weights)
+        updated = updated_parameters(layout.sharding, mesh, weights)
+        return size, updated, microbatches_of(config, mesh)
+
     def _pipeline_time(self, layout: Layout) -> PipelineTime:
         config = layout.apply(self._config)
-        segments, times = self._segments_of(layout, config)
+        segments, times = self._segments_of(layout)
         stages = self._checks.stages(layout)
         step = step_of(config, layout.mesh, stages, segments=segments)
         return pipeline_time(step, self._rates, times)
 
-    def _segments_of(self, layout: Layout, config: Config) -> tuple[Segments, PassTimes]:
+    def _segments_of(self, layout: Layout) -> tuple[Segments, PassTimes]:
         """Return the work of the segments, and the times of its passes."""
         divides = layout.schedule == "zb-h1"
         key = layout.ep, layout.tp, layout.microbatch_size, layout.recompute, divides
         if key not in self._segments:
-            on_cpu = not self._rates.launches_queue
+            config, on_cpu = layout.apply(self._config), not self._rates.launches_queue
             work = profile_work(config, layout.mesh, on_cpu, profiled=self._profiled)
             segments = segment_layers(config, layout.mesh, works={False: work})
             times = PassTimes(self._rates, groups_of(layout.mesh))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import dataclasses
 import json
@@ -39,8 +40,10 @@ from optimus.planner.layouts import (
     space_of,
 )
 from optimus.planner.memory import rank_memory
-from optimus.planner.search import Evaluation, nearest_fitting, search
+from optimus.planner.placement_search import with_offload
+from optimus.planner.search import _EQUAL, _SLOWER, Evaluation, nearest_fitting, search
 from optimus.planner.search_memory import LayoutMemory
+from optimus.planner.search_offload import OffloadedLayouts
 from optimus.planner.search_time import ComputeBound, StepSeconds
 from optimus.planner.states import check_slots, stages_of
 from optimus.planner.step_time import rates_of, step_time
@@ -182,6 +185,46 @@ def test_search_equals_the_evaluation_of_each_layout():
     assert [e[:2] for e in ranking.pareto] == sorted(
         e for e in figures if not any(o[0] <= e[0] and o[1] <= e[1] for o in figures - {e})
     )
+
+
+def test_offloaded_winner_is_that_of_an_evaluation_of_each_layout():
+    """No layout fits on the device. The lower bound leaves some layouts out."""
+    config = tiny_config("d", "r", **BASE, **DENSE, train__dtype="bf16", offload__mode="auto")
+    checks, profiled = LayoutChecks(config), Profiled()
+    space = Space(
+        pp=(1, 2),
+        ep=(1,),
+        tp=(1,),
+        schedules=(("1f1b", 1),),
+        microbatch_sizes=(2,),
+        recompute=(("block",),),
+        states=(("so", "all"), ("epso", "all"), ("epso", "parameters")),
+    )
+    memory = LayoutMemory(config, checks)
+    limit = int(0.9 * min(map(memory, space.layouts(2))))
+    config = with_offload(config, device_memory=str(limit))
+    machine = load_machine("h200").model_copy(update={"ranks_per_node": 2})
+    seconds = StepSeconds(config, checks, rates_of(machine, "bf16"), profiled)
+    offloaded = OffloadedLayouts(config, machine, "h200", seconds)
+    functions = LayoutMemory(config, checks, limit, profiled), seconds, checks, limit
+    ranking = search(config, 2, space, *functions, offloaded=offloaded)
+    times = {}
+    for layout in space.layouts(2):
+        if layout.resident == "all":
+            layout = layout._replace(offload="auto")
+            with contextlib.suppress(ConfigError):
+                times[layout], used = offloaded.evaluate(layout)
+                assert used <= limit and times[layout] >= seconds.of_passes(layout)
+    best = ranking.evaluations[0]
+    assert best.time == min(times.values()) == times[best.layout]
+    assert {e.layout: e.time for e in ranking.evaluations}.items() <= times.items()
+    assert ranking.rejected[_EQUAL] == 2 and not ranking.candidates
+    assert len(ranking.evaluations) + ranking.rejected.total() == 6
+    # With a layout that is faster than all bounds, none is evaluated with offloading.
+    fastest = min(map(seconds.of_passes, times))
+    fast = (lambda layout: limit + (layout.sharding == "so")), (lambda layout: fastest / 2)
+    ranking = search(config, 2, space, *fast, checks, limit, offloaded=offloaded)
+    assert len(ranking.evaluations) == 4 and ranking.rejected == {_SLOWER: 2}
 
 
 def test_nearest_fitting_changes_the_fewest_settings():
@@ -374,6 +417,22 @@ def test_search_writes_table_picture_and_a_configuration_that_train_accepts(
     assert main(["train", str(best), "--nproc", "2", "--dry-run"]) == 0
 
 
+def test_search_offloads_if_no_layout_fits(tiny_data, tmp_path, capsys):
+    machine = tmp_path / "machine.toml"
+    text = (CONFIGS / "machine" / "h200.toml").read_text()
+    machine.write_text(text.replace("ranks_per_node = 8", "ranks_per_node = 1"))
+    changes = {"train__global_batch_tokens": CONTEXT, "train__dtype": "bf16"}
+    tree = tiny_tree(tiny_data, tmp_path / "run", train__deterministic=False, **DENSE, **changes)
+    config, best = write_config(tmp_path / "config.toml", tree), tmp_path / "best.toml"
+    command = ["plan", str(config), "--machine", str(machine), "--nodes", "1", "--search"]
+    assert main([*command, "--json", "--memory", "0.0008", "--write", str(best)]) == 0
+    result = json.loads(capsys.readouterr().out)
+    first, written = result["ranking"][0], load_config(best)
+    assert first["offload"] == written.offload.mode == "auto"
+    assert first["memory_bytes"] <= int(written.offload.device_memory) == int(0.0008 * 2**30)
+    assert main(["train", str(best), "--nproc", "1", "--dry-run"]) == 0
+
+
 def test_search_prints_a_json_object(tmp_path, capsys):
     tree = tiny_tree("d", "r", train__deterministic=False, **DENSE)
     assert main([*search_options(tmp_path, tree), "--json", "--top", "2"]) == 0
@@ -391,7 +450,11 @@ def test_search_prints_a_json_object(tmp_path, capsys):
         (["--resolved"], "--search and --resolved exclude each other"),
         (["train.global_batch_tokens=0"], "train.global_batch_tokens = 0: a search compares"),
         (["optim.frozen=['nothing']"], "optim.frozen names 'nothing'"),
-        (["offload.mode='auto'"], "offload.mode = 'auto': a search compares layouts with all"),
+        (["offload.mode='auto'"], "so the time of a step with offloading is unknown; use another"),
+        (
+            ["offload.mode='manual'", "offload.host_share=1"],
+            "offload.mode = 'manual': a search chooses the placement of the states; set",
+        ),
     ],
 )
 def test_impossible_search_is_a_single_line_and_status_2(options, message, tmp_path, capsys):
