@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import Literal
 
 from optimus.config import Config
+from optimus.config.hardware import BYTES
 from optimus.config.machine import Machine, load_machine
 from optimus.distributed.mesh import Coordinate, Mesh
 from optimus.errors import ConfigError, counted, one_line, refuse_if
 from optimus.launch.environment import usable_memory
 from optimus.parallel.pipeline.actions import Kind
 from optimus.parallel.pipeline.plan import schedule_of
-from optimus.planner.states import ITEMSIZE, StateSizes, stages_of
+from optimus.planner.states import StateSizes, stages_of
 
 logger = logging.getLogger(__name__)
 
@@ -149,7 +150,7 @@ def _layer_inputs(
     if config.optim.frozen or not train.seq_len:
         return lambda pp: 0
     rows = train.seq_len // (mesh.tp if config.parallel.sequence_parallel else 1)
-    size = train.microbatch_size * rows * config.model.hidden_size * ITEMSIZE[train.dtype]
+    size = train.microbatch_size * rows * config.model.hidden_size * BYTES[train.dtype]
     is_gpipe = config.offload.order == "layer" or (
         config.parallel.schedule == "gpipe" and len(stages) > 1
     )

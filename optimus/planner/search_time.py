@@ -18,6 +18,7 @@ from optimus.model.flops import (
 )
 from optimus.parallel.pipeline.simulate import bubble_ratio
 from optimus.planner.layouts import Layout, LayoutChecks
+from optimus.planner.state_traffic import StateTraffic
 from optimus.planner.step_time import (
     Overlap,
     PassTimes,
@@ -29,12 +30,11 @@ from optimus.planner.step_time import (
 from optimus.planner.workload import (
     Segments,
     Weights,
+    fullest_rank,
     groups_of,
     microbatches_of,
     optimizer_bytes,
-    reductions_of,
     segment_layers,
-    stage_weights,
     step_of,
     updated_parameters,
 )
@@ -114,7 +114,8 @@ class StepSeconds:
         self._config, self._checks, self._rates = config, checks, rates
         self._profiled: Profiled = {} if profiled is None else profiled
         self._segments: dict[Any, tuple[Segments, PassTimes]] = {}
-        self._weights: dict[Any, Weights] = {}
+        self._traffic: dict[Any, StateTraffic] = {}
+        self._weights: dict[Any, tuple[int, Weights]] = {}
         # A search asks for the layouts of a mesh, and for those that differ only in states, one
         # after the other.
         self._mesh: Any = None
@@ -158,7 +159,8 @@ class StepSeconds:
         config = layout.apply(self._config)
         segments, times = self._segments_of(layout)
         stages = self._checks.stages(layout)
-        step = step_of(config, layout.mesh, stages, segments=segments)
+        traffic = self._traffic_of(layout, config)
+        step = step_of(config, layout.mesh, stages, segments=segments, traffic=traffic)
         return pipeline_time(step, self._rates, times)
 
     def _segments_of(self, layout: Layout) -> tuple[Segments, PassTimes]:
@@ -181,18 +183,27 @@ class StepSeconds:
         key = layout.virtual_stages, size, states
         if key not in self._updates:
             config, mesh = layout.apply(self._config), layout.mesh
-            weights = self._weights_of(layout, config)
-            reductions = reductions_of(config, mesh, weights, microbatches_of(config, mesh))
+            stages, microbatches = self._checks.stages(layout), microbatches_of(config, mesh)
+            pp, weights = self._fullest(layout, config)
+            traffic = self._traffic_of(layout, config)
+            reductions = traffic.of_rank(config, mesh, stages, pp, microbatches)
             self._updates[key] = _Update(
                 [*collective_times(reductions, groups_of(mesh), self._rates)],
                 optimizer_bytes(config, mesh, weights) / self._rates.memory,
             )
         return self._updates[key]
 
-    def _weights_of(self, layout: Layout, config: Config) -> Weights:
-        """Return the parameters of the fullest rank."""
+    def _traffic_of(self, layout: Layout, config: Config) -> StateTraffic:
+        """Return the collectives of gradients and parameters of all layouts with equal settings of
+        states."""
+        key = layout.sharding, layout.resident, config.parallel.sequence_parallel
+        if key not in self._traffic:
+            self._traffic[key] = StateTraffic(config, extrapolates=True)
+        return self._traffic[key]
+
+    def _fullest(self, layout: Layout, config: Config) -> tuple[int, Weights]:
+        """Return the result of `fullest_rank`."""
         key = layout.pp, layout.ep, layout.tp, layout.virtual_stages
         if key not in self._weights:
-            weights = stage_weights(config, layout.mesh, self._checks.stages(layout))
-            self._weights[key] = max(weights, key=sum)
+            self._weights[key] = fullest_rank(config, layout.mesh, self._checks.stages(layout))
         return self._weights[key]

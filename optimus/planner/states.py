@@ -34,6 +34,7 @@ from optimus.chunks.options import (
 from optimus.chunks.residency import fewest_slots
 from optimus.config import Config, ModelConfig, OptimConfig
 from optimus.config.axes import UNEQUAL, Axes
+from optimus.config.hardware import BYTES
 from optimus.distributed.mesh import Coordinate, GroupAxes, Mesh, ParameterKind
 from optimus.errors import ConfigError, counted
 from optimus.model.shapes import block_shapes, head_shapes, model_shapes
@@ -42,13 +43,11 @@ from optimus.parallel.pipeline.plan import plan_stages
 from optimus.parallel.pipeline.schedules import check_virtual_stages
 from optimus.planner.gradients import Buffer, GradientMemory
 
-ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
-"""Bytes of an element of each dtype."""
 _MODEL_ITEMSIZE = 2
 """Bytes of an element in a model-only checkpoint: `optimus.checkpoint.weights.DTYPE`."""
 ADAMW = (4, 4)
 """Bytes of an element of each moment of AdamW."""
-_EMBEDDING, _HEAD = -1, -2
+EMBEDDING, HEAD = -1, -2
 """Segment numbers of the embedding and of the head. The segment number of a block is its layer."""
 _DIVIDED = ("q_proj", "k_proj", "v_proj", "q_norm", "k_norm", "gate_proj", "up_proj")
 """Modules whose parameters tp divides."""
@@ -134,8 +133,8 @@ class StateSizes:
         self._in_sequence = config.parallel.sequence_parallel
         self._host_share = config.offload.host_share
         self.deterministic = config.train.deterministic
-        self.itemsize = ITEMSIZE[config.train.dtype]
-        self.sum_itemsize = ITEMSIZE[optim.grad_dtype]
+        self.itemsize = BYTES[config.train.dtype]
+        self.sum_itemsize = BYTES[optim.grad_dtype]
         self.grad_itemsize = max(self.itemsize, self.sum_itemsize)
         self.divides_gradients = optim.resident != "all" or self._host_share > 0
         self.divides_params = optim.resident == "cache"
@@ -166,7 +165,7 @@ class StateSizes:
         layers = [r if self._has_patterns else self._kinds[r.start : r.stop] for r in local]
         key = mesh, tuple(layers), ends, rows
         if key not in self._ranks:
-            params = self._params_of(mesh, stages, coordinate)
+            params = self.params_of(mesh, stages, coordinate)
             self._ranks[key] = self._count(params, mesh, has_last=ends[1])
         return self._ranks[key]
 
@@ -209,7 +208,7 @@ class StateSizes:
             scatter: `checkpoint.scatter`.
             with_models: True if the run also saves model-only checkpoints.
         """
-        params = self._params_of(mesh, stages, coordinate)
+        params = self.params_of(mesh, stages, coordinate)
         named = {str(number): param.key for number, param in enumerate(params)}
         layout = lay_out(
             (
@@ -236,17 +235,9 @@ class StateSizes:
                 size += aligned(_MODEL_ITEMSIZE * count)
         return size
 
-    def trained_elements(
-        self, mesh: Mesh, stages: Sequence[range], coordinate: Coordinate
-    ) -> list[tuple[GroupAxes, int]]:
-        """Return the axes of the process groups of each chunk of trained parameters on a rank, and
-        the number of its elements, with padding."""
-        chunks = self._chunks_of(self._params_of(mesh, stages, coordinate), mesh)
-        return [(c.key.groups, c.length) for c in chunks if not c.key.options.frozen]
-
     # -- the parameters of a rank ----------------------------------------------------------------
 
-    def _params_of(
+    def params_of(
         self, mesh: Mesh, stages: Sequence[range], coordinate: Coordinate
     ) -> list[_Param]:
         """Return the parameters of a rank in order of first use."""
@@ -256,7 +247,7 @@ class StateSizes:
         params: list[_Param] = []
         if has_first or (has_last and model.tie_embeddings):
             key = self._class("embed.weight", mesh)
-            stage, segment = (0, _EMBEDDING) if has_first else (last, _HEAD)
+            stage, segment = (0, EMBEDDING) if has_first else (last, HEAD)
             is_later = model.tie_embeddings and not has_first
             key = key._replace(stage=stage, is_later_copy=is_later)
             params.append(_Param(rows * model.hidden_size, key, segment))
@@ -269,7 +260,7 @@ class StateSizes:
                     params.append(_Param(size, keys[key], layer))
         for name, shape in head_shapes(model).items() if has_last else ():
             size = rows * model.hidden_size if name == "head.weight" else math.prod(shape)
-            params.append(_Param(size, self._class(name, mesh)._replace(stage=last), _HEAD))
+            params.append(_Param(size, self._class(name, mesh)._replace(stage=last), HEAD))
         return params
 
     def _block(self, layer: int, mesh: Mesh) -> list[tuple[int, _Class]]:
@@ -306,7 +297,7 @@ class StateSizes:
 
     def _count(self, params: Sequence[_Param], mesh: Mesh, has_last: bool) -> RankBytes:
         """Return the bytes of the states of a rank with these parameters."""
-        chunks = self._chunks_of(params, mesh)
+        chunks = self.chunks_of(params, mesh)
         by_first_use = sorted(range(len(chunks)), key=lambda number: chunks[number].members[0])
         on_device = len(chunks) - math.ceil(self._host_share * len(chunks))
         host = {*by_first_use[on_device:]}
@@ -330,7 +321,7 @@ class StateSizes:
                 for segment in {params[member].segment for member in chunk.members}:
                     needs.setdefault(segment, set()).add(number)
                 if has_embedding:
-                    needs.setdefault(_HEAD, set()).add(number)
+                    needs.setdefault(HEAD, set()).add(number)
         cache = sum(sorted(cached)[-self._optim.cache_chunks :])
         buffers = self._buffers(params, chunks, mesh, is_tied)
         by_stage = self._gradients.bytes(buffers, by_segment=False)
@@ -348,7 +339,7 @@ class StateSizes:
         for chunk in chunks:
             if not chunk.key.options.frozen:
                 of_chunk = [params[member].segment for member in chunk.members]
-                indices = [last if segment == _HEAD else segment for segment in of_chunk]
+                indices = [last if segment == HEAD else segment for segment in of_chunk]
                 reduce = _group_sizes(chunk.key, mesh).reduce
                 ends = min(indices), max(indices)
                 buffers.append(Buffer(chunk.length, wide, reduce, chunk.key.stage, ends))
@@ -359,7 +350,7 @@ class StateSizes:
             buffers.append(Buffer(packed.length, self._dtypes[1], reduce, stage, (last, last)))
         return buffers
 
-    def _chunks_of(self, params: Sequence[_Param], mesh: Mesh) -> list[_Chunk]:
+    def chunks_of(self, params: Sequence[_Param], mesh: Mesh) -> list[_Chunk]:
         """Return the chunks of a rank, in the order of `lay_out`."""
         classes: dict[_Class, list[int]] = {}
         for number, param in enumerate(params):

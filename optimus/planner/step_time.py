@@ -26,7 +26,7 @@ from optimus.rank.operations import Operation as LayerOperation
 
 Groups = Mapping[str, tuple[int, ...]]
 """Global ranks of the group of each axis."""
-Overlap = Literal["nothing", "forward", "backward"]
+Overlap = Literal["nothing", "forward", "backward", "passes"]
 
 
 class Layers(NamedTuple):
@@ -52,9 +52,10 @@ class Reduction(NamedTuple):
     size_bytes: float
     """Bytes of the full buffer of a rank."""
     overlaps: Overlap = "nothing"
-    """Pass of one microbatch during which it runs: the last backward or the first forward."""
+    """Computation during which it runs: the last backward, the first forward, or all passes of all
+    microbatches."""
     repeats: int = 1
-    """Number of times in a step. Only a collective that overlaps with nothing repeats."""
+    """Number of times in a step."""
 
 
 @dataclass(frozen=True)
@@ -407,15 +408,18 @@ def play_step(
     inputs = _input_times(step, backward, times)
     transfer_s = _transfer_s(step, rates) if sends else 0.0
     reduce_s, gather_s, blocking_s = [], [], 0.0
+    ahead_s = -step.microbatches * _busiest(forward, backward, schedule.num_ranks).total_s
     reductions = step.reductions if collectives else ()
     for _, seconds, overlaps in collective_times(reductions, step.groups, rates):
         if overlaps == "nothing":
             blocking_s += seconds
+        elif overlaps == "passes":
+            ahead_s += seconds
         elif overlaps == "forward":
             gather_s.append(seconds)
         else:
             reduce_s.append(seconds / step.virtual_stages)
-    optimizer_s = step.optimizer_bytes / rates.memory + blocking_s
+    optimizer_s = step.optimizer_bytes / rates.memory + blocking_s + max(0.0, ahead_s)
 
     def cost(action: Action) -> float:
         kind, stage = action.kind, action.stage
@@ -463,11 +467,7 @@ def played_time(step: Step, rates: Rates, schedule: Schedule) -> StepTime:
     )
     forward, backward = _pass_times(step, PassTimes(rates, step.groups))
     p = schedule.num_ranks
-    busiest = max(
-        (_sum((*forward[rank::p], *backward[rank::p])) for rank in range(p)),
-        key=lambda rank: rank.total_s,
-    )
-    m = step.microbatches
+    m, busiest = step.microbatches, _busiest(forward, backward, p)
     exposed_s = {axis: m * seconds for axis, seconds in busiest.exposed_s.items()}
     if p > 1:
         exposed_s["pp"] = sent - bare
@@ -554,8 +554,7 @@ def pipeline_time(step: Step, rates: Rates, times: PassTimes | None = None) -> P
         [time.total_s + blocking_s for time in backward],
         weights_s,
     )
-    of_rank = [_sum((*forward[rank::p], *backward[rank::p])) for rank in range(p)]
-    busiest = max(of_rank, key=lambda time: time.total_s)
+    busiest = _busiest(forward, backward, p)
     exposed_s = {axis: m * seconds for axis, seconds in busiest.exposed_s.items()}
     busy_s = m * (busiest.total_s + 2 * v * blocking_s)
     bubble_s = max(0.0, span_s - busy_s)  # without rounding errors
@@ -566,6 +565,7 @@ def pipeline_time(step: Step, rates: Rates, times: PassTimes | None = None) -> P
         "nothing": 0.0,
         "forward": sum(time.total_s for time in forward[0::p]),
         "backward": sum(time.total_s for time in backward[0::p]),
+        "passes": m * busiest.total_s,
     }
     return PipelineTime(m * busiest.compute_s, exposed_s, bubble_s, window_s)
 
@@ -576,6 +576,13 @@ def _pass_times(step: Step, times: PassTimes) -> tuple[list[PassTime], list[Pass
     forward = [_sum(times(layers.forward, layers.number) for layers in s) for s in stages]
     backward = [_sum(times(layers.backward, layers.number) for layers in s) for s in stages]
     return forward, backward
+
+
+def _busiest(forward: Sequence[PassTime], backward: Sequence[PassTime], p: int) -> PassTime:
+    """Return the time of the passes of a microbatch on the pipeline rank where they take longest.
+    The arguments have the times of each stage, of p pipeline ranks."""
+    of_ranks = [_sum((*forward[rank::p], *backward[rank::p])) for rank in range(p)]
+    return max(of_ranks, key=lambda time: time.total_s)
 
 
 def _transfer_s(step: Step, rates: Rates) -> float:

@@ -6,13 +6,15 @@ from __future__ import annotations
 from typing import Any
 
 from optimus.config import Config
-from optimus.config.axes import AXES, Axes
+from optimus.config.axes import AXES
+from optimus.config.hardware import BYTES
 from optimus.data.batch import plan_batch
-from optimus.distributed.mesh import Coordinate, Mesh
+from optimus.distributed.mesh import Mesh
 from optimus.errors import ConfigError
 from optimus.parallel.pipeline.plan import stages_per_rank
 from optimus.planner.allocation import Allocation
-from optimus.planner.states import ITEMSIZE, StateSizes, stages_of
+from optimus.planner.state_traffic import ENDS, StateTraffic
+from optimus.planner.states import stages_of
 from optimus.planner.topology import (
     ALGORITHMS,
     Algorithm,
@@ -34,15 +36,15 @@ def axis_crossings(
     Returns:
         By axes such as "dp x ep": the bytes, and True if they are those of a step. If it is False,
         they are those of an all-reduce of 1 byte, which has the same shares that cross. The bytes
-        of a step are known for pp, and for gradients and parameters if they are reduced and
-        gathered once in a step.
+        of a step are known for pp, and for gradients and parameters without offloading and, in
+        deterministic mode, only for parameters.
     """
     result = {"pp": _pipeline(config, mesh, topology)} if mesh.pp > 1 else {}
     for axes, halves in _state_bytes(config, mesh).items():
         # Each half of an all-reduce sends half of its bytes.
         whole = [size / 2 for size in halves]
-        crossing = all_reduce_crossing(mesh, axes, topology, algorithm, whole)
-        result[" x ".join(axes)] = crossing, True
+        names = tuple(axes.split(" x "))
+        result[axes] = all_reduce_crossing(mesh, names, topology, algorithm, whole), True
     for axis in AXES:
         if axis not in result and getattr(mesh, axis) > 1:
             result[axis] = all_reduce_crossing(mesh, (axis,), topology, algorithm), False
@@ -140,31 +142,34 @@ def _pipeline(config: Config, mesh: Mesh, topology: Topology) -> tuple[Crossing,
         if config.parallel.sequence_parallel:
             rows //= mesh.tp
         microbatches = plan_batch(train, mesh.num_data_ranks).microbatches_per_rank
-        size = microbatches * rows * config.model.hidden_size * ITEMSIZE[train.dtype]
+        size = microbatches * rows * config.model.hidden_size * BYTES[train.dtype]
     virtual = stages_per_rank(config, mesh.pp)
     return pipeline_crossing(mesh, virtual, topology, size), bool(train.seq_len)
 
 
-def _state_bytes(config: Config, mesh: Mesh) -> dict[Axes, list[float]]:
-    """Return the bytes of gradients that are reduce-scattered and of parameters that are gathered
-    in a step, by axes and for each pipeline rank. An all-reduce counts twice."""
+def _state_bytes(config: Config, mesh: Mesh) -> dict[str, list[float]]:
+    """Return the bytes of gradients and parameters that a rank sends in a step in collectives like
+    halves of an all-reduce, by axes and for each pipeline rank. An all-reduce counts twice.
+
+    The result is empty with offloading, and without `train.seq_len` if gradients are reduced for
+    each microbatch. In deterministic mode, the axes of gradients are left out: the bytes of an
+    all-to-all cross other links.
+    """
     optim, train = config.optim, config.train
-    if optim.resident != "all" or config.offload.host_share or train.deterministic:
-        return {}  # reduced after each microbatch, or gathered for each use
-    states, stages = StateSizes(config), stages_of(config, mesh)
-    reduced, width = ITEMSIZE[optim.grad_reduce_dtype], ITEMSIZE[train.dtype]
-    result: dict[Axes, list[float]] = {}
-
-    def add(axes: Axes, pp: int, size: float) -> None:
-        if axes:
-            result.setdefault(axes, [0.0] * mesh.pp)[pp] += size
-
+    is_each = optim.resident != "all" or train.deterministic
+    if config.offload.mode != "off" or (is_each and not train.seq_len):
+        return {}
+    microbatches = 1
+    if train.seq_len:
+        microbatches = plan_batch(train, mesh.num_data_ranks).microbatches_per_rank
+    traffic, stages = StateTraffic(config), stages_of(config, mesh)
+    result: dict[str, list[float]] = {}
+    unknown = {ENDS, "tp"}  # over tp, mostly activations are sent
     for pp in range(mesh.pp):
-        for groups, elements in states.trained_elements(mesh, stages, Coordinate(pp, 0, 0, 0)):
-            if not groups.shard:
-                add(groups.reduce, pp, 2 * reduced * elements)
-                continue
-            add(groups.reduce, pp, reduced * elements)
-            add(groups.replica, pp, 4 * elements / mesh.size_of(groups.shard))
-            add(groups.shard, pp, width * elements)
-    return result
+        for sums in traffic.of_rank(config, mesh, stages, pp, microbatches):
+            if sums.name == "all_to_all":
+                unknown.add(sums.axis)
+            halves = 2 if sums.name == "all_reduce" else 1
+            of_axes = result.setdefault(sums.axis, [0.0] * mesh.pp)
+            of_axes[pp] += halves * sums.repeats * sums.size_bytes
+    return {axes: sizes for axes, sizes in result.items() if axes not in unknown}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
@@ -11,11 +10,12 @@ from typing import NamedTuple
 from optimus.config import Config, ModelConfig
 from optimus.config.axes import Axes
 from optimus.config.hardware import BYTES
-from optimus.distributed.mesh import Mesh, ParameterKind
+from optimus.distributed.mesh import Mesh
 from optimus.errors import ConfigError, refuse_if
 from optimus.parallel.expert_load import arrivals
 from optimus.parallel.pipeline.plan import plan_stages
-from optimus.planner.step_time import Groups, Layers, Overlap, Reduction, Step
+from optimus.planner.state_traffic import ENDS, StateTraffic
+from optimus.planner.step_time import Groups, Layers, Step
 from optimus.rank.operations import Exchange, ModelWork, Operation, SegmentWork
 
 _STATE_BYTES = 24
@@ -41,6 +41,7 @@ def step_of(
     works: Works | None = None,
     imbalances: Mapping[int, float] | None = None,
     segments: Segments | None = None,
+    traffic: StateTraffic | None = None,
 ) -> Step:
     """Return the work of a step on the ranks of `mesh`.
 
@@ -55,10 +56,12 @@ def step_of(
             relative to an equal share; None: uniform routing to experts.
         segments: The result of `segment_layers`, if it is known. The three arguments before it then
             have no effect.
+        traffic: The collectives of states for the same settings except those of `[parallel]`. None:
+            they are computed.
 
     Raises:
         ConfigError: train.seq_len is not set, the global batch is not a multiple of the tokens of
-            a microbatch on all data ranks, or the run offloads states or limits its cache.
+            a microbatch on all data ranks, or the run offloads states.
     """
     model, parallel, train = config.model, config.parallel, config.train
     _refuse_not_modelled(config)
@@ -72,7 +75,8 @@ def step_of(
     layers = [[*_counted(segments, stage)] for stage in stages]
     layers[0] += segments[0]
     layers[-1] += segments[-1]
-    fullest = max(stage_weights(config, mesh, stages), key=sum)
+    pp, fullest = fullest_rank(config, mesh, stages)
+    traffic = StateTraffic(config) if traffic is None else traffic
     sequence_shares = mesh.tp if parallel.sequence_parallel else 1
     return Step(
         stages=tuple(map(tuple, layers)),
@@ -82,7 +86,7 @@ def step_of(
         schedule=parallel.schedule,
         virtual_stages=parallel.virtual_stages,
         transfer_bytes=e * tokens * model.hidden_size / sequence_shares,
-        reductions=reductions_of(config, mesh, fullest, microbatches),
+        reductions=traffic.of_rank(config, mesh, stages, pp, microbatches),
         optimizer_bytes=optimizer_bytes(config, mesh, fullest),
     )
 
@@ -91,7 +95,8 @@ def step_of(
 def groups_of(mesh: Mesh) -> Groups:
     """Return the global ranks of the groups of the first rank, by the names of their axes."""
     axes: tuple[Axes, ...] = ("pp",), ("tp",), ("ep",), ("dp",), ("dp", "ep")
-    return {" x ".join(names): mesh.group_of(0, names) for names in axes}
+    groups = {" x ".join(names): mesh.group_of(0, names) for names in axes}
+    return groups | {ENDS: (groups["pp"][0], groups["pp"][-1])}
 
 
 Segments = Sequence[Sequence[Layers]]
@@ -244,6 +249,13 @@ def _parameters(model: ModelConfig, layer: int) -> tuple[int, int]:
     return 0, others + feed_forward
 
 
+def fullest_rank(config: Config, mesh: Mesh, stages: tuple[range, ...]) -> tuple[int, Weights]:
+    """Return the pipeline rank with the most parameters, and their numbers."""
+    weights = stage_weights(config, mesh, stages)
+    fullest = max(range(mesh.pp), key=lambda pp: sum(weights[pp]))
+    return fullest, weights[fullest]
+
+
 def updated_parameters(sharding: str, mesh: Mesh, weights: Weights) -> float:
     """Return the number of parameters whose states a rank updates, for `optim.sharding`."""
     if sharding == "none":
@@ -259,58 +271,11 @@ def optimizer_bytes(config: Config, mesh: Mesh, weights: Weights) -> float:
     return updated_parameters(optim.sharding, mesh, weights) * of_parameter
 
 
-def reductions_of(
-    config: Config, mesh: Mesh, weights: Weights, microbatches: int
-) -> tuple[Reduction, ...]:
-    """Return the reductions of gradients and the gathers of updated parameters of a step on a rank
-    with some parameters, as `optimus.chunks.reductions` and `optimus.chunks.param_store` run
-    them."""
-    experts, others = weights
-    return (
-        *_reductions_of_kind(config, mesh, ParameterKind(("ep",)), experts, microbatches),
-        *_reductions_of_kind(config, mesh, ParameterKind(), others, microbatches),
-    )
-
-
-def _reductions_of_kind(
-    config: Config, mesh: Mesh, kind: ParameterKind, parameters: float, microbatches: int
-) -> Iterator[Reduction]:
-    """Yield the collectives of the parameters of one kind."""
-    optim, deterministic = config.optim, config.train.deterministic
-    axes = kind.group_axes(optim.sharding)
-    over, shard, replica = (" x ".join(names) for names in (axes.reduce, axes.shard, axes.replica))
-    is_fp32 = deterministic or optim.resident != "all"
-    sum_bytes = BYTES["fp32"] if is_fp32 else BYTES[optim.grad_dtype]
-    size = BYTES[optim.grad_reduce_dtype] * parameters
-    overlap: Overlap = "backward" if optim.overlap else "nothing"
-    gathers_pieces = bool(replica)
-    if deterministic:  # every rank adds the contributions of all ranks in order
-        yield Reduction(over, "all_to_all", sum_bytes * parameters, repeats=microbatches)
-    elif optim.resident != "all":
-        yield Reduction(over, "reduce_scatter", size, repeats=microbatches)
-    elif shard:
-        yield Reduction(over, "reduce_scatter", size, overlap)
-    else:
-        yield Reduction(over, "all_reduce", size, overlap)
-        gathers_pieces = False
-    shards = math.prod(getattr(mesh, axis) for axis in axes.shard)
-    if gathers_pieces:  # ranks with the same shard gather its pieces at the end of the step
-        yield Reduction(replica, "all_gather", sum_bytes * parameters / shards)
-    if shard:
-        gathering: Overlap = "forward" if optim.overlap else "nothing"
-        yield Reduction(shard, "all_gather", BYTES[config.train.dtype] * parameters, gathering)
-
-
 def _refuse_not_modelled(config: Config) -> None:
     """Raise ConfigError if the configuration moves states during a step."""
-    optim, offload = config.optim, config.offload
+    offload = config.offload
     refuse_if(
         offload.mode != "off",
         f"offload.mode = {offload.mode!r}: the time of a step with offloading is not planned; set "
         'it to "off" to plan the time without offloading',
-    )
-    refuse_if(
-        optim.resident == "cache" and optim.cache_chunks,
-        f"optim.cache_chunks = {optim.cache_chunks}: the gathers of parameters that leave the "
-        "cache during a step are not planned; set it to 0 to plan the time",
     )
