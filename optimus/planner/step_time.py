@@ -1,4 +1,4 @@
-"""Time of a training step, from the operations of its stages and the figures of a machine.
+"""Time of a training step, from the operations of its stages and the rates of a machine.
 
 A step is compute + exposed communication by mesh axis + pipeline bubble + optimizer, on the rank
 that takes longest. All functions are pure. Every rate is at most the peak in the machine file.
@@ -66,7 +66,7 @@ class Step:
     """The layers of each stage, in the order of the model. With p pipeline ranks, stage s is on
     rank s mod p."""
     microbatches: int
-    """m, for each data rank."""
+    """Number of microbatches of each data rank."""
     groups: Groups
     """Global ranks of the group of each axis that the operations name. `pp` has the ranks of one
     pipeline."""
@@ -112,6 +112,7 @@ class ProductRates(NamedTuple):
     share: float
     """Share of `peak` that very large products reach."""
     half_size: float
+    """As `Products.half_size`; 0: the rate does not depend on the sizes."""
     attention: tuple[tuple[float, float, float], ...] = ()
     """Lengths of sequences in ascending order, each with the FLOP/s of attention in forward and in
     backward; empty: the rates of products."""
@@ -137,12 +138,13 @@ class ProductRates(NamedTuple):
 
 @dataclass(frozen=True)
 class Rates:
-    """The figures of a machine that a step in one dtype needs."""
+    """The rates of a machine for steps in one dtype."""
 
     products: ProductRates
     memory: float
     """Bytes per second of large copies and sums."""
     launch_s: float
+    """Seconds in which the host starts an operation."""
     launches_queue: bool
     """True if the device runs operations while the host starts later ones, as an accelerator does.
     False: a CPU computes an operation only after its launch, and the times add up."""
@@ -150,9 +152,9 @@ class Rates:
     links: Links
     algorithm: Algorithm
     missing: tuple[str, ...]
-    """Keys of figures that the machine file does not have."""
+    """Keys of rates that the machine file lacks."""
     fitted_on: tuple[str, ...] = ()
-    """Published rows to which figures were fitted."""
+    """Published rows on which rates were fitted."""
     activations: float | None = None
     """Bytes per second of element-wise operations and norms of activations; None: `memory`."""
 
@@ -171,7 +173,7 @@ def rates_of(machine: Machine, dtype: Dtype, name: str = "the machine file") -> 
         name: Name of the machine, for messages.
 
     Raises:
-        ConfigError: The machine has no figures for products in this dtype or for its memory.
+        ConfigError: The machine file has no rate of products in this dtype or of the memory.
     """
     device: Device | None = machine.device
     remedy = "add it with its source, or measure it with optimus bench machine --out FILE"
@@ -329,13 +331,13 @@ def pipeline_s(
     backward_s: Sequence[float],
     weights_s: Sequence[float] = (),
 ) -> float:
-    """Return the span of a pipeline step without transfers.
+    """Return the seconds of a pipeline step without transfers.
 
-    For gpipe, 1f1b and interleaved, the span is a closed formula: the busiest rank runs all
+    For gpipe, 1f1b and interleaved, the result is a closed formula: the busiest rank runs all
     microbatches, and one microbatch passes through the other ranks. It is exact for equal stages,
     where the bubble is (p-1)/v microbatches (arXiv 2104.04473). For zb-h1 with m >= p, the action
-    W fills a part of the bubble: (p-1) (F + I - W) remain (arXiv 2401.10241, table 2). If m < p,
-    zb-h1 is simulated.
+    W fills a part of the bubble, and the bubble is (p-1) (F + I - W) (arXiv 2401.10241, table 2).
+    If m < p, zb-h1 is simulated.
 
     Args:
         schedule: Name of the schedule.
@@ -381,8 +383,8 @@ def _costs(forward_s: Sequence[float], backward_s: Sequence[float]) -> Callable[
 
 
 MAX_PLAYED = 200_000
-"""Largest number of actions of a schedule for which `played_time` plays a step, in about a second
-for three times."""
+"""Largest number of actions of a schedule for which `played_time` simulates a step. Its three
+simulations then take about a second."""
 
 
 def play_step(
