@@ -62,8 +62,8 @@ class GroupPath(NamedTuple):
 
     link: Link
     domains: int
-    """Number of domains of the previous level that have ranks of the group, within one domain of
-    this level. The largest of these numbers."""
+    """Largest number of domains of the previous level that have ranks of the group and are in the
+    same domain of this level."""
     per_domain: int
     """Smallest number of ranks of the group in a domain of the previous level."""
 

@@ -154,7 +154,8 @@ def _layer_inputs(
     is_gpipe = config.offload.order == "layer" or (
         config.parallel.schedule == "gpipe" and len(stages) > 1
     )
-    # All schedules reach their maximum within the first microbatches; gpipe keeps all of them.
+    # Except for gpipe, which keeps all microbatches, schedules reach their maximum within the first
+    # microbatches.
     schedule = schedule_of(config, mesh, min(num_microbatches, 2 * mesh.pp))
 
     def most(pp: int) -> int:
@@ -203,9 +204,10 @@ def most_bytes(config: Config, mesh: Mesh, num_microbatches: int) -> _Bytes:
 
 
 _LAYER_TENSORS, _EXPERT_VALUES, _HEAD_TENSORS, _TOKEN_BYTES = 12, 8, 6, 32
-"""Upper limits for `most_bytes`: numbers of fp32 tensors of the hidden size and of the intermediate
-size of each expert of a token, and of values for each expert, that a layer keeps; number of tensors
-of the size of the vocabulary that the head has; bytes of the inputs and loss terms of a token."""
+"""Upper limits of what a token needs, for `most_bytes`: the fp32 tensors that a layer keeps, each
+with the hidden size and with the intermediate size of each chosen expert; the fp32 values that a
+layer keeps for each expert; the fp32 tensors of the head, each with the sizes of the vocabulary and
+of the hidden state; and the bytes of inputs and loss terms."""
 
 
 def check_fit(
