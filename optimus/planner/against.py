@@ -65,7 +65,7 @@ def settings_key(config: Config, mesh: Mesh) -> str:
 
 
 def placement_of(config: Config) -> dict[str, Any]:
-    """Return the settings of a configuration that offload.mode = "auto" decides, for fit.json."""
+    """Return the settings of a configuration that offload.mode = "auto" sets, for fit.json."""
     optim = config.optim
     return {
         "offload": config.offload.model_dump(mode="json"),
@@ -85,7 +85,7 @@ class _Kind(BaseModel):
 
 
 class _Placement(BaseModel):
-    """Settings of a run that offload.mode = "auto" may have decided."""
+    """Result of `placement_of` for the first rank of a run."""
 
     model_config = ConfigDict(strict=True, frozen=True)
     offload: OffloadConfig

@@ -122,8 +122,8 @@ def _check_tiers(config: Config, ranks: list[dict[str, Any]]) -> None:
         size = max(rank[tier] for rank in ranks)
         refuse_if(
             limit and size > limit,
-            f"offload.{key} must be at least {counted(size, 'byte')}, the states of a rank there; "
-            f"set it, or a smaller offload.{tier}_share",
+            f"offload.{key} must be at least {counted(size, 'byte')}, the size of a rank's states "
+            f"on the {tier}; set this size, or a smaller offload.{tier}_share",
         )
 
 

@@ -1,8 +1,8 @@
 """Prediction of the memory and the step time of a run after its first updates, in a separate
 process, so that no rank waits for it.
 
-Under torchrun, Slurm and PBS, no command of ours waits while ranks train. Therefore the first rank
-starts the process. It has the lowest priority, and ends at the latest with the rank.
+The first rank starts the process, because under torchrun, Slurm or PBS no other process of Optimus
+runs while ranks train. The process has the lowest priority, and ends with the rank at the latest.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from optimus.launch.spawn import prepare_rank
 _NICENESS = 19
 """The lowest priority."""
 _LIMIT_S = 900.0
-"""Seconds after which a prediction is abandoned. It takes about five seconds of a core, but gets
-only the time that ranks leave."""
+"""Seconds after which the process is killed. A prediction takes about five seconds of processor
+time, but the process gets only the time that ranks leave."""
 
 
 class Prediction:
@@ -51,8 +51,8 @@ class Prediction:
         self._end = time.monotonic() + _LIMIT_S
 
     def result(self) -> dict[str, Any] | None:
-        """Return the result of `predict`, or a dict with the `problem` if there is none. Return
-        None while the process runs."""
+        """Return the result of `predict`. Return a dict with only the key `problem`, a text, if the
+        prediction failed, and None while the process runs."""
         if self._process.poll() is None:
             if time.monotonic() < self._end:
                 return None
@@ -89,7 +89,7 @@ def main() -> None:
     except OptimusError as error:
         result = {"problem": one_line(error)}
     except Exception as error:
-        result = {"problem": f"a defect of Optimus: {type(error).__name__}: {one_line(error)}"}
+        result = {"problem": f"a bug of Optimus: {type(error).__name__}: {one_line(error)}"}
     print(json.dumps(result))
 
 
