@@ -254,7 +254,7 @@ def check_point_fit(point: Point, machine: Machine) -> None:
     device, but the lower bound of the memory does not.
 
     Raises:
-        ConfigError: The lower bound exceeds it, and `train.fit_check` is "refuse".
+        ConfigError: The lower bound exceeds the memory, and `train.fit_check` is "refuse".
     """
     from optimus.planner.fit import capacity_of, check_fit
 
