@@ -42,8 +42,8 @@ from optimus.rank.profile import Profiled, profile_work
 
 
 class ComputeBound:
-    """FLOPs of the busiest rank in a step, and those that it could compute while the pipeline makes
-    it wait. Divided by the peak rate, they are a bound of the time of a step.
+    """FLOPs of a step on the busiest rank: those that it computes, plus those that it could compute
+    while it waits in the pipeline. Divided by the peak rate, they are a lower bound of the time.
 
     Communication, memory traffic and the optimizer are not included. The FLOPs are those of
     `flops_per_token` and of recomputation. The bubble is that of equal stages (`bubble_ratio`).
@@ -55,7 +55,7 @@ class ComputeBound:
         self._of_layer: dict[Any, list[float]] = {}
 
     def __call__(self, layout: Layout) -> float:
-        """Return the FLOPs of a layout with a possible batch."""
+        """Return the FLOPs of a layout whose batch can be divided."""
         train = self._config.train
         tokens = layout.microbatch_size * train.seq_len
         microbatches = train.global_batch_tokens // (tokens * layout.dp * layout.ep)
@@ -87,7 +87,7 @@ class ComputeBound:
 
 
 class _Update(NamedTuple):
-    """Seconds of the update of a step."""
+    """Seconds of the update in a step: of its collectives and of the optimizer."""
 
     collectives: list[tuple[str, float, Overlap]]
     """The result of `collective_times`."""
@@ -100,8 +100,9 @@ class StepSeconds:
     Args:
         config: The configuration.
         checks: The checks of its layouts.
-        rates: The figures of the machine.
-        profiled: Profiles of segments, to which others are added. `LayoutMemory` needs the same.
+        rates: The rates of the machine.
+        profiled: Known profiles of segments. Further profiles are added. `LayoutMemory` can use the
+            same object.
     """
 
     def __init__(

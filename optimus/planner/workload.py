@@ -31,6 +31,7 @@ class Weights(NamedTuple):
     experts: float
     """Parameters of experts, which are divided over ep."""
     others: float
+    """All other parameters."""
 
 
 def step_of(
@@ -110,11 +111,12 @@ def segment_layers(
     works: Works | None = None,
     imbalances: Mapping[int, float] | None = None,
 ) -> Segments:
-    """Return the work of each segment of the model for one microbatch on its fullest ep rank: the
-    embedding, the layers and the head.
+    """Return the work of the embedding, of each layer and of the head for one microbatch, on the ep
+    rank whose experts compute most rows in the layer.
 
-    The work of a layer is the sum of those with different loads of the experts. Equal layers have
-    the same object. Of the mesh, ep and tp matter. Arguments as for `step_of`.
+    Each work is a sequence of `Layers`: a single one with equal loads of the experts, otherwise one
+    for each of the two profiles between which `_unbalanced` interpolates. Equal layers have the
+    same object. Of the mesh, only the sizes of ep and tp matter. Arguments as for `step_of`.
     """
     works, is_unbalanced = {} if works is None else works, mesh.ep > 1 and bool(imbalances)
     for concentrated in (False, True) if is_unbalanced else (False,):
@@ -132,7 +134,7 @@ def segment_layers(
 
 
 def _counted(segments: Segments, stage: range) -> Iterator[Layers]:
-    """Yield the different layers of a stage, each with its number."""
+    """Yield the work of the different layers of a stage. `Layers.number` counts equal layers."""
     of_stage = segments[1 + stage.start : 1 + stage.stop]
     numbers = Counter(map(id, of_stage))
     for layers in of_stage:
@@ -143,11 +145,11 @@ def _counted(segments: Segments, stage: range) -> Iterator[Layers]:
 def _unbalanced(
     config: Config, mesh: Mesh, works: Works, imbalances: Mapping[int, float]
 ) -> list[tuple[Layers, ...]]:
-    """Return the work of each layer on its fullest ep rank.
+    """Return the work of each layer on the ep rank whose experts compute most rows in it.
 
-    The time of a layer is interpolated between equal loads and the case that all tokens choose
-    experts of the rank. With alltoall, collectives take longer by the number of tokens that arrive
-    at the rank. Arguments as for `step_of`.
+    The time of a layer is interpolated between two profiles: with equal loads, and with all tokens
+    choosing experts of the rank. With alltoall, the bytes of the collectives over ep are
+    proportional to the number of tokens that arrive at the rank. Arguments as for `step_of`.
     """
     model = config.model
     result = []
@@ -173,8 +175,8 @@ def _unbalanced(
 def _with_exchanges(
     operations: tuple[Operation, ...], balanced: tuple[Operation, ...], longer: float
 ) -> tuple[Operation, ...]:
-    """Return operations with the collectives of `balanced`, of which alltoall over ep is longer by
-    a factor."""
+    """Return operations with their collectives replaced by those of `balanced`. The bytes of an
+    all_to_all over ep are multiplied by `longer`."""
     exchanges = (
         op._replace(num_bytes=op.num_bytes * longer)
         if (op.axis, op.name) == ("ep", "all_to_all")
@@ -190,7 +192,7 @@ def _layers(work: SegmentWork, number: float) -> Layers:
 
 
 def _first_layers(model: ModelConfig) -> dict[int, int]:
-    """Return the index of the first layer with each number of experts."""
+    """Return a dict from each number of experts in a layer to the index of the first such layer."""
     layers: dict[int, int] = {}
     for layer, experts in enumerate(model.experts_by_layer):
         layers.setdefault(experts, layer)
@@ -198,7 +200,7 @@ def _first_layers(model: ModelConfig) -> dict[int, int]:
 
 
 def _kinds(model: ModelConfig, stage: range) -> Counter[int]:
-    """Return the number of layers of a stage with each number of experts."""
+    """Return the number of layers of a stage, by their number of experts."""
     experts_by_layer = model.experts_by_layer
     return Counter(experts_by_layer[layer] for layer in stage)
 
@@ -218,7 +220,7 @@ def microbatches_of(config: Config, mesh: Mesh) -> int:
 def stage_weights(
     config: Config, mesh: Mesh, stages: tuple[range, ...] | None = None
 ) -> list[Weights]:
-    """Return the number of parameters on a rank of each pipeline rank. Arguments as for
+    """Return, for each pipeline rank, the number of parameters on one rank. Arguments as for
     `step_of`."""
     model = config.model
     stages = plan_stages(config, mesh.pp) if stages is None else stages
