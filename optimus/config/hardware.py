@@ -28,7 +28,7 @@ _COLLECTIVES = ("all_gather", "reduce_scatter", "all_to_all", "send")
 
 def _check_source(text: str) -> str:
     if len(text.strip()) < 4:
-        raise ValueError("must name the page, paper or command that gives the figure")
+        raise ValueError("must name the page, paper or command that gives the value")
     return text
 
 

@@ -86,7 +86,7 @@ def test_taper_of_aurora_is_the_ratio_of_its_links():
         ),
         (
             "[device]\nname = 'x'\nmemory_bytes = { value = 1e9, source = ' ', date = '2026-01' }",
-            "must name the page, paper or command that gives the figure",
+            "must name the page, paper or command that gives the value",
         ),
         (
             "[device]\nname = 'x'\n"
