@@ -14,6 +14,42 @@ import moe_step
 
 from optimus.bench import step
 
+_EXPLANATION = """\
+The script runs a fixed list of steps on one GPU in less than ten minutes. `done` means that a step
+exited with status 0. The last line of its output follows. A step without a section below has no
+result.
+
+The steps `moe_*` run `scripts/bench/moe.py`, which measures an MoE block with its router. D is the
+hidden size, F the intermediate size of an expert, E the number of experts, K the number of experts
+per token, and T the number of tokens. The blocks have the same weights and run in turn:
+
+- `ours`: the block of Optimus;
+- `hf-grouped`: the experts of transformers with grouped matrix products;
+- `hf-eager`: the experts of transformers with a loop over the experts;
+- `loop`: a plain loop over the experts in torch;
+- `three-grouped`: three grouped matrix products (gate, up, down) of torch, as in torchtitan.
+
+| column | meaning |
+|---|---|
+| forward ms, backward ms | shortest time of a forward and of a backward |
+| both, best; median | shortest and median time of forward and backward together, in ms |
+| TFLOP/s, of peak | FLOP/s in the shortest time, absolute and relative to a large product |
+| not GEMM | share of the time that is not spent in matrix products |
+| saved B/token | bytes per token that autograd keeps for the backward |
+| error | largest relative error of output and gradients, compared with `loop` |
+| ours is faster | shortest time of the block divided by that of `ours` (in parentheses: by round) |
+
+The steps `pass_*` run `scripts/bench/moe_step.py`, which measures a pass (forward, loss and
+backward of a microbatch) of a whole model with the experts of Optimus or of another library. Times
+are medians. `ours is faster` is the time with the experts of the row divided by the time with
+`ours`, for a block and for a pass (in parentheses: the least and the greatest ratio of a round).
+`predicted` is the ratio for a pass that the times of a block predict.
+
+The other steps with a result run `optimus bench step`, which compares an update in Optimus with an
+update in a plain torch loop, by wall-clock time (`wall`) and by processor time (`cpu`).
+"""
+"""Text of the page that defines the blocks, columns and ratios of the results."""
+
 
 def page(folder: Path) -> tuple[str, str]:
     """Return (name of the device, Markdown page with the benchmark results in `folder`)."""
@@ -32,7 +68,7 @@ def page(folder: Path) -> tuple[str, str]:
             elif "blocks" in result:
                 text = moe_step.table(result)
             else:
-                text = step.format_result(result)
+                text = f"```text\n{step.format_result(result)}\n```"
             bodies.append(f"## {name}\n\n{text}")
         # The last line of the log, such as pytest's summary.
         log_lines = log.read_text().split("\n") if log.exists() else []
@@ -46,11 +82,12 @@ def page(folder: Path) -> tuple[str, str]:
         "",
         f"`scripts/bench/gpu_all.sh`; {header.get('date') or 'no date'}; {versions}.",
         "",
-        "| part | seconds | outcome |",
+        "| step | seconds | outcome |",
         "|---|---|---|",
         *rows,
         "",
-        *bodies,
+        _EXPLANATION,
+        "\n\n".join(bodies),
     ]
     return device, "\n".join(lines) + "\n"
 
