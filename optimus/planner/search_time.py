@@ -151,7 +151,7 @@ class StepSeconds:
         """Return the bytes of the parameters of the fullest rank, the number of parameters that it
         updates, and its number of microbatches in a step."""
         config, mesh = layout.apply(self._config), layout.mesh
-        weights = self._weights_of(layout, config)
+        _, weights = self._fullest(layout, config)
         size = BYTES[config.train.dtype] * sum(weights)
         updated = updated_parameters(layout.sharding, mesh, weights)
         return size, updated, microbatches_of(config, mesh)
