@@ -108,7 +108,7 @@ def check_options(args: argparse.Namespace) -> None:
     ]
     if args.trace and (args.search or args.resolved or args.against):
         chosen.append("--trace")
-    if args.load and (args.search or args.resolved or args.against):
+    if args.load and (args.resolved or args.against):
         chosen.append("--load")
     refuse_if(len(chosen) > 1, f"{' and '.join(chosen)} exclude each other; leave one out")
     for option in ("nodes", "hosts", "load"):
@@ -269,7 +269,8 @@ def run_search(args: argparse.Namespace, config: Config, allocation: Allocation 
     unit = PFLOP if machine.device is None else SECONDS
     config = _with_memory(config, args.memory)
     ranking = _rank_layouts(args, config, machine, world_size)
-    can_offload = config.offload.mode == "off" and machine.device and machine.links
+    has_rates = machine.device is not None and machine.links is not None
+    can_offload = has_rates and config.offload.mode == "off" and not args.load
     if not ranking.evaluations and can_offload and ranking.rejected[TOO_LARGE]:
         logger.info('no layout fits without offloading; evaluating offload.mode = "auto"')
         config = _with_memory(with_offload(config, mode="auto"), args.memory)
@@ -309,6 +310,7 @@ def _rank_layouts(
     args: argparse.Namespace, config: Config, machine: Machine, world_size: int
 ) -> Ranking:
     """Return the ranking of the layouts of a run on a number of ranks of a machine."""
+    from optimus.planner.expert_loads import RunLoads
     from optimus.planner.layouts import LayoutChecks, space_of
     from optimus.planner.search import search
     from optimus.planner.search_memory import LayoutMemory
@@ -320,12 +322,25 @@ def _rank_layouts(
 
     offloads = config.offload.mode == "auto"
     limit = None if args.memory is None else int(args.memory * _GIB)
+    loads = None
+    if args.load:
+        refuse_if(
+            offloads,
+            f"--load {args.load} has no effect with offload.mode = 'auto', which leaves memory "
+            "free for offload.expert_imbalance; remove --load, or set offload.mode = 'off'",
+        )
+        refuse_if(
+            machine.device is None,
+            f"--load {args.load} has no effect: the file of {args.machine} has no device, so the "
+            "layouts are sorted by FLOPs; remove --load, or use another machine",
+        )
+        loads = RunLoads(args.load, config.model)
     checks, profiled = LayoutChecks(config), Profiled()
     time: Callable[[Layout], float] = ComputeBound(config, checks)
     offloaded = None
     if machine.device is not None:
         rates = rates_of(machine, config.train.dtype, args.machine)
-        time = seconds = StepSeconds(config, checks, rates, profiled)
+        time = seconds = StepSeconds(config, checks, rates, profiled, loads)
         asked = parse_bytes(config.offload.device_memory) if offloads else 0
         limit = limit or asked or int(machine.device.memory_bytes.value)
         if offloads:
@@ -335,7 +350,7 @@ def _rank_layouts(
         f"offload.mode = 'auto': the file of {args.machine} has no device, so the time of a step "
         "with offloading is unknown; use another machine, or set offload.mode = 'off'",
     )
-    memory = LayoutMemory(config, checks, limit, profiled)
+    memory = LayoutMemory(config, checks, limit, profiled, loads)
     processes = len(os.sched_getaffinity(0))
     settings = memory, time, checks, limit, processes, SearchProgress(), offloaded
     return search(config, world_size, space_of(config, world_size), *settings)

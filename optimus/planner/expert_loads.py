@@ -74,6 +74,28 @@ def read_loads(run_dir: str, model: ModelConfig, ep: int) -> list[StepLoad]:
     return sorted(loads, key=lambda load: load.mean)
 
 
+class RunLoads:
+    """The expert loads of a run, for any number of ep ranks.
+
+    Args:
+        run_dir, model: As for `read_loads`.
+
+    Raises:
+        ConfigError: As `read_loads`.
+    """
+
+    def __init__(self, run_dir: str, model: ModelConfig) -> None:
+        self._run = run_dir, model
+        self._of_ep: dict[int, dict[str, StepLoad]] = {}
+        self.at(1)
+
+    def at(self, ep: int) -> dict[str, StepLoad]:
+        """Return the updates with the `median` and with the `worst` load of `ep` ranks."""
+        if ep not in self._of_ep:
+            self._of_ep[ep] = median_and_worst(read_loads(*self._run, ep))
+        return self._of_ep[ep]
+
+
 def _check_model(option: str, path: Path, model: ModelConfig, remedy: str) -> None:
     if not path.is_file():
         raise ConfigError(f"{option}: {path.name} is missing; {remedy}")

@@ -159,29 +159,45 @@ class RankProfiles:
         experts of the rank compute, divided by the mean over the ep ranks."""
         config, mesh, _ = self._rank
         weights = {
-            layer: _concentration(config, mesh, layer, imbalances[layer], self._device)
+            layer: concentration(config, mesh, layer, imbalances[layer], self._device)
             for layer in self._segments.keys() & imbalances.keys()
         }
         if not any(weights.values()):
             return self._balanced
-        of_segment = {self._segments[layer]: weight for layer, weight in weights.items()}
         result = {}
         for number, profile in self._balanced.items():
-            mean = sum(weights.get(layer, 0.0) for layer in self._layers[number])
-            of_weights = mean / len(self._layers[number])
+            layers = self._layers[number]
+            of_segment = {self._segments[n]: weights[n] for n in layers if n in weights}
             other = self._concentrated[number]
-            passes = [
-                tuple(
-                    _between(a, b, of_segment.get(a.segment, 0.0))
-                    for a, b in zip(uses, others, strict=True)
-                )
-                for uses, others in zip(profile[:2], other[:2], strict=True)
-            ]
-            action = None  # the action W computes the gradients of all layers
-            if profile.weights is not None and other.weights is not None:
-                action = _between(profile.weights, other.weights, of_weights)
-            result[number] = StageProfile(passes[0], passes[1], action)
+            result[number] = interpolate(profile, other, of_segment, len(layers))
         return result
+
+
+def interpolate(
+    balanced: StageProfile,
+    concentrated: StageProfile,
+    weights: Mapping[int, float],
+    num_layers: int,
+) -> StageProfile:
+    """Return the profile of a stage between the two profiles of `RankProfiles`.
+
+    Args:
+        balanced, concentrated: The profiles.
+        weights: The result of `concentration` for each segment with experts.
+        num_layers: Number of layers of the stage.
+    """
+    forward, backward = (
+        [_between(a, b, weights.get(a.segment, 0.0)) for a, b in zip(uses, others, strict=True)]
+        for uses, others in zip(balanced[:2], concentrated[:2], strict=True)
+    )
+    live, action = sum(use.kept for use in (*forward, *backward)), None
+    if balanced.weights is not None and concentrated.weights is not None:
+        mean = sum(weights.values()) / num_layers  # the action W computes gradients of all layers
+        action = _between(balanced.weights, concentrated.weights, mean)._replace(kept=-live)
+    else:  # without the errors of rounding, a microbatch frees the bytes that it keeps
+        last = (backward or forward)[-1]
+        (backward or forward)[-1] = last._replace(kept=last.kept - live)
+    return StageProfile(tuple(forward), tuple(backward), action)
 
 
 def depends_on_load(config: Config, mesh: Mesh, device: str) -> bool:
@@ -192,7 +208,7 @@ def depends_on_load(config: Config, mesh: Mesh, device: str) -> bool:
     return device == "cpu" or config.parallel.ep_dispatch == "alltoall"
 
 
-def _concentration(config: Config, mesh: Mesh, layer: int, imbalance: float, device: str) -> float:
+def concentration(config: Config, mesh: Mesh, layer: int, imbalance: float, device: str) -> float:
     """Return the weight of the second profile of `RankProfiles`: 0 for equal loads, 1 if all tokens
     choose experts of the rank, and a value between 0 and 1 for other loads."""
     if not depends_on_load(config, mesh, device):

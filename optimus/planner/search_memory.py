@@ -8,15 +8,22 @@ recomputation, and division of the backward.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from optimus.config import Config
 from optimus.distributed.mesh import Coordinate
 from optimus.errors import refuse_if
 from optimus.parallel.placement import share
+from optimus.planner.expert_loads import RunLoads
 from optimus.planner.layouts import Layout, LayoutChecks
-from optimus.planner.memory import bytes_of_stage, input_bytes
+from optimus.planner.memory import (
+    bytes_of_stage,
+    concentration,
+    depends_on_load,
+    input_bytes,
+    interpolate,
+)
 from optimus.planner.peaks import StageBytes, peaks_of
 from optimus.planner.states import StateSizes
 from optimus.rank.profile import ModelProfile, Profiled, kinds_of_layers, profile_model
@@ -34,6 +41,8 @@ class LayoutMemory:
         limit_bytes: Memory of a rank. If the states of a rank alone need more, the result has only
             their bytes.
         profiled: Known profiles of segments. Further profiles are added.
+        loads: Loads of the experts, of which the update with the worst load counts; None: uniform
+            routing.
     """
 
     def __init__(
@@ -42,8 +51,10 @@ class LayoutMemory:
         checks: LayoutChecks,
         limit_bytes: int | None = None,
         profiled: Profiled | None = None,
+        loads: RunLoads | None = None,
     ) -> None:
         self._config, self._checks, self._limit = config, checks, limit_bytes
+        self._loads = loads
         self._profiled = {} if profiled is None else profiled
         self._states: dict[tuple[str, str], StateSizes] = {}
         self._of_ranks: dict[Any, list[tuple[int, ...]]] = {}
@@ -52,6 +63,7 @@ class LayoutMemory:
         self._stages: dict[Any, StageBytes] = {}
         self._activations: dict[Any, list[list[int]]] = {}
         self._inputs: dict[tuple[int, int], int] = {}
+        self._weights: dict[tuple[int, ...], dict[int, float]] = {}
 
     def __call__(self, layout: Layout) -> int:
         """Return the bytes. Raises ConfigError if optim.cache_chunks is too small."""
@@ -114,8 +126,10 @@ class LayoutMemory:
                     for stage in stages[rank :: layout.pp]
                 )
                 ends = rank == 0, rank == layout.pp - 1
-                groups.setdefault((ends, kinds), []).append(rank)
-            self._groups[key] = [(tuple(ranks), kinds) for (_, kinds), ranks in groups.items()]
+                # With loads, layers of the same kind differ.
+                number = 0 if self._loads is None else rank
+                groups.setdefault((ends, kinds, number), []).append(rank)
+            self._groups[key] = [(tuple(ranks), kinds) for (_, kinds, _), ranks in groups.items()]
         return self._groups[key]
 
     def _activations_of(self, layout: Layout) -> list[list[int]]:
@@ -145,10 +159,13 @@ class LayoutMemory:
     ) -> int:
         last = layout.pp * layout.virtual_stages - 1
         of_schedule = layout.schedule, layout.pp, layout.virtual_stages, microbatches
-        stages = []
+        stages, weights = [], self._weights_of(layout, ranks[0])
         for number, of_stage in zip(range(ranks[0], last + 1, layout.pp), kinds, strict=True):
             ends = number == 0, number == last
-            stages.append(self._stage_bytes(layout, index, number, of_stage, ends))
+            if weights:
+                stages.append(self._loaded_bytes(layout, index, number, of_stage, ends, weights))
+            else:
+                stages.append(self._stage_bytes(layout, index, number, of_stage, ends))
         boundary = self._model(layout, index, ranks[0]).boundary
         return peaks_of(*of_schedule, ranks).bytes(stages, boundary)
 
@@ -166,9 +183,47 @@ class LayoutMemory:
             self._stages[key] = bytes_of_stage(model.stage(kinds, *ends))
         return self._stages[key]
 
-    def _model(self, layout: Layout, index: int, stage: int) -> ModelProfile:
+    def _weights_of(self, layout: Layout, rank: int) -> dict[int, float]:
+        """Return the result of `concentration` for each MoE layer of a pipeline rank on its fullest
+        ep rank; nothing if its memory does not depend on loads."""
+        config, mesh = self._config, layout.mesh
+        if self._loads is None or not depends_on_load(config, mesh, "cuda"):
+            return {}
+        key = layout.ep, layout.pp, layout.virtual_stages, rank
+        if key not in self._weights:
+            loads = self._loads.at(layout.ep)["worst"].imbalances
+            stages = self._checks.stages(layout)[rank :: layout.pp]
+            layers = [layer for stage in stages for layer in stage if layer in loads]
+            ep = max(range(layout.ep), key=lambda ep: sum(loads[layer][ep] for layer in layers))
+            self._weights[key] = {
+                layer: concentration(config, mesh, layer, loads[layer][ep], "cuda")
+                for layer in layers
+            }
+        return self._weights[key]
+
+    def _loaded_bytes(
+        self,
+        layout: Layout,
+        index: int,
+        number: int,
+        kinds: tuple[int, ...],
+        ends: tuple[bool, bool],
+        weights: Mapping[int, float],
+    ) -> StageBytes:
+        """Return the bytes of a stage whose layers have the loads of `_weights_of`."""
+        layers = self._checks.stages(layout)[number]
+        balanced, concentrated = (
+            self._model(layout, index, number, is_concentrated).stage(kinds, *ends)
+            for is_concentrated in (False, True)
+        )
+        of_segment = {n + ends[0]: weights.get(layer, 0.0) for n, layer in enumerate(layers)}
+        return bytes_of_stage(interpolate(balanced, concentrated, of_segment, len(layers)))
+
+    def _model(
+        self, layout: Layout, index: int, stage: int, concentrated: bool = False
+    ) -> ModelProfile:
         """Return the profiles of the segments of a stage on the rank with an index of
-        `_coordinates`."""
+        `_coordinates`. `concentrated` is as for `profile_model`."""
         divides = layout.schedule == "zb-h1"
         if self._config.optim.frozen:  # each stage has other segments
             stages = self._checks.stages(layout)
@@ -181,8 +236,10 @@ class LayoutMemory:
                 *of_stage,
                 divides,
                 self._profiled,
+                concentrated=concentrated,
             )
-        key = layout.ep, layout.tp, layout.microbatch_size, layout.recompute, divides
+        settings = layout.ep, layout.tp, layout.microbatch_size, layout.recompute
+        key = *settings, divides, concentrated
         if key not in self._models:
             config = layout.apply(self._config)
             whole = range(config.model.num_layers), True, True
@@ -194,6 +251,7 @@ class LayoutMemory:
                     *whole,
                     divides,
                     self._profiled,
+                    concentrated=concentrated,
                 )
                 for tp in self._coordinates(layout)
             ]

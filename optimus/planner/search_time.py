@@ -17,6 +17,7 @@ from optimus.model.flops import (
     recomputed_multiply_adds,
 )
 from optimus.parallel.pipeline.simulate import bubble_ratio
+from optimus.planner.expert_loads import RunLoads
 from optimus.planner.layouts import Layout, LayoutChecks
 from optimus.planner.state_traffic import StateTraffic
 from optimus.planner.step_time import (
@@ -95,7 +96,7 @@ class _Update(NamedTuple):
 
 
 class StepSeconds:
-    """Predicted seconds of a step of each layout of a run on a machine, with uniform routing.
+    """Predicted seconds of a step of each layout of a run on a machine.
 
     Args:
         config: The configuration.
@@ -103,6 +104,8 @@ class StepSeconds:
         rates: The rates of the machine.
         profiled: Known profiles of segments. Further profiles are added. `LayoutMemory` can use the
             same object.
+        loads: Loads of the experts, of which the update with the median load counts; None: uniform
+            routing.
     """
 
     def __init__(
@@ -111,8 +114,9 @@ class StepSeconds:
         checks: LayoutChecks,
         rates: Rates,
         profiled: Profiled | None = None,
+        loads: RunLoads | None = None,
     ) -> None:
-        self._config, self._checks, self._rates = config, checks, rates
+        self._config, self._checks, self._rates, self._loads = config, checks, rates, loads
         self._profiled: Profiled = {} if profiled is None else profiled
         self._segments: dict[Any, tuple[Segments, PassTimes]] = {}
         self._traffic: dict[Any, StateTraffic] = {}
@@ -170,8 +174,12 @@ class StepSeconds:
         key = layout.ep, layout.tp, layout.microbatch_size, layout.recompute, divides
         if key not in self._segments:
             config, on_cpu = layout.apply(self._config), not self._rates.launches_queue
-            work = profile_work(config, layout.mesh, on_cpu, profiled=self._profiled)
-            segments = segment_layers(config, layout.mesh, works={False: work})
+            rank = config, layout.mesh, on_cpu
+            works, imbalances = {False: profile_work(*rank, profiled=self._profiled)}, None
+            if self._loads is not None and layout.ep > 1:
+                works[True] = profile_work(*rank, concentrated=True, profiled=self._profiled)
+                imbalances = self._loads.at(layout.ep)["median"].fullest
+            segments = segment_layers(*rank, works, imbalances)
             times = PassTimes(self._rates, groups_of(layout.mesh))
             self._segments[key] = segments, times
         return self._segments[key]

@@ -12,9 +12,14 @@ from optimus.config import dump_toml, make_config
 from optimus.config.machine import FOLDER, load_machine
 from optimus.distributed.mesh import make_mesh
 from optimus.errors import ConfigError
-from optimus.planner.expert_loads import median_and_worst, read_loads
+from optimus.planner.expert_loads import RunLoads, median_and_worst, read_loads
+from optimus.planner.layouts import LayoutChecks, layout_of
 from optimus.planner.machine_plan import _Memory, machine_lines, plan_on_machine
+from optimus.planner.search_memory import LayoutMemory
+from optimus.planner.search_time import StepSeconds
 from optimus.planner.step_plan import plan_step
+from optimus.planner.step_time import rates_of, step_time
+from optimus.planner.workload import step_of
 from tests.kit.runs.tiny import tiny_config, tiny_tree
 from tests.kit.runs.training import train_on
 
@@ -100,6 +105,24 @@ def test_a_directory_without_valid_loads_is_refused(tmp_path, capsys, damage, me
     assert message in printed.err and printed.err.count("\n") == 1 and not printed.out
 
 
+@pytest.mark.parametrize(
+    "changes", [{}, {"pp": 2, "schedule": "zb-h1"}, {"pp": 2, "microbatch_size": 2, "ep": 2}]
+)
+def test_search_has_the_figures_of_a_plan_for_the_loads_of_a_run(tmp_path, changes) -> None:
+    """The time is that of the median update, the memory that of the worst update."""
+    run = write_run(tmp_path, (1, SKEWED, SKEWED[::-1]), (2, EQUAL, SKEWED), (3, EQUAL, EQUAL))
+    layout = layout_of(CONFIG, MESH.world_size)._replace(**changes)
+    config, mesh, checks = layout.apply(CONFIG), layout.mesh, LayoutChecks(CONFIG)
+    rates, loads = rates_of(load_machine("h200"), "bf16"), RunLoads(run, CONFIG.model)
+    plan = plan_on_machine(config, mesh, "h200", run)["load"]
+    memory = LayoutMemory(CONFIG, checks, loads=loads)(layout)
+    assert memory == plan["worst"]["needed"] > LayoutMemory(CONFIG, checks)(layout)
+    seconds = StepSeconds(CONFIG, checks, rates, loads=loads)(layout)
+    step = step_of(config, mesh, imbalances=loads.at(mesh.ep)["median"].fullest)
+    assert seconds == pytest.approx(step_time(step, rates).total_s)
+    assert seconds > StepSeconds(CONFIG, checks, rates)(layout)
+
+
 def test_a_line_that_a_kill_has_cut_is_ignored(tmp_path) -> None:
     path = Path(write_run(tmp_path, (1, EQUAL, EQUAL), (100, EQUAL, SKEWED)))
     file = path / "expert_load.jsonl"
@@ -113,6 +136,11 @@ def test_load_without_effect_is_refused(capsys) -> None:
     assert "--load needs --machine NAME; add it" in capsys.readouterr().err
     assert main(["plan", config, "--machine", "h200", "--load", "r"]) == 2
     assert "--load r needs train.seq_len; set it" in capsys.readouterr().err
+    search = ["plan", str(FOLDER.parent / "run" / "mula-7b-a1b.toml"), "--search", "--nodes", "1"]
+    assert main([*search, "--machine", "h200", "--load", "r", "offload.mode=auto"]) == 2
+    assert "--load r has no effect with offload.mode = 'auto'" in capsys.readouterr().err
+    assert main([*search, "--machine", "h200", "--load", "r"]) == 2
+    assert "--load r: config.toml is missing" in capsys.readouterr().err
 
 
 def test_plan_for_the_loads_of_a_run(tmp_path) -> None:
