@@ -265,7 +265,7 @@ def _memory(
 
 def _predicted_bytes(config: Config, mesh: Mesh, fit: _Fit | None, kind: _Kind) -> int:
     """Return the predicted memory of the fullest rank of a kind."""
-    from optimus.planner.memory import rank_memory  # imports torch
+    from optimus.planner.memory import library_bytes, rank_memory  # imports torch
     from optimus.planner.offload import largest_rank
 
     if fit is None:
@@ -276,8 +276,10 @@ def _predicted_bytes(config: Config, mesh: Mesh, fit: _Fit | None, kind: _Kind) 
         config, device, microbatches = fit.placed(config), fit.device, fit.microbatches
     coordinate = largest_rank(config, mesh, kind.pp)._replace(tp=kind.tp)
     memory = rank_memory(config, mesh, coordinate, microbatches, device)
-    on_host = memory.host if device == "cpu" else 0
-    return kind.process_bytes + memory.device + on_host
+    size = kind.process_bytes + memory.device
+    if device == "cpu":
+        size += memory.host + library_bytes(config, mesh, kind.pp)
+    return size
 
 
 def _predicted_step(config: Config, mesh: Mesh, name: str) -> tuple[float | None, str]:

@@ -20,7 +20,7 @@ from optimus.io import files
 from optimus.launch.environment import SINGLE
 from optimus.planner.against import FIT_FILE, compare, placement_of, predict
 from optimus.planner.fit import least_bytes
-from optimus.planner.memory import rank_memory
+from optimus.planner.memory import library_bytes, rank_memory
 from optimus.resilience.supervision.attempt import Attempt
 from optimus.train import fit, prediction
 from optimus.train.launch import LaunchOptions, plan_job
@@ -190,8 +190,11 @@ def test_run_logs_predicted_and_measured_figures_once(measured_run):
     times = sorted(update["step_time_s"] for update in metrics[2:5])
     assert content["step_s"] == times[1]
     assert content["ranks"][0]["peak_bytes"] == metrics[4]["mem_bytes"]
-    process = content["ranks"][0]["process_bytes"]
-    assert 0 < predicted["bytes"] - process < 10_000_000
+    config = make_config(checked_tree("d", run_dir, parallel__pp=2))
+    of_libraries = [library_bytes(config, Mesh(pp=2), pp) for pp in (0, 1)]
+    assert of_libraries[0] > of_libraries[1] == library_bytes(config, Mesh(), 0)
+    without_tensors = content["ranks"][0]["process_bytes"] + of_libraries[0]
+    assert 0 < predicted["bytes"] - without_tensors < 10_000_000
     assert [rank["pp"] for rank in content["ranks"]] == [0, 1]
 
 
@@ -235,7 +238,8 @@ def test_placement_of_a_run_is_predicted(tmp_path):
     content |= {"microbatches": 8, "ranks": [rank], "placement": placement_of(placed)}
     (tmp_path / FIT_FILE).write_bytes(files.checked_json(content))
     memory = rank_memory(placed, Mesh(), Coordinate(0, 0, 0, 0), 8, "cpu")
-    assert predict(tmp_path)["bytes"] == 1000 + memory.device + memory.host
+    tensors, libraries = memory.device + memory.host, library_bytes(placed, Mesh(), 0)
+    assert predict(tmp_path)["bytes"] == 1000 + tensors + libraries
 
 
 def test_plan_is_compared_with_a_run(measured_run, capsys):
