@@ -27,18 +27,14 @@ ENDS = "the end stages"
 """Name of the group of the first and the last stage, as in `optimus.distributed.groups`."""
 
 
-class _Chunk(NamedTuple):
-    """A chunk of a rank, or the gradient of a tied head."""
+class _Chunks(NamedTuple):
+    """Chunks with the same process groups, or the gradient of a tied head."""
 
     groups: GroupAxes
     """Axes of the process groups. Axes of size 1 are left out, except in `copy`."""
+    number: int
     length: int
-    """Number of elements, with padding."""
-    segments: frozenset[int]
-    """Segments of the model that use its parameters: EMBEDDING, HEAD or numbers of layers."""
-    is_frozen: bool = False
-    tied: int = 0
-    """Elements of a tied embedding in it, whose gradients the first and last stage add up."""
+    """Number of elements of all chunks, with padding."""
     is_use: bool = False
     """True for the gradient of a tied head."""
 
@@ -87,6 +83,7 @@ class StateTraffic:
         optim, train = config.optim, config.train
         self._sizes = StateSizes(config)
         self._tie_embeddings = config.model.tie_embeddings
+        self._vocab_size, self._hidden_size = config.model.vocab_size, config.model.hidden_size
         self._overlaps, self._deterministic = optim.overlap, train.deterministic
         self._slots, self._width = optim.cache_chunks, BYTES[train.dtype]
         self._is_limited = optim.resident == "cache" and optim.cache_chunks > 0
@@ -128,80 +125,66 @@ class StateTraffic:
             )
         return self._known[key]
 
-    def _chunks_of(self, mesh: Mesh, stages: Sequence[range], pp: int) -> list[_Chunk]:
-        """Return the chunks of a rank in the order of `lay_out`, and then the gradient of a tied
-        head."""
-        params = self._sizes.params_of(mesh, stages, Coordinate(pp, 0, 0, 0))
-        is_last = pp == mesh.pp - 1
-        is_tied = self._tie_embeddings and (pp == 0 or is_last)
-        result = []
-        for key, length, _, members in self._sizes.chunks_of(params, mesh):
-            segments = {params[member].segment for member in members}
-            has_tied = is_tied and members[0] == 0
-            if has_tied and is_last:
-                segments.add(HEAD)
-            tied = params[0].size if has_tied and mesh.pp > 1 else 0
-            frozen = key.options.frozen
-            result.append(_Chunk(key.groups, length, frozenset(segments), frozen, tied))
-        key = params[0].key
-        if is_tied and is_last and not key.options.frozen:
-            groups = key.groups._replace(shard=(), replica=key.groups.reduce)
-            use = Parameter("", (params[0].size,), None, mesh.size_of(groups.reduce))
-            length = lay_out([use], 1).length
-            result.append(_Chunk(groups, length, frozenset([HEAD]), is_use=True))
-        return result
-
     def _count(self, mesh: Mesh, stages: Sequence[range], pp: int) -> _Totals:
         """Return the collectives of each kind, for one microbatch."""
-        chunks = self._chunks_of(mesh, stages, pp)
-        several = any(chunk.groups.reduce for chunk in chunks if not chunk.is_frozen)
-        is_each = self._sizes.divides_gradients or (self._deterministic and several)
+        classes = self._sizes.chunk_lengths(mesh, stages, Coordinate(pp, 0, 0, 0))
+        trained = [each for each in classes if not each[0].options.frozen]
+        is_each = self._sizes.divides_gradients
+        if self._deterministic:
+            is_each = is_each or any(key.groups.reduce for key, _ in trained)
         totals: _Totals = {}
-        has_use = any(chunk.is_use for chunk in chunks)
-        for chunk in chunks:
-            collectives = [*self._gathers(chunk)]
-            if not chunk.is_frozen:
-                collectives += self._reductions(chunk, mesh, is_each)
-                collectives += self._sums_of_tied(chunk, has_use)
-            _add(totals, collectives)
+        for key, lengths in classes:
+            chunks = _Chunks(key.groups, len(lengths), sum(lengths))
+            if not self._is_limited:
+                _add(totals, self._gathers(chunks))
+            if not key.options.frozen:
+                _add(totals, self._reductions(chunks, mesh, is_each))
+        is_last, (key, lengths) = pp == mesh.pp - 1, classes[0]
+        if self._tie_embeddings and (pp == 0 or is_last) and not key.options.frozen:
+            # The embedding is the first parameter of the first chunk.
+            size = self._vocab_size // mesh.tp * self._hidden_size
+            if is_last:
+                groups = key.groups._replace(shard=(), replica=key.groups.reduce)
+                use = Parameter("", (size,), None, mesh.size_of(groups.reduce))
+                chunks = _Chunks(groups, 1, lay_out([use], 1).length, is_use=True)
+                _add(totals, self._reductions(chunks, mesh, is_each))
+            if mesh.pp > 1 and key.groups.shard and not is_last:
+                gather = _Kind(_name(key.groups.shard), "all_gather", "nothing")
+                _add(totals, [(gather, _Total(1, 4 * lengths[0]))])
+            if mesh.pp > 1:
+                _add(totals, [(_Kind(ENDS, "all_reduce", "nothing"), _Total(1, 4 * size))])
         return totals
 
     def _reductions(
-        self, chunk: _Chunk, mesh: Mesh, is_each: bool
+        self, chunks: _Chunks, mesh: Mesh, is_each: bool
     ) -> Iterator[tuple[_Kind, _Total]]:
-        """Yield the collectives of the gradients of a chunk, as `optimus.chunks.reductions` runs
+        """Yield the collectives of the gradients of chunks, as `optimus.chunks.reductions` runs
         them."""
-        reduce, shard, replica, partial = map(_name, chunk.groups[:4])
-        sizes, length = self._sizes, chunk.length
-        width = sizes.sum_itemsize if chunk.is_use else sizes.grad_itemsize
-        shards = mesh.size_of(chunk.groups.shard)
-        sum_bytes = 4 * length // shards if shard else width * length
-        size = self._reduced * length
+        reduce, shard, replica, partial = map(_name, chunks.groups[:4])
+        sizes, number, length = self._sizes, chunks.number, chunks.length
+        width = sizes.sum_itemsize if chunks.is_use else sizes.grad_itemsize
+        shards = mesh.size_of(chunks.groups.shard)
+        sums = _Total(number, 4 * length // shards if shard else width * length)
+        reduced = _Total(number, self._reduced * length)
         overlaps: Overlap = "backward" if self._overlaps and not is_each else "nothing"
         if reduce and is_each and self._deterministic:
-            yield _Kind(reduce, "all_to_all", "nothing", True), _Total(1, width * length)
+            yield _Kind(reduce, "all_to_all", "nothing", True), _Total(number, width * length)
         elif reduce and (is_each or shard):
-            yield _Kind(reduce, "reduce_scatter", overlaps, is_each), _Total(1, size)
+            yield _Kind(reduce, "reduce_scatter", overlaps, is_each), reduced
         elif reduce:
-            yield _Kind(reduce, "all_reduce", overlaps), _Total(1, size)
+            yield _Kind(reduce, "all_reduce", overlaps), reduced
         if replica and (is_each or shard):  # ranks with the same shard gather its pieces
-            yield _Kind(replica, "all_gather", "nothing"), _Total(1, sum_bytes)
+            yield _Kind(replica, "all_gather", "nothing"), sums
         if partial:
-            yield _Kind(partial, "all_reduce", "nothing"), _Total(1, sum_bytes)
+            yield _Kind(partial, "all_reduce", "nothing"), sums
 
-    def _sums_of_tied(self, chunk: _Chunk, has_use: bool) -> Iterator[tuple[_Kind, _Total]]:
-        """Yield the collectives that add up the gradients of a tied embedding on two stages."""
-        if chunk.tied:
-            if chunk.groups.shard and not has_use:
-                gather = _Kind(_name(chunk.groups.shard), "all_gather", "nothing")
-                yield gather, _Total(1, 4 * chunk.length)
-            yield _Kind(ENDS, "all_reduce", "nothing"), _Total(1, 4 * chunk.tied)
-
-    def _gathers(self, chunk: _Chunk) -> Iterator[tuple[_Kind, _Total]]:
-        """Yield the gather of the updated parameters of a chunk. A cache without a limit gathers
-        them at their first use."""
-        if chunk.groups.shard and not self._is_limited:
-            yield self._gather(chunk, "forward" if self._overlaps else "nothing")
+    def _gathers(self, chunks: _Chunks) -> Iterator[tuple[_Kind, _Total]]:
+        """Yield the gathers of updated parameters. A cache without a limit gathers them at their
+        first use."""
+        if chunks.groups.shard:
+            overlaps: Overlap = "forward" if self._overlaps else "nothing"
+            kind = _Kind(_name(chunks.groups.shard), "all_gather", overlaps)
+            yield kind, _Total(chunks.number, self._width * chunks.length)
 
     def _gathers_of_step(
         self, config: Config, mesh: Mesh, stages: Sequence[range], pp: int, microbatches: int
@@ -221,28 +204,32 @@ class StateTraffic:
     ) -> _Totals:
         """Return the gathers of a limited cache, from its plan. Gathers that begin before the use
         that needs them overlap with earlier passes."""
-        chunks = [c for c in self._chunks_of(mesh, stages, pp) if not c.is_use]
-        transient = {n: chunk for n, chunk in enumerate(chunks) if chunk.groups.shard}
-        segments = sorted({s for c in chunks for s in c.segments}, key=_position)
-        needs = [frozenset(n for n, c in transient.items() if s in c.segments) for s in segments]
-        trains = [any(s in c.segments and not c.is_frozen for c in chunks) for s in segments]
+        params = self._sizes.params_of(mesh, stages, Coordinate(pp, 0, 0, 0))
+        chunks = self._sizes.chunks_of(params, mesh)
+        used = [{params[member].segment for member in chunk.members} for chunk in chunks]
+        if self._tie_embeddings and pp == mesh.pp - 1:  # the embedding is the first parameter
+            used[0].add(HEAD)
+        is_trained = [not chunk.key.options.frozen for chunk in chunks]
+        transient = {n: c for n, c in enumerate(chunks) if c.key.groups.shard}
+        segments = sorted(set().union(*used), key=_position)
+        needs = [frozenset(n for n in transient if s in used[n]) for s in segments]
+        trains = [any(s in u for u, t in zip(used, is_trained, strict=True) if t) for s in segments]
         of_segments = [_stage_of(segment, stages) for segment in segments]
         learns = [stage > 0 or any(trains[: n + 1]) for n, stage in enumerate(of_segments)]
         schedule = schedule_of(config, mesh, microbatches)
         passes = [Pass(*each) for each in passes_of(schedule.ranks[pp])]
-        demanded = {n: self._gather(chunk, "nothing") for n, chunk in transient.items()}
-        early = {n: self._gather(chunk, "passes") for n, chunk in transient.items()}
         totals: _Totals = {}
         uses = use_order(passes, of_segments, needs, learns)
         for step in plan_residency(uses, self._slots).steps:
-            _add(totals, [demanded[number] for number in step.gather])
-            _add(totals, [early[number] for number in step.prefetch])
+            for numbers, overlaps in zip((step.gather, step.prefetch), _OVERLAPS, strict=True):
+                for chunk in map(transient.__getitem__, numbers):
+                    kind = _Kind(_name(chunk.key.groups.shard), "all_gather", overlaps)
+                    _add(totals, [(kind, _Total(1, self._width * chunk.length))])
         return totals
 
-    def _gather(self, chunk: _Chunk, overlaps: Overlap) -> tuple[_Kind, _Total]:
-        """Return the gather of the parameters of a chunk."""
-        size = self._width * chunk.length
-        return _Kind(_name(chunk.groups.shard), "all_gather", overlaps), _Total(1, size)
+
+_OVERLAPS: tuple[Overlap, Overlap] = ("nothing", "passes")
+"""What the gathers of a cache overlap with: those at their use, and those before it."""
 
 
 def _name(axes: Axes) -> str:

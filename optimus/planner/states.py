@@ -77,6 +77,14 @@ class _Param(NamedTuple):
     segment: int
 
 
+class _Segment(NamedTuple):
+    """Parameters of a segment of the model."""
+
+    params: list[tuple[int, _Class]]
+    """The number of elements and the class, without the stage, of each parameter."""
+    by_class: dict[_Class, list[int]]
+
+
 class _Packed(NamedTuple):
     """A chunk of a class, as `_pack` returns it."""
 
@@ -147,7 +155,7 @@ class StateSizes:
         self._shapes = {
             kind: block_shapes(model.layer(self._kinds.index(kind))) for kind in set(self._kinds)
         }
-        self._blocks: dict[tuple[int, Mesh], list[tuple[int, _Class]]] = {}
+        self._blocks: dict[tuple[int, Mesh], _Segment] = {}
         self._ranks: dict[Any, RankBytes] = {}
         self._pipeline_ranks: dict[Any, list[int]] = {}
 
@@ -241,40 +249,57 @@ class StateSizes:
         self, mesh: Mesh, stages: Sequence[range], coordinate: Coordinate
     ) -> list[_Param]:
         """Return the parameters of a rank in order of first use."""
-        model, last = self._model, len(stages) - 1
-        has_first, has_last = coordinate.pp == 0, coordinate.pp == mesh.pp - 1
-        rows = _share(model.vocab_size, coordinate.tp, mesh.tp)
         params: list[_Param] = []
-        if has_first or (has_last and model.tie_embeddings):
-            key = self._class("embed.weight", mesh)
-            stage, segment = (0, EMBEDDING) if has_first else (last, HEAD)
-            is_later = model.tie_embeddings and not has_first
-            key = key._replace(stage=stage, is_later_copy=is_later)
-            params.append(_Param(rows * model.hidden_size, key, segment))
-        for stage in range(coordinate.pp, len(stages), mesh.pp):
-            keys: dict[_Class, _Class] = {}
-            for layer in stages[stage]:
-                for size, key in self._block(layer, mesh):
-                    if key not in keys:
-                        keys[key] = key._replace(stage=stage)
-                    params.append(_Param(size, keys[key], layer))
-        for name, shape in head_shapes(model).items() if has_last else ():
-            size = rows * model.hidden_size if name == "head.weight" else math.prod(shape)
-            params.append(_Param(size, self._class(name, mesh)._replace(stage=last), HEAD))
+        keys: dict[tuple[int, _Class], _Class] = {}
+        for segment, stage, of_segment in self._segments(mesh, stages, coordinate):
+            for size, key in of_segment.params:
+                if (stage, key) not in keys:
+                    keys[stage, key] = key._replace(stage=stage)
+                params.append(_Param(size, keys[stage, key], segment))
         return params
 
-    def _block(self, layer: int, mesh: Mesh) -> list[tuple[int, _Class]]:
-        """Return the number of elements and the class, without the stage, of each parameter of a
-        layer."""
+    def chunk_lengths(
+        self, mesh: Mesh, stages: Sequence[range], coordinate: Coordinate
+    ) -> list[tuple[_Class, list[int]]]:
+        """Return the classes of the parameters of a rank, each with the lengths of its chunks."""
+        elements: dict[tuple[int, _Class], list[int]] = {}
+        for _, stage, of_segment in self._segments(mesh, stages, coordinate):
+            for key, sizes in of_segment.by_class.items():
+                elements.setdefault((stage, key), []).extend(sizes)
+        packed = (
+            (key, _pack(tuple(sizes), _group_sizes(key, mesh).reduce, self._optim.chunk_length))
+            for (_, key), sizes in elements.items()
+        )
+        return [(key, [chunk.length for chunk in chunks]) for key, chunks in packed]
+
+    def _segments(
+        self, mesh: Mesh, stages: Sequence[range], coordinate: Coordinate
+    ) -> Iterator[tuple[int, int, _Segment]]:
+        """Yield each segment of a rank, its stage and its parameters, in order of first use."""
+        last, has_last = len(stages) - 1, coordinate.pp == mesh.pp - 1
+        table = _share(self._model.vocab_size, coordinate.tp, mesh.tp) * self._model.hidden_size
+        if coordinate.pp == 0:
+            yield EMBEDDING, 0, _segment([(table, self._class("embed.weight", mesh))])
+        elif has_last and self._model.tie_embeddings:
+            key = self._class("embed.weight", mesh)._replace(is_later_copy=True)
+            yield HEAD, last, _segment([(table, key)])
+        for stage in range(coordinate.pp, len(stages), mesh.pp):
+            for layer in stages[stage]:
+                yield layer, stage, self._block(layer, mesh)
+        if has_last:
+            shapes = head_shapes(self._model).items()
+            sizes = {n: table if n == "head.weight" else math.prod(s) for n, s in shapes}
+            params = [(size, self._class(name, mesh)) for name, size in sizes.items()]
+            yield HEAD, last, _segment(params)
+
+    def _block(self, layer: int, mesh: Mesh) -> _Segment:
+        """Return the parameters of a layer."""
         known = layer if self._has_patterns else self._kinds[layer], mesh
         if known not in self._blocks:
-            self._blocks[known] = [
-                (
-                    math.prod(shape) // mesh.size_of(_divided_by(name)),
-                    self._class(f"blocks.{layer}.{name}", mesh),
-                )
-                for name, shape in self._shapes[self._kinds[layer]].items()
-            ]
+            shapes = self._shapes[self._kinds[layer]].items()
+            classes = (self._class(f"blocks.{layer}.{name}", mesh) for name, _ in shapes)
+            sizes = (math.prod(shape) // mesh.size_of(_divided_by(name)) for name, shape in shapes)
+            self._blocks[known] = _segment([*zip(sizes, classes, strict=True)])
         return self._blocks[known]
 
     def _class(self, name: str, mesh: Mesh) -> _Class:
@@ -435,6 +460,10 @@ class _Tally:
         kinds = {kind: self._sizes[kind] for kind in KINDS}
         padding = self._sizes["padding"]
         return kinds | {"total": total, "padding": padding, "cache": cache}
+
+
+def _segment(params: list[tuple[int, _Class]]) -> _Segment:
+    return _Segment(params, {k: [s for s, key in params if key == k] for _, k in params})
 
 
 def _group_sizes(key: _Class, mesh: Mesh) -> _GroupSizes:
