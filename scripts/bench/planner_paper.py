@@ -13,6 +13,7 @@ from optimus.config.load import load_config
 from optimus.config.machine import load_machine
 from optimus.distributed.mesh import Mesh, make_mesh
 from optimus.planner.collectives import Algorithm
+from optimus.planner.state_traffic import ENDS
 from optimus.planner.step_time import Rates, Step, rates_of, step_time
 from optimus.planner.workload import stage_weights, step_of, updated_parameters
 from optimus.study.moe import PAPER, reductions_s
@@ -121,7 +122,8 @@ def reordered(step: Step, mesh: Mesh, order: Sequence[str]) -> Step:
             ranks = [r + i * strides[axis] for r in ranks for i in range(getattr(mesh, axis))]
         return tuple(sorted(ranks))
 
-    groups = {name: group(*name.split(" x ")) for name in step.groups}
+    groups = {name: group(*name.split(" x ")) for name in step.groups if name != ENDS}
+    groups[ENDS] = groups["pp"][0], groups["pp"][-1]
     return dataclasses.replace(step, groups=groups)
 
 
