@@ -32,6 +32,9 @@ class Link(NamedTuple):
     """Latency of a step of a collective in seconds."""
     rates: tuple[tuple[str, float], ...] = ()
     """Pairs (operation, rate) of the operations that do not have the rate `rate`."""
+    taper: float = 1.0
+    """Share of the rate of a rank's port that remains if all ranks send. `rate` and `rates` contain
+    it."""
 
 
 Links = tuple[Link, ...]
@@ -45,7 +48,7 @@ def links_of(levels: Sequence[Level]) -> Links:
     for level in levels:
         taper = 1.0 if level.taper is None else level.taper.value
         rates = tuple((name, taper * figure.value) for name, figure in level.operations.items())
-        links.append(Link(level.name, level.ranks, level.rate, level.step_s, rates))
+        links.append(Link(level.name, level.ranks, level.rate, level.step_s, rates, taper))
     return tuple(links)
 
 
@@ -54,6 +57,19 @@ def _links_for(operation: str, links: Links) -> Links:
     """Return the links with the rate of an operation as `rate`."""
     return tuple(
         link._replace(rate=dict(link.rates).get(operation, link.rate), rates=()) for link in links
+    )
+
+
+def of_ports(links: Links) -> Links:
+    """Return the links with the rates of the ports of a rank, which it reaches if few other ranks
+    of its domain send."""
+    return tuple(
+        link._replace(
+            rate=link.rate / link.taper,
+            rates=tuple((name, rate / link.taper) for name, rate in link.rates),
+            taper=1.0,
+        )
+        for link in links
     )
 
 
@@ -97,6 +113,25 @@ def paths_of(ranks: tuple[int, ...], links: Links) -> tuple[GroupPath, ...]:
         f"{counted(links[-1].ranks, 'rank')}, but process groups of the plan need a further level; "
         f"{remedy}"
     )
+
+
+@lru_cache(maxsize=4096)
+def level_of(
+    operation: str, ranks: tuple[int, ...], links: Links, algorithm: Algorithm = "ring"
+) -> int:
+    """Return the index of the level whose rate determines the time of a large collective: with half
+    of this rate, it takes longest. Arguments as for `collective_s`."""
+    times = []
+    for index, link in enumerate(links):
+        rates = tuple((name, rate / 2) for name, rate in link.rates)
+        slower = link._replace(rate=link.rate / 2, rates=rates)
+        with_slower = (*links[:index], slower, *links[index + 1 :])
+        times.append((collective_s(operation, _LARGE, ranks, with_slower, algorithm), index))
+    return max(times)[1]
+
+
+_LARGE = 1e12
+"""Bytes of a collective whose latency does not matter."""
 
 
 def collective_s(

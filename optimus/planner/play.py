@@ -1,33 +1,73 @@
 """Event simulator of a pipeline step, in which transfers take time and share links.
 
-Each rank has two resources. Its device runs the actions of the schedule in order; the times of the
-actions include the launches of the host. Its port sends tensors to other ranks and takes part in
-collectives, at the same time as the device computes. Transfers that use a port at the same time
-share its rate equally.
+Each rank has a device, and a port at each level of the network. The device runs the actions of the
+schedule in order. A port sends tensors to other ranks and takes part in collectives, at the same
+time as the device computes. Two rules say how transfers compete:
+
+- Transfers that use a port at the same time share its rate equally. Those of other levels do not
+  wait: the ports of a rank within a node and between nodes are different links.
+- The ranks of a domain, such as a rack, leave it through the same links. If these carry less than
+  the ports of all ranks (the taper of a machine file), the ranks of the domain that send share them
+  equally. A transfer then uses them and the port of the previous level, such as the adapter of a
+  node.
+
+The simulation has one pipeline. Ranks of other pipelines do the same at the same time, so each
+transfer loads the links of a domain as often as the domain has ranks of the stage.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from optimus.parallel.pipeline.actions import RECEIVES, SENDS, Action, Kind, Schedule
+from optimus.parallel.pipeline.actions import COMPUTE, RECEIVES, SENDS, Action, Kind, Schedule
 from optimus.parallel.pipeline.simulate import Cost, Span, Timeline
 
 
-class Transfers(NamedTuple):
-    """Seconds of the transfers of a step, if they use their port alone."""
+class Transfer(NamedTuple):
+    """A transfer of a rank."""
 
-    send_s: Callable[[Action], float] = lambda action: 0.0
-    """Seconds of an action of `SENDS`."""
-    reduce_s: Mapping[int, Sequence[float]] = {}
-    """Seconds of the collectives of each stage's gradients, which begin with the stage's last
-    backward. OPT_STEP waits for them."""
-    gather_s: Sequence[float] = ()
-    """Seconds of the collectives of parameters, which each rank begins at the start of the step.
-    The second action of the rank waits for them."""
+    seconds: float
+    """Its time if no other transfer competes with it."""
+    level: int = 0
+    """Level of the network that it uses."""
+
+    def times(self, number: float) -> Transfer:
+        """Return the transfer of `number` times as many bytes."""
+        return self._replace(seconds=number * self.seconds)
+
+
+class SharedLevel(NamedTuple):
+    """The links that leave the domains of a level, which the ranks of a domain share."""
+
+    port: int
+    """Level whose ports also send to this level."""
+    capacity: float
+    """Number of ranks of a domain that can send at the same time at the rate of a port."""
+    loads: Sequence[Sequence[float]]
+    """For each pipeline rank r, the number of ranks of each stage in the domain of r. Those of the
+    stage of another rank send when that rank does."""
+
+
+class Transfers(NamedTuple):
+    """Transfers of a step."""
+
+    send: Callable[[Action], Transfer] = lambda action: Transfer(0.0)
+    """The transfer of an action of `SENDS`."""
+    reduce: Mapping[int, Sequence[Transfer]] = {}
+    """The collectives of each stage's gradients, which begin with the stage's last backward.
+    OPT_STEP waits for them."""
+    gather: Sequence[Transfer] = ()
+    """The collectives of parameters, which each rank begins at the start of the step. The second
+    action of the rank waits for them."""
+    exchanges: Mapping[tuple[Kind, int], Transfer] = {}
+    """The collectives within the actions of a kind and a stage. The device waits for them after the
+    computation of the action. The time of others is part of the cost of the action."""
+    shared: Mapping[int, SharedLevel] = {}
+    """The levels at which the links of a domain carry less than the ports of its ranks."""
 
 
 class Device(Protocol):
@@ -67,27 +107,65 @@ def play(
 _GATHER = Action(Kind.RECV_ACTIVATION)
 
 
+class _Job(NamedTuple):
+    """A transfer in progress."""
+
+    left: float
+    """Remaining seconds, if no other transfer competes with it."""
+    start: float
+    rank: int
+    level: int
+    action: Action
+
+
 @dataclass
 class _Port:
-    """The transfers of a rank in progress."""
+    """The transfers in progress of a rank at a level. If shared levels have the same port, those of
+    all ranks."""
 
-    active: list[tuple[float, float, Action]] = field(default_factory=list)
-    """Remaining seconds alone, start, and action of each transfer."""
+    shared: Mapping[int, SharedLevel] = field(default_factory=dict)
+    active: list[_Job] = field(default_factory=list)
     last: float = 0.0
     """Time for which the remaining seconds hold."""
     version: int = 0
     """Number of changes. An event for an earlier version is obsolete."""
 
+    def speeds(self) -> list[float]:
+        """Return the speed of each transfer: 1 if no other transfer competes with it."""
+        if not self.shared:
+            return [1 / len(self.active)] * len(self.active)
+        of_rank = Counter(job.rank for job in self.active)
+        of_level = Counter((job.rank, job.level) for job in self.active)
+        speeds = {}
+        for rank, level in of_level:
+            speed = 1 / of_rank[rank]
+            if level in self.shared:
+                _, capacity, loads = self.shared[level]
+                others = ((r, n) for (r, at), n in of_level.items() if at == level)
+                speed = min(speed, capacity / sum(n * loads[rank][r] for r, n in others))
+            speeds[rank, level] = speed
+        return [speeds[job.rank, job.level] for job in self.active]
+
     def advance(self, now: float) -> None:
-        elapsed = (now - self.last) / max(1, len(self.active))
-        self.active = [(left - elapsed, start, action) for left, start, action in self.active]
-        self.last = now
+        """Let the transfers continue to a time."""
+        elapsed, self.last = now - self.last, now
+        if elapsed and self.active:
+            pairs = zip(self.active, self.speeds(), strict=True)
+            self.active = [
+                _Job(left - elapsed * speed, start, rank, level, action)
+                for (left, start, rank, level, action), speed in pairs
+            ]
 
-    def next_end(self) -> float:
-        return self.last + min(self.active)[0] * len(self.active)
+    def next_end(self) -> tuple[float, int]:
+        """Return the time at which the next transfer ends, and its index."""
+        if len(self.active) == 1 and not self.shared:
+            return self.last + self.active[0].left, 0
+        pairs = zip(self.active, self.speeds(), strict=True)
+        seconds, _, index = min((j.left / speed, j.start, n) for n, (j, speed) in enumerate(pairs))
+        return self.last + seconds, index
 
 
-_RESUME, _PORT = 0, 1
+_RESUME, _PORT, _EXCHANGE = 0, 1, 2
 
 
 class _Play:
@@ -101,7 +179,13 @@ class _Play:
         ranks = range(schedule.num_ranks)
         self._next = [0] * schedule.num_ranks
         """Index of the next action of each rank."""
-        self._ports = [_Port() for _ in ranks]
+        self._ports: list[_Port] = []
+        self._shared_of: dict[int, dict[int, SharedLevel]] = defaultdict(dict)
+        """Shared levels of each level whose ports they use."""
+        for level, shared in transfers.shared.items():
+            self._shared_of[shared.port][level] = shared
+        self._port_of: dict[tuple[int, int], int] = {}
+        """Index of the port of each level and rank that have had a transfer."""
         self._collectives = [0] * schedule.num_ranks
         """Number of collectives of each rank in progress."""
         self._waits: list[bool] = [False] * schedule.num_ranks
@@ -123,15 +207,17 @@ class _Play:
 
     def run(self) -> Played:
         for rank in range(self._schedule.num_ranks):
-            for seconds in self._transfers.gather_s:
-                self._begin(rank, 0.0, seconds, _GATHER)
+            for transfer in self._transfers.gather:
+                self._begin(rank, 0.0, transfer, _GATHER)
             self._push(0.0, _RESUME, rank)
         while self._events:
-            now, _, event, rank, version = heapq.heappop(self._events)
+            now, _, event, number, version = heapq.heappop(self._events)
             if event == _RESUME:
-                self._act(rank, now)
-            elif version == self._ports[rank].version:
-                self._finish(rank, now)
+                self._act(number, now)
+            elif event == _EXCHANGE:
+                self._begin_exchange(number, now)
+            elif version == self._ports[number].version:
+                self._finish(number, now)
         unfinished = [
             rank
             for rank, actions in enumerate(self._schedule.ranks)
@@ -140,19 +226,20 @@ class _Play:
         assert not unfinished, f"deadlock of ranks {unfinished}"
         return Played(tuple(map(tuple, self._spans)), tuple(map(tuple, self._sent)))
 
-    def _push(self, time: float, event: int, rank: int, version: int = 0) -> None:
+    def _push(self, time: float, event: int, number: int, version: int = 0) -> None:
         self._count += 1
-        heapq.heappush(self._events, (time, self._count, event, rank, version))
+        heapq.heappush(self._events, (time, self._count, event, number, version))
 
     def _act(self, rank: int, now: float) -> None:
         """Run the actions of a rank that is idle, up to the next one that takes time or waits."""
         actions, last = self._schedule.ranks[rank], self._schedule.num_stages - 1
         cost, devices, spans = self._cost, self._devices, self._spans[rank]
+        exchanges = self._transfers.exchanges
         for index in range(self._next[rank], len(actions)):
             action = actions[index]
             kind, stage, microbatch = action
             if kind in SENDS:
-                self._begin(rank, now, self._transfers.send_s(action), action)
+                self._begin(rank, now, self._transfers.send(action), action)
                 continue
             if kind in RECEIVES:
                 continue
@@ -177,6 +264,10 @@ class _Play:
             if devices:
                 end = devices[rank].run(action, now, seconds)
             spans.append(Span(action, now, end))
+            if exchanges and (kind, stage) in exchanges:
+                self._next[rank] = index + 1
+                self._push(end, _EXCHANGE, rank)
+                return
             if self._schedule.num_ranks == 1 and stage < last and is_forward:
                 self._arrived.add((True, stage + 1, microbatch))
             elif self._schedule.num_ranks == 1 and stage and is_backward:
@@ -189,31 +280,52 @@ class _Play:
 
     def _begin_reduction(self, rank: int, now: float, stage: int, microbatch: int) -> None:
         if (stage, microbatch) in self._last_backward:
-            for seconds in self._transfers.reduce_s.get(stage, ()):
-                self._begin(rank, now, seconds, Action(Kind.REDUCE_GRAD, stage, microbatch))
+            for transfer in self._transfers.reduce.get(stage, ()):
+                self._begin(rank, now, transfer, Action(Kind.REDUCE_GRAD, stage, microbatch))
 
-    def _begin(self, rank: int, now: float, seconds: float, action: Action) -> None:
-        if action.kind not in SENDS:
+    def _begin_exchange(self, rank: int, now: float) -> None:
+        """Begin the collectives within the last action of a rank."""
+        action = self._spans[rank][-1].action
+        self._begin(rank, now, self._transfers.exchanges[action[:2]], action)
+
+    def _begin(self, rank: int, now: float, transfer: Transfer, action: Action) -> None:
+        if action.kind is Kind.REDUCE_GRAD or action is _GATHER:
             self._collectives[rank] += 1
-        if not seconds:
+        if not transfer.seconds:
             self._complete(rank, now, action)
             return
-        port = self._ports[rank]
+        seconds, level = transfer
+        shared = self._transfers.shared
+        port_level = shared[level].port if level in shared else level
+        of_port = self._shared_of[port_level]
+        key = port_level, -1 if of_port else rank
+        if key not in self._port_of:
+            self._port_of[key] = len(self._ports)
+            self._ports.append(_Port(of_port))
+        number = self._port_of[key]
+        port = self._ports[number]
         port.advance(now)
-        port.active.append((seconds, now, action))
-        port.version += 1
-        self._push(port.next_end(), _PORT, rank, port.version)
+        port.active.append(_Job(seconds, now, rank, level, action))
+        self._plan_end(number)
 
-    def _finish(self, rank: int, now: float) -> None:
-        """End the transfer of a port with the least remaining time."""
-        port = self._ports[rank]
-        port.advance(now)
-        ended = min(port.active)
-        port.active.remove(ended)
+    def _plan_end(self, number: int) -> None:
+        """Add the event at which the next transfer of a port ends."""
+        port = self._ports[number]
         port.version += 1
         if port.active:
-            self._push(port.next_end(), _PORT, rank, port.version)
-        _, start, action = ended
+            self._push(port.next_end()[0], _PORT, number, port.version)
+
+    def _finish(self, number: int, now: float) -> None:
+        """End the transfer of a port with the least remaining time."""
+        port = self._ports[number]
+        _, index = port.next_end()
+        port.advance(now)
+        _, start, rank, _, action = port.active.pop(index)
+        self._plan_end(number)
+        if action.kind in COMPUTE:
+            self._spans[rank][-1] = self._spans[rank][-1]._replace(end=now)
+            self._push(now, _RESUME, rank)
+            return
         self._sent[rank].append(Span(action, start, now))
         self._complete(rank, now, action)
 

@@ -7,7 +7,7 @@ that takes longest. All functions are pure. Every rate is at most the peak in th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Literal, NamedTuple
@@ -16,11 +16,11 @@ from optimus.config.hardware import BYTES, Device, Dtype, size_factor
 from optimus.config.machine import Machine
 from optimus.errors import ConfigError
 from optimus.parallel.pipeline.actions import Action, Kind, Schedule
-from optimus.parallel.pipeline.schedules import make_schedule
-from optimus.parallel.pipeline.simulate import simulate
 from optimus.planner.collectives import Algorithm, Links, Operation, collective_s, links_of
+from optimus.planner.network import Network
+from optimus.planner.pipeline_span import pipeline_s
 from optimus.planner.play import Device as PlayedDevice
-from optimus.planner.play import Played, Transfers, play
+from optimus.planner.play import Played, play
 from optimus.rank.operations import FusedAttention, Pass, Product
 from optimus.rank.operations import Operation as LayerOperation
 
@@ -322,69 +322,9 @@ def _sum(times: Iterable[PassTime]) -> PassTime:
     return PassTime(compute_s, exposed_s)
 
 
-def pipeline_s(
-    schedule: str,
-    num_ranks: int,
-    virtual_stages: int,
-    num_microbatches: int,
-    forward_s: Sequence[float],
-    backward_s: Sequence[float],
-    weights_s: Sequence[float] = (),
-) -> float:
-    """Return the seconds of a pipeline step without transfers.
-
-    For gpipe, 1f1b and interleaved, the result is a closed formula: the busiest rank runs all
-    microbatches, and one microbatch passes through the other ranks. It is exact for equal stages,
-    where the bubble is (p-1)/v microbatches (arXiv 2104.04473). For zb-h1 with m >= p, the action
-    W fills a part of the bubble, and the bubble is (p-1) (F + I - W) (arXiv 2401.10241, table 2).
-    If m < p, zb-h1 is simulated.
-
-    Args:
-        schedule: Name of the schedule.
-        num_ranks: p.
-        virtual_stages: v.
-        num_microbatches: m.
-        forward_s, backward_s: Seconds of each stage for one microbatch, p*v values.
-        weights_s: Seconds of the action W of each stage, which are included in `backward_s`; by
-            default half of them.
-    """
-    p, v, m = num_ranks, virtual_stages, num_microbatches
-    if schedule == "gpipe":
-        return _filled(forward_s, p, v, m) + _filled(backward_s, p, v, m)
-    if p == 1 or schedule in ("1f1b", "interleaved"):
-        both = [f + b for f, b in zip(forward_s, backward_s, strict=True)]
-        return _filled(both, p, v, m)
-    if schedule == "zb-h1" and m >= p:
-        both = [f + b for f, b in zip(forward_s, backward_s, strict=True)]
-        weights = weights_s or [seconds / 2 for seconds in backward_s]
-        busiest = both.index(max(both))
-        idle = sum(both) - both[busiest] - 2 * (sum(weights) - weights[busiest])
-        return m * both[busiest] + max(0.0, idle)
-    return simulate(make_schedule(schedule, p, v, m), _costs(forward_s, backward_s)).end
-
-
-def _filled(stage_s: Sequence[float], p: int, v: int, m: int) -> float:
-    of_ranks = [sum(stage_s[rank::p]) for rank in range(p)]
-    busiest = max(of_ranks)
-    return m * busiest + (sum(of_ranks) - busiest) / v
-
-
-def _costs(forward_s: Sequence[float], backward_s: Sequence[float]) -> Callable[[Action], float]:
-    """Return the costs of actions. The two halves of a divided backward pass take equal times."""
-
-    def cost(action: Action) -> float:
-        if action.kind is Kind.F:
-            return forward_s[action.stage]
-        if action.kind is Kind.B:
-            return backward_s[action.stage]
-        return backward_s[action.stage] / 2 if action.kind in (Kind.I, Kind.W) else 0.0
-
-    return cost
-
-
-MAX_PLAYED = 200_000
+MAX_PLAYED = 100_000
 """Largest number of actions of a schedule for which `played_time` simulates a step. Its three
-simulations then take about a second."""
+simulations then take one to two seconds."""
 
 
 def play_step(
@@ -408,35 +348,46 @@ def play_step(
     times = PassTimes(rates, step.groups)
     forward, backward = _pass_times(step, times)
     inputs = _input_times(step, backward, times)
-    transfer_s = _transfer_s(step, rates) if sends else 0.0
-    reduce_s, gather_s, blocking_s = [], [], 0.0
+    network = Network(step.groups, rates.links, rates.algorithm)
+    reduce, gather, blocking_s = [], [], 0.0
     ahead_s = -step.microbatches * _busiest(forward, backward, schedule.num_ranks).total_s
     reductions = step.reductions if collectives else ()
-    for _, seconds, overlaps in collective_times(reductions, step.groups, rates):
+    times_of_all = collective_times(reductions, step.groups, rates)
+    for reduction, (_, seconds, overlaps) in zip(reductions, times_of_all, strict=True):
         if overlaps == "nothing":
             blocking_s += seconds
-        elif overlaps == "passes":
+            continue
+        if overlaps == "passes":
             ahead_s += seconds
-        elif overlaps == "forward":
-            gather_s.append(seconds)
+            continue
+        transfer = network.collective(reduction.name, reduction.size_bytes, reduction.axis)
+        number = reduction.repeats
+        if overlaps == "forward":
+            gather.append(transfer.times(number))
         else:
-            reduce_s.append(seconds / step.virtual_stages)
+            reduce.append(transfer.times(number / step.virtual_stages))
     optimizer_s = step.optimizer_bytes / rates.memory + blocking_s + max(0.0, ahead_s)
+
+    # Collectives within a pass compete with transfers, except those of a device that waits for
+    # chunks, and of a divided backward.
+    passes = {} if devices else {Kind.F: forward, Kind.B: backward}
+    exposed_s = {kind: [time.exposed_s for time in times] for kind, times in passes.items()}
+    transfer_bytes = step.transfer_bytes if sends else 0.0
+    transfers = network.transfers(transfer_bytes, schedule.num_stages, reduce, gather, exposed_s)
+    waits_s = {key: transfer.seconds for key, transfer in transfers.exchanges.items()}
 
     def cost(action: Action) -> float:
         kind, stage = action.kind, action.stage
         if kind is Kind.F:
-            return forward[stage].total_s
+            return forward[stage].total_s - waits_s.get((kind, stage), 0.0)
         if kind is Kind.B:
-            return backward[stage].total_s
+            return backward[stage].total_s - waits_s.get((kind, stage), 0.0)
         if kind is Kind.I:
             return inputs[stage]
         if kind is Kind.W:
             return backward[stage].total_s - inputs[stage]
         return optimizer_s if kind is Kind.OPT_STEP else 0.0
 
-    stages = dict.fromkeys(range(schedule.num_stages), reduce_s)
-    transfers = Transfers(lambda action: transfer_s, stages, gather_s)
     return play(schedule, cost, transfers, devices)
 
 
@@ -477,7 +428,7 @@ def played_time(step: Step, rates: Rates, schedule: Schedule) -> StepTime:
     total = sum(seconds for _, seconds, _ in together)
     for axis, seconds, _ in together:
         if seconds:
-            share = seconds / total * (whole - sent)
+            share = seconds / total * max(0.0, whole - sent)
             exposed_s[axis] = exposed_s.get(axis, 0.0) + share
     bubble_s = max(0.0, bare - m * busiest.total_s - time.optimizer_s)
     return replace(time, exposed_s=exposed_s, bubble_s=bubble_s)

@@ -7,7 +7,7 @@ import pytest
 from optimus.parallel.pipeline.actions import Action, Kind, Schedule
 from optimus.parallel.pipeline.schedules import make_schedule
 from optimus.parallel.pipeline.simulate import bubble_ratio, simulate, unit_costs
-from optimus.planner.play import Transfers, play
+from optimus.planner.play import SharedLevel, Transfer, Transfers, play
 
 SCHEDULES = [
     ("1f1b", 4, 1, 8),
@@ -35,7 +35,7 @@ def test_transfers_that_do_not_share_a_port_delay_only_their_receivers(name, p, 
         sends = action.kind in (Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT)
         return 0.25 if sends else unit_costs(v)(action)
 
-    played = play(schedule, cost, Transfers(lambda action: 0.25))
+    played = play(schedule, cost, Transfers(lambda action: Transfer(0.25)))
     assert played.end == pytest.approx(simulate(schedule, cost).end)
     lengths = [span.end - span.start for spans in played.transfers for span in spans]
     assert lengths == pytest.approx([0.25] * (2 * (p * v - 1) * m))
@@ -48,7 +48,7 @@ def test_two_transfers_at_once_have_half_of_the_rate_each():
     sends = [Action(Kind.SEND_ACTIVATION, 0, number) for number in (0, 1)]
     receiver = [Action(Kind.F, 1, number) for number in (0, 1)]
     schedule = Schedule("1f1b", 2, 1, 2, ((first, sends[0], second, sends[1]), tuple(receiver)))
-    played = play(schedule, lambda action: 1.0, Transfers(lambda action: 2.0))
+    played = play(schedule, lambda action: 1.0, Transfers(lambda action: Transfer(2.0)))
     assert [span[1:] for span in played.transfers[0]] == [(1.0, 4.0), (2.0, 5.0)]
     assert [span.start for span in played.ranks[1]] == [4.0, 5.0]
 
@@ -57,11 +57,70 @@ def test_collectives_end_before_the_update_and_share_the_port_with_sends():
     schedule = make_schedule("1f1b", 1, 1, 2)
 
     def end(*reduce_s: float, gather_s: float = 0.0) -> float:
+        reduce = {0: [Transfer(seconds) for seconds in reduce_s]}
         return play(
-            schedule, unit_costs(), Transfers(reduce_s={0: reduce_s}, gather_s=[gather_s])
+            schedule, unit_costs(), Transfers(reduce=reduce, gather=[Transfer(gather_s)])
         ).end
 
     assert end() == 6.0
     assert end(2.0) == 6.0 and end(3.0) == 7.0  # the last backward takes 2
     assert end(1.5, 1.5) == 7.0
     assert end(gather_s=1.0) == 6.0 and end(gather_s=1.5) == 6.5  # the first forward takes 1
+
+
+def two_senders(first: Transfer, second: Transfer, shared: SharedLevel | None) -> list[float]:
+    """Return the ends of two transfers that begin at 1 s: an activation from rank 0 to rank 1, and
+    from rank 2 to rank 3."""
+    sends = [Action(Kind.SEND_ACTIVATION, stage, 0) for stage in (0, 1, 2)]
+    f = [Action(Kind.F, stage, 0) for stage in range(4)]
+    ranks = ((f[0], sends[0]), (f[1],), (Action(Kind.F, 0, 1), sends[2]), (f[3],))
+    schedule = Schedule("1f1b", 4, 1, 2, ranks)
+    transfers = Transfers(
+        lambda action: first if action.stage == 0 else second,
+        shared={} if shared is None else {1: shared},
+    )
+    played = play(schedule, lambda action: 1.0, transfers)
+    return [played.transfers[0][0].end, played.transfers[2][0].end]
+
+
+def test_ranks_of_a_domain_share_the_links_that_leave_it():
+    """The links of the domain carry what a single port carries, so that two transfers over them
+    take twice as long."""
+    both = SharedLevel(1, 1.0, [[1.0] * 4] * 4)
+    transfer = Transfer(2.0, 1)
+    assert two_senders(transfer, transfer, None) == [3.0, 3.0]
+    assert two_senders(transfer, transfer, both) == [5.0, 5.0]
+    # The second transfer has half of its bytes left when the first one ends.
+    assert two_senders(Transfer(1.0, 1), transfer, both) == [3.0, 4.0]
+    # A transfer that uses another level does not wait.
+    assert two_senders(transfer, Transfer(2.0, 0), both) == [3.0, 3.0]
+    # Ranks of other pipelines in the domain send at the same time.
+    load = SharedLevel(1, 2.0, [[4.0] * 4] * 4)
+    assert two_senders(transfer, Transfer(2.0, 0), load) == [5.0, 3.0]
+    assert two_senders(transfer, transfer, load) == [9.0, 9.0]
+    # A transfer of the level below uses the same port, but not the links between domains.
+    above = SharedLevel(0, 1.0, [[1.0] * 4] * 4)
+    assert two_senders(transfer, Transfer(2.0, 0), above) == [3.0, 3.0]
+    # Ranks in different domains do not share links.
+    apart = SharedLevel(1, 1.0, [[float(a // 2 == b // 2) for b in range(4)] for a in range(4)])
+    assert two_senders(transfer, transfer, apart) == [3.0, 3.0]
+
+
+def test_collectives_within_an_action_share_the_port_with_sends():
+    """Rank 0 sends the activation of the first microbatch while the second one computes 1 s and
+    then exchanges for 1 s: the send has used 1 s of 2 s, and both share the port for 2 s."""
+    f = [Action(Kind.F, 0, number) for number in (0, 1)]
+    sends = [Action(Kind.SEND_ACTIVATION, 0, number) for number in (0, 1)]
+    receiver = tuple(Action(Kind.F, 1, number) for number in (0, 1))
+    schedule = Schedule("1f1b", 2, 1, 2, ((f[0], sends[0], f[1], sends[1]), receiver))
+
+    def ends(level: int) -> list[float]:
+        exchange = Transfer(1.0, level)
+        transfers = Transfers(
+            lambda action: Transfer(2.0),
+            exchanges={(Kind.F, 0): exchange},
+        )
+        return [span.end for span in play(schedule, lambda action: 1.0, transfers).ranks[0]]
+
+    assert ends(1) == [2.0, 4.0]  # another level
+    assert ends(0) == [2.0, 5.0]

@@ -16,6 +16,7 @@ from optimus.model.flops import head_multiply_adds, layer_multiply_adds
 from optimus.parallel.pipeline.actions import Action, Kind
 from optimus.parallel.pipeline.schedules import make_schedule
 from optimus.parallel.pipeline.simulate import simulate, unit_costs
+from optimus.planner.pipeline_span import pipeline_s
 from optimus.planner.step_time import (
     Layers,
     ProductRates,
@@ -23,7 +24,6 @@ from optimus.planner.step_time import (
     Reduction,
     Step,
     pass_time,
-    pipeline_s,
     rates_of,
     step_time,
 )

@@ -1,0 +1,127 @@
+"""Transfers of a pipeline's ranks in `optimus.planner.play`, from the levels of a network."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from optimus.parallel.pipeline.actions import Kind
+from optimus.planner.collectives import Algorithm, Links, collective_s, level_of, of_ports
+from optimus.planner.play import SharedLevel, Transfer, Transfers
+
+
+class Network:
+    """The network of a machine, and the groups of ranks that use it.
+
+    A transfer uses the level that determines its time (`level_of`). The rates of a machine file are
+    those of a rank if all ranks send. Without the taper of the level, they are the rates of a port.
+    A taper says that domains of the previous level have fewer links to each other, for `taper` of
+    their ranks; the port is then that of the previous level.
+
+    Args:
+        groups: Global ranks of the group of each axis. `pp` has the ranks of one pipeline.
+        links: Levels of the network.
+        algorithm: Algorithm of collectives.
+    """
+
+    def __init__(
+        self, groups: Mapping[str, tuple[int, ...]], links: Links, algorithm: Algorithm
+    ) -> None:
+        self._groups, self._links, self._algorithm = groups, links, algorithm
+        self._ports = of_ports(links)
+
+    def collective(self, operation: str, size_bytes: float, axes: str) -> Transfer:
+        """Return a collective of a rank's group. Arguments as for `collective_s`."""
+        ranks = self._groups[axes]
+        seconds = collective_s(operation, size_bytes, ranks, self._ports, self._algorithm)
+        if not seconds:
+            return Transfer(0.0)
+        return Transfer(seconds, level_of(operation, ranks, self._links, self._algorithm))
+
+    def transfers(
+        self,
+        size_bytes: float,
+        num_stages: int,
+        reduce: Sequence[Transfer],
+        gather: Sequence[Transfer],
+        exposed_s: Mapping[Kind, Sequence[Mapping[str, float]]],
+    ) -> Transfers:
+        """Return the transfers of a step.
+
+        Args:
+            size_bytes: Bytes that a rank sends to the next stage for one microbatch.
+            num_stages: Number of stages.
+            reduce, gather: As `Transfers` has them, the same for all stages.
+            exposed_s: For some kinds of actions, the seconds of the collectives within the action
+                of each stage, by axis. Those that compete with transfers are in `exchanges`.
+        """
+        send, p = self.sends(size_bytes), len(self._groups.get("pp", (0,)))
+        levels = {each.level for each in (*send.values(), *reduce, *gather) if each.seconds}
+        exchanges = {
+            (kind, stage): self.exchanges(seconds, levels)
+            for kind, of_stages in exposed_s.items()
+            for stage, seconds in enumerate(of_stages)
+        }
+        return Transfers(
+            lambda action: send[action.stage % p, action.kind is Kind.SEND_ACTIVATION],
+            dict.fromkeys(range(num_stages), reduce),
+            gather,
+            {key: transfer for key, transfer in exchanges.items() if transfer.seconds},
+            self.shared_levels(levels),
+        )
+
+    def sends(self, size_bytes: float) -> dict[tuple[int, bool], Transfer]:
+        """Return the transfers to the next (True) and to the previous pipeline rank of each
+        pipeline rank."""
+        ranks = self._groups.get("pp", (0,))
+        p, transfers = len(ranks), dict[tuple[int, bool], Transfer]()
+        for index, rank in enumerate(ranks):
+            for is_next, neighbour in ((True, ranks[(index + 1) % p]), (False, ranks[index - 1])):
+                pair = (rank, neighbour)
+                if p == 1 or not size_bytes:
+                    transfers[index, is_next] = Transfer(0.0)
+                    continue
+                seconds = collective_s("send", size_bytes, pair, self._ports)
+                transfers[index, is_next] = Transfer(seconds, level_of("send", pair, self._links))
+        return transfers
+
+    def exchanges(self, seconds: Mapping[str, float], levels: Collection[int]) -> Transfer:
+        """Return the collectives within a pass that compete with transfers.
+
+        Args:
+            seconds: Seconds of the collectives within the pass by axis, if all ranks send.
+            levels: The levels of the transfers.
+        """
+        by_port = dict.fromkeys(map(self._port, levels), 0.0)
+        for axes, exposed_s in seconds.items() if levels else ():
+            operation = "all_to_all" if axes == "ep" else "all_reduce"
+            level = level_of(operation, self._groups[axes], self._links, self._algorithm)
+            if level in by_port and self._links[level].taper == 1:
+                by_port[level] += exposed_s
+        port = max(by_port, key=by_port.__getitem__, default=0)
+        return Transfer(by_port.get(port, 0.0), port)
+
+    def _port(self, level: int) -> int:
+        """Return the level whose port a transfer of a level uses."""
+        while level and self._links[level].taper < 1:
+            level -= 1
+        return level
+
+    def shared_levels(self, levels: Collection[int]) -> dict[int, SharedLevel]:
+        """Return those of `levels` at which ranks of a domain share links."""
+        return {level: self._shared(level) for level in levels if self._links[level].taper < 1}
+
+    def _shared(self, level: int) -> SharedLevel:
+        size = self._links[level - 1].ranks if level else 1
+        ranks = self._groups.get("pp", (0,))
+        # pp is the outermost axis, so a stage has consecutive ranks.
+        of_stage = ranks[1] - ranks[0] if len(ranks) > 1 else size
+        loads = []
+        for rank in ranks:
+            first = rank // size * size
+            loads.append(
+                [
+                    float(max(0, min(first + size, other + of_stage) - max(first, other)))
+                    for other in ranks
+                ]
+            )
+        return SharedLevel(self._port(level), self._links[level].taper * size, loads)
