@@ -12,6 +12,7 @@ The simulation does not model:
 - that ranks of a node share the bandwidth of its host memory or disk. The rates of a machine file
   are those of a rank while all ranks of the node work;
 - the time in which the host adds gradients;
+- that the host starts operations ahead of the device;
 - that gathers of chunks share the port with transfers between stages;
 - placements of middle pipeline ranks. With offload.mode = "auto", they get that of the first rank.
 
@@ -211,6 +212,7 @@ def time_offloaded(
         reductions=max((rank.reductions for rank in ranks), key=times.total_s),
         optimizer_bytes=step.optimizer_bytes * max(rank.updated_share for rank in ranks),
     )
+    rates = replace(rates, runs_ahead=False)
     without = played_time(step, rates, schedule)
     exposed_s, base_s = dict(without.exposed_s), without.total_s
     if gathers_s := max(

@@ -1,8 +1,11 @@
 """Event simulator of a pipeline step, in which transfers take time and share links.
 
-Each rank has a device, and a port at each level of the network. The device runs the actions of the
-schedule in order. A port sends tensors to other ranks and takes part in collectives, at the same
-time as the device computes. Two rules say how transfers compete:
+Each rank has a device, a host, and a port at each level of the network. The device runs the actions
+of the schedule in order. The host of an accelerator starts the operations of the actions in the
+same order, without waiting for the device, until the next step. So it may be ahead of the device,
+but an action ends only after all of its operations are started. A port sends tensors to other ranks
+and takes part in collectives, at the same time as the device computes. Two rules say how transfers
+compete:
 
 - Transfers that use a port at the same time share its rate equally. Those of other levels do not
   wait: the ports of a rank within a node and between nodes are different links.
@@ -85,6 +88,8 @@ class Played(Timeline):
     transfers: tuple[tuple[Span, ...], ...] = ()
     """Transfers of each rank, in the order of their ends. The actions are the sends, REDUCE_GRAD
     for collectives of gradients, and RECV_ACTIVATION of stage 0 for collectives of parameters."""
+    hosts: tuple[tuple[Span, ...], ...] = ()
+    """For each rank, the times at which the host starts the operations of actions."""
 
 
 def play(
@@ -92,6 +97,7 @@ def play(
     cost: Cost,
     transfers: Transfers | None = None,
     devices: Sequence[Device] = (),
+    launch: Cost = lambda action: 0.0,
 ) -> Played:
     """Simulate a schedule, and return the times of all actions and transfers.
 
@@ -100,8 +106,9 @@ def play(
         cost: Seconds of an action on the device. Those of sends and receives are not used.
         transfers: Seconds of transfers; None: they take no time.
         devices: The device of each rank; empty: the actions of all ranks do not wait.
+        launch: Seconds in which the host starts the operations of an action.
     """
-    return _Play(schedule, cost, transfers or Transfers(), devices).run()
+    return _Play(schedule, cost, transfers or Transfers(), devices, launch).run()
 
 
 _GATHER = Action(Kind.RECV_ACTIVATION)
@@ -172,10 +179,18 @@ class _Play:
     """State of a simulation."""
 
     def __init__(
-        self, schedule: Schedule, cost: Cost, transfers: Transfers, devices: Sequence[Device]
+        self,
+        schedule: Schedule,
+        cost: Cost,
+        transfers: Transfers,
+        devices: Sequence[Device],
+        launch: Cost,
     ) -> None:
         self._schedule, self._cost, self._transfers = schedule, cost, transfers
-        self._devices = devices
+        self._devices, self._launch = devices, launch
+        self._launched = [0.0] * schedule.num_ranks
+        """Time at which the host of each rank has started all operations so far."""
+        self._hosts: list[list[Span]] = [[] for _ in schedule.ranks]
         ranks = range(schedule.num_ranks)
         self._next = [0] * schedule.num_ranks
         """Index of the next action of each rank."""
@@ -224,7 +239,10 @@ class _Play:
             if self._next[rank] < len(actions)
         ]
         assert not unfinished, f"deadlock of ranks {unfinished}"
-        return Played(tuple(map(tuple, self._spans)), tuple(map(tuple, self._sent)))
+        spans, sent, hosts = (
+            tuple(map(tuple, of_ranks)) for of_ranks in (self._spans, self._sent, self._hosts)
+        )
+        return Played(spans, sent, hosts)
 
     def _push(self, time: float, event: int, number: int, version: int = 0) -> None:
         self._count += 1
@@ -260,13 +278,19 @@ class _Play:
             if kind is Kind.B or kind is Kind.W:
                 self._begin_reduction(rank, now, stage, microbatch)
             seconds = cost(action)
-            end = now + seconds
+            computed = now + seconds
             if devices:
-                end = devices[rank].run(action, now, seconds)
+                computed = devices[rank].run(action, now, seconds)
+            end = computed
+            if launch_s := self._launch(action):
+                start = self._launched[rank]
+                self._launched[rank] = start + launch_s
+                self._hosts[rank].append(Span(action, start, start + launch_s))
+                end = max(computed, start + launch_s)
             spans.append(Span(action, now, end))
             if exchanges and (kind, stage) in exchanges:
                 self._next[rank] = index + 1
-                self._push(end, _EXCHANGE, rank)
+                self._push(computed, _EXCHANGE, rank)
                 return
             if self._schedule.num_ranks == 1 and stage < last and is_forward:
                 self._arrived.add((True, stage + 1, microbatch))
@@ -323,8 +347,9 @@ class _Play:
         _, start, rank, _, action = port.active.pop(index)
         self._plan_end(number)
         if action.kind in COMPUTE:
-            self._spans[rank][-1] = self._spans[rank][-1]._replace(end=now)
-            self._push(now, _RESUME, rank)
+            end = max(now, self._launched[rank])
+            self._spans[rank][-1] = self._spans[rank][-1]._replace(end=end)
+            self._push(end, _RESUME, rank)
             return
         self._sent[rank].append(Span(action, start, now))
         self._complete(rank, now, action)

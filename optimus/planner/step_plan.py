@@ -116,11 +116,12 @@ def trace_step(config: Config, mesh: Mesh, machine: Machine, name: str, path: Pa
         step = step_of(config, mesh, on_cpu=is_cpu(machine))
         schedule = schedule_of(config, mesh, step.microbatches)
         played = play_step(step, rates_of(machine, config.train.dtype, name), schedule)
-    actions, transfers = (
+    actions, transfers, launches = (
         [[TracedAction.of(*span) for span in spans] for spans in ranks]
-        for ranks in (played.ranks, played.transfers)
+        for ranks in (played.ranks, played.transfers, played.hosts)
     )
-    write_trace(path, actions, "planned", {"transfers": transfers} | others)
+    others = {"transfers": transfers, "launches of the host": launches} | others
+    write_trace(path, actions, "planned", others)
 
 
 def _offload_lines(result: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -157,6 +157,10 @@ class Rates:
     """Published rows on which rates were fitted."""
     activations: float | None = None
     """Bytes per second of element-wise operations and norms of activations; None: `memory`."""
+    runs_ahead: bool = False
+    """True if the host starts operations of later passes, too, while the device computes. False:
+    the launches of a pass begin with the pass, as in the closed formulas. A `launch_s` that was
+    fitted to step times with these formulas does not hold with True."""
 
 
 def is_cpu(machine: Machine) -> bool:
@@ -215,6 +219,7 @@ def rates_of(machine: Machine, dtype: Dtype, name: str = "the machine file") -> 
         tuple(missing),
         _fitted_on(machine, dtype),
         None if device.activations_achieved is None else device.activations_achieved.value,
+        device.launch_s is not None and not device.launch_s.fitted_on and not is_cpu(machine),
     )
 
 
@@ -235,10 +240,25 @@ class PassTime(NamedTuple):
     compute_s: float
     exposed_s: dict[str, float]
     """Communication within the pass, by axis."""
+    device_s: float = 0.0
+    """Seconds of the operations on the device."""
+    launch_s: float = 0.0
+    """Seconds in which the host of an accelerator starts them, at the same time."""
 
     @property
     def total_s(self) -> float:
+        """Seconds of the pass, if the host is not ahead of the device at its start."""
         return self.compute_s + sum(self.exposed_s.values())
+
+    @property
+    def on_device_s(self) -> float:
+        """Seconds of the pass, if the host is far ahead of the device."""
+        return self.device_s + sum(self.exposed_s.values())
+
+    def half(self) -> PassTime:
+        """Return the time of half of the pass."""
+        exposed_s = {axis: seconds / 2 for axis, seconds in self.exposed_s.items()}
+        return PassTime(self.compute_s / 2, exposed_s, self.device_s / 2, self.launch_s / 2)
 
 
 def _product_s(rates: Rates, rows: float, inner: float, columns: float) -> float:
@@ -290,11 +310,12 @@ def pass_time(
     device_s, launches, exposed_s = _add(operations, rates, groups)
     waiting_s = sum(exposed_s.values())
     launch_s = launches * rates.launch_s
-    compute_s = device_s + launch_s
     if rates.launches_queue:
         compute_s = max(device_s, launch_s - waiting_s)
+    else:  # the cores of the device start the operations
+        compute_s, device_s, launch_s = device_s + launch_s, device_s + launch_s, 0.0
     scaled = {axis: seconds * number for axis, seconds in exposed_s.items()}
-    return PassTime(compute_s * number, scaled)
+    return PassTime(compute_s * number, scaled, device_s * number, launch_s * number)
 
 
 class PassTimes:
@@ -314,12 +335,14 @@ class PassTimes:
 
 
 def _sum(times: Iterable[PassTime]) -> PassTime:
-    compute_s, exposed_s = 0.0, dict[str, float]()
+    compute_s, device_s, launch_s, exposed_s = 0.0, 0.0, 0.0, dict[str, float]()
     for time in times:
         compute_s += time.compute_s
+        device_s += time.device_s
+        launch_s += time.launch_s
         for axis, seconds in time.exposed_s.items():
             exposed_s[axis] = exposed_s.get(axis, 0.0) + seconds
-    return PassTime(compute_s, exposed_s)
+    return PassTime(compute_s, exposed_s, device_s, launch_s)
 
 
 MAX_PLAYED = 100_000
@@ -374,32 +397,49 @@ def play_step(
     exposed_s = {kind: [time.exposed_s for time in times] for kind, times in passes.items()}
     transfer_bytes = step.transfer_bytes if sends else 0.0
     transfers = network.transfers(transfer_bytes, schedule.num_stages, reduce, gather, exposed_s)
-    waits_s = {key: transfer.seconds for key, transfer in transfers.exchanges.items()}
+
+    def seconds_of(time: PassTime) -> float:
+        return time.on_device_s if rates.runs_ahead else time.total_s
+
+    # For each kind of action, the seconds and the launches of each stage
+    weights = list(zip(backward, inputs, strict=True))
+    costs = {
+        Kind.F: [seconds_of(time) for time in forward],
+        Kind.B: [seconds_of(time) for time in backward],
+        Kind.I: [seconds_of(time) for time in inputs],
+        Kind.W: [max(0.0, seconds_of(whole) - seconds_of(time)) for whole, time in weights],
+    }
+    launches = {
+        Kind.F: [time.launch_s for time in forward],
+        Kind.B: [time.launch_s for time in backward],
+        Kind.I: [time.launch_s for time in inputs],
+        Kind.W: [max(0.0, whole.launch_s - time.launch_s) for whole, time in weights],
+    }
+    for (kind, stage), transfer in transfers.exchanges.items():
+        costs[kind][stage] -= transfer.seconds
 
     def cost(action: Action) -> float:
-        kind, stage = action.kind, action.stage
-        if kind is Kind.F:
-            return forward[stage].total_s - waits_s.get((kind, stage), 0.0)
-        if kind is Kind.B:
-            return backward[stage].total_s - waits_s.get((kind, stage), 0.0)
-        if kind is Kind.I:
-            return inputs[stage]
-        if kind is Kind.W:
-            return backward[stage].total_s - inputs[stage]
-        return optimizer_s if kind is Kind.OPT_STEP else 0.0
+        if action.kind in costs:
+            return costs[action.kind][action.stage]
+        return optimizer_s if action.kind is Kind.OPT_STEP else 0.0
 
-    return play(schedule, cost, transfers, devices)
+    def launch(action: Action) -> float:
+        return launches[action.kind][action.stage] if action.kind in launches else 0.0
+
+    if not (rates.runs_ahead and any(map(any, launches.values()))):
+        return play(schedule, cost, transfers, devices)
+    return play(schedule, cost, transfers, devices, launch)
 
 
-def _input_times(step: Step, backward: Sequence[PassTime], of_pass: PassTimes) -> list[float]:
-    """Return the seconds of the action I of each stage, at most those of its backward."""
+def _input_times(step: Step, backward: Sequence[PassTime], of_pass: PassTimes) -> list[PassTime]:
+    """Return the time of the action I of each stage, at most that of its backward."""
     times = []
     for stage, whole in zip(step.stages, backward, strict=True):
         if any(layers.input_backward is None for layers in stage):
-            times.append(whole.total_s / 2)
+            times.append(whole.half())
             continue
         of_layers = (of_pass(layers.input_backward or (), layers.number) for layers in stage)
-        times.append(min(whole.total_s, _sum(of_layers).total_s))
+        times.append(min(whole, _sum(of_layers), key=lambda time: time.total_s))
     return times
 
 
@@ -410,18 +450,24 @@ def played_time(step: Step, rates: Rates, schedule: Schedule) -> StepTime:
     The bubble is the idle time without transfers. Exposed communication is the time by which
     transfers between stages, and then collectives of gradients and parameters, make the step
     longer; the latter is divided over axes in proportion to the seconds of their collectives.
+    Computation contains the time for which the device waits for the host.
     """
     time = step_time(step, rates)
     if sum(map(len, schedule.ranks)) > MAX_PLAYED or step.transfers_block:
         return time
-    bare, sent, whole = (
-        play_step(step, rates, schedule, *included).end
+    plays = [
+        play_step(step, rates, schedule, *included)
         for included in ((False, False), (True, False), (True, True))
-    )
+    ]
+    bare, sent, whole = (played.end for played in plays)
     forward, backward = _pass_times(step, PassTimes(rates, step.groups))
     p = schedule.num_ranks
     m, busiest = step.microbatches, _busiest(forward, backward, p)
     exposed_s = {axis: m * seconds for axis, seconds in busiest.exposed_s.items()}
+    busy_s, compute_s = m * busiest.total_s, time.compute_s
+    if any(plays[0].hosts):
+        busy_s = max(map(plays[0].busy, range(p)))
+        compute_s = busy_s - sum(exposed_s.values())
     if p > 1:
         exposed_s["pp"] = sent - bare
     together = list(collective_times(step.reductions, step.groups, rates))
@@ -430,8 +476,8 @@ def played_time(step: Step, rates: Rates, schedule: Schedule) -> StepTime:
         if seconds:
             share = seconds / total * max(0.0, whole - sent)
             exposed_s[axis] = exposed_s.get(axis, 0.0) + share
-    bubble_s = max(0.0, bare - m * busiest.total_s - time.optimizer_s)
-    return replace(time, exposed_s=exposed_s, bubble_s=bubble_s)
+    bubble_s = max(0.0, bare - busy_s - time.optimizer_s)
+    return replace(time, compute_s=compute_s, exposed_s=exposed_s, bubble_s=bubble_s)
 
 
 def collective_times(
@@ -497,7 +543,7 @@ def pipeline_time(step: Step, rates: Rates, times: PassTimes | None = None) -> P
     weights_s: Sequence[float] = ()
     if step.schedule == "zb-h1":
         inputs = _input_times(step, backward, times)
-        weights_s = [whole.total_s - i for whole, i in zip(backward, inputs, strict=True)]
+        weights_s = [b.total_s - i.total_s for b, i in zip(backward, inputs, strict=True)]
     span_s = pipeline_s(
         step.schedule,
         p,

@@ -124,3 +124,35 @@ def test_collectives_within_an_action_share_the_port_with_sends():
 
     assert ends(1) == [2.0, 4.0]  # another level
     assert ends(0) == [2.0, 5.0]
+
+
+def test_a_host_that_is_slower_than_the_device_delays_it():
+    """The host is ahead of the device while the device computes longer than the host launches. The
+    next action is then shorter than its launches."""
+    schedule = make_schedule("1f1b", 1, 1, 2)
+    on_device = {Kind.F: 1.0, Kind.B: 5.0}
+    launches = {Kind.F: 3.0, Kind.B: 2.0}
+
+    def ends(launches: dict[Kind, float]) -> list[float]:
+        played = play(
+            schedule,
+            lambda action: on_device.get(action.kind, 0.0),
+            launch=lambda action: launches.get(action.kind, 0.0),
+        )
+        started = [span.end for span in played.hosts[0]]
+        assert started == sorted(started)
+        return [span.end for span in played.ranks[0] if span.action.kind in on_device]
+
+    assert ends({}) == [1.0, 6.0, 7.0, 12.0]
+    # The second forward takes 1 s: its launches end at 8 s. Without this, a step takes 16 s.
+    assert ends(launches) == [3.0, 8.0, 9.0, 14.0]
+    assert ends({Kind.F: 8.0, Kind.B: 8.0}) == [8.0, 16.0, 24.0, 32.0]
+    # A collective within an action begins when the device has computed.
+    exchange = Transfers(exchanges={(Kind.F, 0): Transfer(1.0)})
+    played = play(
+        schedule,
+        lambda action: on_device.get(action.kind, 0.0),
+        exchange,
+        launch=lambda action: launches.get(action.kind, 0.0),
+    )
+    assert [span.end for span in played.ranks[0][:4]] == [3.0, 8.0, 10.0, 15.0]

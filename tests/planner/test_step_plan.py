@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -15,7 +16,7 @@ from optimus.observe.chrome_trace import TracedAction
 from optimus.parallel.pipeline.plan import schedule_of
 from optimus.parallel.pipeline.simulate import simulate, unit_costs
 from optimus.planner.step_plan import plan_step, step_lines
-from optimus.planner.step_time import played_time, rates_of, step_time
+from optimus.planner.step_time import play_step, played_time, rates_of, step_time
 from optimus.planner.workload import step_of
 
 RUN = FOLDER.parent / "run" / "mula-220b-a10b.toml"
@@ -80,6 +81,34 @@ def test_play_of_a_step_is_close_to_the_closed_formulas(name):
     closed, played = step_time(step, rates), played_time(step, rates, schedule)
     assert played.total_s == pytest.approx(closed.total_s, rel=0.06)
     assert played.compute_s == closed.compute_s and played.exposed_s["pp"] > 0
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+def test_launches_make_a_step_longer_by_at_most_those_of_each_pass(name):
+    """If the host is ahead of the device, a pass may be shorter than its launches. So a step takes
+    at least the time without launches, and at most that of passes which begin with the host."""
+    settings = [f"parallel.schedule={name}", "parallel.pp=4", "parallel.dp=2"]
+    settings += ["train.microbatch_size=1", "train.global_batch_tokens=65536"]
+    config = load_config(RUN.with_name("mula-7b-a1b.toml"), settings)
+    mesh = make_mesh(config.parallel)
+    machine = load_machine("a100-80")
+    step, fitted = step_of(config, mesh), rates_of(machine, "bf16")
+    assert machine.device is not None and machine.device.launch_s is not None
+    launch_s = machine.device.launch_s.model_copy(update={"fitted_on": ""})
+    device = machine.device.model_copy(update={"launch_s": launch_s})
+    rates = rates_of(machine.model_copy(update={"device": device}), "bf16")
+    assert rates.runs_ahead and not fitted.runs_ahead
+    schedule = schedule_of(config, mesh, step.microbatches)
+    played, longest = (played_time(step, each, schedule) for each in (rates, fitted))
+    shortest = played_time(step, dataclasses.replace(rates, launch_s=0.0), schedule)
+    assert shortest.total_s < played.total_s < longest.total_s
+    assert played.total_s == pytest.approx(play_step(step, rates, schedule).end)
+    assert played.bubble_s > 0
+    hosts = play_step(step, rates, schedule).hosts
+    launched = sum(span.end - span.start for span in hosts[0])
+    backward = "I" if name == "zb-h1" else "B"
+    assert {span.action.kind.name for span in hosts[0]} >= {"F", backward}
+    assert launched < played.total_s
 
 
 def test_trace_without_effect_is_refused(tmp_path, capsys):
