@@ -1,7 +1,7 @@
 """`optimus bench machine`: measures the figures of this machine for the planner.
 
 All ranks run the same operation at the same time. A time is the median over the runs of a rank. A
-rate is the rate of the slowest rank.
+rate is the rate of the slowest rank. Products and attention use the library that a run uses.
 """
 
 from __future__ import annotations
@@ -23,21 +23,12 @@ import torch.nn.functional as F
 
 from optimus import platform
 from optimus.bench.links import bench_links
+from optimus.bench.network import OPERATIONS, LevelRates, measure_network
+from optimus.bench.rank_timer import RankTimer
 from optimus.config import make_config
 from optimus.config.hardware import size_factor
 from optimus.config.machine import Machine
-from optimus.distributed.collectives import (
-    Group,
-    all_gather,
-    all_gather_objects,
-    all_reduce_sum,
-    all_to_all,
-    barrier,
-    receive,
-    reduce_scatter_sum,
-    send,
-)
-from optimus.distributed.groups import join_groups
+from optimus.distributed.collectives import all_gather_objects
 from optimus.distributed.mesh import Mesh
 from optimus.distributed.world import World, end_run, end_world, start_world
 from optimus.errors import ConfigError, OptimusError, counted, reason_of
@@ -48,23 +39,18 @@ from optimus.model.transformer import Transformer
 from optimus.peak import find_peak
 from optimus.rank.operations import Exchange
 from optimus.rank.profile import profile_work
+from optimus_kernels import fastest_library
 
 SOURCE = "optimus bench machine"
-_BUDGET_S = 0.3
-"""Seconds for which a rank repeats an operation."""
 _ROUNDS = 3
 """Number of rounds. In each round, all products are timed, so that other load affects all
 shapes."""
-_MIN_RUNS, _MAX_RUNS = 3, 50
 _STEADY = 0.7
 """Steadiness (see `bench_machine`) below which other programs are assumed to use the machine."""
 _DISK_BYTES = 1 << 26
 _CPU_BYTES, _DEVICE_BYTES = 1 << 26, 1 << 29
 """Size in bytes of a tensor that exceeds the caches, on a CPU and on other devices. It is used to
-measure the rate of the memory. Tensors in collectives have a quarter of this size."""
-
-
-_MEASURED_OPERATIONS = ("all_gather", "reduce_scatter", "all_to_all", "send")
+measure the rate of the memory. It is also the size of the largest buffer of a collective."""
 
 
 class Shape(NamedTuple):
@@ -132,8 +118,9 @@ def bench_machine(
 
     Returns:
         On rank 0, a dict for JSON: `machine`, the tables of a machine file; `network`, the rates of
-        each collective by level; and `steadiness`, the median rate of the fastest fp32 product
-        divided by the rate of its fastest run. None on all other ranks.
+        each collective by level; and `steadiness`: on a CPU with one thread per rank, the processor
+        time of the ranks as a share of the elapsed time; otherwise, the median rate of the fastest
+        fp32 product divided by the rate of its fastest run. None on all other ranks.
 
     Raises:
         RunEnded: A rank raised an OptimusError. Every rank raises RunEnded.
@@ -156,19 +143,19 @@ def bench_machine(
 def _measure(world: World, threads: int, folder: Path) -> dict[str, Any]:
     local = world.launch.local_world_size
     threads = platform.set_threads(threads, False, local)
-    bench = _Bench(world)
+    bench = RankTimer(world, threads)
     day = time.strftime("%Y-%m-%d", time.gmtime())
 
     def figure(value: float) -> dict[str, Any]:
         return {"value": float(f"{value:.4g}"), "source": SOURCE, "date": day}
 
-    products = {
-        name: _product_tables(bench, dtype, figure)
-        for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32))
-    }
+    products = {}
+    for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
+        with fastest_library(torch.empty(0, dtype=dtype, device=world.device)):
+            products[name] = _product_tables(bench, dtype, figure)
     memory, launch_s = _memory_rate(bench), _launch_s(bench)
-    activations = min(memory, _activations_rate(bench))
-    network = _network(bench, world)
+    activations, new_memory = min(memory, _activations_rate(bench)), _new_memory_rate(bench)
+    network = measure_network(bench, world, _tensor_bytes(world.device))
     disk = bench.slowest(_disk_s(folder, world.rank))
     links = bench_links(world.device, threads)["links"]
     torch.set_num_threads(threads)
@@ -200,6 +187,7 @@ def _measure(world: World, threads: int, folder: Path) -> dict[str, Any]:
             "memory_bytes": figure(device_bytes),
             "memory_achieved": figure(memory),
             "activations_achieved": figure(activations),
+            **({} if new_memory is None else {"new_memory_achieved": figure(new_memory)}),
             "launch_s": figure(launch_s),
             "threads": threads if is_cpu else 0,
             "products": products,
@@ -208,10 +196,11 @@ def _measure(world: World, threads: int, folder: Path) -> dict[str, Any]:
             {
                 "name": name,
                 "ranks": local if name == "node" else 0,
-                "peak": figure(max(level[name] for name in ("all_reduce", *_MEASURED_OPERATIONS))),
-                "achieved": figure(level["all_reduce"]),
-                "latency_s": figure(level["latency_s"]),
-                "operations": {name: figure(level[name]) for name in _MEASURED_OPERATIONS},
+                "peak": figure(1.0005 * max(_message_rates(level))),
+                "achieved": figure(level.rates["all_reduce"]),
+                "latency_s": figure(level.latency_s),
+                "operations": {name: figure(level.rates[name]) for name in OPERATIONS[1:]},
+                "messages": [m._asdict() | {"seconds": figure(m.seconds)} for m in level.messages],
             }
             for name, level in network.items()
         ],
@@ -222,59 +211,24 @@ def _measure(world: World, threads: int, folder: Path) -> dict[str, Any]:
     Machine.model_validate(machine)
     fp32 = products["fp32"]
     best = max(product["flops"]["value"] for product in fp32["measured"])
-    steadiness = best / fp32["peak"]["value"]
-    return {"machine": machine, "network": network, "steadiness": steadiness}
+    steadiness = bench.processor_share
+    if steadiness is None:
+        steadiness = best / fp32["peak"]["value"]
+    return {
+        "machine": machine,
+        "network": {name: level._asdict() for name, level in network.items()},
+        "steadiness": min(1.0, steadiness),
+    }
 
 
-class _Bench:
-    """Timing of operations on all ranks at the same time."""
-
-    def __init__(self, world: World) -> None:
-        self.world, self.device = world, world.device
-
-    def slowest(self, seconds: float) -> float:
-        """Return the largest value of all ranks."""
-        return max(all_gather_objects(seconds, self.world.everyone, float))
-
-    def times(self, run: Callable[[], Any]) -> list[float]:
-        """Run the function `run` repeatedly. Return the seconds of each run on this rank. Short
-        runs are timed in batches."""
-        run()
-        first = self._batch(run, 1)
-        size = max(1, min(200, math.ceil(0.002 / max(first, 1e-9))))
-        barrier(self.world.everyone)
-        seconds = list[float]()
-        end = time.perf_counter() + _BUDGET_S
-        while len(seconds) < _MIN_RUNS or (time.perf_counter() < end and len(seconds) < _MAX_RUNS):
-            seconds.append(self._batch(run, size))
-        barrier(self.world.everyone)
-        return seconds
-
-    def median(self, run: Callable[[], Any]) -> float:
-        """Return the median seconds of the function `run` on the slowest rank."""
-        return self.slowest(statistics.median(self.times(run)))
-
-    def together(self, run: Callable[[], Any], runs: int = 9) -> float:
-        """Return the median seconds of an operation in which all ranks take part. The time of each
-        run is the time of its slowest rank."""
-        run()
-        seconds = []
-        for _ in range(runs):
-            barrier(self.world.everyone)
-            seconds.append(self._batch(run, 1))
-        return self.slowest(statistics.median(seconds))
-
-    def _batch(self, run: Callable[[], Any], size: int) -> float:
-        platform.synchronize(self.device)
-        start = time.perf_counter()
-        for _ in range(size):
-            run()
-        platform.synchronize(self.device)
-        return (time.perf_counter() - start) / size
+def _message_rates(level: LevelRates) -> Iterator[float]:
+    """Yield the bytes per second of all messages of a level, and its rates without latency."""
+    yield from level.rates.values()
+    yield from (message.num_bytes / message.seconds for message in level.messages)
 
 
 def _product_tables(
-    bench: _Bench, dtype: torch.dtype, figure: Callable[[float], dict[str, Any]]
+    bench: RankTimer, dtype: torch.dtype, figure: Callable[[float], dict[str, Any]]
 ) -> dict[str, Any]:
     """Return the table `products` of a dtype, with the tables of attention. No rate is above the
     peak."""
@@ -326,7 +280,7 @@ def _copies(size_bytes: int, device: torch.device) -> int:
 
 
 def _attention_tables(
-    bench: _Bench, dtype: torch.dtype, figure: Callable[[float], dict[str, Any]]
+    bench: RankTimer, dtype: torch.dtype, figure: Callable[[float], dict[str, Any]]
 ) -> list[dict[str, Any]]:
     """Return the tables `attention` of a dtype. The heads of a token are side by side, as in
     `optimus.model.attention`."""
@@ -359,7 +313,7 @@ def _attention_tables(
     return tables
 
 
-def _activations_rate(bench: _Bench) -> float:
+def _activations_rate(bench: RankTimer) -> float:
     """Return the bytes per second of operations that are typical of a transformer: a product of
     elements, SiLU and LayerNorm, together."""
     is_cpu, width = bench.device.type == "cpu", 512
@@ -381,14 +335,27 @@ def _tensor_bytes(device: torch.device) -> int:
     return _CPU_BYTES if device.type == "cpu" else _DEVICE_BYTES
 
 
-def _memory_rate(bench: _Bench) -> float:
-    """Return the memory traffic of adding two large tensors, in bytes per second."""
+def _memory_rate(bench: RankTimer) -> float:
+    """Return the memory traffic of adding a large tensor to another one, in bytes per second."""
     length = _tensor_bytes(bench.device) // 4
-    a, b, out = (torch.ones(length, device=bench.device) for _ in range(3))
-    return 3 * 4 * length / bench.median(lambda: torch.add(a, b, out=out))
+    # In place, as an optimizer: a CPU first reads the lines of a result that it overwrites.
+    total, values = (torch.ones(length, device=bench.device) for _ in range(2))
+    return 3 * 4 * length / bench.median(lambda: total.add_(values))
 
 
-def _launch_s(bench: _Bench) -> float:
+def _new_memory_rate(bench: RankTimer) -> float | None:
+    """Return the bytes per second at which a CPU provides new memory. None for accelerators, and if
+    malloc uses freed memory again."""
+    if bench.device.type != "cpu":
+        return None
+    length = _CPU_BYTES // 4
+    used = torch.ones(length)
+    new_s = bench.median(lambda: torch.empty(length).fill_(1.0))
+    used_s = bench.median(lambda: used.fill_(1.0))
+    return 4 * length / (new_s - used_s) if new_s > 1.1 * used_s else None
+
+
+def _launch_s(bench: RankTimer) -> float:
     """Return the seconds in which the host starts an operation of a model: the time of forward and
     backward of a tiny model, divided by the number of operations in its profile."""
     device, size = bench.device, 16
@@ -410,65 +377,12 @@ def _launch_s(bench: _Bench) -> float:
     net = Transformer(config.model).to(device)
     initialise_(net, 0)
     tokens = torch.zeros(1, size, dtype=torch.int64, device=device)
-    return bench.median(lambda: net.losses(tokens).ce_sum.backward()) / launches
-
-
-def _network(bench: _Bench, world: World) -> dict[str, dict[str, float]]:
-    """Return the rates of each level of the network, by the level's name, in bytes per second and
-    rank."""
-    if world.size == 1:
-        return {}
-    local = world.launch.local_world_size
-    groups = join_groups(Mesh(pp=world.size // local, dp=local), world)
-    levels = {"node": groups.over("dp"), "cluster": groups.over("pp")}
-    return {
-        name: _collective_rates(bench, group) for name, group in levels.items() if group.size > 1
-    }
-
-
-def _collective_rates(bench: _Bench, group: Group) -> dict[str, float]:
-    """Return the rates of collectives that all groups run at the same time, and the latency of a
-    ring step.
-
-    An all_reduce in a ring of n ranks has 2 (n - 1) steps. In each step, a rank sends 1/n of the
-    buffer.
-    """
-    n, is_cpu = group.size, bench.device.type == "cpu"
-    dtype = torch.float32 if is_cpu else torch.bfloat16
-    length = _tensor_bytes(bench.device) // 4 // dtype.itemsize // n * n
-    whole, other = (torch.zeros(length, dtype=dtype, device=bench.device) for _ in range(2))
-    little = torch.zeros(n, dtype=dtype, device=bench.device)
-    size = length * dtype.itemsize
-    short_s = bench.together(lambda: all_reduce_sum(little, group), 25)
-    reduce_s = bench.together(lambda: all_reduce_sum(whole, group))
-    exchange_s = bench.together(lambda: all_to_all(other, whole, group))
-    shard = other[: length // n]
-    scatter_s = bench.together(lambda: reduce_scatter_sum(shard, whole, group))
-    gather_s = bench.together(lambda: all_gather(whole, shard, group))
-
-    def pairs() -> None:
-        """Exchange the buffers of ranks 2 i and 2 i + 1 of the group."""
-        peer = group.rank ^ 1
-        if peer < n:
-            transfers = [send(whole, group, peer), receive(other, group, peer)]
-            for transfer in transfers if group.rank < peer else reversed(transfers):
-                transfer.wait()
-
-    send_s = bench.together(pairs)
-    return {
-        "all_reduce": 2 * (n - 1) / n * size / _moving_s(reduce_s, short_s),
-        "all_to_all": (n - 1) / n * size / _moving_s(exchange_s, short_s),
-        "reduce_scatter": (n - 1) / n * size / _moving_s(scatter_s, short_s / 2),
-        "all_gather": (n - 1) / n * size / _moving_s(gather_s, short_s / 2),
-        "send": size / send_s,
-        "latency_s": short_s / (2 * (n - 1)),
-    }
-
-
-def _moving_s(seconds: float, latency_s: float) -> float:
-    """Return the duration of a collective without its latency. If a disturbed measurement of the
-    latency exceeds half of the duration, half of the duration is returned."""
-    return max(seconds - latency_s, seconds / 2)
+    flushed = torch.zeros(_CPU_BYTES // 4 if device.type == "cpu" else 0)
+    with fastest_library(torch.empty(0, device=device)):
+        # As in a step of a large model, the caches of a CPU do not contain the host's code and
+        # data.
+        seconds = bench.median(lambda: net.losses(tokens).ce_sum.backward(), flushed.zero_)
+    return seconds / launches
 
 
 def _disk_s(folder: Path, rank: int) -> float:
@@ -521,7 +435,10 @@ def _toml_lines(machine: dict[str, Any]) -> Iterator[str]:
     for name in ("levels", "storage"):
         for table in machine.get(name, []):
             yield from ("", f"[[{name}]]")
-            yield from (f"{key} = {_toml(value)}" for key, value in table.items())
+            yield from (f"{key} = {_toml(v)}" for key, v in table.items() if key != "messages")
+            for message in table.get("messages", []):
+                yield from ("", f"[[{name}.messages]]")
+                yield from (f"{key} = {_toml(value)}" for key, value in message.items())
 
 
 def _toml(value: Any) -> str:
@@ -560,19 +477,21 @@ def format_machine(result: dict[str, Any]) -> str:
     activations = device["activations_achieved"]["value"] / 1e9
     lines.append(f"activations: {activations:.4g} GB/s")
     lines.append(f"memory: {device['memory_achieved']['value'] / 1e9:.4g} GB/s")
+    if "new_memory_achieved" in device:
+        new_memory = device["new_memory_achieved"]["value"] / 1e9
+        lines.append(f"new memory: {new_memory:.4g} GB/s, in addition to the first write")
     lines.append(f"launch: {1e6 * device['launch_s']['value']:.3g} us for an operation")
-    for name, rates in result["network"].items():
-        keys = ("all_reduce", *_MEASURED_OPERATIONS)
-        texts = (f"{key} {rates[key] / 1e9:.3g} GB/s" for key in keys)
-        lines.append(f"{name}: {', '.join(texts)}, {1e6 * rates['latency_s']:.3g} us for a step")
+    for name, level in result["network"].items():
+        texts = (f"{key} {rate / 1e9:.3g} GB/s" for key, rate in level["rates"].items())
+        lines.append(f"{name}: {', '.join(texts)}, {1e6 * level['latency_s']:.3g} us for a step")
     for name in ("to_device", "to_host", "host_adam"):
         unit = "elements/s" if name == "host_adam" else "bytes/s"
         lines.append(f"{name}: {machine['links'][name]:.3g} {unit}")
     lines.append(f"disk: {machine['storage'][0]['write']['value'] / 1e9:.3g} GB/s")
     if result["steadiness"] < _STEADY:
         lines.append(
-            f"warning: products reach only {result['steadiness']:.0%} of their fastest run in the "
-            "median, because other programs use this machine; measure again when it is idle"
+            f"warning: ranks reach only {result['steadiness']:.0%} of their speed, because other "
+            "programs use this machine; measure again when it is idle"
         )
     return "\n".join(lines)
 

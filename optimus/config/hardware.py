@@ -161,6 +161,10 @@ class Device(Section):
     activations_achieved: Figure | None = None
     """Bytes per second that element-wise operations and norms of activations transfer, which write
     new tensors and also compute. Default: `memory_achieved`."""
+    new_memory_achieved: Figure | None = None
+    """Bytes per second of new memory whose pages the operating system provides at the first write,
+    without the time of the write itself. Default: new memory takes no additional time, as with the
+    caching allocators of accelerators."""
     launch_s: Figure | None = None
     """Seconds in which the host starts one operation. Operations queue: if they run longer than
     this, the launch takes no additional time."""
@@ -184,6 +188,18 @@ class Device(Section):
         """Bytes per second of element-wise operations; None if it is unknown."""
         figure = self.memory_achieved or self.memory_peak
         return None if figure is None else figure.value
+
+
+class MeasuredMessage(Section):
+    """Duration of a step of a collective in a ring, in which each rank sends a message to the next
+    one. An all_reduce of n ranks has 2 (n - 1) steps with messages of 1/n of the buffer. The steps
+    of all_gather, reduce_scatter and all_to_all are n - 1. A send has one step with the whole
+    buffer."""
+
+    operation: Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
+    num_bytes: Count
+    """Bytes of the message."""
+    seconds: Figure
 
 
 class Level(Section):
@@ -212,6 +228,11 @@ class Level(Section):
     send. It is below `achieved` for a collective that waits, or transfers more bytes than its
     algorithm needs. Default: `achieved`."""
 
+    messages: Annotated[tuple[MeasuredMessage, ...], Field(strict=False)] = ()
+    """Steps of collectives by operation and size of the message, in ascending order of the sizes.
+    Between two sizes, the logarithm of the seconds is linear in the logarithm of the size. Default:
+    `latency_s` and the time of the bytes at the rate of the operation."""
+
     @model_validator(mode="after")
     def _check(self) -> Level:
         if self.achieved is not None:
@@ -221,6 +242,9 @@ class Level(Section):
                 known = ", ".join(_COLLECTIVES)
                 raise ValueError(f"operations.{name}: no such collective; use one of {known}")
             _refuse_above(f"operations.{name}", figure.value, self.peak.value)
+        for message in self.messages:
+            rate = message.num_bytes / message.seconds.value
+            _refuse_above(f"messages of {message.operation}: rate", rate, self.peak.value)
         if self.taper is not None and self.taper.value > 1:
             raise ValueError(f"taper = {self.taper.value} must be at most 1")
         return self

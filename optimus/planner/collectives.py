@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import pairwise
 from typing import Literal, NamedTuple
 
 from optimus.config.hardware import Level
@@ -35,6 +36,22 @@ class Link(NamedTuple):
     taper: float = 1.0
     """Share of the rate of a rank's port that remains if all ranks send. `rate` and `rates` contain
     it."""
+    messages: tuple[tuple[str, float, float], ...] = ()
+    """Measured steps: operation, bytes of the message in ascending order, and seconds."""
+
+    def seconds(self, size_bytes: float) -> float:
+        """Return the seconds of a step with a message of `size_bytes`. `messages` must be those of
+        one operation."""
+        if not self.messages:
+            return size_bytes / self.rate + self.step_s
+        (_, first, least), (_, last, most) = self.messages[0], self.messages[-1]
+        if size_bytes <= first:
+            return least
+        for (_, low, low_s), (_, high, high_s) in pairwise(self.messages):
+            if size_bytes <= high:
+                share = math.log(size_bytes / low) / math.log(high / low)
+                return low_s * (high_s / low_s) ** share
+        return most * size_bytes / last
 
 
 Links = tuple[Link, ...]
@@ -48,15 +65,25 @@ def links_of(levels: Sequence[Level]) -> Links:
     for level in levels:
         taper = 1.0 if level.taper is None else level.taper.value
         rates = tuple((name, taper * figure.value) for name, figure in level.operations.items())
-        links.append(Link(level.name, level.ranks, level.rate, level.step_s, rates, taper))
+        messages = tuple(
+            (m.operation, taper * m.num_bytes, m.seconds.value) for m in level.messages
+        )
+        links.append(
+            Link(level.name, level.ranks, level.rate, level.step_s, rates, taper, messages)
+        )
     return tuple(links)
 
 
 @lru_cache(maxsize=256)
 def _links_for(operation: str, links: Links) -> Links:
-    """Return the links with the rate of an operation as `rate`."""
+    """Return the links with the rate of an operation as `rate`, and its messages."""
     return tuple(
-        link._replace(rate=dict(link.rates).get(operation, link.rate), rates=()) for link in links
+        link._replace(
+            rate=dict(link.rates).get(operation, link.rate),
+            rates=(),
+            messages=tuple(m for m in link.messages if m[0] == operation),
+        )
+        for link in links
     )
 
 
@@ -156,7 +183,7 @@ def collective_s(
     links = _links_for(operation, links)
     paths = paths_of(ranks, links)
     if operation == "send":
-        return size_bytes / paths[-1].link.rate + paths[-1].link.step_s
+        return paths[-1].link.seconds(size_bytes)
     if operation == "all_to_all":
         return _all_to_all(size_bytes, len(ranks), paths)
     halves = 2 if operation == "all_reduce" else 1
@@ -188,7 +215,10 @@ def _slowest_step(paths: Sequence[GroupPath]) -> float:
 def _ring(size_bytes: float, n: int, paths: Sequence[GroupPath]) -> float:
     """Return the seconds of a reduce_scatter or all_gather in a ring: (n - 1) steps, in each of
     which a rank sends 1/n of the buffer."""
-    return (n - 1) * (size_bytes / n / _ring_rate(paths) + _slowest_step(paths))
+    step_s = size_bytes / n / _ring_rate(paths) + _slowest_step(paths)
+    if all(path.link.messages for path in paths):
+        step_s = max(path.link.seconds(size_bytes / n / path.per_domain) for path in paths)
+    return (n - 1) * step_s
 
 
 def _halving(size_bytes: float, ranks: tuple[int, ...], links: Links) -> float:
@@ -201,13 +231,13 @@ def _halving(size_bytes: float, ranks: tuple[int, ...], links: Links) -> float:
     seconds = 0.0
     if whole < len(ranks):
         link = paths_of((ranks[0], ranks[1]), links)[-1].link
-        seconds += size_bytes / link.rate + link.step_s
+        seconds += link.seconds(size_bytes)
     distance, sent = whole // 2, size_bytes / 2
     while distance:
         firsts = (i for i in range(whole) if i // distance % 2 == 0)
         pairs = ((ranks[i], ranks[i + distance]) for i in firsts)
         steps = {paths_of(pair, links)[-1].link for pair in pairs}
-        seconds += max(sent / link.rate + link.step_s for link in steps)
+        seconds += max(link.seconds(sent) for link in steps)
         distance, sent = distance // 2, sent / 2
     return seconds
 
@@ -218,7 +248,7 @@ def _hierarchical(size_bytes: float, paths: Sequence[GroupPath]) -> float:
     seconds, sent = 0.0, size_bytes
     for path in paths:
         d = path.domains
-        seconds += (d - 1) * (sent / d / path.link.rate + path.link.step_s)
+        seconds += (d - 1) * path.link.seconds(sent / d)
         sent /= d
     return seconds
 
@@ -229,7 +259,10 @@ def _all_to_all(size_bytes: float, n: int, paths: Sequence[GroupPath]) -> float:
     reached, seconds, latency_s = 1, 0.0, 0.0
     for path in paths:
         new = min(n, reached * path.domains) - reached
-        seconds = max(seconds, size_bytes * new / n / path.link.rate)
-        latency_s += new * path.link.step_s
+        if path.link.messages:
+            seconds = max(seconds, new * path.link.seconds(size_bytes / n))
+        else:
+            seconds = max(seconds, size_bytes * new / n / path.link.rate)
+            latency_s += new * path.link.step_s
         reached += new
     return seconds + latency_s

@@ -34,6 +34,7 @@ from optimus.planner.workload import (
     fullest_rank,
     groups_of,
     microbatches_of,
+    new_bytes,
     optimizer_bytes,
     segment_layers,
     step_of,
@@ -198,7 +199,10 @@ class StepSeconds:
             reductions = traffic.of_rank(config, mesh, stages, pp, microbatches)
             self._updates[key] = _Update(
                 [*collective_times(reductions, groups_of(mesh), self._rates)],
-                optimizer_bytes(config, mesh, weights) / self._rates.memory,
+                self._rates.update_s(
+                    optimizer_bytes(config, mesh, weights),
+                    new_bytes(config, mesh, weights, microbatches),
+                ),
             )
         return self._updates[key]
 

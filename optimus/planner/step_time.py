@@ -80,6 +80,9 @@ class Step:
     reductions: tuple[Reduction, ...] = ()
     optimizer_bytes: float = 0.0
     """Bytes that the optimizer reads and writes on a rank."""
+    new_bytes: float = 0.0
+    """Bytes of gradients and parameters that a rank allocates in a step, because it frees them
+    within a step."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,7 @@ class StepTime:
     bubble_s: float
     """Idle time of the pipeline."""
     optimizer_s: float
+    """Update of the states, and the pages of the memory that is allocated in each step."""
     offload_s: float = 0.0
     """Time for which the device waits for copies, updates on the host and the disk."""
     missing: tuple[str, ...] = field(default=())
@@ -161,6 +165,12 @@ class Rates:
     """True if the host starts operations of later passes, too, while the device computes. False:
     the launches of a pass begin with the pass, as in the closed formulas. A `launch_s` that was
     fitted to step times with these formulas does not hold with True."""
+    new_memory: float = math.inf
+    """Bytes per second at which the operating system provides new memory."""
+
+    def update_s(self, optimizer_bytes: float, new_bytes: float) -> float:
+        """Return `StepTime.optimizer_s` of a step with these values of `Step`."""
+        return optimizer_bytes / self.memory + new_bytes / self.new_memory
 
 
 def is_cpu(machine: Machine) -> bool:
@@ -220,6 +230,7 @@ def rates_of(machine: Machine, dtype: Dtype, name: str = "the machine file") -> 
         _fitted_on(machine, dtype),
         None if device.activations_achieved is None else device.activations_achieved.value,
         device.launch_s is not None and not device.launch_s.fitted_on and not is_cpu(machine),
+        math.inf if device.new_memory_achieved is None else device.new_memory_achieved.value,
     )
 
 
@@ -389,7 +400,9 @@ def play_step(
             gather.append(transfer.times(number))
         else:
             reduce.append(transfer.times(number / step.virtual_stages))
-    optimizer_s = step.optimizer_bytes / rates.memory + blocking_s + max(0.0, ahead_s)
+    optimizer_s = (
+        rates.update_s(step.optimizer_bytes, step.new_bytes) + blocking_s + max(0.0, ahead_s)
+    )
 
     # Collectives within a pass compete with transfers, except those of a device that waits for
     # chunks, and of a divided backward.
@@ -496,7 +509,7 @@ def collective_times(
 
 def step_time(step: Step, rates: Rates) -> StepTime:
     """Return the time of a step by component."""
-    optimizer_s = step.optimizer_bytes / rates.memory
+    optimizer_s = rates.update_s(step.optimizer_bytes, step.new_bytes)
     collectives = collective_times(step.reductions, step.groups, rates)
     return pipeline_time(step, rates).with_update(collectives, optimizer_s, rates.missing)
 

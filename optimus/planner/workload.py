@@ -89,6 +89,7 @@ def step_of(
         transfer_bytes=e * tokens * model.hidden_size / sequence_shares,
         reductions=traffic.of_rank(config, mesh, stages, pp, microbatches),
         optimizer_bytes=optimizer_bytes(config, mesh, fullest),
+        new_bytes=new_bytes(config, mesh, fullest, microbatches),
     )
 
 
@@ -271,6 +272,16 @@ def optimizer_bytes(config: Config, mesh: Mesh, weights: Weights) -> float:
     optim, dtype = config.optim, config.train.dtype
     of_parameter = _STATE_BYTES + BYTES[dtype] + 2 * BYTES[optim.grad_reduce_dtype]
     return updated_parameters(optim.sharding, mesh, weights) * of_parameter
+
+
+def new_bytes(config: Config, mesh: Mesh, weights: Weights, microbatches: int) -> float:
+    """Return `Step.new_bytes` of a rank with some parameters: gradients before each backward,
+    unless they stay in memory, and parameters once."""
+    optim = config.optim
+    if optim.resident == "all" or mesh.num_data_ranks == 1:
+        return 0.0
+    params = BYTES[config.train.dtype] if optim.resident == "cache" else 0
+    return sum(weights) * (microbatches * BYTES[optim.grad_dtype] + params)
 
 
 def _refuse_not_modelled(config: Config) -> None:

@@ -261,7 +261,7 @@ def _speedups(
     slow = _step_with("so", config, mesh, works)
     passes_s = _passes_s(fast, rates)
     loop_s = _passes_s(_with_slower_experts(fast, config, mesh, experts), rates)
-    update_s = fast.optimizer_bytes / rates.memory
+    update_s = rates.update_s(fast.optimizer_bytes, fast.new_bytes)
     epso_s = update_s + reductions_s(fast, rates)
     so_s = update * update_s + reductions_s(slow, rates)
     return {
@@ -284,7 +284,8 @@ def _step_with(sharding: str, config: Config, mesh: Mesh, works: Works) -> Step:
 
 def _passes_s(step: Step, rates: Rates) -> float:
     """Return the seconds of forward and backward with the pipeline bubble."""
-    return step_time(dataclasses.replace(step, reductions=(), optimizer_bytes=0.0), rates).total_s
+    passes = dataclasses.replace(step, reductions=(), optimizer_bytes=0.0, new_bytes=0.0)
+    return step_time(passes, rates).total_s
 
 
 def reductions_s(step: Step, rates: Rates) -> float:

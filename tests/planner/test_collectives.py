@@ -89,6 +89,23 @@ def test_no_collective_is_faster_than_its_bytes_on_the_fastest_link():
             assert collective_s("all_gather", SIZE, ranks, LINKS, algorithm) >= bound * (1 - 1e-12)
 
 
+def test_measured_messages_replace_rate_and_latency():
+    """Messages of 10 and 1000 bytes take 1 s and 4 s, and one of 100 bytes their geometric mean."""
+    sizes = (("all_gather", 10.0, 1.0), ("all_gather", 1000.0, 4.0))
+    links = (Link("node", 0, 1.0, 9.0, messages=(*sizes, ("send", 10.0, 3.0))),)
+    gathers = {4: 3 * 1.0, 40: 3 * 1.0, 400: 3 * 2.0, 4000: 3 * 4.0, 8000: 3 * 8.0}
+    for size, seconds in gathers.items():
+        assert collective_s("all_gather", size, row(4), links) == pytest.approx(seconds)
+    assert collective_s("send", 20, row(2), links) == pytest.approx(6.0)
+    expected = 3 * (40 / 4 / 1.0 + 9.0)  # no measured messages
+    assert collective_s("reduce_scatter", 40, row(4), links) == pytest.approx(expected)
+    for algorithm in ("halving", "hierarchical"):
+        seconds = collective_s("all_gather", 200, row(2), links, algorithm)
+        assert seconds == pytest.approx(2.0)
+    exchange = (links[0]._replace(messages=(("all_to_all", 100.0, 2.0),)),)
+    assert collective_s("all_to_all", 400, row(4), exchange) == pytest.approx(6.0)
+
+
 def test_paths_name_the_levels_that_a_group_crosses():
     assert [path.link.name for path in paths_of(row(3), LINKS)] == ["node"]
     assert [path.link.name for path in paths_of(row(4, 4), LINKS)] == ["group"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 
 import pytest
@@ -27,7 +28,7 @@ from optimus.planner.step_time import (
     rates_of,
     step_time,
 )
-from optimus.planner.workload import Weights, step_of, updated_parameters
+from optimus.planner.workload import Weights, stage_weights, step_of, updated_parameters
 from optimus.rank.operations import FusedAttention, Operation, Pass, Product
 from optimus.rank.profile import profile_work
 
@@ -231,6 +232,22 @@ def test_epso_updates_fewer_parameters_than_so():
     assert updated_parameters("none", mesh, weights) == 1120
     assert updated_parameters("so", mesh, weights) == 280
     assert updated_parameters("epso", mesh, weights) == 210
+
+
+def test_new_memory_of_freed_gradients_and_parameters_takes_time():
+    config, mesh = demo(dp=2, pp=1)
+    for resident in ("all", "parameters", "cache"):
+        optim = config.optim.model_copy(update={"sharding": "so", "resident": resident})
+        step = step_of(config.model_copy(update={"optim": optim}), mesh)
+        grads = 4 * step.microbatches if resident != "all" else 0
+        params = 2 if resident == "cache" else 0
+        size = (grads + params) * sum(stage_weights(config, mesh)[0])
+        assert step.new_bytes == pytest.approx(size)
+        times = (
+            step_time(step, dataclasses.replace(a100(), new_memory=rate)).optimizer_s
+            for rate in (1e9, math.inf)
+        )
+        assert next(times) - next(times) == pytest.approx(size / 1e9)
 
 
 def test_missing_figures_are_named_and_needed_figures_are_demanded():

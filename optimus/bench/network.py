@@ -1,0 +1,130 @@
+"""Measurement of the collectives of a machine, for `optimus bench machine`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from optimus.bench.rank_timer import RankTimer
+from optimus.distributed.collectives import (
+    Group,
+    all_gather,
+    all_reduce_sum,
+    all_to_all,
+    receive,
+    reduce_scatter_sum,
+    send,
+)
+from optimus.distributed.groups import join_groups
+from optimus.distributed.mesh import Mesh
+from optimus.distributed.world import World
+
+OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
+_SMALLEST, _RATIO = 1 << 10, 8
+"""Bytes of the smallest buffer, and the ratio of a size to the next smaller one."""
+_RUNS = 15
+_COMPUTED = {"cpu": 512}
+"""Size of the product that a rank computes before a collective, by type of device: about the time
+that a step computes between two collectives of tp."""
+_COMPUTED_ON_DEVICE = 4096
+
+
+class Message(NamedTuple):
+    """A step of a collective in a ring, in which each rank sends a message to the next rank."""
+
+    operation: str
+    num_bytes: int
+    seconds: float
+
+
+class LevelRates(NamedTuple):
+    """Measured values of a level of the network."""
+
+    rates: dict[str, float]
+    """Bytes per second and rank of each of OPERATIONS with the largest buffer, without latency."""
+    latency_s: float
+    """Seconds of a ring step of the smallest all_reduce."""
+    messages: list[Message]
+    """Ring steps of all operations and sizes, in ascending order of the sizes."""
+
+
+def measure_network(bench: RankTimer, world: World, largest: int) -> dict[str, LevelRates]:
+    """Return the values of each level of the network, by the level's name. All groups of a level
+    run the same collective at the same time.
+
+    Args:
+        bench: The timer.
+        world: All ranks.
+        largest: Bytes of the largest buffer.
+    """
+    if world.size == 1:
+        return {}
+    local = world.launch.local_world_size
+    groups = join_groups(Mesh(pp=world.size // local, dp=local), world)
+    levels = {"node": groups.over("dp"), "cluster": groups.over("pp")}
+    return {
+        name: _measure_level(bench, group, largest)
+        for name, group in levels.items()
+        if group.size > 1
+    }
+
+
+def _measure_level(bench: RankTimer, group: Group, largest: int) -> LevelRates:
+    n, messages = group.size, list[Message]()
+    sizes = [_SMALLEST]
+    while sizes[-1] * _RATIO < largest:
+        sizes.append(sizes[-1] * _RATIO)
+    steps = dict.fromkeys(OPERATIONS, n - 1) | {"all_reduce": 2 * (n - 1), "send": 1}
+    for size in (*sizes, largest):
+        for name, run in _collectives(bench, group, size).items():
+            seconds = _collective_s(bench, run)
+            sent = size if name == "send" else size // n
+            messages.append(Message(name, sent, seconds / steps[name]))
+    of_name = {name: [m for m in messages if m.operation == name] for name in OPERATIONS}
+    latency_s = of_name["all_reduce"][0].seconds
+    rates = {
+        name: of_name[-1].num_bytes / _moving_s(of_name[-1].seconds, latency_s)
+        for name, of_name in of_name.items()
+    }
+    return LevelRates(rates, latency_s, messages)
+
+
+def _collective_s(bench: RankTimer, run: Callable[[], Any]) -> float:
+    """Return the seconds of a collective: by itself, or after a computation if that takes longer.
+    After a computation, threads of the backend must wake up, and ranks wait for the slowest."""
+    size = _COMPUTED.get(bench.device.type, _COMPUTED_ON_DEVICE)
+    a = torch.ones(size, size, device=bench.device)
+    return max(bench.together(run, _RUNS), bench.together(run, _RUNS, lambda: torch.mm(a, a)))
+
+
+def _collectives(bench: RankTimer, group: Group, size: int) -> dict[str, Callable[[], Any]]:
+    """Return a function for each of OPERATIONS, with buffers of `size` bytes on each rank."""
+    dtype = torch.float32 if bench.device.type == "cpu" else torch.bfloat16
+    length = max(1, size // dtype.itemsize // group.size) * group.size
+    whole, other = (torch.zeros(length, dtype=dtype, device=bench.device) for _ in range(2))
+    shard = other[: length // group.size]
+
+    def pairs() -> None:
+        """Exchange the buffers of ranks 2 i and 2 i + 1 of the group."""
+        peer = group.rank ^ 1
+        if peer < group.size:
+            transfers = [send(whole, group, peer), receive(other, group, peer)]
+            for transfer in transfers if group.rank < peer else reversed(transfers):
+                transfer.wait()
+
+    return {
+        "all_reduce": partial(all_reduce_sum, whole, group),
+        "all_gather": partial(all_gather, whole, shard, group),
+        "reduce_scatter": partial(reduce_scatter_sum, shard, whole, group),
+        "all_to_all": partial(all_to_all, other, whole, group),
+        "send": pairs,
+    }
+
+
+def _moving_s(seconds: float, latency_s: float) -> float:
+    """Return the duration of a message without its latency. If a disturbed measurement of the
+    latency exceeds half of the duration, half of the duration is returned."""
+    return max(seconds - latency_s, seconds / 2)
