@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import mmap
 import os
 import statistics
 import time
@@ -39,6 +40,7 @@ from optimus.model.transformer import Transformer
 from optimus.peak import find_peak
 from optimus.rank.operations import Exchange
 from optimus.rank.profile import profile_work
+from optimus.train.malloc_trim import private_bytes
 from optimus_kernels import fastest_library
 
 SOURCE = "optimus bench machine"
@@ -153,6 +155,7 @@ def _measure(world: World, threads: int, folder: Path) -> dict[str, Any]:
     for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
         with fastest_library(torch.empty(0, dtype=dtype, device=world.device)):
             products[name] = _product_tables(bench, dtype, figure)
+    code = _product_code_bytes(bench)
     memory, launch_s = _memory_rate(bench), _launch_s(bench)
     activations, new_memory = min(memory, _activations_rate(bench)), _new_memory_rate(bench)
     network = measure_network(bench, world, _tensor_bytes(world.device))
@@ -188,6 +191,7 @@ def _measure(world: World, threads: int, folder: Path) -> dict[str, Any]:
             "memory_achieved": figure(memory),
             "activations_achieved": figure(activations),
             **({} if new_memory is None else {"new_memory_achieved": figure(new_memory)}),
+            **({} if code is None else {"product_code_bytes": figure(code)}),
             "launch_s": figure(launch_s),
             "threads": threads if is_cpu else 0,
             "products": products,
@@ -355,6 +359,26 @@ def _new_memory_rate(bench: RankTimer) -> float | None:
     return 4 * length / (new_s - used_s) if new_s > 1.1 * used_s else None
 
 
+def _product_code_bytes(bench: RankTimer) -> float | None:
+    """Return the growth of this process by the product of a new shape. None for accelerators, and
+    if the growth is unknown or less than a page."""
+    if bench.device.type != "cpu":
+        return None
+    number, size = 32, 64  # as many tensors, which are small
+    with fastest_library(torch.empty(0)):
+        sizes = [(size + n, size, size) for n in range(2 * number)]
+        operands = [(torch.ones(a, b), torch.ones(b, c), torch.ones(a, c)) for a, b, c in sizes]
+        used = 0
+        for index, (a, b, out) in enumerate(operands):
+            if index == number:  # the first ones load the library
+                platform.trim_heap()
+                used = private_bytes()
+            torch.mm(a, b, out=out)
+        platform.trim_heap()
+        growth = (private_bytes() - used) / number
+    return growth if used and growth > mmap.PAGESIZE else None
+
+
 def _launch_s(bench: RankTimer) -> float:
     """Return the seconds in which the host starts an operation of a model: the time of forward and
     backward of a tiny model, divided by the number of operations in its profile."""
@@ -477,6 +501,9 @@ def format_machine(result: dict[str, Any]) -> str:
     activations = device["activations_achieved"]["value"] / 1e9
     lines.append(f"activations: {activations:.4g} GB/s")
     lines.append(f"memory: {device['memory_achieved']['value'] / 1e9:.4g} GB/s")
+    if "product_code_bytes" in device:
+        code = device["product_code_bytes"]["value"] / 1e3
+        lines.append(f"code of a product's shape: {code:.4g} kB")
     if "new_memory_achieved" in device:
         new_memory = device["new_memory_achieved"]["value"] / 1e9
         lines.append(f"new memory: {new_memory:.4g} GB/s, in addition to the first write")

@@ -65,7 +65,13 @@ class ReduceOnce:
         if group.size == 1:
             return 0
         sent = 0 if buffer.grads.dtype is self._dtype else len(buffer.grads) * element
+        if buffer.groups.shard_group.size == 1 or self._is_shard(buffer):
+            return sent
         return sent + len(buffer.grads) // group.size * element
+
+    def _is_shard(self, buffer: GradBuffer) -> bool:
+        """Return True if a reduction writes its result to the gradient of the shard directly."""
+        return buffer.groups.replica_group.size == 1 and buffer.grad.dtype is self._dtype
 
     @property
     def max_in_flight(self) -> int:
@@ -89,7 +95,7 @@ class ReduceOnce:
         if buffer.groups.shard_group.size == 1:
             transfer = all_reduce_sum(sent, group, async_op=True)
         else:
-            is_shard = buffer.groups.replica_group.size == 1 and buffer.grad.dtype is self._dtype
+            is_shard = self._is_shard(buffer)
             piece = buffer.grad if is_shard else sent.new_empty(len(sent) // group.size)
             transfer = reduce_scatter_sum(piece, sent, group, async_op=True)
         self._in_flight.append((buffer, transfer))

@@ -165,6 +165,9 @@ class Device(Section):
     """Bytes per second of new memory whose pages the operating system provides at the first write,
     without the time of the write itself. Default: new memory takes no additional time, as with the
     caching allocators of accelerators."""
+    product_code_bytes: Figure | None = None
+    """Bytes of code that the library generates and keeps for each shape of a product, as oneDNN
+    does on a CPU. Default: 0."""
     launch_s: Figure | None = None
     """Seconds in which the host starts one operation. Operations queue: if they run longer than
     this, the launch takes no additional time."""

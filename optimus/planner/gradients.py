@@ -21,6 +21,8 @@ class Buffer(NamedTuple):
     dtype: str
     reduce: int
     """Number of ranks over which the gradients are summed."""
+    shard: int
+    """Number of ranks that divide the states."""
     stage: int
     segments: tuple[int, int]
     """Indices of the first and the last segment that have parameters of the buffer."""
@@ -64,8 +66,13 @@ class GradientMemory:
         """Return the bytes of `ReduceOnce.temporary_bytes` for a buffer."""
         if buffer.reduce == 1:
             return 0
-        sent = 0 if buffer.dtype == self._dtype else buffer.length
-        return (sent + buffer.length // buffer.reduce) * BYTES[self._dtype]
+        is_shard = buffer.reduce == buffer.shard and self._dtype == "fp32"
+        piece = 0 if buffer.shard == 1 or is_shard else buffer.length // buffer.reduce
+        return self._sent(buffer) + piece * BYTES[self._dtype]
+
+    def _sent(self, buffer: Buffer) -> int:
+        """Return the bytes of the gradients in the dtype of reductions, if it is another one."""
+        return 0 if buffer.dtype == self._dtype else buffer.length * BYTES[self._dtype]
 
     def _reduced_after_each(self, buffer: Buffer) -> int:
         """Return the bytes of `ReducePerMicrobatch.temporary_bytes` for a buffer."""
@@ -76,7 +83,8 @@ class GradientMemory:
             return rounded
         if self._deterministic:
             return buffer.length * BYTES[buffer.dtype] + rounded
-        return self._reduced_once(buffer) + rounded
+        piece = buffer.length // buffer.reduce * BYTES[self._dtype]
+        return self._sent(buffer) + piece + rounded
 
 
 def _by_segment(buffers: Sequence[Buffer]) -> Iterator[Iterable[Buffer]]:

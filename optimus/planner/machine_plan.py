@@ -67,6 +67,11 @@ def rank_kinds(config: Config, mesh: Mesh) -> list[RankKind]:
     return [RankKind(*key, tuple(pp)) for key, pp in kinds.items()]
 
 
+def _device_of(machine: Machine) -> str:
+    """Return the type of the devices, as for `rank_memory`."""
+    return "cpu" if is_cpu(machine) else "cuda"
+
+
 class _EqualRanks:
     """Pipeline ranks of a kind that have equal layers, so that they share a profile."""
 
@@ -76,18 +81,28 @@ class _EqualRanks:
         mesh: Mesh,
         pp: Sequence[int],
         microbatches: int,
-        device: str,
+        machine: Machine,
         known: tuple[Profiled, Profiled],
     ) -> None:
         """Profile the first of the ranks `pp`. `known` has the arguments `balanced` and
         `concentrated` of `RankProfiles`."""
-        self._config, self._mesh, self._pp, self._device = config, mesh, pp, device
+        self._config, self._mesh, self._pp = config, mesh, pp
+        self._device = device = _device_of(machine)
         self._microbatches, self._stages = microbatches, stages_of(config, mesh)
         rank = largest_rank(config, mesh, pp[0])
         self._schedule = schedule_of(config, mesh, microbatches)
         self._profiles = RankProfiles(config, mesh, rank, device, *known)
         equal = self._profiles.at({})
-        self._memory = rank_memory(config, mesh, rank, microbatches, device, equal)
+        code = machine.device.product_code_bytes if machine.device is not None else None
+        self._memory = rank_memory(
+            config,
+            mesh,
+            rank,
+            microbatches,
+            device,
+            equal,
+            product_code=0.0 if code is None else code.value,
+        )
 
     def largest(self, imbalances: Mapping[int, Sequence[float]]) -> RankMemory:
         """Return the memory of the rank that needs most. `imbalances` has, for each MoE layer, the
@@ -115,8 +130,9 @@ class _EqualRanks:
 class _Memory:
     """Memory of all kinds of ranks, for any load of the experts."""
 
-    def __init__(self, config: Config, mesh: Mesh, microbatches: int, device: str) -> None:
-        self._model, self._depends = config.model, depends_on_load(config, mesh, device)
+    def __init__(self, config: Config, mesh: Mesh, microbatches: int, machine: Machine) -> None:
+        self._model = config.model
+        self._depends = depends_on_load(config, mesh, _device_of(machine))
         stages = stages_of(config, mesh)
         known: tuple[Profiled, Profiled] = {}, {}
         self._kinds: list[tuple[RankKind, list[_EqualRanks]]] = []
@@ -127,7 +143,8 @@ class _Memory:
                 layers = tuple(tuple(experts[layer] for layer in s) for s in stages[pp :: mesh.pp])
                 groups.setdefault(layers, []).append(pp)
             ranks = [
-                _EqualRanks(config, mesh, pp, microbatches, device, known) for pp in groups.values()
+                _EqualRanks(config, mesh, pp, microbatches, machine, known)
+                for pp in groups.values()
             ]
             self._kinds.append((kind, ranks))
 
@@ -222,7 +239,7 @@ def plan_on_machine(
     run = config, mesh, machine, name
     works: Works = {}
     result: dict[str, Any] = _step(run, works)
-    memory = _Memory(config, mesh, microbatches, "cpu" if is_cpu(machine) else "cuda")
+    memory = _Memory(config, mesh, microbatches, machine)
     device = None if machine.device is None else int(machine.device.memory_bytes.value)
     result |= _needs(memory.kinds(), device)
     if config.offload.mode == "manual" and device is not None and not is_cpu(machine):
@@ -251,8 +268,7 @@ def plan_on_machine(
 
 def needed_bytes(config: Config, mesh: Mesh, num_microbatches: int, machine: Machine) -> int:
     """Return `needed` of `plan_on_machine` for a run without offload.mode = "auto"."""
-    device = "cpu" if is_cpu(machine) else "cuda"
-    kinds = _Memory(config, mesh, num_microbatches, device).kinds()
+    kinds = _Memory(config, mesh, num_microbatches, machine).kinds()
     return max(kind["total"] for kind in kinds)
 
 
@@ -278,7 +294,7 @@ def _sizes_of(kind: RankKind, memory: RankMemory) -> dict[str, Any]:
         "states": memory.states,
         "gathered": memory.cache,
         "activations": memory.activations - memory.temporary,
-        "temporary": memory.temporary + memory.gradients,
+        "temporary": memory.temporary + memory.gradients + memory.copies + memory.code,
         "total": memory.device,
     }
 

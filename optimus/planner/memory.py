@@ -4,7 +4,7 @@ states, the profile of its stages and its schedule."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -17,6 +17,7 @@ from optimus.parallel.pipeline.actions import Kind, Schedule
 from optimus.planner.peaks import StageBytes
 from optimus.planner.states import stages_of
 from optimus.platform import dtype_of
+from optimus.rank.operations import Product
 from optimus.rank.profile import Profiled, StageProfile, UseProfile, profile_stages
 from optimus.rank.states import PlannedRank, attach, plan_rank, staging_of
 
@@ -46,11 +47,17 @@ class RankMemory:
     """Host memory for the copies of checkpoint.async_save."""
     disk: int = 0
     """Model states on disk, and their copies for checkpoint.async_save."""
+    copies: int = 0
+    """On a CPU: bytes by which gloo's copies of gradients and parameters exceed `activations`, if
+    the activations at the time of the copies are added to them."""
+    code: int = 0
+    """On a CPU: bytes of the code that oneDNN generates for products."""
 
     @property
     def device(self) -> int:
         """Bytes on the device."""
-        return self.states + self.cache + self.gradients + self.activations
+        tensors = self.states + self.cache + self.gradients + self.activations
+        return tensors + self.copies + self.code
 
     @property
     def host(self) -> int:
@@ -66,6 +73,7 @@ def rank_memory(
     device: str = "cuda",
     profiles: Mapping[int, StageProfile] | None = None,
     imbalance: float = 1.0,
+    product_code: float = 0.0,
 ) -> RankMemory:
     """Return the memory of the rank at `coordinate`.
 
@@ -79,13 +87,22 @@ def rank_memory(
             settings of `[optim]` and `[offload]`, except `offload.order`.
         imbalance: Rows that the experts of the rank compute in each layer, divided by the mean over
             the ep ranks. It has no effect if `profiles` is given.
+        product_code: `product_code_bytes` of the machine's device.
     """
     planned = _plan_attached(config, mesh, coordinate, num_microbatches)
     if profiles is None:
         imbalances = dict.fromkeys(config.model.sparse_layers, imbalance)
         profiles = RankProfiles(config, mesh, coordinate, device).at(imbalances)
     settings = config, mesh, planned.layout.schedule, coordinate.pp, profiles
-    return _memory_of(config, planned, activations_of(*settings, num_microbatches, device))
+    memory = _memory_of(config, planned, activations_of(*settings, num_microbatches, device))
+    if device != "cpu":
+        return memory
+    copied = _copied_bytes(config, planned, profiles)
+    return replace(
+        memory,
+        copies=max(0, copied - memory.activations),
+        code=round(product_code * _num_products(profiles)),
+    )
 
 
 def states_memory(
@@ -118,6 +135,63 @@ def _memory_of(config: Config, planned: PlannedRank, activations: tuple[int, int
         staging.host,
         sizes["disk"] + staging.disk,
     )
+
+
+def _num_products(profiles: Mapping[int, StageProfile]) -> int:
+    """Return the number of products of different shapes. The same shape in forward and backward
+    counts twice, because the operands of backward are transposed."""
+    return len(
+        {
+            (backward, *op[:3])
+            for profile in profiles.values()
+            for backward, uses in enumerate(profile[:2])
+            for use in uses
+            for op in use.operations
+            if isinstance(op, Product)
+        }
+    )
+
+
+def _copied_bytes(
+    config: Config, planned: PlannedRank, profiles: Mapping[int, StageProfile]
+) -> int:
+    """Return the most bytes of copies that gloo makes of gradients and parameters, with the
+    activations at the same time.
+
+    A reduce_scatter copies its input, and an all_gather its output. Gradients of a chunk are
+    reduced after the last backward of its first segment or, if they are not reduced segment by
+    segment, after the last backward of the stage. At this time, no other microbatch has
+    activations. After the update, all parameters are gathered, at the same time with optim.overlap.
+    """
+    optim, chunks = config.optim, planned.engine.chunks
+    sharded = [c for c in chunks if c.groups.shard_group.size > 1]
+    gathered = [c.params.nbytes for c in sharded if not c.is_transient]
+    most = (sum if optim.overlap else max)(gathered or [0])
+    if config.train.deterministic:  # all_to_all makes no copy
+        return most
+    first = {
+        name: index
+        for index, segment in reversed([*enumerate(planned.segments)])
+        for name in segment.parameters
+    }
+    copied: dict[int, list[int]] = {}
+    for chunk in sharded:
+        segment = min(first[slot.name] for slot in chunk.chunk.slots)
+        size = len(chunk.grads) * dtype_of(optim.grad_reduce_dtype).itemsize
+        copied.setdefault(segment, []).append(size)
+    keeps_all = optim.resident == "all"
+    in_flight = 2 if optim.overlap and keeps_all else 1
+    by_segment = (optim.overlap or not keeps_all) and not planned.layout.schedule.splits_backward
+    for profile in profiles.values():
+        live, sizes = sum(use.kept for use in profile.forward), list[int]()
+        for use in profile.backward:
+            if by_segment:
+                most = max(most, live + use.peak + sum(sizes[-in_flight:]) * keeps_all)
+            live += use.kept
+            for size in copied.get(use.segment, ()):
+                sizes.append(size)
+                most = max(most, sum(sizes[-in_flight:]) + live * by_segment)
+    return most
 
 
 class RankProfiles:

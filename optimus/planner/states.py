@@ -365,14 +365,14 @@ class StateSizes:
             if not chunk.key.options.frozen:
                 of_chunk = [params[member].segment for member in chunk.members]
                 indices = [last if segment == HEAD else segment for segment in of_chunk]
-                reduce = _group_sizes(chunk.key, mesh).reduce
+                reduce, shard, _ = _group_sizes(chunk.key, mesh)
                 ends = min(indices), max(indices)
-                buffers.append(Buffer(chunk.length, wide, reduce, chunk.key.stage, ends))
+                buffers.append(Buffer(chunk.length, wide, reduce, shard, chunk.key.stage, ends))
         if is_tied and not params[0].key.options.frozen:
             reduce = _group_sizes(params[0].key, mesh).reduce
             (packed,) = _pack((params[0].size,), reduce, 1)
             stage = max(param.key.stage for param in params)
-            buffers.append(Buffer(packed.length, self._dtypes[1], reduce, stage, (last, last)))
+            buffers.append(Buffer(packed.length, self._dtypes[1], reduce, 1, stage, (last, last)))
         return buffers
 
     def chunks_of(self, params: Sequence[_Param], mesh: Mesh) -> list[_Chunk]:

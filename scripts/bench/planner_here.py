@@ -309,8 +309,12 @@ def planned(case: Case, machine: Machine) -> tuple[float, list[int]]:
     config = config_of(case)
     mesh = make_mesh(config.parallel, case.ranks)
     number = plan_batch(config.train, mesh.num_data_ranks).microbatches_per_rank
+    code = machine.device.product_code_bytes if machine.device is not None else None
+    code_bytes = 0.0 if code is None else code.value
     sizes = [
-        rank_memory(config, mesh, mesh.coordinate(rank), number, "cpu").device
+        rank_memory(
+            config, mesh, mesh.coordinate(rank), number, "cpu", product_code=code_bytes
+        ).device
         for rank in range(case.ranks)
     ]
     return plan_step(config, mesh, machine, "this machine")["step_s"], sizes

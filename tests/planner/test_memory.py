@@ -6,8 +6,10 @@ import pytest
 
 from optimus.chunks.memory import Memory, Tier
 from optimus.config import make_config
+from optimus.distributed.mesh import Mesh
 from optimus.planner.fit import least_bytes, most_bytes
 from optimus.planner.memory import rank_memory
+from optimus.rank.states import plan_rank
 from optimus.rank.tensor_tracker import TensorTracker
 from tests.kit.runs.tiny import DENSE, tiny_tree
 from tests.kit.runs.training import local_batch, make_updater
@@ -21,6 +23,10 @@ WIDE = {
     "optim__chunk_length": 100_000,
     "train__deterministic": False,
 }
+
+
+SHORT = {"train__seq_len": 8, "train__global_batch_tokens": 4 * 8}
+"""Settings with fewer activations than parameters."""
 
 
 class _Peak(TensorTracker):
@@ -52,7 +58,13 @@ def measure(tree: dict) -> tuple[int, int, int, int]:
             updater.run(step, local_batch(groups, 4, first=4 * step, length=config.train.seq_len))
     settings = config, groups.mesh, plan.microbatches_per_rank
     least = least_bytes(*settings, "device")(groups.coordinate)
-    return least, planned.device, most_bytes(*settings)(groups.coordinate), peak.most
+    # The tracker does not count the copies of gloo, which are no operations of torch.
+    return (
+        least,
+        planned.device - planned.copies,
+        most_bytes(*settings)(groups.coordinate),
+        peak.most,
+    )
 
 
 def offload(share: float, slots: int, **more) -> dict:
@@ -93,3 +105,40 @@ def test_the_planned_memory_is_that_of_a_step(ranks, size: int, settings: dict) 
     for least, planned, limit, most in ranks(size, measure, tree, start_world=False):
         assert 0.94 * planned < most <= planned < limit
         assert 0 < least <= most
+
+
+def test_copies_of_gloo_are_those_of_whole_buffers() -> None:
+    """The only chunk is reduced after the backward, when no activations are left. Then the copy of
+    its fp32 gradients is larger than that of its gathered parameters."""
+    settings = {**SHORT, "optim__chunk_length": 1 << 24}
+    for resident, dtype in (("all", "fp32"), ("cache", "fp32"), ("all", "bf16")):
+        optim = {"optim__sharding": "so", "optim__resident": resident}
+        tree = tiny_tree("d", "r", **{**WIDE, **DENSE, **settings, **optim, "train__dtype": dtype})
+        config = make_config(tree)
+        mesh = Mesh(1, 2, 1, 1)
+        coordinate = mesh.coordinate(0)
+        (chunk,) = plan_rank(config, mesh, coordinate).engine.chunks
+        memory = rank_memory(config, mesh, coordinate, 2, "cpu", product_code=1e6)
+        assert memory.activations + memory.copies == 4 * chunk.chunk.length
+        assert rank_memory(config, mesh, coordinate, 2).copies == 0
+        # 4 shapes of forward, and twice as many of backward
+        assert memory.code == 12e6
+
+
+def test_copies_during_the_backward_are_added_to_activations() -> None:
+    """Gradients of the last blocks are reduced while the first blocks have activations."""
+    optim = {"optim__sharding": "so", "optim__chunk_length": 100_000, "train__dtype": "bf16"}
+    config = make_config(tiny_tree("d", "r", **{**WIDE, **DENSE, **SHORT, **optim}))
+    without = config.model_copy(
+        update={"optim": config.optim.model_copy(update={"overlap": False})}
+    )
+    mesh = Mesh(1, 2, 1, 1)
+    coordinate = mesh.coordinate(0)
+    lengths = sorted(c.chunk.length for c in plan_rank(config, mesh, coordinate).engine.chunks)
+    assert len(lengths) > 2
+    overlapping, after = (
+        memory.activations + memory.copies
+        for memory in (rank_memory(c, mesh, coordinate, 2, "cpu") for c in (config, without))
+    )
+    assert after == 4 * lengths[-1]
+    assert overlapping > max(2 * sum(lengths), 4 * sum(lengths[-2:]))
