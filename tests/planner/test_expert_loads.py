@@ -9,7 +9,7 @@ import pytest
 
 from optimus.cli import main
 from optimus.config import dump_toml, make_config
-from optimus.config.machine import FOLDER, load_machine
+from optimus.config.machine import FOLDER, Machine, load_machine
 from optimus.distributed.mesh import make_mesh
 from optimus.errors import ConfigError
 from optimus.planner.expert_loads import RunLoads, median_and_worst, read_loads
@@ -183,7 +183,7 @@ def test_time_of_a_step_follows_the_fullest_rank() -> None:
 
 
 def test_largest_imbalance_that_fits() -> None:
-    memory = _Memory(CONFIG, MESH, 4, "cuda")
+    memory = _Memory(CONFIG, MESH, 4, Machine())
     needed = {
         f: max(kind["total"] for kind in memory.kinds(dict.fromkeys((0, 1), (f,))))
         for f in (1.0, 1.5, 2.0, 4.0)
