@@ -71,8 +71,8 @@ def test_memory_unlocks_its_host_buffers(monkeypatch):
 def test_a_closed_model_has_the_last_update_and_can_be_offloaded_again(
     tmp_path, monkeypatch, dtype
 ):
-    """The host needs a second for an update, which is in progress when `close` is called. The model is
-    then equal to a model that was not offloaded."""
+    """The host needs a second for an update, which is in progress when `close` is called. The model
+    is then equal to a model that was not offloaded."""
     expected = models.llama().to(dtype)
     reference = optimus.offload(expected, host_share=0.0)
     links = Links(to_device=1e10, to_host=1e10, host_adam=1e5, disk_read=1e9, disk_write=1e9)
