@@ -12,10 +12,10 @@ from optimus.planner.play import SharedLevel, Transfer, Transfers
 class Network:
     """The network of a machine, and the groups of ranks that use it.
 
-    A transfer uses the level that determines its time (`level_of`). The rates of a machine file are
-    those of a rank if all ranks send. Without the taper of the level, they are the rates of a port.
-    A taper says that domains of the previous level have fewer links to each other, for `taper` of
-    their ranks; the port is then that of the previous level.
+    A transfer uses the level that determines its time (`level_of`). The rate of a level in the
+    machine file, without its taper, is the rate of a port. With a taper below 1, the domains of the
+    previous level have links for the share `taper` of their ranks, and a transfer uses the port of
+    the previous level.
 
     Args:
         groups: Global ranks of the group of each axis. `pp` has the ranks of one pipeline.
@@ -30,7 +30,8 @@ class Network:
         self._ports = of_ports(links)
 
     def collective(self, operation: str, size_bytes: float, axes: str) -> Transfer:
-        """Return a collective of a rank's group. Arguments as for `collective_s`."""
+        """Return the transfer of a collective of the group of `axes`. Other arguments as for
+        `collective_s`."""
         ranks = self._groups[axes]
         seconds = collective_s(operation, size_bytes, ranks, self._ports, self._algorithm)
         if not seconds:
@@ -70,8 +71,8 @@ class Network:
         )
 
     def sends(self, size_bytes: float) -> dict[tuple[int, bool], Transfer]:
-        """Return the transfers to the next (True) and to the previous pipeline rank of each
-        pipeline rank."""
+        """Return the transfers between pipeline ranks. The key has the index of the sending rank,
+        and True if it sends to the next rank, False if to the previous rank."""
         ranks = self._groups.get("pp", (0,))
         p, transfers = len(ranks), dict[tuple[int, bool], Transfer]()
         for index, rank in enumerate(ranks):

@@ -51,6 +51,8 @@ def pipeline_s(
 
 
 def _filled(stage_s: Sequence[float], p: int, v: int, m: int) -> float:
+    """Return the seconds of m microbatches on the busiest rank, plus the seconds in which one
+    microbatch passes through one of the v stages of each other rank."""
     of_ranks = [sum(stage_s[rank::p]) for rank in range(p)]
     busiest = max(of_ranks)
     return m * busiest + (sum(of_ranks) - busiest) / v

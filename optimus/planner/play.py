@@ -2,20 +2,20 @@
 
 Each rank has a device, a host, and a port at each level of the network. The device runs the actions
 of the schedule in order. The host of an accelerator starts the operations of the actions in the
-same order, without waiting for the device, until the next step. So it may be ahead of the device,
-but an action ends only after all of its operations are started. A port sends tensors to other ranks
-and takes part in collectives, at the same time as the device computes. Two rules say how transfers
-compete:
+same order, within a step without waiting for the device. The host may be ahead of the device, but
+an action ends only after all of its operations are started. A port sends tensors to other ranks and
+takes part in collectives, at the same time as the device computes. Two rules determine how
+transfers compete:
 
-- Transfers that use a port at the same time share its rate equally. Those of other levels do not
-  wait: the ports of a rank within a node and between nodes are different links.
-- The ranks of a domain, such as a rack, leave it through the same links. If these carry less than
-  the ports of all ranks (the taper of a machine file), the ranks of the domain that send share them
-  equally. A transfer then uses them and the port of the previous level, such as the adapter of a
-  node.
+- Transfers that use a port at the same time share its rate equally. Transfers at different levels
+  do not compete, because a rank has different links within a node and between nodes.
+- The ranks of a domain, such as a rack, share the links that leave the domain. If these links carry
+  less than the ports of all ranks (the taper of a machine file), the sending ranks of the domain
+  share the links equally. A transfer then uses both these links and the port of the previous level,
+  such as the network adapter of a node.
 
-The simulation has one pipeline. Ranks of other pipelines do the same at the same time, so each
-transfer loads the links of a domain as often as the domain has ranks of the stage.
+The simulation has one pipeline. The ranks of other pipelines do the same at the same time, so a
+transfer counts once for each rank of its stage in the domain.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Transfer(NamedTuple):
     """A transfer of a rank."""
 
     seconds: float
-    """Its time if no other transfer competes with it."""
+    """Duration if no other transfer competes with it."""
     level: int = 0
-    """Level of the network that it uses."""
+    """Index of the level of the network that the transfer uses."""
 
     def times(self, number: float) -> Transfer:
         """Return the transfer of `number` times as many bytes."""
@@ -51,8 +51,8 @@ class SharedLevel(NamedTuple):
     capacity: float
     """Number of ranks of a domain that can send at the same time at the rate of a port."""
     loads: Sequence[Sequence[float]]
-    """For each pipeline rank r, the number of ranks of each stage in the domain of r. Those of the
-    stage of another rank send when that rank does."""
+    """`loads[r][s]` is the number of ranks in the domain of pipeline rank r that send when pipeline
+    rank s sends: those with the stages of s."""
 
 
 class Transfers(NamedTuple):
@@ -67,8 +67,9 @@ class Transfers(NamedTuple):
     """The collectives of parameters, which each rank begins at the start of the step. The second
     action of the rank waits for them."""
     exchanges: Mapping[tuple[Kind, int], Transfer] = {}
-    """The collectives within the actions of a kind and a stage. The device waits for them after the
-    computation of the action. The time of others is part of the cost of the action."""
+    """By kind of action and stage: the collectives within the action that compete with other
+    transfers. The device waits for them after the computation of the action. The time of all other
+    collectives is part of the cost of the action."""
     shared: Mapping[int, SharedLevel] = {}
     """The levels at which the links of a domain carry less than the ports of its ranks."""
 
@@ -77,8 +78,13 @@ class Device(Protocol):
     """A device whose actions may wait, for example for copies of parameters."""
 
     def run(self, action: Action, start: float, seconds: float) -> float:
-        """Return the end of an action that begins at `start` and takes `seconds` if it does not
-        wait. The actions of a rank are given in their order."""
+        """Return the time at which an action ends. Called for the actions of a rank in order.
+
+        Args:
+            action: The action.
+            start: Time at which the action can begin, in seconds.
+            seconds: Duration of the action if it does not wait.
+        """
 
 
 @dataclass(frozen=True)
@@ -127,18 +133,18 @@ class _Job(NamedTuple):
 
 @dataclass
 class _Port:
-    """The transfers in progress of a rank at a level. If shared levels have the same port, those of
-    all ranks."""
+    """The transfers in progress of a rank at a level. If shared levels use the ports of this level,
+    the transfers of all ranks."""
 
     shared: Mapping[int, SharedLevel] = field(default_factory=dict)
     active: list[_Job] = field(default_factory=list)
     last: float = 0.0
-    """Time for which the remaining seconds hold."""
+    """Time to which `_Job.left` of the active transfers refers."""
     version: int = 0
     """Number of changes. An event for an earlier version is obsolete."""
 
     def speeds(self) -> list[float]:
-        """Return the speed of each transfer: 1 if no other transfer competes with it."""
+        """Return the speed of each active transfer, as a share of that without competition."""
         if not self.shared:
             return [1 / len(self.active)] * len(self.active)
         of_rank = Counter(job.rank for job in self.active)
@@ -154,7 +160,7 @@ class _Port:
         return [speeds[job.rank, job.level] for job in self.active]
 
     def advance(self, now: float) -> None:
-        """Let the transfers continue to a time."""
+        """Reduce the remaining seconds of the active transfers by their progress until `now`."""
         elapsed, self.last = now - self.last, now
         if elapsed and self.active:
             pairs = zip(self.active, self.speeds(), strict=True)
@@ -196,7 +202,7 @@ class _Play:
         """Index of the next action of each rank."""
         self._ports: list[_Port] = []
         self._shared_of: dict[int, dict[int, SharedLevel]] = defaultdict(dict)
-        """Shared levels of each level whose ports they use."""
+        """For each level, the shared levels that use its ports."""
         for level, shared in transfers.shared.items():
             self._shared_of[shared.port][level] = shared
         self._port_of: dict[tuple[int, int], int] = {}

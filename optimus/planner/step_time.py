@@ -100,8 +100,8 @@ class StepTime:
     offload_s: float = 0.0
     """Time for which the device waits for copies, updates on the host and the disk."""
     missing: tuple[str, ...] = field(default=())
-    """Keys of figures that the machine file does not have. Their place is taken by the peak rate or
-    by no latency, so the time is a lower bound in this respect."""
+    """Keys of rates that the machine file lacks. The peak rate or no latency replaces them, so that
+    the time is a lower bound."""
 
     @property
     def total_s(self) -> float:
@@ -162,9 +162,9 @@ class Rates:
     activations: float | None = None
     """Bytes per second of element-wise operations and norms of activations; None: `memory`."""
     runs_ahead: bool = False
-    """True if the host starts operations of later passes, too, while the device computes. False:
-    the launches of a pass begin with the pass, as in the closed formulas. A `launch_s` that was
-    fitted to step times with these formulas does not hold with True."""
+    """True if the host may start operations of later passes while the device computes. False: the
+    host starts the operations of a pass when the pass begins, as in the closed formulas. A value of
+    `launch_s` that was fitted with these formulas requires False."""
     new_memory: float = math.inf
     """Bytes per second at which the operating system provides new memory."""
 
@@ -235,7 +235,7 @@ def rates_of(machine: Machine, dtype: Dtype, name: str = "the machine file") -> 
 
 
 def _fitted_on(machine: Machine, dtype: Dtype) -> tuple[str, ...]:
-    """Return the rows to which the figures of a machine were fitted, without duplicates."""
+    """Return the published rows on which rates of a machine were fitted, without duplicates."""
     assert machine.device is not None
     products = machine.device.products[dtype]
     figures = [products.efficiency, products.half_size]
@@ -252,9 +252,10 @@ class PassTime(NamedTuple):
     exposed_s: dict[str, float]
     """Communication within the pass, by axis."""
     device_s: float = 0.0
-    """Seconds of the operations on the device."""
+    """Seconds for which the device computes."""
     launch_s: float = 0.0
-    """Seconds in which the host of an accelerator starts them, at the same time."""
+    """Seconds in which the host of an accelerator starts the operations, while the device
+    computes."""
 
     @property
     def total_s(self) -> float:
@@ -330,15 +331,15 @@ def pass_time(
 
 
 class PassTimes:
-    """Times of passes on some groups of ranks. Each is computed once: most stages have the same
-    lists of operations, which must exist as long as this object."""
+    """Cache of the times of passes. Most stages have the same tuples of operations. A time is found
+    by the identity of its tuple, so the tuples must exist as long as this object."""
 
     def __init__(self, rates: Rates, groups: Groups) -> None:
         self._rates, self._groups = rates, groups
         self._known: dict[tuple[int, float], PassTime] = {}
 
     def __call__(self, operations: tuple[LayerOperation, ...], number: float) -> PassTime:
-        """Return `pass_time` of some operations and a number of layers."""
+        """Return `pass_time` of `number` layers with these operations."""
         key = id(operations), number
         if key not in self._known:
             self._known[key] = pass_time(operations, self._rates, self._groups, number)
@@ -373,7 +374,7 @@ def play_step(
 
     Args:
         step: The step.
-        rates: The figures of the machine.
+        rates: The rates of the machine.
         schedule: The schedule of the step.
         sends: False if transfers between stages take no time.
         collectives: False if those of gradients and parameters take no time.
@@ -457,13 +458,13 @@ def _input_times(step: Step, backward: Sequence[PassTime], of_pass: PassTimes) -
 
 
 def played_time(step: Step, rates: Rates, schedule: Schedule) -> StepTime:
-    """Return the time of a step by component, from the play of its actions and transfers. For very
-    long schedules, as `step_time`.
+    """Return the time of a step by component, from a simulation of its actions and transfers. If
+    the schedule has more than `MAX_PLAYED` actions, return the result of `step_time`.
 
-    The bubble is the idle time without transfers. Exposed communication is the time by which
-    transfers between stages, and then collectives of gradients and parameters, make the step
-    longer; the latter is divided over axes in proportion to the seconds of their collectives.
-    Computation contains the time for which the device waits for the host.
+    The bubble is the idle time without transfers. The exposed communication of pp is the time by
+    which transfers between stages make the step longer. The time by which collectives of gradients
+    and parameters then make it longer is divided over their axes, in proportion to the seconds of
+    the collectives. The computation includes the time for which the device waits for the host.
     """
     time = step_time(step, rates)
     if sum(map(len, schedule.ranks)) > MAX_PLAYED or step.transfers_block:
@@ -496,8 +497,8 @@ def played_time(step: Step, rates: Rates, schedule: Schedule) -> StepTime:
 def collective_times(
     reductions: Iterable[Reduction], groups: Groups, rates: Rates
 ) -> Iterator[tuple[str, float, Overlap]]:
-    """Yield the axis and the seconds of each collective of gradients and parameters, and what it
-    overlaps with. On a CPU, they need the cores that compute, so they overlap with nothing."""
+    """Yield (axis, seconds, computation that overlaps) for each collective of gradients and
+    parameters. On a CPU, collectives need the cores that compute, so they overlap with nothing."""
     for reduction in reductions:
         ranks = groups[reduction.axis]
         seconds = collective_s(
@@ -508,20 +509,20 @@ def collective_times(
 
 
 def step_time(step: Step, rates: Rates) -> StepTime:
-    """Return the time of a step by component."""
+    """Return the time of a step by component, from closed formulas."""
     optimizer_s = rates.update_s(step.optimizer_bytes, step.new_bytes)
     collectives = collective_times(step.reductions, step.groups, rates)
     return pipeline_time(step, rates).with_update(collectives, optimizer_s, rates.missing)
 
 
 class PipelineTime(NamedTuple):
-    """Seconds of the passes of all microbatches of a step, on the rank that takes longest."""
+    """Components of the time of all passes in a step, on the rank whose passes take longest."""
 
     compute_s: float
     exposed_s: Mapping[str, float]
     bubble_s: float
     window_s: Mapping[Overlap, float]
-    """Seconds of a pass of one microbatch, by its name. Collectives may run during this time."""
+    """Seconds of computation during which collectives of gradients and parameters may run."""
 
     def with_update(
         self,
@@ -529,8 +530,8 @@ class PipelineTime(NamedTuple):
         optimizer_s: float,
         missing: tuple[str, ...],
     ) -> StepTime:
-        """Return the time of the step with the results of `collective_times` and the seconds of the
-        optimizer."""
+        """Return the time of the step. `collectives` is the result of `collective_times`,
+        `optimizer_s` the seconds of the optimizer, and `missing` that of `Rates`."""
         exposed_s, window_s = dict(self.exposed_s), dict(self.window_s)
         for axis, seconds, overlaps in collectives:
             hidden_s = min(seconds, window_s[overlaps])
@@ -544,8 +545,8 @@ def pipeline_time(step: Step, rates: Rates, times: PassTimes | None = None) -> P
 
     Args:
         step: The step. Its reductions and its optimizer have no effect.
-        rates: The figures of the machine.
-        times: Times of passes of other steps with the same ep and tp groups.
+        rates: The rates of the machine.
+        times: Cache from other steps with the same ep and tp groups.
     """
     p, v, m = len(step.groups.get("pp", (0,))), step.virtual_stages, step.microbatches
     assert len(step.stages) == p * v, (len(step.stages), p, v)
@@ -592,7 +593,7 @@ def _pass_times(step: Step, times: PassTimes) -> tuple[list[PassTime], list[Pass
 
 def _busiest(forward: Sequence[PassTime], backward: Sequence[PassTime], p: int) -> PassTime:
     """Return the time of the passes of a microbatch on the pipeline rank where they take longest.
-    The arguments have the times of each stage, of p pipeline ranks."""
+    `forward` and `backward` have the times of all stages of p pipeline ranks."""
     of_ranks = [_sum((*forward[rank::p], *backward[rank::p])) for rank in range(p)]
     return max(of_ranks, key=lambda time: time.total_s)
 

@@ -34,10 +34,10 @@ def axis_crossings(
     all ranks send.
 
     Returns:
-        By axes such as "dp x ep": the bytes, and True if they are those of a step. If it is False,
-        they are those of an all-reduce of 1 byte, which has the same shares that cross. The bytes
-        of a step are known for pp, and for gradients and parameters without offloading and, in
-        deterministic mode, only for parameters.
+        A dict from axes, such as "dp x ep", to (bytes, True if they are the bytes of a step). If
+        the bytes of a step are not known, they are those of an all-reduce of 1 byte, of which the
+        same shares cross nodes and groups. The bytes of a step are known for pp, and without
+        offloading for gradients and parameters; in deterministic mode only for parameters.
     """
     result = {"pp": _pipeline(config, mesh, topology)} if mesh.pp > 1 else {}
     for axes, halves in _state_bytes(config, mesh).items():
@@ -127,8 +127,9 @@ def _gain(config: Config, mesh: Mesh, topology: Topology, allocation: Allocation
 
 
 def _group_bytes(config: Config, mesh: Mesh, topology: Topology) -> float:
-    """Return the bytes that cross groups with ring collectives: those of a step over the axes whose
-    bytes are known or, if there is none, those of an all-reduce of 1 byte over each axis."""
+    """Return the bytes that cross groups with ring collectives: those of a step over all axes for
+    which they are known. If they are known for no axis, the bytes are those of an all-reduce of 1
+    byte over each axis."""
     crossings = axis_crossings(config, mesh, topology, "ring").values()
     known = [crossing for crossing, is_step in crossings if is_step]
     some = known or [crossing for crossing, _ in crossings]
@@ -148,8 +149,8 @@ def _pipeline(config: Config, mesh: Mesh, topology: Topology) -> tuple[Crossing,
 
 
 def _state_bytes(config: Config, mesh: Mesh) -> dict[str, list[float]]:
-    """Return the bytes of gradients and parameters that a rank sends in a step in collectives like
-    halves of an all-reduce, by axes and for each pipeline rank. An all-reduce counts twice.
+    """Return the bytes of gradients and parameters in the reduce-scatters and all-gathers of a
+    step, by axes and for each pipeline rank. An all-reduce counts as one of each.
 
     The result is empty with offloading, and without `train.seq_len` if gradients are reduced for
     each microbatch. In deterministic mode, the axes of gradients are left out: the bytes of an

@@ -51,14 +51,14 @@ def step_of(
         mesh: Sizes of the axes.
         stages: Layers of each pipeline stage; None for those of the configuration.
         on_cpu: True for a run on a CPU.
-        works: The results of `profile_work` that are known, by its argument `concentrated`. Others
-            are added.
-        imbalances: For each MoE layer, the rows that the experts of the fullest ep rank compute,
-            relative to an equal share; None: uniform routing to experts.
-        segments: The result of `segment_layers`, if it is known. The three arguments before it then
-            have no effect.
-        traffic: The collectives of states for the same settings except those of `[parallel]`. None:
-            they are computed.
+        works: Known results of `profile_work`, by its argument `concentrated`. Further results are
+            added.
+        imbalances: For each MoE layer, the largest number of rows that the experts of an ep rank
+            compute, divided by the mean over the ep ranks; None: uniform routing to experts.
+        segments: The result of `segment_layers`, if it is known. `on_cpu`, `works` and `imbalances`
+            then have no effect.
+        traffic: Counts of the collectives of states, for settings that may differ only in
+            `[parallel]`; None to create them.
 
     Raises:
         ConfigError: train.seq_len is not set, the global batch is not a multiple of the tokens of
