@@ -26,6 +26,7 @@ PARAMETERS = {"optim__resident": "parameters"}
 CACHE = {"optim__resident": "cache", "optim__cache_chunks": 3}
 SEVERAL_STAGES = {"parallel__pp": 2, "parallel__virtual_stages": 2}
 AT_ONCE = {"optim__overlap": False}
+ON_HOST = {"offload__mode": "manual", "offload__host_share": 1.0, "optim__cache_chunks": 4}
 ORDERED = {"train__deterministic": True}
 
 
@@ -41,6 +42,8 @@ LAYOUTS: dict[int, list[dict[str, Any]]] = {
         {**EPSO, **CACHE},
         {**EPSO, **CACHE, **ORDERED, **TIED, "recompute__modules": ["block"]},
         {**EPSO, "optim__resident": "cache", "optim__frozen": ["embed.*", "blocks.0.*"]},
+        {**EPSO, **BF16, **ON_HOST, "offload__host_share": 0.5},
+        {**SO, **TIED, **ON_HOST, "offload__order": "layer"},
         {"parallel__tp": 2, **TIED},
         {**SEQUENCE, **BF16, "recompute__modules": ["norm", "attention", "moe"]},
         {**SEQUENCE, **DENSE, "recompute__modules": ["block"]},
@@ -58,6 +61,7 @@ LAYOUTS: dict[int, list[dict[str, Any]]] = {
         {"parallel__ep": 2, **SO, **PARAMETERS},
         {"parallel__ep": 2, "parallel__tp": 2, **EPSO, **BF16},
         {**SEQUENCE, **EPSO, **CACHE},
+        {"parallel__pp": 2, **EPSO, **ORDERED, **ON_HOST},
         {"parallel__pp": 2, "parallel__schedule": "zb-h1", **BF16, **TIED},
         {"parallel__pp": 2, "parallel__schedule": "zb-h1", **EPSO, **PARAMETERS, **ORDERED},
         {**SEVERAL_STAGES, "parallel__schedule": "interleaved", **EPSO, **CACHE, **TIED},
