@@ -364,6 +364,16 @@ def test_seconds_are_those_of_the_step_model():
         expected = step_time(step_of(applied, layout.mesh), rates).total_s
         assert seconds(layout) == pytest.approx(expected), layout
         assert seconds(layout) >= seconds(layout._replace(resident="all"))
+    # A limited cache has other collectives than whole parameters in the same layout.
+    optim = config.optim.model_copy(update={"cache_chunks": 100})
+    limited = config.model_copy(update={"optim": optim})
+    seconds = StepSeconds(limited, checks, rates)
+    layout = layouts[0]._replace(sharding="so", resident="parameters")
+    cached = layout._replace(resident="cache")
+    applied = cached.apply(limited)
+    assert seconds(layout) != seconds(cached)
+    expected = step_time(step_of(applied, cached.mesh), rates).total_s
+    assert seconds(cached) == pytest.approx(expected)
 
 
 def test_search_on_a_machine_with_figures_ranks_by_seconds(capsys):
