@@ -188,6 +188,7 @@ def _nearest_layouts(
     from optimus.data.batch import plan_batch
     from optimus.planner.layouts import layout_changes, layout_of
     from optimus.planner.machine_plan import needed_bytes
+    from optimus.planner.offload_time import decide_placements
     from optimus.planner.search import nearest_fitting
 
     assert machine.device is not None
@@ -212,19 +213,26 @@ def _nearest_layouts(
             changes["parallel.stage_layers"] = ()
         with contextlib.suppress(ConfigError):
             batch = plan_batch(applied.train, layout.mesh.num_data_ranks)
-            size = needed_bytes(applied, layout.mesh, batch.microbatches_per_rank, machine)
+            if layout.offload == "auto":
+                run = applied, layout.mesh, machine, result["machine"]
+                size = max(each.memory.device for each in decide_placements(*run).decisions)
+            else:
+                size = needed_bytes(applied, layout.mesh, batch.microbatches_per_rank, machine)
             if size <= memory:
                 return [{"changes": changes, "nodes": option, "bytes": size}]
         return []
 
     present = layout_of(config, world_size)
-    if result["world"] < world_size:
-        free = config.parallel.model_copy(update={"dp": 0})
-        whole = layout_of(config.model_copy(update={"parallel": free}), world_size)
-        if unchanged := fitting(whole):
-            return unchanged
+    free = config.parallel.model_copy(update={"dp": 0})
+    whole = layout_of(config.model_copy(update={"parallel": free}), world_size)
+    if result["world"] < world_size and (unchanged := fitting(whole)):
+        return unchanged
     nearest = nearest_fitting(config, machine, nodes, 2 * _MOST_LAYOUTS)
-    layouts = (fitting(near.evaluation.layout) for near in nearest)
+    on_device = (fitting(near.evaluation.layout) for near in nearest)
+    # The placement takes seconds, and offloading is slower than a layout that fits without it.
+    can_offload = config.offload.mode == "off" and machine.links is not None
+    offloaded = (fitting(whole._replace(offload="auto")) for _ in range(can_offload))
+    layouts = itertools.chain(on_device, offloaded)
     return list(itertools.islice(itertools.chain.from_iterable(layouts), _MOST_LAYOUTS))
 
 

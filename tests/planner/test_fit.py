@@ -150,6 +150,23 @@ def test_plan_that_does_not_fit_names_the_nearest_layouts_that_do(tmp_path, caps
     assert optimus([*words, *overrides]) == 0
 
 
+def test_plan_suggests_offloading_if_few_layouts_fit_without_it(tmp_path, capsys):
+    """On a single rank, no layout fits without it."""
+    machine = write_machine(tmp_path, 600_000)
+    links = "[links]\nto_device = 1e10\nto_host = 1e10\nflops = 1e12\nmemory = 1e11\n"
+    text = machine.read_text().replace("[device]", f"{links}[device]")
+    machine.write_text(text.replace("ranks_per_node = 4", "ranks_per_node = 1"))
+    config = tmp_path / "c.toml"
+    settings = {"train__deterministic": False, "recompute__modules": ["block"]}
+    config.write_text(dump_toml(tiny(optim__chunk_length=2000, **settings)))
+    words = ["plan", str(config), "--machine", str(machine), "--nodes", "1"]
+    assert optimus([*words, "--json"]) == 2
+    (offloaded,) = json.loads(capsys.readouterr().out)["nearest"]
+    assert offloaded["changes"] == {"offload.mode": "auto"}
+    assert 0 < offloaded["bytes"] <= 600_000
+    assert optimus([*words, "offload.mode=auto"]) == 0
+
+
 def test_plan_of_a_replica_names_a_command_that_fits(tmp_path, capsys):
     """On 4 ranks, a sharded replica fits without another change, and a whole one with changes."""
     machine = write_machine(tmp_path, 750_000)
