@@ -25,7 +25,10 @@ from optimus.distributed.world import World
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
 _SMALLEST, _RATIO = 1 << 10, 8
 """Bytes of the smallest buffer, and the ratio of a size to the next smaller one."""
-_RUNS = 15
+_RUNS, _FEW_RUNS = 24, 8
+"""Number of runs of a collective with a small and with a large buffer."""
+_LARGE = 1 << 24
+"""Bytes of a large buffer."""
 _COMPUTED = {"cpu": 512}
 """Size of the product that a rank computes before a collective, by type of device: about the time
 that a step computes between two collectives of tp."""
@@ -80,7 +83,7 @@ def _measure_level(bench: RankTimer, group: Group, largest: int) -> LevelRates:
     steps = dict.fromkeys(OPERATIONS, n - 1) | {"all_reduce": 2 * (n - 1), "send": 1}
     for size in (*sizes, largest):
         for name, run in _collectives(bench, group, size).items():
-            seconds = _collective_s(bench, run)
+            seconds = _collective_s(bench, run, _RUNS if size < _LARGE else _FEW_RUNS)
             sent = size if name == "send" else size // n
             messages.append(Message(name, sent, seconds / steps[name]))
     of_name = {name: [m for m in messages if m.operation == name] for name in OPERATIONS}
@@ -92,12 +95,12 @@ def _measure_level(bench: RankTimer, group: Group, largest: int) -> LevelRates:
     return LevelRates(rates, latency_s, messages)
 
 
-def _collective_s(bench: RankTimer, run: Callable[[], Any]) -> float:
+def _collective_s(bench: RankTimer, run: Callable[[], Any], runs: int) -> float:
     """Return the seconds of a collective: by itself, or after a computation if that takes longer.
     After a computation, threads of the backend must wake up, and ranks wait for the slowest."""
     size = _COMPUTED.get(bench.device.type, _COMPUTED_ON_DEVICE)
     a = torch.ones(size, size, device=bench.device)
-    return max(bench.together(run, _RUNS), bench.together(run, _RUNS, lambda: torch.mm(a, a)))
+    return max(bench.together(run, runs), bench.together(run, runs, lambda: torch.mm(a, a)))
 
 
 def _collectives(bench: RankTimer, group: Group, size: int) -> dict[str, Callable[[], Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from optimus import platform
@@ -63,7 +63,9 @@ class RankTimer:
     def together(
         self, run: Callable[[], Any], runs: int, compute: Callable[[], Any] | None = None
     ) -> float:
-        """Return the median of the elapsed seconds of an operation in which all ranks take part.
+        """Return the mean of the elapsed seconds of an operation in which all ranks take part,
+        without the slowest run. A step with many such operations takes the sum of their times, and
+        some take longer than the median, because threads of a backend use cores of other ranks.
 
         Args:
             run: The operation.
@@ -88,8 +90,8 @@ class RankTimer:
                 compute()
                 platform.synchronize(self.device)
                 alone.append(time.perf_counter() - start)
-        seconds = self.slowest(statistics.median(both))
-        return seconds - (self.slowest(statistics.median(alone)) if alone else 0.0)
+        seconds = self.slowest(_mean(both))
+        return seconds - (self.slowest(_mean(alone)) if alone else 0.0)
 
     @property
     def processor_share(self) -> float | None:
@@ -107,3 +109,8 @@ class RankTimer:
         self._processor_s += seconds
         self._elapsed_s += time.perf_counter() - elapsed
         return seconds / size
+
+
+def _mean(seconds: Sequence[float]) -> float:
+    """Return the mean of at least two values without the largest one."""
+    return statistics.fmean(sorted(seconds)[:-1])
