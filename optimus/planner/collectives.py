@@ -143,20 +143,26 @@ def paths_of(ranks: tuple[int, ...], links: Links) -> tuple[GroupPath, ...]:
 
 
 @lru_cache(maxsize=4096)
-def level_of(
+def loads_of(
     operation: str, ranks: tuple[int, ...], links: Links, algorithm: Algorithm = "ring"
-) -> int:
-    """Return the index of the level whose rate determines the time of a large collective: with half
-    of this rate, it takes longest. Arguments as for `collective_s`."""
-    times = []
-    for index, link in enumerate(links):
-        rates = tuple((name, rate / 2) for name, rate in link.rates)
-        slower = link._replace(rate=link.rate / 2, rates=rates)
-        with_slower = (*links[:index], slower, *links[index + 1 :])
-        times.append((collective_s(operation, _LARGE, ranks, with_slower, algorithm), index))
-    return max(times)[1]
+) -> tuple[float, ...]:
+    """Return the share of its time for which a large collective uses the links of each level: the
+    time of the transfer if only the rate of this level limited it, relative to its time. Arguments
+    as for `collective_s`."""
+
+    def seconds(limiting: int | None) -> float:
+        rates = tuple(
+            link if limiting in (None, index) else link._replace(rate=_UNLIMITED, rates=())
+            for index, link in enumerate(links)
+        )
+        return collective_s(operation, _LARGE, ranks, rates, algorithm)
+
+    whole = seconds(None)
+    shares = (seconds(index) / whole for index in range(len(links)))
+    return tuple(round(share, 6) for share in shares)  # latency is a tiny share
 
 
+_UNLIMITED = 1e30
 _LARGE = 1e12
 """Bytes of a collective whose latency does not matter."""
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from optimus.parallel.pipeline.actions import Kind
-from optimus.planner.collectives import Algorithm, Links, collective_s, level_of, of_ports
+from optimus.planner.collectives import Algorithm, Links, collective_s, loads_of, of_ports
 from optimus.planner.play import SharedLevel, Transfer, Transfers
 
 
 class Network:
     """The network of a machine, and the groups of ranks that use it.
 
-    A transfer uses the level that determines its time (`level_of`). The rate of a level in the
-    machine file, without its taper, is the rate of a port. With a taper below 1, the domains of the
-    previous level have links for the share `taper` of their ranks, and a transfer uses the port of
-    the previous level.
+    A transfer uses the ports of the levels that its group crosses (`loads_of`). The rates of a
+    machine file are those of a rank if all ranks send. Without the taper of the level, they are the
+    rates of a port. A taper says that domains of the previous level have fewer links to each other,
+    for `taper` of their ranks; the port is then that of the previous level.
 
     Args:
         groups: Global ranks of the group of each axis. `pp` has the ranks of one pipeline.
@@ -36,7 +36,15 @@ class Network:
         seconds = collective_s(operation, size_bytes, ranks, self._ports, self._algorithm)
         if not seconds:
             return Transfer(0.0)
-        return Transfer(seconds, level_of(operation, ranks, self._links, self._algorithm))
+        return Transfer(seconds, self._loads(operation, ranks))
+
+    def _loads(self, operation: str, ranks: tuple[int, ...]) -> tuple[float, ...]:
+        """Return `Transfer.loads` of a collective."""
+        loads = list(loads_of(operation, ranks, self._ports, self._algorithm))
+        for level in reversed(range(1, len(loads))):
+            if self._links[level].taper < 1:
+                loads[level - 1] = max(loads[level - 1], loads[level])
+        return tuple(loads)
 
     def transfers(
         self,
@@ -56,7 +64,13 @@ class Network:
                 of each stage, by axis. Those that compete with transfers are in `exchanges`.
         """
         send, p = self.sends(size_bytes), len(self._groups.get("pp", (0,)))
-        levels = {each.level for each in (*send.values(), *reduce, *gather) if each.seconds}
+        levels = {
+            level
+            for transfer in (*send.values(), *reduce, *gather)
+            if transfer.seconds
+            for level, load in enumerate(transfer.loads)
+            if load
+        }
         exchanges = {
             (kind, stage): self.exchanges(seconds, levels)
             for kind, of_stages in exposed_s.items()
@@ -82,7 +96,7 @@ class Network:
                     transfers[index, is_next] = Transfer(0.0)
                     continue
                 seconds = collective_s("send", size_bytes, pair, self._ports)
-                transfers[index, is_next] = Transfer(seconds, level_of("send", pair, self._links))
+                transfers[index, is_next] = Transfer(seconds, self._loads("send", pair))
         return transfers
 
     def exchanges(self, seconds: Mapping[str, float], levels: Collection[int]) -> Transfer:
@@ -92,20 +106,19 @@ class Network:
             seconds: Seconds of the collectives within the pass by axis, if all ranks send.
             levels: The levels of the transfers.
         """
-        by_port = dict.fromkeys(map(self._port, levels), 0.0)
+        total_s, used_s = 0.0, [0.0] * len(self._links)
         for axes, exposed_s in seconds.items() if levels else ():
             operation = "all_to_all" if axes == "ep" else "all_reduce"
-            level = level_of(operation, self._groups[axes], self._links, self._algorithm)
-            if level in by_port and self._links[level].taper == 1:
-                by_port[level] += exposed_s
-        port = max(by_port, key=by_port.__getitem__, default=0)
-        return Transfer(by_port.get(port, 0.0), port)
-
-    def _port(self, level: int) -> int:
-        """Return the level whose port a transfer of a level uses."""
-        while level and self._links[level].taper < 1:
-            level -= 1
-        return level
+            loads = self._loads(operation, self._groups[axes]) if exposed_s else ()
+            if not any(loads[level] for level in levels if loads):
+                continue
+            total_s += exposed_s
+            for level, load in enumerate(loads):
+                if self._links[level].taper == 1:  # the seconds already contain the taper
+                    used_s[level] += load * exposed_s
+        if not total_s:
+            return Transfer(0.0)
+        return Transfer(total_s, tuple(seconds / total_s for seconds in used_s))
 
     def shared_levels(self, levels: Collection[int]) -> dict[int, SharedLevel]:
         """Return those of `levels` at which ranks of a domain share links."""
@@ -125,4 +138,4 @@ class Network:
                     for other in ranks
                 ]
             )
-        return SharedLevel(self._port(level), self._links[level].taper * size, loads)
+        return SharedLevel(self._links[level].taper * size, loads)

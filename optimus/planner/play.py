@@ -7,12 +7,12 @@ an action ends only after all of its operations are started. A port sends tensor
 takes part in collectives, at the same time as the device computes. Two rules determine how
 transfers compete:
 
-- Transfers that use a port at the same time share its rate equally. Transfers at different levels
-  do not compete, because a rank has different links within a node and between nodes.
-- The ranks of a domain, such as a rack, share the links that leave the domain. If these links carry
-  less than the ports of all ranks (the taper of a machine file), the sending ranks of the domain
-  share the links equally. A transfer then uses both these links and the port of the previous level,
-  such as the network adapter of a node.
+- Transfers that use a port at the same time share its rate equally. A transfer that crosses several
+  levels may use the ports of some of them only in part, because others are slower. Transfers at
+  different levels, such as within a node and between nodes, do not wait for each other.
+- The ranks of a domain, such as a rack, leave it through the same links. If these carry less than
+  the ports of all ranks (the taper of a machine file), the ranks of the domain that send share them
+  equally.
 
 The simulation has one pipeline. The ranks of other pipelines do the same at the same time, so a
 transfer counts once for each rank of its stage in the domain.
@@ -21,9 +21,8 @@ transfer counts once for each rank of its stage in the domain.
 from __future__ import annotations
 
 import heapq
-from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from optimus.parallel.pipeline.actions import COMPUTE, RECEIVES, SENDS, Action, Kind, Schedule
@@ -34,9 +33,9 @@ class Transfer(NamedTuple):
     """A transfer of a rank."""
 
     seconds: float
-    """Duration if no other transfer competes with it."""
-    level: int = 0
-    """Index of the level of the network that the transfer uses."""
+    """Its time if no other transfer competes with it."""
+    loads: tuple[float, ...] = (1.0,)
+    """Share of the rank's port at each level of the network that it then uses, at most 1."""
 
     def times(self, number: float) -> Transfer:
         """Return the transfer of `number` times as many bytes."""
@@ -46,8 +45,6 @@ class Transfer(NamedTuple):
 class SharedLevel(NamedTuple):
     """The links that leave the domains of a level, which the ranks of a domain share."""
 
-    port: int
-    """Level whose ports also send to this level."""
     capacity: float
     """Number of ranks of a domain that can send at the same time at the rate of a port."""
     loads: Sequence[Sequence[float]]
@@ -127,55 +124,82 @@ class _Job(NamedTuple):
     """Remaining seconds, if no other transfer competes with it."""
     start: float
     rank: int
-    level: int
+    loads: tuple[float, ...]
     action: Action
 
 
-@dataclass
-class _Port:
-    """The transfers in progress of a rank at a level. If shared levels use the ports of this level,
-    the transfers of all ranks."""
+class _Ports:
+    """The transfers in progress of a rank or, with shared levels, those of all ranks.
 
-    shared: Mapping[int, SharedLevel] = field(default_factory=dict)
-    active: list[_Job] = field(default_factory=list)
-    last: float = 0.0
-    """Time to which `_Job.left` of the active transfers refers."""
-    version: int = 0
-    """Number of changes. An event for an earlier version is obsolete."""
+    Attributes:
+        version: Number of changes. An event for an earlier version is obsolete.
+        next_end: Time at which the next transfer ends, if there is one.
+    """
+
+    def __init__(self, shared: Mapping[int, SharedLevel]) -> None:
+        self.shared = shared
+        self.active: list[_Job] = []
+        self.version, self.next_end = 0, 0.0
+        self._last = 0.0
+        """Time for which the remaining seconds hold."""
+        self._speeds: list[float] = []
+        self._next = 0
+        """Index of the transfer that ends next."""
 
     def speeds(self) -> list[float]:
-        """Return the speed of each active transfer, as a share of that without competition."""
-        if not self.shared:
-            return [1 / len(self.active)] * len(self.active)
-        of_rank = Counter(job.rank for job in self.active)
-        of_level = Counter((job.rank, job.level) for job in self.active)
-        speeds = {}
-        for rank, level in of_level:
-            speed = 1 / of_rank[rank]
+        """Return the speed of each transfer: 1 if no other transfer competes with it."""
+        if len(self.active) == 1 and not self.shared:
+            return [1.0]
+        totals: dict[tuple[int, int], float] = {}
+        for job in self.active:
+            for level, load in enumerate(job.loads):
+                if load:
+                    key = job.rank, level
+                    totals[key] = totals.get(key, 0.0) + load
+        slowing = {key: max(1.0, total) for key, total in totals.items()}
+        for rank, level in totals if self.shared else ():
             if level in self.shared:
-                _, capacity, loads = self.shared[level]
-                others = ((r, n) for (r, at), n in of_level.items() if at == level)
-                speed = min(speed, capacity / sum(n * loads[rank][r] for r, n in others))
-            speeds[rank, level] = speed
-        return [speeds[job.rank, job.level] for job in self.active]
+                capacity, loads = self.shared[level]
+                others = ((r, load) for (r, at), load in totals.items() if at == level)
+                senders = sum(load * loads[rank][r] for r, load in others)
+                slowing[rank, level] = max(slowing[rank, level], senders / capacity)
+        return [
+            1 / max([slowing[job.rank, level] for level, load in enumerate(job.loads) if load])
+            for job in self.active
+        ]
 
-    def advance(self, now: float) -> None:
-        """Reduce the remaining seconds of the active transfers by their progress until `now`."""
-        elapsed, self.last = now - self.last, now
+    def add(self, now: float, job: _Job) -> None:
+        """Begin a transfer."""
+        self._advance(now)
+        self.active.append(job)
+        self._change()
+
+    def finish(self, now: float) -> _Job:
+        """End the transfer that ends next, at `now`."""
+        self._advance(now)
+        job = self.active.pop(self._next)
+        self._change()
+        return job
+
+    def _advance(self, now: float) -> None:
+        elapsed, self._last = now - self._last, now
         if elapsed and self.active:
-            pairs = zip(self.active, self.speeds(), strict=True)
+            pairs = zip(self.active, self._speeds, strict=True)
             self.active = [
-                _Job(left - elapsed * speed, start, rank, level, action)
-                for (left, start, rank, level, action), speed in pairs
+                _Job(left - elapsed * speed, start, rank, loads, action)
+                for (left, start, rank, loads, action), speed in pairs
             ]
 
-    def next_end(self) -> tuple[float, int]:
-        """Return the time at which the next transfer ends, and its index."""
-        if len(self.active) == 1 and not self.shared:
-            return self.last + self.active[0].left, 0
-        pairs = zip(self.active, self.speeds(), strict=True)
-        seconds, _, index = min((j.left / speed, j.start, n) for n, (j, speed) in enumerate(pairs))
-        return self.last + seconds, index
+    def _change(self) -> None:
+        """Compute the speeds and the next end."""
+        self.version += 1
+        if not self.active:
+            return
+        self._speeds = self.speeds()
+        times = [job.left / speed for job, speed in zip(self.active, self._speeds, strict=True)]
+        seconds = min(times)
+        self._next = times.index(seconds)
+        self.next_end = self._last + seconds
 
 
 _RESUME, _PORT, _EXCHANGE = 0, 1, 2
@@ -200,13 +224,9 @@ class _Play:
         ranks = range(schedule.num_ranks)
         self._next = [0] * schedule.num_ranks
         """Index of the next action of each rank."""
-        self._ports: list[_Port] = []
-        self._shared_of: dict[int, dict[int, SharedLevel]] = defaultdict(dict)
-        """For each level, the shared levels that use its ports."""
-        for level, shared in transfers.shared.items():
-            self._shared_of[shared.port][level] = shared
-        self._port_of: dict[tuple[int, int], int] = {}
-        """Index of the port of each level and rank that have had a transfer."""
+        shared = transfers.shared
+        self._ports = [_Ports(shared) for _ in range(1 if shared else schedule.num_ranks)]
+        """Transfers of each rank, or of all ranks."""
         self._collectives = [0] * schedule.num_ranks
         """Number of collectives of each rank in progress."""
         self._waits: list[bool] = [False] * schedule.num_ranks
@@ -324,33 +344,20 @@ class _Play:
         if not transfer.seconds:
             self._complete(rank, now, action)
             return
-        seconds, level = transfer
-        shared = self._transfers.shared
-        port_level = shared[level].port if level in shared else level
-        of_port = self._shared_of[port_level]
-        key = port_level, -1 if of_port else rank
-        if key not in self._port_of:
-            self._port_of[key] = len(self._ports)
-            self._ports.append(_Port(of_port))
-        number = self._port_of[key]
-        port = self._ports[number]
-        port.advance(now)
-        port.active.append(_Job(seconds, now, rank, level, action))
+        number = 0 if self._transfers.shared else rank
+        job = _Job(transfer.seconds, now, rank, transfer.loads, action)
+        self._ports[number].add(now, job)
         self._plan_end(number)
 
     def _plan_end(self, number: int) -> None:
-        """Add the event at which the next transfer of a port ends."""
-        port = self._ports[number]
-        port.version += 1
-        if port.active:
-            self._push(port.next_end()[0], _PORT, number, port.version)
+        """Add the event at which the next transfer of some ports ends."""
+        ports = self._ports[number]
+        if ports.active:
+            self._push(ports.next_end, _PORT, number, ports.version)
 
     def _finish(self, number: int, now: float) -> None:
-        """End the transfer of a port with the least remaining time."""
-        port = self._ports[number]
-        _, index = port.next_end()
-        port.advance(now)
-        _, start, rank, _, action = port.active.pop(index)
+        """End the transfer of some ports that ends next."""
+        _, start, rank, _, action = self._ports[number].finish(now)
         self._plan_end(number)
         if action.kind in COMPUTE:
             end = max(now, self._launched[rank])

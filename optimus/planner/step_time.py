@@ -359,7 +359,7 @@ def _sum(times: Iterable[PassTime]) -> PassTime:
 
 MAX_PLAYED = 100_000
 """Largest number of actions of a schedule for which `played_time` simulates a step. Its three
-simulations then take one to two seconds."""
+simulations then take two to five seconds."""
 
 
 def play_step(

@@ -32,6 +32,7 @@ SETTINGS = {
     "train__seq_len": 256,
     "train__global_batch_tokens": 16 * 256,
     "train__deterministic": False,
+    "optim__overlap": False,  # overlapping reductions over ep are hidden by more computation
 }
 CONFIG = make_config(tiny_tree("d", "r", **SETTINGS))
 MESH = make_mesh(CONFIG.parallel)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from optimus.distributed.mesh import Mesh
-from optimus.planner.collectives import Link, collective_s, level_of
+from optimus.planner.collectives import Link, collective_s, loads_of
 from optimus.planner.network import Network
 from optimus.planner.play import SharedLevel, Transfer
 from optimus.planner.workload import groups_of
@@ -23,41 +23,42 @@ def network(*mesh: int) -> Network:
 
 
 @pytest.mark.parametrize(
-    ("operation", "ranks", "level"),
+    ("operation", "ranks", "loads"),
     [
-        ("send", (0, 3), 0),
-        ("send", (0, 4), 1),
-        ("send", (0, 16), 2),
-        ("all_reduce", (0, 1, 2, 3), 0),
-        ("all_reduce", (0, 4, 8, 12), 1),
+        ("send", (0, 3), (1, 0, 0)),
+        ("send", (0, 4), (0, 1, 0)),
+        ("send", (0, 16), (0, 0, 1)),
+        ("all_reduce", (0, 1, 2, 3), (1, 0, 0)),
+        ("all_reduce", (0, 4, 8, 12), (0, 1, 0)),
         # A ring leaves the rack once, through the links of 4 ranks of the group.
-        ("all_reduce", tuple(range(0, 32, 4)), 1),
-        ("all_to_all", tuple(range(0, 32, 4)), 2),
-        ("all_reduce", (0, 16), 2),
+        ("all_reduce", tuple(range(0, 32, 4)), (0, 1, 0.5)),
+        # 3 of 8 shares go to other nodes of the rack, and 4 to another rack at half of the rate.
+        ("all_to_all", tuple(range(0, 32, 4)), (0, 0.375, 1)),
+        ("all_reduce", (0, 16), (0, 0, 1)),
     ],
 )
-def test_a_transfer_uses_the_level_that_determines_its_time(operation, ranks, level):
-    assert level_of(operation, ranks, LINKS) == level
+def test_a_collective_loads_the_levels_that_it_crosses(operation, ranks, loads):
+    assert loads_of(operation, ranks, LINKS) == pytest.approx(loads)
 
 
 def test_each_send_uses_the_level_between_its_ranks():
     """8 pipeline ranks of 4 ranks, 4 in each rack: the sends between ranks 3 and 4 leave the rack,
-    and so do those between the last and the first rank. Their port has the rate of the rack."""
+    and so do those between the last and the first rank. They also use the port of the rack."""
     sends = network(8, 4, 1, 1).sends(100.0)
-    assert {sends[rank, True] for rank in (0, 1, 2, 4, 5, 6)} == {Transfer(10.0, 1)}
-    assert sends[3, True] == sends[4, False] == sends[7, True] == Transfer(10.0, 2)
-    assert sends[1, False] == Transfer(10.0, 1)
+    assert {sends[rank, True] for rank in (0, 1, 2, 4, 5, 6)} == {Transfer(10.0, (0, 1, 0))}
+    assert sends[3, True] == sends[4, False] == sends[7, True] == Transfer(10.0, (0, 1, 1))
+    assert sends[1, False] == Transfer(10.0, (0, 1, 0))
     assert network(1, 4, 1, 1).sends(100.0) == {(0, True): Transfer(0), (0, False): Transfer(0)}
-    assert network(4, 1, 1, 1).sends(100.0)[0, True] == Transfer(1.0, 0)
+    assert network(4, 1, 1, 1).sends(100.0)[0, True] == Transfer(1.0, (1, 0, 0))
 
 
 def test_ranks_of_a_rack_share_its_links():
     """A rack has links for 8 of its 16 ranks. With 4 ranks of a stage in a rack, the ranks of two
     stages can send at once; with 16, they have half of the rate of a port."""
     loads = [[4.0 * (a // 4 == b // 4) for b in range(8)] for a in range(8)]
-    assert network(8, 4, 1, 1).shared_levels({1, 2}) == {2: SharedLevel(1, 8.0, loads)}
+    assert network(8, 4, 1, 1).shared_levels({1, 2}) == {2: SharedLevel(8.0, loads)}
     whole = network(2, 16, 1, 1).shared_levels({2})[2]
-    assert whole == SharedLevel(1, 8.0, [[16.0, 0.0], [0.0, 16.0]])
+    assert whole == SharedLevel(8.0, [[16.0, 0.0], [0.0, 16.0]])
     # All ranks of a rack are busy in a run with one stage.
     assert network(1, 32, 1, 1).shared_levels({2})[2].loads == [[16.0]]
     # The first ranks of both stages are in the first rack.
@@ -76,7 +77,11 @@ def test_collectives_with_all_ranks_take_the_time_of_the_machine_file():
 
 def test_collectives_of_a_pass_compete_only_with_transfers_of_their_port():
     many = network(2, 2, 8, 1)  # the ranks of ep are in two nodes
-    assert many.exchanges({"ep": 1.0}, {1}) == Transfer(1.0, 1)
-    assert many.exchanges({"ep": 1.0}, {2}) == Transfer(1.0, 1)  # sends between racks
-    assert many.exchanges({"ep": 1.0}, {0}).seconds == 0
+    exchange = many.exchanges({"ep": 1.0}, {1})
+    # 4 of 8 shares go to another node. 3 go to ranks of the node, which is 10 times as fast.
+    assert exchange.seconds == 1.0 and exchange.loads == pytest.approx((0.075, 1, 0))
+    assert network(2, 2, 4, 1).exchanges({"ep": 1.0}, {1, 2}).seconds == 0  # within a node
     assert many.exchanges({"ep": 1.0}, set()).seconds == 0
+    assert many.exchanges({"ep": 1.0, "dp": 3.0}, {0}).loads == pytest.approx((0.075, 1, 0))
+    both = many.exchanges({"ep": 1.0, "dp": 3.0}, {1})  # the ranks of dp are in two nodes
+    assert both.seconds == 4.0 and both.loads == pytest.approx((0.075 / 4, 1, 0))

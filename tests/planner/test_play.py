@@ -68,6 +68,10 @@ def test_collectives_end_before_the_update_and_share_the_port_with_sends():
     assert end(gather_s=1.0) == 6.0 and end(gather_s=1.5) == 6.5  # the first forward takes 1
 
 
+FAST, SLOW = (1.0, 0.0), (0.0, 1.0)
+"""Loads of a transfer within a node, and of one between nodes."""
+
+
 def two_senders(first: Transfer, second: Transfer, shared: SharedLevel | None) -> list[float]:
     """Return the ends of two transfers that begin at 1 s: an activation from rank 0 to rank 1, and
     from rank 2 to rank 3."""
@@ -86,23 +90,23 @@ def two_senders(first: Transfer, second: Transfer, shared: SharedLevel | None) -
 def test_ranks_of_a_domain_share_the_links_that_leave_it():
     """The links of the domain carry what a single port carries, so that two transfers over them
     take twice as long."""
-    both = SharedLevel(1, 1.0, [[1.0] * 4] * 4)
-    transfer = Transfer(2.0, 1)
+    both = SharedLevel(1.0, [[1.0] * 4] * 4)
+    transfer = Transfer(2.0, SLOW)
     assert two_senders(transfer, transfer, None) == [3.0, 3.0]
     assert two_senders(transfer, transfer, both) == [5.0, 5.0]
     # The second transfer has half of its bytes left when the first one ends.
-    assert two_senders(Transfer(1.0, 1), transfer, both) == [3.0, 4.0]
+    assert two_senders(Transfer(1.0, SLOW), transfer, both) == [3.0, 4.0]
     # A transfer that uses another level does not wait.
-    assert two_senders(transfer, Transfer(2.0, 0), both) == [3.0, 3.0]
+    assert two_senders(transfer, Transfer(2.0, FAST), both) == [3.0, 3.0]
     # Ranks of other pipelines in the domain send at the same time.
-    load = SharedLevel(1, 2.0, [[4.0] * 4] * 4)
-    assert two_senders(transfer, Transfer(2.0, 0), load) == [5.0, 3.0]
+    load = SharedLevel(2.0, [[4.0] * 4] * 4)
+    assert two_senders(transfer, Transfer(2.0, FAST), load) == [5.0, 3.0]
     assert two_senders(transfer, transfer, load) == [9.0, 9.0]
     # A transfer of the level below uses the same port, but not the links between domains.
-    above = SharedLevel(0, 1.0, [[1.0] * 4] * 4)
-    assert two_senders(transfer, Transfer(2.0, 0), above) == [3.0, 3.0]
+    above = SharedLevel(1.0, [[1.0] * 4] * 4)
+    assert two_senders(Transfer(2.0, (1.0, 1.0)), Transfer(2.0, FAST), above) == [3.0, 3.0]
     # Ranks in different domains do not share links.
-    apart = SharedLevel(1, 1.0, [[float(a // 2 == b // 2) for b in range(4)] for a in range(4)])
+    apart = SharedLevel(1.0, [[float(a // 2 == b // 2) for b in range(4)] for a in range(4)])
     assert two_senders(transfer, transfer, apart) == [3.0, 3.0]
 
 
@@ -114,16 +118,18 @@ def test_collectives_within_an_action_share_the_port_with_sends():
     receiver = tuple(Action(Kind.F, 1, number) for number in (0, 1))
     schedule = Schedule("1f1b", 2, 1, 2, ((f[0], sends[0], f[1], sends[1]), receiver))
 
-    def ends(level: int) -> list[float]:
-        exchange = Transfer(1.0, level)
+    def ends(loads: tuple[float, ...]) -> list[float]:
+        exchange = Transfer(1.0, loads)
         transfers = Transfers(
             lambda action: Transfer(2.0),
             exchanges={(Kind.F, 0): exchange},
         )
         return [span.end for span in play(schedule, lambda action: 1.0, transfers).ranks[0]]
 
-    assert ends(1) == [2.0, 4.0]  # another level
-    assert ends(0) == [2.0, 5.0]
+    assert ends(SLOW) == [2.0, 4.0]  # another level
+    assert ends(FAST) == [2.0, 5.0]
+    # The port has 1.25 s of work for each second of both.
+    assert ends((0.25, 1.0)) == [2.0, 4.25]
 
 
 def test_a_host_that_is_slower_than_the_device_delays_it():
