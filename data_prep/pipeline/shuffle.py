@@ -200,8 +200,8 @@ def check_order(dataset: Path, order: Order | BlendOrder, tokenizer: Path) -> No
 
 
 def write_order(dataset: Path, order: Order | BlendOrder, tokenizer: Path) -> None:
-    """Write `order` to order.json, unless this file exists, and copy the tokenizer. The caller must
-    have called `check_order`."""
+    """Copy the tokenizer to the data set, and write `order` to order.json if this file does not
+    exist. The caller must have called `check_order`."""
     dataset.mkdir(exist_ok=True)
     if not (dataset / layout.ORDER).exists():
         content = files.checked_json(order.to_json())

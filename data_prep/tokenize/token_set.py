@@ -72,10 +72,10 @@ def sample(sizes: Sequence[int], seed: str | bytes | None = None) -> frozenset[i
 
 
 def say_sample(chosen: frozenset[int], sizes: Sequence[int], kind: str, dataset: Path) -> None:
-    """Print a line if only a sample of the hashes of an earlier run's files is compared.
+    """Print a line if the hashes of only some files of an earlier run are checked.
 
     Args:
-        chosen: The indices from `sample`.
+        chosen: The indices of the files whose hashes are checked, from `sample`.
         sizes: The size of each file, in bytes.
         kind: The noun for a file in the message: "unit" or "shard".
         dataset: The directory of the data set.

@@ -113,7 +113,7 @@ class Segments:
         except OSError as error:
             raise DataError(f"{path}: cannot be read: {error.strerror}") from None
         except MemoryError:
-            raise DataError(f"{path}: is larger than the free memory; {_REMOVE}") from None
+            raise DataError(f"{path} is larger than the free memory; {_REMOVE}") from None
         body = memoryview(data)[:-_HASH_BYTES]
         if data[-_HASH_BYTES:] != files.xxh3_bytes(body).encode():
             return None

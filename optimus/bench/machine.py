@@ -318,8 +318,8 @@ def _attention_tables(
 
 
 def _activations_rate(bench: RankTimer) -> float:
-    """Return the bytes per second of operations that are typical of a transformer: a product of
-    elements, SiLU and LayerNorm, together."""
+    """Return the rate of element-wise operations of a transformer, in bytes read and written per
+    second: the mean rate of a multiplication, SiLU and LayerNorm that run one after the other."""
     is_cpu, width = bench.device.type == "cpu", 512
     size = (1 << 20) if is_cpu else (1 << 26)
     dtype = torch.float32 if is_cpu else torch.bfloat16

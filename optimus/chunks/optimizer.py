@@ -54,7 +54,7 @@ class Optimizer(Protocol):
         Args:
             into: The buffers, with the lengths and dtypes of `state.buffers`.
             state, lr, grad_scale: As for `update`.
-            number: Value of `num_updates` that the update uses.
+            number: Number of updates including this one, for the bias correction.
         """
 
 

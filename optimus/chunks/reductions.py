@@ -227,7 +227,8 @@ class ReducePerMicrobatch:
             buffer.grads.zero_()
 
     def state_tensors(self) -> Iterator[StateTensor]:
-        """Yield this rank's pieces of the sums. They keep their memory between steps."""
+        """Yield the tensors with this rank's shards of the summed gradients. They stay allocated
+        between steps."""
         kept = "gradients" if self._frees else "deterministic"
         for buffer, piece in self._pieces.items():
             chunk = buffer.chunk if isinstance(buffer, ChunkState) else None

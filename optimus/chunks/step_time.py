@@ -158,7 +158,8 @@ host, and the two directions of the disk."""
 
 
 class ResourceSpan(NamedTuple):
-    """Work of a resource on a chunk. Times are in seconds from the start of the first step."""
+    """Interval in which a resource works on a chunk. Times are in seconds from the start of the
+    first step."""
 
     resource: Resource
     chunk: int

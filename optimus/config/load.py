@@ -243,7 +243,7 @@ def _parse_toml(text: str) -> Tree:
     """Return the tables of a TOML text. Raises ValueError if the text is invalid."""
     # The time of tomllib is quadratic in the number of dots in a key: 10,000 dots take 2 s.
     if any(line.count(".") > _MAX_DOTS for line in text.splitlines()):
-        raise ValueError(f"a line has more than {_MAX_DOTS} dots")
+        raise ValueError(f"a line has more than {_MAX_DOTS} dots; no setting has such a name")
     try:
         tree = tomllib.loads(text)
         for _, value in _leaves(tree):

@@ -231,8 +231,9 @@ def predict(run_dir: Path) -> dict[str, Any]:
         run_dir: The run directory.
 
     Returns:
-        `bytes`: predicted memory of the first kind of rank in fit.json; `step_s`: predicted time of
-        a step, or None and the reason `no_step`.
+        - `bytes`: predicted memory of the ranks of the first entry `ranks` in fit.json.
+        - `step_s`: predicted seconds of a step; None if there is no prediction.
+        - `no_step`: the reason why there is no prediction; "" otherwise.
 
     Raises:
         ConfigError: A file of the run directory is missing or damaged.

@@ -452,8 +452,8 @@ def _with_placement(
 def plan_on_host(
     config: Config, order: str, mesh: Mesh, coordinate: Coordinate, num_microbatches: int
 ) -> PlannedRank:
-    """Create the states of a rank whose chunks are all on the host, with an order of microbatches.
-    Arguments as for `plan_rank`."""
+    """Create the states of the rank at `coordinate` on the meta device, with all chunks on the
+    host. `order` is the value of `offload.order`; the other arguments are those of `plan_rank`."""
     on_host = _with_placement(config, order=order)
     if on_host.offload.early_adam == "auto":  # its spare buffers use memory that is left over
         on_host = with_offload(on_host, early_adam="off")

@@ -446,8 +446,13 @@ class _Tally:
         return settings.divides_gradients and is_added
 
     def _add(self, buffers: Sequence[tuple[str, int, bool]], is_on_host: bool) -> int:
-        """Add buffers, each as (kind, bytes, True if the buffer is in the memory of its chunk's
-        states: host memory for an offloaded chunk). Return the sum of their bytes."""
+        """Add the buffers of a chunk to the totals. Return the sum of their bytes.
+
+        Args:
+            buffers: Kind and bytes of each buffer, and True if the buffer is in the same memory as
+                the states of the chunk, False if it is always on the device.
+            is_on_host: True if the states of the chunk are in host memory.
+        """
         for kind, size, is_at_home in buffers:
             self._sizes[kind] += size
             if is_on_host and is_at_home:
@@ -505,11 +510,11 @@ def check_names(optim: OptimConfig, model: ModelConfig) -> None:
 
 
 def check_slots(config: Config, mesh: Mesh) -> None:
-    """Check that each rank's parameter cache has space for the embedding, for any one block and for
-    the head.
+    """Check that the parameter cache of each rank can hold the largest segment, which is the
+    embedding, a block or the head.
 
-    The cache has space for optim.cache_chunks chunks. A chunk is a flat buffer of parameters, and
-    all chunks of a block are needed at the same time.
+    The cache has space for optim.cache_chunks chunks. A chunk is a flat buffer of parameters. All
+    chunks of a segment are needed at the same time.
 
     Raises:
         ConfigError: optim.cache_chunks is too small.

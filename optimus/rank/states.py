@@ -169,11 +169,11 @@ def groups_of_param(
 
 
 def check_slots(config: Config, mesh: Mesh) -> None:
-    """Check that each rank's parameter cache has space for the embedding, for any one block and for
-    the head.
+    """Check that the parameter cache of each rank can hold the largest segment, which is the
+    embedding, a block or the head.
 
-    The cache has space for optim.cache_chunks chunks. A chunk is a flat buffer of parameters, and
-    all chunks of a block are needed at the same time.
+    The cache has space for optim.cache_chunks chunks. A chunk is a flat buffer of parameters. All
+    chunks of a segment are needed at the same time.
 
     Raises:
         ConfigError: optim.cache_chunks is too small.

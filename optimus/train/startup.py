@@ -203,6 +203,6 @@ class StartUp:
 
     def record(self) -> StartUpRecord:
         """Return the durations of all phases that have ended, their total, and the processor time
-        of this process."""
+        of this process, in seconds."""
         processor_s = time.process_time() - self._processor_start
         return StartUpRecord(tuple(self._phases), self._last - self._start, processor_s)

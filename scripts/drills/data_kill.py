@@ -126,8 +126,9 @@ def kill(process: subprocess.Popen[bytes], rng: random.Random) -> str:
 
 
 def start_and_kill(drill: Drill, out: Path, limit_s: float, rng: random.Random) -> str:
-    """Start all ranks of the command, and kill each rank at a random moment unless it has already
-    ended. Return the result of the last `kill`, or "" if no rank was killed."""
+    """Start all ranks of the command, and kill each rank at a random moment within `limit_s`
+    seconds, unless it ends before. Return which process was killed last, as `kill` does: "command",
+    "worker" or "all"; "" if all ranks ended before."""
     ranks = [drill.start(out, rank) for rank in range(drill.world)]
     target = ""
     for process in ranks:

@@ -278,7 +278,7 @@ class Supervisor:
         return decision
 
     async def _end(self, decision: Decision) -> int:
-        """Carry out a decision that ends the job: add the verdict to the ledger, and remove or
+        """Carry out a decision that ends the job: add the verdict to the ledger, and cancel or
         submit the next job. Return the exit status of `optimus launch`."""
         assert decision.action != "start"
         reason = decision.reason
