@@ -56,7 +56,7 @@ class LayoutMemory:
         self._config, self._checks, self._limit = config, checks, limit_bytes
         self._loads = loads
         self._profiled = {} if profiled is None else profiled
-        self._states: dict[tuple[str, str], StateSizes] = {}
+        self._states: dict[tuple[str, str, bool], StateSizes] = {}
         self._of_ranks: dict[Any, list[tuple[int, ...]]] = {}
         self._groups: dict[Any, list[_Group]] = {}
         self._models: dict[Any, list[ModelProfile]] = {}
@@ -95,12 +95,11 @@ class LayoutMemory:
         key = layout[:4], layout.virtual_stages, by_segment, layout.sharding, layout.resident
         if key in self._of_ranks:
             return self._of_ranks[key]
-        applied = None
-        pair = layout.sharding, layout.resident
-        if pair not in self._states:
-            applied = layout.apply(self._config)
-            self._states[pair] = StateSizes(applied)
-        sizes, stages = self._states[pair], self._checks.stages(layout)
+        # With sequence parallelism and tp > 1, norms have other process groups.
+        settings = layout.sharding, layout.resident, layout.tp > 1
+        if settings not in self._states:
+            self._states[settings] = StateSizes(layout.apply(self._config))
+        sizes, stages = self._states[settings], self._checks.stages(layout)
         mesh, slots, least = layout.mesh, layout.slots(self._config), 0
         result = []
         for ranks, _ in self._groups_of(layout):

@@ -143,6 +143,16 @@ def test_memory_of_random_layouts_is_that_of_the_fullest_rank(settings, number):
     assert len(seen) == number and len({layout.schedule for layout in seen}) > 1
 
 
+def test_states_of_a_layout_do_not_depend_on_earlier_layouts():
+    """With sequence parallelism, the gradients of norms have another process group if tp > 1."""
+    settings = ["parallel.tp=2", "parallel.sequence_parallel=true", "optim.chunk_length=1000000"]
+    config = load_config(CONFIGS / "run" / "mula-7b-a1b.toml", settings)
+    checks, layout = LayoutChecks(config), layout_of(config, 24)
+    later, first = LayoutMemory(config, checks), LayoutMemory(config, checks)
+    later._bytes_of_states(layout._replace(tp=1, dp=2 * layout.dp))
+    assert later._bytes_of_states(layout) == first._bytes_of_states(layout)
+
+
 def test_search_equals_the_evaluation_of_each_layout():
     config = tiny_config("d", "r", **BASE, train__dtype="bf16")
     checks, profiled = LayoutChecks(config), Profiled()
