@@ -7,7 +7,9 @@ of a torch function with this tensor to `__torch_function__`:
 
 - Functions that need no values, such as `shape`, run unchanged.
 - A read of a parameter first gathers the parameter. The read is refused if autograd records it,
-  because its backward would read the parameter again, at a time that no hook observes.
+  because its backward would read the parameter again, at a time that no hook observes. A function
+  that reads parameters of several chunks gets copies of all parameters that are not in the chunk of
+  the first one, because the cache may be too small for the chunks.
 - A write to a parameter is refused.
 - Reads and writes of a gradient use the sum on the host.
 
@@ -18,7 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -172,10 +174,8 @@ def _run_on_parameters(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
             "of optimus.offload or model.load_state_dict, or change it before the call of "
             "optimus.offload"
         )
-    for parameter in parameters:
-        of_parameter = _guard_of(parameter)
-        of_parameter.owner.read(of_parameter.name)
-    result = _call(func, args, kwargs)
+    copies = _gather(parameters)
+    result = _call(func, _replace(args, copies), _replace(kwargs, copies))
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in(result)):
         raise ConfigError(
             f"parameter {names[0]} is used with gradients outside of the forward of its module "
@@ -183,13 +183,53 @@ def _run_on_parameters(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
             "that has the parameter (a second nn.Linear may share its weight), or use "
             "torch.no_grad() to only read it"
         )
+    copied = {copy.untyped_storage()._cdata for copy in copies.values()}
     storages = {_guard_of(parameter).storage: _guard_of(parameter) for parameter in parameters}
     for tensor in tensors_in(result):
-        is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
-        of_view = storages.get(tensor.untyped_storage()._cdata) if is_plain else None
-        if of_view is not None:
+        if type(tensor) is not Tensor or tensor.layout is not torch.strided:
+            continue
+        storage = tensor.untyped_storage()._cdata
+        refuse_if(
+            storage in copied,
+            f"{name} returns views of several offloaded parameters, of which {names[0]} is the "
+            "first; call it with their copies (parameter.detach().clone())",
+        )
+        if storage in storages:
+            of_view = storages[storage]
             guard(tensor, GuardedView, of_view.name, of_view.owner)
     return result
+
+
+def _gather(parameters: Sequence[Tensor]) -> dict[int, Tensor]:
+    """Gather the chunk of the first parameter. Return copies of the parameters that are in other
+    chunks, by the id of the parameter."""
+    first = _guard_of(parameters[0])
+    others = {id(p): p for p in parameters if _guard_of(p).storage != first.storage}
+    copies = {}
+    # In the order of chunks, so that each chunk is gathered once.
+    for parameter in sorted(others.values(), key=lambda p: _guard_of(p).storage):
+        of_parameter = _guard_of(parameter)
+        of_parameter.owner.read(of_parameter.name)
+        with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False):
+            copy = parameter.detach().clone()
+        copies[id(parameter)] = copy.requires_grad_(parameter.requires_grad)
+    first.owner.read(first.name)
+    return copies
+
+
+def _replace(value: Any, copies: dict[int, Tensor]) -> Any:
+    """Return arguments in which tensors are replaced by their copies."""
+    if not copies:
+        return value
+    if isinstance(value, Tensor):
+        return copies.get(id(value), value)
+    if isinstance(value, dict):
+        return {key: _replace(element, copies) for key, element in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_replace(element, copies) for element in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(_replace(element, copies) for element in value)
+    return value
 
 
 def _needs_values(func: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
