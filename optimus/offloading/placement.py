@@ -255,7 +255,7 @@ def _by_rule(
         needed = 2 * (slots * needs.chunk + needs.gradients)
         if device_memory is not None and needed > device_memory:
             raise ConfigError(
-                f"cache_chunks = {slots} needs {needed:,} bytes, of which half are for activations, "
+                f"cache_chunks = {slots} needs {needed:,} bytes (half of them for activations), "
                 f"but device_memory is {device_memory:,}; use fewer chunks, or leave "
                 "cache_chunks out"
             )

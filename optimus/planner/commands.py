@@ -320,12 +320,12 @@ def _rank_layouts(
     """Return the ranking of the layouts of a run on a number of ranks of a machine."""
     from optimus.planner.expert_loads import RunLoads
     from optimus.planner.layouts import LayoutChecks, space_of
+    from optimus.planner.machine_rates import rates_of
     from optimus.planner.search import search
     from optimus.planner.search_memory import LayoutMemory
     from optimus.planner.search_offload import OffloadedLayouts
     from optimus.planner.search_report import SearchProgress
     from optimus.planner.search_time import ComputeBound, StepSeconds
-    from optimus.planner.step_time import rates_of
     from optimus.rank.profile import Profiled
 
     offloads = config.offload.mode == "auto"

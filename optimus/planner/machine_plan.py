@@ -17,6 +17,7 @@ from optimus.errors import ConfigError, counted, refuse_if
 from optimus.parallel.expert_load import largest_imbalance
 from optimus.parallel.pipeline.plan import schedule_of
 from optimus.planner.expert_loads import median_and_worst, read_loads
+from optimus.planner.machine_rates import is_cpu
 from optimus.planner.memory import (
     RankMemory,
     RankProfiles,
@@ -29,7 +30,6 @@ from optimus.planner.offload_time import Placements, decide_placements
 from optimus.planner.placement_search import reserve_of
 from optimus.planner.states import plan_ranks, stages_of
 from optimus.planner.step_plan import plan_step, step_lines
-from optimus.planner.step_time import is_cpu
 from optimus.planner.workload import Works
 from optimus.rank.profile import Profiled
 

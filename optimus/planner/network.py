@@ -12,10 +12,10 @@ from optimus.planner.play import SharedLevel, Transfer, Transfers
 class Network:
     """The network of a machine, and the groups of ranks that use it.
 
-    A transfer uses the ports of the levels that its group crosses (`loads_of`). The rates of a
-    machine file are those of a rank if all ranks send. Without the taper of the level, they are the
-    rates of a port. A taper says that domains of the previous level have fewer links to each other,
-    for `taper` of their ranks; the port is then that of the previous level.
+    A transfer uses the ports of the levels that its group crosses (`loads_of`), those of the faster
+    levels only in part. The rate of a level in the machine file, without its taper, is the rate of
+    a port. With a taper below 1, the domains of the previous level have links for the share `taper`
+    of their ranks, and a transfer uses the port of the previous level.
 
     Args:
         groups: Global ranks of the group of each axis. `pp` has the ranks of one pipeline.

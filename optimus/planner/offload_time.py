@@ -41,6 +41,7 @@ from optimus.errors import ConfigError, refuse_if
 from optimus.parallel.pipeline.actions import Action, Kind, Schedule
 from optimus.parallel.pipeline.plan import plan_stages, schedule_of
 from optimus.planner.collectives import Operation
+from optimus.planner.machine_rates import Rates, is_cpu, rates_of
 from optimus.planner.offload import host_limit, largest_rank, limits_of
 from optimus.planner.placement_search import (
     Decision,
@@ -51,17 +52,7 @@ from optimus.planner.placement_search import (
 )
 from optimus.planner.play import Played
 from optimus.planner.segment_times import SegmentTimes, chunks_by_first_use
-from optimus.planner.step_time import (
-    Overlap,
-    Rates,
-    Reduction,
-    Step,
-    StepTime,
-    is_cpu,
-    play_step,
-    played_time,
-    rates_of,
-)
+from optimus.planner.step_time import Overlap, Reduction, Step, StepTime, play_step, played_time
 from optimus.planner.workload import Works, step_of
 from optimus.rank.states import PlannedRank, staging_of
 

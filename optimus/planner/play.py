@@ -8,11 +8,12 @@ takes part in collectives, at the same time as the device computes. Two rules de
 transfers compete:
 
 - Transfers that use a port at the same time share its rate equally. A transfer that crosses several
-  levels may use the ports of some of them only in part, because others are slower. Transfers at
-  different levels, such as within a node and between nodes, do not wait for each other.
-- The ranks of a domain, such as a rack, leave it through the same links. If these carry less than
-  the ports of all ranks (the taper of a machine file), the ranks of the domain that send share them
-  equally.
+  levels uses the ports of the faster levels only in part. Transfers at different levels do not
+  compete, because a rank has different links within a node and between nodes.
+- The ranks of a domain, such as a rack, share the links that leave the domain. If these links carry
+  less than the ports of all ranks (the taper of a machine file), the sending ranks of the domain
+  share the links equally. A transfer then uses both these links and the port of the previous level,
+  such as the network adapter of a node.
 
 The simulation has one pipeline. The ranks of other pipelines do the same at the same time, so a
 transfer counts once for each rank of its stage in the domain.
@@ -33,7 +34,7 @@ class Transfer(NamedTuple):
     """A transfer of a rank."""
 
     seconds: float
-    """Its time if no other transfer competes with it."""
+    """Duration if no other transfer competes with it."""
     loads: tuple[float, ...] = (1.0,)
     """Share of the rank's port at each level of the network that it then uses, at most 1."""
 

@@ -35,11 +35,11 @@ from optimus.planner.layouts import (
     reason_of,
     space_of,
 )
+from optimus.planner.machine_rates import rates_of
 from optimus.planner.search_memory import LayoutMemory
 from optimus.planner.search_offload import Candidate, OffloadedLayouts
 from optimus.planner.search_time import ComputeBound, StepSeconds
 from optimus.planner.states import check_names
-from optimus.planner.step_time import rates_of
 from optimus.rank.profile import Profiled
 
 logger = logging.getLogger(__name__)

@@ -19,12 +19,12 @@ from optimus.model.flops import (
 from optimus.parallel.pipeline.simulate import bubble_ratio
 from optimus.planner.expert_loads import RunLoads
 from optimus.planner.layouts import Layout, LayoutChecks
+from optimus.planner.machine_rates import Rates
 from optimus.planner.state_traffic import StateTraffic
 from optimus.planner.step_time import (
     Overlap,
     PassTimes,
     PipelineTime,
-    Rates,
     collective_times,
     pipeline_time,
 )

@@ -10,7 +10,8 @@ from optimus.config import Config
 from optimus.distributed.mesh import Mesh
 from optimus.parallel.layout import Layout
 from optimus.planner.collectives import Operation, collective_s
-from optimus.planner.step_time import Layers, Rates, Reduction, pass_time
+from optimus.planner.machine_rates import Rates
+from optimus.planner.step_time import Layers, Reduction, pass_time
 from optimus.planner.workload import Works, groups_of, segment_layers
 
 

@@ -446,13 +446,9 @@ class _Tally:
         return settings.divides_gradients and is_added
 
     def _add(self, buffers: Sequence[tuple[str, int, bool]], is_on_host: bool) -> int:
-        """Add the buffers of a chunk to the totals. Return the sum of their bytes.
-
-        Args:
-            buffers: Kind and bytes of each buffer, and True if the buffer is in the same memory as
-                the states of the chunk, False if it is always on the device.
-            is_on_host: True if the states of the chunk are in host memory.
-        """
+        """Add the buffers of a chunk to the totals. Return the sum of their bytes. `buffers` has
+        the kind and the bytes of each, and False if it is on the device even if the states of the
+        chunk are in host memory (`is_on_host`)."""
         for kind, size, is_at_home in buffers:
             self._sizes[kind] += size
             if is_on_host and is_at_home:

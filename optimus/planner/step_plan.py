@@ -15,9 +15,10 @@ from optimus.errors import counted
 from optimus.model.flops import flops_per_token
 from optimus.observe.chrome_trace import Traced, TracedAction, TracedWork, write_trace
 from optimus.parallel.pipeline.plan import schedule_of
+from optimus.planner.machine_rates import is_cpu, rates_of
 from optimus.planner.offload_time import Placements, time_offloaded
 from optimus.planner.run_time import plan_run, run_lines
-from optimus.planner.step_time import is_cpu, play_step, played_time, rates_of
+from optimus.planner.step_time import play_step, played_time
 from optimus.planner.workload import Works, step_of
 
 

@@ -6,19 +6,18 @@ that takes longest. All functions are pure. Every rate is at most the peak in th
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
-from optimus.config.hardware import BYTES, Device, Dtype, size_factor
-from optimus.config.machine import Machine
-from optimus.errors import ConfigError
+from optimus.config.hardware import Dtype
 from optimus.parallel.pipeline.actions import Action, Kind, Schedule
-from optimus.planner.collectives import Algorithm, Links, Operation, collective_s, links_of
+from optimus.parallel.pipeline.schedules import make_schedule
+from optimus.parallel.pipeline.simulate import simulate
+from optimus.planner.collectives import Operation, collective_s
+from optimus.planner.machine_rates import Rates
 from optimus.planner.network import Network
-from optimus.planner.pipeline_span import pipeline_s
 from optimus.planner.play import Device as PlayedDevice
 from optimus.planner.play import Played, play
 from optimus.rank.operations import FusedAttention, Pass, Product
@@ -107,142 +106,6 @@ class StepTime:
     def total_s(self) -> float:
         others_s = self.bubble_s + self.optimizer_s + self.offload_s
         return self.compute_s + sum(self.exposed_s.values()) + others_s
-
-
-class ProductRates(NamedTuple):
-    """Rates of matrix products, from the machine file (`Products`)."""
-
-    peak: float
-    share: float
-    """Share of `peak` that very large products reach."""
-    half_size: float
-    """As `Products.half_size`; 0: the rate does not depend on the sizes."""
-    attention: tuple[tuple[float, float, float], ...] = ()
-    """Lengths of sequences in ascending order, each with the FLOP/s of attention in forward and in
-    backward; empty: the rates of products."""
-
-    def attention_rate(self, seq_len: float, head_size: float, backward: bool) -> float:
-        """Return the FLOP/s of fused attention."""
-        if not self.attention:
-            return self.rate(seq_len, head_size, seq_len)
-        column = 2 if backward else 1
-        first, last = self.attention[0], self.attention[-1]
-        if seq_len <= first[0] or seq_len >= last[0]:
-            return (first if seq_len <= first[0] else last)[column]
-        for low, high in pairwise(self.attention):
-            if seq_len <= high[0]:
-                share = math.log(seq_len / low[0]) / math.log(high[0] / low[0])
-                return low[column] + share * (high[column] - low[column])
-        raise AssertionError(seq_len)
-
-    def rate(self, rows: float, inner: float, columns: float) -> float:
-        """Return the FLOP/s of a product [rows, inner] x [inner, columns]."""
-        return self.peak * self.share / size_factor(self.half_size, rows, inner, columns)
-
-
-@dataclass(frozen=True)
-class Rates:
-    """The rates of a machine for steps in one dtype."""
-
-    products: ProductRates
-    memory: float
-    """Bytes per second of large copies and sums."""
-    launch_s: float
-    """Seconds in which the host starts an operation."""
-    launches_queue: bool
-    """True if the device runs operations while the host starts later ones, as an accelerator does.
-    False: a CPU computes an operation only after its launch, and the times add up."""
-    element_bytes: int
-    links: Links
-    algorithm: Algorithm
-    missing: tuple[str, ...]
-    """Keys of rates that the machine file lacks."""
-    fitted_on: tuple[str, ...] = ()
-    """Published rows on which rates were fitted."""
-    activations: float | None = None
-    """Bytes per second of element-wise operations and norms of activations; None: `memory`."""
-    runs_ahead: bool = False
-    """True if the host may start operations of later passes while the device computes. False: the
-    host starts the operations of a pass when the pass begins, as in the closed formulas. A value of
-    `launch_s` that was fitted with these formulas requires False."""
-    new_memory: float = math.inf
-    """Bytes per second at which the operating system provides new memory."""
-
-    def update_s(self, optimizer_bytes: float, new_bytes: float) -> float:
-        """Return `StepTime.optimizer_s` of a step with these values of `Step`."""
-        return optimizer_bytes / self.memory + new_bytes / self.new_memory
-
-
-def is_cpu(machine: Machine) -> bool:
-    """Return whether the device of a machine is a CPU, whose ranks have a number of threads."""
-    return machine.device is not None and machine.device.threads > 0
-
-
-def rates_of(machine: Machine, dtype: Dtype, name: str = "the machine file") -> Rates:
-    """Return the rates of a machine in a dtype.
-
-    Args:
-        machine: The machine.
-        dtype: Dtype of the products.
-        name: Name of the machine, for messages.
-
-    Raises:
-        ConfigError: The machine file has no rate of products in this dtype or of the memory.
-    """
-    device: Device | None = machine.device
-    remedy = "add it with its source, or measure it with optimus bench machine --out FILE"
-    if device is None or dtype not in device.products:
-        raise ConfigError(f"{name}: device.products.{dtype} is missing; {remedy}")
-    memory, products = device.memory_rate, device.products[dtype]
-    if memory is None:
-        raise ConfigError(f"{name}: device.memory_peak is missing; {remedy}")
-    missing = []
-    if products.best_share is None:
-        missing.append(f"device.products.{dtype}.efficiency")
-    if products.half_size is None:
-        missing.append(f"device.products.{dtype}.half_size")
-    if device.memory_achieved is None:
-        missing.append("device.memory_achieved")
-    if device.launch_s is None:
-        missing.append("device.launch_s")
-    for index, level in enumerate(machine.levels):
-        if level.achieved is None:
-            missing.append(f"levels.{index}.achieved")
-        if level.latency_s is None:
-            missing.append(f"levels.{index}.latency_s")
-    launch_s = 0.0 if device.launch_s is None else device.launch_s.value
-    return Rates(
-        ProductRates(
-            products.peak.value,
-            1.0 if products.best_share is None else products.best_share,
-            0.0 if products.half_size is None else products.half_size.value,
-            tuple(
-                (float(a.seq_len), a.forward.value, a.backward.value) for a in products.attention
-            ),
-        ),
-        memory,
-        launch_s,
-        not is_cpu(machine),
-        BYTES[dtype],
-        links_of(machine.levels),
-        machine.algorithm,
-        tuple(missing),
-        _fitted_on(machine, dtype),
-        None if device.activations_achieved is None else device.activations_achieved.value,
-        device.launch_s is not None and not device.launch_s.fitted_on and not is_cpu(machine),
-        math.inf if device.new_memory_achieved is None else device.new_memory_achieved.value,
-    )
-
-
-def _fitted_on(machine: Machine, dtype: Dtype) -> tuple[str, ...]:
-    """Return the published rows on which rates of a machine were fitted, without duplicates."""
-    assert machine.device is not None
-    products = machine.device.products[dtype]
-    figures = [products.efficiency, products.half_size]
-    figures += [machine.device.memory_achieved, machine.device.launch_s]
-    figures += [level.achieved for level in machine.levels]
-    rows = (figure.fitted_on for figure in figures if figure is not None and figure.fitted_on)
-    return tuple(dict.fromkeys(rows))
 
 
 class PassTime(NamedTuple):
@@ -355,6 +218,68 @@ def _sum(times: Iterable[PassTime]) -> PassTime:
         for axis, seconds in time.exposed_s.items():
             exposed_s[axis] = exposed_s.get(axis, 0.0) + seconds
     return PassTime(compute_s, exposed_s, device_s, launch_s)
+
+
+def pipeline_s(
+    schedule: str,
+    num_ranks: int,
+    virtual_stages: int,
+    num_microbatches: int,
+    forward_s: Sequence[float],
+    backward_s: Sequence[float],
+    weights_s: Sequence[float] = (),
+) -> float:
+    """Return the seconds of a pipeline step without transfers.
+
+    For gpipe, 1f1b and interleaved, the result is a closed formula: the busiest rank runs all
+    microbatches, and one microbatch passes through the other ranks. It is exact for equal stages,
+    where the bubble is (p-1)/v microbatches (arXiv 2104.04473). For zb-h1 with m >= p, the action
+    W fills a part of the bubble, and the bubble is (p-1) (F + I - W) (arXiv 2401.10241, table 2).
+    If m < p, zb-h1 is simulated.
+
+    Args:
+        schedule: Name of the schedule.
+        num_ranks: p.
+        virtual_stages: v.
+        num_microbatches: m.
+        forward_s, backward_s: Seconds of each stage for one microbatch, p*v values.
+        weights_s: Seconds of the action W of each stage, which are included in `backward_s`; by
+            default half of them.
+    """
+    p, v, m = num_ranks, virtual_stages, num_microbatches
+    if schedule == "gpipe":
+        return _filled(forward_s, p, v, m) + _filled(backward_s, p, v, m)
+    if p == 1 or schedule in ("1f1b", "interleaved"):
+        both = [f + b for f, b in zip(forward_s, backward_s, strict=True)]
+        return _filled(both, p, v, m)
+    if schedule == "zb-h1" and m >= p:
+        both = [f + b for f, b in zip(forward_s, backward_s, strict=True)]
+        weights = weights_s or [seconds / 2 for seconds in backward_s]
+        busiest = both.index(max(both))
+        idle = sum(both) - both[busiest] - 2 * (sum(weights) - weights[busiest])
+        return m * both[busiest] + max(0.0, idle)
+    return simulate(make_schedule(schedule, p, v, m), _costs(forward_s, backward_s)).end
+
+
+def _filled(stage_s: Sequence[float], p: int, v: int, m: int) -> float:
+    """Return the seconds of m microbatches on the busiest rank, plus the seconds in which one
+    microbatch passes through one of the v stages of each other rank."""
+    of_ranks = [sum(stage_s[rank::p]) for rank in range(p)]
+    busiest = max(of_ranks)
+    return m * busiest + (sum(of_ranks) - busiest) / v
+
+
+def _costs(forward_s: Sequence[float], backward_s: Sequence[float]) -> Callable[[Action], float]:
+    """Return the costs of actions. The two halves of a divided backward pass take equal times."""
+
+    def cost(action: Action) -> float:
+        if action.kind is Kind.F:
+            return forward_s[action.stage]
+        if action.kind is Kind.B:
+            return backward_s[action.stage]
+        return backward_s[action.stage] / 2 if action.kind in (Kind.I, Kind.W) else 0.0
+
+    return cost
 
 
 MAX_PLAYED = 100_000

@@ -30,7 +30,8 @@ from optimus.model.moe import Experts
 from optimus.model.router import uniform
 from optimus.parallel.pipeline.plan import plan_stages
 from optimus.planner.collectives import collective_s
-from optimus.planner.step_time import Layers, Rates, Step, is_cpu, rates_of, step_time
+from optimus.planner.machine_rates import Rates, is_cpu, rates_of
+from optimus.planner.step_time import Layers, Step, step_time
 from optimus.planner.workload import Works, stage_weights, step_of, updated_parameters
 from optimus.rank.operations import Operation, Pass, Product
 from optimus.rank.profile import profile_work

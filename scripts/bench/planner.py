@@ -32,7 +32,8 @@ from optimus.distributed.mesh import make_mesh
 from optimus.errors import ConfigError, counted
 from optimus.io import files
 from optimus.model.flops import flops_per_token
-from optimus.planner.step_time import Rates, rates_of, step_time
+from optimus.planner.machine_rates import Rates, rates_of
+from optimus.planner.step_time import step_time
 from optimus.planner.workload import step_of
 
 ROOT = Path(__file__).resolve().parents[2]

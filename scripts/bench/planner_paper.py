@@ -13,8 +13,9 @@ from optimus.config.load import load_config
 from optimus.config.machine import load_machine
 from optimus.distributed.mesh import Mesh, make_mesh
 from optimus.planner.collectives import Algorithm
+from optimus.planner.machine_rates import Rates, rates_of
 from optimus.planner.state_traffic import ENDS
-from optimus.planner.step_time import Rates, Step, rates_of, step_time
+from optimus.planner.step_time import Step, step_time
 from optimus.planner.workload import stage_weights, step_of, updated_parameters
 from optimus.study.moe import PAPER, reductions_s
 

@@ -17,7 +17,7 @@ from optimus.errors import ConfigError
 from optimus.launch.environment import SINGLE, read_launch_env
 from optimus.planner import rates as planner_rates
 from optimus.planner.collectives import collective_s
-from optimus.planner.step_time import ProductRates, rates_of
+from optimus.planner.machine_rates import ProductRates, rates_of
 
 
 @pytest.fixture

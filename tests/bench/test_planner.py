@@ -13,7 +13,8 @@ import pytest
 from gpt_operations import Split, gpt_block, layers_of
 
 from optimus.config.machine import load_machine
-from optimus.planner.step_time import pass_time, rates_of
+from optimus.planner.machine_rates import rates_of
+from optimus.planner.step_time import pass_time
 from optimus.rank.operations import Exchange
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -7,7 +7,7 @@ import pytest
 from optimus.cli import main
 from optimus.config.hardware import Figure
 from optimus.config.machine import FOLDER, Machine, load_machine
-from optimus.planner.step_time import rates_of
+from optimus.planner.machine_rates import rates_of
 
 MACHINES = sorted(path.stem for path in FOLDER.glob("*.toml"))
 _SOURCE = 'source = "a page", date = "2026-01"'

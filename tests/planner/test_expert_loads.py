@@ -15,10 +15,11 @@ from optimus.errors import ConfigError
 from optimus.planner.expert_loads import RunLoads, median_and_worst, read_loads
 from optimus.planner.layouts import LayoutChecks, layout_of
 from optimus.planner.machine_plan import _Memory, machine_lines, plan_on_machine
+from optimus.planner.machine_rates import rates_of
 from optimus.planner.search_memory import LayoutMemory
 from optimus.planner.search_time import StepSeconds
 from optimus.planner.step_plan import plan_step
-from optimus.planner.step_time import pass_time, rates_of, step_time
+from optimus.planner.step_time import pass_time, step_time
 from optimus.planner.workload import step_of
 from tests.kit.runs.tiny import tiny_config, tiny_tree
 from tests.kit.runs.training import train_on

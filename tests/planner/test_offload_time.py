@@ -13,10 +13,11 @@ from optimus.config.machine import Links, Machine, load_machine
 from optimus.distributed.mesh import Mesh, make_mesh
 from optimus.errors import ConfigError
 from optimus.planner import offload_time
+from optimus.planner.machine_rates import rates_of
 from optimus.planner.offload_time import OffloadedStep, time_offloaded
 from optimus.planner.segment_times import SegmentTimes
 from optimus.planner.step_plan import plan_step, trace_step
-from optimus.planner.step_time import StepTime, played_time, rates_of
+from optimus.planner.step_time import StepTime, played_time
 from optimus.planner.workload import step_of
 from tests.kit.runs.tiny import DENSE, tiny_tree
 from tests.planner.test_memory import WIDE

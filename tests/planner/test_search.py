@@ -39,6 +39,7 @@ from optimus.planner.layouts import (
     reason_of,
     space_of,
 )
+from optimus.planner.machine_rates import rates_of
 from optimus.planner.memory import rank_memory
 from optimus.planner.placement_search import with_offload
 from optimus.planner.search import _EQUAL, _SLOWER, Evaluation, nearest_fitting, search
@@ -46,7 +47,7 @@ from optimus.planner.search_memory import LayoutMemory
 from optimus.planner.search_offload import OffloadedLayouts
 from optimus.planner.search_time import ComputeBound, StepSeconds
 from optimus.planner.states import check_slots, stages_of
-from optimus.planner.step_time import rates_of, step_time
+from optimus.planner.step_time import step_time
 from optimus.planner.workload import step_of
 from optimus.rank.profile import Profiled, profile_stages, profile_work
 from tests.kit.runs.tiny import CONTEXT, DENSE, tiny_config, tiny_tree

@@ -15,8 +15,9 @@ from optimus.model.flops import flops_per_token
 from optimus.observe.chrome_trace import TracedAction
 from optimus.parallel.pipeline.plan import schedule_of
 from optimus.parallel.pipeline.simulate import simulate, unit_costs
+from optimus.planner.machine_rates import rates_of
 from optimus.planner.step_plan import plan_step, step_lines
-from optimus.planner.step_time import play_step, played_time, rates_of, step_time
+from optimus.planner.step_time import play_step, played_time, step_time
 from optimus.planner.workload import step_of
 
 RUN = FOLDER.parent / "run" / "mula-220b-a10b.toml"

@@ -17,17 +17,8 @@ from optimus.model.flops import head_multiply_adds, layer_multiply_adds
 from optimus.parallel.pipeline.actions import Action, Kind
 from optimus.parallel.pipeline.schedules import make_schedule
 from optimus.parallel.pipeline.simulate import simulate, unit_costs
-from optimus.planner.pipeline_span import pipeline_s
-from optimus.planner.step_time import (
-    Layers,
-    ProductRates,
-    Rates,
-    Reduction,
-    Step,
-    pass_time,
-    rates_of,
-    step_time,
-)
+from optimus.planner.machine_rates import ProductRates, Rates, rates_of
+from optimus.planner.step_time import Layers, Reduction, Step, pass_time, pipeline_s, step_time
 from optimus.planner.workload import Weights, stage_weights, step_of, updated_parameters
 from optimus.rank.operations import FusedAttention, Operation, Pass, Product
 from optimus.rank.profile import profile_work

@@ -14,7 +14,7 @@ from optimus.config import load_config
 from optimus.config.machine import load_machine
 from optimus.distributed.mesh import make_mesh
 from optimus.model.router import uniform
-from optimus.planner.step_time import rates_of
+from optimus.planner.machine_rates import rates_of
 from optimus.rank.operations import Product
 from optimus.rank.profile import profile_work
 from optimus.study.moe import COLUMNS, LoopExperts, _speedups, expert_work, local_experts

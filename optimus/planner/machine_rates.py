@@ -1,0 +1,149 @@
+"""Rates of the operations of a step on a machine, from its machine file."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+from optimus.config.hardware import BYTES, Device, Dtype, size_factor
+from optimus.config.machine import Machine
+from optimus.errors import ConfigError
+from optimus.planner.collectives import Algorithm, Links, links_of
+
+
+class ProductRates(NamedTuple):
+    """Rates of matrix products, from the machine file (`Products`)."""
+
+    peak: float
+    share: float
+    """Share of `peak` that very large products reach."""
+    half_size: float
+    """As `Products.half_size`; 0: the rate does not depend on the sizes."""
+    attention: tuple[tuple[float, float, float], ...] = ()
+    """Lengths of sequences in ascending order, each with the FLOP/s of attention in forward and in
+    backward; empty: the rates of products."""
+
+    def attention_rate(self, seq_len: float, head_size: float, backward: bool) -> float:
+        """Return the FLOP/s of fused attention."""
+        if not self.attention:
+            return self.rate(seq_len, head_size, seq_len)
+        column = 2 if backward else 1
+        first, last = self.attention[0], self.attention[-1]
+        if seq_len <= first[0] or seq_len >= last[0]:
+            return (first if seq_len <= first[0] else last)[column]
+        for low, high in pairwise(self.attention):
+            if seq_len <= high[0]:
+                share = math.log(seq_len / low[0]) / math.log(high[0] / low[0])
+                return low[column] + share * (high[column] - low[column])
+        raise AssertionError(seq_len)
+
+    def rate(self, rows: float, inner: float, columns: float) -> float:
+        """Return the FLOP/s of a product [rows, inner] x [inner, columns]."""
+        return self.peak * self.share / size_factor(self.half_size, rows, inner, columns)
+
+
+@dataclass(frozen=True)
+class Rates:
+    """The rates of a machine for steps in one dtype."""
+
+    products: ProductRates
+    memory: float
+    """Bytes per second of large copies and sums."""
+    launch_s: float
+    """Seconds in which the host starts an operation."""
+    launches_queue: bool
+    """True if the device runs operations while the host starts later ones, as an accelerator does.
+    False: a CPU computes an operation only after its launch, and the times add up."""
+    element_bytes: int
+    links: Links
+    algorithm: Algorithm
+    missing: tuple[str, ...]
+    """Keys of rates that the machine file lacks."""
+    fitted_on: tuple[str, ...] = ()
+    """Published rows on which rates were fitted."""
+    activations: float | None = None
+    """Bytes per second of element-wise operations and norms of activations; None: `memory`."""
+    runs_ahead: bool = False
+    """True if the host may start operations of later passes while the device computes. False: the
+    host starts the operations of a pass when the pass begins, as in the closed formulas. A value of
+    `launch_s` that was fitted with these formulas requires False."""
+    new_memory: float = math.inf
+    """Bytes per second at which the operating system provides new memory."""
+
+    def update_s(self, optimizer_bytes: float, new_bytes: float) -> float:
+        """Return `StepTime.optimizer_s` of a step with these values of `Step`."""
+        return optimizer_bytes / self.memory + new_bytes / self.new_memory
+
+
+def is_cpu(machine: Machine) -> bool:
+    """Return whether the device of a machine is a CPU, whose ranks have a number of threads."""
+    return machine.device is not None and machine.device.threads > 0
+
+
+def rates_of(machine: Machine, dtype: Dtype, name: str = "the machine file") -> Rates:
+    """Return the rates of a machine in a dtype.
+
+    Args:
+        machine: The machine.
+        dtype: Dtype of the products.
+        name: Name of the machine, for messages.
+
+    Raises:
+        ConfigError: The machine file has no rate of products in this dtype or of the memory.
+    """
+    device: Device | None = machine.device
+    remedy = "add it with its source, or measure it with optimus bench machine --out FILE"
+    if device is None or dtype not in device.products:
+        raise ConfigError(f"{name}: device.products.{dtype} is missing; {remedy}")
+    memory, products = device.memory_rate, device.products[dtype]
+    if memory is None:
+        raise ConfigError(f"{name}: device.memory_peak is missing; {remedy}")
+    missing = []
+    if products.best_share is None:
+        missing.append(f"device.products.{dtype}.efficiency")
+    if products.half_size is None:
+        missing.append(f"device.products.{dtype}.half_size")
+    if device.memory_achieved is None:
+        missing.append("device.memory_achieved")
+    if device.launch_s is None:
+        missing.append("device.launch_s")
+    for index, level in enumerate(machine.levels):
+        if level.achieved is None:
+            missing.append(f"levels.{index}.achieved")
+        if level.latency_s is None:
+            missing.append(f"levels.{index}.latency_s")
+    launch_s = 0.0 if device.launch_s is None else device.launch_s.value
+    return Rates(
+        ProductRates(
+            products.peak.value,
+            1.0 if products.best_share is None else products.best_share,
+            0.0 if products.half_size is None else products.half_size.value,
+            tuple(
+                (float(a.seq_len), a.forward.value, a.backward.value) for a in products.attention
+            ),
+        ),
+        memory,
+        launch_s,
+        not is_cpu(machine),
+        BYTES[dtype],
+        links_of(machine.levels),
+        machine.algorithm,
+        tuple(missing),
+        _fitted_on(machine, dtype),
+        None if device.activations_achieved is None else device.activations_achieved.value,
+        device.launch_s is not None and not device.launch_s.fitted_on and not is_cpu(machine),
+        math.inf if device.new_memory_achieved is None else device.new_memory_achieved.value,
+    )
+
+
+def _fitted_on(machine: Machine, dtype: Dtype) -> tuple[str, ...]:
+    """Return the published rows on which rates of a machine were fitted, without duplicates."""
+    assert machine.device is not None
+    products = machine.device.products[dtype]
+    figures = [products.efficiency, products.half_size]
+    figures += [machine.device.memory_achieved, machine.device.launch_s]
+    figures += [level.achieved for level in machine.levels]
+    rows = (figure.fitted_on for figure in figures if figure is not None and figure.fitted_on)
+    return tuple(dict.fromkeys(rows))
