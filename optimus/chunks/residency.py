@@ -21,11 +21,10 @@ B >= 2, gathers overlap with computation. Early gathers do not change the number
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections import defaultdict
+import heapq
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 from optimus.config.machine import Links
@@ -164,26 +163,31 @@ def plan_residency(uses: Sequence[Use], slots: int) -> ResidencyPlan:
     """Return the plan with the fewest gathers (Belady's rule). In the order of the uses that need
     them, gathers begin as soon as there are slots for them."""
     assert slots >= fewest_slots(use.need for use in uses), "a use needs more slots"
-    future = Future(uses)
+    following = _following_uses(uses)
     on_demand: list[_Demand] = []
     resident: set[int] = set()
-    for now, use in enumerate(uses):
-        dead = tuple(sorted(c for c in resident if future.next_use(c, now) == NEVER))
+    upcoming: dict[int, float] = {}
+    """Next use of each chunk that is resident."""
+    dead: tuple[int, ...] = ()
+    for use, next_uses in zip(uses, following, strict=True):
         resident.difference_update(dead)
-        missing = tuple(sorted(use.need - resident))
-        spare = len(resident) + len(missing) - slots
-        victims = farthest(resident - use.need, spare, partial(future.next_use, now=now))
-        resident = (resident - set(victims)) | use.need
-        on_demand.append(_Demand(dead, list(missing), list(victims)))
-    return ResidencyPlan(tuple(_begin_early(uses, on_demand, future, slots)), slots)
+        missing = sorted(use.need - resident)
+        victims: tuple[int, ...] = ()
+        if (excess := len(resident) + len(missing) - slots) > 0:
+            victims = farthest(resident - use.need, excess, upcoming.__getitem__)
+        resident.difference_update(victims)
+        resident.update(use.need)
+        upcoming.update(next_uses)
+        on_demand.append(_Demand(dead, missing, list(victims)))
+        dead = tuple(sorted(chunk for chunk, index in next_uses.items() if index == NEVER))
+    return ResidencyPlan(tuple(_begin_early(uses, on_demand, following, slots)), slots)
 
 
 def farthest(
     candidates: Collection[int], count: int, next_use: Callable[[int], float]
 ) -> tuple[int, ...]:
     """Return the `count` candidates whose next use is the latest."""
-    ordered = sorted(candidates, key=lambda chunk: (-next_use(chunk), chunk))
-    return tuple(ordered[: max(0, count)])
+    return tuple(heapq.nsmallest(count, candidates, lambda chunk: (-next_use(chunk), chunk)))
 
 
 def likely_uses(
@@ -212,20 +216,16 @@ def likely_uses(
     return [*range(segment + 1, turn), *reversed(range(turn)), *again]
 
 
-class Future:
-    """For each chunk, the indices of the uses that need it."""
-
-    def __init__(self, uses: Sequence[Use]) -> None:
-        self._indices: dict[int, list[int]] = defaultdict(list)
-        for index, use in enumerate(uses):
-            for chunk in use.need:
-                self._indices[chunk].append(index)
-
-    def next_use(self, chunk: int, now: int) -> float:
-        """Return the index of the first use from `now` that needs `chunk`, or NEVER."""
-        indices = self._indices[chunk]
-        at = bisect_left(indices, now)
-        return indices[at] if at < len(indices) else NEVER
+def _following_uses(uses: Sequence[Use]) -> list[dict[int, float]]:
+    """Return, for each use and each chunk that it needs, the index of the next use of the chunk, or
+    NEVER."""
+    latest: dict[int, float] = {}
+    following: list[dict[int, float]] = []
+    for index in range(len(uses) - 1, -1, -1):
+        need = uses[index].need
+        following.append({chunk: latest.get(chunk, NEVER) for chunk in need})
+        latest.update(dict.fromkeys(need, index))
+    return following[::-1]
 
 
 @dataclass
@@ -240,27 +240,34 @@ class _Demand:
 
 
 def _begin_early(
-    uses: Sequence[Use], on_demand: list[_Demand], future: Future, slots: int
+    uses: Sequence[Use],
+    on_demand: list[_Demand],
+    following: Sequence[dict[int, float]],
+    slots: int,
 ) -> Iterable[Step]:
     """Yield the steps of the plan, in which gathers begin early.
 
     Gathers begin in the order of the uses that need them. Each begins as soon as there is a slot
     for it: a free slot, or the slot of a victim that is not needed before that use.
     """
-    waiting = [index for index, demand in enumerate(on_demand) if demand.missing]
+    waiting = deque(index for index, demand in enumerate(on_demand) if demand.missing)
     resident: set[int] = set()
+    upcoming: dict[int, float] = {}
+    """Index of the first use, from the present one, of each chunk."""
+    for index in range(len(uses) - 1, -1, -1):
+        upcoming.update(dict.fromkeys(uses[index].need, index))
     for now, (use, demand) in enumerate(zip(uses, on_demand, strict=True)):
         evict, gather = (*demand.dead, *demand.victims), tuple(demand.missing)
         resident = (resident - set(evict)) | set(gather)
         while waiting and waiting[0] <= now:
-            waiting.pop(0)
+            waiting.popleft()
         evicted: list[int] = []
         started: list[int] = []
         while waiting:
             ahead = on_demand[waiting[0]]
             while ahead.missing and ahead.missing[0] not in resident:
                 if len(resident) >= slots:
-                    idle = [v for v in ahead.victims if future.next_use(v, now) > waiting[0]]
+                    idle = [v for v in ahead.victims if upcoming[v] > waiting[0]]
                     if not idle:
                         break
                     ahead.victims.remove(idle[0])
@@ -270,5 +277,6 @@ def _begin_early(
                 resident.add(started[-1])
             if ahead.missing:
                 break
-            waiting.pop(0)
+            waiting.popleft()
+        upcoming.update(following[now])
         yield Step(use, evict, gather, tuple(evicted), tuple(started), frozenset(resident))
