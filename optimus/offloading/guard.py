@@ -10,7 +10,8 @@ of a torch function with this tensor to `__torch_function__`:
   because its backward would read the parameter again, at a time that no hook observes. A function
   that reads parameters of several chunks gets copies of all parameters that are not in the chunk of
   the first one, because the cache may be too small for the chunks.
-- A write to a parameter is refused.
+- A write to a parameter is refused. A function that writes to another tensor, such as
+  `average.lerp_(parameter, 0.1)`, only reads the parameter.
 - Reads and writes of a gradient use the sum on the host.
 
 The class of a parameter changes back while its segment computes, so that guards cost nothing there.
@@ -40,6 +41,10 @@ _NEEDS_NO_VALUES = frozenset(
 )
 _ATTRIBUTE = "_optimus_guard"
 _VALUES_OF_GET = frozenset(("data", "T", "mT", "H", "mH", "real", "imag"))
+_WRITE = (
+    "parameter {} is offloaded and cannot be changed by {}; use the optimizer of optimus.offload "
+    "or model.load_state_dict, or change it before the call of optimus.offload"
+)
 _CONVERSIONS = frozenset(("to", "cpu", "cuda", "xpu", "float", "half", "bfloat16", "double"))
 
 
@@ -48,6 +53,9 @@ class Owner(Protocol):
 
     def read(self, name: str) -> None:
         """Gather the parameter `name`, which stays whole until the next use of a segment."""
+
+    def restore(self) -> None:
+        """Replace the values of all parameters on the device by those on the host."""
 
     def gradient_sum(self, name: str) -> Tensor:
         """Return the tensor that has the values of a gradient now."""
@@ -166,16 +174,16 @@ def _run_on_parameters(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         return args[0]
     names = [_guard_of(parameter).name for parameter in parameters]
     refuse_if(name == "__deepcopy__", "an offloaded model cannot be copied; copy its state_dict()")
-    is_write = (name.endswith("_") and not name.endswith("__")) or name == "__setitem__"
-    is_write = is_write or (name.startswith("__i") and name != "__invert__") or name == "data.set"
-    if is_write or any(t is o for t in parameters for o in tensors_in(kwargs.get("out"))):
-        raise ConfigError(
-            f"parameter {names[0]} is offloaded and cannot be changed by {name}; use the optimizer "
-            "of optimus.offload or model.load_state_dict, or change it before the call of "
-            "optimus.offload"
-        )
+    is_written = any(t is p for p in parameters for t in _written(name, args, kwargs))
+    refuse_if(is_written, _WRITE.format(names[0], name))
     copies = _gather(parameters)
+    used = [copies.get(id(parameter), parameter) for parameter in parameters]
+    versions = [tensor._version for tensor in used]
     result = _call(func, _replace(args, copies), _replace(kwargs, copies))
+    for parameter, tensor, version in zip(parameters, used, versions, strict=True):
+        if tensor._version != version:  # for example by F.dropout(inplace=True)
+            _guard_of(parameter).owner.restore()
+            raise ConfigError(_WRITE.format(_guard_of(parameter).name, name))
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in(result)):
         raise ConfigError(
             f"parameter {names[0]} is used with gradients outside of the forward of its module "
@@ -198,6 +206,16 @@ def _run_on_parameters(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
             of_view = storages[storage]
             guard(tensor, GuardedView, of_view.name, of_view.owner)
     return result
+
+
+def _written(name: str, args: tuple, kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    """Yield the tensors that a function writes: `out` and, if the name is that of an in-place
+    function or of the setter of `data`, the first argument."""
+    yield from tensors_in(kwargs.get("out"))
+    is_in_place = name.endswith("_") and not name.endswith("__")
+    is_in_place = is_in_place or (name.startswith("__i") and name != "__invert__")
+    if is_in_place or name in ("__setitem__", "data.set"):
+        yield from tensors_in([*args, *kwargs.values()][:1])
 
 
 def _gather(parameters: Sequence[Tensor]) -> dict[int, Tensor]:

@@ -222,6 +222,12 @@ class OffloadedModel(NotCopied):
         with _raw():
             self.engine.gather([name, *names])
 
+    def restore(self) -> None:
+        """Copy the parameters on the device from the host again, after a write to some of them."""
+        with _raw():
+            self.engine.params.invalidate()
+            self.engine.gather([guard.name_of(parameter) for parameter in self._open])
+
     def _begin_step(self) -> None:
         self._in_step = True
         self._uses = []

@@ -21,7 +21,7 @@ __all__ = ["hostile_memory"]
 PLACEMENTS = [(share, seed) for seed in range(2) for share in SHARES]
 
 
-def place(share: float, seed: int):
+def models_of(share: float, seed: int):
     """Return a model in a random placement, its optimizer, a copy of the model, and AdamW."""
     draw = random.Random(seed)
     ours = models.llama()
@@ -58,7 +58,7 @@ def read(model: nn.Module) -> list[Tensor]:
 
 @pytest.mark.parametrize(("share", "seed"), PLACEMENTS)
 def test_a_function_reads_parameters_of_more_chunks_than_the_cache_has(share, seed):
-    ours, optimizer, theirs, reference = place(share, seed)
+    ours, optimizer, theirs, reference = models_of(share, seed)
     for step in range(2):
         with torch.no_grad():
             for value, expected in zip(read(ours), read(theirs), strict=True):
@@ -80,3 +80,52 @@ def test_functions_of_several_parameters_with_gradients_or_views_are_refused():
         torch.cat([first, second])
     with pytest.raises(ConfigError, match="returns views of several offloaded parameters"):
         torch.no_grad()(torch.broadcast_tensors)(first, second)
+
+
+def update_averages(averages: dict[str, dict[str, Tensor]], model: nn.Module) -> None:
+    """Update moving averages of the weights by functions in place, which only read the weights."""
+    if not averages:
+        for kind in ("lerp", "copy", "add", "index", "plus", "out", "foreach"):
+            averages[kind] = {n: p.detach().clone() for n, p in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        averages["lerp"][name].lerp_(parameter, 0.1)
+        averages["copy"][name].copy_(parameter)
+        averages["add"][name].mul_(0.9).add_(parameter.data, alpha=0.1)
+        averages["index"][name][:] = parameter.detach()
+        averages["plus"][name] += parameter
+        torch.add(averages["out"][name], parameter, out=averages["out"][name])
+    torch._foreach_lerp_(list(averages["foreach"].values()), list(model.parameters()), 0.1)
+
+
+@pytest.mark.parametrize(("share", "seed"), PLACEMENTS)
+def test_functions_that_update_averages_read_the_weights(share, seed):
+    ours, optimizer, theirs, reference = models_of(share, seed)
+    averaged = []
+    for model, of_model in ((ours, optimizer), (theirs, reference)):
+        averages: dict[str, dict[str, Tensor]] = {}
+        for step in range(2):
+            with torch.no_grad():
+                update_averages(averages, model)
+            train(model, of_model, (1,), first=step)
+        averaged.append(averages)
+    for kind, values in averaged[1].items():
+        assert_equal(averaged[0][kind], values)
+    assert_equal(weights(ours), weights(theirs))
+
+
+HIDDEN_WRITES = {
+    "relu": lambda first, second: nn.functional.relu(first, inplace=True),
+    "second": lambda first, second: torch._foreach_copy_([first.clone(), second], [first] * 2),
+}
+
+
+@pytest.mark.parametrize("write", HIDDEN_WRITES)
+def test_a_write_that_the_name_of_the_function_does_not_show_is_refused(write):
+    """The copy on the device is restored."""
+    ours, optimizer, theirs, reference = models_of(1.0, 0)
+    layers = [layer.mlp.up_proj.weight for layer in ours.model.layers[:2]]
+    with torch.no_grad(), pytest.raises(ConfigError, match="is offloaded and cannot be changed"):
+        HIDDEN_WRITES[write](*layers)
+    with torch.no_grad():
+        assert torch.equal(layers[0] + 0, theirs.model.layers[0].mlp.up_proj.weight)
+    assert train(ours, optimizer, (1,)) == train(theirs, reference, (1,))
