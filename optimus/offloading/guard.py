@@ -12,7 +12,7 @@ of a torch function with this tensor to `__torch_function__`:
   the first one, because the cache may be too small for the chunks.
 - A write to a parameter is refused. A function that writes to another tensor, such as
   `average.lerp_(parameter, 0.1)`, only reads the parameter.
-- Reads and writes of a gradient use the sum on the host.
+- Reads and writes of a gradient use the sum on the host, and copies of parameters there.
 
 The class of a parameter changes back while its segment computes, so that guards cost nothing there.
 """
@@ -93,7 +93,7 @@ class GuardedParameter(nn.Parameter):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return _run_on_parameters(func, args, kwargs or {})
+        return _run(func, args, kwargs or {})
 
 
 class GuardedView(Tensor):
@@ -103,7 +103,7 @@ class GuardedView(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return _run_on_parameters(func, args, kwargs or {})
+        return _run(func, args, kwargs or {})
 
 
 class GuardedGradient(Tensor):
@@ -113,22 +113,10 @@ class GuardedGradient(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        if not _needs_values(func, args, kwargs):
-            return _call(func, args, kwargs)
-        if _name_of(func) in _CONVERSIONS and _is_same(func, args, kwargs):
-            return args[0]
-        name = _guard_of(args[0]).name if isinstance(args[0], GuardedGradient) else ""
-        refuse_if(
-            _name_of(func) == "data.set",
-            f"the gradient of parameter {name} cannot be replaced; use grad.copy_",
-        )
-        moved: list[tuple[Tensor, Tensor, Tensor]] = []
-        result = _call(func, _on_host(args, moved), _on_host(kwargs, moved))
-        for original, copy, before in moved:
-            if not torch.equal(copy, before):  # the function has changed it, as GradScaler does
-                original.copy_(copy)
-        return result
+        return _run(func, args, kwargs or {})
+
+
+_PARAMETERS = (GuardedParameter, GuardedView)
 
 
 def guard(tensor: Tensor, kind: type, name: str, owner: Owner) -> None:
@@ -164,18 +152,71 @@ def _guard_of(tensor: Tensor) -> Guard:
     return getattr(tensor, _ATTRIBUTE)
 
 
-def _run_on_parameters(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+def _run(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Call a function with guarded tensors in its arguments, or refuse the call."""
     if not _needs_values(func, args, kwargs):
         return _call(func, args, kwargs)
-    tensors = tensors_in((args, kwargs))
-    parameters = [t for t in tensors if isinstance(t, (GuardedParameter, GuardedView))]
     name = _name_of(func)
     if name in _CONVERSIONS and _is_same(func, args, kwargs):
         return args[0]
-    names = [_guard_of(parameter).name for parameter in parameters]
+    tensors = list(tensors_in((args, kwargs)))
+    written = next((t for t in _written(name, args, kwargs) if isinstance(t, _PARAMETERS)), None)
+    if written is not None:
+        raise ConfigError(_WRITE.format(_guard_of(written).name, name))
+    if any(isinstance(tensor, GuardedGradient) for tensor in tensors):
+        return _run_on_gradients(func, args, kwargs, tensors)
+    parameters = [tensor for tensor in tensors if isinstance(tensor, _PARAMETERS)]
+    return _run_on_parameters(func, args, kwargs, parameters)
+
+
+def _run_on_gradients(
+    func: Any, args: tuple, kwargs: dict[str, Any], tensors: Sequence[Tensor]
+) -> Any:
+    """Call a function with the sums of gradients. Parameters, and tensors on another device than
+    the sums, are replaced by copies, which are copied back if the function has changed them.
+
+    Args:
+        func, args, kwargs: The function and its arguments.
+        tensors: The tensors in the arguments.
+    """
+    name = _name_of(func)
+    gradients = [tensor for tensor in tensors if isinstance(tensor, GuardedGradient)]
+    of_first = _guard_of(gradients[0])
+    refuse_if(
+        name == "data.set",
+        f"the gradient of parameter {of_first.name} cannot be replaced; use grad.copy_",
+    )
+    sums = {id(g): _guard_of(g).owner.gradient_sum(_guard_of(g).name) for g in gradients}
+    device = sums[id(gradients[0])].device
+    read: list[tuple[Tensor, Tensor, int]] = []
+    moved: list[tuple[Tensor, Tensor, Tensor]] = []
+    for tensor in tensors if name not in _CONVERSIONS else [args[0]]:
+        if isinstance(tensor, _PARAMETERS):
+            copy = _copy(tensor, device)
+            read.append((tensor, copy, copy._version))
+        elif not isinstance(tensor, GuardedGradient) and tensor.device != device:
+            copy = tensor.to(device)
+            moved.append((tensor, copy, copy.detach().clone()))
+    replaced = sums | {id(tensor): copy for tensor, copy, _ in [*read, *moved]}
+    result = _call(func, _replace(args, replaced), _replace(kwargs, replaced))
+    for tensor, copy, before in moved:
+        if not torch.equal(copy, before):  # the function has changed it, as GradScaler does
+            tensor.copy_(copy)
+    for tensor, copy, version in read:
+        parameter = _guard_of(tensor).name
+        refuse_if(copy._version != version, _WRITE.format(parameter, name))
+        _refuse_recorded(result, parameter, name)
+    # A function in place returns its first argument, to which `p.grad *= 2` sets `p.grad`.
+    originals = {id(replaced[id(tensor)]): tensor for tensor in tensors if id(tensor) in replaced}
+    return originals.get(id(result), result)
+
+
+def _run_on_parameters(
+    func: Any, args: tuple, kwargs: dict[str, Any], parameters: Sequence[Tensor]
+) -> Any:
+    """Call a function with the values of `parameters`, which are in its arguments."""
+    name, first = _name_of(func), _guard_of(parameters[0]).name
     refuse_if(name == "__deepcopy__", "an offloaded model cannot be copied; copy its state_dict()")
-    is_written = any(t is p for p in parameters for t in _written(name, args, kwargs))
-    refuse_if(is_written, _WRITE.format(names[0], name))
     copies = _gather(parameters)
     used = [copies.get(id(parameter), parameter) for parameter in parameters]
     versions = [tensor._version for tensor in used]
@@ -184,13 +225,7 @@ def _run_on_parameters(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         if tensor._version != version:  # for example by F.dropout(inplace=True)
             _guard_of(parameter).owner.restore()
             raise ConfigError(_WRITE.format(_guard_of(parameter).name, name))
-    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in(result)):
-        raise ConfigError(
-            f"parameter {names[0]} is used with gradients outside of the forward of its module "
-            f"(in {name}), where an offloaded parameter has no memory in backward; call the module "
-            "that has the parameter (a second nn.Linear may share its weight), or use "
-            "torch.no_grad() to only read it"
-        )
+    _refuse_recorded(result, first, name)
     copied = {copy.untyped_storage()._cdata for copy in copies.values()}
     storages = {_guard_of(parameter).storage: _guard_of(parameter) for parameter in parameters}
     for tensor in tensors_in(result):
@@ -199,13 +234,24 @@ def _run_on_parameters(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         storage = tensor.untyped_storage()._cdata
         refuse_if(
             storage in copied,
-            f"{name} returns views of several offloaded parameters, of which {names[0]} is the "
-            "first; call it with their copies (parameter.detach().clone())",
+            f"{name} returns views of several offloaded parameters, of which {first} is the first; "
+            "call it with their copies (parameter.detach().clone())",
         )
         if storage in storages:
             of_view = storages[storage]
             guard(tensor, GuardedView, of_view.name, of_view.owner)
     return result
+
+
+def _refuse_recorded(result: Any, parameter: str, function: str) -> None:
+    """Raise ConfigError if autograd has recorded a function of a parameter."""
+    refuse_if(
+        torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors_in(result)),
+        f"parameter {parameter} is used with gradients outside of the forward of its module (in "
+        f"{function}), where an offloaded parameter has no memory in backward; call the module "
+        "that has the parameter (a second nn.Linear may share its weight), or use "
+        "torch.no_grad() to only read it",
+    )
 
 
 def _written(name: str, args: tuple, kwargs: dict[str, Any]) -> Iterator[Tensor]:
@@ -226,17 +272,22 @@ def _gather(parameters: Sequence[Tensor]) -> dict[int, Tensor]:
     copies = {}
     # In the order of chunks, so that each chunk is gathered once.
     for parameter in sorted(others.values(), key=lambda p: _guard_of(p).storage):
-        of_parameter = _guard_of(parameter)
-        of_parameter.owner.read(of_parameter.name)
-        with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False):
-            copy = parameter.detach().clone()
-        copies[id(parameter)] = copy.requires_grad_(parameter.requires_grad)
+        copies[id(parameter)] = _copy(parameter, parameter.device)
     first.owner.read(first.name)
     return copies
 
 
+def _copy(parameter: Tensor, device: torch.device) -> Tensor:
+    """Gather a parameter and return a copy of it on a device."""
+    of_parameter = _guard_of(parameter)
+    of_parameter.owner.read(of_parameter.name)
+    with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False):
+        copy = parameter.detach().to(device, copy=True)
+    return copy.requires_grad_(parameter.requires_grad)
+
+
 def _replace(value: Any, copies: dict[int, Tensor]) -> Any:
-    """Return arguments in which tensors are replaced by their copies."""
+    """Return arguments in which tensors are replaced by those in `copies`, by their ids."""
     if not copies:
         return value
     if isinstance(value, Tensor):
@@ -308,27 +359,6 @@ def _name_of(func: Any) -> str:
 def _call(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
-
-
-def _on_host(value: Any, moved: list[tuple[Tensor, Tensor, Tensor]]) -> Any:
-    """Return arguments in which guarded gradients are replaced by their sums on the host, and
-    device tensors of one element by copies on the host. For each of these copies, append the
-    original tensor, the copy, and a second copy to `moved`. A comparison of the two copies shows
-    later if the function has changed the first one."""
-    if isinstance(value, GuardedGradient):
-        of_gradient = _guard_of(value)
-        return of_gradient.owner.gradient_sum(of_gradient.name)
-    if isinstance(value, Tensor):
-        if value.numel() != 1 or value.is_cpu:
-            return value
-        copy = value.detach().cpu()
-        moved.append((value, copy, copy.clone()))
-        return copy
-    if isinstance(value, dict):
-        return {key: _on_host(element, moved) for key, element in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_on_host(element, moved) for element in value)
-    return value
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import optimus
 from optimus.errors import ConfigError
 from tests.offloading import models
-from tests.offloading.models import adamw, assert_equal, train, weights
+from tests.offloading.models import adamw, assert_equal, loss_of, train, weights
 from tests.offloading.test_offload import OPTIONS, SHARES, hostile_memory, smallest_cache
 
 __all__ = ["hostile_memory"]
@@ -129,3 +129,46 @@ def test_a_write_that_the_name_of_the_function_does_not_show_is_refused(write):
     with torch.no_grad():
         assert torch.equal(layers[0] + 0, theirs.model.layers[0].mlp.up_proj.weight)
     assert train(ours, optimizer, (1,)) == train(theirs, reference, (1,))
+
+
+def change_gradients(model: nn.Module) -> list[Tensor]:
+    """Change gradients by operators and functions in place, and read them with parameters."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.grad *= 0.5
+            parameter.grad += torch.full_like(parameter, 1e-3)
+            parameter.grad -= 1e-3
+            parameter.grad.add_(parameter, alpha=0.1)
+        gradient = model.model.norm.weight.grad
+        gradient[:4] /= 2
+        assert gradient.clamp_(max=1.0) is gradient
+        return [
+            torch.stack([(p * p.grad).sum() for p in model.parameters()]),
+            torch.cat([p.grad.add(p, alpha=2.0).flatten() for p in model.parameters()]),
+            model.lm_head.weight.double().to(model.lm_head.weight.grad),
+        ]
+
+
+@pytest.mark.parametrize(("share", "seed"), PLACEMENTS)
+def test_gradients_are_changed_by_operators(share, seed):
+    ours, optimizer, theirs, reference = models_of(share, seed)
+    for step in range(2):
+        values = []
+        for model, of_model in ((ours, optimizer), (theirs, reference)):
+            loss_of(model, step).backward()
+            values.append(change_gradients(model))
+            loss_of(model, step + 5).backward()
+            of_model.step()
+            of_model.zero_grad()
+        assert all(torch.equal(ours_, theirs_) for ours_, theirs_ in zip(*values, strict=True))
+    assert_equal(weights(ours), weights(theirs))
+
+
+def test_functions_of_a_parameter_and_its_gradient_that_lose_values_are_refused():
+    ours, *_ = models_of(1.0, 0)
+    loss_of(ours, 0).backward()
+    weight = ours.lm_head.weight
+    with pytest.raises(ConfigError, match="lm_head.weight is offloaded and cannot be changed by"):
+        torch.no_grad()(weight.sub_)(weight.grad, alpha=0.1)
+    with pytest.raises(ConfigError, match="lm_head.weight is used with gradients outside"):
+        weight * weight.grad
