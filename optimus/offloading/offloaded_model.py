@@ -22,6 +22,7 @@ from optimus.offloading import guard
 from optimus.offloading.checks import MARK, NotCopied
 from optimus.offloading.placement import ModelChunks, ReleasedValues
 from optimus.offloading.segments import ModuleSegment
+from optimus.offloading.state_dicts import StateDictHooks
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +117,7 @@ class OffloadedModel(NotCopied):
         self.engine.attach(of_engine, passes=())
         self._needs = self.engine.transient_needs(of_engine)
         self.clear_gradients(set_to_none=True)
-        _StateDictHooks(self, model).register()
+        StateDictHooks(self, model).register()
         self._mark = NotCopied()
         for marked in (model, *self.named.values()):
             setattr(marked, MARK, self._mark)
@@ -549,47 +550,3 @@ class _BackwardTrigger:
         if self._last != self._owner.num_backwards:
             self._last = self._owner.num_backwards
             self._owner.use(self._index, True)
-
-
-class _StateDictHooks(NotCopied):
-    """Hooks that let `state_dict` and `load_state_dict` use the values on the host."""
-
-    def __init__(self, owner: OffloadedModel, model: nn.Module) -> None:
-        self._owner = owner
-        self._names = {id(parameter): name for name, parameter in owner.named.items()}
-        self._modules = [m for m in model.modules() if any(True for _ in m.parameters(False))]
-
-    def register(self) -> None:
-        """Register the hooks of all modules that have parameters."""
-        for module in self._modules:
-            # torch sets an attribute of these hooks, which a method does not allow.
-            self._owner.keep(
-                module.register_state_dict_pre_hook(partial(self._show)),
-                module.register_state_dict_post_hook(partial(self._hide)),
-                module.register_load_state_dict_pre_hook(self._before_load),
-                module.register_load_state_dict_post_hook(self._after_load),
-            )
-
-    def _parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
-        named = {self._names.get(id(p), ""): p for p in module.parameters(recurse=False)}
-        return {name: parameter for name, parameter in named.items() if name}
-
-    def _show(self, module: nn.Module, *_: Any) -> None:
-        self._owner.show_values(self._parameters(module))
-
-    def _hide(self, module: nn.Module, *_: Any) -> None:
-        self._owner.hide_values(self._parameters(module))
-
-    def _before_load(
-        self, module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any, *_: Any
-    ) -> None:
-        refuse_if(
-            local_metadata.get("assign_to_params_buffers", False),
-            "load_state_dict(assign=True) would replace offloaded parameters; use assign=False",
-        )
-        self._show(module)
-
-    def _after_load(self, module: nn.Module, *_: Any) -> None:
-        parameters = self._parameters(module)
-        self._owner.adopt_values(parameters)
-        self._owner.hide_values(parameters)

@@ -84,6 +84,30 @@ def test_save_pretrained_writes_the_files_of_a_plain_model(name, share, tmp_path
     assert train(ours, optimizer, (1,)) == train(theirs, reference, (1,))
 
 
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_files_of_safetensors_and_accelerate_have_all_weights(share, tmp_path):
+    """Both save a single tensor of each storage. Tied weights still share theirs."""
+    accelerate = pytest.importorskip("accelerate")
+    safetensors = pytest.importorskip("safetensors.torch")
+    ours, optimizer, theirs, _ = pair("gpt2", share)
+    train(ours, optimizer, (1,))
+    before, saved = weights(ours), ours.state_dict()
+    storages = {tensor.untyped_storage()._cdata for tensor in saved.values()}
+    assert len(storages) == len(saved) - 1
+    assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in saved.values())
+    accelerator = accelerate.Accelerator(cpu=True)
+    prepared = accelerator.prepare(ours, optimizer)
+    accelerator.save_state(tmp_path)
+    safetensors.load_model(theirs, tmp_path / "model.safetensors")
+    assert_equal(weights(theirs), before)
+    safetensors.save_model(ours, tmp_path / "alone.safetensors")
+    assert (tmp_path / "alone.safetensors").stat().st_size > ours.num_parameters() * 4
+    after = train(prepared[0], optimizer, (1,))
+    accelerator.load_state(tmp_path)
+    assert_equal(weights(ours), before)
+    assert train(prepared[0], optimizer, (1,)) == after
+
+
 class Texts(Dataset):
     def __len__(self) -> int:
         return 12
