@@ -50,12 +50,15 @@ def bench_links(device: torch.device, threads: int, disk: Path | None = None) ->
     quartiles = {name: statistics.quantiles(values, n=4) for name, values in rates.items()}
     library = library_of(torch.empty(0, device=device))
     log = partial(print, file=sys.stderr)  # standard output is for the result, such as JSON
-    peak = find_peak(device, torch.bfloat16, library, log)
+    peaks = {
+        name: find_peak(device, dtype, library, log)
+        for name, dtype in (("flops", torch.bfloat16), ("flops_fp32", torch.float32))
+    }
     links = {name: middle for name, (_, middle, _) in quartiles.items()}
     spread = {name: (high - low) / middle for name, (low, middle, high) in quartiles.items()}
     return {
-        "links": links | {"flops": peak.flops},
-        "spread": spread | {"flops": peak.spread or 0.0},
+        "links": links | {name: peak.flops for name, peak in peaks.items()},
+        "spread": spread | {name: peak.spread or 0.0 for name, peak in peaks.items()},
         "device": platform.device_name(device),
         "host": socket.gethostname(),
         "threads": update_threads(threads, device),
@@ -80,7 +83,7 @@ def write_links(result: dict[str, Any], path: Path) -> None:
 
 def format_links(result: dict[str, Any]) -> str:
     """Return the result of `bench_links` as text, with one line per rate."""
-    other = {"host_adam": "elements/s", "flops": "FLOP/s"}
+    other = {"host_adam": "elements/s", "flops": "FLOP/s", "flops_fp32": "FLOP/s"}
     units = {name: other.get(name, "bytes/s") for name in result["links"]}
     lines = [f"{result['device']} of {result['host']}, {counted(result['threads'], 'thread')}"]
     lines += [

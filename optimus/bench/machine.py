@@ -163,6 +163,7 @@ def _measure(world: World, threads: int, folder: Path) -> dict[str, Any]:
     links = bench_links(world.device, threads)["links"]
     torch.set_num_threads(threads)
     rates = all_gather_objects(links, world.everyone, dict[str, float])
+    best = max(product["flops"]["value"] for product in products["fp32"]["measured"])
     is_cpu = world.device.type == "cpu"
     host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     device_bytes = host_bytes / local
@@ -174,6 +175,7 @@ def _measure(world: World, threads: int, folder: Path) -> dict[str, Any]:
         "links": {
             **{name: float(f"{min(r[name] for r in rates):.4g}") for name in links},
             "flops": max(product["flops"]["value"] for product in products["bf16"]["measured"]),
+            "flops_fp32": best,
             "memory": float(f"{memory:.4g}"),
         },
         "measured": {
@@ -213,11 +215,9 @@ def _measure(world: World, threads: int, folder: Path) -> dict[str, Any]:
     }
     machine = {key: value for key, value in machine.items() if value != []}
     Machine.model_validate(machine)
-    fp32 = products["fp32"]
-    best = max(product["flops"]["value"] for product in fp32["measured"])
     steadiness = bench.processor_share
     if steadiness is None:
-        steadiness = best / fp32["peak"]["value"]
+        steadiness = best / products["fp32"]["peak"]["value"]
     return {
         "machine": machine,
         "network": {name: level._asdict() for name, level in network.items()},

@@ -107,13 +107,30 @@ class Links(Section):
     host_adam: Rate = 1e9
     """Elements per second that the host updates with AdamW."""
     flops: Rate = 100e12
-    """FLOP/s of matrix products of the device."""
+    """FLOP/s of matrix products of the device in bf16 and fp16."""
+    flops_fp32: Rate | None = None
+    """FLOP/s of matrix products of the device in fp32; none: not measured."""
     memory: Rate = 1e12
     """Bytes per second that the device reads and writes in its memory."""
     disk_read: Rate = 5e9
     """Bytes per second that are read from the disk of `offload.disk`."""
     disk_write: Rate = 3e9
     """Bytes per second that are written to this disk."""
+
+    def flops_of(self, dtype: str) -> float:
+        """Return the FLOP/s of matrix products in a dtype, a value of `train.dtype`. If the rate in
+        fp32 is not known, return that in bf16."""
+        return self.flops if dtype != "fp32" or self.flops_fp32 is None else self.flops_fp32
+
+    def missing_rate(self, dtype: str) -> str:
+        """Return a sentence about a missing rate of matrix products in a dtype; "" if none is
+        missing."""
+        if dtype != "fp32" or self.flops_fp32 is not None:
+            return ""
+        return (
+            "links.flops_fp32 is not known, so the placement takes the rate of bf16 products for "
+            "fp32; set it, or write the rates with optimus bench links --out FILE"
+        )
 
 
 class Measurement(Section):

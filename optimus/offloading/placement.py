@@ -317,11 +317,13 @@ def _by_search(
     if needs.states + activations <= memory:
         return OffloadPlacement(0.0, needs.num_chunks)
     disk = Path(limits.directory) if limits.directory else None
-    links = find_links(device, next(model.parameters()).dtype, logger.warning, 1, disk)
+    dtype = next(model.parameters()).dtype
+    links = find_links(device, dtype, logger.warning, 1, disk)
+    flops = links.flops_of("fp32" if dtype is torch.float32 else "bf16")
     forward, backward = [0.0] * len(chunks.segments), [0.0] * len(chunks.segments)
     for use in uses:
         times = backward if use.backward else forward
-        times[use.segment] += use.flops / links.flops + use.moved / links.memory
+        times[use.segment] += use.flops / flops + use.moved / links.memory
     engine = chunks.on_meta(OffloadPlacement(1.0, 0))
     of_engine = [
         ModelSegment(s.name, 0, s.parameters + s.inherited, lambda *hooks: None)

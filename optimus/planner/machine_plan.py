@@ -334,6 +334,9 @@ def _placed(config: Config, mesh: Mesh, machine: Machine, name: str) -> dict[str
     }
     ranks = [{axis: getattr(end, axis) for axis in UNEQUAL} | sizes[end.pp] for end in ends]
     result = _step((config, mesh, machine, name), works, placements=placements)
+    if "no_step" in result:  # the rates of the links determined the placement
+        missing = decisions[0].limits.links.missing_rate(config.train.dtype)
+        result["no_step"] += f"; {missing}" if missing else ""
     of_ends = [kind for kind in rank_kinds(config, mesh) if kind.stage != "middle"]
     kinds = [
         _sizes_of(kind, decision.memory) for kind, decision in zip(of_ends, decisions, strict=True)

@@ -78,6 +78,8 @@ def autotune_placement(
     links = None
     if offload.links:
         links = load_links(offload.links)
+        if offload.mode == "auto" and (missing := links.missing_rate(config.train.dtype)):
+            log(f"offload.links = {offload.links!r}: {missing}")
     elif everyone.rank == 0:
         disk = Path(offload.disk) if offload.disk and offload.mode == "auto" else None
         links = find_links(device, dtype_of(config.train.dtype), log, ranks_per_node, disk)

@@ -487,7 +487,7 @@ def _workload(
     if isinstance(times, SegmentTimes):
         seconds, gather_s = times.of_rank(planned.layout), times.gathers(engine)
     else:
-        seconds, gather_s = _seconds(profiles, len(planned.segments), times), []
+        seconds, gather_s = _seconds(profiles, len(planned.segments), times, config.train.dtype), []
     work = engine.workload(
         order,
         config.optim.chunk_length,
@@ -522,14 +522,15 @@ def _with_copies(
 
 
 def _seconds(
-    profiles: Mapping[int, StageProfile], num_segments: int, links: Links
+    profiles: Mapping[int, StageProfile], num_segments: int, links: Links, dtype: str
 ) -> tuple[list[float], list[float]]:
-    """Return the seconds of the forward and of the backward of each segment."""
+    """Return the seconds of the forward and of the backward of each segment. `dtype` is that of
+    matrix products."""
     forward, backward = [0.0] * num_segments, [0.0] * num_segments
     for profile in profiles.values():
         for use in (*profile.forward, *profile.backward):
             times = backward if use.backward else forward
-            times[use.segment] += use.flops / links.flops + use.moved / links.memory
+            times[use.segment] += use.flops / links.flops_of(dtype) + use.moved / links.memory
     return forward, backward
 
 

@@ -49,7 +49,7 @@ def find_links(
 
     Args:
         device: Device of this rank.
-        dtype: Dtype of matrix products.
+        dtype: Dtype of matrix products. The rate of products is measured only in this dtype.
         log: Function that writes one line to the log.
         ranks_per_node: Number of ranks that share the cores and the disk of this machine. Cached
             rates are used only for this number.
@@ -57,12 +57,13 @@ def find_links(
     """
     library = library_of(torch.empty(0, dtype=dtype, device=device))
     key = f"{setup_of(device, dtype, library).key}-{ranks_per_node}"
+    flops = "flops_fp32" if dtype is torch.float32 else "flops"
 
     def measure() -> dict[str, float]:
         rates = _medians(measure_links(device, torch.get_num_threads()))
-        return rates | {"flops": find_peak(device, dtype, library, log).flops}
+        return rates | {flops: find_peak(device, dtype, library, log).flops}
 
-    rates = _cached(f"links-{key}", measure)
+    rates = _cached(f"links-{flops}-{key}", measure)
     if disk is not None:
         of_path = hashlib.sha256(os.fsencode(disk.resolve())).hexdigest()[:16]
         try:

@@ -96,5 +96,5 @@ def test_json_of_links_is_the_only_output_on_a_busy_machine(monkeypatch, tmp_pat
     monkeypatch.setattr(links, "measure_links", lambda *_: {"to_host": [1.0, 2.0, 3.0]})
     assert optimus(["bench", "links", "--json"]) == 0
     output = capsys.readouterr()
-    assert json.loads(output.out)["links"] == {"to_host": 2.0, "flops": 1e12}
+    assert json.loads(output.out)["links"] == {"to_host": 2.0, "flops": 1e12, "flops_fp32": 1e12}
     assert "other programs use this machine" in output.err

@@ -100,6 +100,23 @@ def test_memory_is_limited_down_to_the_smallest_limit(settings: dict) -> None:
         decide(least - 1, **settings)
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_the_device_computes_at_the_rate_of_the_dtype_of_the_run(dtype: str) -> None:
+    """Without other rates, those of the links determine the seconds of matrix products."""
+    settings = {"train__dtype": dtype, "offload__early_adam": "off"}
+    limit = needed(train__dtype=dtype) * 6 // 10
+
+    def compute_s(links: Links) -> float:
+        time = decide(limit, links=links, **settings).time
+        assert time is not None
+        return time.compute
+
+    slow, fast = LINKS, LINKS.model_copy(update={"flops": 1e13})
+    expected = compute_s(slow if dtype == "fp32" else fast)
+    assert compute_s(fast.model_copy(update={"flops_fp32": 1e10})) == expected
+    assert compute_s(slow) > 1.01 * compute_s(fast)
+
+
 def test_a_plan_for_an_accelerator_leaves_memory_to_its_allocator() -> None:
     limit = needed() * 20 // 19 + 1
     whole, offloaded = decide(limit, device_type="cuda"), decide(limit - 20, device_type="cuda")
@@ -189,7 +206,7 @@ def test_auto_trains_to_the_same_bits(
     elif "links" in capped:
         run |= PIPELINE
         links, capped = SLOW_UPLOAD, {**capped, "links": str(tmp_path / "links.toml")}
-    lines = [f"{name} = {rate}" for name, rate in links]
+    lines = [f"{name} = {rate}" for name, rate in links if rate is not None]
     (tmp_path / "links.toml").write_text("\n".join(["[links]", *lines]))
     plain, auto = tmp_path / "plain", tmp_path / "auto"
     alone = {"start_world": False, "timeout_s": 120}
@@ -197,6 +214,7 @@ def test_auto_trains_to_the_same_bits(
     settings = {**run, **AUTO, **{f"offload__{key}": value for key, value in capped.items()}}
     log = ranks(size, printed_by, tiny_tree(tiny_data, auto, **settings), **alone)[0]
     assert printed in log
+    assert ("links.flops_fp32 is not known" in log) == ("links" in capped)
     assert not list(tmp_path.glob("optimus-states*"))
     assert_same_run(plain, auto)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from optimus import platform
+from optimus.peak import Peak, setup_of
 from optimus.planner import rates
 
 
@@ -25,3 +26,20 @@ def test_a_measurement_frees_the_page_locked_memory(monkeypatch):
     measured = rates.measure_links(torch.device("cpu"), 1)
     assert sorted(made) == sorted(freed) and len(made) == 6
     assert all(rate > 0 for values in measured.values() for rate in values)
+
+
+def test_the_rate_of_products_is_that_of_the_dtype(monkeypatch, tmp_path):
+    """The rates of another dtype are not read from the cache."""
+    monkeypatch.setenv("OPTIMUS_PEAK_CACHE", str(tmp_path))
+    peaks = {torch.float32: 1e10, torch.bfloat16: 1e11}
+
+    def peak_of(device: torch.device, dtype: torch.dtype, library: str, log) -> Peak:
+        return Peak(setup_of(device, dtype, library), peaks[dtype], 0.0, "", "")
+
+    monkeypatch.setattr(rates, "find_peak", peak_of)
+    monkeypatch.setattr(rates, "measure_links", lambda device, threads: {"to_host": [1e9]})
+    for dtype, name in 2 * [(torch.float32, "fp32"), (torch.bfloat16, "bf16")]:
+        links = rates.find_links(torch.device("cpu"), dtype, print)
+        assert links.flops_of(name) == peaks[dtype] and not links.missing_rate(name)
+        assert links.to_host == 1e9
+    assert links.missing_rate("fp32").startswith("links.flops_fp32 is not known")
