@@ -352,7 +352,8 @@ def _rank_layouts(
         asked = parse_bytes(config.offload.device_memory) if offloads else 0
         limit = limit or asked or int(machine.device.memory_bytes.value)
         if offloads:
-            offloaded = OffloadedLayouts(config, machine, args.machine, seconds)
+            memory = LayoutMemory(config, checks, limit, profiled)
+            offloaded = OffloadedLayouts(config, machine, args.machine, seconds, memory)
     refuse_if(
         offloads and offloaded is None,
         f"offload.mode = 'auto': the file of {args.machine} has no device, so the time of a step "

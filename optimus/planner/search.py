@@ -204,6 +204,7 @@ def _evaluate_candidates(
 TOO_LARGE = "more memory than a rank has"
 """Reason of `Ranking.rejected`."""
 _SLOWER = f"{TOO_LARGE}, and with offloading slower than the best layout"
+_ACTIVATIONS = f"{TOO_LARGE}, also with all states on the host"
 _TOO_MANY = f"{TOO_LARGE}, and offloading is evaluated for {MOST_PLACEMENTS} layouts at most"
 _EQUAL = f"{TOO_LARGE}, and offloading is evaluated with optim.resident = 'all'"
 
@@ -263,8 +264,10 @@ def _evaluate(
                     rejected[_EQUAL] += 1
                 elif refusal := checks.refusal(layout._replace(offload="auto")):
                     rejected[refusal] += 1
+                elif candidate := offloaded.candidate(layout, used):
+                    candidates.append(candidate)
                 else:
-                    candidates.append(offloaded.candidate(layout, used))
+                    rejected[_ACTIVATIONS] += 1
             except ConfigError as error:
                 rejected[reason_of(error)] += 1
         report(len(inner))

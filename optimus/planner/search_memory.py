@@ -78,6 +78,11 @@ class LayoutMemory:
             for first, second in zip(of_states, of_activations, strict=True)
         )
 
+    def activations(self, layout: Layout) -> int:
+        """Return the bytes of activations of the pipeline rank that has fewest of them. No
+        placement of the states changes them."""
+        return min(map(max, self._activations_of(layout)))
+
     def microbatches(self, layout: Layout) -> int:
         """Return the number of microbatches of a rank in a step."""
         train = self._config.train

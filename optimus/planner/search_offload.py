@@ -14,7 +14,10 @@ from optimus.config import Config
 from optimus.config.machine import Machine
 from optimus.planner.layouts import Layout
 from optimus.planner.offload_time import decide_placements, machine_limits, time_offloaded
+from optimus.planner.placement_search import reserve_of
+from optimus.planner.search_memory import LayoutMemory
 from optimus.planner.search_time import StepSeconds
+from optimus.planner.step_time import is_cpu
 
 
 class Candidate(NamedTuple):
@@ -35,23 +38,36 @@ class OffloadedLayouts:
         machine: The machine.
         name: Name of the machine, for messages.
         seconds: The times of the layouts without offloading.
+        memory: The memory of the layouts without offloading.
 
     Raises:
         ConfigError: The machine has no links.
     """
 
-    def __init__(self, config: Config, machine: Machine, name: str, seconds: StepSeconds) -> None:
+    def __init__(
+        self,
+        config: Config,
+        machine: Machine,
+        name: str,
+        seconds: StepSeconds,
+        memory: LayoutMemory,
+    ) -> None:
         self._config, self._machine, self._name = config, machine, name
         self._limits = machine_limits(config, machine, name)
-        self._seconds = seconds
+        device = "cpu" if is_cpu(machine) else "cuda"
+        self._allowed = self._limits.device - reserve_of(self._limits.device, device)
+        self._seconds, self._memory = seconds, memory
 
-    def candidate(self, layout: Layout, needed: int) -> Candidate:
-        """Return a layout that needs `needed` bytes of device memory without offloading.
+    def candidate(self, layout: Layout, needed: int) -> Candidate | None:
+        """Return a layout that needs `needed` bytes of device memory without offloading; None if
+        its activations alone do not fit.
 
         The estimate assumes that this share of the states is on the host: the bytes that the device
         lacks, relative to those that it needs. Each pass of a microbatch copies their parameters to
         the device, each backward their gradients to the host, and the host updates them.
         """
+        if self._memory.activations(layout) > self._allowed:
+            return None
         links, layout = self._limits.links, layout._replace(offload="auto")
         least_s = self._seconds.of_passes(layout)
         size, updated, microbatches = self._seconds.work_of_states(layout)

@@ -216,8 +216,9 @@ def test_offloaded_winner_is_that_of_an_evaluation_of_each_layout():
     config = with_offload(config, device_memory=str(limit))
     machine = load_machine("h200").model_copy(update={"ranks_per_node": 2})
     seconds = StepSeconds(config, checks, rates_of(machine, "bf16"), profiled)
-    offloaded = OffloadedLayouts(config, machine, "h200", seconds)
-    functions = LayoutMemory(config, checks, limit, profiled), seconds, checks, limit
+    limited = LayoutMemory(config, checks, limit, profiled)
+    offloaded = OffloadedLayouts(config, machine, "h200", seconds, limited)
+    functions = limited, seconds, checks, limit
     ranking = search(config, 2, space, *functions, offloaded=offloaded)
     times = {}
     for layout in space.layouts(2):
@@ -231,6 +232,10 @@ def test_offloaded_winner_is_that_of_an_evaluation_of_each_layout():
     assert {e.layout: e.time for e in ranking.evaluations}.items() <= times.items()
     assert ranking.rejected[_EQUAL] == 2 and not ranking.candidates
     assert len(ranking.evaluations) + ranking.rejected.total() == 6
+    # A layout whose activations do not fit has no placement.
+    device = {"device_memory": str(limited.activations(best.layout))}
+    small = OffloadedLayouts(with_offload(config, **device), machine, "h200", seconds, limited)
+    assert small.candidate(best.layout, limit) is None
     # With a layout that is faster than all bounds, none is evaluated with offloading.
     fastest = min(map(seconds.of_passes, times))
     fast = (lambda layout: limit + (layout.sharding == "so")), (lambda layout: fastest / 2)
