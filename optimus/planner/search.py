@@ -178,7 +178,7 @@ def _evaluate_candidates(
     ranking: Ranking, offloaded: OffloadedLayouts, evaluate_all: Callable[..., list[Ranking]]
 ) -> None:
     """Evaluate the candidates of a ranking with offloading, and remove them."""
-    candidates = sorted(ranking.candidates)
+    candidates = [*ranking.candidates]
     ranking.candidates.clear()
     best_s, number = min((e.time for e in ranking.evaluations), default=math.inf), 0
     if candidates:
@@ -188,6 +188,10 @@ def _evaluate_candidates(
         slower = [c for c in candidates if c.least_s >= best_s]
         ranking.rejected[_SLOWER] += len(slower)
         candidates = [c for c in candidates if c.least_s < best_s]
+        if best_s == math.inf:  # the estimates do not say which layouts fit
+            candidates.sort(key=lambda c: (c.activations, c))
+        else:
+            candidates.sort()
         chosen = candidates[: min(_AT_ONCE, MOST_PLACEMENTS - number)]
         if not chosen:
             break

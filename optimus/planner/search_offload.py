@@ -2,8 +2,9 @@
 
 The search for a placement of a layout takes seconds, a thousand times as long as the evaluation of
 a layout whose states are on the device. Therefore only layouts that do not fit on the device are
-evaluated with offloading, those that are expected to be fast first, and none whose lower bound of
-the time is at least the time of the best layout.
+evaluated with offloading, and none whose lower bound of the time is at least the time of the best
+layout. Until a layout fits, those with the fewest activations are evaluated first, then those that
+are expected to be fast.
 """
 
 from __future__ import annotations
@@ -24,9 +25,11 @@ class Candidate(NamedTuple):
     """A layout that does not fit on the device without offloading."""
 
     estimate_s: float
-    """Estimated seconds of a step with offloading, by which candidates are ordered."""
+    """Estimated seconds of a step with offloading."""
     least_s: float
     """Lower bound of the seconds of a step with offloading."""
+    activations: int
+    """Bytes of the activations of the pipeline rank that has fewest of them."""
     layout: Layout
 
 
@@ -66,7 +69,8 @@ class OffloadedLayouts:
         lacks, relative to those that it needs. Each pass of a microbatch copies their parameters to
         the device, each backward their gradients to the host, and the host updates them.
         """
-        if self._memory.activations(layout) > self._allowed:
+        activations = self._memory.activations(layout)
+        if activations > self._allowed:
             return None
         links, layout = self._limits.links, layout._replace(offload="auto")
         least_s = self._seconds.of_passes(layout)
@@ -75,7 +79,7 @@ class OffloadedLayouts:
         to_device_s = 2 * microbatches * share * size / links.to_device
         to_host_s = microbatches * share * size / links.to_host
         estimate_s = max(least_s, to_device_s, to_host_s, share * updated / links.host_adam)
-        return Candidate(estimate_s, least_s, layout)
+        return Candidate(estimate_s, least_s, activations, layout)
 
     def evaluate(self, layout: Layout) -> tuple[float, int]:
         """Return the seconds of a step and the bytes on the device of the fullest rank. Raises
