@@ -14,11 +14,11 @@ from typing import NamedTuple
 from optimus.config import Config
 from optimus.config.machine import Machine
 from optimus.planner.layouts import Layout
+from optimus.planner.machine_rates import is_cpu
 from optimus.planner.offload_time import decide_placements, machine_limits, time_offloaded
 from optimus.planner.placement_search import reserve_of
 from optimus.planner.search_memory import LayoutMemory
 from optimus.planner.search_time import StepSeconds
-from optimus.planner.step_time import is_cpu
 
 
 class Candidate(NamedTuple):
