@@ -91,6 +91,9 @@ class Workload:
     gather_s: Sequence[float] = ()
     """Seconds of the collective that gathers each chunk after it is copied to the device; empty if
     they are not known."""
+    all_on_host: bool = False
+    """True to search only placements with all chunks on the host. The cache has slots only for
+    chunks on the host, but with optim.resident = "cache" chunks on the device need slots, too."""
 
     @cached_property
     def compute_s(self) -> float:
@@ -473,7 +476,8 @@ def _spare_bytes(
 
 def _numbers(workloads: Sequence[Workload]) -> Iterator[tuple[Workload, int]]:
     for workload in workloads:
-        for num_host in range(1, len(workload.chunks) + 1):
+        most = len(workload.chunks)
+        for num_host in range(most if workload.all_on_host else 1, most + 1):
             yield workload, num_host
 
 

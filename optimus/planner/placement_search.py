@@ -498,7 +498,8 @@ def _workload(
     )
     shape = schedule.num_ranks, schedule.virtual_stages, schedule.num_microbatches
     idle = bubble_ratio(schedule.name, *shape) * work.compute_s
-    work = dataclasses.replace(work, idle_s=idle, gather_s=gather_s)
+    cached = config.optim.resident == "cache" and mesh.num_data_ranks > 1
+    work = dataclasses.replace(work, idle_s=idle, gather_s=gather_s, all_on_host=cached)
     if not (has_disk and config.checkpoint.async_save):
         return work
     moved = _with_placement(config, disk_share=1.0, order=order)

@@ -80,10 +80,11 @@ def test_space_is_left_for_unbalanced_experts() -> None:
 
 
 ZB = {"parallel__pp": 2, "parallel__schedule": "zb-h1"}
+CACHE = {"parallel__dp": 2, "optim__sharding": "so", "optim__resident": "cache"}
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"train__deterministic": True, "train__dtype": "bf16"}, ZB]
+    "settings", [{}, {"train__deterministic": True, "train__dtype": "bf16"}, ZB, CACHE]
 )
 def test_memory_is_limited_down_to_the_smallest_limit(settings: dict) -> None:
     with pytest.raises(ConfigError) as refused:
