@@ -12,7 +12,9 @@ of a torch function with this tensor to `__torch_function__`:
   the first one, because the cache may be too small for the chunks.
 - A write to a parameter is refused. A function that writes to another tensor, such as
   `average.lerp_(parameter, 0.1)`, only reads the parameter.
-- Reads and writes of a gradient use the sum on the host, and copies of parameters there.
+- Reads and writes of a gradient use the sum on the host, and copies of parameters there. During the
+  backward of its segment, they use the gradient on the device, whose views are guarded, too.
+- NumPy arrays of parameters are copies, because a storage that NumPy refers to cannot be freed.
 
 The class of a parameter changes back while its segment computes, so that guards cost nothing there.
 """
@@ -45,6 +47,7 @@ _WRITE = (
     "parameter {} is offloaded and cannot be changed by {}; use the optimizer of optimus.offload "
     "or model.load_state_dict, or change it before the call of optimus.offload"
 )
+_ARRAYS = frozenset(("numpy", "__array__"))
 _CONVERSIONS = frozenset(("to", "cpu", "cuda", "xpu", "float", "half", "bfloat16", "double"))
 
 
@@ -116,7 +119,18 @@ class GuardedGradient(Tensor):
         return _run(func, args, kwargs or {})
 
 
+class GuardedGradientView(Tensor):
+    """A view of a gradient on the device, made during backward."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return _run(func, args, kwargs or {})
+
+
 _PARAMETERS = (GuardedParameter, GuardedView)
+_GRADIENTS = (GuardedGradient, GuardedGradientView)
 
 
 def guard(tensor: Tensor, kind: type, name: str, owner: Owner) -> None:
@@ -163,7 +177,11 @@ def _run(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     written = next((t for t in _written(name, args, kwargs) if isinstance(t, _PARAMETERS)), None)
     if written is not None:
         raise ConfigError(_WRITE.format(_guard_of(written).name, name))
-    if any(isinstance(tensor, GuardedGradient) for tensor in tensors):
+    refuse_if(
+        name == "__dlpack__",
+        "an offloaded tensor cannot be exported by __dlpack__; export a copy (tensor.clone())",
+    )
+    if any(isinstance(tensor, _GRADIENTS) for tensor in tensors):
         return _run_on_gradients(func, args, kwargs, tensors)
     parameters = [tensor for tensor in tensors if isinstance(tensor, _PARAMETERS)]
     return _run_on_parameters(func, args, kwargs, parameters)
@@ -180,13 +198,13 @@ def _run_on_gradients(
         tensors: The tensors in the arguments.
     """
     name = _name_of(func)
-    gradients = [tensor for tensor in tensors if isinstance(tensor, GuardedGradient)]
+    gradients = [tensor for tensor in tensors if isinstance(tensor, _GRADIENTS)]
     of_first = _guard_of(gradients[0])
     refuse_if(
         name == "data.set",
         f"the gradient of parameter {of_first.name} cannot be replaced; use grad.copy_",
     )
-    sums = {id(g): _guard_of(g).owner.gradient_sum(_guard_of(g).name) for g in gradients}
+    sums = {id(gradient): _values_of(gradient) for gradient in gradients}
     device = sums[id(gradients[0])].device
     read: list[tuple[Tensor, Tensor, int]] = []
     moved: list[tuple[Tensor, Tensor, Tensor]] = []
@@ -194,10 +212,13 @@ def _run_on_gradients(
         if isinstance(tensor, _PARAMETERS):
             copy = _copy(tensor, device)
             read.append((tensor, copy, copy._version))
-        elif not isinstance(tensor, GuardedGradient) and tensor.device != device:
+        elif not isinstance(tensor, _GRADIENTS) and tensor.device != device:
             copy = tensor.to(device)
             moved.append((tensor, copy, copy.detach().clone()))
     replaced = sums | {id(tensor): copy for tensor, copy, _ in [*read, *moved]}
+    on_device = {of.storage: of for of in map(_guard_of, gradients)}
+    if name in _ARRAYS and sums[id(gradients[0])].untyped_storage()._cdata in on_device:
+        return _array_of(func, args, kwargs, {id(g): sums[id(g)].clone() for g in gradients})
     result = _call(func, _replace(args, replaced), _replace(kwargs, replaced))
     for tensor, copy, before in moved:
         if not torch.equal(copy, before):  # the function has changed it, as GradScaler does
@@ -208,7 +229,31 @@ def _run_on_gradients(
         _refuse_recorded(result, parameter, name)
     # A function in place returns its first argument, to which `p.grad *= 2` sets `p.grad`.
     originals = {id(replaced[id(tensor)]): tensor for tensor in tensors if id(tensor) in replaced}
-    return originals.get(id(result), result)
+    result = originals.get(id(result), result)
+    _guard_views(result, GuardedGradientView, on_device)
+    return result
+
+
+def _values_of(gradient: Tensor) -> Tensor:
+    """Return the tensor that has the values of a gradient, or of a view of it, now."""
+    of_gradient = _guard_of(gradient)
+    total = of_gradient.owner.gradient_sum(of_gradient.name)
+    if isinstance(gradient, GuardedGradient):
+        return total
+    refuse_if(
+        total.untyped_storage()._cdata != of_gradient.storage,
+        f"a view of the gradient of parameter {of_gradient.name}, made during backward, is used "
+        "afterwards, when its memory is freed; copy the gradient in backward (grad.clone())",
+    )
+    with torch._C.DisableTorchFunctionSubclass():
+        return gradient.view_as(gradient)
+
+
+def _array_of(func: Any, args: tuple, kwargs: dict[str, Any], copies: dict[int, Tensor]) -> Any:
+    """Return the NumPy array of a copy. It is read-only, because a change would be lost."""
+    array = _call(func, _replace(args, copies), _replace(kwargs, copies))
+    array.setflags(write=False)
+    return array
 
 
 def _run_on_parameters(
@@ -217,6 +262,8 @@ def _run_on_parameters(
     """Call a function with the values of `parameters`, which are in its arguments."""
     name, first = _name_of(func), _guard_of(parameters[0]).name
     refuse_if(name == "__deepcopy__", "an offloaded model cannot be copied; copy its state_dict()")
+    if name in _ARRAYS:  # a storage that NumPy refers to cannot be freed
+        return _array_of(func, args, kwargs, {id(p): _copy(p, p.device) for p in parameters})
     copies = _gather(parameters)
     used = [copies.get(id(parameter), parameter) for parameter in parameters]
     versions = [tensor._version for tensor in used]
@@ -228,19 +275,27 @@ def _run_on_parameters(
     _refuse_recorded(result, first, name)
     copied = {copy.untyped_storage()._cdata for copy in copies.values()}
     storages = {_guard_of(parameter).storage: _guard_of(parameter) for parameter in parameters}
-    for tensor in tensors_in(result):
-        if type(tensor) is not Tensor or tensor.layout is not torch.strided:
-            continue
-        storage = tensor.untyped_storage()._cdata
-        refuse_if(
-            storage in copied,
-            f"{name} returns views of several offloaded parameters, of which {first} is the first; "
-            "call it with their copies (parameter.detach().clone())",
-        )
-        if storage in storages:
-            of_view = storages[storage]
-            guard(tensor, GuardedView, of_view.name, of_view.owner)
+    refuse_if(
+        any(_storage_of(tensor) in copied for tensor in tensors_in(result)),
+        f"{name} returns views of several offloaded parameters, of which {first} is the first; "
+        "call it with their copies (parameter.detach().clone())",
+    )
+    _guard_views(result, GuardedView, storages)
     return result
+
+
+def _guard_views(result: Any, kind: type, storages: dict[int, Guard]) -> None:
+    """Change the class of the tensors in a result that are views of `storages` to `kind`."""
+    for tensor in tensors_in(result):
+        of_view = storages.get(_storage_of(tensor))
+        if of_view is not None:
+            guard(tensor, kind, of_view.name, of_view.owner)
+
+
+def _storage_of(tensor: Tensor) -> int:
+    """Return the storage of a plain tensor; 0 for other tensors."""
+    is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
+    return tensor.untyped_storage()._cdata if is_plain else 0
 
 
 def _refuse_recorded(result: Any, parameter: str, function: str) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import random
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -172,3 +173,48 @@ def test_functions_of_a_parameter_and_its_gradient_that_lose_values_are_refused(
         torch.no_grad()(weight.sub_)(weight.grad, alpha=0.1)
     with pytest.raises(ConfigError, match="lm_head.weight is used with gradients outside"):
         weight * weight.grad
+
+
+@pytest.mark.parametrize("hostile_memory", ["freed"], indirect=True)
+@pytest.mark.parametrize(("share", "seed"), PLACEMENTS)
+def test_arrays_of_parameters_and_gradients_have_their_values(share, seed):
+    """Also in hooks during backward, where gradients are on the device."""
+    ours, optimizer, theirs, reference = models_of(share, seed)
+    results = []
+    for model, of_model in ((ours, optimizer), (theirs, reference)):
+        values: list[np.ndarray] = []
+
+        def append(parameter: Tensor, values=values) -> None:
+            values.append(parameter.grad.cpu().numpy().copy())
+
+        handles = [p.register_post_accumulate_grad_hook(append) for p in model.parameters()]
+        for step in range(2):
+            loss_of(model, step).backward()
+            for parameter in model.parameters():
+                values.append(parameter.detach().cpu().numpy().copy())
+                values.append(np.asarray(parameter.data[..., ::2]).copy())
+                values.append(parameter.grad.numpy().copy())
+            of_model.step()
+            of_model.zero_grad()
+        for handle in handles:
+            handle.remove()
+        results.append(values)
+    assert all(np.array_equal(a, b) for a, b in zip(*results, strict=True))
+    assert_equal(weights(ours), weights(theirs))
+
+
+def test_exports_and_views_of_freed_memory_are_refused():
+    """An array is a copy, so a change of it is refused, too."""
+    ours, *_ = models_of(1.0, 0)
+    weight, views = ours.lm_head.weight, []
+    array = weight.detach().cpu().numpy()
+    with pytest.raises(ValueError, match="read-only"):
+        array *= 2
+    with pytest.raises(ConfigError, match="cannot be exported by __dlpack__"):
+        np.from_dlpack(weight.detach())
+    weight.register_post_accumulate_grad_hook(lambda p: views.append(p.grad[0].mul_(2.0)))
+    loss_of(ours, 0).backward()
+    with pytest.raises(
+        ConfigError, match=r"the gradient of parameter lm_head\.weight, made during"
+    ):
+        views[0].sum()
