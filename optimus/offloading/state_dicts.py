@@ -39,8 +39,8 @@ class StateDictHooks(NotCopied):
         self._owner = owner
         self._names = {id(parameter): name for name, parameter in owner.named.items()}
         self._modules = [m for m in model.modules() if any(True for _ in m.parameters(False))]
-        self._storages: dict[str, torch.UntypedStorage] = {}
-        """Storages that have only the elements of a parameter, by its name."""
+        self._alone: dict[str, Tensor] = {}
+        """Tensors whose storage has only the elements of a parameter, by its name."""
 
     def register(self) -> None:
         """Register the hooks of all modules that have parameters."""
@@ -75,14 +75,12 @@ class StateDictHooks(NotCopied):
         tensor of each storage, because they take the others for tied parameters. Tied parameters
         have the same name here, so that they still share a storage.
         """
-        storage = self._storages.get(name)
-        if storage is None or storage.data_ptr() != value.data_ptr():
-            storage = torch.from_dlpack(value.detach()).untyped_storage()
-            self._storages[name] = storage
-        if storage.nbytes() == value.nbytes:
-            # An assignment to `data` keeps the version counter of the parameter.
-            alone = torch.empty(0, dtype=value.dtype, device=value.device)
-            value.data = alone.set_(storage, 0, value.shape, value.stride())
+        alone = self._alone.get(name)
+        if alone is None or alone.data_ptr() != value.data_ptr():
+            with torch.inference_mode(False):
+                alone = self._alone[name] = torch.from_dlpack(value)
+        if alone.shape == value.shape:
+            value.data = alone  # this keeps the version counter of the parameter
 
     def _before_load(
         self, module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any, *_: Any
