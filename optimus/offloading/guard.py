@@ -17,6 +17,9 @@ of a torch function with this tensor to `__torch_function__`:
 - NumPy arrays of parameters are copies, because a storage that NumPy refers to cannot be freed.
 
 The class of a parameter changes back while its segment computes, so that guards cost nothing there.
+
+Code may change a parameter that stays on the device. torch's version counter of the parameter shows
+the change, except one of `parameter.data`. `WatchedParameter` therefore has another `data`.
 """
 
 from __future__ import annotations
@@ -41,6 +44,7 @@ _NEEDS_NO_VALUES = frozenset(
         *("register_hook", "register_post_accumulate_grad_hook", "retain_grad", "requires_grad_"),
     )
 )
+_data: Any = torch._C.TensorBase.data
 _ATTRIBUTE = "_optimus_guard"
 _VALUES_OF_GET = frozenset(("data", "T", "mT", "H", "mH", "real", "imag"))
 _WRITE = (
@@ -99,6 +103,19 @@ class GuardedParameter(nn.Parameter):
         return _run(func, args, kwargs or {})
 
 
+class WatchedParameter(nn.Parameter):
+    """A parameter on the device. A change of `data` increments the parameter's version counter."""
+
+    @property
+    def data(self) -> Tensor:
+        """The values, as a tensor that has the version counter of the parameter."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        _data.__set__(self, value)
+
+
 class GuardedView(Tensor):
     """A view of a parameter, made while no segment with the parameter computed."""
 
@@ -141,13 +158,19 @@ def guard(tensor: Tensor, kind: type, name: str, owner: Owner) -> None:
         tensor.__class__ = kind
 
 
+def watch(parameter: Tensor) -> None:
+    """Make a plain parameter a watched parameter. `open_` undoes this."""
+    parameter.__class__ = WatchedParameter
+
+
 def close(parameter: Tensor) -> None:
     """Make a parameter with the attributes of `guard` a guarded parameter."""
     parameter.__class__ = GuardedParameter
 
 
 def open_(parameter: Tensor) -> None:
-    """Make a guarded parameter a plain parameter. Call this when its values are on the device."""
+    """Make a guarded or watched parameter a plain parameter. Call this when its values are on the
+    device."""
     parameter.__class__ = nn.Parameter
 
 

@@ -106,6 +106,9 @@ class OffloadedModel(NotCopied):
         """Handles of all hooks."""
         self._device_views: dict[str, Tensor] = {}
         self._guarded = self._guard_tensors()
+        self._versions = {name: parameter._version for name, parameter in self.named.items()}
+        """Version counters of the parameters when their values were last set."""
+        self._watched = self._watch_tensors()
         self._hooks = [
             _SegmentHooks(self, index, segment, self._guarded)
             for index, segment in enumerate(chunks.segments)
@@ -137,6 +140,15 @@ class OffloadedModel(NotCopied):
             if name in guarded:
                 guard.guard(grad, guard.GuardedGradient, name, self)
         return guarded
+
+    def _watch_tensors(self) -> list[str]:
+        """Watch the parameters on the device that have a master, and return their names."""
+        names = [
+            name for name in self.trained if name not in self._guarded and self._has_master(name)
+        ]
+        for name in names:
+            guard.watch(self.named[name])
+        return names
 
     def keep(self, *handles: RemovableHandle) -> None:
         """Keep handles of hooks, so that `release` can remove the hooks."""
@@ -172,6 +184,7 @@ class OffloadedModel(NotCopied):
                     parameter.data = chunk.view(chunk.shard, slot)
                 if name in self._grads and parameter.dtype is not self._grads[name].dtype:
                     parameter.grad_dtype = parameter.dtype
+                guard.open_(parameter)
                 delattr(parameter, MARK)
         delattr(self._module, MARK)
         self.engine.memory.close()
@@ -366,6 +379,7 @@ class OffloadedModel(NotCopied):
         self._close_all()
         with _raw():
             self.engine.gradients.finish()
+        self.adopt_changes()
         return set(self._received)
 
     def end_step(self) -> None:
@@ -413,6 +427,11 @@ class OffloadedModel(NotCopied):
                     f"requires_grad of parameter {name} was changed after optimus.offload; set it "
                     "before the call",
                 )
+                refuse_if(
+                    name in self._guarded and self._is_changed(name),
+                    f"parameter {name} is offloaded and was changed in place, by its module or in "
+                    "the result of state_dict(); use model.load_state_dict to change it",
+                )
 
     # -- states ----------------------------------------------------------------------------------
 
@@ -421,7 +440,12 @@ class OffloadedModel(NotCopied):
         "master" unless the parameter is fp32."""
         chunk, _ = self._slots[name]
         assert isinstance(chunk, ChunkState)
-        return [*chunk.moments, *([] if chunk.master is chunk.shard else ["master"])]
+        return [*chunk.moments, *(["master"] if self._has_master(name) else [])]
+
+    def _has_master(self, name: str) -> bool:
+        """Return True if a trained parameter has a separate fp32 master."""
+        chunk, _ = self._slots[name]
+        return isinstance(chunk, ChunkState) and chunk.master is not chunk.shard
 
     def state_of(self, name: str) -> dict[str, Tensor]:
         """Return the optimizer states of a trained parameter by name, as views."""
@@ -451,11 +475,22 @@ class OffloadedModel(NotCopied):
                 parameter.data = self._device_views[name]
                 guard.close(parameter)
 
+    def adopt_changes(self) -> None:
+        """Set the masters of parameters on the device that code has changed."""
+        changed = [name for name in self._watched if self._is_changed(name)]
+        if changed:
+            self.adopt_values({name: self.named[name] for name in changed})
+
+    def _is_changed(self, name: str) -> bool:
+        """Return True if code has changed a parameter in place after `adopt_values`."""
+        return self.named[name]._version != self._versions[name]
+
     def adopt_values(self, parameters: dict[str, nn.Parameter]) -> None:
         """Set the master weights from values that were written after `show_values`."""
-        for name in parameters:
+        for name, parameter in parameters.items():
+            self._versions[name] = parameter._version
             chunk, slot = self._slots[name]
-            if isinstance(chunk, ChunkState) and chunk.master is not chunk.shard:
+            if isinstance(chunk, ChunkState) and self._has_master(name):
                 values = chunk.shard[slot.start : slot.stop]
                 master = self.engine.read(chunk.master[slot.start : slot.stop])
                 # Keep a master that rounds to the loaded value, because it has more bits.

@@ -491,6 +491,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         bf16 or fp16 also have the fp32 "master". Before the first step, there is no state."""
         model = self._offloaded
         model.engine.wait()
+        model.adopt_changes()
         state, groups, number = {}, [], 0
         for group, names in zip(self.param_groups, self._names, strict=True):
             options = {key: value for key, value in group.items() if key != "params"}

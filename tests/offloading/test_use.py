@@ -390,6 +390,74 @@ def test_a_write_to_an_offloaded_parameter_is_refused(write):
     assert_equal(weights(ours), before)
 
 
+CHANGED_VALUES = {
+    "parameter": lambda model, name: model.get_parameter(name).fill_(2.0),
+    "data": lambda model, name: model.get_parameter(name).data.fill_(2.0),
+    "state_dict": lambda model, name: model.state_dict()[name].fill_(2.0),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("change", CHANGED_VALUES)
+def test_changed_values_of_a_parameter_on_the_device_are_trained(change, dtype):
+    """The changed values are also those of the fp32 masters. Other masters keep their bits."""
+    model = models.llama().to(dtype)
+    optimizer = optimus.offload(model, lr=1e-3, host_share=0.0)
+    with torch.enable_grad():
+        train(model, optimizer, (1,))
+    before, state = weights(model), copy.deepcopy(optimizer.state_dict()["state"])
+    CHANGED_VALUES[change](model, "model.norm.weight")
+    expected = {**before, "model.norm.weight": torch.full((32,), 2.0, dtype=dtype)}
+    assert not torch.equal(before["model.norm.weight"], expected["model.norm.weight"])
+    masters = [values.get("master") for values in state.values()]
+    number = [name for name, _ in model.named_parameters()].index("model.norm.weight")
+    masters[number] = None if dtype is torch.float32 else torch.full((32,), 2.0)
+    optimizer.param_groups[0]["lr"] = 0.0
+    with torch.enable_grad():
+        train(model, optimizer, (1,))
+    assert_equal(weights(model), expected)
+    for master, values in zip(masters, optimizer.state_dict()["state"].values(), strict=True):
+        assert master is None or torch.equal(master, values["master"])
+    CHANGED_VALUES[change](model, "lm_head.weight")
+    if dtype is torch.bfloat16:
+        assert optimizer.state_dict()["state"][number + 1]["master"].eq(2.0).all()
+    optimizer.close()
+    assert type(model.lm_head.weight) is nn.Parameter
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Embedding(64, 32, max_norm=0.5), nn.Linear(32, 32)])
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.blocks[1](self.blocks[0](batch)).square().mean()
+
+
+@pytest.mark.parametrize("change", ["module", "state_dict"])
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_a_change_inplace_has_an_effect_or_is_refused(change, share):
+    """An offloaded parameter is changed without a call of a torch function on the parameter."""
+    ours, theirs = Normed(), Normed()
+    if change == "state_dict":
+        ours.blocks[0].max_norm = theirs.blocks[0].max_norm = None
+    theirs.load_state_dict(ours.state_dict())
+    optimizer, reference = optimus.offload(ours, host_share=share), adamw(theirs)
+    for model in (ours, theirs):
+        if change == "state_dict":
+            model.state_dict()["blocks.0.weight"].mul_(0.5)
+        model(tokens(0)).backward()
+    reference.step()
+    if share:
+        with pytest.raises(ConfigError, match="blocks.0.weight is offloaded and was changed"):
+            optimizer.step()
+        ours.load_state_dict(ours.state_dict())
+    optimizer.step()
+    if not share:
+        assert_equal(weights(ours), weights(theirs))
+
+
 def test_views_of_an_offloaded_parameter_are_read_after_later_steps():
     """A view that was made before a step has the values after the step, as in torch."""
     ours, optimizer, theirs, reference = pair("llama", 1.0, cache={"cache_chunks": 2})
