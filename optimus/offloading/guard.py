@@ -27,10 +27,13 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch._C import _len_torch_dispatch_stack
+from torch.utils._python_dispatch import _disable_current_modes
 
 from optimus.errors import ConfigError, refuse_if
 from optimus.offloading.checks import NotCopied
@@ -450,3 +453,10 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
         yield from tensors_in(list(value.values()))
     elif dataclasses.is_dataclass(value):
         yield from tensors_in([getattr(value, f.name) for f in dataclasses.fields(value)])
+
+
+def without_modes() -> AbstractContextManager:
+    """Return a context manager in which the user's TorchDispatchModes are not called. Those of
+    selective checkpointing count operations, but a recomputation may copy other chunks than the
+    forward did."""
+    return _disable_current_modes() if _len_torch_dispatch_stack() else nullcontext()

@@ -215,7 +215,7 @@ class OffloadedModel(NotCopied):
                 self._begin_step()
         self._close_all()
         hooks = self._hooks[index]
-        with _raw():  # the engine reads no freed memory
+        with _raw(), guard.without_modes():  # the engine reads no freed memory
             hooks.before(backward)
         for parameter in hooks.needed:
             guard.open_(parameter)
@@ -233,7 +233,7 @@ class OffloadedModel(NotCopied):
         self.check_open()
         # Gather the parameters of the present segment again, so that they are not evicted.
         names = [guard.name_of(parameter) for parameter in self._open]
-        with _raw():
+        with _raw(), guard.without_modes():
             self.engine.gather([name, *names])
 
     def restore(self) -> None:
@@ -246,7 +246,8 @@ class OffloadedModel(NotCopied):
         self._in_step = True
         self._uses = []
         if self.engine.params.plan is not None:
-            self.engine.params.start_step()
+            with guard.without_modes():
+                self.engine.params.start_step()
 
     def _close_all(self) -> None:
         self.close(self._open)

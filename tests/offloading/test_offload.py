@@ -6,11 +6,12 @@ import copy
 import itertools
 import random
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import optimus
 from optimus.chunks.buffers import ShardBuffers
@@ -158,14 +159,23 @@ def test_gradient_checkpointing_changes_no_bit(name, reentrant, slots):
     assert_equal(weights(ours), weights(theirs))
 
 
+_saves_products = partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
+CHECKPOINTS: dict[str, dict[str, Any]] = {
+    "reentrant": {"use_reentrant": True},
+    "not reentrant": {"use_reentrant": False},
+    "selective": {"use_reentrant": False, "context_fn": _saves_products},
+}
+"""Arguments of torch's `checkpoint`."""
+
+
 class Tower(nn.Module):
     """Blocks in regions that backward recomputes together, direct parameters, a block that is used
     twice, one that is not used, and a parameter of another dtype of block."""
 
-    def __init__(self, reentrant: bool | None = None, region: int = 2) -> None:
+    def __init__(self, checkpoints: str = "", region: int = 2) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.reentrant, self.region = reentrant, region
+        self.checkpoints, self.region = checkpoints, region
         self.scale = nn.Parameter(torch.ones(32))
         self.embed = nn.Embedding(models.VOCAB, 32)
         self.blocks = nn.ModuleList(
@@ -182,10 +192,10 @@ class Tower(nn.Module):
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         x = self.embed(input_ids) * self.scale
         for first in range(0, 6, self.region):
-            if self.reentrant is None:
+            if not self.checkpoints:
                 x = self.run(first, x)
             else:
-                x = checkpoint(self.run, first, x, use_reentrant=self.reentrant)
+                x = checkpoint(self.run, first, x, **CHECKPOINTS[self.checkpoints])
         x = x + self.blocks[1](x)  # a second use
         return self.head(x)
 
@@ -204,18 +214,18 @@ def train_tower(model: Tower, optimizer: torch.optim.Optimizer, count: int) -> l
 
 
 @pytest.mark.parametrize("region", [1, 2, 3])
-@pytest.mark.parametrize("reentrant", [None, False, True])
+@pytest.mark.parametrize("checkpoints", ["", *CHECKPOINTS])
 @pytest.mark.parametrize("share", [0.5, 1.0])
-def test_plain_modules_equal_adamw_of_torch(reentrant, region, share):
+def test_plain_modules_equal_adamw_of_torch(checkpoints, region, share):
     """The module `unused` has no gradient: as in torch, it is not updated, and does not decay.
 
     Several reentrant checkpoints use `scale`, and each adds to its gradient separately. torch adds
     them to the sum of the earlier microbatches, and the engine adds the sum of each microbatch.
     These sums round differently if there are several microbatches.
     """
-    ours, optimizer, theirs, reference = pair(Tower(reentrant, region), share)
+    ours, optimizer, theirs, reference = pair(Tower(checkpoints, region), share)
     before = weights(ours.unused)
-    count = 1 if reentrant else 2
+    count = 1 if checkpoints == "reentrant" else 2
     assert train_tower(ours, optimizer, count) == train_tower(theirs, reference, count)
     assert_equal(weights(ours), weights(theirs))
     assert_equal(weights(ours.unused), before)
