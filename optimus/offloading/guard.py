@@ -64,8 +64,8 @@ class Owner(Protocol):
     def read(self, name: str) -> None:
         """Gather the parameter `name`, which stays whole until the next use of a segment."""
 
-    def restore(self) -> None:
-        """Replace the values of all parameters on the device by those on the host."""
+    def restore(self, name: str) -> None:
+        """Undo a write to the parameter `name` on the device."""
 
     def gradient_sum(self, name: str) -> Tensor:
         """Return the tensor that has the values of a gradient now."""
@@ -296,8 +296,9 @@ def _run_on_parameters(
     result = _call(func, _replace(args, copies), _replace(kwargs, copies))
     for parameter, tensor, version in zip(parameters, used, versions, strict=True):
         if tensor._version != version:  # for example by F.dropout(inplace=True)
-            _guard_of(parameter).owner.restore()
-            raise ConfigError(_WRITE.format(_guard_of(parameter).name, name))
+            of_parameter = _guard_of(parameter)
+            of_parameter.owner.restore(of_parameter.name)
+            raise ConfigError(_WRITE.format(of_parameter.name, name))
     _refuse_recorded(result, first, name)
     copied = {copy.untyped_storage()._cdata for copy in copies.values()}
     storages = {_guard_of(parameter).storage: _guard_of(parameter) for parameter in parameters}

@@ -236,11 +236,12 @@ class OffloadedModel(NotCopied):
         with _raw(), guard.without_modes():
             self.engine.gather([name, *names])
 
-    def restore(self) -> None:
-        """Copy the parameters on the device from the host again, after a write to some of them."""
+    def restore(self, name: str) -> None:
+        """Copy the parameters on the device from the host again, after a write to `name`."""
         with _raw():
             self.engine.params.invalidate()
             self.engine.gather([guard.name_of(parameter) for parameter in self._open])
+            self._versions[name] = self.named[name]._version
 
     def _begin_step(self) -> None:
         self._in_step = True
