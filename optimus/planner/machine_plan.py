@@ -218,8 +218,6 @@ def plan_on_machine(
         - `smallest`: for each decision, in bytes: `device`, the smallest offload.device_memory with
           which a placement fits into the host memory, and `host`, the smallest offload.host_memory
           with which a placement fits on the device.
-        - `early`: for each decision, bytes of the spare buffers for early updates, which `ranks`
-          does not include.
 
     Raises:
         ConfigError: As `decide_placement`, as `read_loads`, or the machine has no rates.
@@ -351,10 +349,6 @@ def _placed(config: Config, mesh: Mesh, machine: Machine, name: str) -> dict[str
             "reserve": decisions[0].reserve,
             "placements": [str(decision) for decision in decisions],
             "smallest": [{"device": least.device, "host": least.host} for least in smallest],
-            "early": [
-                max(0, decision.memory.states_on_host - sizes[end.pp]["host"])
-                for end, decision in zip(ends, decisions, strict=True)
-            ],
         }
     )
 
@@ -386,8 +380,6 @@ def machine_lines(result: dict[str, Any]) -> list[tuple[str, str]]:
         lines.append(("reserve", text))
     for number, text in enumerate(result.get("placements", ())):
         lines.append((f"placement on pp {result['ranks'][number]['pp']}", text))
-        if early := result["early"][number]:
-            lines.append(("  early updates in addition", f"{_size_text(early)} of host memory"))
         lines += [
             (f"  smallest offload.{tier}_memory", _size_text(size))
             for tier, size in result["smallest"][number].items()

@@ -45,7 +45,8 @@ def plan(
       the states in host memory, `disk`, the states on disk, and `staging`, the host memory that
       checkpoint.async_save uses. With offloading, `tiers` has for `device`, `host` and `disk` the
       bytes of each kind of states, of the `cache` of gathered parameters, of `staging` buffers for
-      copies of gradients and of states on disk, and of copies for `checkpoints`.
+      copies of gradients and of states on disk, of spare buffers for `early` updates, and of copies
+      for `checkpoints`.
     - `memory`: the entry of `ranks` with the largest `total`, without its coordinates.
 
     The following keys are present only if settings of `[train]` are given. The FLOPs are those of
@@ -165,15 +166,16 @@ def _memory_lines(result: dict[str, Any]) -> list[tuple[str, str]]:
             ("", "parallel.dp = 0: one replica; --machine NAME --nodes N plans the whole world")
         )
     lines.append(("on the fullest rank" if len(kinds) > 1 else "on each rank", head))
-    if memory["host"]:
-        lines.append(("in host memory in addition", _size_text(memory["host"])))
-    if "tiers" not in memory:
+    tiers = memory.get("tiers", {})
+    if memory["host"]:  # the sum of the column, as in the text of a placement
+        lines.append(("in host memory in addition", _size_text(sum(tiers["host"].values()))))
+    if not tiers:
         kinds_of = (*KINDS, "cache")
         lines += [(f"  {kind}", _size_text(memory[kind])) for kind in kinds_of if memory[kind]]
     lines.append(("  padding, included", _size_text(memory["padding"])))
     if memory["disk"]:
         lines.append(("on disk in addition", _size_text(memory["disk"])))
-    if memory["staging"]:
+    if memory["staging"] and not memory["host"]:
         lines.append(
             ("host memory in addition", f"{_size_text(memory['staging'])}, for checkpoints")
         )
@@ -212,7 +214,8 @@ def _tier_lines(ranks: list[dict[str, Any]], mesh: dict[str, int]) -> list[tuple
         rows["total"] = [sum(of_tier.values()) for of_tier in tiers.values()]
         for kind, sizes in rows.items():
             if any(sizes):
-                lines.append((f"  {kind}", _row(f"{size:,}" for size in sizes)))
+                name = "early updates" if kind == "early" else kind
+                lines.append((f"  {name}", _row(f"{size:,}" for size in sizes)))
     return lines
 
 

@@ -317,8 +317,10 @@ def plan_ranks(config: Config, mesh: Mesh) -> Iterator[tuple[Coordinate, dict[st
         parameters with optim.resident = "cache" or with offloading. "staging" is the host memory
         for checkpoint.async_save. "disk" includes the copies of states on disk that
         checkpoint.async_save makes there. "total" is the device memory, including "cache". With
-        offloading, "tiers" is the result of `ChunkEngine.bytes_by_tier`, which also has "cache" and
-        "checkpoints", the copies that checkpoint.async_save makes, in each tier.
+        offloading, "tiers" is the result of `ChunkEngine.bytes_by_tier`, which also has "cache",
+        "early", the spare buffers for early updates, and "checkpoints", the copies that
+        checkpoint.async_save makes, in each tier. With offload.early_adam = "auto", spare buffers
+        are counted only if offload.host_memory limits them.
 
     Raises:
         ConfigError: A parallel size does not divide a model dimension, optim.cache_chunks is too
@@ -353,9 +355,14 @@ def _sizes_of(config: Config, mesh: Mesh, coordinate: Coordinate) -> dict[str, A
     }
     if config.offload.mode == "off":
         return sizes
-    copies = {"device": 0, "host": staging.host, "disk": staging.disk}
-    tiers = {
-        tier: of_tier | {"cache": cache if tier == "device" else 0, "checkpoints": copies[tier]}
-        for tier, of_tier in planned.engine.bytes_by_tier().items()
+    more = {
+        "device": {"cache": cache, "early": 0, "checkpoints": 0},
+        "host": {"cache": 0, "early": 0, "checkpoints": staging.host},
+        "disk": {"cache": 0, "early": 0, "checkpoints": staging.disk},
     }
-    return sizes | {"tiers": tiers}
+    by_tier = planned.engine.bytes_by_tier()
+    if config.offload.early_adam == "on" or config.offload.host_memory:
+        planned.engine.add_spare(_spare_limit(planned.engine, config))
+        host = planned.engine.state_bytes()["host"]
+        more["host"]["early"], sizes["host"] = host - sizes["host"], host
+    return sizes | {"tiers": {tier: of_tier | more[tier] for tier, of_tier in by_tier.items()}}

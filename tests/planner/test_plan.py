@@ -130,7 +130,12 @@ def test_plan_prints_the_automatic_placement(tmp_path, capsys):
     assert "in host memory in addition" in text and "exposed offloading" in text
     assert "2,000,000,000 bytes, 1.86 GiB of the device memory, for the allocator's" in text
     assert "bytes by tier" in text
-    assert "early updates in addition" in text  # the machine's file has no limit of host memory
+    # The machine's file has no limit of host memory, so there are early updates.
+    table = {line[:34].strip(): line.split() for line in text.splitlines()}
+    on_host = int(table["in host memory in addition"][5].replace(",", ""))
+    assert f", {on_host / 1e9:.4g} GB of host memory; a step takes" in text
+    assert int(table["early updates"][-2].replace(",", "")) > 0
+    assert int(table["total"][-2].replace(",", "")) == on_host
     least = text.split("smallest offload.device_memory")[1].split()[0].replace(",", "")
     auto[-1] = f"offload.device_memory={int(least) - 1}"
     assert optimus(["plan", config, "--machine", "h100", *auto]) == 2
