@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 from optimus.config import Config
 from optimus.config.axes import UNEQUAL
 from optimus.config.machine import Machine, load_machine
-from optimus.config.sizes import parse_bytes
 from optimus.data.batch import plan_batch
 from optimus.distributed.mesh import Mesh
 from optimus.errors import ConfigError, counted, refuse_if
@@ -25,9 +24,9 @@ from optimus.planner.memory import (
     depends_on_load,
     rank_memory,
 )
-from optimus.planner.offload import largest_rank
-from optimus.planner.offload_time import Placements, decide_placements
-from optimus.planner.placement_search import reserve_of
+from optimus.planner.offload import check_limits, largest_rank
+from optimus.planner.offload_time import Placements, decide_placements, manual_placements
+from optimus.planner.placement_search import with_reserve
 from optimus.planner.states import plan_ranks, stages_of
 from optimus.planner.step_plan import plan_step, step_lines
 from optimus.planner.workload import Works
@@ -211,16 +210,17 @@ def plan_on_machine(
         - `reserve`: only with offloading on an accelerator. The bytes of the device memory that a
           placement leaves unused (`reserve_of`).
 
-        Only with offload.mode = "auto":
-
-        - `placements`: the decisions for the first and the last pipeline rank as text. `kinds` then
-          has only these ranks, and `ranks` and `memory` are those of the decisions.
-        - `smallest`: for each decision, in bytes: `device`, the smallest offload.device_memory with
-          which a placement fits into the host memory, and `host`, the smallest offload.host_memory
-          with which a placement fits on the device.
+        - `placements`: only with offloading, the placements of the first and the last pipeline rank
+          as text. `ranks` and `memory` are those of the placements. With offload.mode = "auto",
+          `ranks` and `kinds` have only these ranks.
+        - `smallest`: for each of the `placements`, in bytes: `device`, the smallest
+          offload.device_memory with which a placement fits into the host memory, and `host`, the
+          smallest offload.host_memory with which a placement fits on the device. With offload.mode
+          = "manual", these are the sizes of the given placement.
 
     Raises:
-        ConfigError: As `decide_placement`, as `read_loads`, or the machine has no rates.
+        ConfigError: As `decide_placement` or `check_limits`, as `read_loads`, or the machine has no
+            rates.
     """
     train, machine = config.train, load_machine(name)
     loads = None if load is None else read_loads(load, config.model, mesh.ep)
@@ -240,9 +240,8 @@ def plan_on_machine(
     memory = _Memory(config, mesh, microbatches, machine)
     device = None if machine.device is None else int(machine.device.memory_bytes.value)
     result |= _needs(memory.kinds(), device)
-    if config.offload.mode == "manual" and device is not None and not is_cpu(machine):
-        limit = parse_bytes(config.offload.device_memory) or device
-        result["reserve"] = reserve_of(limit, "cuda")
+    if config.offload.mode == "manual":
+        result |= _manual(config, mesh, machine)
     if config.model.sparse_layers and mesh.ep > 1:
         result["imbalance"] = _imbalance(run, works, memory, device)
     if loads is not None:
@@ -353,6 +352,37 @@ def _placed(config: Config, mesh: Mesh, machine: Machine, name: str) -> dict[str
     )
 
 
+def _manual(config: Config, mesh: Mesh, machine: Machine) -> dict[str, Any]:
+    """Return the values of `plan_on_machine` that only offload.mode = "manual" has."""
+    decisions = manual_placements(config, mesh, machine)
+    if not decisions:
+        return {}
+    device, first = _device_of(machine), decisions[0]
+    is_limited = bool(config.offload.device_memory or config.offload.host_memory)
+    for decision in decisions:  # as in a run, which always compares the host memory
+        if is_limited or decision.memory.host > decision.limits.host:
+            check_limits(decision, device)
+    ranks = [
+        {axis: getattr(coordinate, axis) for axis in UNEQUAL} | sizes
+        for coordinate, sizes in plan_ranks(first.config, mesh)
+    ]
+    largest = max(ranks, key=lambda rank: rank["total"])
+    smallest = []
+    for pp, decision in zip(dict.fromkeys((0, mesh.pp - 1)), decisions, strict=True):
+        host = decision.memory.host
+        if decision.config.offload.early_adam == "auto":
+            host -= max(rank["tiers"]["host"]["early"] for rank in ranks if rank["pp"] == pp)
+        smallest.append({"device": with_reserve(decision.memory.device, device), "host": host})
+    return {
+        "ranks": ranks,
+        "memory": {key: size for key, size in largest.items() if key not in UNEQUAL},
+        "reserve": first.reserve,
+        "device_bytes": first.limits.device,
+        "placements": [str(decision) for decision in decisions],
+        "smallest": smallest,
+    }
+
+
 def machine_lines(result: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the result of `plan_on_machine` as pairs (name, value) for a table."""
     device, needed = result["device_bytes"], result["needed"]
@@ -379,7 +409,8 @@ def machine_lines(result: dict[str, Any]) -> list[tuple[str, str]]:
         text = f"{_size_text(reserve)} of the device memory, for the allocator's fragmentation"
         lines.append(("reserve", text))
     for number, text in enumerate(result.get("placements", ())):
-        lines.append((f"placement on pp {result['ranks'][number]['pp']}", text))
+        pp = result["mesh"]["pp"] - 1 if number else 0
+        lines.append((f"placement on pp {pp}", text))
         lines += [
             (f"  smallest offload.{tier}_memory", _size_text(size))
             for tier, size in result["smallest"][number].items()

@@ -42,6 +42,7 @@ from optimus.parallel.pipeline.actions import Action, Kind, Schedule
 from optimus.parallel.pipeline.plan import plan_stages, schedule_of
 from optimus.planner.collectives import Operation
 from optimus.planner.machine_rates import Rates, is_cpu, rates_of
+from optimus.planner.memory import rank_memory
 from optimus.planner.offload import host_limit, largest_rank, limits_of
 from optimus.planner.placement_search import (
     Decision,
@@ -49,6 +50,8 @@ from optimus.planner.placement_search import (
     RankLimits,
     decide_together,
     plan_on_host,
+    reserve_of,
+    with_offload,
 )
 from optimus.planner.play import Played
 from optimus.planner.segment_times import SegmentTimes, chunks_by_first_use
@@ -116,9 +119,7 @@ def decide_placements(
         not limits.device,
         f"offload.mode = 'auto': the file of {name} has no device; set offload.device_memory",
     )
-    microbatches = mesh.pp
-    if config.train.global_batch_tokens:
-        microbatches = plan_batch(config.train, mesh.num_data_ranks).microbatches_per_rank
+    microbatches = _microbatches(config, mesh)
     try:
         rates = rates_of(machine, config.train.dtype, name)
         times = SegmentTimes(config, mesh, rates, works)
@@ -132,6 +133,33 @@ def decide_placements(
     return Placements(searches, decide_together(searches))
 
 
+def manual_placements(config: Config, mesh: Mesh, machine: Machine) -> list[Decision]:
+    """Return the placements of the first and of the last pipeline rank with offload.mode =
+    "manual". The list is empty if the machine file and the configuration have no device memory.
+
+    Their memory is that which a run compares with `offload.device_memory` and
+    `offload.host_memory`: with unbalanced experts (`offload.expert_imbalance`). It may exceed them.
+    """
+    limits = _limits(config, machine, Links())
+    if not limits.device:
+        return []
+    if config.offload.early_adam == "auto":  # spare buffers have half of the free host memory
+        config = with_offload(config, host_memory=str(limits.host))
+    device, decisions = "cpu" if is_cpu(machine) else "cuda", list[Decision]()
+    for pp in dict.fromkeys((0, mesh.pp - 1)):
+        rank = config, mesh, largest_rank(config, mesh, pp), _microbatches(config, mesh)
+        memory = rank_memory(*rank, device, imbalance=config.offload.expert_imbalance)
+        reserve = reserve_of(limits.device, device)
+        decisions.append(Decision(config, memory, limits, reserve=reserve))
+    return decisions
+
+
+def _microbatches(config: Config, mesh: Mesh) -> int:
+    if not config.train.global_batch_tokens:
+        return mesh.pp
+    return plan_batch(config.train, mesh.num_data_ranks).microbatches_per_rank
+
+
 def machine_limits(config: Config, machine: Machine, name: str) -> RankLimits:
     """Return the memory that a rank may use on a machine, and its rates. The device memory is 0 if
     it is unknown. Raises ConfigError if the machine has no links."""
@@ -142,6 +170,11 @@ def machine_limits(config: Config, machine: Machine, name: str) -> RankLimits:
             "offload.links to a file that optimus bench links --out FILE has written on that "
             "machine"
         )
+    return _limits(config, machine, links)
+
+
+def _limits(config: Config, machine: Machine, links: Links) -> RankLimits:
+    """Return the result of `machine_limits` with the rates `links`."""
     device = 0 if machine.device is None else int(machine.device.memory_bytes.value)
     memory, host = machine.host_memory_bytes, _UNKNOWN
     if memory is not None:

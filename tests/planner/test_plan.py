@@ -154,3 +154,24 @@ def test_plan_without_a_machine_checks_the_limits_of_offloading(tmp_path, capsys
     assert "in host memory in addition" in capsys.readouterr().out
     assert optimus(["plan", config, "offload.mode=auto"]) == 0
     assert "offload.mode = 'auto' needs --machine NAME" in capsys.readouterr().out
+
+
+def test_plan_prints_the_manual_placement_and_its_smallest_limits(capsys):
+    """The smallest limit of the host leaves no space for early updates."""
+    command = ["plan", str(CONFIGS / "run" / "demo.toml"), "--machine", "h200", "--json"]
+    command += ["offload.mode=manual", "offload.host_share=0.5"]
+    assert optimus(command) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["step"]["offload_s"] > 0
+    (least,), (placement,) = result["smallest"], result["placements"]
+    on_host = sum(result["memory"]["tiers"]["host"].values())
+    assert f", {on_host / 1e9:.4g} GB of host memory" in placement
+    early = result["memory"]["tiers"]["host"]["early"]
+    assert least["host"] == on_host - early < on_host
+    limits = [f"offload.device_memory={least['device']}", f"offload.host_memory={least['host']}"]
+    assert optimus([*command, *limits]) == 0
+    capped = json.loads(capsys.readouterr().out)
+    assert capped["smallest"] == [least] and capped["device_bytes"] == least["device"]
+    limits[0] = f"offload.device_memory={least['device'] - 1}"
+    assert optimus([*command, *limits]) == 2
+    assert "1 byte more than now; set a larger offload.device_memory" in capsys.readouterr().err
