@@ -16,6 +16,7 @@ from typing import Any, NoReturn, TextIO
 
 from optimus.errors import (
     ConfigError,
+    DoesNotFit,
     OptimusError,
     as_optimus_error,
     counted,
@@ -332,7 +333,12 @@ def _plan(args: argparse.Namespace, arguments: list[str]) -> int:
         return 0
     from optimus.planner.plan import format_plan, plan
 
-    result = plan(config, allocation, args.load)
+    try:
+        result = plan(config, allocation, args.load)
+    except DoesNotFit as error:  # no placement fits, so there is no other result
+        if args.json:
+            print(json.dumps({"missing": error.missing}))
+        raise
     if args.write_hosts and allocation is not None:
         write_hosts(config, result["mesh"], allocation, args.write_hosts)
     if args.trace:

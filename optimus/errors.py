@@ -10,8 +10,10 @@ from __future__ import annotations
 import errno
 import json
 import unicodedata
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from enum import Enum
+from types import MappingProxyType
 from typing import Literal
 
 _LINE_CHARS = 2000
@@ -101,6 +103,18 @@ class ConfigError(OptimusError):
     """Raised if a setting or argument is unknown, has a wrong type or contradicts another."""
 
     kind = OutcomeKind.USAGE
+
+
+class DoesNotFit(ConfigError):
+    """Raised if a run needs more memory than it may use.
+
+    Attributes:
+        missing: Bytes that are missing, by the name of the tier: device, host or disk.
+    """
+
+    def __init__(self, message: str, missing: Mapping[str, int] = MappingProxyType({})) -> None:
+        super().__init__(message)
+        self.missing = dict(missing)
 
 
 class LaunchError(ConfigError):

@@ -141,9 +141,10 @@ def find_misfit(config: Config, result: dict[str, Any]) -> ConfigError | None:
     """Return the error of a plan whose fullest rank needs more than the memory of the device; None
     if it fits or the memory is unknown.
 
-    Add to `result` the key `nearest`: a list of the nearest layouts that fit, each with its changed
-    settings (`changes`), the number of `nodes` if the command needs the option --nodes (otherwise
-    None), and the predicted `bytes` of the fullest rank.
+    Add to `result` the keys `missing`, a dict with the missing bytes of `device`, and `nearest`: a
+    list of the nearest layouts that fit, each with its changed settings (`changes`), the number of
+    `nodes` if the command needs the option --nodes (otherwise None), and the predicted `bytes` of
+    the fullest rank.
 
     Args:
         config: The configuration.
@@ -162,6 +163,7 @@ def find_misfit(config: Config, result: dict[str, Any]) -> ConfigError | None:
     if needed <= memory:
         return None
     nodes = counted(result["nodes"], "node")
+    result["missing"] = {"device": needed - memory}
     result["nearest"] = _nearest_layouts(config, machine, result)
     remedy = f"use more than {nodes}, or another layout (--search)"
     if result["nearest"]:

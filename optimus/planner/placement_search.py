@@ -23,7 +23,7 @@ from optimus.config import Config
 from optimus.config.checks import check
 from optimus.config.machine import Links
 from optimus.distributed.mesh import Coordinate, Mesh
-from optimus.errors import ConfigError, counted
+from optimus.errors import ConfigError, DoesNotFit, counted
 from optimus.parallel.pipeline.simulate import bubble_ratio
 from optimus.planner.memory import (
     RankMemory,
@@ -318,10 +318,11 @@ class PlacementSearch:
         try:
             check(_with_placement(self._config))
         except ConfigError as error:
-            missing = counted(self._on_device.device - self._allowed, "byte")
-            raise ConfigError(
-                f"offload.mode = 'auto': the device lacks {missing}, so states must be offloaded, "
-                f"but {error}"
+            missing = self._on_device.device - self._allowed
+            raise DoesNotFit(
+                f"offload.mode = 'auto': the device lacks {counted(missing, 'byte')}, so states "
+                f"must be offloaded, but {error}",
+                {"device": missing},
             ) from error
         length = self._config.optim.chunk_length
         lengths = {max(1, length // divisor) for divisor in _DIVISORS}
@@ -545,14 +546,16 @@ def with_reserve(needed: int, device: str) -> int:
 
 def does_not_fit(
     mode: str, config: Config, needs: TierBytes, limits: RankLimits, device: str
-) -> ConfigError:
+) -> DoesNotFit:
     """Return the error for a run that needs more memory than it may use. Its message has the
     missing bytes of device and host memory, and only remedies that reduce them. `mode` is the value
     of offload.mode."""
     offload, missing, remedies = config.offload, list[str](), list[str]()
+    lacking: dict[str, int] = {}
     least = with_reserve(needs.device, device)
     if least > limits.device:
         missing.append(_too_small("device", least, limits.device))
+        lacking["device"] = least - limits.device
         if offload.device_memory:
             remedies.append("set a larger offload.device_memory")
         if mode == "manual" and offload.host_share < 1:
@@ -564,6 +567,7 @@ def does_not_fit(
         remedies.append("set a smaller optim.chunk_length")
     if needs.host > limits.host:
         missing.append(_too_small("host", needs.host, limits.host))
+        lacking["host"] = needs.host - limits.host
         if offload.host_memory:
             remedies.append("set a larger offload.host_memory")
         if mode == "manual" and offload.host_share:
@@ -575,8 +579,8 @@ def does_not_fit(
             share = " and offload.disk_share" if mode == "manual" else ""
             remedies.append(f"set offload.disk to a directory on a local disk{share}")
     text = ", ".join([*remedies, "or use more ranks"]) if remedies else "use more ranks"
-    return ConfigError(
-        f"offload.mode = {mode!r}: the run does not fit: {', and '.join(missing)}; {text}"
+    return DoesNotFit(
+        f"offload.mode = {mode!r}: the run does not fit: {', and '.join(missing)}; {text}", lacking
     )
 
 

@@ -12,7 +12,7 @@ from optimus.config.axes import UNEQUAL
 from optimus.config.sizes import parse_bytes
 from optimus.data.batch import plan_batch
 from optimus.distributed.mesh import make_mesh
-from optimus.errors import counted, refuse_if
+from optimus.errors import DoesNotFit, counted, refuse_if
 from optimus.launch.imports import without_collections
 from optimus.model.flops import count_parameters, flops_per_token
 from optimus.planner.allocation import Allocation
@@ -57,6 +57,7 @@ def plan(
     - `tokens`, `flops`: totals of the run; also need `max_steps`.
 
     Raises:
+        DoesNotFit: With offloading, a rank needs more memory than it may use.
         ConfigError: The mesh does not fit the allocation, the global batch cannot be divided over
             the ranks of a given number of nodes, or as `plan_ranks`.
     """
@@ -116,16 +117,17 @@ def _flops(config: Config) -> dict[str, Any]:
 
 
 def _check_tiers(config: Config, ranks: list[dict[str, Any]]) -> None:
-    """Raise ConfigError if the states of a rank exceed a limit of the section `[offload]`."""
+    """Raise DoesNotFit if the states of a rank exceed a limit of the section `[offload]`."""
     for tier in ("host", "disk"):
         key = f"{tier}_memory"
         limit = parse_bytes(getattr(config.offload, key))
         size = max(rank[tier] for rank in ranks)
-        refuse_if(
-            limit and size > limit,
-            f"offload.{key} must be at least {counted(size, 'byte')}, the size of a rank's states "
-            f"on the {tier}; set this size, or a smaller offload.{tier}_share",
-        )
+        if limit and size > limit:
+            raise DoesNotFit(
+                f"offload.{key} must be at least {counted(size, 'byte')}, the size of a rank's "
+                f"states on the {tier}; set this size, or a smaller offload.{tier}_share",
+                {tier: size - limit},
+            )
 
 
 def format_plan(result: dict[str, Any]) -> str:

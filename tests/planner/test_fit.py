@@ -140,7 +140,9 @@ def test_plan_that_does_not_fit_names_the_nearest_layouts_that_do(tmp_path, caps
     words = ["plan", str(config), "--machine", str(machine), "--nodes", "1"]
     assert optimus([*words, "--json"]) == 2
     printed = capsys.readouterr()
-    nearest = json.loads(printed.out)["nearest"]
+    result = json.loads(printed.out)
+    nearest = result["nearest"]
+    assert f"{result['missing']['device']:,} bytes more than its device has" in printed.err
     assert [len(layout["changes"]) for layout in nearest] == [1, 1, 1]
     assert "bytes more than its device has; the nearest layouts that fit on 1 node: " in printed.err
     for layout in nearest:

@@ -138,8 +138,9 @@ def test_plan_prints_the_automatic_placement(tmp_path, capsys):
     assert int(table["total"][-2].replace(",", "")) == on_host
     least = text.split("smallest offload.device_memory")[1].split()[0].replace(",", "")
     auto[-1] = f"offload.device_memory={int(least) - 1}"
-    assert optimus(["plan", config, "--machine", "h100", *auto]) == 2
-    error = capsys.readouterr().err
+    assert optimus(["plan", config, "--machine", "h100", *auto, "--json"]) == 2
+    out, error = capsys.readouterr()
+    assert json.loads(out) == {"missing": {"device": 1}}
     assert "1 byte more than now; set a larger offload.device_memory, " in error
     # The microbatch has one sequence, and nothing is missing in host memory.
     assert "microbatch_size" not in error and "offload.disk" not in error
@@ -148,8 +149,10 @@ def test_plan_prints_the_automatic_placement(tmp_path, capsys):
 def test_plan_without_a_machine_checks_the_limits_of_offloading(tmp_path, capsys):
     config = str(CONFIGS / "run" / "mula-7b-a1b.toml")
     manual = ["offload.mode=manual", "offload.host_share=1", "offload.host_memory=10"]
-    assert optimus(["plan", config, *manual]) == 2
-    assert "offload.host_memory must be at least " in capsys.readouterr().err
+    assert optimus(["plan", config, *manual, "--json"]) == 2
+    out, error = capsys.readouterr()
+    least = int(error.split("offload.host_memory must be at least ")[1].split()[0].replace(",", ""))
+    assert json.loads(out) == {"missing": {"host": least - 10}}
     assert optimus(["plan", config, *manual[:2]]) == 0
     assert "in host memory in addition" in capsys.readouterr().out
     assert optimus(["plan", config, "offload.mode=auto"]) == 0
@@ -174,4 +177,6 @@ def test_plan_prints_the_manual_placement_and_its_smallest_limits(capsys):
     assert capped["smallest"] == [least] and capped["device_bytes"] == least["device"]
     limits[0] = f"offload.device_memory={least['device'] - 1}"
     assert optimus([*command, *limits]) == 2
-    assert "1 byte more than now; set a larger offload.device_memory" in capsys.readouterr().err
+    out, error = capsys.readouterr()
+    assert json.loads(out) == {"missing": {"device": 1}}
+    assert "1 byte more than now; set a larger offload.device_memory" in error
