@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -41,10 +40,10 @@ from optimus.offloading.segments import chunk_keys, default_chunk_length, find_s
 from optimus.planner.offload import host_limit
 from optimus_kernels import adamw_, adamw_into
 
-logger = logging.getLogger(__name__)
-
 _EARLY = "off", "on", "auto"
 """Values of the argument `early_adam`."""
+_OF_TORCH = torch.optim.AdamW([torch.empty(0)], fused=True).defaults
+"""Options of an equal optimizer of torch, for those that the groups of `offload` do not have."""
 
 
 def offload(
@@ -494,8 +493,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         model.adopt_changes()
         state, groups, number = {}, [], 0
         for group, names in zip(self.param_groups, self._names, strict=True):
-            options = {key: value for key, value in group.items() if key != "params"}
-            groups.append({**options, "params": list(range(number, number + len(names)))})
+            numbers = list(range(number, number + len(names)))
+            groups.append({**_OF_TORCH, **group, "params": numbers})
             for name in names:
                 if self._steps[name]:
                     step = torch.tensor(float(self._steps[name]))
