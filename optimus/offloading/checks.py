@@ -29,6 +29,16 @@ class NotCopied:
         raise ConfigError("an offloaded model cannot be copied or pickled; use its state_dict()")
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def refuse_compiled() -> None:
+    """Raise ConfigError for a model in torch.compile, which does not trace this function, so that
+    the user sees this error instead of one of torch."""
+    raise ConfigError(
+        "the model was compiled by torch.compile, which does not support the hooks of an offloaded "
+        "model; use the model without torch.compile"
+    )
+
+
 def check_model(model: Any) -> None:
     """Check that a model can be offloaded.
 

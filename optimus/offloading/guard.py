@@ -189,7 +189,13 @@ def name_of(tensor: Tensor) -> str:
 
 
 def _guard_of(tensor: Tensor) -> Guard:
-    return getattr(tensor, _ATTRIBUTE)
+    of_tensor = getattr(tensor, _ATTRIBUTE, None)
+    if of_tensor is None:
+        raise ConfigError(
+            "a parameter was replaced by torch.utils.swap_tensors after optimus.offload; change "
+            "the model before the call"
+        )
+    return of_tensor
 
 
 def _run(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:

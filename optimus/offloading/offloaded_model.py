@@ -19,7 +19,7 @@ from optimus.chunks.residency import Residency, Use
 from optimus.chunks.segments import Hook, ModelSegment
 from optimus.errors import ConfigError, counted, one_line, refuse_if
 from optimus.offloading import guard
-from optimus.offloading.checks import MARK, NotCopied
+from optimus.offloading.checks import MARK, NotCopied, refuse_compiled
 from optimus.offloading.placement import ModelChunks, ReleasedValues
 from optimus.offloading.segments import ModuleSegment
 from optimus.offloading.state_dicts import StateDictHooks
@@ -82,8 +82,6 @@ class OffloadedModel(NotCopied):
         self._uses: list[tuple[int, bool]] = []
         self._planned: list[tuple[int, bool]] = []
         self._in_step = False
-        self._is_compiled = False
-        """True if torch.compile has traced this object."""
         self._is_updated = False
         """True from an update until the gradients are cleared."""
         self._tasks: list[int] = []
@@ -99,11 +97,10 @@ class OffloadedModel(NotCopied):
         # These hooks do not refer to `self`, because Python cannot collect cycles through them.
         self._handles: list[RemovableHandle] = [
             self.named[name].register_post_accumulate_grad_hook(
-                partial(_receive, self._received, name)
+                partial(_receive, self._received, self._tasks, name)
             )
             for name in self.trained
         ]
-        """Handles of all hooks."""
         self._device_views: dict[str, Tensor] = {}
         self._guarded = self._guard_tensors()
         self._versions = {name: parameter._version for name, parameter in self.named.items()}
@@ -143,9 +140,7 @@ class OffloadedModel(NotCopied):
 
     def _watch_tensors(self) -> list[str]:
         """Watch the parameters on the device that have a master, and return their names."""
-        names = [
-            name for name in self.trained if name not in self._guarded and self._has_master(name)
-        ]
+        names = [n for n in self.trained if n not in self._guarded and self._has_master(n)]
         for name in names:
             guard.watch(self.named[name])
         return names
@@ -178,6 +173,8 @@ class OffloadedModel(NotCopied):
         with _raw():
             for name, parameter in self.named.items():
                 chunk, slot = self._slots[name]
+                if getattr(parameter, MARK, None) is not self._mark:
+                    continue  # torch.utils.swap_tensors has replaced the parameter
                 parameter.grad = None
                 if name in self._guarded:
                     guard.remove(parameter)
@@ -204,9 +201,8 @@ class OffloadedModel(NotCopied):
     def use(self, index: int, backward: bool) -> None:
         """Provide a segment with its parameters and, for a backward, its gradient buffers."""
         self.check_open()
-        if torch.compiler.is_compiling():
-            self._is_compiled = True
         task = torch._C._current_graph_task_id()
+        hooks = self._hooks[index]
         if backward:
             self._begin_backward(task)
         elif task == -1:
@@ -214,7 +210,6 @@ class OffloadedModel(NotCopied):
             if torch.is_grad_enabled() and not self._in_step:
                 self._begin_step()
         self._close_all()
-        hooks = self._hooks[index]
         with _raw(), guard.without_modes():  # the engine reads no freed memory
             hooks.before(backward)
         for parameter in hooks.needed:
@@ -239,6 +234,7 @@ class OffloadedModel(NotCopied):
     def restore(self, name: str) -> None:
         """Copy the parameters on the device from the host again, after a write to `name`."""
         with _raw():
+            self._versions.update({name: p._version for name, p in self._guarded.items()})
             self.engine.params.invalidate()
             self.engine.gather([guard.name_of(parameter) for parameter in self._open])
             self._versions[name] = self.named[name]._version
@@ -307,6 +303,8 @@ class OffloadedModel(NotCopied):
         """Prepare the gradients at the first segment of a backward pass, whose id is `task`."""
         if task in self._tasks:
             return
+        if not self._tasks:
+            self._check_in_chunks()
         self._tasks.append(task)
         if len(self._tasks) > 1:  # inside of a reentrant checkpoint
             return
@@ -356,11 +354,6 @@ class OffloadedModel(NotCopied):
     def complete_gradients(self) -> set[str]:
         """Complete the gradients of a step, and return the names of the parameters that have
         one."""
-        refuse_if(
-            self._is_compiled,
-            f"{type(self._module).__name__} was compiled by torch.compile, which does not support "
-            "the hooks of an offloaded model; train the model without torch.compile",
-        )
         missing = self._without_gradient()
         if len(missing) == len(self.trained):
             self._received.clear()
@@ -369,6 +362,7 @@ class OffloadedModel(NotCopied):
             "optimizer.step() was called twice for the same gradients; call "
             "optimizer.zero_grad() after each step",
         )
+        self._check_unchanged()
         if not self._received:
             return set()
         refuse_if(
@@ -376,7 +370,6 @@ class OffloadedModel(NotCopied):
             "the last backward has failed, so that gradients are incomplete; call "
             "optimizer.zero_grad() before the next backward",
         )
-        self._check_unchanged()
         self._clear_some(missing)
         self._close_all()
         with _raw():
@@ -403,29 +396,31 @@ class OffloadedModel(NotCopied):
         self._planned, self._uses = self._uses, []
         self.engine.params.replan([Use(i, b, self._needs[i]) for i, b in self._planned])
 
-    def _check_unchanged(self) -> None:
-        """Raise ConfigError if the model was converted, moved, frozen, unfrozen or extended."""
-        frozen = self.engine.frozen
+    def _check_in_chunks(self) -> None:
+        """Raise ConfigError if the model was converted, moved or extended."""
         with _raw():
             for module in self._module.modules():
                 for name, parameter in module._parameters.items():
                     refuse_if(
                         parameter is not None and getattr(parameter, MARK, None) is not self._mark,
-                        f"parameter {name} of {type(module).__name__} was added after "
-                        "optimus.offload; add parameters before the call",
+                        f"parameter {name} of {type(module).__name__} was added or replaced after "
+                        "optimus.offload; change the model before the call",
                     )
             for name, parameter in self.named.items():
-                chunk, _ = self._slots[name]
-                in_chunk = (
-                    parameter.untyped_storage()._cdata == chunk.params.untyped_storage()._cdata
-                )
+                storage = self._slots[name][0].params.untyped_storage()
                 refuse_if(
-                    not in_chunk,
+                    parameter.untyped_storage()._cdata != storage._cdata,
                     f"parameter {name} was moved, converted or replaced after optimus.offload; "
                     "convert the model before the call",
                 )
+
+    def _check_unchanged(self) -> None:
+        """Raise ConfigError if the model was converted, moved, frozen, unfrozen or extended."""
+        self._check_in_chunks()
+        with _raw():
+            for name, parameter in self.named.items():
                 refuse_if(
-                    parameter.requires_grad == (name in frozen),
+                    parameter.requires_grad == (name in self.engine.frozen),
                     f"requires_grad of parameter {name} was changed after optimus.offload; set it "
                     "before the call",
                 )
@@ -465,7 +460,7 @@ class OffloadedModel(NotCopied):
         self.engine.wait()
         for name, parameter in parameters.items():
             if name in self._guarded:
-                chunk, slot = self._slots[name]
+                chunk, slot = self._slots[guard.name_of(parameter)]
                 guard.open_(parameter)
                 parameter.data = chunk.view(chunk.shard, slot)
 
@@ -502,8 +497,13 @@ class OffloadedModel(NotCopied):
         self.engine.params.invalidate()
 
 
-def _receive(received: set[str], name: str, parameter: Tensor) -> None:
+def _receive(received: set[str], tasks: list[int], name: str, parameter: Tensor) -> None:
     """Record in a hook that the parameter `name` has received a gradient."""
+    refuse_if(
+        not tasks,  # no segment has started its backward
+        f"parameter {name} has a gradient from outside of the forward of its module; call the "
+        "module for each use of the parameter, and return all its outputs",
+    )
     received.add(name)
 
 
@@ -536,7 +536,8 @@ class _SegmentHooks(NotCopied):
         self._of_engine = before_forward, before_backward
         self._owner.keep(
             self._module.register_forward_pre_hook(self._before_forward),
-            self._module.register_forward_hook(self._after_forward, always_call=True),
+            self._module.register_forward_hook(self._close, always_call=True),
+            self._module.register_forward_hook(self._after_forward),
         )
 
     def before(self, backward: bool) -> None:
@@ -546,11 +547,15 @@ class _SegmentHooks(NotCopied):
         hook()
 
     def _before_forward(self, module: nn.Module, inputs: Any) -> None:
+        if torch.compiler.is_compiling():
+            refuse_compiled()
         self._owner.use(self._index, False)
 
-    def _after_forward(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
+    def _close(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
         self._owner.close(self.parameters)
-        if not torch.is_grad_enabled() or outputs is None:
+
+    def _after_forward(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
+        if not torch.is_grad_enabled():
             return
         tensors = list(guard.tensors_in(outputs))
         refuse_if(

@@ -101,11 +101,12 @@ def test_a_compiled_model_is_refused():
     for compiled in (model, torch.compile(layers())):
         with pytest.raises(ConfigError, match="without torch.compile"):
             optimus.offload(compiled)
-    model = layers()
-    optimizer = optimus.offload(model, host_share=1.0)
-    torch.compile(model, backend="eager")(torch.ones(1, 32)).sum().backward()
-    with pytest.raises(ConfigError, match="train the model without torch.compile"):
-        optimizer.step()
+    for share in (0.0, 1.0):
+        model = layers()
+        optimus.offload(model, host_share=share)
+        with pytest.raises(ConfigError, match="use the model without torch.compile") as error:
+            torch.compile(model, backend="eager")(torch.ones(1, 32))
+        assert "\n" not in str(error.value)
 
 
 ARGUMENTS = {
@@ -229,16 +230,36 @@ def test_groups_are_refused(case):
     optimus.offload(model, host_share=1.0)
 
 
-def test_an_output_without_tensors_is_refused():
-    class Text(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(32, 32)
-
+@pytest.mark.parametrize("output", [None, iter([])], ids=["None", "iterator"])
+def test_an_output_without_tensors_is_refused(output):
+    class Text(nn.Linear):
         def forward(self, x: torch.Tensor):
-            return iter([self.linear(x)])
+            self.kept = super().forward(x)
+            return output
 
-    model = nn.Sequential(Text(), nn.Linear(32, 32))
+    model = nn.Sequential(Text(32, 32), nn.Linear(32, 32))
     optimus.offload(model, host_share=1.0)
-    with pytest.raises(ConfigError, match="Text returns a list_iterator, in which no tensor"):
+    with pytest.raises(ConfigError, match="Text returns a .*, in which no tensor"):
         model(torch.ones(1, 32))
+
+
+@pytest.mark.parametrize("clears", [True, False])
+@pytest.mark.parametrize(("case", "share"), [("method", 0.0), ("method", 1.0), ("list", 0.0)])
+def test_a_gradient_from_outside_of_a_module_is_refused(case, share, clears):
+    """The first module is used without a call, or has another output than the returned tensor."""
+
+    class First(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.kept = super().forward(x)
+            return x
+
+    model = nn.ModuleList([First(32, 32), nn.Linear(32, 32)])
+    optimizer = optimus.offload(model, host_share=share)
+    optimizer.zero_grad(set_to_none=clears)
+    x = torch.ones(1, 32)
+    with pytest.raises(ConfigError, match="outside of the forward of its module"):
+        if case == "method":
+            torch.nn.functional.linear(x, model[0].weight).sum().backward()
+        else:
+            model[0](x)
+            model[0].kept.sum().backward()

@@ -469,6 +469,12 @@ def test_views_of_an_offloaded_parameter_are_read_after_later_steps():
 
 CHANGES = {
     "half": lambda model: model.half(),
+    "half before backward": lambda model: (model.half(), loss_of(model, 1).backward()),
+    "resize": lambda model: (model.resize_token_embeddings(80), loss_of(model, 1).backward()),
+    "swap": lambda model: (
+        torch.utils.swap_tensors(model.model.norm.weight, nn.Parameter(torch.ones(32))),
+        loss_of(model, 1).backward(),
+    ),
     "freeze": lambda model: model.model.norm.requires_grad_(False),
     "extend": lambda model: setattr(model.model, "norm", nn.LayerNorm(32)),
     "replace": lambda model: setattr(model.model.norm.weight, "data", torch.ones(32)),
@@ -504,6 +510,15 @@ MISTAKES = {
             {"params": [nn.Parameter(torch.ones(1))]}
         ),
         "cannot be added",
+    ),
+    "adapter": (
+        lambda model, optimizer: (
+            optimizer.zero_grad(),
+            model.requires_grad_(False),
+            model.model.norm.register_parameter("added", nn.Parameter(torch.ones(32))),
+            optimizer.step(),
+        ),
+        "parameter added of LlamaRMSNorm was added or replaced",
     ),
     "gradient": (
         lambda model, optimizer: (
@@ -551,6 +566,19 @@ def test_an_update_by_another_optimizer_is_refused():
     loss_of(ours, 0).backward()
     with pytest.raises(ConfigError, match="is offloaded and cannot be changed by mul_"):
         torch.optim.AdamW(ours.parameters(), foreach=False).step()
+
+
+def test_the_state_of_the_optimizer_has_the_options_of_torch():
+    """An AdamW of torch that loads it stays fused. All options are loaded back."""
+    ours, optimizer, theirs, reference = pair("llama", 1.0)
+    for model, of_model in ((ours, optimizer), (theirs, reference)):
+        train(model, of_model, (1,))
+    group, expected = (o.state_dict()["param_groups"][0] for o in (optimizer, reference))
+    assert group == {**expected, "lr": group["lr"]}
+    reference.load_state_dict(optimizer.state_dict())
+    assert reference.param_groups[0]["fused"] is True
+    assert train(ours, optimizer, (1,)) == train(theirs, reference, (1,))
+    optimizer.load_state_dict(reference.state_dict())
 
 
 def test_a_wrong_state_dict_changes_nothing():
