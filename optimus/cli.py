@@ -305,7 +305,7 @@ def _plan(args: argparse.Namespace, arguments: list[str]) -> int:
         run_comparison,
         run_search,
         write_hosts,
-        write_planned_trace,
+        write_planned_step,
     )
 
     check_options(args)
@@ -341,8 +341,8 @@ def _plan(args: argparse.Namespace, arguments: list[str]) -> int:
         raise
     if args.write_hosts and allocation is not None:
         write_hosts(config, result["mesh"], allocation, args.write_hosts)
-    if args.trace:
-        write_planned_trace(config, result["mesh"], args.machine, args.trace)
+    if args.trace or args.picture:
+        write_planned_step(config, result["mesh"], args.machine, args.trace, args.picture)
     misfit = find_misfit(config, result)
     print(json.dumps(result) if args.json else format_plan(result))
     if misfit is not None:

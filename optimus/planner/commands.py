@@ -8,6 +8,7 @@ import contextlib
 import itertools
 import json
 import logging
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -56,6 +57,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="write the planned pipeline actions of a step to this file, for ui.perfetto.dev",
     )
     parser.add_argument(
+        "--picture",
+        metavar="FILE",
+        help="draw the planned pipeline of a step to this PNG file: a row of actions for each rank",
+    )
+    parser.add_argument(
         "--against",
         metavar="RUN_DIR",
         help="instead, compare predicted memory and step time with those of a run of this "
@@ -84,10 +90,12 @@ def check_options(args: argparse.Namespace) -> None:
     """Check the options of `add_options`. Raises ConfigError if one has no effect or a wrong
     value."""
     refuse_if(args.write_hosts and not args.hosts, "--write-hosts needs --hosts FILE; add it")
-    refuse_if(args.trace and not args.machine, "--trace needs --machine NAME; add it")
-    refuse_if(args.load and not args.machine, "--load needs --machine NAME; add it")
-    if args.trace:
-        check_output(args.trace, "--trace")
+    for name in ("trace", "picture", "load"):
+        needs_machine = getattr(args, name) and not args.machine
+        refuse_if(needs_machine, f"--{name} needs --machine NAME; add it")
+    for name in ("trace", "picture"):
+        if path := getattr(args, name):
+            check_output(path, f"--{name}")
     for name in ("top", "memory", "out", "write"):
         value = getattr(args, name)
         refuse_if(
@@ -95,7 +103,8 @@ def check_options(args: argparse.Namespace) -> None:
         )
     for name in ("top", "memory"):
         value = getattr(args, name)
-        refuse_if(value is not None and value <= 0, f"--{name} {value} must be above 0")
+        is_wrong = value is not None and not 0 < value < math.inf
+        refuse_if(is_wrong, f"--{name} {value} must be a number above 0")
     chosen = [
         option
         for option, value in (
@@ -106,8 +115,8 @@ def check_options(args: argparse.Namespace) -> None:
         )
         if value
     ]
-    if args.trace and (args.search or args.resolved or args.against):
-        chosen.append("--trace")
+    if args.search or args.resolved or args.against:
+        chosen += [f"--{name}" for name in ("trace", "picture") if getattr(args, name)]
     if args.load and (args.resolved or args.against):
         chosen.append("--load")
     refuse_if(len(chosen) > 1, f"{' and '.join(chosen)} exclude each other; leave one out")
@@ -128,13 +137,20 @@ def write_hosts(config: Config, mesh: dict[str, int], allocation: Allocation, pa
     write_bytes(path, "".join(f"{host}\n" for host in hosts).encode())
 
 
-def write_planned_trace(config: Config, mesh: dict[str, int], machine: str, path: str) -> None:
-    """Write the planned pipeline actions of a step on a machine to the file `path`."""
+def write_planned_step(
+    config: Config, mesh: dict[str, int], machine: str, trace: str, picture: str
+) -> None:
+    """Write the planned pipeline actions of a step on a machine to the file `trace`, and draw them
+    to the file `picture`. "" or None: do not write this file."""
     from optimus.config.machine import load_machine
     from optimus.distributed.mesh import Mesh
-    from optimus.planner.step_plan import trace_step
+    from optimus.planner.step_plan import StepTrace
 
-    trace_step(config, Mesh(**mesh), load_machine(machine), machine, Path(path))
+    step = StepTrace.of(config, Mesh(**mesh), load_machine(machine), machine)
+    if trace:
+        step.write(Path(trace))
+    if picture:
+        step.draw(Path(picture))
 
 
 def find_misfit(config: Config, result: dict[str, Any]) -> ConfigError | None:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 from optimus.chunks.step_time import Resource
 from optimus.config import Config
 from optimus.config.machine import Machine
 from optimus.distributed.mesh import Mesh
-from optimus.errors import counted
+from optimus.errors import ConfigError, counted, reason_of
+from optimus.io.files import atomic_writer
 from optimus.model.flops import flops_per_token
 from optimus.observe.chrome_trace import Traced, TracedAction, TracedWork, write_trace
+from optimus.observe.report import load_pyplot
+from optimus.parallel.pipeline.actions import Kind
 from optimus.parallel.pipeline.plan import schedule_of
 from optimus.planner.machine_rates import is_cpu, rates_of
 from optimus.planner.offload_time import Placements, time_offloaded
@@ -93,36 +96,80 @@ def plan_step(
     return result
 
 
-def trace_step(config: Config, mesh: Mesh, machine: Machine, name: str, path: Path) -> None:
-    """Write a trace of a planned step: its pipeline actions, with the names of `optimus bench step
-    --trace`, and its transfers. With offloading, also the work of the links, the host and the disk.
+class StepTrace(NamedTuple):
+    """The times of a planned step."""
 
-    Args:
-        config, mesh, machine, name: As for `plan_step`.
-        path: The file, in the Chrome Trace Event format.
+    actions: list[list[TracedAction]]
+    """The pipeline actions of each rank, with the names of `optimus bench step --trace`."""
+    others: dict[str, Sequence[Sequence[Traced]]]
+    """Transfers and launches of each rank and, with offloading, the work of the links, the host and
+    the disk, by the name of the resource."""
 
-    Raises:
-        ConfigError: As `plan_step`, or the file cannot be written.
-    """
-    others: dict[str, Sequence[Sequence[Traced]]] = {}
-    if config.offload.mode != "off":
-        offloaded = time_offloaded(config, mesh, machine, name)
-        played = offloaded.played
-        for resource in get_args(Resource):
-            others[resource] = [
-                [TracedWork(*span) for span in spans if span.resource == resource]
-                for spans in offloaded.spans
-            ]
-    else:
-        step = step_of(config, mesh, on_cpu=is_cpu(machine))
-        schedule = schedule_of(config, mesh, step.microbatches)
-        played = play_step(step, rates_of(machine, config.train.dtype, name), schedule)
-    actions, transfers, launches = (
-        [[TracedAction.of(*span) for span in spans] for spans in ranks]
-        for ranks in (played.ranks, played.transfers, played.hosts)
-    )
-    others = {"transfers": transfers, "launches of the host": launches} | others
-    write_trace(path, actions, "planned", others)
+    @classmethod
+    def of(cls, config: Config, mesh: Mesh, machine: Machine, name: str) -> StepTrace:
+        """Simulate a step. Arguments and errors are those of `plan_step`."""
+        others: dict[str, Sequence[Sequence[Traced]]] = {}
+        if config.offload.mode != "off":
+            offloaded = time_offloaded(config, mesh, machine, name)
+            played = offloaded.played
+            for resource in get_args(Resource):
+                others[resource] = [
+                    [TracedWork(*span) for span in spans if span.resource == resource]
+                    for spans in offloaded.spans
+                ]
+        else:
+            step = step_of(config, mesh, on_cpu=is_cpu(machine))
+            schedule = schedule_of(config, mesh, step.microbatches)
+            played = play_step(step, rates_of(machine, config.train.dtype, name), schedule)
+        actions, transfers, launches = (
+            [[TracedAction.of(*span) for span in spans] for spans in ranks]
+            for ranks in (played.ranks, played.transfers, played.hosts)
+        )
+        return cls(actions, {"transfers": transfers, "launches of the host": launches} | others)
+
+    def write(self, path: Path) -> None:
+        """Write the trace in the Chrome Trace Event format. Raises ConfigError if the file cannot
+        be written."""
+        write_trace(path, self.actions, "planned", self.others)
+
+    def draw(self, path: Path) -> None:
+        """Draw a PNG with a row of actions for each pipeline rank, from the first rank at the top.
+        Wide actions have the number of their microbatch. Raises ConfigError if the file cannot be
+        written."""
+        pyplot = load_pyplot()
+        rows = len(self.actions)
+        figure, axes = pyplot.subplots(figsize=(14, min(40, 1.5 + 0.35 * rows)))
+        end_s = max((action.end_s for rank in self.actions for action in rank), default=0.0)
+        present = {action.kind for rank in self.actions for action in rank}
+        for kind, color in _COLORS.items():
+            if kind.name not in present:
+                continue
+            axes.barh(0, 0, color=color, label=kind.name)  # an entry of the legend
+            for rank, actions in enumerate(self.actions):
+                spans = [(a.start_s, a.end_s - a.start_s) for a in actions if a.kind == kind.name]
+                axes.broken_barh(spans, (rank - 0.4, 0.8), facecolor=color, ec="white", lw=0.3)
+        for rank, actions in enumerate(self.actions):
+            for _, _, microbatch, start_s, stop_s in actions:
+                if microbatch >= 0 and stop_s - start_s > 0.012 * end_s:
+                    axes.text((start_s + stop_s) / 2, rank, str(microbatch), **_NUMBER)
+        axes.set_xlim(0, end_s)
+        axes.set_ylim(rows - 0.5, -0.5)
+        axes.set_xlabel("seconds")
+        axes.set_ylabel("pipeline rank")
+        axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
+        figure.tight_layout()
+        try:
+            with atomic_writer(path) as file:
+                figure.savefig(file, format="png", dpi=120)
+        except OSError as error:
+            raise ConfigError(f"--picture {path}: {reason_of(error)}; use another file") from error
+        finally:
+            pyplot.close(figure)
+
+
+_COLORS = {Kind.F: "C0", Kind.B: "C2", Kind.I: "C1", Kind.W: "C4", Kind.OPT_STEP: "C7"}
+_NUMBER = {"ha": "center", "va": "center", "fontsize": 7, "color": "white"}
+"""Format of the number of a microbatch in a picture."""
 
 
 def _offload_lines(result: Mapping[str, Any]) -> list[tuple[str, str]]:

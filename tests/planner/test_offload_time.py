@@ -16,7 +16,7 @@ from optimus.planner import offload_time
 from optimus.planner.machine_rates import rates_of
 from optimus.planner.offload_time import OffloadedStep, time_offloaded
 from optimus.planner.segment_times import SegmentTimes
-from optimus.planner.step_plan import plan_step, trace_step
+from optimus.planner.step_plan import StepTrace, plan_step
 from optimus.planner.step_time import StepTime, played_time
 from optimus.planner.workload import step_of
 from tests.kit.runs.tiny import DENSE, tiny_tree
@@ -151,7 +151,7 @@ def test_automatic_placement_on_a_machine_is_within_its_limits():
 
 def test_trace_has_a_row_for_the_copies_and_updates_of_each_rank(tmp_path):
     config, mesh = run_of(**MANUAL, parallel__pp=2)
-    trace_step(config, mesh, machine(SLOW), "h200", tmp_path / "trace.json")
+    StepTrace.of(config, mesh, machine(SLOW), "h200").write(tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     for resource in ("to device", "to host", "host Adam"):

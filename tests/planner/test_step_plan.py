@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections import Counter
 
 import pytest
 
 from optimus.cli import main
+from optimus.config import make_config
 from optimus.config.load import load_config
 from optimus.config.machine import FOLDER, load_machine
-from optimus.distributed.mesh import make_mesh
+from optimus.distributed.mesh import Mesh, make_mesh
+from optimus.errors import ConfigError
 from optimus.model.flops import flops_per_token
 from optimus.observe.chrome_trace import TracedAction
 from optimus.parallel.pipeline.plan import schedule_of
 from optimus.parallel.pipeline.simulate import simulate, unit_costs
 from optimus.planner.machine_rates import rates_of
-from optimus.planner.step_plan import plan_step, step_lines
+from optimus.planner.step_plan import StepTrace, plan_step, step_lines
 from optimus.planner.step_time import play_step, played_time, step_time
 from optimus.planner.workload import step_of
+from tests.kit.runs.tiny import tiny_tree
 
 RUN = FOLDER.parent / "run" / "mula-220b-a10b.toml"
 
@@ -112,6 +116,31 @@ def test_launches_make_a_step_longer_by_at_most_those_of_each_pass(name):
     assert launched < played.total_s
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_picture_has_the_actions_of_the_schedule(tmp_path, monkeypatch, schedule):
+    """Each action that takes time is a box in the row of its rank."""
+    from matplotlib.axes import Axes
+
+    boxes: Counter[int] = Counter()
+    broken_barh = Axes.broken_barh
+
+    def count(axes, spans, rows, **settings):
+        boxes[round(rows[0] + 0.4)] += len(spans)
+        return broken_barh(axes, spans, rows, **settings)
+
+    monkeypatch.setattr(Axes, "broken_barh", count)
+    config = make_config(tiny_tree("d", "r", parallel__pp=2, parallel__schedule=schedule))
+    step = StepTrace.of(config, Mesh(pp=2), load_machine("aurora"), "aurora")
+    step.draw(tmp_path / "p.png")
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+    kinds = {"F", "B", "OPT_STEP"} | ({"I", "W"} if schedule == "zb-h1" else set())
+    with_time = [[a for a in rank if a.end_s > a.start_s] for rank in step.actions]
+    assert {action.kind for rank in with_time for action in rank} <= kinds
+    assert all(boxes[rank] >= len(actions) > 0 for rank, actions in enumerate(with_time))
+    with pytest.raises(ConfigError, match="--picture .*absent.*; use another file"):
+        step.draw(tmp_path / "absent" / "p.png")
+
+
 def test_trace_without_effect_is_refused(tmp_path, capsys):
     trace = ["--trace", str(tmp_path / "absent" / "t.json")]
     assert main(["plan", str(RUN), *trace]) == 2
@@ -121,6 +150,12 @@ def test_trace_without_effect_is_refused(tmp_path, capsys):
     trace = ["--trace", str(tmp_path / "t.json")]
     assert main(["plan", str(RUN), "--machine", "aurora", "--search", *trace]) == 2
     assert "--search and --trace exclude each other" in capsys.readouterr().err
+    picture = ["--picture", str(tmp_path / "p.png")]
+    assert main(["plan", str(RUN), *picture]) == 2
+    assert "--picture needs --machine NAME; add it" in capsys.readouterr().err
+    memory = ["--search", "--memory", "nan"]
+    assert main(["plan", str(RUN), "--machine", "aurora", *memory]) == 2
+    assert "--memory nan must be a number above 0" in capsys.readouterr().err
 
 
 def test_lines_name_fitted_and_missing_figures():
