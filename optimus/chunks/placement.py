@@ -91,6 +91,8 @@ class Workload:
     gather_s: Sequence[float] = ()
     """Seconds of the collective that gathers each chunk after it is copied to the device; empty if
     they are not known."""
+    end_s: Sequence[float] = ()
+    """`StepWork.end_s` for each number of chunks on the host; empty if it is not known."""
     all_on_host: bool = False
     """True to search only placements with all chunks on the host. The cache has slots only for
     chunks on the host, but with optim.resident = "cache" chunks on the device need slots, too."""
@@ -210,6 +212,12 @@ class Workload:
         return self._totals[name]
 
     @cached_property
+    def _gathered_s(self) -> np.ndarray:
+        """Seconds of a gather of each chunk on the host, for each number of these chunks."""
+        seconds = self.gather_s or [0.0] * len(self.chunks)
+        return np.concatenate([[0.0], np.cumsum(seconds[::-1])])
+
+    @cached_property
     def _totals(self) -> dict[str, np.ndarray]:
         return {}
 
@@ -242,9 +250,9 @@ class Workload:
         """Return the estimated time of a step, in seconds.
 
         The estimate is the largest of several times: the time for which each resource works, and
-        the time of the computation plus the reads and updates that its first forward waits for. The
-        number of gathers is that of a step with one chunk for each segment, as in
-        `optimus.chunks.residency`.
+        the time of the computation, the gathers and `end_s` plus the reads and updates that the
+        first forward waits for. The number of gathers is that of a step with one chunk for each
+        segment, as in `optimus.chunks.residency`.
 
         Args:
             num_host: Number of chunks on the host.
@@ -253,10 +261,12 @@ class Workload:
             num_disk: Number of chunks with states on disk.
             spare: Largest number of bytes of the spare buffers for early updates.
         """
+        device_s = self.compute_s + (self.end_s[num_host] if self.end_s else 0.0)
         if not num_host:
-            return self.compute_s
+            return device_s
         gathers = self._sweeps * num_host - (self._sweeps - 1) * slots
         uploaded = self._total("uploaded")[num_host] / num_host * gathers
+        device_s += self._gathered_s[num_host] / num_host * gathers
         copied = self._total("copied")[num_host] * self.reductions
         elements, spared = self._total("elements")[num_host], self._total("spare")[num_host]
         moved = 0
@@ -271,7 +281,7 @@ class Workload:
             copied / links.to_host,
             elements / links.host_adam,
             moved / links.disk_write,
-            max(self.leading_s, first) + self.compute_s - self.leading_s,
+            max(self.leading_s, first) + device_s - self.leading_s,
         )
 
     def predict(
@@ -304,6 +314,7 @@ class Workload:
             early=frozenset(choose_spare(spared, spare)),
             disk_bytes=moved if num_disk else (),
             gather_s=self.gather_s[first:],
+            end_s=self.end_s[num_host] if self.end_s else 0.0,
         )
 
 

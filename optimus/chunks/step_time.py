@@ -46,6 +46,9 @@ class StepWork:
     gather_s: Sequence[float] = ()
     """Seconds of the collective that gathers the shards of each chunk, after they are copied to the
     device. The device waits for it. Empty if each rank has whole chunks."""
+    end_s: float = 0.0
+    """Seconds at the end of a step in which the device updates its chunks and waits for collectives
+    of gradients and parameters."""
 
     def seconds_of(self, use: Use) -> float:
         """Return the seconds that a use computes."""
@@ -75,6 +78,8 @@ class StepTime:
     """Time for which the disk reads states."""
     disk_write: float = 0.0
     """Time for which the disk writes states."""
+    others: float = 0.0
+    """Time of the device for gathers of chunks and for `StepWork.end_s`."""
 
     @property
     def limit(self) -> float:
@@ -100,13 +105,15 @@ def predict_step(work: StepWork, links: Links) -> StepTime:
     copy is complete. Clipping needs the norm of all gradients. Therefore the update of the first
     chunk begins when all gradients are on the host and all states of the previous update are on
     disk. Chunks with spare buffers are an exception: until the norm is known, they are updated in
-    the order in which their gradients arrive on the host.
+    the order in which their gradients arrive on the host. The host also updates during
+    `StepWork.end_s`.
     """
     simulation, ends = TierSimulation(work, links), [0.0]
     for _ in range(STEPS):
-        simulation.run(0.0, len(work.plan.steps))
-        ends.append(simulation.end_backward(0.0))
-        simulation.update(ends[-1])
+        simulation.run(ends[-1], len(work.plan.steps))
+        norm_s = simulation.end_backward(0.0)
+        simulation.update(norm_s)
+        ends.append(norm_s + work.end_s)
     seconds = defaultdict[str, float](float)
     for resource, _, start, end in simulation.spans:
         seconds[resource] += end - start
@@ -119,6 +126,7 @@ def predict_step(work: StepWork, links: Links) -> StepTime:
         _longest_chain(work, links),
         sum(work.disk_bytes) / links.disk_read,
         sum(work.disk_bytes) / links.disk_write,
+        simulation.gathered / STEPS + work.end_s,
     )
 
 
@@ -176,6 +184,7 @@ class TierSimulation:
     Attributes:
         spans: Work of the resources so far.
         computed: Seconds for which the device has computed.
+        gathered: Seconds for which the device has waited for gathers of chunks.
     """
 
     def __init__(self, work: StepWork, links: Links) -> None:
@@ -187,7 +196,7 @@ class TierSimulation:
         self.spans: list[ResourceSpan] = []
         self._buffers = deque([0.0] * BUFFERS)
         """Times from which the buffers for states on disk are free."""
-        self.computed = 0.0
+        self.computed = self.gathered = 0.0
         self._next = 0
         """Index of the next use of the step."""
         self._updated = [0.0] * len(work.elements)
@@ -301,6 +310,7 @@ class TierSimulation:
                 self._now = max(self._now, copied)
                 if self._work.gather_s:
                     self._now += self._work.gather_s[chunk]
+                    self.gathered += self._work.gather_s[chunk]
 
     def _reduce(self, chunks: Iterable[int]) -> None:
         for chunk in chunks:

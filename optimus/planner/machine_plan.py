@@ -197,7 +197,8 @@ def plan_on_machine(
           `RankKind`, and bytes on the device: `states`, `gathered` parameters, `activations` of all
           microbatches in progress, `temporary` tensors and communication, and their sum `total`.
         - `needed`: the largest `total`; `device_bytes`: the memory of the device, or None if the
-          machine's file does not have it.
+          machine's file does not have it. With offload.device_memory, `device_bytes` is this limit,
+          and `limited_by` is "offload.device_memory".
         - `imbalance`: only for a model with experts and ep > 1. `largest`: the largest imbalance of
           an ep rank, the same in all layers, that fits on the device; None if equal loads do not
           fit, or if the memory of the device is unknown. `limit`: the imbalance if all tokens
@@ -227,13 +228,14 @@ def plan_on_machine(
     microbatches = mesh.pp
     if train.global_batch_tokens:
         microbatches = plan_batch(train, mesh.num_data_ranks).microbatches_per_rank
+    limited = {"limited_by": "offload.device_memory"} if config.offload.device_memory else {}
     if config.offload.mode == "auto":
         refuse_if(
             load is not None,
             f"--load {load} has no effect with offload.mode = 'auto', which leaves memory free for "
             "offload.expert_imbalance; remove --load, or set offload.mode = 'off'",
         )
-        return _placed(config, mesh, machine, name)
+        return _placed(config, mesh, machine, name) | limited
     run = config, mesh, machine, name
     works: Works = {}
     result: dict[str, Any] = _step(run, works)
@@ -241,7 +243,7 @@ def plan_on_machine(
     device = None if machine.device is None else int(machine.device.memory_bytes.value)
     result |= _needs(memory.kinds(), device)
     if config.offload.mode == "manual":
-        result |= _manual(config, mesh, machine)
+        result |= _manual(config, mesh, machine) | limited
     if config.model.sparse_layers and mesh.ep > 1:
         result["imbalance"] = _imbalance(run, works, memory, device)
     if loads is not None:
@@ -388,7 +390,8 @@ def machine_lines(result: dict[str, Any]) -> list[tuple[str, str]]:
     device, needed = result["device_bytes"], result["needed"]
     share = ""
     if device is not None:
-        share = f": {needed / device:.1%} of the device of {result['machine']}"
+        whole = result.get("limited_by", f"the device of {result['machine']}")
+        share = f": {needed / device:.1%} of {whole}"
         share += "; it does not fit" if needed > device else ""
     lines = [("with activations", _size_text(needed) + share)]
     for kind in result["kinds"]:

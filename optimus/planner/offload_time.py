@@ -27,20 +27,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from optimus.chunks.buffers import ChunkState, ParamChunk
 from optimus.chunks.placement import Workload
 from optimus.chunks.residency import Pass, use_order
 from optimus.chunks.step_time import STEPS, ResourceSpan, StepWork, TierSimulation
 from optimus.config import Config, OffloadConfig
-from optimus.config.hardware import BYTES
 from optimus.config.machine import Links, Machine, load_links
 from optimus.data.batch import plan_batch
-from optimus.distributed.collectives import Group
 from optimus.distributed.mesh import Mesh
 from optimus.errors import ConfigError, refuse_if
 from optimus.parallel.pipeline.actions import Action, Kind, Schedule
 from optimus.parallel.pipeline.plan import plan_stages, schedule_of
-from optimus.planner.collectives import Operation
 from optimus.planner.machine_rates import Rates, is_cpu, rates_of
 from optimus.planner.memory import rank_memory
 from optimus.planner.offload import host_limit, largest_rank, limits_of
@@ -54,8 +50,15 @@ from optimus.planner.placement_search import (
     with_offload,
 )
 from optimus.planner.play import Played
-from optimus.planner.segment_times import SegmentTimes, chunks_by_first_use
-from optimus.planner.step_time import Overlap, Reduction, Step, StepTime, play_step, played_time
+from optimus.planner.segment_times import SegmentTimes, chunk_reductions, chunks_by_first_use
+from optimus.planner.step_time import (
+    Reduction,
+    Step,
+    StepTime,
+    play_step,
+    played_time,
+    unless_rounding,
+)
 from optimus.planner.workload import Works, step_of
 from optimus.rank.states import PlannedRank, staging_of
 
@@ -251,7 +254,7 @@ def time_offloaded(
     time = replace(
         without,
         exposed_s=exposed_s,
-        offload_s=steps.played.end - base_s,
+        offload_s=unless_rounding(steps.played.end - base_s, base_s),
         missing=(*without.missing, *sorted(missing)),
     )
     return OffloadedStep(step, time, *steps)
@@ -359,41 +362,9 @@ def _plan_rank(
         step_work,
         num_uses,
         sum(updated[:first]) / max(1, sum(updated)),
-        _reductions(config, schedule, chunks, first),
+        chunk_reductions(config, schedule, chunks, first),
         gathers_s,
     )
-
-
-def _reductions(
-    config: Config, schedule: Schedule, chunks: Sequence[ParamChunk], first: int
-) -> tuple[Reduction, ...]:
-    """Return the collectives of a step for the gradients of all chunks, as in
-    `ReducePerMicrobatch`, and for the parameters of the chunks before `first`, which are on the
-    device."""
-    optim, numbers = config.optim, Counter[Reduction]()
-
-    def add(
-        operation: Operation, group: Group, size: int, count: int = 1, overlap: Overlap = "nothing"
-    ) -> None:
-        if group.size > 1:
-            numbers[Reduction(group.axes, operation, size, overlap)] += count
-
-    times = schedule.num_microbatches if schedule.reduce_each else 1
-    for number, chunk in enumerate(chunks):
-        if not isinstance(chunk, ChunkState):
-            continue
-        groups, length = chunk.groups, len(chunk.grads)
-        if config.train.deterministic:
-            add("all_to_all", groups.reduce_group, chunk.grads.nbytes, times)
-        else:
-            size = BYTES[optim.grad_reduce_dtype] * length
-            add("reduce_scatter", groups.reduce_group, size, times)
-        add("all_gather", groups.replica_group, chunk.grad.nbytes)
-        add("all_reduce", groups.partial_group, chunk.grad.nbytes)
-        if number < first:
-            overlap: Overlap = "forward" if optim.overlap else "nothing"
-            add("all_gather", groups.shard_group, chunk.params.nbytes, 1, overlap)
-    return tuple(reduction._replace(repeats=count) for reduction, count in numbers.items())
 
 
 class _OffloadedDevice:

@@ -82,15 +82,8 @@ class Decision:
             device += f" (reserve for the allocator's fragmentation: {gb_text(self.reserve)})"
         if not config.offload.host_share:
             return f"all states on the device: {device}"
-        tiers = [
-            device,
-            f"{gb_text(memory.host)} of "
-            + (
-                "host memory"
-                if limits.host >= 1 << 60
-                else f"{gb_text(limits.host)} of host memory"
-            ),
-        ]
+        host = "" if limits.host >= 1 << 60 else f"{gb_text(limits.host)} of "
+        tiers = [device, f"{gb_text(memory.host)} of {host}host memory"]
         if config.offload.disk_share:
             tiers.append(f"{gb_text(memory.disk)} on disk")
         clauses = [f"{placement_text(config)}: {', '.join(tiers)}"]
@@ -132,15 +125,19 @@ def _seconds_text(seconds: float | None) -> str:
 def _time_text(placement: SimulatedPlacement) -> str:
     """Return the simulated time of a step as text."""
     time = placement.time
+    covers = "" if placement.workload.end_s else " without collectives and updates on the device"
     text = (
-        f"a step takes {placement.step_s:.3g} s, the shortest predicted time of all that fit: the "
-        f"device computes {time.compute:.3g} s, the link copies {time.to_device:.3g} s to the "
-        f"device and {time.to_host:.3g} s to the host, the host updates {time.host_adam:.3g} s"
+        f"a step takes {placement.step_s:.4g} s{covers}, the shortest predicted time of the "
+        f"compared placements: the device computes {time.compute:.3g} s, the link copies "
+        f"{time.to_device:.3g} s to the device and {time.to_host:.3g} s to the host, the host "
+        f"updates {time.host_adam:.3g} s"
     )
     if placement.num_disk:
         text += f", and the disk reads {time.disk_read:.3g} s and writes {time.disk_write:.3g} s"
+    if time.others:
+        text += f", and collectives of chunks and updates on the device take {time.others:.3g} s"
     if idle := placement.workload.idle_s:
-        text += f", and the rank waits {idle:.3g} s for others of the pipeline"
+        text += f", and the rank waits {idle:.3g} s (estimate) for others of the pipeline"
     if placement.updates_early:
         text += f" (without early updates, as in steps that clip: {placement.late_s:.3g} s)"
     return text
@@ -255,7 +252,7 @@ class PlacementSearch:
             return decision.placement.step_s
         order = decision.config.offload.order
         work = next(work for work in self._workloads if work.order == order)
-        return work.compute_s + work.idle_s
+        return work.estimate(0, 0, self._limits.links) + work.idle_s
 
     def seconds_in_cache(self) -> float | None:
         """Return the value of `Decision.in_cache_s`."""
@@ -486,9 +483,9 @@ def _workload(
     ).total
     engine = planned.engine
     if isinstance(times, SegmentTimes):
-        seconds, gather_s = times.of_rank(planned.layout), times.gathers(engine)
+        seconds = times.of_rank(planned.layout)
     else:
-        seconds, gather_s = _seconds(profiles, len(planned.segments), times, config.train.dtype), []
+        seconds = _seconds(profiles, len(planned.segments), times, config.train.dtype)
     work = engine.workload(
         order,
         config.optim.chunk_length,
@@ -500,7 +497,11 @@ def _workload(
     shape = schedule.num_ranks, schedule.virtual_stages, schedule.num_microbatches
     idle = bubble_ratio(schedule.name, *shape) * work.compute_s
     cached = config.optim.resident == "cache" and mesh.num_data_ranks > 1
-    work = dataclasses.replace(work, idle_s=idle, gather_s=gather_s, all_on_host=cached)
+    work = dataclasses.replace(work, idle_s=idle, all_on_host=cached)
+    if isinstance(times, SegmentTimes):
+        elements = [chunk.elements for chunk in work.chunks]
+        end_s = times.end_s(config, schedule, engine, elements, sum(work.forward_s))
+        work = dataclasses.replace(work, gather_s=times.gathers(engine), end_s=end_s)
     if not (has_disk and config.checkpoint.async_save):
         return work
     moved = _with_placement(config, disk_share=1.0, order=order)

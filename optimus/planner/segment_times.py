@@ -1,18 +1,30 @@
-"""Seconds of the segments of a rank's model and of the gathers of its chunks on a machine."""
+"""Seconds of the segments of a rank's model and of the collectives of its chunks on a machine."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from optimus.chunks.buffers import ParamChunk
+from optimus.chunks.buffers import ChunkState, ParamChunk
 from optimus.chunks.engine import ChunkEngine
 from optimus.config import Config
+from optimus.config.hardware import BYTES
+from optimus.distributed.collectives import Group
 from optimus.distributed.mesh import Mesh
 from optimus.parallel.layout import Layout
+from optimus.parallel.pipeline.actions import Schedule
+from optimus.parallel.pipeline.plan import plan_stages
 from optimus.planner.collectives import Operation, collective_s
 from optimus.planner.machine_rates import Rates
-from optimus.planner.step_time import Layers, Reduction, pass_time
-from optimus.planner.workload import Works, groups_of, segment_layers
+from optimus.planner.step_time import Layers, Overlap, Reduction, pass_time
+from optimus.planner.workload import (
+    Works,
+    fullest_rank,
+    groups_of,
+    new_bytes,
+    optimizer_bytes,
+    segment_layers,
+)
 
 
 class SegmentTimes:
@@ -33,7 +45,7 @@ class SegmentTimes:
         works: Works | None = None,
         imbalances: Mapping[int, float] | None = None,
     ) -> None:
-        self._rates, self._groups = rates, groups_of(mesh)
+        self._rates, self._mesh, self._groups = rates, mesh, groups_of(mesh)
         on_cpu = not rates.launches_queue
         self._layers = segment_layers(config, mesh, on_cpu, works, imbalances)
         self._forward = [self._sum(layers, "forward") for layers in self._layers]
@@ -65,6 +77,42 @@ class SegmentTimes:
             for chunk in chunks_by_first_use(engine)
         ]
 
+    def end_s(
+        self,
+        config: Config,
+        schedule: Schedule,
+        engine: ChunkEngine,
+        elements: Sequence[int],
+        forward_s: float,
+    ) -> list[float]:
+        """Return `Workload.end_s` of a rank: the seconds of the collectives of all gradients, of
+        the update of the chunks on the device, and of the gathers of these chunks. With
+        optim.overlap, the gathers overlap with the first forward and its gathers of other chunks.
+
+        Args:
+            config: The run.
+            schedule: The schedule of the pipeline.
+            engine: The chunks of the rank.
+            elements: Number of elements of each chunk that the rank updates, in order of first use.
+            forward_s: Seconds of the forward of all segments for one microbatch.
+        """
+        mesh, chunks = self._mesh, chunks_by_first_use(engine)
+        gradients_s = self.total_s(chunk_reductions(config, schedule, chunks, 0))
+        overlaps = config.optim.overlap and self._rates.launches_queue
+        gathers = self.gathers(engine)
+        all_gathers_s, all_updated = sum(gathers), max(1, sum(elements))
+        _, weights = fullest_rank(config, mesh, plan_stages(config, mesh.pp))
+        updated_bytes = optimizer_bytes(config, mesh, weights)
+        new = new_bytes(config, mesh, weights, schedule.num_microbatches)
+        gathered_s, updated, by_number = 0.0, 0, list[float]()
+        for count, seconds in zip((0, *elements), (0.0, *gathers), strict=True):
+            gathered_s += seconds if count else 0.0  # frozen chunks do not change
+            updated += count
+            update_s = self._rates.update_s(updated / all_updated * updated_bytes, new)
+            hidden_s = forward_s + all_gathers_s - gathered_s if overlaps else 0.0
+            by_number.append(gradients_s + update_s + max(0.0, gathered_s - hidden_s))
+        return by_number[::-1]
+
     def total_s(self, reductions: Iterable[Reduction]) -> float:
         """Return the seconds of all collectives, one after the other."""
         return sum(r.repeats * self._collective_s(r.name, r.size_bytes, r.axis) for r in reductions)
@@ -91,3 +139,35 @@ def chunks_by_first_use(engine: ChunkEngine) -> list[ParamChunk]:
     chunks: dict[int, ParamChunk] = {chunk.chunk.number: chunk for chunk in engine.chunks}
     chunks |= {chunk.chunk.number: chunk for chunk in engine.frozen.chunks}
     return [chunks[number] for number in engine.numbers_by_first_use]
+
+
+def chunk_reductions(
+    config: Config, schedule: Schedule, chunks: Sequence[ParamChunk], first: int
+) -> tuple[Reduction, ...]:
+    """Return the collectives of a step for the gradients of all chunks, as in
+    `ReducePerMicrobatch`, and for the parameters of the chunks before `first`, which are on the
+    device."""
+    optim, numbers = config.optim, Counter[Reduction]()
+
+    def add(
+        operation: Operation, group: Group, size: int, count: int = 1, overlap: Overlap = "nothing"
+    ) -> None:
+        if group.size > 1:
+            numbers[Reduction(group.axes, operation, size, overlap)] += count
+
+    times = schedule.num_microbatches if schedule.reduce_each else 1
+    for number, chunk in enumerate(chunks):
+        if not isinstance(chunk, ChunkState):
+            continue
+        groups, length = chunk.groups, len(chunk.grads)
+        if config.train.deterministic:
+            add("all_to_all", groups.reduce_group, chunk.grads.nbytes, times)
+        else:
+            size = BYTES[optim.grad_reduce_dtype] * length
+            add("reduce_scatter", groups.reduce_group, size, times)
+        add("all_gather", groups.replica_group, chunk.grad.nbytes)
+        add("all_reduce", groups.partial_group, chunk.grad.nbytes)
+        if number < first:
+            overlap: Overlap = "forward" if optim.overlap else "nothing"
+            add("all_gather", groups.shard_group, chunk.params.nbytes, 1, overlap)
+    return tuple(reduction._replace(repeats=count) for reduction, count in numbers.items())

@@ -415,8 +415,14 @@ def played_time(step: Step, rates: Rates, schedule: Schedule) -> StepTime:
         if seconds:
             share = seconds / total * max(0.0, whole - sent)
             exposed_s[axis] = exposed_s.get(axis, 0.0) + share
-    bubble_s = max(0.0, bare - busy_s - time.optimizer_s)
+    bubble_s = max(0.0, unless_rounding(bare - busy_s - time.optimizer_s, bare))
     return replace(time, compute_s=compute_s, exposed_s=exposed_s, bubble_s=bubble_s)
+
+
+def unless_rounding(seconds: float, step_s: float) -> float:
+    """Return the difference `seconds` of simulated times of a step, or 0.0 if it is a rounding
+    error: less than 1e-9 of the seconds `step_s` of the step."""
+    return seconds if abs(seconds) >= 1e-9 * step_s else 0.0
 
 
 def collective_times(

@@ -50,6 +50,16 @@ def test_prediction_of_three_segments_is_the_time_computed_by_hand(rates, slots,
     assert predicted.shortest <= predicted.step + 1e-9
 
 
+def test_the_host_updates_while_the_device_ends_its_step():
+    work = replace(work_of(3, 3), end_s=10.0)
+    assert predict_step(work, Links(**INSTANT)).step == pytest.approx(9 + 10)
+    predicted = predict_step(work, Links(**(INSTANT | {"host_adam": 1.0})))  # 12 s for 3 chunks
+    assert predicted.step == pytest.approx(12 + 1 + 6) and predicted.others == 10
+    gathers = replace(work, gather_s=[1.0, 2.0, 3.0])
+    predicted = predict_step(gathers, Links(**INSTANT))
+    assert predicted.step == pytest.approx(9 + 6 + 10) and predicted.others == 16
+
+
 @pytest.mark.parametrize(
     ("adam_s", "early_chunks", "clips", "expected"),
     [

@@ -146,6 +146,23 @@ def test_plan_prints_the_automatic_placement(tmp_path, capsys):
     assert "microbatch_size" not in error and "offload.disk" not in error
 
 
+def test_the_placement_has_the_step_time_of_the_plan(capsys):
+    """Gathers and reductions of gradients take longer than copies to the device and the host. So
+    the automatic placement is faster than a manual one with a larger cache."""
+    command = ["plan", str(CONFIGS / "run" / "mula-7b-a1b.toml"), "--machine", "h200", "--nodes"]
+    command += ["8", "offload.device_memory=20GB", "train.global_batch_tokens=1048576"]
+    assert optimus([*command, "offload.mode=auto"]) == 0
+    text = capsys.readouterr().out
+    step_s = text.split("step on h200")[1].split()[0]
+    assert f"; a step takes {step_s} s, the shortest predicted time of the compared" in text
+    assert "% of offload.device_memory\n" in text and "of the device of h200" not in text
+    manual = ["offload.mode=manual", "offload.host_share=1", "optim.cache_chunks=14", "--json"]
+    assert optimus([*command, *manual]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert float(step_s) < result["step"]["step_s"]
+    assert result["limited_by"] == "offload.device_memory"
+
+
 def test_plan_without_a_machine_checks_the_limits_of_offloading(tmp_path, capsys):
     config = str(CONFIGS / "run" / "mula-7b-a1b.toml")
     manual = ["offload.mode=manual", "offload.host_share=1", "offload.host_memory=10"]

@@ -18,7 +18,15 @@ from optimus.parallel.pipeline.actions import Action, Kind
 from optimus.parallel.pipeline.schedules import make_schedule
 from optimus.parallel.pipeline.simulate import simulate, unit_costs
 from optimus.planner.machine_rates import ProductRates, Rates, rates_of
-from optimus.planner.step_time import Layers, Reduction, Step, pass_time, pipeline_s, step_time
+from optimus.planner.step_time import (
+    Layers,
+    Reduction,
+    Step,
+    pass_time,
+    pipeline_s,
+    played_time,
+    step_time,
+)
 from optimus.planner.workload import Weights, stage_weights, step_of, updated_parameters
 from optimus.rank.operations import FusedAttention, Operation, Pass, Product
 from optimus.rank.profile import profile_work
@@ -198,6 +206,18 @@ def test_step_is_the_sum_of_its_components_and_within_bounds():
     assert time.bubble_s > 0 and time.exposed_s["ep"] > 0
     flops = 6 * layer_multiply_adds(config.model, 2048, 0) * config.model.num_layers * 131072
     assert time.total_s > 0.9 * flops / mesh.world_size / rates.products.peak
+
+
+def test_the_bubble_has_no_rounding_errors():
+    """A rank alone never waits. The bubble of two ranks remains."""
+    for m in (7, 11, 15):
+        layers = Layers((Pass(7e8, 1),), (Pass(2.7 * 7e8, 3),))
+        step = Step(((layers,),), m, {"pp": (0,)})
+        assert played_time(step, a100(), make_schedule("1f1b", 1, 1, m)).bubble_s == 0.0
+    layers = Layers((Pass(1e9, 1),), (Pass(2e9, 1),))
+    step = Step(((layers,), (layers,)), 500, {"pp": (0, 1)})
+    time = played_time(step, a100(), make_schedule("1f1b", 2, 1, 500))
+    assert time.bubble_s == pytest.approx(time.compute_s / 500)
 
 
 def test_overlap_hides_at_most_the_pass():
