@@ -346,13 +346,13 @@ def play_step(
         Kind.F: [seconds_of(time) for time in forward],
         Kind.B: [seconds_of(time) for time in backward],
         Kind.I: [seconds_of(time) for time in inputs],
-        Kind.W: [max(0.0, seconds_of(whole) - seconds_of(time)) for whole, time in weights],
+        Kind.W: [seconds_of(whole) - seconds_of(time) for whole, time in weights],
     }
     launches = {
         Kind.F: [time.launch_s for time in forward],
         Kind.B: [time.launch_s for time in backward],
         Kind.I: [time.launch_s for time in inputs],
-        Kind.W: [max(0.0, whole.launch_s - time.launch_s) for whole, time in weights],
+        Kind.W: [whole.launch_s - time.launch_s for whole, time in weights],
     }
     for (kind, stage), transfer in transfers.exchanges.items():
         costs[kind][stage] -= transfer.seconds
@@ -371,14 +371,16 @@ def play_step(
 
 
 def _input_times(step: Step, backward: Sequence[PassTime], of_pass: PassTimes) -> list[PassTime]:
-    """Return the time of the action I of each stage, at most that of its backward."""
+    """Return the time of the action I of each stage."""
     times = []
     for stage, whole in zip(step.stages, backward, strict=True):
         if any(layers.input_backward is None for layers in stage):
             times.append(whole.half())
             continue
         of_layers = (of_pass(layers.input_backward or (), layers.number) for layers in stage)
-        times.append(min(whole, _sum(of_layers), key=lambda time: time.total_s))
+        inputs = _sum(of_layers)
+        assert inputs.total_s <= whole.total_s * (1 + 1e-9), (inputs, whole)
+        times.append(inputs)
     return times
 
 

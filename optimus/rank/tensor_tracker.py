@@ -195,6 +195,27 @@ def _tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
             yield from _tensors_in(value)
 
 
+class _ExpertRows(NamedTuple):
+    """Factors for the counts of the operations on the rows of experts, in a layer."""
+
+    launches: int
+    """Number of kernel launches of each operation: on a CPU, one for each expert."""
+    share: float
+    """Share of the rows of an operand that this rank computes. On accelerators, an operand has a
+    row for each expert that a token has chosen, also for experts on other ranks."""
+
+
+class _Storage(NamedTuple):
+    reference: weakref.ref
+    """Removes the entry of the storage when the storage is freed."""
+    num_bytes: int
+    """Counted bytes. Storages that existed before the first operation count as 0 bytes."""
+    rows: _ExpertRows | None
+    """Not None for indices of rows and for results of grouped products. The operations on them are
+    those of the experts, inside and outside of the ops in `_EXPERTS`: a divided backward computes
+    the gradients of the experts without these ops."""
+
+
 class TensorTracker(TorchDispatchMode):
     """Counts the bytes of the storages that operations create, until the storages are freed, and
     records the operations.
@@ -210,20 +231,12 @@ class TensorTracker(TorchDispatchMode):
         self._on_cpu = on_cpu
         self.live = self.peak = self.flops = 0
         self._operations: list[Operation] = []
-        self._repeats = 1
-        """Number of kernel launches for each operation of the present op of experts: on a CPU, one
-        for each expert."""
-        self._share = 1.0
-        """Share of the rows in the operands of the present op of experts that this rank computes.
-        """
         self._expert_rows = 0
         """Number of rows that the experts of a layer on this rank compute for a microbatch. 0 if
         each row of their operands belongs to an expert of this rank. On a CPU, only these rows are
         in memory."""
-        self._known: dict[int, tuple[weakref.ref, int]] = {}
-        """Weak reference to each storage, which removes the entry when the storage is freed, and
-        the counted bytes, by address. Storages that existed before the first operation count as 0
-        bytes."""
+        self._known: dict[int, _Storage] = {}
+        """The storages, by address."""
 
     def take(self) -> tuple[int, int, int, tuple[Operation, ...]]:
         """Return `live`, `peak`, `flops` and the operations since the last call, combined by
@@ -250,13 +263,16 @@ class TensorTracker(TorchDispatchMode):
         read = [*_tensors_in(args), *_tensors_in(kwargs.values())]
         for tensor in read:
             self._add(tensor, is_new=False)
+        known = (self._known[tensor.untyped_storage()._cdata].rows for tensor in read)
+        rows = next((rows for rows in known if rows is not None), None)
         packet = function._overloadpacket
         if packet is torch.ops.aten._local_scalar_dense and args[0].is_meta:
             # Code that reads a value, such as a test for padding, gets True or 1.
             return True if args[0].dtype is torch.bool else 1
         work = None
         if (experts := _EXPERTS.get(packet)) is not None:
-            out = self._run_experts(experts, args)
+            with self:  # count the temporary tensors and the operations of the implementation
+                out = experts(*args)
         elif function.is_view:
             out = function(*args, **kwargs)
         else:
@@ -265,44 +281,46 @@ class TensorTracker(TorchDispatchMode):
             offsets, *of_rows, row = out
             out = offsets, *(index.new_empty(self._expert_rows) for index in of_rows), row
         for tensor in _tensors_in((out,)):
-            self._add(tensor, is_new=True)
+            self._add(tensor, True, self._rows_of_results(packet, out, rows))
         self.peak = max(self.peak, self.live)
         if work is not None:
-            self._count(packet, args, work)
+            self._count(packet, args, work, rows)
         return out
 
-    def _run_experts(self, experts: Callable[..., Any], args: Sequence[Any]) -> Any:
-        token = args[5 if experts is _experts else 6]
-        if self._expert_rows:
-            self._share = min(1.0, self._expert_rows / token.shape[0])
-        gate_up = args[2 if experts is _experts else 3]
-        self._repeats = gate_up.shape[0] if self._on_cpu else 1
-        with self:  # count the temporary tensors of the implementation
-            out = experts(*args)
-        self._share, self._repeats = 1.0, 1
-        return out
+    def _rows_of_results(
+        self, packet: Any, out: Any, rows: _ExpertRows | None
+    ) -> _ExpertRows | None:
+        """Return `_Storage.rows` for the results `out` of an operation on operands with `rows`."""
+        if packet is torch.ops.optimus.route:
+            offsets, token, *_ = out
+            size = token.shape[0]
+            share = min(1.0, self._expert_rows / size) if self._expert_rows and size else 1.0
+            return _ExpertRows(offsets.shape[0] - 1 if self._on_cpu else 1, share)
+        return rows if packet in _GROUPED_PRODUCTS else None
 
-    def _count(self, packet: Any, args: Sequence[Any], work: _Work) -> None:
+    def _count(
+        self, packet: Any, args: Sequence[Any], work: _Work, rows: _ExpertRows | None
+    ) -> None:
+        launches, share = rows or (1, 1.0)
         self.flops += work.flops
         if packet in _GROUPED_PRODUCTS:
-            product = self._grouped_product(packet, *args)
+            product = self._grouped_product(packet, *args)._replace(launches=launches)
             self.flops += round(product.flops)
             self._operations.append(product)
         elif isinstance(work.operation, Product):
             self._operations.append(work.operation)
         elif work.operation is not None:
-            size = self._share * work.operation.num_bytes
-            self._operations.append(Pass(size, self._repeats * work.operation.launches))
+            size = share * work.operation.num_bytes
+            self._operations.append(Pass(size, launches * work.operation.launches))
 
     def _grouped_product(self, packet: Any, a: Tensor, b: Tensor, offsets: Tensor) -> Product:
         experts = offsets.shape[0] - 1
         rows = (self._expert_rows or a.shape[0]) / experts
-        launches = self._repeats
         if packet is torch.ops.optimus.grouped_mm:
-            return Product(rows, a.shape[1], b.shape[2], experts, launches)
-        return Product(a.shape[1], rows, b.shape[1], experts, launches)
+            return Product(rows, a.shape[1], b.shape[2], experts)
+        return Product(a.shape[1], rows, b.shape[1], experts)
 
-    def _add(self, tensor: Tensor, is_new: bool) -> None:
+    def _add(self, tensor: Tensor, is_new: bool, rows: _ExpertRows | None = None) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._known:
@@ -310,9 +328,9 @@ class TensorTracker(TorchDispatchMode):
         size = storage.nbytes() if is_new else 0
 
         def remove(_: Any) -> None:
-            self.live -= self._known.pop(key)[1]
+            self.live -= self._known.pop(key).num_bytes
 
-        self._known[key] = weakref.ref(storage, remove), size
+        self._known[key] = _Storage(weakref.ref(storage, remove), size, rows)
         self.live += size
 
 

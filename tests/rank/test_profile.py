@@ -22,6 +22,7 @@ from optimus.parallel.recompute import KeptBytes
 from optimus.planner.memory import boundary_bytes
 from optimus.platform import dtype_of
 from optimus.rank import tensor_tracker
+from optimus.rank.operations import Pass
 from optimus.rank.profile import StageProfile, UseProfile, UseTracker, profile_stages
 from optimus.rank.segments import segments_of
 from optimus.rank.states import make_states, write_gradients_to
@@ -194,6 +195,45 @@ def test_a_divided_backward_keeps_memory_until_the_weights_action() -> None:
     assert abs(after_input + divided.weights.kept) < 0.01 * after_input
     flops = sum(use.flops for use in plain.backward)
     assert sum(use.flops for use in divided.backward) + divided.weights.flops == flops
+
+
+@pytest.mark.parametrize("on_cpu", [False, True])
+@pytest.mark.parametrize("dispatch", ["alltoall", "allgather"])
+def test_a_divided_backward_has_the_operations_of_the_whole(dispatch: str, on_cpu: bool) -> None:
+    """With ep > 1, operands of experts on accelerators also have rows of experts on other ranks.
+    The actions I and W together have the operations of the backward, and the action W gathers the
+    gradients of the rows again."""
+    settings = WIDE | {
+        "train__deterministic": False,
+        "parallel__pp": 2,
+        "parallel__ep": 2,
+        "parallel__ep_dispatch": dispatch,
+    }
+
+    def figures_of(*uses: UseProfile) -> tuple[float, float, float]:
+        """Return FLOPs, bytes of passes and kernel launches."""
+        operations = [op for use in uses for op in use.operations]
+        moved = sum(op.num_bytes for op in operations if isinstance(op, Pass))
+        return sum(use.flops for use in uses), moved, sum(op.launches for op in operations)
+
+    stages = []
+    for schedule in ("1f1b", "zb-h1"):
+        config = make_config(tiny_tree("d", "r", **settings, parallel__schedule=schedule))
+        mesh = make_mesh(config.parallel, 4)
+        (stage,) = profile_stages(config, mesh, mesh.coordinate(0), on_cpu=on_cpu).values()
+        stages.append(stage)
+    plain, divided = stages
+    assert divided.weights is not None
+    whole, inputs = figures_of(*plain.backward), figures_of(*divided.backward)
+    both = figures_of(*divided.backward, divided.weights)
+    assert all(less < all_of for less, all_of in zip(inputs, whole, strict=True))
+    layers, width, rows = 2, 128, 1024 * 2  # a row for each of two experts of a token
+    gathered = rows * (2 * 4 * width + 8)  # copies of fp32, and two indices of a row
+    assert both[0] == whole[0]
+    # On a CPU, the operands have the indices of all slots.
+    assert both[1] - whole[1] == pytest.approx(layers * gathered, rel=0.004 if on_cpu else 1e-9)
+    experts = 2 if on_cpu else 1
+    assert both[2] == whole[2] + layers * experts
 
 
 DIVIDED = {"parallel__schedule": "zb-h1", "train__dtype": "bf16"}
