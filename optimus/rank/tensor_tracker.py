@@ -296,6 +296,8 @@ class TensorTracker(TorchDispatchMode):
             size = token.shape[0]
             share = min(1.0, self._expert_rows / size) if self._expert_rows and size else 1.0
             return _ExpertRows(offsets.shape[0] - 1 if self._on_cpu else 1, share)
+        if packet is torch.ops.optimus.grouped_mm_weight and rows is not None:
+            return rows._replace(share=1.0)  # gradients of weights have the size of the weights
         return rows if packet in _GROUPED_PRODUCTS else None
 
     def _count(
