@@ -41,10 +41,13 @@ from optimus.offloading.checks import NotCopied
 _NEEDS_NO_VALUES = frozenset(
     (
         *("size", "dim", "ndimension", "numel", "nelement", "stride", "element_size", "__len__"),
-        *("is_contiguous", "storage_offset", "data_ptr", "untyped_storage", "get_device"),
+        *("is_contiguous", "storage_offset", "untyped_storage", "get_device"),
         *("is_floating_point", "is_complex", "is_signed", "is_shared", "is_pinned", "__hash__"),
         *("is_inference", "is_same_size", "is_set_to", "_has_compatible_shallow_copy_type"),
         *("register_hook", "register_post_accumulate_grad_hook", "retain_grad", "requires_grad_"),
+        *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like"),
+        *("new_empty", "new_zeros", "new_ones", "new_full"),
+        *("backward", "grad"),  # of torch.autograd, which looks for the given tensors in the graph
     )
 )
 _data: Any = torch._C.TensorBase.data
@@ -206,6 +209,8 @@ def _run(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     if name in _CONVERSIONS and _is_same(func, args, kwargs):
         return args[0]
     tensors = list(tensors_in((args, kwargs)))
+    if name == "data_ptr":
+        return _pointer(func, args)
     written = next((t for t in _written(name, args, kwargs) if isinstance(t, _PARAMETERS)), None)
     if written is not None:
         raise ConfigError(_WRITE.format(_guard_of(written).name, name))
@@ -217,6 +222,19 @@ def _run(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         return _run_on_gradients(func, args, kwargs, tensors)
     parameters = [tensor for tensor in tensors if isinstance(tensor, _PARAMETERS)]
     return _run_on_parameters(func, args, kwargs, parameters)
+
+
+def _pointer(func: Any, args: tuple) -> int:
+    """Return the address of the values of a tensor. Its memory can be freed at any later time, but
+    code such as that of safetensors reads it at once."""
+    with torch._C.DisableTorchFunctionSubclass():
+        is_freed = not args[0].untyped_storage().nbytes() and args[0].numel()
+    refuse_if(
+        is_freed,
+        f"parameter {_guard_of(args[0]).name} is offloaded and has no memory now (in data_ptr); "
+        "use a copy (parameter.detach().clone()) or the tensors of model.state_dict()",
+    )
+    return _call(func, args, {})
 
 
 def _run_on_gradients(

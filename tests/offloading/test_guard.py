@@ -218,3 +218,39 @@ def test_exports_and_views_of_freed_memory_are_refused():
         ConfigError, match=r"the gradient of parameter lm_head\.weight, made during"
     ):
         views[0].sum()
+
+
+@pytest.mark.parametrize("share", SHARES)
+def test_gradients_of_chosen_parameters_are_those_of_torch(share):
+    """`inputs` and the arguments of `torch.autograd.grad` are in different chunks."""
+    names = ["model.layers.0.mlp.up_proj.weight", "lm_head.weight"]
+    ours, ours_optimizer, theirs, theirs_optimizer = models_of(share, 0)
+    for model, optimizer in ((ours, ours_optimizer), (theirs, theirs_optimizer)):
+        for _ in range(2):
+            chosen = [dict(model.named_parameters())[name] for name in names]
+            loss_of(model, 1).backward(inputs=chosen)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_equal(weights(ours), weights(theirs))
+    grads = []
+    for model in (ours, theirs):
+        chosen = [dict(model.named_parameters())[name] for name in names]
+        grads.append(torch.autograd.grad(loss_of(model, 2), chosen))
+    for grad, expected in zip(*grads, strict=True):
+        assert torch.equal(grad, expected) and grad.abs().sum() > 0
+
+
+def test_functions_that_read_no_values_accept_freed_parameters():
+    model, *_ = models_of(1.0, 0)
+    parameter = dict(model.named_parameters())["model.layers.0.mlp.up_proj.weight"]
+    list(model.parameters())[-1].detach().clone()  # the cache has another chunk now
+    assert torch.zeros_like(parameter, requires_grad=True).shape == parameter.shape
+    assert parameter.new_ones(2, requires_grad=True).tolist() == [1.0, 1.0]
+    freed = 0
+    for name, weight in model.named_parameters():
+        try:
+            assert weight.data_ptr()
+        except ConfigError as error:
+            assert f"parameter {name} is offloaded and has no memory now" in str(error)
+            freed += 1
+    assert freed
