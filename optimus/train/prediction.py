@@ -90,7 +90,7 @@ def main() -> None:
         result = {"problem": one_line(error)}
     except Exception as error:
         result = {"problem": f"a bug of Optimus: {type(error).__name__}: {one_line(error)}"}
-    print(json.dumps(result))
+    sys.stdout.write(json.dumps(result))
 
 
 if __name__ == "__main__":
