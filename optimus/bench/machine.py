@@ -166,10 +166,7 @@ def _measure(world: World, threads: int, folder: Path) -> dict[str, Any]:
     best = max(product["flops"]["value"] for product in products["fp32"]["measured"])
     is_cpu = world.device.type == "cpu"
     host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    device_bytes = host_bytes / local
-    if not is_cpu:
-        properties = getattr(torch, world.device.type).get_device_properties(world.device)
-        device_bytes = properties.total_memory
+    device_bytes = host_bytes / local if is_cpu else _accelerator_bytes(world.device)
     machine = {
         "ranks_per_node": local,
         "links": {
@@ -223,6 +220,11 @@ def _measure(world: World, threads: int, folder: Path) -> dict[str, Any]:
         "network": {name: level._asdict() for name, level in network.items()},
         "steadiness": min(1.0, steadiness),
     }
+
+
+def _accelerator_bytes(device: torch.device) -> int:
+    """Return the bytes of memory of an accelerator."""
+    return getattr(torch, device.type).get_device_properties(device).total_memory
 
 
 def _message_rates(level: LevelRates) -> Iterator[float]:

@@ -15,7 +15,7 @@ from optimus.distributed.mesh import Mesh
 from optimus.errors import ConfigError, counted, refuse_if
 from optimus.parallel.expert_load import largest_imbalance
 from optimus.parallel.pipeline.plan import schedule_of
-from optimus.planner.expert_loads import median_and_worst, read_loads
+from optimus.planner.expert_loads import StepLoad, median_and_worst, read_loads
 from optimus.planner.machine_rates import is_cpu
 from optimus.planner.memory import (
     RankMemory,
@@ -249,20 +249,25 @@ def plan_on_machine(
     if loads is not None:
         result["load"] = {"run": load, "steps": len(loads)}
         for key, of_step in median_and_worst(loads).items():
-            fullest = of_step.fullest
-            layer = max(fullest, key=lambda n: fullest[n])
-            kinds = memory.kinds(of_step.imbalances)
-            result["load"][key] = {
-                "step": of_step.step,
-                "imbalance": fullest[layer],
-                "layer": layer,
-                "mean_imbalance": of_step.mean,
-                "kinds": kinds,
-                "needed": max(kind["total"] for kind in kinds),
-            }
+            result["load"][key] = _of_load(of_step, memory)
             if "step" in result:
-                result["load"][key]["step_plan"] = plan_step(*run, works, fullest)
+                result["load"][key]["step_plan"] = plan_step(*run, works, of_step.fullest)
     return result
+
+
+def _of_load(of_step: StepLoad, memory: _Memory) -> dict[str, Any]:
+    """Return the memory of the ranks with the expert loads of a step, and its imbalance."""
+    fullest = of_step.fullest
+    layer = max(fullest, key=lambda n: fullest[n])
+    kinds = memory.kinds(of_step.imbalances)
+    return {
+        "step": of_step.step,
+        "imbalance": fullest[layer],
+        "layer": layer,
+        "mean_imbalance": of_step.mean,
+        "kinds": kinds,
+        "needed": max(kind["total"] for kind in kinds),
+    }
 
 
 def needed_bytes(config: Config, mesh: Mesh, num_microbatches: int, machine: Machine) -> int:

@@ -316,16 +316,14 @@ def play_step(
     for reduction, (_, seconds, overlaps) in zip(reductions, times_of_all, strict=True):
         if overlaps == "nothing":
             blocking_s += seconds
-            continue
-        if overlaps == "passes":
+        elif overlaps == "passes":
             ahead_s += seconds
-            continue
-        transfer = network.collective(reduction.name, reduction.size_bytes, reduction.axis)
-        number = reduction.repeats
-        if overlaps == "forward":
-            gather.append(transfer.times(number))
         else:
-            reduce.append(transfer.times(number / step.virtual_stages))
+            transfer = network.collective(reduction.name, reduction.size_bytes, reduction.axis)
+            if overlaps == "forward":
+                gather.append(transfer.times(reduction.repeats))
+            else:
+                reduce.append(transfer.times(reduction.repeats / step.virtual_stages))
     optimizer_s = (
         rates.update_s(step.optimizer_bytes, step.new_bytes) + blocking_s + max(0.0, ahead_s)
     )

@@ -150,6 +150,14 @@ class UseTracker(Recorder):
     def collective(self, axes: str, operation: str, num_bytes: int) -> None:
         self._traffic.append((axes, operation, num_bytes))
 
+    def watch_gradients(self, parameters: Mapping[str, Tensor]) -> None:
+        """Call `accumulated` when the gradient of a parameter has been accumulated. `parameters`
+        has the parameters of the model by name."""
+        for name, leaf in parameters.items():
+            if leaf.requires_grad:
+                hook = partial(self.accumulated, within_block(name))
+                leaf.register_post_accumulate_grad_hook(hook)
+
     def accumulated(self, name: str, leaf: Tensor) -> None:
         """Record that the gradient of the parameter `name` has been accumulated. `leaf` is the
         parameter."""
@@ -491,10 +499,7 @@ def _run_segments(
     head = len(segments) - 1
     with tracker:
         register_uses(segments, tracker.use, True)
-        for name, leaf in (dict(model.named_parameters()) | model.separated_uses()).items():
-            if leaf.requires_grad:
-                hook = partial(tracker.accumulated, within_block(name))
-                leaf.register_post_accumulate_grad_hook(hook)
+        tracker.watch_gradients(dict(model.named_parameters()) | model.separated_uses())
         inputs: list[weakref.ref] = []
         model.blocks[str(min(layers))].register_forward_pre_hook(
             lambda _, arguments: inputs.append(weakref.ref(arguments[0].untyped_storage()))
