@@ -145,7 +145,7 @@ def _add_patterns(parser: argparse.ArgumentParser, files: str, exclude: str) -> 
 
 
 def _add_tokenizer(parser: argparse.ArgumentParser, text: str) -> None:
-    """Add `--tokenizer` with the help `text`, `--eos` and `--eval-fraction`."""
+    """Add `--eos`, `--eval-fraction` and `--tokenizer`, whose help is `text`."""
     parser.add_argument("--tokenizer", required=True, metavar="FILE", help=text)
     parser.add_argument(
         "--eos", metavar="TOKEN", help="end-of-document token, if its name is unusual"

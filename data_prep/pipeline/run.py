@@ -99,8 +99,8 @@ def prepare(
     Args:
         request: The inputs, the output directory, and the parameters of tokenization.
         shuffle_request: The length and order of the instances, and the size of the shards.
-        shard_request: The workers, the memory and the strategy to write shards.
-        fused: True: compress the token arrays, and remove them when the shards are complete.
+        shard_request: The workers, the memory and the strategy for writing shards.
+        fused: True: keep the token arrays only until the shards are complete, and compress them.
         group: The ranks that share the work.
 
     Returns:
@@ -206,7 +206,7 @@ def shard(out: Path, request: ShardRequest, group: WorkerGroup = ALONE) -> list[
 
     Args:
         out: The directory of the data set.
-        request: The workers, the memory and the strategy to write shards.
+        request: The workers, the memory and the strategy for writing shards.
         group: The ranks that share the work.
 
     Returns:

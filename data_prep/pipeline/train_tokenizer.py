@@ -35,7 +35,7 @@ def train_tokenizer(
 
     Args:
         inputs: The files with the text.
-        vocab_size: The largest number of ids.
+        vocab_size: The maximum number of ids. The tokenizer may have fewer.
         out: The path of the tokenizer.json to write.
         text_field: The JSON field or table column that contains the text.
         quarantine: True: leave out documents that cannot be used. False: raise an error.

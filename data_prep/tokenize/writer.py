@@ -335,7 +335,7 @@ class UnitWriter:
         self._unsaved_bytes = 0
 
     def flush(self) -> None:
-        """Encode the documents that were added but not written yet, and write their ids."""
+        """Encode the documents that were added but not written yet, and write their tokens."""
         encoded = self._encoder.encode([document.text for _, document, _ in self._pending])
         by_split: list[list[int]] = [[] for _ in self._writers]
         for index, (_, document, _) in enumerate(self._pending):

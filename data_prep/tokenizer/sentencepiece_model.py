@@ -165,5 +165,5 @@ def _max_growth(model: bytes) -> float:
         if key == _CHARSMAP and isinstance(charsmap, bytes)
     ]
     if len(maps) > 2:  # a normalizer and a denormalizer; the check of each takes a second
-        raise ValueError(f"the model has {len(maps)} character maps instead of at most 2")
+        raise ValueError(f"the model has {len(maps)} character maps, but at most 2 are supported")
     return max(map(max_growth_by_map, maps), default=1.0)

@@ -124,7 +124,7 @@ class ReduceOnce:
 
 
 class _GradCopy(NamedTuple):
-    """Gradients of a buffer that are being copied to the host and added to its piece there."""
+    """Gradients of a buffer during their copy to the host, and until their addition to the sum."""
 
     buffer: GradBuffer
     values: Tensor

@@ -208,7 +208,7 @@ def check_number(key: str, value: object, low: float, high: float = math.inf) ->
 
 
 def check_count(key: str, value: object) -> int:
-    """Return an integer from 0 to MAX_CHUNK.
+    """Return `value`, if it is an integer from 0 to MAX_CHUNK.
 
     Raises:
         ConfigError: The value is not an integer, or is out of range.

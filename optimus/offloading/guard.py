@@ -353,10 +353,10 @@ def _refuse_recorded(result: Any, parameter: str, function: str) -> None:
     """Raise ConfigError if autograd has recorded a function of a parameter."""
     refuse_if(
         torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors_in(result)),
-        f"parameter {parameter} is used with gradients outside of the forward of its module (in "
-        f"{function}), where an offloaded parameter has no memory in backward; call the module "
-        "that has the parameter (a second nn.Linear may share its weight), or use "
-        "torch.no_grad() to only read it",
+        f"offloaded parameter {parameter} is used with gradients outside of the forward of its "
+        f"module (in {function}), where backward could not read it; call a module that has the "
+        "parameter (its weight can be shared with another nn.Linear), or only read it in "
+        "torch.no_grad()",
     )
 
 
@@ -371,8 +371,8 @@ def _written(name: str, args: tuple, kwargs: dict[str, Any]) -> Iterator[Tensor]
 
 
 def _gather(parameters: Sequence[Tensor]) -> dict[int, Tensor]:
-    """Gather the chunk of the first parameter. Return copies of the parameters that are in other
-    chunks, by the id of the parameter."""
+    """Gather the chunk of the first parameter. Return copies of the parameters in other chunks: a
+    dict from `id(parameter)` to the copy."""
     first = _guard_of(parameters[0])
     others = {id(p): p for p in parameters if _guard_of(p).storage != first.storage}
     copies = {}

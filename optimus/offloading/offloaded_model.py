@@ -378,8 +378,8 @@ class OffloadedModel(NotCopied):
         return set(self._received)
 
     def end_step(self) -> None:
-        """Plan the next step after an update. The next step is expected to use the segments in the
-        order of this one."""
+        """End a step after its update. Plan the next step, which is expected to use the segments in
+        the same order."""
         self._in_step, self._is_updated = False, True
         backwards = self.num_backwards - self._first_backward
         if backwards != self._expected_backwards:

@@ -120,7 +120,7 @@ def paths_of(ranks: tuple[int, ...], links: Links) -> tuple[GroupPath, ...]:
     """
     remedy = "add it with its source, or measure it with optimus bench machine on several nodes"
     if not links:
-        raise ConfigError(f"levels of the machine file is missing; {remedy}")
+        raise ConfigError(f"the machine file has no levels; {remedy}")
     paths, size = [], 1
     for link in links:
         outer: dict[int, dict[int, int]] = {}

@@ -114,7 +114,7 @@ _KEYS = (
 
 
 def override(value: Any) -> str:
-    """Return a value of a layout as text for an override `section.key=value`."""
+    """Return the text for a value of a layout after the `=` of an override `section.key=value`."""
     if isinstance(value, tuple):
         return "[" + ",".join(f'"{name}"' for name in value) + "]"
     return str(value)

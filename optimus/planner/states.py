@@ -4,7 +4,8 @@ process groups.
 Model states are parameters, gradients, master weights and moments. Tests compare the results with
 `ChunkEngine.state_bytes`, which counts the bytes of the tensors that training allocates. With
 offloading, `plan_ranks` builds the engine instead. A search over layouts needs the bytes of
-hundreds of thousands of ranks, so equal ranks and equal classes of parameters are computed once.
+hundreds of thousands of ranks, so the bytes of ranks with equal states, and of groups of parameters
+with equal layouts, are computed only once.
 """
 
 from __future__ import annotations

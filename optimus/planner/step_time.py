@@ -43,7 +43,7 @@ class Layers(NamedTuple):
 
 
 class Reduction(NamedTuple):
-    """A collective of gradients or parameters."""
+    """A collective that reduces gradients or gathers parameters."""
 
     axis: str
     """Name of the group in `Step.groups`, such as dp."""

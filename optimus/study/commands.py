@@ -263,9 +263,9 @@ def _settings(
     nodes: Sequence[int],
     directory: StudyDirectory,
 ) -> Settings:
-    """Return the settings of the study. With `parallel.dp = 0`, the smallest number of nodes
-    determines the tokens of a data rank. An existing study keeps them, so that a smaller number of
-    nodes can be added."""
+    """Return the settings of the study. With `parallel.dp = 0`, the number of tokens of a data
+    rank is computed for the smallest number of nodes. If the study exists, its number of tokens is
+    used, so that points with fewer nodes can be added."""
     from optimus.study.scaling import Settings, tokens_per_data_rank
 
     stored, tokens = directory.settings(), 0

@@ -422,8 +422,8 @@ def submission_of(
 
 
 def scheduler(machine: Machine) -> System:
-    """Return the scheduler for the commands of a dry run: "pbs" if the machine's file sets
-    `filesystems`, which only PBS has, or if this computer has no sbatch."""
+    """Return the scheduler for the commands of a dry run: "pbs" if the machine file sets
+    `filesystems` (an option of PBS only) or this computer has no sbatch, otherwise "slurm"."""
     return "slurm" if shutil.which("sbatch") and not machine.filesystems else "pbs"
 
 

@@ -113,5 +113,5 @@ def test_paths_name_the_levels_that_a_group_crosses():
     assert (path.link.name, path.domains, path.per_domain) == ("group", 4, 2)
     with pytest.raises(ConfigError, match="group, connects only 16 ranks"):
         paths_of(row(3, 16), LINKS[:2])
-    with pytest.raises(ConfigError, match="levels of the machine file is missing"):
+    with pytest.raises(ConfigError, match="the machine file has no levels"):
         paths_of(row(2), ())

@@ -271,7 +271,7 @@ def test_missing_figures_are_named_and_needed_figures_are_demanded():
         rates_of(Machine(), "bf16")
     rates = rates_of(Machine(device=load_machine("aurora").device), "bf16")
     config, mesh = demo(dp=2)
-    with pytest.raises(ConfigError, match="levels of the machine file is missing"):
+    with pytest.raises(ConfigError, match="the machine file has no levels"):
         step_time(step_of(config, mesh), rates)
 
 
