@@ -105,7 +105,7 @@ class DispatchedExperts(Experts):
         self._dispatcher = DISPATCHERS[name](self._group, self.num_experts, self._choose)
 
     def assume_all_tokens(self) -> None:
-        """Plan memory for the worst case: all tokens of the ep ranks choose experts of this rank."""
+        """Plan memory for the worst case: all tokens of all ep ranks go to this rank."""
         self._dispatcher.assume_all_tokens()
 
     def forward(

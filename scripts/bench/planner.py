@@ -483,7 +483,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def make_report(anchors: Path, fits: bool) -> str:
-    """Return docs/benchmarks/planner.md as text. With `fits`, first fit constants of a100-80.toml."""
+    """Return the text of docs/benchmarks/planner.md. With `fits`, first fit a100-80.toml."""
     paths = [anchors / f"vtrain_{name}.csv" for name in ("single", "multi")]
     for path in paths:
         if not path.is_file():
