@@ -121,6 +121,13 @@ _TABLE_1 = (
 of a GPU. The paper does not give the microbatch sizes."""
 
 
+def rank_flops(batch: int, seq_len: int, layers: int, hidden: int, ranks: int) -> float:
+    """Return the FLOPs of a GPU in a step with full recomputation, by equation 3 of arXiv
+    2104.04473."""
+    sizes = 1 + seq_len / (6 * hidden) + VOCABULARY / (16 * layers * hidden)
+    return 96 * batch * seq_len * layers * hidden**2 * sizes / ranks
+
+
 def table_1() -> list[tuple[list[Row], float]]:
     """Return for each row of arXiv 2104.04473, Table 1, the steps that the paper allows, and the
     FLOPs of a GPU in the step by the paper's equation 3, with the published seconds.
@@ -131,9 +138,8 @@ def table_1() -> list[tuple[list[Row], float]]:
     """
     result = []
     for billions, heads, h, layers, tp, pp, gpus, batch, tflops in _TABLE_1:
-        s, vocabulary, dp = 2048, VOCABULARY, gpus // (tp * pp)
-        sizes = 1 + s / (6 * h) + vocabulary / (16 * layers * h)
-        flops = 96 * batch * s * layers * h**2 * sizes / gpus
+        s, dp = 2048, gpus // (tp * pp)
+        flops = rank_flops(batch, s, layers, h, gpus)
         seconds = flops / (tflops * 1e12)
         of_rank = layers // pp
         virtual_stages = [v for v in range(2, of_rank + 1) if of_rank % v == 0] if pp > 1 else [1]

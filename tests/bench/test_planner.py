@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
+import statistics
 from pathlib import Path
 
 import planner
@@ -69,16 +69,17 @@ def test_table_1_has_the_interleaved_schedule():
 def test_table_1_is_predicted():
     """The bar of 8 % in the mean and 12 % at most is missed for every v, and the page says so."""
     lowest, highest = map(sizes, table_1_bands())
-    assert 0.08 < sum(lowest) / 10 < sum(highest) / 10 < 0.11
-    assert 0.12 < lowest[-1] <= highest[-1] < 0.17
+    assert 0.08 < sum(lowest) / 10 < sum(highest) / 10 < 0.10
+    assert 0.12 < lowest[-1] <= highest[-1] < 0.19
     text = "".join(planner.report_table_1(a100()))
     assert text.count("(required 8%: MISSED)") == text.count("(required 12%: MISSED)") == 2
+    assert "1008.0B 163 and 177 (+8.7%), 529.6B 163 and 180 (+10.3%)" in text
 
 
 def test_llama_is_predicted_with_its_ratio():
     """The bar of 15 % is missed with the measured products of an H100 and met with those of an
     H200, and the page says so."""
-    for (_, rates), limit in zip(planner.llama_variants(), (0.35, 0.15), strict=True):
+    for (_, rates), limit in zip(planner.llama_variants(), (0.22, 0.15), strict=True):
         small, large = planner.llama_tflops(64, rates), planner.llama_tflops(128, rates)
         assert (limit - 0.1) * 430 < small - 430 < limit * 430
         assert (limit - 0.1) * 400 < large - 400 < limit * 400
@@ -96,9 +97,9 @@ def test_rows_of_vtrain_are_predicted():
     many = list(planner_rows.vtrain_rows(ANCHORS / "vtrain_multi.csv"))
     single = list(planner_rows.vtrain_rows(ANCHORS / "vtrain_single.csv"))
     assert (len(many), len(single)) == (109, 1440)
-    links = (rates.links[0], rates.links[1]._replace(rate=planner.VTRAIN_RANK_RATE))
-    errors = sizes(planner.errors_of(many, dataclasses.replace(rates, links=links)))
-    assert 0.10 < sum(errors) / len(errors) <= 0.102  # the bar of 10 % is missed
+    errors = sizes(planner.errors_of(many, planner.vtrain_rates(rates)))
+    assert sum(errors) / len(errors) <= 0.10
+    assert statistics.quantiles(errors, n=10, method="inclusive")[-1] <= 0.20
     fitting, judging = planner.split_single_node(single)
     assert len(fitting) == 50 and not set(fitting) & set(judging)
     errors = sizes(planner.errors_of(judging, rates))
@@ -138,10 +139,10 @@ def test_fitted_products_keep_the_measured_rate():
 
 def test_constants_at_a_limit_are_named():
     rates = a100()
-    memory, links = planner.ON_TABLE_5[1:]
-    assert planner.at_limit(memory, rates) and not planner.at_limit(links, rates)
-    assert not planner.at_limit(memory, memory.put(rates, 1.2e12))
-    assert "1.937e+12 (at the limit)" in "".join(planner.report_constants(rates))
+    efficiency, memory = planner.ON_TABLE_5
+    assert planner.at_limit(efficiency, rates) and not planner.at_limit(memory, rates)
+    assert planner.at_limit(memory, memory.put(rates, memory.high))
+    assert "0.9398 (at the limit)" in "".join(planner.report_constants(rates))
 
 
 def test_constants_are_written_to_their_lines_only(tmp_path):
