@@ -80,7 +80,8 @@ def _add_makers(commands: Any) -> None:
         help="tokenizer.json to write",
     )
 
-    _add(commands, "run", _run, "Tokenize, shuffle and shard; resumes if given again.", *_WHOLE_RUN)
+    text = "Tokenize, shuffle and shard. The same command continues an interrupted run."
+    _add(commands, "run", _run, text, *_WHOLE_RUN)
     _add(commands, "plan", _plan, "Estimate the disk space, memory and time of a run.", *_WHOLE_RUN)
     text = "Mix several sources into one data set, in exact shares."
     groups = (options.add_blend, options.add_shuffle, options.add_out, *_SHARDING)
@@ -104,13 +105,13 @@ def _add_steps(commands: Any) -> None:
         "--to",
         type=options.folder,
         metavar="NEW",
-        help="directory for the data set; OUT is not changed",
+        help="directory for the data set, if it is not OUT; OUT is then not changed",
     )
     options.add_shuffle(add)
     options.add_ranks(add)
 
     add = _add(commands, "shard", _shard, "Step 3 of run: write shards and manifest.", *_SHARDING)
-    add.add_argument("out", metavar="OUT", help="directory to which shuffle has written")
+    add.add_argument("out", metavar="OUT", help="directory in which shuffle wrote order.json")
 
 
 def _add_readers(commands: Any) -> None:
@@ -185,8 +186,8 @@ def _train_tokenizer(args: argparse.Namespace) -> int:
     lines = [f"quarantined {problem}" for problem in set_aside]
     if size < args.vocab_size:
         lines.append(
-            f"the vocabulary has {size} ids instead of {args.vocab_size}: the text has no more "
-            "pairs to merge"
+            f"the vocabulary has {size} ids, fewer than --vocab-size {args.vocab_size}, because "
+            "the text has no more pairs to merge"
         )
     lines.append(
         f"{args.out}: {counted(size, 'id')} from {counted(len(inputs), 'file')} in "
@@ -390,14 +391,14 @@ def _inspect(args: argparse.Namespace) -> int:
     lines = [f"instance {args.instance}: {value['shard']} row {value['row']}"]
     if value["epoch"]:
         lines[0] += (
-            f"; beyond the {counted(value['instances'], 'instance')} of the data set: position "
+            f"; the data set has {counted(value['instances'], 'instance')}, so this is position "
             f"{value['place']} of epoch {value['epoch']} (the first epoch is 0)"
         )
     for source in value["sources"]:
         document = source["input"] + (f":{source['line']}" if source["line"] else "")
         lines.append(
             f"tokens {source['first']} to {source['stop'] - 1}: {document}, "
-            f"from its token {source['document_token']}"
+            f"from token {source['document_token']} of this document"
         )
     lines += ["", value["text"]]
     if sys.stdout.isatty():  # a terminal would execute escape sequences in a name or a text

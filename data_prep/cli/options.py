@@ -95,7 +95,8 @@ def add_inputs(parser: argparse.ArgumentParser) -> None:
         "--on-error",
         choices=("fail", "quarantine"),
         default="fail",
-        help="at text that cannot be read: stop, or skip it and list it in a file (fail)",
+        help="fail: stop at text that cannot be read; quarantine: skip such text and list it in a "
+        "file (fail)",
     )
 
 

@@ -142,7 +142,7 @@ def _warnings(train: Manifest, held_out_parts: Sequence[Manifest]) -> list[str]:
         needed = max(MIN_HELD_OUT_DOCUMENTS / documents, MIN_HELD_OUT_TOKENS / tokens) * 1.5
         digits = 1 - math.floor(math.log10(needed))
         fraction = math.ceil(needed * 10**digits) / 10**digits
-        remedy = f"make the data set again elsewhere, with --eval-fraction {fraction:g}"
+        remedy = f"make the data set again in another directory, with --eval-fraction {fraction:g}"
         if fraction > _MAX_SUGGESTED_FRACTION:
             remedy = "give more text, or evaluate on a data set of other text (data.eval_path)"
         warnings.append(
@@ -183,7 +183,7 @@ def stats(dataset: Path, held_out: Path | None = None) -> dict[str, Any]:
 
     Returns:
         Counts, and the unigram entropy in nats. With `held_out`, the value of the key `held_out`
-        contains the counts of this data set and the losses in nats.
+        contains the counts of the second data set and the losses in nats.
 
     Raises:
         DamageError: A data set is damaged.

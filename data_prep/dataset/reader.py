@@ -96,7 +96,8 @@ class ShardReader:
             rows = self._open.pop(shard, None)
             if rows is None:
                 if len(self._open) == _OPEN_SHARDS:
-                    self._open.popitem(last=False)  # unmapped when its last array is deleted
+                    # The shard is unmapped when the last array that refers to it is deleted.
+                    self._open.popitem(last=False)
                 entry = self._manifest.shards[shard]
                 path = self._dataset / entry.name
                 with self._readable(path), files.open_regular(path) as file:

@@ -105,7 +105,8 @@ def _make_plan(
         inputs += unit
     if not units:
         raise DataError("--input matches no .bin or .npy file; check the path")
-    how = IMPORT_FIELD + (request.dtype or _AS_DESCRIBED)  # plans for different dtypes differ
+    # The dtype is in the plan, so that a run with another --dtype is detected.
+    how = IMPORT_FIELD + (request.dtype or _AS_DESCRIBED)
     return TokenPlan(facts, how, float(request.eval_fraction), tuple(inputs), tuple(units))
 
 

@@ -266,10 +266,10 @@ def find_finished(
 ) -> list[Manifest]:
     """Return the manifests of the data set if a run with `--fused` has finished it, else [].
 
-    A run with `--fused` removes its token arrays at its end, and writes removed.json to their
-    folders. If a file of the data set is missing or damaged, this function deletes removed.json and
-    returns [], so that the present run makes the arrays again. The ranks share the work of hashing
-    the inputs. Raises the errors of `tokenize` and `shuffle`.
+    At its end, a run with `--fused` removes the token arrays and writes removed.json to the folders
+    of the arrays. If a file of the data set is missing or damaged, this function deletes
+    removed.json and returns [], so that the present run makes the arrays again. The ranks share the
+    work of hashing the inputs. Raises the errors of `tokenize` and `shuffle`.
     """
     out = request.out
     if not removed(out / layout.TOKENS_DIR):
@@ -283,7 +283,9 @@ def find_finished(
         try:
             manifests = [_check_finished(dataset) for dataset in splits]
         except DataError as error:
-            group.say(f"{error}; its token arrays, removed by --fused, are made again to repair it")
+            group.say(
+                f"{error}; the token arrays that --fused removed are made again for the repair"
+            )
             for dataset in reversed(splits):
                 unmark_removed(dataset / layout.TOKENS_DIR)
             return []

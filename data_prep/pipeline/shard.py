@@ -145,14 +145,15 @@ def memory_for(workers: int) -> int:
 
 
 def fewer_workers(step: str, memory_bytes: int, workers: int, asked: int, enough: int) -> str:
-    """Return a message for a memory in which fewer workers fit than were requested.
+    """Return the message that a step uses fewer workers than requested, because of its memory
+    limit.
 
     Only `workers` of the `asked` workers fit in `memory_bytes` bytes. All of them fit in `enough`
     bytes.
     """
     return (
-        f"{step}: {workers} of {counted(asked, 'worker')}, because more do not fit in --memory "
-        f"{memory_bytes / 1e6:.0f}MB; --memory {enough / 1e6:.0f}MB is enough for all"
+        f"{step}: uses {workers} of {counted(asked, 'worker')}, because more do not fit in "
+        f"--memory {memory_bytes / 1e6:.0f}MB; --memory {enough / 1e6:.0f}MB is enough for all"
     )
 
 

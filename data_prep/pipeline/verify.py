@@ -142,7 +142,7 @@ class Repairs:
         if not self._is_inside(source):
             out = str((self._dataset / source.tokens_dir).parent)
             command = shlex.join(["optimus-data", "verify", out])
-            return f"repair: {command}, or the same command that made the token arrays there"
+            return f"repair: {command}, or the same command that made these token arrays"
         folders = [self._out / name / layout.TOKENS_DIR for name in ("", layout.EVAL_DIR)]
         marks = [folder / MARK for folder in folders if (folder / MARK).exists()]
         return _repair([*paths, *marks], self._again(_makers(self._dataset)))

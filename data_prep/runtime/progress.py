@@ -42,7 +42,7 @@ def _print(line: str) -> None:
 
 
 class Progress:
-    """Context manager that shows on standard error which amount of `total` is done.
+    """Context manager that shows on standard error how much of `total` is done.
 
     `unit` is the unit of `total`, such as "B" or " instances".
     """

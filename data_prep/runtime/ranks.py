@@ -431,7 +431,7 @@ def _wait(
             if is_stuck:
                 raise LostPeerError(
                     f"no progress for {_STUCK_FACTOR * group.silence_s:g} s while waiting for "
-                    f"{work} of {counted(len(left), 'rank')}; check the process of rank "
+                    f"{work} ({counted(len(left), 'rank')} not ready); check the process of rank "
                     f"{min(left)}, and run the same command again on all ranks"
                 )
         time.sleep(group.poll_s)

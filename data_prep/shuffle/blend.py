@@ -55,7 +55,7 @@ def integer_weights(weights: Sequence[int | float | str | Fraction]) -> tuple[in
         try:
             exact.append(Fraction(repr(weight) if isinstance(weight, float) else weight))
         except (ValueError, ZeroDivisionError):
-            raise ConfigError(f"weight = {weight!r} is not a number; give one above 0") from None
+            raise ConfigError(f"weight = {weight!r} is not a number; set it above 0") from None
         if exact[-1] <= 0:
             raise ConfigError(f"weight = {weight!r} must be above 0; leave the source out instead")
     scale = math.lcm(*(weight.denominator for weight in exact))
@@ -102,7 +102,8 @@ class Mixing:
         return picks
 
     def locate(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the source of each instance in [start, stop), and its number within the source.
+        """Return the source of each instance in [start, stop), and the instance's number in the
+        source.
 
         The instances of a source have the numbers 0, 1, 2 and so on. If the source has N instances,
         number n is instance n % N of its epoch n // N.
@@ -281,7 +282,7 @@ def read_any_order(dataset: Path) -> Order | BlendOrder:
             layout.are_counts([source.quota for source in blend.blended])
             and all(s.order.num_instances or not s.quota for s in blend.blended)
             and blend.num_instances < layout.MAX_COUNT,
-            "the quota of a source is negative, too large or of a source without instances",
+            "a quota is negative or too large, or a source with a quota has no instances",
         ),
         (
             {(o.context, o.dtype, o.part) for o in blend.sources}

@@ -139,7 +139,9 @@ def _npy(path: Path, dtype: str | None) -> Foreign:
             "one-dimensional array of integers"
         )
     if dtype is not None and ids.dtype != np.dtype(dtype):
-        raise DataError(f"{path}: its ids are {ids.dtype}, not --dtype {dtype}; leave out --dtype")
+        raise DataError(
+            f"{path}: its header has the dtype {ids.dtype}, not --dtype {dtype}; leave out --dtype"
+        )
     return Foreign(ids, no_ends)
 
 
@@ -149,6 +151,6 @@ def _raw(path: Path, dtype: np.dtype) -> np.ndarray:
         raise DataError(
             f"{path}: its size of {size} bytes is not a multiple of the {dtype.itemsize} bytes of "
             f"a {dtype.name} id; it is truncated or has ids of another type: copy it again, or "
-            "give the right type"
+            "set --dtype to the type of its ids"
         )
     return np.memmap(path, dtype, "r") if size else np.empty(0, dtype)

@@ -123,7 +123,7 @@ class _RepeatTask(_DistinctTask):
         return self.verify()
 
     def do(self, items: Sequence[int]) -> None:
-        """Tokenize the units in `items` that still contain duplicates again."""
+        """Tokenize again the units in `items` that still contain duplicates."""
         if left := sorted({*items} & {*self.missing()}):
             super().do(left)
 

@@ -346,7 +346,7 @@ class TokenArrayWriter:
         rows: bytes | memoryview,
         id_hashes: bytes | memoryview,
     ) -> None:
-        """Check the content of a checkpoint, and append it.
+        """Check the documents in a checkpoint, and append them to the array.
 
         Args:
             inputs: The inputs from which the documents may come.
@@ -355,7 +355,7 @@ class TokenArrayWriter:
             id_hashes: The hashes of document ids, from `checkpoint`.
 
         Raises:
-            ValueError: This content cannot be a result of `checkpoint`.
+            ValueError: The arguments cannot be a result of `checkpoint`.
         """
         table = np.frombuffer(rows, little_endian("int64")).reshape(-1, 3)
         if len(id_hashes) != len(table) * ID_BYTES:

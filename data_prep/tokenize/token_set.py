@@ -85,7 +85,7 @@ def say_sample(chosen: frozenset[int], sizes: Sequence[int], kind: str, dataset:
         say(
             f"{dataset}: the {counted(len(sizes), kind)} of an earlier run are checked by size and "
             f"header, {len(chosen)} of them by hash ({short(size)}B of {short(sum(sizes))}B); "
-            f"optimus-data verify {dataset} reads all"
+            f"optimus-data verify {dataset} compares all hashes"
         )
 
 
@@ -262,7 +262,8 @@ def promises(tokens_dir: Path, unit: int, record: Mapping[str, Any]) -> dict[Pat
 
 
 def split_of(tokens_dir: Path) -> str:
-    """Return the split of a folder of token arrays: "train" or "held-out". Raises DataError."""
+    """Return the split of a folder of token arrays, "train" or "held-out", from the sidecar of unit
+    0. Raises the errors of `read_unit`."""
     plan_xxh3 = files.xxh3_file(tokens_dir / layout.PLAN)
     return read_unit(tokens_dir, 0, plan_xxh3, has_array=False)["part"]
 

@@ -118,8 +118,8 @@ class UnitTask(ABC):
         return [self.work.plan.unit_bytes(unit) for unit in self.units]
 
     def missing(self) -> list[int]:
-        """Return the indices of units without a sidecar of the training split. A unit's last file
-        is this sidecar."""
+        """Return the indices of units without a sidecar in the folder of the training split. This
+        sidecar is the last file that is written for a unit."""
         names = set(os.listdir(self.folder))
         return [
             i for i, unit in enumerate(self.units) if f"{layout.unit_name(unit)}.json" not in names

@@ -254,7 +254,7 @@ def test_unsuitable_npy_files_are_refused(made, tmp_path, capsys):
         made,
         tmp_path,
         capsys,
-        "its ids are uint16, not --dtype uint32",
+        "its header has the dtype uint16, not --dtype uint32",
         path,
         more=("--dtype", "uint32"),
     )

@@ -207,7 +207,7 @@ def test_inspect_after_the_first_epoch_prints_epoch_and_position(made, capsys):
     count = len(shards(made.data))
     assert main(["inspect", str(made.data), str(2 * count + 3)]) == 0
     first = capsys.readouterr().out.splitlines()[0]
-    assert f"beyond the {count:,} instances of the data set: position 3 of epoch 2" in first
+    assert f"the data set has {count:,} instances, so this is position 3 of epoch 2" in first
     assert main(["inspect", str(made.data), "3"]) == 0
     assert "epoch" not in capsys.readouterr().out.splitlines()[0]
     assert main(["inspect", str(made.data), str(count), "--json"]) == 0

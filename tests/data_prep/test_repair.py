@@ -191,7 +191,7 @@ def test_run_makes_a_damaged_shard_of_a_fused_data_set_again(kinds, capsys):
     before = tree(base)
     flip(base / "fused" / "shards" / "shard-00001.npy", 0.5)
     assert main(commands[str(base / "fused")][0]) == 0
-    assert "1 damaged shard; its token arrays, removed by --fused" in capsys.readouterr().err
+    assert "1 damaged shard; the token arrays that --fused removed" in capsys.readouterr().err
     assert tree(base) == before
 
 
@@ -223,7 +223,7 @@ def test_start_of_a_run_checks_a_sample_and_names_verify(made, tmp_path, capsys,
         monkeypatch.setattr(token_set, "_SEED", bytes([seed]))
         assert main(["shard", str(out), "--workers", "1"]) == 0
         error = capsys.readouterr().err
-        assert f"optimus-data verify {out} reads all" in error
+        assert f"optimus-data verify {out} compares all hashes" in error
         detected.append("damaged" in error)
         if detected[-1]:
             break

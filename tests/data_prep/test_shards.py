@@ -135,7 +135,7 @@ def test_line_says_that_memory_is_too_small_for_all_workers(made, tmp_path, caps
     assert main(["shard", str(tmp_path / "out"), "--workers", "3", "--memory", "330MB"]) == 0
     message = capsys.readouterr().err
     assert (
-        "optimus-data: shard: 2 of 3 workers, because more do not fit in --memory 330MB; "
+        "optimus-data: shard: uses 2 of 3 workers, because more do not fit in --memory 330MB; "
         in message
     )
     assert main(["shard", str(tmp_path / "out"), "--workers", "2", "--memory", "330MB"]) == 0
