@@ -19,10 +19,11 @@ _BYTES = 2
 
 
 class Work(NamedTuple):
-    """Operations of forward and backward."""
+    """Operations of a block or head in forward and in backward."""
 
     modules: tuple[str, ...]
-    """Names of the modules that contain the operation. Recomputing one of them repeats it."""
+    """Names of the modules that contain the operations. If backward recomputes one of these
+    modules, it repeats the operations in `forward`."""
     forward: tuple[Operation, ...]
     backward: tuple[Operation, ...]
 
@@ -32,13 +33,14 @@ class Split(NamedTuple):
 
     tp: int = 1
     sequence_parallel: bool = False
-    """True if norms and residuals work on 1/tp of the tokens (arXiv 2205.05198). Backward gathers
-    the inputs of products again, to save memory."""
+    """True: norms and residual additions process 1/tp of the tokens on each rank (arXiv
+    2205.05198), and backward gathers the inputs of matrix products again, to save memory."""
 
 
 def layers_of(work: Iterable[Work], number: float = 1.0, recompute: Collection[str] = ()) -> Layers:
-    """Return equal layers of a stage. Backward repeats the forward of the modules `recompute`. The
-    name `core` is attention without its projections (selective recomputation)."""
+    """Return `number` layers of a stage that each have the operations `work`. Backward repeats the
+    forward of the modules in `recompute`, in which `core` means attention without its projections
+    (selective recomputation)."""
     work = tuple(work)
     forward = tuple(op for entry in work for op in entry.forward)
     backward = tuple(op for entry in work for op in entry.backward)
@@ -65,14 +67,16 @@ def _pass(
     launches: float = 1.0,
     more: float = 1,
 ) -> Work:
-    """Return passes that move `forward` and `backward` bytes, with numbers of launches."""
+    """Return element-wise work that moves `forward` bytes with `launches` kernel launches in
+    forward, and `backward` bytes with `more` launches in backward."""
     return Work(modules, (Pass(forward, launches),), (Pass(backward, more),))
 
 
 def _exchange(
     modules: tuple[str, ...], forward: tuple[str, ...], backward: tuple[str, ...], size: float
 ) -> Work:
-    """Return collectives of buffers of `size` bytes over tp, by name."""
+    """Return collectives over tp with the names `forward` and `backward`. Each has a buffer of
+    `size` bytes."""
     lists = ([Exchange("tp", name, size) for name in names] for names in (forward, backward))
     return Work(modules, *map(tuple, lists))
 
@@ -80,9 +84,9 @@ def _exchange(
 def gpt_block(hidden: int, heads: int, tokens: int, seq_len: int, split: Split) -> tuple[Work, ...]:
     """Return the operations of a block on one rank for one microbatch of T `tokens`.
 
-    The block has separate attention kernels, a GELU, and dropout in the residual additions, which
-    read 2 x 2 bytes and write 2 + 1. The products for the gradients of weights add to the sums of
-    the gradients themselves.
+    The block has separate attention kernels, a GELU, and dropout in the residual additions. For
+    each element, a residual addition reads two values (4 bytes), and writes a value and the mask (3
+    bytes). The products for the gradients of weights include the addition to the sum of gradients.
     """
     t, d, s, tp = tokens, hidden, seq_len, split.tp
     sp = tp if split.sequence_parallel else 1
@@ -125,7 +129,8 @@ def gpt_block(hidden: int, heads: int, tokens: int, seq_len: int, split: Split) 
 
 def _before(module: str, size: float, split: Split) -> tuple[Work, ...]:
     """Return the collectives before a module that is divided over tp (arXiv 1909.08053; with
-    sequence parallelism, arXiv 2205.05198). `size` are the bytes of all tokens."""
+    sequence parallelism, arXiv 2205.05198). `size` is the number of bytes of the activations of all
+    tokens."""
     names = ("block", module)
     if split.tp == 1:
         return ()
@@ -145,11 +150,12 @@ def _after(module: str, size: float, split: Split) -> tuple[Work, ...]:
 
 
 def gpt_head(hidden: int, vocabulary: int, tokens: int, split: Split) -> tuple[Work, ...]:
-    """Return the operations of the output head and the cross-entropy, of which the tp ranks divide
-    V.
+    """Return the operations of the output head and the cross-entropy. The vocabulary is divided
+    over the tp ranks.
 
-    The cross-entropy moves for each logit: conversion to fp32 (6), maximum (4), subtraction (8),
-    exponential (8), sum (4), division (8), and in backward copy (8), scaling (8), conversion (6).
+    Bytes that the cross-entropy moves for each logit: conversion to fp32 (6), maximum (4),
+    subtraction (8), exponential (8), sum (4), division (8); in backward copy (8), scaling (8),
+    conversion (6).
     """
     columns = vocabulary / split.tp
     logits = tokens * columns

@@ -3,14 +3,16 @@
 
     python scripts/bench/planner_here.py [--machine FILE] [--out FILE]
 
-The script measures a machine file with `optimus bench machine`, unless --machine names one. Then it
-runs each layout of `CASES`, none of which has set a figure of the machine file, in five rounds.
-Each six layouts run together: in each round, one after the other. Ranks have one thread each. The
-result is a Markdown page, docs/benchmarks/planner_here.md by default.
+Without --machine, the script first measures a machine file with `optimus bench machine`. Then it
+runs each layout of `CASES` in five rounds. No value of the machine file was derived from these
+layouts. The layouts are divided into groups of six. In a round, the layouts of a group run one
+after the other. Each rank has one thread. The result is a Markdown page,
+docs/benchmarks/planner_here.md by default.
 
-Peak memory is the growth of the resident memory of a rank from before its model exists to the end
-of two updates, in a separate process whose malloc returns freed memory at once. Before it, updates
-of a tiny model of the same layout load the code.
+Peak memory is the increase of a rank's resident memory, from before the model is built to its peak
+in two updates. It is measured in a separate process, whose malloc returns freed memory to the
+system at once. This process first updates a tiny model with the same layout, so that the increase
+does not include the memory of loaded code.
 """
 
 from __future__ import annotations
@@ -47,10 +49,10 @@ from optimus.train.autotune import autotune_kernels
 
 ROOT = Path(__file__).resolve().parents[2]
 ROUNDS, UPDATES = 5, 2
-"""Number of rounds, and of timed updates of a layout in a round."""
+"""Number of rounds, and number of timed updates of each layout in a round."""
 WARMUP = 2
 TOGETHER = 6
-"""Number of layouts whose rounds are interleaved. Their ranks exist at the same time."""
+"""Number of layouts in a group. The ranks of all layouts of a group exist at the same time."""
 LIMIT_S = 120.0
 """Longest time for which the script waits for a rank."""
 
@@ -61,7 +63,7 @@ class Case(NamedTuple):
     name: str
     ranks: int
     settings: dict[str, Any]
-    """Settings by `section__key`."""
+    """Maps `section__key` to the value of a setting."""
 
 
 DENSE = {
@@ -149,8 +151,8 @@ def config_of(case: Case) -> Config:
 
 
 def run_rank(case: Case, clock: str, measures_memory: bool) -> None:
-    """Run updates of a case in this process, which is a rank. The number of updates comes from
-    standard input, and their seconds go to standard output."""
+    """Run updates of a case in this process, which is a rank. Each line of standard input contains
+    a number of updates. The seconds of these updates are written to standard output."""
     config, launch = config_of(case), read_launch_env()
     meter = common.MemoryMeter() if measures_memory else None
     world = start_world(launch, 600.0, "cpu")
@@ -158,7 +160,7 @@ def run_rank(case: Case, clock: str, measures_memory: bool) -> None:
     autotune_kernels(config, world, None)
     now = time.process_time if clock == "processor" else time.perf_counter
     before = 0
-    if meter is not None:  # a tiny model loads the code of the layout and makes its buffers
+    if meter is not None:  # a tiny model loads the code and allocates the buffers
         tiny = make_rank(config_of(case._replace(settings=case.settings | TINY)), world)
         updater, microbatches = tiny.updater(), tiny.microbatches()
         for step in (1, 2):
@@ -185,7 +187,7 @@ def run_rank(case: Case, clock: str, measures_memory: bool) -> None:
 
 
 class Ranks:
-    """Processes that run a case."""
+    """The processes (ranks) that run a case."""
 
     def __init__(self, case: Case, clock: str, measures_memory: bool, folder: Path) -> None:
         self.case = case
@@ -213,7 +215,7 @@ class Ranks:
         ]
 
     def answers(self) -> list[dict[str, Any]]:
-        """Return the next line of each rank."""
+        """Return the JSON object in the next output line of each rank."""
         lines = []
         for process in self._processes:
             assert process.stdout is not None
@@ -224,7 +226,7 @@ class Ranks:
         return lines
 
     def step_s(self, updates: int) -> list[float]:
-        """Run updates. Return the seconds of each on its slowest rank."""
+        """Run `updates` updates. Return the seconds of each update on the slowest rank."""
         for process in self._processes:
             assert process.stdin is not None
             process.stdin.write(f"{updates}\n")
@@ -248,10 +250,11 @@ class Result(NamedTuple):
     case: Case
     planned_s: float
     measured: list[list[float]]
-    """Seconds of each update, by round."""
+    """For each round, the seconds of each update."""
     planned_bytes: int
-    """On the rank with the largest measured peak, as `peak_bytes`."""
+    """Planned memory of the rank with the largest measured peak."""
     peak_bytes: int
+    """Largest measured peak memory of a rank."""
 
     @property
     def step_s(self) -> float:
@@ -268,7 +271,8 @@ class Result(NamedTuple):
 
     @property
     def spread(self) -> float:
-        """Largest less smallest median of a round, divided by `step_s`."""
+        """Difference between the largest and the smallest median of a round, divided by
+        `step_s`."""
         medians = [statistics.median(of_round) for of_round in self.measured]
         return (max(medians) - min(medians)) / self.step_s
 
@@ -285,8 +289,8 @@ def measure_peaks(case: Case, folder: Path) -> list[int]:
 def measure_times(
     cases: Sequence[Case], clock: str, rounds: int, folder: Path
 ) -> dict[str, list[list[float]]]:
-    """Return the seconds of the updates of each case by round. The ranks of all cases exist during
-    all rounds, and only those of one case compute at a time."""
+    """Return a dict that maps each case to the seconds of its updates in each round. The ranks of
+    all cases exist during all rounds, but only the ranks of a single case compute at a time."""
     seconds: dict[str, list[list[float]]] = {case.name: [] for case in cases}
     running: list[Ranks] = []
     try:
@@ -321,13 +325,13 @@ def planned(case: Case, machine: Machine) -> tuple[float, list[int]]:
 
 
 def run(cases: Sequence[Case], machine: Machine, clock: str, rounds: int) -> list[Result]:
-    """Plan and measure all cases."""
+    """Plan and measure all cases. Return a result for each case."""
     results = []
     with tempfile.TemporaryDirectory() as name:
         plans = [planned(case, machine) for case in cases]  # before any measurement
         peaks = [measure_peaks(case, Path(name)) for case in cases]
         seconds: dict[str, list[list[float]]] = {}
-        for first in range(0, len(cases), TOGETHER):  # so that all ranks have memory
+        for first in range(0, len(cases), TOGETHER):  # in groups, so that the memory is enough
             seconds |= measure_times(cases[first : first + TOGETHER], clock, rounds, Path(name))
     for case, (step_s, sizes), of_ranks in zip(cases, plans, peaks, strict=True):
         fullest = of_ranks.index(max(of_ranks))
@@ -336,7 +340,7 @@ def run(cases: Sequence[Case], machine: Machine, clock: str, rounds: int) -> lis
 
 
 def verdict(results: Sequence[Result]) -> list[str]:
-    """Return the figures that the issue limits, with their limits."""
+    """Return lines of text with the errors that have a limit, and with these limits."""
     errors = [abs(result.error) for result in results]
     memory = max(abs(result.memory_error) for result in results)
     repeated = results[0]
@@ -363,8 +367,9 @@ def verdict(results: Sequence[Result]) -> list[str]:
 
 
 def _first(results: Sequence[Result]) -> list[tuple[str, tuple[float, float]]]:
-    """Return for each model with several layouts on two ranks how much longer than the fastest
-    layout the predicted fastest layout takes."""
+    """Return (name of a model, (excess, limit)) for each model with several layouts on two ranks.
+    The excess is (measured time of the layout with the smallest planned time) / (measured time of
+    the fastest layout) - 1."""
     pairs = []
     for model in ("dense", "MoE"):
         of_model = [
@@ -380,7 +385,7 @@ def _first(results: Sequence[Result]) -> list[tuple[str, tuple[float, float]]]:
 
 
 def report(results: Sequence[Result], machine: Machine, clock: str, load: str) -> str:
-    """Return the page."""
+    """Return the Markdown page."""
     measured = machine.measured
     conditions = (
         "this machine"

@@ -28,29 +28,31 @@ class Speedups(NamedTuple):
     model: str
     """Name of the run in configs/run."""
     passes: float
-    """Speed-up of forward and backward with FastSparseMoE."""
+    """Speed-up of forward and backward by FastSparseMoE."""
     step_of_passes: float
-    """Speed-up of the step with FastSparseMoE."""
+    """Speed-up of the step by FastSparseMoE."""
     optimizer: float
-    """Speed-up of the optimizer with EPSO."""
+    """Speed-up of the optimizer by EPSO."""
     step_of_optimizer: float
-    """Speed-up of the step with EPSO."""
+    """Speed-up of the step by EPSO."""
     both: float
-    """Speed-up of the step with both."""
+    """Speed-up of the step by FastSparseMoE and EPSO together."""
 
     @property
     def pass_share(self) -> float:
-        """Share of forward and backward in the baseline's step (Amdahl's law)."""
+        """Share of forward and backward in the time of the step without FastSparseMoE and EPSO,
+        computed by Amdahl's law."""
         return (1 - 1 / self.step_of_passes) / (1 - 1 / self.passes)
 
     @property
     def combined(self) -> float:
-        """Speed-up of the step with both, from the other columns."""
+        """Speed-up of the step by FastSparseMoE and EPSO together, computed from the other
+        columns."""
         return 1 / (self.pass_share / self.passes + (1 - self.pass_share) / self.optimizer)
 
     @property
     def optimizer_share(self) -> float:
-        """Share of the optimizer in the step with both."""
+        """Share of the optimizer in the time of the step with FastSparseMoE and EPSO."""
         return (1 - self.pass_share) / self.optimizer * self.combined
 
 
@@ -59,21 +61,23 @@ TABLE_3 = tuple(
     for model, row in PAPER.items()
     if None not in row
 )
-"""The rows with speed-ups of EPSO."""
+"""The rows of Table 3 that contain speed-ups by EPSO."""
 TILES = (384, 768, 1536, 3072, 6144, 12288)
 MODEL_TILES = 96
-"""Tiles of a replica of Mula-220B: pp = 8 times ep = 12."""
+"""Number of tiles of a replica of Mula-220B: pp * ep = 8 * 12."""
 GROUP_TILES = 768
 SHARE = 0.26
-"""Share of the optimizer in the step of Mula-220B on 3,072 tiles, which Table 3 implies."""
+"""Share of the optimizer in the time of a step of Mula-220B on 3,072 tiles, computed from Table
+3."""
 
 
 def figure_4(taper: float, share: float = SHARE) -> list[float]:
-    """Return the efficiency on each number of TILES, relative to the first.
+    """Return the efficiency for each number in TILES, relative to the first number.
 
-    Under weak scaling, only the optimizer's communication changes: (g - 1) / g of the states, with
-    g = dp, at the full rate within a group of the dragonfly and at `taper` of it beyond. `share` is
-    the share of this communication in the step on 3,072 tiles.
+    Under weak scaling, only the time of the optimizer's communication changes. It is proportional
+    to (g - 1) / g with g = dp, and is divided by `taper` if the tiles exceed a group of the
+    dragonfly network. `share` is the share of this communication in the time of a step on 3,072
+    tiles.
     """
 
     def traffic(tiles: int) -> float:
@@ -86,8 +90,8 @@ def figure_4(taper: float, share: float = SHARE) -> list[float]:
 
 
 def epso_speedups(config: Config, mesh: Mesh) -> tuple[float, float]:
-    """Return the speed-up of EPSO over a sharding along dp alone, in parameters that a rank
-    updates: on the slowest pipeline rank, and in the mean over pipeline ranks."""
+    """Return two ratios of the number of parameters that a rank updates, with sharding along dp
+    alone ("so") to that with EPSO: of the maxima over pipeline ranks, and of the means."""
     weights = stage_weights(config, mesh)
     updated = {
         sharding: [updated_parameters(sharding, mesh, w) for w in weights]
@@ -98,20 +102,20 @@ def epso_speedups(config: Config, mesh: Mesh) -> tuple[float, float]:
 
 
 def optimizer_phase(config: Config, mesh: Mesh, rates: Rates, sharding: str) -> float:
-    """Return the seconds of the optimizer with the reduction of gradients and the gather of
-    parameters, without overlap."""
+    """Return the seconds of the update, the reduction of gradients and the gather of parameters,
+    without overlap."""
     step = step_of(with_optim(config, sharding=sharding), mesh)
     return step.optimizer_bytes / rates.memory + reductions_s(step, rates)
 
 
 def with_optim(config: Config, **values: object) -> Config:
-    """Return the configuration with other values in [optim]."""
+    """Return the configuration with the settings `values` in [optim]."""
     return config.model_copy(update={"optim": config.optim.model_copy(update=values)})
 
 
 def reordered(step: Step, mesh: Mesh, order: Sequence[str]) -> Step:
-    """Return the step on ranks in another order of the axes, from the outermost to the innermost.
-    Optimus has the order pp, dp, ep, tp."""
+    """Return the step with the ranks numbered in another order of the mesh axes. `order` begins
+    with the outermost axis. The order of Optimus is pp, dp, ep, tp."""
     strides, stride = {}, 1
     for axis in reversed(order):
         strides[axis] = stride
@@ -131,12 +135,13 @@ def reordered(step: Step, mesh: Mesh, order: Sequence[str]) -> Step:
 def modelled_figure_4(
     taper: float, sequences: int, order: Sequence[str], algorithm: Algorithm
 ) -> list[float]:
-    """Return the efficiency of Mula-220B on TILES by the complete step model.
+    """Return the efficiency of Mula-220B for each number in TILES, relative to the first number, as
+    predicted by the complete step model.
 
     Args:
-        taper: Taper between groups.
+        taper: Rate of the links between groups of nodes, divided by their rate within a group.
         sequences: Microbatches of one sequence for each data rank.
-        order: Order of the mesh axes, from the outermost.
+        order: Order of the mesh axes, the outermost axis first.
         algorithm: Algorithm of the collectives.
     """
     config = with_optim(load_config(RUNS / "mula-220b-a10b.toml", []), overlap=False)

@@ -1,4 +1,4 @@
-"""Published step times and the steps that they measure, for scripts/bench/planner.py."""
+"""Published step times, and the steps of the planner for them, for scripts/bench/planner.py."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from optimus.planner.step_time import Reduction, Step
 VOCABULARY = 51200
 """Padded vocabulary of the GPT models in Megatron-LM."""
 OPTIMIZER_BYTES = 34
-"""Bytes that Adam with fp32 masters reads and writes for a parameter: the 2-byte gradient for the
-norm and for the update (4), master, moments (24), the 2-byte parameter (2), and the zeroed
-gradient with its copy in fp32 (4)."""
+"""Bytes that Adam with fp32 master weights reads and writes for each parameter: gradient in 2
+bytes, for the norm and for the update (4); master weight and moments (24); parameter in 2 bytes
+(2); zeros for the gradient and for its fp32 copy (4)."""
 
 
 class Row(NamedTuple):
-    """A published step of a GPT model."""
+    """A published step time of a GPT model, and the configuration of the run."""
 
     hidden: int
     layers: int
@@ -31,13 +31,14 @@ class Row(NamedTuple):
     pp: int
     virtual_stages: int
     batch: int
-    """Sequences of the step over all ranks."""
+    """Number of sequences in a step, on all ranks together."""
     microbatch: int
-    """Sequences of a microbatch."""
+    """Number of sequences in a microbatch."""
     recompute: str
-    """full or selective (with sequence parallelism)."""
+    """With "full", backward recomputes whole blocks. With "selective", it recomputes only attention
+    without its projections, and the run uses sequence parallelism."""
     seconds: float
-    """Published time of the step."""
+    """Published time of a step in seconds."""
     name: str = ""
 
     @property
@@ -53,9 +54,9 @@ class Row(NamedTuple):
 
 
 def gpt_step(row: Row) -> Step:
-    """Return the step of a row: Megatron-LM with 2-byte floats, blocking transfers of 1/tp of the
-    activation, and an all_reduce of 2-byte gradients after backward. The ranks are in the order of
-    Megatron-LM: tp innermost, then dp, then pp."""
+    """Return the planner's description of a step of `row` in Megatron-LM: with values of 2 bytes,
+    blocking transfers of 1/tp of the activation, and an all_reduce of gradients after backward. The
+    ranks are in the order of Megatron-LM: tp is the innermost axis, then dp, then pp."""
     tokens, tp, dp, pp = row.microbatch * row.seq_len, row.tp, row.dp, row.pp
     is_selective = row.recompute == "selective"
     split = Split(tp, sequence_parallel=is_selective)
@@ -95,7 +96,8 @@ recomputation."""
 
 
 def table_5(recompute: str) -> list[Row]:
-    """Return the rows of arXiv 2205.05198, Table 5, with `recompute` = full or selective."""
+    """Return the rows of arXiv 2205.05198, Table 5, for the value "full" or "selective" of
+    `recompute`."""
     rows = []
     for name, h, layers, heads, tp, pp, batch, micro, v, full, selective in _TABLE_5:
         seconds = full if recompute == "full" else selective
@@ -129,8 +131,9 @@ def rank_flops(batch: int, seq_len: int, layers: int, hidden: int, ranks: int) -
 
 
 def table_1() -> list[tuple[list[Row], float]]:
-    """Return for each row of arXiv 2104.04473, Table 1, the steps that the paper allows, and the
-    FLOPs of a GPU in the step by the paper's equation 3, with the published seconds.
+    """Return (configurations that the paper permits, FLOPs of a GPU in a step) for each row of
+    arXiv 2104.04473, Table 1. The FLOPs are computed by equation 3 of the paper, and the published
+    seconds of a step from the FLOPs and the published TFLOP/s.
 
     Section 5.1 says that the table has the interleaved schedule. The paper gives neither the
     microbatch nor the number v of virtual stages: v >= 2 divides the layers of a pipeline rank, and
