@@ -19,8 +19,8 @@ Dtype = Literal["fp32", "bf16", "fp16"]
 BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes of an element of each dtype."""
 MAX_PRODUCT_ERROR = 0.1
-"""Largest permitted relative difference between modelled and measured rates of matrix products, in
-their geometric mean."""
+"""Largest permitted error of the modelled rates of matrix products: the geometric mean of (modelled
+rate / measured rate) may differ from 1 by at most this value."""
 
 
 _COLLECTIVES = ("all_gather", "reduce_scatter", "all_to_all", "send")
@@ -71,14 +71,14 @@ class MeasuredProduct(Section):
 
 
 class MeasuredAttention(Section):
-    """Rates of causal attention in one kernel."""
+    """Measured rates of a kernel that computes causal attention."""
 
     seq_len: Count
     head_size: Count
     forward: Figure
-    """FLOP/s of its 2 products, without masked scores."""
+    """FLOP/s of the forward pass, which has 2 matrix products. Masked scores are not counted."""
     backward: Figure
-    """FLOP/s of its 5 products, without masked scores."""
+    """FLOP/s of the backward pass, which has 5 matrix products. Masked scores are not counted."""
 
 
 class Products(Section):
@@ -89,16 +89,16 @@ class Products(Section):
     """
 
     peak: Figure
-    """FLOP/s of the device that no product exceeds."""
+    """Peak FLOP/s of the device, which no product exceeds."""
     efficiency: Figure | None = None
-    """Share of `peak` that very large products reach, below 1. Default: the share with which the
-    modelled rates equal those in `measured`, in their geometric mean."""
+    """Share of `peak` that very large products reach, below 1. Default: the share for which the
+    geometric means of the modelled rates and of the rates in `measured` are equal."""
     half_size: Figure | None = None
     """Size, in elements, of a dimension at which a product reaches half of the rate that it reaches
     if this dimension is very large. Default: the rate does not depend on the sizes."""
     measured: Annotated[tuple[MeasuredProduct, ...], Field(strict=False)] = ()
-    """Measured rates by shape. In their geometric mean, the modelled rates may differ from them by
-    at most 10 %."""
+    """Measured rates of products of various shapes. The geometric mean of (modelled rate / measured
+    rate) must differ from 1 by at most 10 %."""
     attention: Annotated[tuple[MeasuredAttention, ...], Field(strict=False)] = ()
     """Rates of attention by the length of sequences, in ascending order. Between two lengths, the
     rate is linear in the logarithm of the length. Default: the rates of products."""
@@ -127,8 +127,8 @@ class Products(Section):
         return self
 
     def _measured_share(self) -> float | None:
-        """Return the share of the peak with which the modelled rates equal the measured ones, in
-        their geometric mean; None without measured rates."""
+        """Return the share of the peak for which the geometric means of the modelled and of the
+        measured rates are equal; None without measured rates."""
         if not self.measured:
             return None
         half = 0.0 if self.half_size is None else self.half_size.value
@@ -151,11 +151,11 @@ class Device(Section):
     """The device of one rank: a GPU, a tile of a GPU, or the cores of a rank on a CPU."""
 
     name: str
-    """Substring of the name that the driver reports, for the comparison with the device found."""
+    """Name of the device in messages: a substring of the name that the driver reports."""
     memory_bytes: Figure
-    """Capacity of the memory."""
+    """Capacity of the device's memory."""
     memory_peak: Figure | None = None
-    """Bytes per second that the memory transfers at most."""
+    """Maximum number of bytes per second that the memory transfers."""
     memory_achieved: Figure | None = None
     """Bytes per second that large copies and sums transfer. Default: `memory_peak`."""
     activations_achieved: Figure | None = None
@@ -169,8 +169,8 @@ class Device(Section):
     """Bytes of code that the library generates and keeps for each shape of a product, as oneDNN
     does on a CPU. Default: 0."""
     launch_s: Figure | None = None
-    """Seconds in which the host starts one operation. Operations queue: if they run longer than
-    this, the launch takes no additional time."""
+    """Seconds that the host needs to launch one operation. The device runs earlier operations in
+    the meantime, so that launches take additional time only if operations are shorter than this."""
     threads: CountOrZero = 0
     """Number of threads of a rank during the measurement; 0 for accelerators."""
     products: Annotated[dict[Dtype, Products], Field(default_factory=dict)]
@@ -194,9 +194,9 @@ class Device(Section):
 
 
 class MeasuredMessage(Section):
-    """Duration of a step of a collective in a ring, in which each rank sends a message to the next
-    one. An all_reduce of n ranks has 2 (n - 1) steps with messages of 1/n of the buffer. The steps
-    of all_gather, reduce_scatter and all_to_all are n - 1. A send has one step with the whole
+    """Duration of a step of a ring collective. In a step, each rank sends a message to the next
+    rank. An all_reduce of n ranks has 2 (n - 1) steps with messages of 1/n of the buffer. An
+    all_gather, reduce_scatter or all_to_all has n - 1 steps. A send has one step with the whole
     buffer."""
 
     operation: Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
@@ -220,16 +220,16 @@ class Level(Section):
     """Bytes per second that one rank sends to other domains of the previous level, if all ranks
     send."""
     achieved: Figure | None = None
-    """Measured value of the same rate. Default: `peak`."""
+    """Measured value of the rate that `peak` describes. Default: `peak`."""
     taper: Figure | None = None
     """Share of the rate, at most 1, that remains if all ranks send to other domains of the previous
     level at the same time, because the domains have too few links. Default: 1."""
     latency_s: Figure | None = None
     """Seconds that a step of a collective takes in addition to the transfer. Default: 0."""
     operations: Annotated[dict[str, Figure], Field(default_factory=dict)]
-    """Measured value of the same rate by collective: all_gather, reduce_scatter, all_to_all or
-    send. It is below `achieved` for a collective that waits, or transfers more bytes than its
-    algorithm needs. Default: `achieved`."""
+    """Maps a collective (all_gather, reduce_scatter, all_to_all or send) to its measured value of
+    this rate. The value is below `achieved` if the collective waits, or transfers more bytes than
+    its algorithm needs. Default: `achieved`."""
 
     messages: Annotated[tuple[MeasuredMessage, ...], Field(strict=False)] = ()
     """Steps of collectives by operation and size of the message, in ascending order of the sizes.
@@ -270,9 +270,9 @@ class Storage(Section):
     name: str
     """Name of the file system."""
     write: Figure
-    """Bytes per second that all nodes together write at most."""
+    """Maximum number of bytes per second that all nodes together write."""
     read: Figure | None = None
-    """Bytes per second that all nodes together read at most."""
+    """Maximum number of bytes per second that all nodes together read."""
 
 
 def check_levels(levels: tuple[Level, ...]) -> tuple[Level, ...]:
@@ -282,6 +282,6 @@ def check_levels(levels: tuple[Level, ...]) -> tuple[Level, ...]:
         if inner.ranks == 0 or (outer.ranks and outer.ranks % inner.ranks):
             raise ValueError(
                 f"levels: ranks = {outer.ranks} of {outer.name} must be a multiple of "
-                f"ranks = {inner.ranks} of {inner.name}; 0 is for the last level only"
+                f"ranks = {inner.ranks} of {inner.name}; only the last level may have 0"
             )
     return levels

@@ -170,7 +170,8 @@ def read_tree(path: Path) -> Tree:
     """Return the tables of a TOML file, merged with the tables of its base files.
 
     The value of the key `base` is one or more base files, with paths relative to the directory of
-    the file. A file takes precedence over its base files, and a later base file over an earlier.
+    the file. A file takes precedence over its base files, and a base file takes precedence over
+    earlier base files in the list.
 
     Raises:
         ConfigError: A file is missing or not readable as TOML, a file inherits from itself, or
@@ -328,7 +329,7 @@ def _hint(location: Sequence[str], value: Any, root: type[BaseModel]) -> str:
         location: Path of the unknown key, such as `["optim", "lrr"]`.
         value: Value of the unknown key; a dict if the key is an unknown section.
         root: The pydantic model that contains the section. Keys in `SYNONYMS` are suggested only if
-            this is `Config`.
+            `root` is `Config`.
     """
     section = root
     for key in location[:-1]:
@@ -440,7 +441,8 @@ def _parse_value(key: str, text: str) -> Any:
 
 
 def _merge(tree: Tree, over: Mapping[str, Any], path: Path, section: str = "") -> Tree:
-    """Merge tables of a file into the tables of the files that were read before, and return these.
+    """Merge the tables of a file into `tree`, the tables of the files that were read before, and
+    return `tree`.
 
     Args:
         tree: Tables of the files that were read before. They are changed in place.

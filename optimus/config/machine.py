@@ -119,7 +119,7 @@ class Links(Section):
 
     def flops_of(self, dtype: str) -> float:
         """Return the FLOP/s of matrix products in a dtype, a value of `train.dtype`. If the rate in
-        fp32 is not known, return that in bf16."""
+        fp32 is not known, return the rate in bf16."""
         return self.flops if dtype != "fp32" or self.flops_fp32 is None else self.flops_fp32
 
     def missing_rate(self, dtype: str) -> str:
@@ -152,7 +152,7 @@ class Measurement(Section):
     """Day of the measurement, as YYYY-MM-DD."""
 
     def differences(self, device: str, cores: int, threads: int, torch: str) -> list[str]:
-        """Return a phrase for each condition that differs from the given one, such as `threads: 1
+        """Return a phrase for each condition that differs from the arguments, such as `threads: 1
         measured, 2 now`."""
         now = {"device": device, "cores": cores, "threads": threads, "torch": torch}
         return [
@@ -186,7 +186,7 @@ class Machine(Section):
     host_group: Annotated[str, AfterValidator(_check_host_group)] = ""
     """Regular expression that matches the short name of a node. Its first group in parentheses is
     the name of the rack or dragonfly group of the node, which has few links to other nodes; empty:
-    names do not contain this."""
+    the names of nodes do not contain a group."""
     tolerate_node_failures: bool = True
     """Request that PBS does not end a supervised job when a node is lost."""
     heartbeat_s: Annotated[float, Field(gt=0)] = 3.0
@@ -206,7 +206,7 @@ class Machine(Section):
     host_memory_bytes: Figure | None = None
     """Memory of a node's host."""
     storage: Annotated[tuple[Storage, ...], Field(strict=False)] = ()
-    """File systems. The planner assumes that checkpoints are in the first one."""
+    """File systems. The planner assumes that checkpoints are in the first file system."""
     failures_per_node_day: Figure | None = None
     """Mean number of failures of a node in a day."""
     restart_s: Figure | None = None
@@ -244,7 +244,8 @@ class Machine(Section):
         return f"--cpu-bind=list:{':'.join(self.cpu_bind[:ranks_per_node])}"
 
     def check_nodes(self, nodes: int) -> None:
-        """Check that a queue takes a job on `nodes` nodes. Raises ConfigError if none does."""
+        """Raise ConfigError if the machine has queues, but none of them accepts a job on `nodes`
+        nodes."""
         limits = [queue.nodes for queue in self.queues]
         if limits and not any(least <= nodes <= most for least, most in limits):
             least, most = min(low for low, _ in limits), max(high for _, high in limits)
@@ -288,8 +289,8 @@ class Machine(Section):
         limit = fitting[0].max_jobs
         refuse_if(
             limit and jobs > limit,
-            f"--queue {queue} takes {counted(limit, 'job')} of a user, and --chain needs {jobs}: "
-            "the next job waits while one runs; use another queue, or remove --chain",
+            f"--queue {queue} allows {counted(limit, 'job')} per user, but --chain needs {jobs}, "
+            "because the next job waits while a job runs; use another queue, or remove --chain",
         )
 
 

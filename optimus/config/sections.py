@@ -132,7 +132,7 @@ class TrainConfig(Section):
     eval_interval: CountOrZero = 0
     """Number of updates between evaluations on held-out data; 0: only after the last update."""
     eval_instances: CountOrZero = 0
-    """Number of held-out instances per evaluation, always the first ones; 0: all instances."""
+    """Number of held-out instances per evaluation, always the first instances; 0: all instances."""
     sample_interval: CountOrZero = 0
     """Number of updates between samples; 0: no samples. A sample continues the first held-out
     instance and is printed to standard error."""
@@ -213,7 +213,7 @@ class OptimConfig(Section):
     """fp16: the loss scale doubles after this number of consecutive updates without overflow."""
 
     def clips_at(self, step: int) -> bool:
-        """Return whether the gradient norm is clipped at update `step`, counted from 1."""
+        """Return True if the gradient norm is clipped at update `step`, counted from 1."""
         after_warmup = step > self.warmup_steps
         return self.clip_norm > 0 and (after_warmup or not self.clip_after_warmup)
 
@@ -362,12 +362,12 @@ class OffloadConfig(Section):
     run. On accelerators, memory depends on it only with `parallel.ep_dispatch` = "alltoall"."""
     order: Literal["microbatch", "layer"] = "microbatch"
     """Order of the microbatches of a step. `microbatch`: forward and backward of a microbatch, then
-    those of the next one. `layer`: all microbatches pass a layer before the next layer begins, as
-    in the schedule `gpipe` with one stage for each layer. Then each chunk is copied to the device
-    at most twice per step and its gradients to the host once, for any number of microbatches, but
-    the activations of all microbatches are kept; `recompute.modules` = ["block"] keeps only the
-    inputs of the blocks. In a pipeline, each rank then has every pp-th layer, and
-    `parallel.schedule` is not used."""
+    forward and backward of the next microbatch. `layer`: all microbatches pass a layer before the
+    next layer begins, as in the schedule `gpipe` with one stage for each layer. Then each chunk is
+    copied to the device at most twice per step and its gradients to the host once, for any number
+    of microbatches, but the activations of all microbatches are kept; `recompute.modules` =
+    ["block"] keeps only the inputs of the blocks. In a pipeline, each rank then has every pp-th
+    layer, and `parallel.schedule` is not used."""
     grad_dtype: Literal["auto", "bf16", "fp32"] = "auto"
     """Dtype in which gradients leave the device, once for each microbatch or, with order = `layer`,
     once per step. `bf16` rounds them once, and the link carries at most 6 bytes per parameter; with

@@ -69,7 +69,7 @@ def test_aurora_has_the_limits_of_its_queues():
         with pytest.raises(ConfigError, match=message):
             aurora.check_job(queue, nodes, walltime)
     aurora.check_job("capacity", 2, "1:00:00", jobs=2)
-    with pytest.raises(ConfigError, match="takes 1 job of a user"):
+    with pytest.raises(ConfigError, match="allows 1 job per user"):
         aurora.check_job("debug", 2, "1:00:00", jobs=2)
 
 

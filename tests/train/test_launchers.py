@@ -277,7 +277,7 @@ def test_machine_file_can_turn_the_tolerance_of_node_failures_off(fake_optimus, 
         (
             PBS,
             ["--buffer-nodes", "0", "--chain", "1", "--queue", "debug", "--", "a"],
-            "takes 1 job of a user, and --chain needs 2",
+            "allows 1 job per user, but --chain needs 2",
         ),
         (PBS, ["--machine", "auror", "--", "a"], "no such machine; use one of a100-80, aurora"),
     ],
