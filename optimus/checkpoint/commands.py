@@ -176,8 +176,8 @@ def _format_show(about: Mapping[str, Any]) -> str:
             facts.append(
                 (
                     "balance",
-                    f"checkpoint.scatter = {about['scatter']}; greatest maximum / mean of the "
-                    f"bytes in a pipeline stage: over ranks {writers['rank_max_by_mean']:.3f}, "
+                    f"checkpoint.scatter = {about['scatter']}; largest ratio maximum / mean of the "
+                    f"bytes in any pipeline stage: over ranks {writers['rank_max_by_mean']:.3f}, "
                     f"over nodes {writers['node_max_by_mean']:.3f}",
                 )
             )

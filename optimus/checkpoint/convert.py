@@ -107,7 +107,7 @@ def to_hf(source: str | os.PathLike, out: str | os.PathLike, dtype: str | None =
         except CheckpointError as error:
             if path == source:
                 raise
-            logger.warning("passing over a damaged checkpoint: %s", one_line(error))
+            logger.warning("skipping a damaged checkpoint: %s", one_line(error))
             damaged[path] = str(error)
 
 

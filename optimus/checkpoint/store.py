@@ -244,7 +244,7 @@ def newest_valid(
         # A read error may be temporary, and the run would repeat updates from an older checkpoint.
         for action in (
             "reading a checkpoint again after an error:",
-            "passing over a damaged checkpoint:",
+            "skipping a damaged checkpoint:",
         ):
             try:
                 return _check(path, thorough)

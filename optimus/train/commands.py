@@ -180,21 +180,21 @@ def _add_launch(commands: argparse._SubParsersAction) -> None:
     parser = add_command(commands, "launch", _launch, text)
     add_config(parser)
     parser.add_argument(
-        "--nodes", type=int, default=1, metavar="N", help="number of nodes with ranks (1)"
+        "--nodes", type=int, default=1, metavar="N", help="number of nodes with ranks (default: 1)"
     )
     parser.add_argument(
         "--buffer-nodes",
         type=int,
         default=0,
         metavar="K",
-        help="number of further nodes, which replace nodes that fail (0)",
+        help="number of further nodes, which replace nodes that fail (default: 0)",
     )
     parser.add_argument(
         "--ranks-per-node",
         type=int,
         default=1,
         metavar="R",
-        help="number of ranks on each node (1)",
+        help="number of ranks on each node (default: 1)",
     )
     parser.add_argument(
         "--launcher",
@@ -293,13 +293,16 @@ def _add_machine(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("machine", help="a name in configs/machine, or the path of a TOML file")
     parser.add_argument("--queue", default="", metavar="Q", help="queue of the job")
     parser.add_argument(
-        "--walltime", default="1:00:00", metavar="T", help="time of the job, H:MM:SS (1:00:00)"
+        "--walltime",
+        default="1:00:00",
+        metavar="T",
+        help="time of the job, H:MM:SS (default: 1:00:00)",
     )
     for name, default, text in (
-        ("nodes", 1, "number of nodes with ranks (1)"),
-        ("buffer-nodes", 0, "number of further nodes, which replace nodes that fail (0)"),
+        ("nodes", 1, "number of nodes with ranks (default: 1)"),
+        ("buffer-nodes", 0, "number of further nodes, which replace nodes that fail (default: 0)"),
         ("ranks-per-node", 0, "number of ranks on each node (default: that of the machine)"),
-        ("chain", 0, "number of further jobs that continue the run (0)"),
+        ("chain", 0, "number of further jobs that continue the run (default: 0)"),
     ):
         parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=text)
 

@@ -51,9 +51,9 @@ FIT_CHECKED = "OPTIMUS_FIT_CHECKED"
 """Environment variable of ranks. The command that starts them sets it after it has checked that the
 run fits."""
 FIRST_UPDATES, _FEWEST_UPDATES, _WARM_UP = 5, 3, 2
-"""The comparison follows after `FIRST_UPDATES` updates of a command, or after its last update if it
-has fewer, but at least `_FEWEST_UPDATES`. The measured step time is the median without the first
-`_WARM_UP` updates."""
+"""Predicted and measured values are compared after `FIRST_UPDATES` updates of a command. If the
+command ends earlier, they are compared after its last update, provided that it has run at least
+`_FEWEST_UPDATES`. The measured step time is the median without the first `_WARM_UP` updates."""
 _ENDED = "the run ended before the prediction was complete"
 _PREDICTION_BYTES = 1_000_000_000
 """Memory that ranks on a CPU must leave on their node for the process of the prediction, which
@@ -66,7 +66,7 @@ def capacity_before_ranks(
     """Return the memory that the ranks of a run can use. Imports no torch.
 
     Args:
-        train: Section of the run's configuration.
+        train: The section `[train]` of the run's configuration.
         ranks_per_node: Number of ranks of the run on a node.
         machine: Value of `--machine`, which has an effect if `train.machine` is not set and the
             file of the machine has a device.
@@ -148,12 +148,12 @@ class _RankFigures(NamedTuple):
 
 class FirstUpdates:
     """Comparison of predicted and measured memory and step time after the first updates of a
-    command. Every rank creates an object before its model, and calls `after_update` and `close`.
+    command. Every rank creates this object before its model, and calls `after_update` and `close`.
 
     The first rank writes the measured values to the file `fit.json` of the run directory, which
-    `optimus plan --against` reads, and starts a `Prediction`. When it is complete, the first rank
-    logs one line. If the file already has the values of a run with the same settings, as after a
-    restart, the comparison is left out.
+    `optimus plan --against` reads, and starts a `Prediction`. When the prediction is complete, the
+    first rank logs one line. If fit.json already has the values of a run with the same settings, as
+    after a restart, the comparison is left out.
     """
 
     def __init__(self, config: Config, mesh: Mesh, num_microbatches: int, world: World) -> None:
@@ -256,8 +256,8 @@ class FirstUpdates:
         }
 
     def _lacking_memory(self, ranks: Sequence[_RankFigures]) -> str:
-        """Return a problem if the memory that ranks on a CPU leave may be too small for the
-        process of the prediction."""
+        """Return a text that describes the problem if ranks on a CPU may leave too little memory
+        for the process of the prediction; "" if they do not."""
         if self._world.device.type != "cpu":
             return ""
         on_node = self._world.launch.local_world_size * max(rank.peak_bytes for rank in ranks)
@@ -268,7 +268,7 @@ def _has_figures(directory: Path, key: str) -> bool:
     try:
         figures = read_fit(directory)
     except ConfigError as error:
-        logger.warning("%s; it is replaced", error)
+        logger.warning("%s; the file is replaced", error)
         return False
     return figures is not None and figures["settings"] == key
 

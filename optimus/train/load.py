@@ -88,7 +88,7 @@ def _resolve_without(
     start, refused = ResolvedStart(plan.start, plan.changes, plan.skipped_steps), ""
     if world.is_first:
         problem = list(damaged.values())[-1]
-        logger.warning("passing over a damaged checkpoint: %s", one_line(problem))
+        logger.warning("skipping a damaged checkpoint: %s", one_line(problem))
         try:
             start = find_start(config, plan.batch, plan.data.training, damaged)
             logger.info("starting at step %d from %s", start.start.step, start.start.path)

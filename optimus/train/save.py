@@ -141,7 +141,8 @@ class Saves:
         self._least_saves = _FEW_SAVES
         self._sync_logs, self._last_step, self._end_failed = sync_logs, 0, ""
         self.newest = plan.start.path
-        """Path of the newest full checkpoint, or that from which the run starts; None: none."""
+        """Path of the newest full checkpoint of this command or, before its first save, the path
+        from which the run starts; None if the run starts from initial values."""
         settings = config.checkpoint
         # The first rank checks the disk for at most begin_s, up to twice a step. Meanwhile the
         # other ranks wait in a collective.
@@ -289,7 +290,7 @@ class Saves:
             pending.failures = 0
             if pending is self._fulls:
                 self.newest = store.full_path(self._config.train.run_dir, outcome.step)
-        elif outcome.failure.nonfinite:  # the saved copy is, and usually the states are, too
+        elif outcome.failure.nonfinite:  # of the saved copy; usually also of the states
             self._refuse_bad_states(outcome.step)
             if outcome.rank == self._world.rank:
                 write_marker(

@@ -226,7 +226,7 @@ def test_export_reads_shard_files_once_and_passes_over_damage(run_dir, tmp_path,
     flip(newest / "shard-00001.bin")
     assert main(["checkpoint", "export", str(run_dir), str(tmp_path / "b")]) == 0
     output = capsys.readouterr()
-    assert "passing over a damaged checkpoint" in output.err and str(older) in output.out
+    assert "skipping a damaged checkpoint" in output.err and str(older) in output.out
     flip(older / "shard-00000.bin")
     assert main(["checkpoint", "export", str(run_dir), str(tmp_path / "c")]) == 1
     assert "without a valid checkpoint" in capsys.readouterr().err

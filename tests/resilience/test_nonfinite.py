@@ -184,7 +184,7 @@ def test_a_checkpoint_with_a_damaged_state_is_skipped(ranks, tiny_data, tmp_path
     words = f"{damaged}: exp_avg_sq of {name} is inf at element "
     tree = tiny_tree(tiny_data, tmp_path, train__stop_at_step=5)
     printed = ranks(2, printed_by, tree, start_world=False)[0]
-    assert f"passing over a damaged checkpoint: {words}" in printed
+    assert f"skipping a damaged checkpoint: {words}" in printed
     assert f"starting at step 2 from {store.full_path(tmp_path, 2)}" in printed
     assert [line["step"] for line in metrics_of(tmp_path)] == [1, 2, 3, 4, 5]
 
