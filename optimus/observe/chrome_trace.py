@@ -26,7 +26,8 @@ class TracedAction(NamedTuple):
 
     @classmethod
     def of(cls, action: Any, start_s: float, end_s: float) -> TracedAction:
-        """Return an action of a pipeline schedule with its times."""
+        """Return the TracedAction for `action`, an action of a pipeline schedule, with its
+        times."""
         return cls(action.kind.name, action.stage, action.microbatch, start_s, end_s)
 
     @property
@@ -36,8 +37,8 @@ class TracedAction(NamedTuple):
 
 
 class TracedWork(NamedTuple):
-    """Work of a resource of a rank on a chunk. Times are in seconds from the start of the training
-    step."""
+    """Work of a resource of a rank on a chunk, such as a transfer. Times are in seconds from the
+    start of the training step."""
 
     kind: str
     """Name of the resource, such as `to device`."""
@@ -66,9 +67,9 @@ def write_trace(
         path: The file.
         ranks: The actions of each rank, in order.
         title: Name of the trace, such as `planned`.
-        others: What resources of each rank other than the device do, such as its transfers, by the
-            name of the resource. Each resource forms a process with a row for each rank. Transfers
-            that overlap have several rows.
+        others: The work of resources other than the device, such as transfers. Maps the name of
+            each resource to the work of the resource on each rank. In the trace, a resource is a
+            process that has a row for each rank, and more rows if transfers overlap.
 
     Raises:
         ConfigError: The file cannot be written.

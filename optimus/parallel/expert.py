@@ -133,7 +133,7 @@ class Dispatcher(ABC):
         """True if plans assume that all tokens of all ranks choose experts of this rank."""
 
     def assume_all_tokens(self) -> None:
-        """As `DispatchedExperts.assume_all_tokens`."""
+        """See `DispatchedExperts.assume_all_tokens`."""
         self.assumes_all_tokens = True
 
     @abstractmethod
@@ -208,7 +208,8 @@ class AllToAllDispatcher(Dispatcher):
         send to and to receive from each rank.
 
         Tensors on the meta device have no values. Therefore this method assumes random expert
-        probabilities, which balance the loads of the experts, or `assumes_all_tokens`.
+        probabilities, which balance the loads of the experts. If `assumes_all_tokens` is True, it
+        assumes instead that all tokens choose experts of this rank.
         """
         generator = torch.Generator().manual_seed(0)
         probs = torch.rand(len(chosen), self._num_experts, generator=generator)

@@ -39,8 +39,8 @@ class Layout:
         return self.stages[-1] == self.schedule.num_stages - 1
 
     def boundary_shape(self, batch: int, seq_len: int, hidden_size: int) -> tuple[int, int, int]:
-        """Return the shape of the tensor that a stage sends to the next one: [B, S, D] with this
-        rank's share of the sequence."""
+        """Return the shape [B, S, D] of the tensor that a stage sends to the next stage. S is the
+        length of this rank's share of the sequence."""
         return batch, seq_len // self.sequence_shares, hidden_size
 
     def stage_of(self, name: str) -> int:

@@ -63,8 +63,8 @@ def last_actions(actions: Iterable[Action]) -> dict[tuple[Kind, int], Action]:
 
 
 def passes_of(actions: Iterable[Action]) -> list[tuple[int, bool]]:
-    """Return the stage of each forward and backward pass among the actions, in order, with True for
-    a backward. The action W is no pass through the stage."""
+    """Return (stage, True for a backward pass) for each forward and backward pass among the
+    actions, in order. The action W is not counted as a pass."""
     backward = {Kind.F: False, Kind.B: True, Kind.I: True}
     return [(a.stage, backward[a.kind]) for a in actions if a.kind in backward]
 

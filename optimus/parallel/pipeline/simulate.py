@@ -80,11 +80,11 @@ def simulate(schedule: Schedule, cost: Cost) -> Timeline:
 
 
 _Key = tuple[int, int]
-"""A stage and a microbatch."""
+"""Pair (stage, microbatch)."""
 
 
 class _Simulation:
-    """State of a simulation."""
+    """State of a simulation: the next action of each rank, and the arrival times of data."""
 
     def __init__(self, schedule: Schedule, cost: Cost) -> None:
         self._schedule, self._cost = schedule, cost
