@@ -2,10 +2,10 @@
 
 A message is a JSON object of a type in `messages`. Each side proves that it knows the launch secret
 before it sends or accepts messages: the connection's key is derived from the secret and from random
-numbers of the two sides. Each message is sent with an HMAC-SHA256 by this key of the message, its
-direction and its number in this direction. A message of another connection, a repeated message or a
-changed message is therefore refused. Messages are not encrypted, because they do not contain
-secrets.
+numbers of the two sides. Each message is sent with an HMAC-SHA256. It is computed with this key
+from the message, its direction and its number among the messages of this direction. A message of
+another connection, a repeated message or a changed message is therefore refused. Messages are not
+encrypted, because they do not contain secrets.
 """
 
 from __future__ import annotations

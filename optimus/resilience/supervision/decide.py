@@ -288,8 +288,8 @@ def _describe_marker(marker: Marker) -> list[str]:
         where.append(f"microbatch {marker.microbatch}")
     if marker.direction:
         where.append(marker.direction)
-    again = "gave it again" if marker.was_repeated else "did not give it again"
-    lines.append(f"{', '.join(where)}; a second computation {again}")
+    again = "also gave" if marker.was_repeated else "did not give"
+    lines.append(f"{', '.join(where)}; a second computation {again} a non-finite value")
     if marker.instances:
         first, *others = marker.instances
         more = f" (and {counted(len(others), 'more instance')})" if others else ""

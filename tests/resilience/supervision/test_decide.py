@@ -388,7 +388,7 @@ def test_stop_because_of_data_reports_instances_layers_and_marker():
     for text in (
         "the same data gives non-finite values, so no node is the cause: a and c: ",
         "the output of layer 1 is non-finite",
-        "step 7, microbatch 3, forward; a second computation gave it again",
+        "step 7, microbatch 3, forward; a second computation also gave a non-finite value",
         "optimus-data inspect '/my data' 17 (and 1 more instance)",
         "blocks.0 0.0% non-finite, min -1, max 2, mean 0.5; blocks.1 50.0% non-finite, min -4",
         "marker: /run/log/m.json",
