@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 
+from optimus.chunks import reductions
 from optimus.chunks.engine import ChunkEngine
 from optimus.chunks.groups import ParamProcessGroups
 from optimus.chunks.optimizer import AdamW
 from optimus.chunks.segments import ModelSegment, register_module
 from optimus.config import OptimConfig
-from optimus.distributed.collectives import Group
+from optimus.distributed.collectives import Group, reduce_scatter_sum
 from optimus.observe.events import TrafficMeter
 from tests.kit.faults.nonfinite import poison
 from tests.kit.layouts.whole import whole_of
@@ -121,7 +123,14 @@ def count_launches() -> dict:
         for number, layer in enumerate(model)
     ]
     engine.attach(segments, [], overlap=True)
-    counts = {}
+    counts: dict[str, Any] = {"before a launch": []}
+    strategy: Any = engine.gradients._strategy
+
+    def launch(*args: Any, **options: Any) -> Any:
+        counts["before a launch"].append(len(strategy._in_flight))
+        return reduce_scatter_sum(*args, **options)
+
+    reductions.reduce_scatter_sum = launch
 
     def count(phase: str, operation: str) -> None:
         counts[phase] = meter.counts.get((group.axes, operation), [0])[0]
@@ -156,7 +165,18 @@ def count_launches() -> dict:
     )
     masters = whole_of(engine, "master")
     engine.wait()
+    counts["in flight"].append(engine.params.num_in_flight)
     gathered = all(torch.equal(masters[name], p) for name, p in model.named_parameters())
+    engine.sync_params()
+    counts["in flight"].append(engine.params.num_in_flight)
+    engine.start_step()
+    with engine.gradients.last_backward(0):
+        backward()
+    strategy._max_in_flight = 0  # as without `overlap`
+    engine.start_step()  # the last step was abandoned
+    counts["in flight"].append(len(strategy._in_flight))
+    engine.gradients.reduce(0)
+    counts["in flight"].append(len(strategy._in_flight))
     # The gradient of a rank is proportional to its input, rank + 1. The inputs of two microbatches
     # on two ranks have the sum 2 * (1 + 2).
     expected = {n: 2 * 3 / (group.rank + 1) * p for n, p in local_gradients(before, group).items()}
@@ -189,7 +209,9 @@ def test_reductions_begin_in_backward_and_gathers_end_in_forward(ranks):
         assert counts["in the last backward"] == 3
         assert counts["after the last backward"] == 2
         assert counts["in the update"] == 5
-        assert counts["in flight"] == [5, 4, 3, 2, 1]  # no layer reads the fifth chunk
+        assert counts["before a launch"] == [0, 1, 1, 1, 1] + [0, 1, 1] + [0] * 5
+        in_flight = [5, 4, 3, 2, 1]  # no layer reads the fifth chunk
+        assert counts["in flight"] == [*in_flight, 0, 0, 0, 0]
         assert counts["updated"] and counts["gathered"] and counts["summed"]
         assert not counts["unused"].any()
 

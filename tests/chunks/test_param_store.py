@@ -328,8 +328,14 @@ def test_each_thread_gets_the_first_error_of_an_update():
     join(threads)
     optimizer.last.set()
     assert [str(error) for error in errors] == ["no memory"] * 3
-    with pytest.raises(MemoryError, match="no memory"):
-        queue.wait_for_all()
+    never_added = 7
+    for use in (
+        queue.wait_for_all,
+        lambda: queue.wait(never_added),
+        lambda: queue.add(numbered(never_added), 1.0, 1.0),
+    ):
+        with pytest.raises(MemoryError, match="no memory"):
+            use()
 
 
 FAST = Links(to_device=1e12, to_host=1e12)
@@ -372,22 +378,33 @@ class FailingAdamW(AdamW):
 
 def test_an_error_of_an_update_is_raised_at_each_later_wait():
     """The states are partly updated. No code may use them after the first error."""
-    engine = make_engine(Tower(3), Case(3, parameters=False, host_share=1.0), Group(1, 0))
+    tower, case = Tower(3), Case(3, parameters=False, host_share=1.0)
+    engine = make_engine(tower, case, Group(1, 0))
     engine.optimizer = engine._updates._optimizer = FailingAdamW(OptimConfig(lr=1.0))
     engine.start_step()
     engine.gradients.finish()
     engine.update(1.0)
+    engine._updates._pending[1].exception()  # the update has failed before the first use
+    with pytest.raises(ValueError, match="no update"):
+        tower(batch(0, case.dtype))
     for use in (engine.wait, engine.shards, engine.sync_params, lambda: engine.update(1.0)):
         with pytest.raises(ValueError, match="no update"):
             use()
 
 
-@pytest.mark.parametrize("user", ["shards", "first_shard", "put", "clear_moments"])
-def test_states_are_read_after_all_updates(user):
+@pytest.mark.parametrize(
+    "user", ["shards", "first_shard", "put", "clear_moments", "first_parameter", "sync_params"]
+)
+def test_states_are_read_after_all_updates(user, monkeypatch):
     """Each update of a chunk takes 20 ms in addition. Code that reads or writes states waits."""
-    engine = make_engine(
-        Tower(3), Case(3, parameters=False, host_share=1.0, delay_s=0.02), Group(1, 0)
-    )
+    case = Case(3, parameters=False, host_share=1.0, delay_s=0.02, dtype=BF16)
+    engine = make_engine(Tower(3), case, Group(1, 0))
+
+    def read(flat: torch.Tensor) -> torch.Tensor:
+        assert not engine._updates._pending
+        return flat
+
+    monkeypatch.setattr(engine, "read", read)
     engine.start_step()
     engine.gradients.finish()
     engine.update(1.0)
@@ -396,9 +413,21 @@ def test_states_are_read_after_all_updates(user):
         "first_shard": lambda: engine.first_shard("master", lambda values: False),
         "put": lambda: engine.put("master", "layers.0.linear.weight", torch.zeros(1)),
         "clear_moments": engine.clear_moments,
+        "first_parameter": lambda: engine.first_parameter(lambda values: False),
+        "sync_params": engine.sync_params,
     }[user]
     use()
     assert not engine._updates._pending
+
+
+def test_wait_completes_copies_for_later_uses():
+    tower, case = Tower(4), Case(4, 3, parameters=False, host_share=1.0, copies="late")
+    engine = make_engine(tower, case, Group(1, 0))
+    engine.start_step()
+    tower.layers[0](batch(0, case.dtype))
+    assert engine.params._uploads  # of the next layers
+    engine.wait()
+    assert not engine.params._uploads
 
 
 @pytest.mark.parametrize(
