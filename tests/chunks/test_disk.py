@@ -8,6 +8,7 @@ import os
 import random
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,6 +21,7 @@ from optimus.chunks import state_file
 from optimus.chunks.disk import BUFFERS, DiskTier, file_bytes
 from optimus.chunks.engine import ChunkEngine
 from optimus.chunks.memory import Memory, Tier
+from optimus.chunks.state_file import StateFile, align
 from optimus.config.machine import Links
 from optimus.distributed.collectives import ALONE
 from optimus.errors import ConfigError, OptimusError
@@ -223,6 +225,40 @@ def test_an_error_of_the_disk_ends_the_updates(tmp_path, monkeypatch, name, fail
     assert not list(tmp_path.iterdir())
 
 
+def test_an_error_of_the_last_write_is_raised_by_wait(tmp_path, monkeypatch):
+    """A late write of the last chunk begins after all updates are complete."""
+    case = Case(3, parameters=False, host_share=1.0, disk_share=0.3, disk=str(tmp_path))
+    engine = make_engine(Tower(3), case._replace(copies="late"), ALONE)
+    engine.start_step()
+    engine.gradients.finish()
+    engine.update(LR)
+    monkeypatch.setattr(os, "pwritev", failing(os.pwritev, no_space))
+    with pytest.raises(OptimusError, match="cannot write"):
+        engine.wait()
+    engine.close()
+
+
+def test_close_of_a_file_waits_for_its_reads_and_writes(tmp_path, monkeypatch):
+    """Otherwise, they could read or write another file that gets the same descriptor."""
+    file = StateFile(tmp_path, 0, 4096)
+    begins, is_complete = threading.Event(), threading.Event()
+
+    def read(fd: int, buffers: list[memoryview], at: int) -> int:
+        begins.set()
+        time.sleep(0.05)
+        is_complete.set()
+        return len(buffers[0])
+
+    monkeypatch.setattr(os, "preadv", read)
+    buffer = align(torch.empty(8192, dtype=torch.uint8))[:4096]
+    reader = threading.Thread(target=file.read, args=(0, buffer))
+    reader.start()
+    assert begins.wait(30)
+    file.close()
+    assert is_complete.is_set()
+    reader.join(30)
+
+
 def test_an_error_of_a_block_waits_for_the_other_blocks(tmp_path, monkeypatch):
     """Until then, they use the memory that the caller could free."""
     monkeypatch.setattr(state_file, "BLOCK_BYTES", 4096)
@@ -369,6 +405,7 @@ from pathlib import Path
 import torch
 from optimus.chunks.disk import DiskTier, file_bytes
 from optimus.chunks.memory import Memory, worker
+import threading
 import time
 size = file_bytes(5000, [torch.float32])
 tier = DiskTier(Memory(torch.device("cpu")), sys.argv[1], 0, [size] * 8)
