@@ -320,6 +320,10 @@ class ObserveConfig(Section):
     expert_load_interval: CountOrZero = 100
     """Number of updates between expert loads in `expert_load.jsonl` in the run directory, which
     `optimus plan --load` reads; 0: no file. The loads of the first update are also written."""
+    step_components: bool = False
+    """Write the components of the time of each update on the first rank to `metrics.jsonl`:
+    computation, exposed communication, pipeline bubble, optimizer, and the rest. The points of
+    `optimus study scaling` set it."""
 
 
 class OffloadConfig(Section):

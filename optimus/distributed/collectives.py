@@ -27,7 +27,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from optimus import platform
 from optimus.errors import ConfigError, LostPeerError, one_line
-from optimus.observe.events import NO_RECORDER, Recorder
+from optimus.observe.events import BUBBLE, NO_RECORDER, Recorder
 
 Value = TypeVar("Value")
 _MOST_BYTES = 1 << 31
@@ -138,7 +138,10 @@ def _why_lost(error: RuntimeError) -> str:
 def raising_lost_peers(operation: str, group: Group) -> Iterator[None]:
     """Context manager that converts a RuntimeError to a LostPeerError if the error shows that
     another rank is lost. Any other RuntimeError is raised again with a note that names
-    `operation`."""
+    `operation`. The group's recorder receives the phase of the operation."""
+    recorder = group.recorder
+    if recorder.records_phases:
+        recorder.begin_phase(BUBBLE if operation == "receive" else group.axes)
     try:
         yield
     except RuntimeError as error:
@@ -147,6 +150,9 @@ def raising_lost_peers(operation: str, group: Group) -> Iterator[None]:
             error.add_note(f"in {operation} over {group.axes}")
             raise
         raise LostPeerError(f"{operation} over {group.axes} did not complete: {why}") from error
+    finally:
+        if recorder.records_phases:
+            recorder.end_phase()
 
 
 def _collective(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,8 +11,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-Value = int | float | str | None
+Value = int | float | str | dict[str, float] | None
 """Type of a value in the JSON object of a line of metrics.jsonl or eval.jsonl."""
+
+COMPUTE, BUBBLE, OPTIMIZER = "compute", "bubble", "optimizer"
+"""Phases of an update that `Recorder.begin_phase` receives. All other phases are mesh axes, such as
+`dp x ep`: the rank executes a collective over them, or waits for it."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,29 @@ class LossScaleFigures:
 
 
 @dataclass(frozen=True)
+class StepComponents:
+    """Seconds of one update on the first rank, by component, as in the result of
+    `optimus.planner.step_plan.plan_step`. The sum of all values is the time of the update."""
+
+    compute_s: float
+    """Forward and backward passes and local work of gradient reductions."""
+    exposed_s: dict[str, float]
+    """Execution of collectives, and waiting for them, by the mesh axes of the process group."""
+    bubble_s: float
+    """Waiting for messages of other pipeline stages. This includes the time of the transfers, which
+    a plan counts as exposed communication of pp."""
+    optimizer_s: float
+    """Clipping of the gradients and update of the states, without collectives."""
+    other_s: float
+    """Rest of the update, such as reading of the data, which a plan does not contain."""
+
+    @property
+    def total_s(self) -> float:
+        exposed_s = sum(self.exposed_s.values())
+        return self.compute_s + exposed_s + self.bubble_s + self.optimizer_s + self.other_s
+
+
+@dataclass(frozen=True)
 class StepRecord:
     """Metrics of one update, computed over all ranks unless a field states otherwise.
 
@@ -73,14 +100,16 @@ class StepRecord:
     """Router losses and expert loads; None for a dense model."""
     loss_scaling: LossScaleFigures | None = None
     """State of dynamic loss scaling; None unless the setting `train.dtype` is fp16."""
+    components: StepComponents | None = None
+    """Components of `step_time_s`; None unless the setting `observe.step_components` is True."""
 
     def values(self) -> dict[str, Value]:
         """Return the keys and values of this record for its line in metrics.jsonl, in order."""
         values: dict[str, Value] = {}
         for name, value in vars(self).items():
-            if isinstance(value, MoeFigures | LossScaleFigures):
+            if isinstance(value, MoeFigures | LossScaleFigures | StepComponents):
                 values |= vars(value)
-            elif name not in ("moe", "loss_scaling"):
+            elif name not in ("moe", "loss_scaling", "components"):
                 values[name] = value
         return values
 
@@ -210,6 +239,9 @@ class Recorder:
 
     records_actions = False
     """True if the pipeline executor must time its actions and pass them to the method `action`."""
+    records_phases = False
+    """True if the pipeline executor and the collectives must call the methods `begin_phase` and
+    `end_phase`."""
 
     def record(self, record: Record) -> None:
         """Receive a record of the run, such as the metrics of an update."""
@@ -229,6 +261,13 @@ class Recorder:
         """Receive an executed action of the pipeline schedule. Called only if `records_actions` is
         True."""
 
+    def begin_phase(self, phase: str) -> None:
+        """Receive the start of a phase, which is `COMPUTE`, `BUBBLE`, `OPTIMIZER` or the mesh axes
+        of a process group. A phase can contain other phases."""
+
+    def end_phase(self) -> None:
+        """Receive the end of the innermost phase."""
+
 
 NO_RECORDER = Recorder()
 """Recorder that ignores all records, for ranks that do not write metrics or a log."""
@@ -240,12 +279,16 @@ class Recorders(Recorder):
 
     def __init__(self, *recorders: Recorder) -> None:
         self._recorders: list[Recorder] = []
+        self._of_phases: list[Recorder] = []
         for recorder in recorders:
             self.add(recorder)
 
     def add(self, recorder: Recorder) -> None:
         self._recorders.append(recorder)
         self.records_actions = self.records_actions or recorder.records_actions
+        if recorder.records_phases:
+            self.records_phases = True
+            self._of_phases.append(recorder)
 
     def record(self, record: Record) -> None:
         for recorder in self._recorders:
@@ -258,6 +301,14 @@ class Recorders(Recorder):
     def action(self, event: ActionEvent) -> None:
         for recorder in self._recorders:
             recorder.action(event)
+
+    def begin_phase(self, phase: str) -> None:
+        for recorder in self._of_phases:
+            recorder.begin_phase(phase)
+
+    def end_phase(self) -> None:
+        for recorder in self._of_phases:
+            recorder.end_phase()
 
 
 class TrafficMeter(Recorder):

@@ -449,11 +449,13 @@ class TensorBoard(Recorder):
 def _prefixed(prefix: str, values: Mapping[str, Value]) -> dict[str, float]:
     """Return a dict that maps TensorBoard tags, such as `train/loss`, to numbers.
 
-    A tag consists of `prefix` and a key of `values`. The key `step` and all values that are not
-    numbers are omitted.
+    A tag consists of `prefix` and a key of `values`, and for a dict also of its key. The key `step`
+    and all values that are not numbers are omitted.
     """
-    return {
-        f"{prefix}/{name}": value
-        for name, value in values.items()
-        if isinstance(value, int | float) and name != "step"
-    }
+    scalars: dict[str, float] = {}
+    for name, value in values.items():
+        if isinstance(value, dict):
+            scalars |= _prefixed(f"{prefix}/{name}", value)
+        elif isinstance(value, int | float) and name != "step":
+            scalars[f"{prefix}/{name}"] = value
+    return scalars

@@ -4,17 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
 from optimus.errors import DataError, counted
 from optimus.io import files
+from optimus.observe.events import StepComponents
 from optimus.observe.metrics import read_lines, spell_ranges
 
+_TOLERANCE = 0.05
+"""Largest relative difference between the time of an update and the sum of its components. Without
+damage, it is the time of a few lines of Python and, on an accelerator, the difference between the
+clocks of the host and the device."""
 _Count = Annotated[int, Field(ge=0, lt=1 << 56)]
 _Figure = Annotated[float, Field(ge=0, lt=1e300)]
 
@@ -47,6 +60,31 @@ class StepLine(_Line):
     tokens: _Count
     step_time_s: _Figure
     tokens_per_s: _Figure
+
+
+class ComponentsLine(_Line):
+    """Fields of `StepComponents` in a line of metrics.jsonl. A line is invalid if the sum of the
+    components differs from `step_time_s` by more than 5 %."""
+
+    step: _Count
+    step_time_s: _Figure
+    compute_s: _Figure
+    exposed_s: dict[str, _Figure]
+    bubble_s: _Figure
+    optimizer_s: _Figure
+    other_s: _Figure
+
+    @property
+    def components(self) -> StepComponents:
+        return StepComponents(
+            self.compute_s, self.exposed_s, self.bubble_s, self.optimizer_s, self.other_s
+        )
+
+    @model_validator(mode="after")
+    def _check_sum(self) -> ComponentsLine:
+        if not math.isclose(self.components.total_s, self.step_time_s, rel_tol=_TOLERANCE):
+            raise ValueError("the sum of the components is not the time of the update")
+        return self
 
 
 class _Evaluation(_Line):

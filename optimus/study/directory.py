@@ -44,7 +44,8 @@ from optimus.errors import (
 from optimus.io.files import make_dirs, read_regular, write_bytes, xxh3_bytes
 from optimus.launch.environment import available_cores
 from optimus.launch.spawn import prepare_rank
-from optimus.observe.report import StepLine, read_valid
+from optimus.observe.events import StepComponents
+from optimus.observe.report import ComponentsLine, StepLine, read_valid
 from optimus.study.scaling import Job, Point, Settings, walltime_text
 
 logger = logging.getLogger(__name__)
@@ -469,6 +470,22 @@ def read_metrics(run_dir: Path) -> tuple[StepLine, ...]:
             "this point"
         )
     return tuple(line for _, line in sorted({line.step: line for line in lines}.items()))
+
+
+def read_components(
+    run_dir: Path, lines: Sequence[StepLine]
+) -> tuple[tuple[StepComponents, ...], str]:
+    """Return the components of the updates in `lines`, which are metrics of a run, and "". If an
+    update has no valid components, return () and the reason."""
+    valid, _ = read_valid(run_dir / "metrics.jsonl", ComponentsLine)
+    of_steps = {line.step: line.components for line in valid}
+    if missing := sum(line.step not in of_steps for line in lines):
+        return (), (
+            f"{missing} of {counted(len(lines), 'update')} have no valid components in "
+            f"{run_dir / 'metrics.jsonl'}; remove {run_dir.parent} and run the same `optimus study "
+            "scaling` command again to measure them"
+        )
+    return tuple(of_steps[line.step] for line in lines), ""
 
 
 def _read_json(path: Path, kind: type[_AnyFile]) -> _AnyFile:

@@ -12,12 +12,26 @@ from typing import Any, NamedTuple
 
 from optimus.errors import DataError, counted
 from optimus.io.files import atomic_writer, make_dirs, write_bytes
+from optimus.observe.events import StepComponents
 from optimus.observe.report import StepLine, load_pyplot
-from optimus.study.directory import PlannedStep, State, StudyDirectory, read_metrics
+from optimus.study.directory import (
+    PlannedStep,
+    State,
+    StudyDirectory,
+    read_components,
+    read_metrics,
+)
 
 _MARKERS = ("o", "s")
 _COLORS = ("tab:blue", "tab:orange")
-_COMPONENTS = ("compute", "exposed", "bubble", "optimizer")
+_COMPONENTS = {
+    "compute": "tab:blue",
+    "exposed": "tab:orange",
+    "bubble": "tab:gray",
+    "optimizer": "tab:green",
+    "other": "tab:purple",
+}
+"""Colors of the components of a step. A planned step has no component `other`."""
 
 
 class Measured(NamedTuple):
@@ -33,6 +47,10 @@ class Measured(NamedTuple):
     """Third quartile."""
     tokens_per_s: float
     """Tokens of an update divided by `step_s`."""
+    components: StepComponents | None
+    """Medians of the components of the step on the first rank; None if they are not measured."""
+    no_components: str
+    """Reason why `components` is None."""
 
 
 @dataclass(frozen=True)
@@ -54,14 +72,27 @@ class Result:
         return None if self.planned is None else self.planned.tokens_per_s
 
     @property
-    def components_s(self) -> dict[str, float]:
-        """Planned seconds of the components of a step; {} without a plan."""
-        if self.planned is None:
-            return {}
-        planned = self.planned
-        exposed_s = sum(planned.exposed_s.values())
-        values = planned.compute_s, exposed_s, planned.bubble_s, planned.optimizer_s
-        return dict(zip(_COMPONENTS, values, strict=True))
+    def components_s(self) -> dict[str, dict[str, float]]:
+        """Seconds of the components of a step, by evidence (`measured` or `simulated`) and name.
+        The exposed communication is also divided by mesh axis, such as `exposed_dp`."""
+        measured = self.measured and self.measured.components
+        return {"measured": _seconds(measured), "simulated": _seconds(self.planned)}
+
+
+def _seconds(step: PlannedStep | StepComponents | None) -> dict[str, float]:
+    """Return the seconds of the components of a step by name; {} if `step` is None."""
+    if step is None:
+        return {}
+    seconds = {
+        "compute": step.compute_s,
+        "exposed": sum(step.exposed_s.values()),
+        "bubble": step.bubble_s,
+        "optimizer": step.optimizer_s,
+    }
+    if isinstance(step, StepComponents):
+        seconds["other"] = step.other_s
+    by_axis = {f"exposed_{axis.replace(' ', '_')}": s for axis, s in step.exposed_s.items()}
+    return seconds | by_axis
 
 
 def collect(directory: StudyDirectory) -> list[Result]:
@@ -81,21 +112,43 @@ def collect(directory: StudyDirectory) -> list[Result]:
         lines = read_metrics(directory.points / name / "run")
         measured = None
         if state.name == "done":
-            measured = _measure(lines[settings.warmup : settings.steps], plan.tokens)
+            of_steps = lines[settings.warmup : settings.steps]
+            components = read_components(directory.points / name / "run", of_steps)
+            measured = _measure(of_steps, plan.tokens, *components)
         sizes = plan.nodes, plan.routing, plan.ranks
         results.append(Result(name, *sizes, state, plan.planned, measured, lines))
     return sorted(results, key=lambda result: (result.routing, result.nodes))
 
 
-def _measure(lines: Sequence[StepLine], tokens: int) -> Measured:
-    """Return the median and the quartiles of the step times in `lines`. `tokens` is the number of
-    tokens of an update."""
+def _measure(
+    lines: Sequence[StepLine],
+    tokens: int,
+    components: Sequence[StepComponents],
+    no_components: str,
+) -> Measured:
+    """Return the median and the quartiles of the step times in `lines`, and the medians of the
+    components. `tokens` is the number of tokens of an update, and the other arguments are the
+    result of `read_components`."""
     seconds = [line.step_time_s for line in lines]
     middle = statistics.median(seconds)
     low, high = middle, middle
     if len(seconds) > 1:
         low, _, high = statistics.quantiles(seconds, n=4, method="inclusive")
-    return Measured(len(seconds), middle, low, high, tokens / middle)
+    medians = _median_components(components) if components else None
+    return Measured(len(seconds), middle, low, high, tokens / middle, medians, no_components)
+
+
+def _median_components(updates: Sequence[StepComponents]) -> StepComponents:
+    """Return the median of each component over the updates."""
+    median = statistics.median
+    axes = dict.fromkeys(axis for update in updates for axis in update.exposed_s)
+    return StepComponents(
+        median(update.compute_s for update in updates),
+        {axis: median(update.exposed_s.get(axis, 0.0) for update in updates) for axis in axes},
+        median(update.bubble_s for update in updates),
+        median(update.optimizer_s for update in updates),
+        median(update.other_s for update in updates),
+    )
 
 
 def reference_points(results: Sequence[Result]) -> dict[str, Result]:
@@ -158,6 +211,11 @@ def rows(results: Sequence[Result]) -> list[dict[str, Any]]:
     or to None if the point does not have this value."""
     measured, planned = (efficiencies(results, rate) for rate in (measured_rate, planned_rate))
     references = reference_points(results)
+    components = {
+        f"{evidence}_{name}_s": (evidence, name)
+        for evidence in ("measured", "simulated")
+        for name in dict.fromkeys(n for result in results for n in result.components_s[evidence])
+    }
     table = []
     for result in results:
         figures: dict[str, Any] = {
@@ -183,8 +241,8 @@ def rows(results: Sequence[Result]) -> list[dict[str, Any]]:
         }
         if result.routing in references:
             figures["efficiency_relative_to"] = references[result.routing].name
-        for name in _COMPONENTS:
-            figures[f"simulated_{name}_s"] = result.components_s.get(name)
+        for column, (evidence, name) in components.items():
+            figures[column] = result.components_s[evidence].get(name)
         table.append(figures)
     return table
 
@@ -235,18 +293,40 @@ def format_results(results: Sequence[Result]) -> str:
                 result.state.name,
             )
         )
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in cells
-    ]
+    lines = _aligned(cells)
     if references := reference_points(results):
         names = " and ".join(reference.name for reference in references.values())
         lines.append(f"efficiency: tokens per second of a rank, relative to {names}")
     for result in results:
         if result.state.name in ("failed", "submitted"):
             lines.append(f"{result.name} {result.state.name}: {result.state.reason}")
-    return "\n".join(lines)
+    return "\n".join([*lines, *_component_lines(results)])
+
+
+def _component_lines(results: Sequence[Result]) -> list[str]:
+    """Return a table of the measured and simulated components of a step, and a line for each
+    measured point without measured components."""
+    cells = [("point", "evidence", *(f"{name}, s" for name in _COMPONENTS))]
+    for result in results:
+        for evidence, seconds in result.components_s.items():
+            if seconds:
+                values = (_number(seconds.get(name), ".4g") for name in _COMPONENTS)
+                cells.append((result.name, evidence, *values))
+    lines = _aligned(cells) if len(cells) > 1 else []
+    for result in results:
+        if result.measured is not None and result.measured.components is None:
+            reason = result.measured.no_components
+            lines.append(f"{result.name}: components of a step are not measured: {reason}")
+    return lines
+
+
+def _aligned(cells: Sequence[tuple[str, ...]]) -> list[str]:
+    """Return the lines of a table."""
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in cells
+    ]
 
 
 def _number(value: float | None, form: str) -> str:
@@ -363,30 +443,31 @@ def _draw_points(
 
 
 def _draw_components(axes: Any, results: Sequence[Result], routings: Sequence[str]) -> None:
-    """Draw the planned components of a step as open bars, and measured steps as filled points."""
-    planned = {result.ranks: result for result in results if result.planned is not None}
+    """Draw the simulated components of a step as open bars, the measured components of each routing
+    as filled bars to the right of them, and measured steps as filled points."""
     positions = {ranks: n for n, ranks in enumerate(sorted({r.ranks for r in results}))}
-    bottom = dict.fromkeys(planned, 0.0)
-    for name, hatch in zip(_COMPONENTS, ("", "///", "...", "xxx"), strict=True):
-        heights = [planned[ranks].components_s[name] for ranks in planned]
-        axes.bar(
-            [positions[ranks] for ranks in planned],
-            heights,
-            0.6,
-            bottom=list(bottom.values()),
-            color="none",
-            edgecolor="black",
-            hatch=hatch,
-            label=f"{name}, simulated",
-        )
-        for ranks, height in zip(planned, heights, strict=True):
-            bottom[ranks] += height
+    width = 0.8 / (1 + len(routings))
+    for result in results:
+        for evidence, seconds in result.components_s.items():
+            number = 1 + routings.index(result.routing) if evidence == "measured" else 0
+            x = positions[result.ranks] + (number - len(routings) / 2) * width
+            bottom = 0.0
+            for name, color in _COMPONENTS.items():
+                if name not in seconds:
+                    continue
+                fill = color if evidence == "measured" else "none"
+                axes.bar(x, seconds[name], 0.9 * width, bottom=bottom, color=fill, edgecolor=color)
+                bottom += seconds[name]
+    for name, color in _COMPONENTS.items():
+        for evidence, fill in (("simulated", "none"), ("measured", color)):
+            if any(name in result.components_s[evidence] for result in results):
+                axes.bar(0, 0, color=fill, edgecolor=color, label=f"{name}, {evidence}")
     for number, routing in enumerate(routings):
         timed = [r for r in results if r.routing == routing and r.measured is not None]
         if timed:
             steps = [r.measured for r in timed if r.measured is not None]
             axes.errorbar(
-                [positions[r.ranks] for r in timed],
+                [positions[r.ranks] + (1 + number - len(routings) / 2) * width for r in timed],
                 [m.step_s for m in steps],
                 yerr=[[m.step_s - m.low_s for m in steps], [m.high_s - m.step_s for m in steps]],
                 fmt=_MARKERS[number % 2],

@@ -232,6 +232,7 @@ def make_point(
     tree["parallel"]["dp"] = mesh.dp
     tree["checkpoint"] |= {"at_end": False, "interval": 0, "model_interval": 0}
     tree["checkpoint"] |= {"keep_models": 0, "keep_models_every": 0}
+    tree["observe"]["step_components"] = True
     if routing:
         tree["model"]["router"] = routing
     where = f"{counted(nodes, 'node')} of {settings.machine}"

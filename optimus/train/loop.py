@@ -29,6 +29,7 @@ from optimus.errors import (
     Phase,
     Stopped,
     as_optimus_error,
+    one_line,
 )
 from optimus.evaluate import held_out_loss, sample_text
 from optimus.io.workspace import Workspace
@@ -41,12 +42,14 @@ from optimus.observe.events import (
     MoeFigures,
     PipelineTimes,
     Recorders,
+    StepComponents,
     StepRecord,
     Traffic,
     TrafficMeter,
 )
 from optimus.observe.health import TrainingHealth, measure_expert_load
 from optimus.observe.log import indented
+from optimus.observe.step_timer import StepTimer
 from optimus.parallel.pipeline.plan import needs_ring
 from optimus.peak import RunPeak
 from optimus.planner.offload import autotune_placement
@@ -245,6 +248,7 @@ class Run:
             self.recorder.add(self.meter)
             if config.observe.tensorboard and plan.mesh.pp > 1:
                 self.recorder.add(self.trace)
+        self.timer = self._make_timer(config) if directory is not None else None
         self.groups = join_groups(plan.mesh, world, needs_ring(config, plan.mesh.pp), self.recorder)
         placed = self._placed(config, plan)
         microbatches = plan.batch.microbatches_per_rank
@@ -301,6 +305,19 @@ class Run:
         self._start_up = start_up
         if start_up is not None:
             start_up.done("model and states")
+
+    def _make_timer(self, config: Config) -> StepTimer | None:
+        """Return the timer of `observe.step_components`, which is a recorder of the run; None
+        without this setting, or if the device has no timed events."""
+        if not config.observe.step_components:
+            return None
+        try:
+            timer = StepTimer(self.world.device)
+        except RuntimeError as error:
+            logger.warning("observe.step_components has no effect: %s", one_line(error))
+            return None
+        self.recorder.add(timer)
+        return timer
 
     def _placed(self, config: Config, plan: RunPlan) -> Config:
         """Return the configuration with the placement of this rank's states."""
@@ -386,16 +403,20 @@ class Run:
         to read the data. On the first rank, record its metrics."""
         self.meter.clear()
         self.trace.events.clear()
-        start = time.perf_counter()
+        start_ns = time.perf_counter_ns()
+        if self.timer is not None:
+            self.timer.start(start_ns)
         result = self.updater.run(step, self.loader.microbatches(step))
         platform.synchronize(self.world.device)
         self.malloc_trim.after_update()
-        seconds = time.perf_counter() - start
+        end_ns = time.perf_counter_ns()
+        components = None if self.timer is None else self.timer.stop(end_ns)
+        seconds = (end_ns - start_ns) / 1e9
         if self.directory is None:
             return seconds
         # Copied to the host once, for the metrics of the expert load and the warnings.
         result = replace(result, expert_rows=result.expert_rows.cpu())
-        self._record(result, seconds)
+        self._record(result, seconds, components)
         self.directory.check_newest()
         for notice in self.health.after_update(step, result.expert_rows, result.grad_norm):
             logger.log(notice.level, notice.text)
@@ -448,16 +469,19 @@ class Run:
         if self.directory is not None:
             logger.info("sample at step %d:\n%s", step, indented(text))
 
-    def _record(self, result: UpdateResult, seconds: float) -> None:
+    def _record(
+        self, result: UpdateResult, seconds: float, components: StepComponents | None
+    ) -> None:
         """Pass the metrics of an update to all recorders, which write metrics.jsonl and other
-        outputs. `seconds` is the duration of the update."""
+        outputs. `seconds` is the duration of the update, and `components` has its components."""
         model = self.config.model
         moe = None
         if model.sparse_layers:
             load = measure_expert_load(result.step, result.expert_rows, model)
             moe = load.figures(_finite(result.aux_loss), _finite(result.z_loss))
             self.recorder.record(load)
-        self.recorder.record(self._step_record(result, seconds, moe))
+        step = replace(self._step_record(result, seconds, moe), components=components)
+        self.recorder.record(step)
         self.recorder.record(Traffic(result.step, self.meter.bytes_by_axes()))
         if self.trace.events:
             self.recorder.record(PipelineTimes(result.step, self.trace.seconds_by_kind()))

@@ -20,6 +20,7 @@ from optimus.observe.events import (
     Recorder,
     Recorders,
     StartUpRecord,
+    StepComponents,
     StepRecord,
     Traffic,
     TrafficMeter,
@@ -46,6 +47,10 @@ def test_lines_have_fixed_keys_in_a_fixed_order():
     assert list(record.values()) == [*dense.split(), *moe.split()]
     record = dataclasses.replace(record, loss_scaling=LossScaleFigures(1024.0, 1))
     assert list(record.values()) == [*dense.split(), *moe.split(), *fp16.split()]
+    components = StepComponents(1.0, {"dp": 0.5}, 0.25, 2.0, 0.125)
+    record = dataclasses.replace(STEP, components=components)
+    assert list(record.values()) == [*dense.split(), *vars(components)]
+    assert components.total_s == 3.875
     assert list(EVALUATION.values()) == ["step", "source", "loss", "tokens"]
 
 

@@ -15,6 +15,7 @@ from optimus.cli import main
 from optimus.config import load_config
 from optimus.config.machine import Queue, load_machine
 from optimus.errors import ConfigError
+from optimus.observe.events import StepComponents
 from optimus.study.directory import StudyDirectory
 from optimus.study.results import (
     collect,
@@ -54,6 +55,25 @@ def metrics(step_s: float, steps: int = STEPS, tokens: int = 256) -> str:
         for step in range(1, steps + 1)
     ]
     return "".join(f"{json.dumps(line)}\n" for line in lines)
+
+
+def _local(components: StepComponents) -> tuple[float, ...]:
+    """Return the components that take time on each rank of each run."""
+    return components.compute_s, components.optimizer_s, components.other_s
+
+
+def with_components(text: str, shares: dict[str, float]) -> str:
+    """Return metrics with components that are shares of the step time, and waits over dp and ep."""
+    lines = []
+    for line in map(json.loads, text.splitlines()):
+        values = {name: share * line["step_time_s"] for name, share in shares.items()}
+        exposed_s = {axis: values.pop(axis) for axis in ("dp x ep", "ep")}
+        lines.append(json.dumps(line | values | {"exposed_s": exposed_s}))
+    return "".join(f"{line}\n" for line in lines)
+
+
+SHARES = {"compute_s": 0.5, "dp x ep": 0.125, "ep": 0.0625, "bubble_s": 0.125}
+SHARES |= {"optimizer_s": 0.125, "other_s": 0.0625}
 
 
 def complete(out: Path, name: str, text: str, status: str = "0") -> None:
@@ -246,6 +266,36 @@ def test_results_name_failed_points_and_do_not_draw_them(config, tmp_path, capsy
         assert (out / name).read_bytes()[:4] == b"\x89PNG"
 
 
+def test_components_are_measured_and_simulated_unless_damaged(config, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert main(study(config, out, nodes="1,2,4")) == 0
+    text = with_components(metrics(1.0), SHARES)
+    complete(out, "00001-top-k", text)
+    complete(out, "00002-top-k", metrics(1.25))
+    assert text.count('"optimizer_s": 0.125,') == 2  # steps 4 and 6
+    complete(out, "00004-top-k", text.replace('"optimizer_s": 0.125,', "", 1))
+    capsys.readouterr()
+    assert main(["study", "show", str(out)]) == 0
+    printed = capsys.readouterr().out
+    for name, missing in (("00002-top-k", 4), ("00004-top-k", 1)):
+        reason = f"{missing} of 4 updates have no valid components in {out}/points/{name}/run/"
+        assert f"{name}: components of a step are not measured: {reason}" in printed
+    assert "00001-top-k  measured   0.525 " in printed
+    with open(out / "points.csv", newline="") as file:
+        first, *others = csv.DictReader(file)
+    axes = {f"exposed_{axis.replace(' ', '_')}_s": SHARES[axis] for axis in ("dp x ep", "ep")}
+    wanted = {name: share for name, share in SHARES.items() if name.endswith("_s")}
+    wanted |= axes | {"exposed_s": sum(axes.values())}
+    assert sum(SHARES.values()) == 1.0
+    for name, share in wanted.items():
+        assert float(first[f"measured_{name}"]) == pytest.approx(share * 1.05), name
+        # Without measured components, the values are missing, not zero.
+        assert [row[f"measured_{name}"] for row in others] == ["", ""]
+    simulated = ("compute_s", "exposed_s", "bubble_s", "optimizer_s")
+    total_s = sum(float(first[f"simulated_{name}"]) for name in simulated)
+    assert total_s == pytest.approx(float(first["simulated_step_s"]))
+
+
 def test_both_efficiencies_have_the_same_reference_if_a_point_failed(config, tmp_path, capsys):
     out = tmp_path / "out"
     assert main(study(config, out, nodes="1,2,4")) == 0
@@ -386,6 +436,10 @@ def test_jobs_of_pbs_run_their_points(config, tmp_path, monkeypatch, capsys):
     (result,) = [result for result in collect(StudyDirectory(out)) if result.measured]
     assert result.measured.updates == STEPS - WARMUP
     assert result.lines[-1].tokens == 2 * STEPS * 8 * CONTEXT
+    components = result.measured.components
+    assert (
+        components is not None and min(components.exposed_s["all ranks"], *_local(components)) > 0
+    )
     assert main([*study(config, out), "--json"]) == 0
     jobs = json.loads(capsys.readouterr().out)["jobs"]
     assert [job["points"] for job in jobs] == [["00001-top-k"]]

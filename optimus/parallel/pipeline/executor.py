@@ -16,7 +16,7 @@ from optimus.distributed.collectives import Transfer, receive, send
 from optimus.distributed.groups import Channels
 from optimus.errors import LostPeerError
 from optimus.model.deferred_gradients import DeferredGradients
-from optimus.observe.events import NO_RECORDER, ActionEvent, Recorder
+from optimus.observe.events import COMPUTE, NO_RECORDER, OPTIMIZER, ActionEvent, Recorder
 from optimus.parallel.pipeline.actions import Action, Kind, Schedule, last_actions
 from optimus.parallel.pipeline.schedules import make_evaluation
 from optimus.parallel.pipeline.stage import Output, Stage, Terms, backward
@@ -193,6 +193,8 @@ class Executor:
         self.terms = {}
         if self.recorder.records_actions:
             table = {kind: self._recorded(do) for kind, do in table.items()}
+        if self.recorder.records_phases:
+            table = {kind: self._in_phase(kind, do) for kind, do in table.items()}
         is_profiled = torch.autograd._profiler_enabled()
         tokens, document_ids = microbatches[0]
         library: AbstractContextManager = nullcontext()
@@ -227,6 +229,20 @@ class Executor:
             self.recorder.action(event)
 
         return run_and_record
+
+    def _in_phase(self, kind: Kind, do: Callable[[Action], None]) -> Callable[[Action], None]:
+        """Return a function that runs `do(action)` and reports the phase of the action to
+        `self.recorder`. Sends and receives are collectives, which report their phases."""
+        if kind in self._channels:
+            return do
+        phase = OPTIMIZER if kind is Kind.OPT_STEP else COMPUTE
+
+        def run_in_phase(action: Action) -> None:
+            self.recorder.begin_phase(phase)
+            do(action)
+            self.recorder.end_phase()
+
+        return run_in_phase
 
     def _forward(self, action: Action) -> None:
         stage = self._stages[action.stage]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from optimus.distributed.groups import Channels
-from optimus.observe.events import NO_RECORDER, ActionTrace, Recorder
+from optimus.observe.events import COMPUTE, NO_RECORDER, OPTIMIZER, ActionTrace, Recorder
 from optimus.parallel.pipeline import executor as subject
 from optimus.parallel.pipeline.executor import FEW_TOKENS, Executor
 from optimus.parallel.pipeline.schedules import make_schedule
@@ -68,6 +68,25 @@ def test_a_recorder_receives_each_action_with_its_times():
     assert all(0 < event.busy_ns == event.end_ns - event.start_ns for event in trace.events)
     starts = [event.start_ns for event in trace.events]
     assert starts == sorted(starts)
+
+
+@pytest.mark.parametrize("records_phases", [False, True])
+def test_a_recorder_receives_the_phase_of_each_action(records_phases: bool):
+    class Phases(Recorder):
+        def __init__(self) -> None:
+            self.records_phases = records_phases
+            self.seen: list[str] = []
+
+        def begin_phase(self, phase: str) -> None:
+            self.seen.append(phase)
+
+        def end_phase(self) -> None:
+            self.seen.append("end")
+
+    recorder = Phases()
+    run(recorder=recorder)
+    passes = [COMPUTE, "end"] * 5  # F and B of two microbatches, REDUCE_GRAD
+    assert recorder.seen == ([*passes, OPTIMIZER, "end"] if records_phases else [])
 
 
 def test_without_a_recorder_no_clock_is_read(monkeypatch: pytest.MonkeyPatch):
