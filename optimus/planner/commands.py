@@ -22,6 +22,7 @@ from optimus.io.files import check_output, write_bytes
 from optimus.planner.allocation import Allocation
 
 if TYPE_CHECKING:
+    from optimus.planner.expert_loads import RunLoads
     from optimus.planner.layouts import Layout
     from optimus.planner.search import Ranking
 
@@ -277,6 +278,19 @@ def run_search(args: argparse.Namespace, config: Config, allocation: Allocation 
     If no layout fits and the machine has links, those with offload.mode = "auto" are ranked.
     """
     from optimus.config.machine import load_machine
+    from optimus.planner.expert_loads import loads_for_plan
+
+    world_size = allocation.world_size if allocation else None
+    if world_size is None:
+        raise ConfigError("--search needs a number of ranks; add --machine NAME --nodes N")
+    machine = load_machine(args.machine)
+    refuse_if(
+        args.load and machine.device is None,
+        f"--load {args.load} has no effect: the file of {args.machine} has no device, so the "
+        "layouts are sorted by FLOPs; remove --load, or use another machine",
+    )
+    loads = loads_for_plan(args.load, config) if args.load else None
+    # Only these import torch, which takes seconds.
     from optimus.planner.placement_search import with_offload
     from optimus.planner.search import TOO_LARGE
     from optimus.planner.search_report import (
@@ -288,19 +302,15 @@ def run_search(args: argparse.Namespace, config: Config, allocation: Allocation 
         write_report,
     )
 
-    world_size = allocation.world_size if allocation else None
-    if world_size is None:
-        raise ConfigError("--search needs a number of ranks; add --machine NAME --nodes N")
-    machine = load_machine(args.machine)
     unit = PFLOP if machine.device is None else SECONDS
     config = _with_memory(config, args.memory)
-    ranking = _rank_layouts(args, config, machine, world_size)
+    ranking = _rank_layouts(args, config, machine, world_size, loads)
     has_rates = machine.device is not None and machine.links is not None
     can_offload = has_rates and config.offload.mode == "off" and not args.load
     if not ranking.evaluations and can_offload and ranking.rejected[TOO_LARGE]:
         logger.info('no layout fits without offloading; evaluating offload.mode = "auto"')
         config = _with_memory(with_offload(config, mode="auto"), args.memory)
-        ranking = _rank_layouts(args, config, machine, world_size)
+        ranking = _rank_layouts(args, config, machine, world_size, loads)
     if not ranking.evaluations:
         reasons = "; ".join(f"{n:,}: {why}" for why, n in ranking.rejected.most_common(3))
         raise ConfigError(
@@ -333,10 +343,13 @@ def _with_memory(config: Config, memory: float | None) -> Config:
 
 
 def _rank_layouts(
-    args: argparse.Namespace, config: Config, machine: Machine, world_size: int
+    args: argparse.Namespace,
+    config: Config,
+    machine: Machine,
+    world_size: int,
+    loads: RunLoads | None,
 ) -> Ranking:
     """Return the ranking of the layouts of a run on a number of ranks of a machine."""
-    from optimus.planner.expert_loads import RunLoads
     from optimus.planner.layouts import LayoutChecks, space_of
     from optimus.planner.machine_rates import rates_of
     from optimus.planner.search import search
@@ -348,19 +361,6 @@ def _rank_layouts(
 
     offloads = config.offload.mode == "auto"
     limit = None if args.memory is None else int(args.memory * _GIB)
-    loads = None
-    if args.load:
-        refuse_if(
-            offloads,
-            f"--load {args.load} has no effect with offload.mode = 'auto', which leaves memory "
-            "free for offload.expert_imbalance; remove --load, or set offload.mode = 'off'",
-        )
-        refuse_if(
-            machine.device is None,
-            f"--load {args.load} has no effect: the file of {args.machine} has no device, so the "
-            "layouts are sorted by FLOPs; remove --load, or use another machine",
-        )
-        loads = RunLoads(args.load, config.model)
     checks, profiled = LayoutChecks(config), Profiled()
     time: Callable[[Layout], float] = ComputeBound(config, checks)
     offloaded = None

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from optimus.config import ModelConfig, load_config
-from optimus.errors import ConfigError, DataError
+from optimus.config import Config, ModelConfig, load_config
+from optimus.errors import ConfigError, DataError, refuse_if
 from optimus.observe.metrics import metrics_paths, read_lines
 from optimus.parallel.expert_load import rank_imbalances
 
@@ -33,67 +32,80 @@ class StepLoad(NamedTuple):
         return sum(self.fullest.values()) / len(self.imbalances)
 
 
-def read_loads(run_dir: str, model: ModelConfig, ep: int) -> list[StepLoad]:
-    """Return the loads of each update in a run's expert_load.jsonl, sorted by `mean`.
-
-    Args:
-        run_dir: The run directory.
-        model: Model of the plan. The run must have the same model.
-        ep: Number of ep ranks of the plan, which may differ from that of the run.
-
-    Raises:
-        ConfigError: The run has another model, or its file is missing or damaged. An incomplete
-            last line, which a killed run can leave, is ignored.
-    """
-    option, path = f"--load {run_dir}", metrics_paths(Path(run_dir), "expert_load")[0]
-    remedy = "give the run directory of a run of this model"
-    _check_model(option, Path(run_dir) / "config.toml", model, remedy)
-    try:
-        lines = read_lines(path)
-    except DataError as error:
-        raise ConfigError(f"{option}: {error}") from None
-    if not lines:
-        raise ConfigError(
-            f"{option}: {path.name} is missing or empty; run with observe.expert_load_interval "
-            "above 0, or give another run"
-        )
-    steps: dict[int, dict[int, list[float]]] = {}
-    for number, line in enumerate(lines, 1):
-        record = _parse(line, model)
-        if record is not None:
-            step, layer, rows = record
-            steps.setdefault(step, {})[layer] = rank_imbalances(rows, ep)
-        elif number < len(lines) or line.endswith(b"\n"):
-            raise ConfigError(
-                f"{option}: line {number:,} of {path.name} is damaged; restore the file from its "
-                "hidden copy, or give another run"
-            )
-    loads = list(_complete(steps, model))
-    if not loads:
-        raise ConfigError(f"{option}: {path.name} has no update with all MoE layers; {remedy}")
-    return sorted(loads, key=lambda load: load.mean)
-
-
 class RunLoads:
     """The expert loads of a run, for any number of ep ranks.
 
     Args:
-        run_dir, model: As for `read_loads`.
+        run_dir: The run directory.
+        model: Model of the plan. The run must have the same model.
 
     Raises:
-        ConfigError: As `read_loads`.
+        ConfigError: The run has another model, or its expert_load.jsonl is missing or damaged. An
+            incomplete last line, which a killed run can leave, is ignored.
     """
 
     def __init__(self, run_dir: str, model: ModelConfig) -> None:
-        self._run = run_dir, model
-        self._of_ep: dict[int, dict[str, StepLoad]] = {}
-        self.at(1)
+        self.run_dir = run_dir
+        option, path = f"--load {run_dir}", metrics_paths(Path(run_dir), "expert_load")[0]
+        remedy = "give the run directory of a run of this model"
+        _check_model(option, Path(run_dir) / "config.toml", model, remedy)
+        try:
+            lines = read_lines(path)
+        except DataError as error:
+            raise ConfigError(f"{option}: {error}") from None
+        if not lines:
+            raise ConfigError(
+                f"{option}: {path.name} is missing or empty; run with observe.expert_load_interval "
+                "above 0, or give another run"
+            )
+        rows: dict[int, dict[int, list[int]]] = {}
+        for number, line in enumerate(lines, 1):
+            record = _parse(line, model)
+            if record is not None:
+                step, layer, of_experts = record
+                rows.setdefault(step, {})[layer] = of_experts
+            elif number < len(lines) or line.endswith(b"\n"):
+                raise ConfigError(
+                    f"{option}: line {number:,} of {path.name} is damaged; restore the file from "
+                    "its hidden copy, or give another run"
+                )
+        # The updates of which all MoE layers have a line
+        count = len(model.sparse_layers)
+        self._rows = {step: layers for step, layers in rows.items() if len(layers) == count}
+        refuse_if(
+            not self._rows, f"{option}: {path.name} has no update with all MoE layers; {remedy}"
+        )
+        self._of_ep: dict[int, list[StepLoad]] = {}
+
+    def steps(self, ep: int) -> list[StepLoad]:
+        """Return the loads of `ep` ranks in each update, sorted by `mean`. The run may have had
+        another number of ep ranks."""
+        if ep not in self._of_ep:
+            loads = (
+                StepLoad(step, {layer: rank_imbalances(rows, ep) for layer, rows in layers.items()})
+                for step, layers in self._rows.items()
+            )
+            self._of_ep[ep] = sorted(loads, key=lambda load: load.mean)
+        return self._of_ep[ep]
 
     def at(self, ep: int) -> dict[str, StepLoad]:
-        """Return the updates with the `median` and with the `worst` load of `ep` ranks."""
-        if ep not in self._of_ep:
-            self._of_ep[ep] = median_and_worst(read_loads(*self._run, ep))
-        return self._of_ep[ep]
+        """Return the updates with the `median` and with the `worst` load (the largest `mean`) of
+        `ep` ranks."""
+        loads = self.steps(ep)
+        return {"median": loads[(len(loads) - 1) // 2], "worst": loads[-1]}
+
+
+def loads_for_plan(run_dir: str, config: Config) -> RunLoads:
+    """Return the expert loads of the run directory of `--load`. It imports no torch, so a wrong
+    directory is refused immediately. Raises ConfigError as `RunLoads`, or if the loads would have
+    no effect on a plan of `config`."""
+    refuse_if(not config.train.seq_len, f"--load {run_dir} needs train.seq_len; set it")
+    refuse_if(
+        config.offload.mode == "auto",
+        f"--load {run_dir} has no effect with offload.mode = 'auto', which leaves memory free for "
+        "offload.expert_imbalance; remove --load, or set offload.mode = 'off'",
+    )
+    return RunLoads(run_dir, config.model)
 
 
 def _check_model(option: str, path: Path, model: ModelConfig, remedy: str) -> None:
@@ -123,18 +135,3 @@ def _parse(line: bytes, model: ModelConfig) -> tuple[int, int, list[int]] | None
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
     return (step, layer, rows) if is_valid else None
-
-
-def _complete(
-    steps: Mapping[int, dict[int, list[float]]], model: ModelConfig
-) -> Iterator[StepLoad]:
-    """Yield the updates of which all MoE layers have a line."""
-    for step, layers in steps.items():
-        if len(layers) == len(model.sparse_layers):
-            yield StepLoad(step, layers)
-
-
-def median_and_worst(loads: Sequence[StepLoad]) -> dict[str, StepLoad]:
-    """Return the updates with the median and with the largest `mean`. `loads` is sorted by
-    `mean`."""
-    return {"median": loads[(len(loads) - 1) // 2], "worst": loads[-1]}

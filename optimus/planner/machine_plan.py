@@ -12,10 +12,10 @@ from optimus.config.axes import UNEQUAL
 from optimus.config.machine import Machine, load_machine
 from optimus.data.batch import plan_batch
 from optimus.distributed.mesh import Mesh
-from optimus.errors import ConfigError, counted, refuse_if
+from optimus.errors import ConfigError, counted
 from optimus.parallel.expert_load import largest_imbalance
 from optimus.parallel.pipeline.plan import schedule_of
-from optimus.planner.expert_loads import StepLoad, median_and_worst, read_loads
+from optimus.planner.expert_loads import RunLoads, StepLoad
 from optimus.planner.machine_rates import is_cpu
 from optimus.planner.memory import (
     RankMemory,
@@ -181,7 +181,7 @@ _PRECISION = 0.01
 
 
 def plan_on_machine(
-    config: Config, mesh: Mesh, name: str, load: str | None = None
+    config: Config, mesh: Mesh, name: str, loads: RunLoads | None = None
 ) -> dict[str, Any]:
     """Return the values of a plan that need a machine.
 
@@ -189,7 +189,7 @@ def plan_on_machine(
         config: The run, with `train.seq_len`.
         mesh: Sizes of all axes.
         name: Name of the machine.
-        load: Directory of a run with expert loads, for `load` in the result.
+        loads: Expert loads of a run, for `load` in the result. Not with offload.mode = "auto".
 
     Returns:
         - `step`: the result of `plan_step`, or `no_step`: the reason why there is none.
@@ -204,7 +204,7 @@ def plan_on_machine(
           fit, or if the memory of the device is unknown. `limit`: the imbalance if all tokens
           choose experts of the rank. `step_s`: the time of a step with `largest`, if there is a
           step time.
-        - `load`: only with `load`. `run`, the number of `steps`, and for the `median` and the
+        - `load`: only with `loads`. `run`, the number of `steps`, and for the `median` and the
           `worst` step of the run: its number `step`; the largest `imbalance` of an ep rank and its
           `layer`; `mean_imbalance`, the mean over the layers of the largest imbalance; `kinds` and
           `needed` with this load; and `step_plan`, the result of `plan_step`, if there is one.
@@ -220,21 +220,15 @@ def plan_on_machine(
           = "manual", these are the sizes of the given placement.
 
     Raises:
-        ConfigError: As `decide_placement` or `check_limits`, as `read_loads`, or the machine has no
-            rates.
+        ConfigError: As `decide_placement` or `check_limits`, or the machine has no rates.
     """
     train, machine = config.train, load_machine(name)
-    loads = None if load is None else read_loads(load, config.model, mesh.ep)
     microbatches = mesh.pp
     if train.global_batch_tokens:
         microbatches = plan_batch(train, mesh.num_data_ranks).microbatches_per_rank
     limited = {"limited_by": "offload.device_memory"} if config.offload.device_memory else {}
     if config.offload.mode == "auto":
-        refuse_if(
-            load is not None,
-            f"--load {load} has no effect with offload.mode = 'auto', which leaves memory free for "
-            "offload.expert_imbalance; remove --load, or set offload.mode = 'off'",
-        )
+        assert loads is None, "a placement does not depend on loads"
         return _placed(config, mesh, machine, name) | limited
     run = config, mesh, machine, name
     works: Works = {}
@@ -247,8 +241,8 @@ def plan_on_machine(
     if config.model.sparse_layers and mesh.ep > 1:
         result["imbalance"] = _imbalance(run, works, memory, device)
     if loads is not None:
-        result["load"] = {"run": load, "steps": len(loads)}
-        for key, of_step in median_and_worst(loads).items():
+        result["load"] = {"run": loads.run_dir, "steps": len(loads.steps(mesh.ep))}
+        for key, of_step in loads.at(mesh.ep).items():
             result["load"][key] = _of_load(of_step, memory)
             if "step" in result:
                 result["load"][key]["step_plan"] = plan_step(*run, works, of_step.fullest)

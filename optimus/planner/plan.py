@@ -12,10 +12,11 @@ from optimus.config.axes import UNEQUAL
 from optimus.config.sizes import parse_bytes
 from optimus.data.batch import plan_batch
 from optimus.distributed.mesh import make_mesh
-from optimus.errors import DoesNotFit, counted, refuse_if
+from optimus.errors import DoesNotFit, counted
 from optimus.launch.imports import without_collections
 from optimus.model.flops import count_parameters, flops_per_token
 from optimus.planner.allocation import Allocation
+from optimus.planner.expert_loads import loads_for_plan
 from optimus.planner.states import plan_ranks
 from optimus.planner.topology import ALGORITHMS
 from optimus.planner.traffic import plan_topology
@@ -34,7 +35,7 @@ def plan(
         config: The configuration.
         allocation: The nodes of the run. If it has no number of nodes and `parallel.dp` is 0, the
             plan is for one replica.
-        load: As for `plan_on_machine`. Needs a machine and `train.seq_len`.
+        load: Directory of a run with expert loads. Needs a machine.
 
     These keys, among others, are always present:
 
@@ -59,10 +60,10 @@ def plan(
     Raises:
         DoesNotFit: With offloading, a rank needs more memory than it may use.
         ConfigError: The mesh does not fit the allocation, the global batch cannot be divided over
-            the ranks of a given number of nodes, or as `plan_ranks`.
+            the ranks of a given number of nodes, or as `plan_ranks` or `loads_for_plan`.
     """
     train = config.train
-    refuse_if(load and not train.seq_len, f"--load {load} needs train.seq_len; set it")
+    loads = loads_for_plan(load, config) if load else None
     total, active = count_parameters(config.model)
     mesh = make_mesh(config.parallel, allocation.world_size if allocation else None)
     if allocation and allocation.nodes and train.seq_len:
@@ -96,7 +97,7 @@ def plan(
             with without_collections():
                 from optimus.planner.machine_plan import plan_on_machine  # needs torch
 
-                result |= plan_on_machine(config, mesh, allocation.machine, load)
+                result |= plan_on_machine(config, mesh, allocation.machine, loads)
     return result | _flops(config)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,8 +13,7 @@ from optimus.cli import main
 from optimus.config import dump_toml, make_config
 from optimus.config.machine import FOLDER, Machine, load_machine
 from optimus.distributed.mesh import make_mesh
-from optimus.errors import ConfigError
-from optimus.planner.expert_loads import RunLoads, median_and_worst, read_loads
+from optimus.planner.expert_loads import RunLoads
 from optimus.planner.layouts import LayoutChecks, layout_of
 from optimus.planner.machine_plan import _Memory, machine_lines, plan_on_machine
 from optimus.planner.machine_rates import rates_of
@@ -57,7 +58,7 @@ def write_run(run_dir: Path, *steps: tuple[int, list[int], list[int]], config=CO
 def test_a_run_records_the_loads_that_a_plan_reads(ranks, tiny_data, tmp_path) -> None:
     tree = tiny_tree(tiny_data, tmp_path, train__max_steps=4, observe__expert_load_interval=3)
     train_on(ranks, 1, tree)
-    loads = read_loads(str(tmp_path), make_config(tree).model, 2)
+    loads = RunLoads(str(tmp_path), make_config(tree).model).steps(2)
     assert sorted(load.step for load in loads) == [1, 3]
     for load in loads:
         assert list(load.imbalances) == [0, 1]
@@ -72,10 +73,10 @@ def test_median_and_worst_steps_are_those_of_the_mean_over_layers(tmp_path) -> N
         (200, SKEWED, EQUAL),
         (300, EQUAL, EQUAL),
     )
-    chosen = median_and_worst(read_loads(run, CONFIG.model, 4))
+    chosen = RunLoads(run, CONFIG.model).at(4)
     assert {key: load.step for key, load in chosen.items()} == {"median": 300, "worst": 1}
     assert chosen["worst"].fullest == {0: 2.2, 1: 2.2} and chosen["worst"].mean == 2.2
-    assert read_loads(run, CONFIG.model, 2)[-1].fullest == {0: 1.4, 1: 1.4}
+    assert RunLoads(run, CONFIG.model).at(2)["worst"].fullest == {0: 1.4, 1: 1.4}
 
 
 @pytest.mark.parametrize(
@@ -116,7 +117,7 @@ def test_search_has_the_figures_of_a_plan_for_the_loads_of_a_run(tmp_path, chang
     layout = layout_of(CONFIG, MESH.world_size)._replace(**changes)
     config, mesh, checks = layout.apply(CONFIG), layout.mesh, LayoutChecks(CONFIG)
     rates, loads = rates_of(load_machine("h200"), "bf16"), RunLoads(run, CONFIG.model)
-    plan = plan_on_machine(config, mesh, "h200", run)["load"]
+    plan = plan_on_machine(config, mesh, "h200", loads)["load"]
     memory = LayoutMemory(CONFIG, checks, loads=loads)(layout)
     assert memory == plan["worst"]["needed"] > LayoutMemory(CONFIG, checks)(layout)
     seconds = StepSeconds(CONFIG, checks, rates, loads=loads)(layout)
@@ -129,7 +130,7 @@ def test_a_line_that_a_kill_has_cut_is_ignored(tmp_path) -> None:
     path = Path(write_run(tmp_path, (1, EQUAL, EQUAL), (100, EQUAL, SKEWED)))
     file = path / "expert_load.jsonl"
     file.write_text(file.read_text()[:-10])
-    assert [load.step for load in read_loads(str(path), CONFIG.model, 4)] == [1]
+    assert [load.step for load in RunLoads(str(path), CONFIG.model).steps(4)] == [1]
 
 
 def test_load_without_effect_is_refused(capsys) -> None:
@@ -138,16 +139,29 @@ def test_load_without_effect_is_refused(capsys) -> None:
     assert "--load needs --machine NAME; add it" in capsys.readouterr().err
     assert main(["plan", config, "--machine", "h200", "--load", "r"]) == 2
     assert "--load r needs train.seq_len; set it" in capsys.readouterr().err
-    search = ["plan", str(FOLDER.parent / "run" / "mula-7b-a1b.toml"), "--search", "--nodes", "1"]
-    assert main([*search, "--machine", "h200", "--load", "r", "offload.mode=auto"]) == 2
-    assert "--load r has no effect with offload.mode = 'auto'" in capsys.readouterr().err
-    assert main([*search, "--machine", "h200", "--load", "r"]) == 2
-    assert "--load r: config.toml is missing" in capsys.readouterr().err
+    words = ["plan", str(FOLDER.parent / "run" / "mula-7b-a1b.toml"), "--machine", "h200"]
+    for options in ([], ["--search", "--nodes", "1"]):
+        assert main([*words, *options, "--load", "r", "offload.mode=auto"]) == 2
+        assert "--load r has no effect with offload.mode = 'auto'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options", [[], ["--search"]])
+def test_a_wrong_directory_is_refused_before_torch_is_imported(options) -> None:
+    """The import of torch and the profile of the model take seconds."""
+    words = ["plan", str(FOLDER.parent / "run" / "mula-7b-a1b.toml"), "--machine", "h200"]
+    words += ["--nodes", "1", "--load", "missing", *options]
+    code = f"import sys; from optimus.cli import main; s = main({words}); "
+    code += "print(s, 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stderr.endswith(
+        "--load missing: config.toml is missing; give the run directory of a run of this model\n"
+    )
+    assert done.stdout.split() == ["2", "False"]
 
 
 def test_plan_for_the_loads_of_a_run(tmp_path) -> None:
     run = write_run(tmp_path, (1, SKEWED, EQUAL), (100, EQUAL, EQUAL), (200, EQUAL, EQUAL))
-    result = plan_on_machine(CONFIG, MESH, "h200", run)
+    result = plan_on_machine(CONFIG, MESH, "h200", RunLoads(run, CONFIG.model))
     load = result["load"]
     assert (load["steps"], load["median"]["step"], load["worst"]["step"]) == (3, 200, 1)
     assert load["median"]["needed"] == result["needed"] < load["worst"]["needed"]
@@ -206,10 +220,3 @@ def test_largest_imbalance_that_fits() -> None:
     result = plan_on_machine(CONFIG, MESH, "h200")
     assert result["imbalance"]["largest"] == result["imbalance"]["limit"] == 4.0
     assert result["imbalance"]["step_s"] > result["step"]["step_s"]
-
-
-def test_automatic_placement_refuses_loads(tmp_path) -> None:
-    auto = make_config(tiny_tree("d", "r", **SETTINGS, offload__mode="auto"))
-    run = write_run(tmp_path, (1, EQUAL, EQUAL))
-    with pytest.raises(ConfigError, match="expert_imbalance"):
-        plan_on_machine(auto, MESH, "h200", run)
