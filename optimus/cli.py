@@ -343,7 +343,7 @@ def _plan(args: argparse.Namespace, arguments: list[str]) -> int:
         write_hosts(config, result["mesh"], allocation, args.write_hosts)
     if args.trace or args.picture:
         write_planned_step(config, result["mesh"], args.machine, args.trace, args.picture)
-    misfit = find_misfit(config, result)
+    misfit = find_misfit(config, result, arguments)
     print(json.dumps(result) if args.json else format_plan(result))
     if misfit is not None:
         raise misfit

@@ -10,7 +10,8 @@ import json
 import logging
 import math
 import os
-from collections.abc import Callable
+import shlex
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -154,18 +155,21 @@ def write_planned_step(
         step.draw(Path(picture))
 
 
-def find_misfit(config: Config, result: dict[str, Any]) -> ConfigError | None:
+def find_misfit(
+    config: Config, result: dict[str, Any], arguments: Sequence[str]
+) -> ConfigError | None:
     """Return the error of a plan whose fullest rank needs more than the memory of the device; None
     if it fits or the memory is unknown.
 
     Add to `result` the keys `missing`, a dict with the missing bytes of `device`, and `nearest`: a
     list of the nearest layouts that fit, each with its changed settings (`changes`), the number of
-    `nodes` if the command needs the option --nodes (otherwise None), and the predicted `bytes` of
-    the fullest rank.
+    `nodes` if the command needs the option --nodes (otherwise None), the predicted `bytes` of the
+    fullest rank, and the `command` that plans it, for a shell.
 
     Args:
         config: The configuration.
         result: The result of `plan`.
+        arguments: The words of the command after `optimus`.
     """
     from optimus.config.machine import load_machine
 
@@ -184,8 +188,10 @@ def find_misfit(config: Config, result: dict[str, Any]) -> ConfigError | None:
     result["nearest"] = _nearest_layouts(config, machine, result)
     remedy = f"use more than {nodes}, or another layout (--search)"
     if result["nearest"]:
-        layouts = map(_changed_words, result["nearest"])
-        remedy = f"the nearest layouts that fit on {nodes}: {', or '.join(layouts)}"
+        for layout in result["nearest"]:
+            layout["command"] = _command(arguments, layout)
+        commands = (layout["command"] for layout in result["nearest"])
+        remedy = f"the nearest layouts that fit on {nodes}: {', or '.join(commands)}"
     return ConfigError(
         f"--machine {result['machine']}: {quality} {counted(needed, 'byte')}, "
         f"{counted(needed - memory, 'byte')} more than its device has; {remedy}"
@@ -215,7 +221,6 @@ def _nearest_layouts(
     if not (train.seq_len and train.global_batch_tokens):
         return []  # a search compares steps with the same tokens
     memory, world_size = int(machine.device.memory_bytes.value), nodes * machine.ranks_per_node
-    option = nodes if result["is_one_replica"] else None
 
     def fitting(layout: Layout) -> list[dict[str, Any]]:
         if layout.mesh.world_size != world_size:
@@ -238,6 +243,9 @@ def _nearest_layouts(
             else:
                 size = needed_bytes(applied, layout.mesh, batch.microbatches_per_rank, machine)
             if size <= memory:
+                # Without --nodes, the plan of one replica has dp = 1.
+                needs_option = result["is_one_replica"] and layout.dp > 1
+                option = nodes if needs_option else None
                 return [{"changes": changes, "nodes": option, "bytes": size}]
         return []
 
@@ -255,12 +263,15 @@ def _nearest_layouts(
     return list(itertools.islice(itertools.chain.from_iterable(layouts), _MOST_LAYOUTS))
 
 
-def _changed_words(layout: dict[str, Any]) -> str:
-    """Return an entry of `nearest` as words to add to a command."""
+def _command(arguments: Sequence[str], layout: dict[str, Any]) -> str:
+    """Return the command with `arguments` for an entry of `nearest`, quoted for a shell."""
     from optimus.planner.layouts import override
 
-    words = [f"{key}={override(value)}" for key, value in layout["changes"].items()]
-    return " ".join([*words, f"--nodes {layout['nodes']}"] if layout["nodes"] else words)
+    changes = {key: override(value) for key, value in layout["changes"].items()}
+    kept = [word for word in arguments if word.partition("=")[0] not in changes]
+    overrides = [f"{key}={value}" for key, value in changes.items()]
+    nodes = ["--nodes", str(layout["nodes"])] if layout["nodes"] else []
+    return shlex.join(["optimus", *kept, *overrides, *nodes])
 
 
 def run_comparison(args: argparse.Namespace, config: Config) -> int:

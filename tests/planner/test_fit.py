@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -147,9 +148,11 @@ def test_plan_that_does_not_fit_names_the_nearest_layouts_that_do(tmp_path, caps
     assert "bytes more than its device has; the nearest layouts that fit on 1 node: " in printed.err
     for layout in nearest:
         assert layout["bytes"] <= 750_000
+        command = shlex.split(layout["command"])
         overrides = [f"{key}={override(value)}" for key, value in layout["changes"].items()]
-        assert " ".join(overrides) in printed.err
-    assert optimus([*words, *overrides]) == 0
+        assert command == ["optimus", *words, "--json", *overrides]
+        assert layout["command"] in printed.err
+    assert optimus(command[1:]) == 0
 
 
 def test_plan_suggests_offloading_if_few_layouts_fit_without_it(tmp_path, capsys):
@@ -170,7 +173,8 @@ def test_plan_suggests_offloading_if_few_layouts_fit_without_it(tmp_path, capsys
 
 
 def test_plan_of_a_replica_names_a_command_that_fits(tmp_path, capsys):
-    """On 4 ranks, a sharded replica fits without another change, and a whole one with changes."""
+    """On 4 ranks, a sharded replica fits without another change, and a whole one with changes.
+    The option --nodes is there only if the plan of one replica has another layout."""
     machine = write_machine(tmp_path, 750_000)
     config = tmp_path / "c.toml"
     config.write_text(dump_toml(tiny(optim__chunk_length=5000, train__deterministic=False)))
@@ -181,14 +185,18 @@ def test_plan_of_a_replica_names_a_command_that_fits(tmp_path, capsys):
         error = capsys.readouterr().err
         (text,) = re.findall("layouts that fit on 1 node: (.*)", error)
         assert error.count("\n") == 1
-        return text.split(", or ")
+        commands = [shlex.split(command)[1:] for command in text.split(", or ")]
+        assert all(command[: len(words)] == words for command in commands)
+        return [command[len(words) :] for command in commands], commands[0]
 
-    assert suggestions("optim.sharding=so") == ["--nodes 1"]
-    assert optimus([*words, "optim.sharding=so", "--nodes", "1"]) == 0
-    assert suggestions("optim.sharding=so", "parallel.dp=1") == ["parallel.dp=4"]
-    others = suggestions()
-    assert all(text.endswith(" --nodes 1") for text in others)
-    assert optimus([*words, *others[0].split()]) == 0
+    added, command = suggestions("optim.sharding=so")
+    assert added == [["optim.sharding=so", "--nodes", "1"]] and optimus(command) == 0
+    added, command = suggestions("parallel.dp=1", "optim.sharding=so")
+    assert added == [["optim.sharding=so", "parallel.dp=4"]] and optimus(command) == 0
+    added, command = suggestions()
+    assert all(each[-2:] == ["--nodes", "1"] for each in added) and optimus(command) == 0
+    added, command = suggestions("train.global_batch_tokens=32")  # a single data rank
+    assert not any("--nodes" in each for each in added) and optimus(command) == 0
 
 
 def test_suggested_layouts_reset_settings_without_meaning(tmp_path, capsys):
@@ -199,5 +207,5 @@ def test_suggested_layouts_reset_settings_without_meaning(tmp_path, capsys):
     words += ["parallel.pp=2", "parallel.stage_layers=[1,3]"]
     assert optimus(words) == 2
     (text,) = re.findall("layouts that fit on 1 node: (.*)", capsys.readouterr().err)
-    for suggestion in text.split(", or "):
-        assert optimus([*words, *suggestion.split()]) == 0
+    for command in text.split(", or "):
+        assert command.count("stage_layers") == 1 and optimus(shlex.split(command)[1:]) == 0
