@@ -239,7 +239,10 @@ def _nearest_layouts(
             batch = plan_batch(applied.train, layout.mesh.num_data_ranks)
             if layout.offload == "auto":
                 run = applied, layout.mesh, machine, result["machine"]
-                size = max(each.memory.device for each in decide_placements(*run).decisions)
+                size = max(
+                    each.memory.device
+                    for each in decide_placements(*run, compares_cache=False).decisions
+                )
             else:
                 size = needed_bytes(applied, layout.mesh, batch.microbatches_per_rank, machine)
             if size <= memory:
@@ -382,7 +385,7 @@ def _rank_layouts(
         limit = limit or asked or int(machine.device.memory_bytes.value)
         if offloads:
             memory = LayoutMemory(config, checks, limit, profiled)
-            offloaded = OffloadedLayouts(config, machine, args.machine, seconds, memory)
+            offloaded = OffloadedLayouts(config, machine, args.machine, seconds, memory, checks)
     refuse_if(
         offloads and offloaded is None,
         f"offload.mode = 'auto': the file of {args.machine} has no device, so the time of a step "

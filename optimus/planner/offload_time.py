@@ -102,7 +102,12 @@ class Placements(NamedTuple):
 
 
 def decide_placements(
-    config: Config, mesh: Mesh, machine: Machine, name: str, works: Works | None = None
+    config: Config,
+    mesh: Mesh,
+    machine: Machine,
+    name: str,
+    works: Works | None = None,
+    compares_cache: bool = True,
 ) -> Placements:
     """Decide on the placement of the states with offload.mode = "auto" on a machine.
 
@@ -113,6 +118,7 @@ def decide_placements(
 
     Args:
         config, mesh, machine, name, works: As for `time_offloaded`.
+        compares_cache: As for `decide_together`.
 
     Raises:
         ConfigError: The states do not fit, or the machine has no links or no device memory.
@@ -133,7 +139,7 @@ def decide_placements(
     searches = [
         PlacementSearch(config, mesh, end, microbatches, limits, device, times) for end in ends
     ]
-    return Placements(searches, decide_together(searches))
+    return Placements(searches, decide_together(searches, compares_cache=compares_cache))
 
 
 def manual_placements(config: Config, mesh: Mesh, machine: Machine) -> list[Decision]:

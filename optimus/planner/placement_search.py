@@ -350,7 +350,9 @@ class PlacementSearch:
 
 
 def decide_together(
-    searches: Sequence[PlacementSearch], greatest_of: Callable[[int], int] = lambda value: value
+    searches: Sequence[PlacementSearch],
+    greatest_of: Callable[[int], int] = lambda value: value,
+    compares_cache: bool = True,
 ) -> list[Decision]:
     """Decide for ranks of a pipeline, which must have the same order of microbatches.
 
@@ -359,6 +361,7 @@ def decide_together(
     Args:
         searches: Searches for ranks of the same run.
         greatest_of: Returns the maximum of an integer over all ranks that call this function.
+        compares_cache: False to leave `Decision.in_cache_s` out.
 
     Raises:
         ConfigError: The states of a rank do not fit.
@@ -389,7 +392,11 @@ def decide_together(
         best = searches[0].orders[0]  # another rank raises the error, which ends this rank, too
     of_orders = {order: None if c == _IMPOSSIBLE else c / 1e9 for order, c in costs.items()}
     return [
-        dataclasses.replace(decision, of_orders=of_orders, in_cache_s=search.seconds_in_cache())
+        dataclasses.replace(
+            decision,
+            of_orders=of_orders,
+            in_cache_s=search.seconds_in_cache() if compares_cache else None,
+        )
         for search, decision in zip(searches, decisions[best], strict=True)
     ]
 

@@ -188,7 +188,7 @@ def _evaluate_candidates(
         slower = [c for c in candidates if c.least_s >= best_s]
         ranking.rejected[_SLOWER] += len(slower)
         candidates = [c for c in candidates if c.least_s < best_s]
-        if best_s == math.inf:  # the estimates do not say which layouts fit
+        if best_s == math.inf:  # the bounds do not say which layouts fit
             candidates.sort(key=lambda c: (c.activations, c))
         else:
             candidates.sort()
@@ -208,7 +208,8 @@ def _evaluate_candidates(
 TOO_LARGE = "more memory than a rank has"
 """Reason of `Ranking.rejected`."""
 _SLOWER = f"{TOO_LARGE}, and with offloading slower than the best layout"
-_ACTIVATIONS = f"{TOO_LARGE}, also with all states on the host"
+_IMPOSSIBLE = f"{TOO_LARGE}, and with offloading {{}} do not fit"
+_ONE_RANK = f"{TOO_LARGE}, and all values of optim.sharding are equal with a single data rank"
 _TOO_MANY = f"{TOO_LARGE}, and offloading is evaluated for {MOST_PLACEMENTS} layouts at most"
 _EQUAL = f"{TOO_LARGE}, and offloading is evaluated with optim.resident = 'all'"
 
@@ -248,6 +249,7 @@ def _evaluate(
     evaluations: list[Evaluation] = []
     candidates: list[Candidate] = []
     inner = list(itertools.product(space.microbatch_sizes, space.recompute, space.states))
+    one_sharding = min((sharding for sharding, resident in space.states if resident == "all"))
     for mesh, schedule in itertools.product(meshes, space.schedules):
         if refusal := checks.refusal_of_mesh(Layout(*mesh, *schedule, 1, (), "none", "all")):
             rejected[refusal] += len(inner)
@@ -268,10 +270,12 @@ def _evaluate(
                     rejected[_EQUAL] += 1
                 elif refusal := checks.refusal(layout._replace(offload="auto")):
                     rejected[refusal] += 1
-                elif candidate := offloaded.candidate(layout, used):
+                elif layout.dp * layout.ep == 1 and layout.sharding != one_sharding:
+                    rejected[_ONE_RANK] += 1
+                elif isinstance(candidate := offloaded.candidate(layout), Candidate):
                     candidates.append(candidate)
                 else:
-                    rejected[_ACTIVATIONS] += 1
+                    rejected[_IMPOSSIBLE.format(candidate)] += 1
             except ConfigError as error:
                 rejected[reason_of(error)] += 1
         report(len(inner))

@@ -78,10 +78,11 @@ class LayoutMemory:
             for first, second in zip(of_states, of_activations, strict=True)
         )
 
-    def activations(self, layout: Layout) -> int:
-        """Return the bytes of activations of the pipeline rank that has fewest of them. No
-        placement of the states changes them."""
-        return min(map(max, self._activations_of(layout)))
+    def activations(self, layout: Layout) -> tuple[int, int]:
+        """Return the bytes of activations of the first and of the last pipeline rank, for which a
+        plan decides on placements. No placement of the states changes them."""
+        of_groups = self._activations_of(layout)  # the ends of the pipeline are groups of one rank
+        return max(of_groups[0]), max(of_groups[-1])
 
     def microbatches(self, layout: Layout) -> int:
         """Return the number of microbatches of a rank in a step."""

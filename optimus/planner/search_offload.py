@@ -2,9 +2,8 @@
 
 The search for a placement of a layout takes seconds, a thousand times as long as the evaluation of
 a layout whose states are on the device. Therefore only layouts that do not fit on the device are
-evaluated with offloading, and none whose lower bound of the time is at least the time of the best
-layout. Until a layout fits, those with the fewest activations are evaluated first, then those that
-are expected to be fast.
+evaluated with offloading, and none that cannot have a placement, or whose lower bound of the time
+is at least the time of the best layout. The layout with the smallest bound is evaluated first.
 """
 
 from __future__ import annotations
@@ -12,24 +11,53 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from optimus.config import Config
+from optimus.config.hardware import BYTES
 from optimus.config.machine import Machine
-from optimus.planner.layouts import Layout
+from optimus.distributed.mesh import Mesh
+from optimus.planner.collectives import Operation
+from optimus.planner.layouts import Layout, LayoutChecks
 from optimus.planner.machine_rates import is_cpu
 from optimus.planner.offload_time import decide_placements, machine_limits, time_offloaded
 from optimus.planner.placement_search import reserve_of
 from optimus.planner.search_memory import LayoutMemory
 from optimus.planner.search_time import StepSeconds
+from optimus.planner.workload import (
+    Weights,
+    largest_segment,
+    microbatches_of,
+    stage_weights,
+    updated_parameters,
+)
+
+TOO_MANY_ACTIVATIONS = "the activations"
+TOO_MANY_STATES = "the states"
+_MASTER, _MOMENTS = 4, 8
+"""Bytes of the fp32 master and of AdamW's moments of a parameter. If the training dtype is fp32,
+there is no master."""
+_GRADIENT = 2
+"""Fewest bytes of the gradient of a parameter on the device and in a copy to the host."""
+
+
+class _HostStates(NamedTuple):
+    """Lower bounds of the work in a step for the states of a rank on the host."""
+
+    updated: float = 0.0
+    """Number of parameters that the host updates."""
+    copied: float = 0.0
+    """Bytes of their values, which are copied to the device."""
+    uncached: float = 0.0
+    """Bytes of values that are copied for each use, because the cache has no space for them."""
+    gradients: float = 0.0
+    """Bytes of gradients that are copied to the host after each microbatch."""
 
 
 class Candidate(NamedTuple):
     """A layout that does not fit on the device without offloading."""
 
-    estimate_s: float
-    """Estimated seconds of a step with offloading."""
     least_s: float
     """Lower bound of the seconds of a step with offloading."""
     activations: int
-    """Bytes of the activations of the pipeline rank that has fewest of them."""
+    """Bytes of the activations of the first or the last pipeline rank, the larger number."""
     layout: Layout
 
 
@@ -42,6 +70,7 @@ class OffloadedLayouts:
         name: Name of the machine, for messages.
         seconds: The times of the layouts without offloading.
         memory: The memory of the layouts without offloading.
+        checks: The checks of the layouts.
 
     Raises:
         ConfigError: The machine has no links.
@@ -54,37 +83,136 @@ class OffloadedLayouts:
         name: str,
         seconds: StepSeconds,
         memory: LayoutMemory,
+        checks: LayoutChecks,
     ) -> None:
         self._config, self._machine, self._name = config, machine, name
         self._limits = machine_limits(config, machine, name)
         device = "cpu" if is_cpu(machine) else "cuda"
         self._allowed = self._limits.device - reserve_of(self._limits.device, device)
-        self._seconds, self._memory = seconds, memory
+        self._seconds, self._memory, self._checks = seconds, memory, checks
 
-    def candidate(self, layout: Layout, needed: int) -> Candidate | None:
-        """Return a layout that needs `needed` bytes of device memory without offloading; None if
-        its activations alone do not fit.
+    def candidate(self, layout: Layout) -> Candidate | str:
+        """Return a layout that does not fit on the device without offloading, or what does not fit
+        with any placement: `TOO_MANY_ACTIVATIONS` or `TOO_MANY_STATES`.
 
-        The estimate assumes that this share of the states is on the host: the bytes that the device
-        lacks, relative to those that it needs. Each pass of a microbatch copies their parameters to
-        the device, each backward their gradients to the host, and the host updates them.
+        The lower bound of the time is the largest of several times: that of the passes and of the
+        reductions of gradients, that of the copies in each direction of the link, and that of the
+        updates on the host. The copies and updates follow from the fewest parameters whose states
+        are on the host so that the first and the last pipeline rank fit on the device.
         """
-        activations = self._memory.activations(layout)
+        layout = layout._replace(offload="auto")
+        activations = max(self._memory.activations(layout))
         if activations > self._allowed:
-            return None
-        links, layout = self._limits.links, layout._replace(offload="auto")
-        least_s = self._seconds.of_passes(layout)
-        size, updated, microbatches = self._seconds.work_of_states(layout)
-        share = max(0.0, 1 - self._limits.device / needed)
-        to_device_s = 2 * microbatches * share * size / links.to_device
-        to_host_s = microbatches * share * size / links.to_host
-        estimate_s = max(least_s, to_device_s, to_host_s, share * updated / links.host_adam)
-        return Candidate(estimate_s, least_s, activations, layout)
+            return TOO_MANY_ACTIVATIONS
+        orders = (self._least_s(layout, by_layer) for by_layer in (False, True))
+        possible = [seconds for seconds in orders if seconds is not None]
+        return Candidate(min(possible), activations, layout) if possible else TOO_MANY_STATES
 
     def evaluate(self, layout: Layout) -> tuple[float, int]:
         """Return the seconds of a step and the bytes on the device of the fullest rank. Raises
         ConfigError if no placement fits."""
         run = layout.apply(self._config), layout.mesh, self._machine, self._name
-        placements = decide_placements(*run)
+        placements = decide_placements(*run, compares_cache=False)
         time = time_offloaded(*run, placements=placements).time
         return time.total_s, max(decision.memory.device for decision in placements.decisions)
+
+    def _least_s(self, layout: Layout, by_layer: bool) -> float | None:
+        """Return the lower bound of the time with an order of the microbatches; None if no
+        placement fits. `by_layer` is True for offload.order = "layer"."""
+        config, mesh = layout.apply(self._config), layout.mesh
+        stages, microbatches = self._checks.stages(layout), microbatches_of(config, mesh)
+        kept, weights, ranks = 0, stage_weights(config, mesh, stages), list[_HostStates]()
+        if by_layer:
+            if microbatches == 1 or layout.virtual_stages > 1 or config.model.num_layers % mesh.pp:
+                return None  # refused, or equal to the other order
+            kept = microbatches * self._bytes_of_inputs(config, mesh)
+            if mesh.pp > 1 and len(set(config.model.experts_by_layer)) > 1:
+                # The layers are on other ranks than in `weights`.
+                return None if kept > self._allowed else self._seconds.of_passes(layout, by_layer)
+        for pp, activations in zip((0, mesh.pp - 1), self._memory.activations(layout), strict=True):
+            segment = largest_segment(config, mesh, stages, pp)
+            states = self._states_on_host(
+                config, mesh, weights[pp], self._allowed - max(activations, kept), segment
+            )
+            if states is None:
+                return None
+            ranks.append(states)
+        uses = 2 if by_layer else 2 * microbatches if layout.virtual_stages == 1 else 1
+        links = self._limits.links
+        least_s = self._seconds.of_passes(layout, by_layer)
+        least_s += max(self._reductions_s(config, mesh, w, by_layer) for w in weights)
+        for states in ranks:
+            least_s = max(
+                least_s,
+                (states.copied + (uses - 1) * states.uncached) / links.to_device,
+                states.gradients * (1 if by_layer else microbatches) / links.to_host,
+                states.updated / links.host_adam,
+            )
+        return least_s
+
+    def _states_on_host(
+        self, config: Config, mesh: Mesh, weights: Weights, memory: int, segment: float
+    ) -> _HostStates | None:
+        """Return the work of the fewest states on the host with which a pipeline rank fits; None if
+        it never fits.
+
+        A parameter on the device needs there its value and its states, with the sum of gradients,
+        and a cached parameter on the host its value. If the values of all parameters do not fit,
+        all states are on the host, and some values are copied to the device for each use.
+
+        Args:
+            config, mesh: The run.
+            weights: The parameters of the rank.
+            memory: Bytes of the device for states.
+            segment: Parameters of the largest segment of the rank, whose values and gradients are
+                on the device at the same time.
+        """
+        value, optim = BYTES[config.train.dtype], config.optim
+        if optim.frozen:  # frozen parameters have no states
+            return _HostStates() if memory >= 0 else None
+        state = _MOMENTS + BYTES[optim.grad_dtype] + (0 if value == _MASTER else _MASTER)
+        memory -= int(_GRADIENT * segment)
+        updated = updated_parameters(optim.sharding, mesh, weights)
+        lacking = value * sum(weights) + state * updated - memory
+        on_host = min(updated, max(0.0, lacking / state))
+        host = self._limits.host + self._limits.disk
+        if memory < value * segment or (value + state) * on_host > host:
+            return None
+        shards = _shards(optim.sharding, mesh)
+        reduced = (1, 1) if config.train.deterministic else (mesh.dp, mesh.dp * mesh.ep)
+        uncached = max(0.0, value * sum(weights) - memory)
+        return _HostStates(
+            on_host,
+            value * on_host,
+            uncached / max(shards),
+            _GRADIENT * on_host * min(a / b for a, b in zip(shards, reduced, strict=True)),
+        )
+
+    def _reductions_s(self, config: Config, mesh: Mesh, weights: Weights, by_layer: bool) -> float:
+        """Return a lower bound of the seconds of the reductions of gradients in a step."""
+        is_ordered, microbatches = config.train.deterministic, microbatches_of(config, mesh)
+        number = microbatches if is_ordered or not by_layer else 1
+        operation: Operation = "all_to_all" if is_ordered else "reduce_scatter"
+        size = _GRADIENT if is_ordered else BYTES[config.optim.grad_reduce_dtype]
+        if config.optim.frozen:
+            return 0.0
+        return number * sum(
+            self._seconds.collective_s(operation, size * count, mesh, axes)
+            for axes, count in zip(("dp", "dp x ep"), weights, strict=True)
+            if count
+        )
+
+    def _bytes_of_inputs(self, config: Config, mesh: Mesh) -> int:
+        """Return the bytes of the inputs of all layers of a pipeline rank for one microbatch."""
+        train = config.train
+        rows = train.seq_len // (mesh.tp if config.parallel.sequence_parallel else 1)
+        size = train.microbatch_size * rows * config.model.hidden_size * BYTES[train.dtype]
+        return config.model.num_layers // mesh.pp * size
+
+
+def _shards(sharding: str, mesh: Mesh) -> tuple[int, int]:
+    """Return the numbers of ranks over which the states of experts and of other parameters are
+    divided (`updated_parameters`)."""
+    if sharding == "none":
+        return 1, 1
+    return mesh.dp, mesh.dp * (mesh.ep if sharding == "epso" else 1)

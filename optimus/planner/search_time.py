@@ -10,13 +10,14 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from optimus.config import Config
-from optimus.config.hardware import BYTES
+from optimus.distributed.mesh import Mesh
 from optimus.model.flops import (
     head_multiply_adds,
     layer_multiply_adds,
     recomputed_multiply_adds,
 )
 from optimus.parallel.pipeline.simulate import bubble_ratio
+from optimus.planner.collectives import Operation, collective_s
 from optimus.planner.expert_loads import RunLoads
 from optimus.planner.layouts import Layout, LayoutChecks
 from optimus.planner.machine_rates import Rates
@@ -38,7 +39,6 @@ from optimus.planner.workload import (
     optimizer_bytes,
     segment_layers,
     step_of,
-    updated_parameters,
 )
 from optimus.rank.profile import Profiled, profile_work
 
@@ -140,26 +140,39 @@ class StepSeconds:
         time = self._pipeline.with_update(*update, self._rates.missing)
         return time.total_s
 
-    def of_passes(self, layout: Layout) -> float:
+    def of_passes(self, layout: Layout, by_layer: bool = False) -> float:
         """Return a lower bound of the seconds of a step, with any placement of its states: the time
-        of the passes of all microbatches, divided equally over the pipeline ranks."""
-        segments, times = self._segments_of(layout)
-        passes_s = sum(
-            times(layers.forward, layers.number).total_s
-            + times(layers.backward, layers.number).total_s
-            for segment in segments
-            for layers in segment
-        )
-        return microbatches_of(layout.apply(self._config), layout.mesh) * passes_s / layout.pp
+        of the passes of all microbatches on the busiest pipeline rank, and of the passes of one
+        microbatch on the ranks before it, which precede its first pass and follow its last one.
 
-    def work_of_states(self, layout: Layout) -> tuple[float, float, int]:
-        """Return the bytes of the parameters of the fullest rank, the number of parameters that it
-        updates, and its number of microbatches in a step."""
-        config, mesh = layout.apply(self._config), layout.mesh
-        _, weights = self._fullest(layout, config)
-        size = BYTES[config.train.dtype] * sum(weights)
-        updated = updated_parameters(layout.sharding, mesh, weights)
-        return size, updated, microbatches_of(config, mesh)
+        With `by_layer`, each layer is a stage (offload.order = "layer"), and the bound is the time
+        of all passes, divided equally over the ranks.
+        """
+        segments, times = self._segments_of(layout)
+        p, stages = layout.pp, self._checks.stages(layout)
+        microbatches = microbatches_of(layout.apply(self._config), layout.mesh)
+        forward, backward = (
+            [sum(times(getattr(each, name), each.number).total_s for each in s) for s in segments]
+            for name in ("forward", "backward")
+        )
+        if by_layer:
+            return microbatches * (sum(forward) + sum(backward)) / p
+        of_stages = []
+        for seconds in (forward, backward):
+            of_stage = [sum(seconds[1 + stage.start : 1 + stage.stop]) for stage in stages]
+            of_stage[0] += seconds[0]
+            of_stage[-1] += seconds[-1]
+            of_stages.append(of_stage)
+        both = [sum(pair) for pair in zip(*of_stages, strict=True)]
+        # With zb-h1, the gradients of weights may be computed last.
+        others = of_stages[0] if layout.schedule == "zb-h1" else both
+        return max(sum(others[:rank]) + microbatches * sum(both[rank::p]) for rank in range(p))
+
+    def collective_s(self, operation: Operation, size: float, mesh: Mesh, axes: str) -> float:
+        """Return the seconds of a collective with buffers of `size` bytes over the group of `axes`
+        of a mesh."""
+        ranks = groups_of(mesh)[axes]
+        return collective_s(operation, size, ranks, self._rates.links, self._rates.algorithm)
 
     def _pipeline_time(self, layout: Layout) -> PipelineTime:
         config = layout.apply(self._config)

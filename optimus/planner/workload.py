@@ -252,6 +252,18 @@ def _parameters(model: ModelConfig, layer: int) -> tuple[int, int]:
     return 0, others + feed_forward
 
 
+def largest_segment(config: Config, mesh: Mesh, stages: tuple[range, ...], pp: int) -> float:
+    """Return the number of parameters on a rank of the largest segment (layer, embedding or head)
+    of the pipeline rank `pp`."""
+    model = config.model
+    kinds = {kind for stage in stages[pp :: mesh.pp] for kind in _kinds(model, stage)}
+    layers = (_parameters(model, layer) for e, layer in _first_layers(model).items() if e in kinds)
+    sizes = [experts / mesh.ep + others for experts, others in layers]
+    if pp in (0, mesh.pp - 1):
+        sizes.append(model.vocab_size * model.hidden_size)
+    return max(sizes) / mesh.tp
+
+
 def fullest_rank(config: Config, mesh: Mesh, stages: tuple[range, ...]) -> tuple[int, Weights]:
     """Return the pipeline rank with the most parameters, and their numbers."""
     weights = stage_weights(config, mesh, stages)

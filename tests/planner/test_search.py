@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import dataclasses
+import functools
 import json
 import logging
 import multiprocessing
@@ -42,9 +42,13 @@ from optimus.planner.layouts import (
 from optimus.planner.machine_rates import rates_of
 from optimus.planner.memory import rank_memory
 from optimus.planner.placement_search import with_offload
-from optimus.planner.search import _EQUAL, _SLOWER, Evaluation, nearest_fitting, search
+from optimus.planner.search import _ONE_RANK, _SLOWER, Evaluation, nearest_fitting, search
 from optimus.planner.search_memory import LayoutMemory
-from optimus.planner.search_offload import OffloadedLayouts
+from optimus.planner.search_offload import (
+    TOO_MANY_ACTIVATIONS,
+    TOO_MANY_STATES,
+    OffloadedLayouts,
+)
 from optimus.planner.search_time import ComputeBound, StepSeconds
 from optimus.planner.states import check_slots, stages_of
 from optimus.planner.step_time import step_time
@@ -199,48 +203,69 @@ def test_search_equals_the_evaluation_of_each_layout():
 
 
 def test_offloaded_winner_is_that_of_an_evaluation_of_each_layout():
-    """No layout fits on the device. The lower bound leaves some layouts out."""
+    """No layout fits on the device. Bounds leave layouts out that are slower or cannot fit."""
     config = tiny_config("d", "r", **BASE, **DENSE, train__dtype="bf16", offload__mode="auto")
     checks, profiled = LayoutChecks(config), Profiled()
     space = Space(
         pp=(1, 2),
         ep=(1,),
         tp=(1,),
-        schedules=(("1f1b", 1),),
+        schedules=(("1f1b", 1), ("zb-h1", 1)),
         microbatch_sizes=(2,),
         recompute=(("block",),),
-        states=(("so", "all"), ("epso", "all"), ("epso", "parameters")),
+        states=(("none", "all"), ("so", "all"), ("epso", "parameters")),
     )
     memory = LayoutMemory(config, checks)
-    limit = int(0.9 * min(map(memory, space.layouts(2))))
-    config = with_offload(config, device_memory=str(limit))
-    machine = load_machine("h200").model_copy(update={"ranks_per_node": 2})
-    seconds = StepSeconds(config, checks, rates_of(machine, "bf16"), profiled)
-    limited = LayoutMemory(config, checks, limit, profiled)
-    offloaded = OffloadedLayouts(config, machine, "h200", seconds, limited)
-    functions = limited, seconds, checks, limit
+    valid = [
+        layout
+        for layout in space.layouts(2)
+        if not (checks.refusal_of_mesh(layout) or checks.refusal(layout))
+    ]
+    limit = int(0.9 * min(map(memory, valid)))
+    machine = load_machine("h200")
+    links = machine.links.model_copy(update={"to_device": 1e8, "to_host": 1e8})
+    machine = machine.model_copy(update={"ranks_per_node": 2, "links": links})
+
+    def layouts_of(**limits):
+        limited = LayoutMemory(config, checks, limit, profiled)
+        seconds = StepSeconds(config, checks, rates_of(machine, "bf16"), profiled)
+        settings = with_offload(config, device_memory=str(limit), **limits)
+        offloaded = OffloadedLayouts(settings, machine, "h200", seconds, limited, checks)
+        return offloaded, (limited, seconds, checks, limit)
+
+    offloaded, functions = layouts_of()
+    offloaded.evaluate = functools.cache(offloaded.evaluate)
     ranking = search(config, 2, space, *functions, offloaded=offloaded)
     times = {}
-    for layout in space.layouts(2):
-        if layout.resident == "all":
-            layout = layout._replace(offload="auto")
-            with contextlib.suppress(ConfigError):
-                times[layout], used = offloaded.evaluate(layout)
-                assert used <= limit and times[layout] >= seconds.of_passes(layout)
+    for layout in valid:
+        if layout.resident != "all":
+            continue
+        candidate = offloaded.candidate(layout)
+        layout = layout._replace(offload="auto")
+        try:
+            times[layout], used = offloaded.evaluate(layout)
+        except ConfigError:
+            continue
+        assert used <= limit and candidate.least_s <= times[layout]
+        least_s = offloaded._least_s(layout, by_layer=False)  # the order of the result
+        assert 0.3 * times[layout] < least_s <= times[layout]
     best = ranking.evaluations[0]
     assert best.time == min(times.values()) == times[best.layout]
     assert {e.layout: e.time for e in ranking.evaluations}.items() <= times.items()
-    assert ranking.rejected[_EQUAL] == 2 and not ranking.candidates
-    assert len(ranking.evaluations) + ranking.rejected.total() == 6
-    # A layout whose activations do not fit has no placement.
-    device = {"device_memory": str(limited.activations(best.layout))}
-    small = OffloadedLayouts(with_offload(config, **device), machine, "h200", seconds, limited)
-    assert small.candidate(best.layout, limit) is None
+    assert ranking.rejected[_ONE_RANK] == 2 and not ranking.candidates
+    # Layouts whose states or activations do not fit have no placement.
+    small, _ = layouts_of(host_memory="1000")
+    assert {small.candidate(layout) for layout in valid} == {TOO_MANY_STATES}
+    with pytest.raises(ConfigError, match="offload.host_memory must be at least"):
+        small.evaluate(best.layout)
+    limit = max(functions[0].activations(best.layout))
+    assert layouts_of()[0].candidate(best.layout) == TOO_MANY_ACTIVATIONS
     # With a layout that is faster than all bounds, none is evaluated with offloading.
-    fastest = min(map(seconds.of_passes, times))
-    fast = (lambda layout: limit + (layout.sharding == "so")), (lambda layout: fastest / 2)
+    limit = functions[3]
+    fast = (lambda layout: limit + (layout.sharding != "epso")), (lambda layout: 1e-9)
     ranking = search(config, 2, space, *fast, checks, limit, offloaded=offloaded)
-    assert len(ranking.evaluations) == 4 and ranking.rejected == {_SLOWER: 2}
+    assert {e.layout.sharding for e in ranking.evaluations} == {"epso"}
+    assert ranking.rejected[_SLOWER] == 4
 
 
 def test_nearest_fitting_changes_the_fewest_settings():
