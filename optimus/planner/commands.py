@@ -213,14 +213,16 @@ def _nearest_layouts(
     from optimus.data.batch import plan_batch
     from optimus.planner.layouts import layout_changes, layout_of
     from optimus.planner.machine_plan import needed_bytes
-    from optimus.planner.offload_time import decide_placements
+    from optimus.planner.offload_time import bytes_of_placement
     from optimus.planner.search import nearest_fitting
+    from optimus.rank.profile import Profiled
 
     assert machine.device is not None
     train, nodes = config.train, result["nodes"]
     if not (train.seq_len and train.global_batch_tokens):
         return []  # a search compares steps with the same tokens
     memory, world_size = int(machine.device.memory_bytes.value), nodes * machine.ranks_per_node
+    profiled = Profiled()
 
     def fitting(layout: Layout) -> list[dict[str, Any]]:
         if layout.mesh.world_size != world_size:
@@ -238,13 +240,11 @@ def _nearest_layouts(
         with contextlib.suppress(ConfigError):
             batch = plan_batch(applied.train, layout.mesh.num_data_ranks)
             if layout.offload == "auto":
-                run = applied, layout.mesh, machine, result["machine"]
-                size = max(
-                    each.memory.device
-                    for each in decide_placements(*run, compares_cache=False).decisions
-                )
+                size = bytes_of_placement(applied, layout.mesh, machine, result["machine"])
             else:
-                size = needed_bytes(applied, layout.mesh, batch.microbatches_per_rank, machine)
+                size = needed_bytes(
+                    applied, layout.mesh, batch.microbatches_per_rank, machine, profiled
+                )
             if size <= memory:
                 # Without --nodes, the plan of one replica has dp = 1.
                 needs_option = result["is_one_replica"] and layout.dp > 1
@@ -257,9 +257,9 @@ def _nearest_layouts(
     whole = layout_of(config.model_copy(update={"parallel": free}), world_size)
     if result["world"] < world_size and (unchanged := fitting(whole)):
         return unchanged
-    nearest = nearest_fitting(config, machine, nodes, 2 * _MOST_LAYOUTS)
+    nearest = nearest_fitting(config, machine, nodes, 2 * _MOST_LAYOUTS, profiled)
     on_device = (fitting(near.evaluation.layout) for near in nearest)
-    # The placement takes seconds, and offloading is slower than a layout that fits without it.
+    # A placement takes seconds, and offloading is slower than a layout that fits without it.
     can_offload = config.offload.mode == "off" and machine.links is not None
     offloaded = (fitting(whole._replace(offload="auto")) for _ in range(can_offload))
     layouts = itertools.chain(on_device, offloaded)

@@ -30,7 +30,7 @@ from optimus.planner.placement_search import with_reserve
 from optimus.planner.states import plan_ranks, stages_of
 from optimus.planner.step_plan import plan_step, step_lines
 from optimus.planner.workload import Works
-from optimus.rank.profile import Profiled
+from optimus.rank.profile import Profiled, profile_work
 
 _GIB = 1 << 30
 _Run = tuple[Config, Mesh, Machine, str]
@@ -129,11 +129,19 @@ class _EqualRanks:
 class _Memory:
     """Memory of all kinds of ranks, for any load of the experts."""
 
-    def __init__(self, config: Config, mesh: Mesh, microbatches: int, machine: Machine) -> None:
+    def __init__(
+        self,
+        config: Config,
+        mesh: Mesh,
+        microbatches: int,
+        machine: Machine,
+        profiled: Profiled | None = None,
+    ) -> None:
+        """Profile the ranks. `profiled` has known profiles with equal loads of the experts."""
         self._model = config.model
         self._depends = depends_on_load(config, mesh, _device_of(machine))
         stages = stages_of(config, mesh)
-        known: tuple[Profiled, Profiled] = {}, {}
+        known: tuple[Profiled, Profiled] = ({} if profiled is None else profiled), {}
         self._kinds: list[tuple[RankKind, list[_EqualRanks]]] = []
         for kind in rank_kinds(config, mesh):
             groups: dict[Any, list[int]] = {}
@@ -231,9 +239,10 @@ def plan_on_machine(
         assert loads is None, "a placement does not depend on loads"
         return _placed(config, mesh, machine, name) | limited
     run = config, mesh, machine, name
-    works: Works = {}
+    profiled: Profiled = {}
+    works = {False: profile_work(config, mesh, is_cpu(machine), profiled=profiled)}
     result: dict[str, Any] = _step(run, works)
-    memory = _Memory(config, mesh, microbatches, machine)
+    memory = _Memory(config, mesh, microbatches, machine, profiled)
     device = None if machine.device is None else int(machine.device.memory_bytes.value)
     result |= _needs(memory.kinds(), device)
     if config.offload.mode == "manual":
@@ -264,9 +273,12 @@ def _of_load(of_step: StepLoad, memory: _Memory) -> dict[str, Any]:
     }
 
 
-def needed_bytes(config: Config, mesh: Mesh, num_microbatches: int, machine: Machine) -> int:
-    """Return `needed` of `plan_on_machine` for a run without offload.mode = "auto"."""
-    kinds = _Memory(config, mesh, num_microbatches, machine).kinds()
+def needed_bytes(
+    config: Config, mesh: Mesh, num_microbatches: int, machine: Machine, profiled: Profiled
+) -> int:
+    """Return `needed` of `plan_on_machine` for a run without offload.mode = "auto". `profiled` has
+    known profiles of `nearest_fitting`."""
+    kinds = _Memory(config, mesh, num_microbatches, machine, profiled).kinds()
     return max(kind["total"] for kind in kinds)
 
 

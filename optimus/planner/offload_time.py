@@ -39,7 +39,7 @@ from optimus.parallel.pipeline.actions import Action, Kind, Schedule
 from optimus.parallel.pipeline.plan import plan_stages, schedule_of
 from optimus.planner.machine_rates import Rates, is_cpu, rates_of
 from optimus.planner.memory import rank_memory
-from optimus.planner.offload import host_limit, largest_rank, limits_of
+from optimus.planner.offload import check_limits, host_limit, largest_rank, limits_of
 from optimus.planner.placement_search import (
     Decision,
     PlacementSearch,
@@ -123,23 +123,49 @@ def decide_placements(
     Raises:
         ConfigError: The states do not fit, or the machine has no links or no device memory.
     """
-    limits = machine_limits(config, machine, name)
-    refuse_if(
-        not limits.device,
-        f"offload.mode = 'auto': the file of {name} has no device; set offload.device_memory",
-    )
-    microbatches = _microbatches(config, mesh)
     try:
         rates = rates_of(machine, config.train.dtype, name)
         times = SegmentTimes(config, mesh, rates, works)
     except ConfigError:  # the plan says why a step has no time
         times = None
-    device = "cpu" if is_cpu(machine) else "cuda"
-    ends = [largest_rank(config, mesh, pp) for pp in dict.fromkeys((0, mesh.pp - 1))]
-    searches = [
-        PlacementSearch(config, mesh, end, microbatches, limits, device, times) for end in ends
-    ]
+    searches = _searches(config, mesh, machine, name, times)
     return Placements(searches, decide_together(searches, compares_cache=compares_cache))
+
+
+def bytes_of_placement(config: Config, mesh: Mesh, machine: Machine, name: str) -> int:
+    """Return the bytes on the device of the fullest rank with a placement that fits. It need not be
+    that of `decide_placements`, which takes much longer. Raises ConfigError if none fits.
+
+    The memory depends on the number of microbatches only by their tokens. Therefore a step with few
+    microbatches determines the placement.
+    """
+    microbatches, train = _microbatches(config, mesh), config.train
+    tokens = train.microbatch_size * train.seq_len * mesh.num_data_ranks
+    few = train.model_copy(update={"global_batch_tokens": min(microbatches, mesh.pp) * tokens})
+    searches = _searches(config.model_copy(update={"train": few}), mesh, machine, name, None)
+    device, sizes = "cpu" if is_cpu(machine) else "cuda", list[int]()
+    for search, pp in zip(searches, dict.fromkeys((0, mesh.pp - 1)), strict=True):
+        decision = search.decide("microbatch")
+        chosen = decision.config.model_copy(update={"train": train})
+        rank = mesh, largest_rank(config, mesh, pp), microbatches, device
+        memory = rank_memory(chosen, *rank, imbalance=config.offload.expert_imbalance)
+        check_limits(replace(decision, config=chosen, memory=memory), device)
+        sizes.append(memory.device)
+    return max(sizes)
+
+
+def _searches(
+    config: Config, mesh: Mesh, machine: Machine, name: str, times: SegmentTimes | None
+) -> list[PlacementSearch]:
+    """Return the searches for the first and the last pipeline rank."""
+    limits = machine_limits(config, machine, name)
+    refuse_if(
+        not limits.device,
+        f"offload.mode = 'auto': the file of {name} has no device; set offload.device_memory",
+    )
+    microbatches, device = _microbatches(config, mesh), "cpu" if is_cpu(machine) else "cuda"
+    ends = [largest_rank(config, mesh, pp) for pp in dict.fromkeys((0, mesh.pp - 1))]
+    return [PlacementSearch(config, mesh, end, microbatches, limits, device, times) for end in ends]
 
 
 def manual_placements(config: Config, mesh: Mesh, machine: Machine) -> list[Decision]:

@@ -386,7 +386,11 @@ class FittingLayout(NamedTuple):
 
 
 def nearest_fitting(
-    config: Config, machine: Machine, nodes: int, limit: int = 3
+    config: Config,
+    machine: Machine,
+    nodes: int,
+    limit: int = 3,
+    profiled: Profiled | None = None,
 ) -> list[FittingLayout]:
     """Return layouts that fit on nodes of a machine and differ little from a configuration.
 
@@ -400,11 +404,12 @@ def nearest_fitting(
             compared by `ComputeBound`.
         nodes: Number of nodes.
         limit: Maximum number of layouts in the result.
+        profiled: Known profiles of segments. Further profiles are added.
     """
     assert machine.device is not None, "the machine has no device"
     checks = LayoutChecks(config)
     memory_bytes = int(machine.device.memory_bytes.value)
-    profiled = Profiled()
+    profiled = Profiled() if profiled is None else profiled
     memory = LayoutMemory(config, checks, memory_bytes, profiled)
     time: Callable[[Layout], float] = ComputeBound(config, checks)
     if config.train.dtype in machine.device.products and machine.device.memory_rate is not None:

@@ -425,6 +425,8 @@ def profile_model(
         layers, is_first, is_last = range(config.model.num_layers), True, True
     kinds = kinds_of_layers(config, layers)
     parallel, train = config.parallel, config.train
+    if config.model.vocab_size % mesh.tp == 0:  # all tp ranks have equal shares of the parameters
+        coordinate = coordinate._replace(tp=0)
     key = (
         (mesh.ep, mesh.tp, coordinate.ep, coordinate.tp),
         (train.microbatch_size, train.seq_len, train.dtype, config.optim.grad_dtype),

@@ -39,6 +39,7 @@ from optimus.planner.layouts import (
     reason_of,
     space_of,
 )
+from optimus.planner.machine_plan import needed_bytes
 from optimus.planner.machine_rates import rates_of
 from optimus.planner.memory import rank_memory
 from optimus.planner.placement_search import with_offload
@@ -276,10 +277,14 @@ def test_nearest_fitting_changes_the_fewest_settings():
     present = layout_of(config, 8)
     space = space_of(config, 8)
 
+    profiled = Profiled()
+
     def fitting(limit: int) -> list:
         figure = machine.device.memory_bytes.model_copy(update={"value": float(limit)})
         device = machine.device.model_copy(update={"memory_bytes": figure})
-        return nearest_fitting(config, machine.model_copy(update={"device": device}), 2)
+        return nearest_fitting(
+            config, machine.model_copy(update={"device": device}), 2, profiled=profiled
+        )
 
     single = [
         memory(layout)
@@ -298,6 +303,13 @@ def test_nearest_fitting_changes_the_fewest_settings():
         key, value = next(iter(near.changes.items()))
         assert f"{key}={override(value)}" in str(near)
     assert fitting(10) == []
+    # The full memory of a result needs no further profile, on any tp rank.
+    known = len(profiled)
+    for near in fitting(least - 1):
+        layout = near.evaluation.layout
+        of_mesh = layout.apply(config), layout.mesh, memory.microbatches(layout)
+        assert needed_bytes(*of_mesh, machine, profiled) <= least - 1
+    assert known == len(profiled)
     assert all(len(near.changes.keys() - {"parallel.dp"}) >= 1 for near in others)
 
 
