@@ -33,7 +33,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch._C import _len_torch_dispatch_stack
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map
 
 from optimus.errors import ConfigError, refuse_if
 from optimus.offloading.checks import NotCopied
@@ -343,9 +345,35 @@ def _guard_views(result: Any, kind: type, storages: dict[int, Guard]) -> None:
             guard(tensor, kind, of_view.name, of_view.owner)
 
 
+def copy_views(outputs: Any, parameters: Sequence[Tensor]) -> Any:
+    """Return the outputs of a module, in which parameters of the module and their views are
+    replaced by copies, because the memory of the parameters is freed after the forward. Without
+    gradients, the views are guarded instead.
+
+    Args:
+        outputs: The outputs.
+        parameters: The guarded parameters of the module, whose values are on the device.
+    """
+    storages = {_guard_of(parameter).storage: _guard_of(parameter) for parameter in parameters}
+    views = {
+        id(t): t
+        for t in tensors_in(outputs)
+        if _storage_of(t) in storages or any(t is p for p in parameters)
+    }
+    if not views:
+        return outputs
+    if torch.is_grad_enabled():
+        with torch._C.DisableTorchFunctionSubclass():
+            views = {key: view.clone() for key, view in views.items()}
+        return tree_map(lambda value: views.get(id(value), value), outputs)
+    _guard_views(outputs, GuardedView, storages)
+    return outputs
+
+
 def _storage_of(tensor: Tensor) -> int:
     """Return the storage of a plain tensor; 0 for other tensors."""
     is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
+    is_plain = is_plain and not is_functorch_wrapped_tensor(tensor)
     return tensor.untyped_storage()._cdata if is_plain else 0
 
 

@@ -535,7 +535,8 @@ class _SegmentHooks(NotCopied):
         """As `ModelSegment.register`."""
         self._of_engine = before_forward, before_backward
         self._owner.keep(
-            self._module.register_forward_pre_hook(self._before_forward),
+            # The first hook, because others may read parameters, as torch's weight_norm does.
+            self._module.register_forward_pre_hook(self._before_forward, prepend=True),
             self._module.register_forward_hook(self._close, always_call=True),
             self._module.register_forward_hook(self._after_forward),
         )
@@ -554,9 +555,10 @@ class _SegmentHooks(NotCopied):
     def _close(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
         self._owner.close(self.parameters)
 
-    def _after_forward(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
+    def _after_forward(self, module: nn.Module, inputs: Any, outputs: Any) -> Any:
+        outputs = guard.copy_views(outputs, self.parameters)
         if not torch.is_grad_enabled():
-            return
+            return outputs
         tensors = list(guard.tensors_in(outputs))
         refuse_if(
             not tensors and not isinstance(outputs, (bool, int, float, str)),
@@ -564,7 +566,8 @@ class _SegmentHooks(NotCopied):
             "found; return tensors, or tuples, lists, dicts or dataclasses of tensors",
         )
         trigger = _BackwardTrigger(self._owner, self._index)
-        for tensor in tensors:
+        # An in-place operation on a view removes the hooks of the view, but not those of its base.
+        for tensor in [*tensors, *(t._base for t in tensors if t._base is not None)]:
             # No operation has made a leaf. If the tensor is also an output of an inner segment, it
             # has a trigger already, which provides the parameters of the inner segment and those
             # of the enclosing modules.
@@ -573,6 +576,7 @@ class _SegmentHooks(NotCopied):
             if getattr(tensor, _OBSERVED, None) is not tensor.grad_fn:
                 setattr(tensor, _OBSERVED, tensor.grad_fn)
                 tensor.register_hook(trigger)
+        return outputs
 
 
 class _BackwardTrigger:

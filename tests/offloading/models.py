@@ -63,7 +63,7 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
 }
 
 
-def tokens(seed: int, size: tuple[int, int] = (2, 8)) -> Tensor:
+def tokens(seed: int, size: tuple[int, ...] = (2, 8)) -> Tensor:
     return torch.randint(1, VOCAB, size, generator=torch.Generator().manual_seed(seed))
 
 

@@ -274,6 +274,59 @@ def test_inplace_blocks_and_direct_parameters_equal_adamw_of_torch(last, slots):
     assert_equal(weights(ours), weights(theirs))
 
 
+class Positions(nn.Module):
+    """A module that returns its parameter or, if `is_view`, a view of it."""
+
+    def __init__(self, is_view: bool) -> None:
+        super().__init__()
+        self.is_view, self.weight = is_view, nn.Parameter(torch.randn(8, 32))
+
+    def forward(self) -> Any:
+        return {"positions": self.weight[:4] if self.is_view else self.weight}
+
+
+class Views(nn.Module):
+    """Blocks whose outputs are changed in place, and a module that returns a parameter. The outputs
+    are views, because the input has three dims. A hook of torch computes the last weight."""
+
+    def __init__(self, is_view: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.positions = Positions(is_view)
+        self.blocks = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
+        self.act = nn.ReLU(inplace=True)
+        self.last = nn.utils.spectral_norm(nn.Linear(32, 32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        positions = self.positions()["positions"]
+        for block in self.blocks:
+            x = self.act(block(x + positions[:4]))
+        x = self.last(x)
+        x *= positions.mean()
+        return x
+
+
+@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize("is_view", [False, True])
+def test_views_that_modules_return_equal_adamw_of_torch(is_view, share):
+    """In-place operations on the views, and uses of the parameter after its module."""
+    ours, optimizer, theirs, reference = pair(Views(is_view), share)
+    results = []
+    for model, of_model in ((ours, optimizer), (theirs, reference)):
+        losses = []
+        for step, number in itertools.product(range(3), range(2)):
+            loss = model(models.tokens(2 * step + number, (2, 4, 32)) / 64).square().mean()
+            loss.backward()
+            if number:
+                of_model.step()
+                of_model.zero_grad()
+            with torch.no_grad():
+                losses += [float(loss), float(model(torch.ones(1, 4, 32)).sum())]
+        results.append(losses)
+    assert results[0] == results[1]
+    assert_equal(weights(ours), weights(theirs))
+
+
 class Lora(nn.Module):
     """A frozen linear layer with a trained addition of low rank."""
 
