@@ -271,10 +271,12 @@ class OffloadedModel(NotCopied):
         self._tasks.clear()
         self._close_all()
         with _raw():
+            zero = {n for n in self._received if not (set_to_none or self.named[n].grad is None)}
             for name in self.trained:
-                self.named[name].grad = None if set_to_none else self._grads[name]
-        if not set_to_none:
+                self.named[name].grad = self._grads[name] if name in zero else None
+        if zero:
             self._start_gradients()
+            self._received |= zero  # as in torch, the next step updates them
 
     def _start_gradients(self) -> None:
         self.engine.gradients.start()

@@ -207,6 +207,21 @@ def test_a_step_without_gradients_does_nothing(share):
 
 
 @pytest.mark.parametrize("share", SHARES)
+def test_gradients_of_zero_update_the_parameters_that_had_a_gradient(share):
+    """As in torch, moments and weight decay change the weights. The last norm has no gradient."""
+    ours, optimizer, theirs, reference = pair("gpt2", share)
+    for model, of_model in ((ours, optimizer), (theirs, reference)):
+        for step in range(3):
+            loss_of(model, step).backward()
+            model.transformer.ln_f.zero_grad()
+            of_model.step()
+            of_model.zero_grad(set_to_none=False)
+            of_model.step()
+            of_model.zero_grad(set_to_none=step == 1)
+    assert_equal(weights(ours), weights(theirs))
+
+
+@pytest.mark.parametrize("share", SHARES)
 def test_a_failed_or_abandoned_step_leaves_no_trace(share):
     """An exception in forward, one in backward, and cleared gradients."""
     ours, optimizer, theirs, reference = pair("llama", share)
