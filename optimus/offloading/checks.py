@@ -78,7 +78,14 @@ def check_model(model: Any) -> None:
         isinstance(model, wrappers),
         f"{type(model).__name__} replicates the model; call optimus.offload with its .module",
     )
-    _check_parameters(dict(model.named_parameters()))
+    owners = _check_parameters(dict(model.named_parameters()))
+    for name, buffer in model.named_buffers():
+        owner = owners.get(buffer.data_ptr()) if buffer.layout is torch.strided else None
+        if owner is not None:
+            raise ConfigError(
+                f"buffer {name} shares memory with parameter {owner}, which optimus.offload moves; "
+                "make it a copy (clone), or use the parameter"
+            )
     for name, module in modules.items():
         refuse_if(
             getattr(module, "sparse", False) is True and isinstance(module, nn.Embedding),
@@ -86,7 +93,8 @@ def check_model(model: Any) -> None:
         )
 
 
-def _check_parameters(named: Mapping[str, nn.Parameter]) -> None:
+def _check_parameters(named: Mapping[str, nn.Parameter]) -> dict[int, str]:
+    """Check the parameters of a model, and return their names by address."""
     refuse_if(
         not any(p.requires_grad for p in named.values()),
         "no parameter requires a gradient; set requires_grad of the parameters to train",
@@ -119,11 +127,13 @@ def _check_parameters(named: Mapping[str, nn.Parameter]) -> None:
         )
         pointer = parameter.data_ptr()
         refuse_if(
-            parameter.numel() and pointer in owners,
+            pointer in owners,
             f"parameters {owners.get(pointer)} and {name} share memory, but are different "
             "parameters; use the same nn.Parameter for both",
         )
-        owners[pointer] = name
+        if parameter.numel():
+            owners[pointer] = name
+    return owners
 
 
 def make_groups(

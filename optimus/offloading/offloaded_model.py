@@ -15,22 +15,24 @@ from optimus import platform
 from optimus.chunks.buffers import ChunkState, ParamChunk
 from optimus.chunks.engine import ChunkEngine
 from optimus.chunks.layout import Slot
+from optimus.chunks.memory import Memory
 from optimus.chunks.residency import Residency, Use
-from optimus.chunks.segments import Hook, ModelSegment
+from optimus.chunks.segments import ModelSegment
 from optimus.errors import ConfigError, counted, one_line, refuse_if
 from optimus.offloading import guard
-from optimus.offloading.checks import MARK, NotCopied, refuse_compiled
+from optimus.offloading.checks import MARK, NotCopied
 from optimus.offloading.placement import ModelChunks, ReleasedValues
-from optimus.offloading.segments import ModuleSegment
+from optimus.offloading.segments import SegmentHooks
 from optimus.offloading.state_dicts import StateDictHooks
 
 logger = logging.getLogger(__name__)
 
 _MAX_USES = 1_000_000
 """Largest number of uses of segments in a step that are recorded. Later uses have no plan."""
-_OBSERVED = "_optimus_observed"
-"""Attribute of an output with a `_BackwardTrigger`: its `grad_fn` when the trigger was registered.
-An in-place operation changes the `grad_fn`; the tensor then needs another trigger."""
+_OUTSIDE = (
+    "parameter {} has a gradient from outside of the forward of its module; call the module for "
+    "each use of the parameter, return all its outputs, and use a torch.autocast for each forward"
+)
 _raw = torch._C.DisableTorchFunctionSubclass
 """Context manager in which functions on guarded tensors are not intercepted."""
 
@@ -107,7 +109,7 @@ class OffloadedModel(NotCopied):
         """Version counters of the parameters when their values were last set."""
         self._watched = self._watch_tensors()
         self._hooks = [
-            _SegmentHooks(self, index, segment, self._guarded)
+            SegmentHooks(self, index, segment, self._guarded)
             for index, segment in enumerate(chunks.segments)
         ]
         of_engine = [
@@ -129,6 +131,9 @@ class OffloadedModel(NotCopied):
             if not chunk.is_transient:
                 continue
             parameter = guarded[name] = self.named[name]
+            if isinstance(chunk, ChunkState):
+                check = partial(_check_buffer, self.engine.memory, chunk.grads, name)
+                self._handles.append(parameter.register_hook(check))
             self._device_views[name] = parameter.detach()
             guard.guard(parameter, guard.GuardedParameter, name, self)
             guard.close(parameter)
@@ -201,6 +206,11 @@ class OffloadedModel(NotCopied):
     def use(self, index: int, backward: bool) -> None:
         """Provide a segment with its parameters and, for a backward, its gradient buffers."""
         self.check_open()
+        refuse_if(
+            backward and torch.is_grad_enabled() and bool(self._guarded),
+            "backward with create_graph=True needs offloaded parameters again in a later backward, "
+            "when they have no memory; use host_share=0.0, or leave create_graph out",
+        )
         task = torch._C._current_graph_task_id()
         hooks = self._hooks[index]
         if backward:
@@ -501,100 +511,10 @@ class OffloadedModel(NotCopied):
 
 def _receive(received: set[str], tasks: list[int], name: str, parameter: Tensor) -> None:
     """Record in a hook that the parameter `name` has received a gradient."""
-    refuse_if(
-        not tasks,  # no segment has started its backward
-        f"parameter {name} has a gradient from outside of the forward of its module; call the "
-        "module for each use of the parameter, and return all its outputs",
-    )
+    refuse_if(not tasks, _OUTSIDE.format(name))  # no segment has started its backward
     received.add(name)
 
 
-class _SegmentHooks(NotCopied):
-    """Hooks of a segment.
-
-    Args:
-        owner: The model.
-        index: Index of the segment.
-        segment: The segment.
-        guarded: Guarded parameters by name.
-    """
-
-    def __init__(
-        self,
-        owner: OffloadedModel,
-        index: int,
-        segment: ModuleSegment,
-        guarded: dict[str, nn.Parameter],
-    ) -> None:
-        self._owner, self._index, self._module = owner, index, segment.module
-        self.parameters = [guarded[name] for name in segment.parameters if name in guarded]
-        """Guarded parameters of the segment's module."""
-        self.needed = [guarded[n] for n in segment.parameters + segment.inherited if n in guarded]
-        """Guarded parameters that may be used while the segment computes."""
-        self._of_engine: tuple[Hook, Hook | None] = (lambda: None, None)
-
-    def register(self, before_forward: Hook, before_backward: Hook | None) -> None:
-        """As `ModelSegment.register`."""
-        self._of_engine = before_forward, before_backward
-        self._owner.keep(
-            # The first hook, because others may read parameters, as torch's weight_norm does.
-            self._module.register_forward_pre_hook(self._before_forward, prepend=True),
-            self._module.register_forward_hook(self._close, always_call=True),
-            self._module.register_forward_hook(self._after_forward),
-        )
-
-    def before(self, backward: bool) -> None:
-        """Call the engine's hook for a forward or, with `backward`, for a backward."""
-        hook = self._of_engine[backward]
-        assert hook is not None
-        hook()
-
-    def _before_forward(self, module: nn.Module, inputs: Any) -> None:
-        if torch.compiler.is_compiling():
-            refuse_compiled()
-        self._owner.use(self._index, False)
-
-    def _close(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
-        self._owner.close(self.parameters)
-
-    def _after_forward(self, module: nn.Module, inputs: Any, outputs: Any) -> Any:
-        outputs = guard.copy_views(outputs, self.parameters)
-        if not torch.is_grad_enabled():
-            return outputs
-        tensors = list(guard.tensors_in(outputs))
-        refuse_if(
-            not tensors and not isinstance(outputs, (bool, int, float, str)),
-            f"{type(module).__name__} returns a {type(outputs).__name__}, in which no tensor is "
-            "found; return tensors, or tuples, lists, dicts or dataclasses of tensors",
-        )
-        trigger = _BackwardTrigger(self._owner, self._index)
-        # An in-place operation on a view removes the hooks of the view, but not those of its base.
-        for tensor in [*tensors, *(t._base for t in tensors if t._base is not None)]:
-            # No operation has made a leaf. If the tensor is also an output of an inner segment, it
-            # has a trigger already, which provides the parameters of the inner segment and those
-            # of the enclosing modules.
-            if not tensor.requires_grad or tensor.is_leaf:
-                continue
-            if getattr(tensor, _OBSERVED, None) is not tensor.grad_fn:
-                setattr(tensor, _OBSERVED, tensor.grad_fn)
-                tensor.register_hook(trigger)
-        return outputs
-
-
-class _BackwardTrigger:
-    """Tensor hook of the outputs of a forward. In each backward pass, the first call announces the
-    backward of the segment.
-
-    Autograd runs operations in the reverse order of their creation. Therefore the backward of all
-    later segments is complete at the first call.
-    """
-
-    def __init__(self, owner: OffloadedModel, index: int) -> None:
-        self._owner, self._index = owner, index
-        self._last = -1
-
-    def __call__(self, grad: Tensor) -> None:
-        self._owner.check_open()
-        if self._last != self._owner.num_backwards:
-            self._last = self._owner.num_backwards
-            self._owner.use(self._index, True)
+def _check_buffer(memory: Memory, flat: Tensor, name: str, grad: Tensor) -> None:
+    """Raise ConfigError in a hook if the memory to which backward adds a gradient is freed."""
+    refuse_if(not memory.has(flat), _OUTSIDE.format(name))

@@ -1,18 +1,28 @@
 """Division of any torch module into segments, whose parameters are needed at the same time, and of
-their parameters into classes of chunks."""
+their parameters into classes of chunks; hooks of the segments."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from optimus.chunks.groups import ParamProcessGroups
 from optimus.chunks.layout import ALIGNMENT
 from optimus.chunks.options import ParamOptions
+from optimus.chunks.segments import Hook
+from optimus.errors import refuse_if
+from optimus.offloading import guard
+from optimus.offloading.checks import NotCopied, refuse_compiled
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential)
+_OBSERVED = "_optimus_observed"
+"""Attribute of an output with a `_BackwardTrigger`: its `grad_fn` when the trigger was registered.
+An in-place operation changes the `grad_fn`; the tensor then needs another trigger."""
 
 
 @dataclass(frozen=True)
@@ -147,3 +157,113 @@ def default_chunk_length(named: dict[str, nn.Parameter], segments: Sequence[Modu
 
     blocks = [segment for segment in segments if segment.is_block] or list(segments)
     return max(ALIGNMENT, max(map(length, blocks)))
+
+
+class Owner(Protocol):
+    """The offloaded model."""
+
+    num_backwards: int
+    """Number of complete backward passes."""
+
+    def use(self, index: int, backward: bool) -> None:
+        """Provide a segment with its parameters and, for a backward, its gradient buffers."""
+
+    def close(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Guard parameters whose segment has computed its forward."""
+
+    def keep(self, *handles: RemovableHandle) -> None:
+        """Keep handles of hooks."""
+
+    def check_open(self) -> None:
+        """Raise ConfigError if the offloading has ended."""
+
+
+class SegmentHooks(NotCopied):
+    """Hooks of a segment.
+
+    Args:
+        owner: The model.
+        index: Index of the segment.
+        segment: The segment.
+        guarded: Guarded parameters by name.
+    """
+
+    def __init__(
+        self,
+        owner: Owner,
+        index: int,
+        segment: ModuleSegment,
+        guarded: dict[str, nn.Parameter],
+    ) -> None:
+        self._owner, self._index, self._module = owner, index, segment.module
+        self.parameters = [guarded[name] for name in segment.parameters if name in guarded]
+        """Guarded parameters of the segment's module."""
+        self.needed = [guarded[n] for n in segment.parameters + segment.inherited if n in guarded]
+        """Guarded parameters that may be used while the segment computes."""
+        self._of_engine: tuple[Hook, Hook | None] = (lambda: None, None)
+
+    def register(self, before_forward: Hook, before_backward: Hook | None) -> None:
+        """As `ModelSegment.register`."""
+        self._of_engine = before_forward, before_backward
+        self._owner.keep(
+            # The first hook, because others may read parameters, as torch's weight_norm does.
+            self._module.register_forward_pre_hook(self._before_forward, prepend=True),
+            self._module.register_forward_hook(self._close, always_call=True),
+            self._module.register_forward_hook(self._after_forward),
+        )
+
+    def before(self, backward: bool) -> None:
+        """Call the engine's hook for a forward or, with `backward`, for a backward."""
+        hook = self._of_engine[backward]
+        assert hook is not None
+        hook()
+
+    def _before_forward(self, module: nn.Module, inputs: Any) -> None:
+        if torch.compiler.is_compiling():
+            refuse_compiled()
+        self._owner.use(self._index, False)
+
+    def _close(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
+        self._owner.close(self.parameters)
+
+    def _after_forward(self, module: nn.Module, inputs: Any, outputs: Any) -> Any:
+        outputs = guard.copy_views(outputs, self.parameters)
+        if not torch.is_grad_enabled():
+            return outputs
+        tensors = list(guard.tensors_in(outputs))
+        refuse_if(
+            not tensors and not isinstance(outputs, (bool, int, float, str)),
+            f"{type(module).__name__} returns a {type(outputs).__name__}, in which no tensor is "
+            "found; return tensors, or tuples, lists, dicts or dataclasses of tensors",
+        )
+        trigger = _BackwardTrigger(self._owner, self._index)
+        # An in-place operation on a view removes the hooks of the view, but not those of its base.
+        for tensor in [*tensors, *(t._base for t in tensors if t._base is not None)]:
+            # No operation has made a leaf. If the tensor is also an output of an inner segment, it
+            # has a trigger already, which provides the parameters of the inner segment and those
+            # of the enclosing modules.
+            if not tensor.requires_grad or tensor.is_leaf:
+                continue
+            if getattr(tensor, _OBSERVED, None) is not tensor.grad_fn:
+                setattr(tensor, _OBSERVED, tensor.grad_fn)
+                tensor.register_hook(trigger)
+        return outputs
+
+
+class _BackwardTrigger:
+    """Tensor hook of the outputs of a forward. In each backward pass, the first call announces the
+    backward of the segment.
+
+    Autograd runs operations in the reverse order of their creation. Therefore the backward of all
+    later segments is complete at the first call.
+    """
+
+    def __init__(self, owner: Owner, index: int) -> None:
+        self._owner, self._index = owner, index
+        self._last = -1
+
+    def __call__(self, grad: Tensor) -> None:
+        self._owner.check_open()
+        if self._last != self._owner.num_backwards:
+            self._last = self._owner.num_backwards
+            self._owner.use(self._index, True)

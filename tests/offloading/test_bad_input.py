@@ -35,6 +35,12 @@ def sharing_memory() -> nn.Module:
     return model
 
 
+def with_alias() -> nn.Module:
+    model = layers()
+    model[2].register_buffer("alias", model[0].weight.data)
+    return model
+
+
 def with_gradient() -> nn.Module:
     model = layers()
     model(torch.ones(1, 32)).sum().backward()
@@ -77,6 +83,7 @@ def refused_models() -> dict:
         "frozen": (lambda: layers().requires_grad_(False), "no parameter requires a gradient"),
         "meta": (lambda: layers().to("meta"), "0.weight is on the meta device"),
         "shared memory": (sharing_memory, "parameters 0.weight and 2.weight share memory"),
+        "buffer": (with_alias, "buffer 2.alias shares memory with parameter 0.weight"),
         "gradient": (with_gradient, "call model.zero_grad"),
         "optimizer in backward": (with_hook, "1.weight has gradient hooks"),
         "sparse": (
@@ -244,7 +251,9 @@ def test_an_output_without_tensors_is_refused(output):
 
 
 @pytest.mark.parametrize("clears", [True, False])
-@pytest.mark.parametrize(("case", "share"), [("method", 0.0), ("method", 1.0), ("list", 0.0)])
+@pytest.mark.parametrize(
+    ("case", "share"), [("method", 0.0), ("method", 1.0), ("list", 0.0), ("list", 1.0)]
+)
 def test_a_gradient_from_outside_of_a_module_is_refused(case, share, clears):
     """The first module is used without a call, or has another output than the returned tensor."""
 

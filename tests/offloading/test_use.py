@@ -412,7 +412,7 @@ MISTAKES = {
     ),
     "create_graph": (
         lambda model, optimizer: loss_of(model, 0).backward(create_graph=True),
-        "was replaced",
+        "create_graph",
     ),
     "deepcopy": (lambda model, optimizer: copy.deepcopy(model), "cannot be copied"),
     "pickle": (lambda model, optimizer: pickle.dumps(model), "cannot be copied"),
@@ -442,6 +442,18 @@ def test_mistakes_are_refused_in_a_single_line(mistake, share):
     with pytest.raises(ConfigError, match=message) as error:
         run(ours, optimizer)
     assert "\n" not in str(error.value)
+
+
+def test_backward_passes_that_need_freed_memory_are_refused():
+    """Within torch.autocast, torch uses the casts of the weights again. Their gradients then come
+    after the backward of all segments."""
+    ours, *_ = pair("llama", 1.0)
+    with pytest.raises(ConfigError, match="leave create_graph out"):
+        torch.autograd.grad(loss_of(ours, 0), ours.lm_head.weight, create_graph=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss_of(ours, 0).backward()
+        with pytest.raises(ConfigError, match=r"use a torch\.autocast for each forward"):
+            loss_of(ours, 1).backward()
 
 
 def test_an_update_by_another_optimizer_is_refused():
