@@ -392,7 +392,11 @@ def _add_eval(commands: argparse._SubParsersAction) -> None:
         "--instances", type=int, default=0, metavar="N", help="number of instances (0: all)"
     )
     parser.add_argument(
-        "--batch-size", type=int, default=8, metavar="N", help="instances per forward pass (8)"
+        "--batch-size",
+        type=int,
+        default=8,
+        metavar="N",
+        help="instances per forward pass (default: 8)",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
 

@@ -261,8 +261,8 @@ def _raise_limit(size: int) -> str:
 
 
 def device_memory(device: torch.device) -> int:
-    """Return the bytes of memory of an accelerator; for a CPU, of the memory that this process can
-    use."""
+    """Return the size in bytes of an accelerator's memory. For a CPU, return the size of the memory
+    that this process can use."""
     if device.type == "cpu":
         return usable_memory()
     return getattr(torch, device.type).mem_get_info(device)[1]

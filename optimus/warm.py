@@ -32,7 +32,7 @@ _MODULES = (
     "optimus.train.startup",
     "optimus_kernels",
     "optimus.bench.commands",  # the parser of the command line needs it
-    "optimus.planner.commands",  # the same
+    "optimus.planner.commands",  # the parser needs this module, too
     "optimus.checkpoint.commands",
     "optimus.study.commands",
     "optimus.train.commands",

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
 _INTERRUPTED = 130
-"""Exit status after Ctrl-C and after SIGTERM."""
+"""Exit status of a command that Ctrl-C or SIGTERM has ended."""
 _PIPE_CLOSED = 128 + signal.SIGPIPE
 """Exit status if the output pipe is closed. A shell reports the same status for a program that
 SIGPIPE killed."""

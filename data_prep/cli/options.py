@@ -89,14 +89,14 @@ def add_inputs(parser: argparse.ArgumentParser) -> None:
         "skip files whose full path matches, such as '*/site-packages/*'",
     )
     parser.add_argument(
-        "--text-field", default="text", metavar="NAME", help="JSON field with the text (text)"
+        "--text-field", default="text", metavar="NAME", help="field with the text (default: text)"
     )
     parser.add_argument(
         "--on-error",
         choices=("fail", "quarantine"),
         default="fail",
         help="fail: stop at text that cannot be read; quarantine: skip such text and list it in a "
-        "file (fail)",
+        "file (default: fail)",
     )
 
 
@@ -108,21 +108,22 @@ def add_tokenize(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--id-field",
         metavar="NAME",
-        help="field with the id of a document in JSON lines and tables; ids must be unique, "
-        "documents may have none; '': ids are not read (id)",
+        help="field with the id of a document in JSON lines and tables; different documents must "
+        "have different ids or no id; '': do not read ids (default: id)",
     )
     parser.add_argument(
         "--max-document",
         type=size,
         metavar="SIZE",
-        help="limit of the size of a document; --on-error applies to larger ones (any size)",
+        help="limit of the size of a document; --on-error applies to larger documents (default: "
+        "no limit)",
     )
     parser.add_argument(
         "--unit-size",
         type=size,
         default=UNIT_BYTES,
         metavar="SIZE",
-        help="bytes of text up to which small files share a token array (4MiB)",
+        help="small files share a token array, up to this number of bytes of text (default: 4MiB)",
     )
 
 
@@ -149,14 +150,14 @@ def _add_tokenizer(parser: argparse.ArgumentParser, text: str) -> None:
     """Add `--eos`, `--eval-fraction` and `--tokenizer`, whose help is `text`."""
     parser.add_argument("--tokenizer", required=True, metavar="FILE", help=text)
     parser.add_argument(
-        "--eos", metavar="TOKEN", help="end-of-document token, if its name is unusual"
+        "--eos", metavar="TOKEN", help="end-of-document token (default: by its name, such as </s>)"
     )
     parser.add_argument(
         "--eval-fraction",
         type=fraction,
         default=0.0,
         metavar="F",
-        help="fraction of the documents to hold out, written to OUT/eval (0)",
+        help="fraction of the documents to hold out, written to OUT/eval (default: 0)",
     )
 
 
@@ -180,7 +181,7 @@ def add_shuffle(parser: argparse.ArgumentParser) -> None:
         type=whole(0, (1 << 64) - 1),
         default=0,
         metavar="S",
-        help="seed of the shuffle (0)",
+        help="seed of the shuffle (default: 0)",
     )
     parser.add_argument(
         "--carry-tails",
@@ -192,7 +193,7 @@ def add_shuffle(parser: argparse.ArgumentParser) -> None:
         type=size,
         default=0,
         metavar="SIZE",
-        help="bytes of a shard (a 64th of the data, from 4MiB to 1GiB)",
+        help="bytes of a shard (default: a 64th of the data, from 4MiB to 1GiB)",
     )
 
 
@@ -203,7 +204,8 @@ def add_workers(parser: argparse.ArgumentParser) -> None:
         type=whole(1, 4096),
         default=0,
         metavar="N",
-        help="number of processes (the cores of this process); the output does not depend on it",
+        help="number of processes, which does not change the output (default: the number of "
+        "available cores)",
     )
 
 
@@ -213,8 +215,8 @@ def add_memory(parser: argparse.ArgumentParser) -> None:
         "--memory",
         type=size,
         metavar="SIZE",
-        help="memory limit of all processes of this rank together (to tokenize: half of the "
-        "machine's memory, at least 2GB; to shard: 2GB, or 135MB per worker)",
+        help="memory limit of all processes of this rank together (default: to tokenize, half of "
+        "the machine's memory, at least 2GB; to shard, 2GB, or 135MB per worker)",
     )
 
 
@@ -244,19 +246,20 @@ def add_blend(parser: argparse.ArgumentParser) -> None:
         type=whole(1),
         default=0,
         metavar="N",
-        help="total number of instances; small sources repeat (the most without repetition)",
+        help="total number of instances; small sources repeat (default: the largest number "
+        "without repetition)",
     )
 
 
 def add_strategy(parser: argparse.ArgumentParser) -> None:
-    """Add the option that selects the strategy to read token arrays: gather or bucket."""
+    """Add the option for the strategy of reading token arrays: gather, bucket or auto."""
     parser.add_argument(
         "--strategy",
         choices=("auto", "gather", "bucket"),
         default="auto",
         help="gather: read rows at random positions; bucket: first sort rows into buckets, which "
-        "moves twice the bytes, but in long reads. Both write the same output (auto: the one that "
-        "is probably faster)",
+        "moves twice the bytes, but in long reads; auto: the strategy that is probably faster. "
+        "All write the same output (default: auto)",
     )
 
 
@@ -266,7 +269,8 @@ def add_ranks(parser: argparse.ArgumentParser) -> None:
         "--rank",
         type=whole(0),
         metavar="R",
-        help="rank of this process, from 0 (from srun, mpiexec, torchrun or a job array)",
+        help="rank of this process, from 0 (default: as set by srun, mpiexec, torchrun or a job "
+        "array)",
     )
     parser.add_argument(
         "--world",

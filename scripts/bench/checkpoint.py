@@ -385,14 +385,22 @@ def format_result(result: Mapping[str, Any]) -> str:
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--dir", default=".", help="folder on the file system to measure (.)")
     parser.add_argument(
-        "--ranks", type=int, action="append", help="number of local ranks; may be repeated (1, 2)"
+        "--dir", default=".", help="folder on the file system to measure (default: .)"
     )
     parser.add_argument(
-        "--hidden", type=int, default=512, help="hidden size of the model (512: states of 1.3 GB)"
+        "--ranks",
+        type=int,
+        action="append",
+        help="number of local ranks; may be repeated (default: 1, 2)",
     )
-    parser.add_argument("--rounds", type=int, default=5, help="timed rounds (5)")
+    parser.add_argument(
+        "--hidden",
+        type=int,
+        default=512,
+        help="hidden size of the model (default: 512, with states of 1.3 GB)",
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="timed rounds (default: 5)")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     return parser
 

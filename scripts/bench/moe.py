@@ -464,14 +464,17 @@ def make_parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="SHAPE-DTYPE",
-        help="such as small-bf16; may be repeated (all of the device)",
+        help="such as small-bf16; may be repeated (default: all cases of the device)",
     )
     parser.add_argument(
         "--peers", default="", metavar="A,B", help="only these peers (default: all)"
     )
-    parser.add_argument("--rounds", type=int, default=5, help="timed rounds (5)")
+    parser.add_argument("--rounds", type=int, default=5, help="timed rounds (default: 5)")
     parser.add_argument(
-        "--threads", type=int, action="append", help="on a CPU; may be repeated (1, 2)"
+        "--threads",
+        type=int,
+        action="append",
+        help="thread count on a CPU; may be repeated (default: 1, 2)",
     )
     parser.add_argument(
         "--tokens", type=int, default=0, help="tokens in a batch (0: depends on case and device)"

@@ -350,14 +350,17 @@ def make_parser() -> argparse.ArgumentParser:
         "--size",
         type=int,
         action="append",
-        help="number of parameters; may be repeated (2^16, 2^26)",
+        help="number of parameters; may be repeated (default: 2^16, 2^26)",
     )
     parser.add_argument(
         "--peers", default="", metavar="A,B", help="only these peers (default: all)"
     )
-    parser.add_argument("--rounds", type=int, default=7, help="timed rounds (7)")
+    parser.add_argument("--rounds", type=int, default=7, help="timed rounds (default: 7)")
     parser.add_argument(
-        "--threads", type=int, action="append", help="on a CPU; may be repeated (1, 2)"
+        "--threads",
+        type=int,
+        action="append",
+        help="thread count on a CPU; may be repeated (default: 1, 2)",
     )
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")

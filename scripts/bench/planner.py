@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Compare the planner's step times with published ones, and write docs/benchmarks/planner.md.
+"""Compare planned with published step times, and write docs/benchmarks/planner.md.
 
     python scripts/bench/planner.py --anchors DIR [--fit] [--out FILE]
 
-DIR contains vtrain_single.csv and vtrain_multi.csv, the step times of vTrain (MIT licence).
-With --fit, the constants of configs/machine/a100-80.toml are fitted first and written to that file.
-No row both fits a constant and tests a prediction.
+DIR contains vtrain_single.csv and vtrain_multi.csv, the step times of vTrain (MIT licence). With
+--fit, the constants of configs/machine/a100-80.toml are fitted first and written to that file. A
+published row is used either to fit constants or to test predictions, but not for both.
 """
 
 from __future__ import annotations
@@ -42,13 +42,14 @@ SEED, CALIBRATED = 0, 50
 MAX_SHARE = 0.95
 """Largest fitted efficiency."""
 PRODUCT_ERROR = MAX_PRODUCT_ERROR - 0.001
-"""Largest error of the measured product. The written constants are rounded to four digits."""
+"""Largest allowed relative error of the modelled rate of the measured product. It is below
+MAX_PRODUCT_ERROR, because the written constants are rounded to four digits."""
 VTRAIN_RANK_RATE = 800e9 / 8 / 8
 """Peak bytes per second between nodes for each GPU: 800 Gbit/s for 8 GPUs (arXiv 2312.12391)."""
 
 
 class Constant(NamedTuple):
-    """A value of a100-80.toml that is fitted, with the limits of its value."""
+    """A value of a100-80.toml that is fitted. The fitted value is from `low` to `high`."""
 
     key: str
     """Key in the file."""
@@ -57,13 +58,14 @@ class Constant(NamedTuple):
     low: float
     high: float
     get: Callable[[Rates], float]
-    """Function that returns the value in the rates."""
+    """Function that returns the value of this constant in the rates."""
     put: Callable[[Rates, float], Rates]
-    """Function that returns the rates with another value."""
+    """Function that returns the rates with another value of this constant."""
 
 
 def _product_ratio(rates: Rates) -> float:
-    """Return the modelled rate of the A100's measured product over the measured rate."""
+    """Return the ratio (modelled rate / measured rate) of the matrix product that was measured on
+    an A100."""
     device = load_machine("a100-80").device
     assert device is not None
     (measured,) = device.products["bf16"].measured
@@ -72,8 +74,9 @@ def _product_ratio(rates: Rates) -> float:
 
 
 def _with_efficiency(rates: Rates, value: float) -> Rates:
-    """Return the rates with another efficiency, at most MAX_SHARE, and as close to `value` as the
-    measured product allows."""
+    """Return the rates with the efficiency `value`. If the modelled rate of the measured product
+    would then have an error above PRODUCT_ERROR, the efficiency is the nearest value without this
+    error. It is at most MAX_SHARE."""
     changed = dataclasses.replace(rates, products=rates.products._replace(share=value))
     ratio = _product_ratio(changed)
     allowed = min(max(ratio, 1 - PRODUCT_ERROR), 1 + PRODUCT_ERROR)
@@ -82,8 +85,9 @@ def _with_efficiency(rates: Rates, value: float) -> Rates:
 
 
 def _with_half_size(rates: Rates, value: float) -> Rates:
-    """Return the rates with another half_size, and the efficiency that keeps the modelled rate of
-    the measured product. Return `rates` if this efficiency exceeds MAX_SHARE."""
+    """Return the rates with the half_size `value`, and with the efficiency for which the modelled
+    rate of the measured product does not change. Return `rates` if this efficiency exceeds
+    MAX_SHARE."""
     changed = dataclasses.replace(rates, products=rates.products._replace(half_size=value))
     share = rates.products.share * _product_ratio(rates) / _product_ratio(changed)
     if share > MAX_SHARE:
@@ -126,12 +130,12 @@ ON_SINGLE_NODE = (
 
 
 def predict(row: Row, rates: Rates) -> float:
-    """Return the predicted seconds of a row."""
+    """Return the predicted seconds of a step with the configuration of `row`."""
     return step_time(gpt_step(row), rates).total_s
 
 
 def errors_of(rows: Sequence[Row], rates: Rates) -> list[float]:
-    """Return (predicted - published) / published of each row."""
+    """Return the relative error (predicted - published) / published of each row's step time."""
     return [predict(row, rates) / row.seconds - 1 for row in rows]
 
 
@@ -157,15 +161,16 @@ def fit(rates: Rates, constants: Sequence[Constant], rows: Sequence[Row]) -> Rat
 
 
 def split_single_node(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
-    """Return the one-node rows that fit constants, and the others."""
+    """Return (rows on which constants are fitted, other rows) of the rows on a single node."""
     chosen = set(random.Random(SEED).sample(range(len(rows)), CALIBRATED))
     fitting = [row for index, row in enumerate(rows) if index in chosen]
     return fitting, [row for index, row in enumerate(rows) if index not in chosen]
 
 
 def fit_a100(rates: Rates, single_node: Sequence[Row]) -> Rates:
-    """Fit all constants: those of each set of rows in turn, eight times. half_size affects both
-    sets and changes by half of the way, because with the whole way it alternates."""
+    """Return the rates with fitted constants. The constants of the one-node rows and of Table 5 are
+    fitted in turn, eight times. `half_size` affects both sets of rows. It changes by half of the
+    way each time; with the whole way, its values alternate."""
     products = rates.products._replace(half_size=50.0)
     rates = dataclasses.replace(rates, products=products)
     for constant in (*ON_TABLE_5, *ON_SINGLE_NODE):
@@ -180,8 +185,9 @@ def fit_a100(rates: Rates, single_node: Sequence[Row]) -> Rates:
 
 
 def write_constants(rates: Rates, path: Path) -> None:
-    """Write the fitted constants to the machine file `path`. In a file, a fitted value is the only
-    one of its key that has `fitted_on`. Files of other GPUs have some of the fitted values."""
+    """Write the fitted constants to the machine file `path`. A constant replaces the value in the
+    line that begins with its key and contains `fitted_on`. A file without such a line keeps its
+    value."""
     lines = path.read_text().splitlines()
     for constant in (*ON_TABLE_5, *ON_SINGLE_NODE):
         value = f"{constant.get(rates):.4g}"
@@ -192,7 +198,7 @@ def write_constants(rates: Rates, path: Path) -> None:
 
 
 class Bar(NamedTuple):
-    """The required accuracy of a table."""
+    """Limits of the absolute relative errors of a table. None: no limit."""
 
     mean: float
     p90: float | None = None
@@ -200,8 +206,9 @@ class Bar(NamedTuple):
 
 
 def verdict(errors: Sequence[float], bar: Bar) -> str:
-    """Return a line with mean, 90th percentile and worst of the absolute errors, and whether they
-    are within the bar. The percentile interpolates linearly between the rows."""
+    """Return a line with the mean, the 90th percentile and the maximum of the absolute errors. For
+    each of them that has a limit in `bar`, the line says if the limit is met. The percentile is
+    interpolated linearly between rows."""
     sizes = sorted(map(abs, errors))
     p90 = statistics.quantiles(sizes, n=10, method="inclusive")[-1]
     figures = [("mean", statistics.mean(sizes), bar.mean), ("90th percentile", p90, bar.p90)]
@@ -217,7 +224,7 @@ def verdict(errors: Sequence[float], bar: Bar) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return a Markdown table."""
+    """Return the lines of a Markdown table."""
     rule = ["---"] * len(head)
     return [f"| {' | '.join(row)} |" for row in (head, rule, *rows)]
 
@@ -290,8 +297,8 @@ def report_vtrain(rates: Rates, single_node: Sequence[Row], many: Sequence[Row])
 
 
 def single_node_warning(rows: Sequence[Row]) -> str:
-    """Return a sentence that says how many one-node rows are exactly linear in the number of
-    microbatches, as the output of a simulator is and a measurement is not."""
+    """Return a text that says for how many triples of one-node rows the step time is an exactly
+    linear function of the number of microbatches. Such times are computed, not measured."""
     series: dict[tuple, dict[int, float]] = {}
     for row in rows:
         if row.pp == 1:
@@ -314,8 +321,9 @@ def single_node_warning(rows: Sequence[Row]) -> str:
 
 
 def table_1_errors(rows: Sequence[Row], rates: Rates) -> dict[int, tuple[float, int]]:
-    """Return for each number of virtual stages of a row of Table 1 the error of its TFLOP/s, with
-    the fastest microbatch, and this microbatch."""
+    """Return errors of the predicted TFLOP/s for a row of Table 1. `rows` contains the row with
+    each possible number of virtual stages and microbatch size. The result maps each number of
+    virtual stages to (relative error with the fastest microbatch size, this microbatch size)."""
     errors = {}
     for v in dict.fromkeys(row.virtual_stages for row in rows):
         candidates = [row for row in rows if row.virtual_stages == v]
@@ -394,7 +402,7 @@ LLAMA = {
 
 
 def llama_tflops(dp: int, rates: Rates) -> float:
-    """Return the TFLOP/s of a GPU for Llama-3 405B on 128 * dp GPUs.
+    """Return the predicted TFLOP/s per GPU for the training of Llama-3 405B on 128 * dp GPUs.
 
     The pipeline has 16 ranks of 8 stages with one layer each, except the first stage, which has
     only the embedding, and the last stage, which has only the head (section 3.3.2).
@@ -416,7 +424,8 @@ def llama_tflops(dp: int, rates: Rates) -> float:
 
 
 def llama_variants() -> list[tuple[str, Rates]]:
-    """Return the rates of an H100 with products as measured on an H100, and as on an H200."""
+    """Return (description, rates of an H100) for two rates of matrix products: measured on an H100,
+    and measured on an H200."""
     rates, other = (rates_of(load_machine(name), "bf16", name) for name in ("h100", "h200"))
     return [
         ("H100, 5 shapes: 677 to 798 TFLOP/s", rates),
@@ -485,7 +494,7 @@ def report_constants(rates: Rates) -> list[str]:
 
 
 def at_limit(constant: Constant, rates: Rates) -> bool:
-    """Return True if a limit keeps a constant from a value 0.5 % higher or lower."""
+    """Return True if a constant cannot be raised or lowered by 0.5 % because of a limit."""
     value = constant.get(rates)
     for factor in (1.005, 1 / 1.005):
         allowed = min(max(value * factor, constant.low), constant.high)

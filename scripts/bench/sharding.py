@@ -251,10 +251,15 @@ def format_result(result: dict[str, Any]) -> str:
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--ranks", type=int, action="append", help="number of local ranks; may be repeated (4, 8)"
+        "--ranks",
+        type=int,
+        action="append",
+        help="number of local ranks; may be repeated (default: 4, 8)",
     )
-    parser.add_argument("--hidden", type=int, default=256, help="hidden size of the model (256)")
-    parser.add_argument("--rounds", type=int, default=7, help="timed rounds (7)")
+    parser.add_argument(
+        "--hidden", type=int, default=256, help="hidden size of the model (default: 256)"
+    )
+    parser.add_argument("--rounds", type=int, default=7, help="timed rounds (default: 7)")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     return parser
 

@@ -51,11 +51,15 @@ def main() -> int:
     """Do the runs that the command line selects. Return the exit status: 0 if all runs of this
     command have passed the checks, else 1."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--case", action="append", help="case; may be repeated (all)")
+    parser.add_argument(
+        "--case", action="append", help="name of a case; may be repeated (default: all)"
+    )
     parser.add_argument("--launcher", choices=("local", "srun"), default="local")
-    parser.add_argument("--runs", type=int, default=1, help="runs of each case (1)")
-    parser.add_argument("--sequences", type=int, default=0, help="runs with several faults (0)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the first run (0)")
+    parser.add_argument("--runs", type=int, default=1, help="runs of each case (default: 1)")
+    parser.add_argument(
+        "--sequences", type=int, default=0, help="runs with several faults (default: 0)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first run (default: 0)")
     parser.add_argument("--results", default="-", help="file of the results; -: none")
     parser.add_argument(
         "--work", type=Path, help="folder for the runs; default: a temporary folder"

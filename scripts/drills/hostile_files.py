@@ -54,14 +54,16 @@ def main() -> int:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", type=int, default=1000, help="number of cases (1000)")
+    parser.add_argument("--cases", type=int, default=1000, help="number of cases (default: 1000)")
     parser.add_argument("--every-field", action="store_true", help="change each field in turn")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the cases (0)")
-    parser.add_argument("--jobs", type=int, default=2, help="number of workers (2)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the cases (default: 0)")
+    parser.add_argument("--jobs", type=int, default=2, help="number of workers (default: 2)")
     parser.add_argument("--only", default="", help="only formats whose name contains this text")
     parser.add_argument("--case", type=int, help="run only this case, and print its output")
     parser.add_argument("--out", default="-", help="file of the findings, in JSON lines; -: none")
-    parser.add_argument("--dir", default="/dev/shm", help="directory of the files (/dev/shm)")
+    parser.add_argument(
+        "--dir", default="/dev/shm", help="directory of the files (default: /dev/shm)"
+    )
     args = parser.parse_args()
     if not os.path.isdir(args.dir):
         args.dir = None
