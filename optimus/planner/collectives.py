@@ -8,7 +8,7 @@ the links that leave the domain.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import Literal, NamedTuple
@@ -227,24 +227,33 @@ def _ring(size_bytes: float, n: int, paths: Sequence[GroupPath]) -> float:
     return (n - 1) * step_s
 
 
-def _halving(size_bytes: float, ranks: tuple[int, ...], links: Links) -> float:
-    """Return the seconds of a reduce_scatter by recursive halving (Rabenseifner 2004).
+def halving_steps(n: int) -> Iterator[tuple[list[int], list[int], float]]:
+    """Yield the steps of a reduce_scatter by recursive halving: the indices of senders and
+    receivers, and the share of the buffer that each sender sends. An all_gather has the same steps
+    in reverse.
 
-    In step s, a rank exchanges 1/2^s of the buffer with a rank at the distance n/2^s. If n is no
-    power of two, the additional ranks exchange the whole buffer with a neighbour first.
+    As in oneCCL's and MPICH's all-reduce (Rabenseifner 2004, doi 10.1007/978-3-540-24685-5_1), the
+    distance of the ranks that exchange doubles from 1, and the bytes halve. If n is not a power of
+    two, the additional ranks first send their buffers to a neighbour.
     """
-    whole = 1 << (len(ranks).bit_length() - 1)
+    power = 1 << (n.bit_length() - 1)
+    extra = n - power
+    if extra:
+        yield list(range(0, 2 * extra, 2)), list(range(1, 2 * extra, 2)), 1.0
+    active = [*range(1, 2 * extra, 2), *range(2 * extra, n)]
+    distance, share = 1, 0.5
+    while distance < power:
+        yield active, [active[i ^ distance] for i in range(power)], share
+        distance, share = 2 * distance, share / 2
+
+
+def _halving(size_bytes: float, ranks: tuple[int, ...], links: Links) -> float:
+    """Return the seconds of a reduce_scatter by recursive halving."""
     seconds = 0.0
-    if whole < len(ranks):
-        link = paths_of((ranks[0], ranks[1]), links)[-1].link
-        seconds += link.seconds(size_bytes)
-    distance, sent = whole // 2, size_bytes / 2
-    while distance:
-        firsts = (i for i in range(whole) if i // distance % 2 == 0)
-        pairs = ((ranks[i], ranks[i + distance]) for i in firsts)
-        steps = {paths_of(pair, links)[-1].link for pair in pairs}
-        seconds += max(link.seconds(sent) for link in steps)
-        distance, sent = distance // 2, sent / 2
+    for senders, receivers, share in halving_steps(len(ranks)):
+        pairs = ((ranks[a], ranks[b]) for a, b in zip(senders, receivers, strict=True))
+        slowest = {paths_of(pair, links)[-1].link for pair in pairs}
+        seconds += max(link.seconds(share * size_bytes) for link in slowest)
     return seconds
 
 

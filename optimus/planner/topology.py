@@ -5,8 +5,8 @@ All functions are pure. The links that a collective uses depend on the ranks of 
 the order of the hosts and the algorithm:
 
 - `ring`: each rank sends to the next rank of the process group.
-- `halving`: Rabenseifner's algorithm (2004, doi 10.1007/978-3-540-24685-5_1) as in oneCCL and
-  MPICH: in each step the distance of the ranks that exchange doubles, from 1, and the bytes halve.
+- `halving`: the steps of `optimus.planner.collectives.halving_steps`, in which neighbours exchange
+  most bytes.
 - `hierarchical`: a ring in each node, then rings of the ranks with equal indices in their nodes,
   and the same for groups. A level is left out if the ranks are divided unequally over its domains.
 """
@@ -17,15 +17,15 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
 import numpy
 from numpy import ndarray
 
 from optimus.config.axes import AXES, Axes
 from optimus.distributed.mesh import Mesh
+from optimus.planner.collectives import Algorithm, halving_steps
 
-Algorithm = Literal["ring", "halving", "hierarchical"]
 ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
 
 
@@ -184,19 +184,11 @@ def _ring(size: int) -> Iterator[tuple[ndarray, ndarray, float]]:
 
 
 def _halving(size: int) -> Iterator[tuple[ndarray, ndarray, float]]:
-    """Yield as `_ring` does. If `size` is not a power of two, the first ranks first send their
-    buffers to a neighbour, and receive the result at the end."""
-    power = 1 << (size.bit_length() - 1)
-    extra = size - power
-    pairs = numpy.arange(extra)
-    yield 2 * pairs, 2 * pairs + 1, 1.0
-    yield 2 * pairs + 1, 2 * pairs, 1.0
-    active = numpy.concatenate([2 * pairs + 1, numpy.arange(2 * extra, size)])
-    distance, fraction = 1, 0.5
-    while distance < power:
-        partner = numpy.arange(power) ^ distance
-        yield active, active[partner], 2 * fraction  # in the reduce-scatter and in the all-gather
-        distance, fraction = 2 * distance, fraction / 2
+    """Yield as `_ring` does."""
+    for senders, receivers, share in halving_steps(size):
+        a, b = numpy.array(senders), numpy.array(receivers)
+        yield a, b, share  # in the reduce-scatter
+        yield b, a, share  # in the all-gather
 
 
 def _hierarchical(members: ndarray, sizes: ndarray, topology: Topology) -> _Edges:

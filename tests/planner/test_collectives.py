@@ -7,8 +7,9 @@ from typing import get_args
 
 import pytest
 
+from optimus.config.machine import load_machine
 from optimus.errors import ConfigError
-from optimus.planner.collectives import Link, Operation, collective_s, paths_of
+from optimus.planner.collectives import Link, Operation, collective_s, links_of, of_ports, paths_of
 
 # Nodes of 4 ranks, groups of 16 ranks, a machine of any size.
 LINKS = (Link("node", 4, 100.0), Link("group", 16, 10.0), Link("machine", 0, 5.0))
@@ -38,15 +39,19 @@ def test_halving_has_log2_steps_and_the_bytes_of_a_ring():
         )
 
 
-def test_halving_sends_half_of_the_buffer_over_the_slowest_level():
-    """The first step of halving exchanges half of the buffer between the two groups at a rank's
-    rate. A ring crosses between them with the rate of all the ranks of a domain."""
+def test_halving_sends_least_over_the_slowest_level():
+    """As in oneCCL, the distance of the ranks that exchange doubles, and the bytes halve. A ring
+    crosses between groups with the rate of all the ranks of a domain."""
     ranks = row(32)
     halving = collective_s("reduce_scatter", SIZE, ranks, LINKS, "halving")
-    # 1/2 between groups at 5, 1/4 and 1/8 between nodes at 10, the rest within nodes at 100.
-    assert halving == pytest.approx(500 / 5 + 250 / 10 + 125 / 10 + 62.5 / 100 + 31.25 / 100)
+    # 1/2 and 1/4 within nodes at 100, 1/8 and 1/16 between nodes at 10, 1/32 between groups at 5.
+    assert halving == pytest.approx(500 / 100 + 250 / 100 + 125 / 10 + 62.5 / 10 + 31.25 / 5)
     ring = collective_s("reduce_scatter", SIZE, ranks, LINKS)
     assert ring == pytest.approx(31 / 32 * SIZE / min(100.0, 4 * 10.0, 16 * 5.0))
+    # Of 6 ranks, 0 and 2 first send their buffers to 1 and 3, which exchange with 4 and 5.
+    links = (Link("pair", 2, 100.0), Link("machine", 0, 10.0))
+    halving = collective_s("reduce_scatter", SIZE, row(6), links, "halving")
+    assert halving == pytest.approx(SIZE / 100 + 500 / 10 + 250 / 10)
 
 
 def test_ring_of_a_rank_of_each_node_has_the_rate_of_a_rank():
@@ -115,3 +120,11 @@ def test_paths_name_the_levels_that_a_group_crosses():
         paths_of(row(3, 16), LINKS[:2])
     with pytest.raises(ConfigError, match="the machine file has no levels"):
         paths_of(row(2), ())
+
+
+def test_the_taper_of_a_machine_file_divides_the_rate_of_a_port():
+    """Between Aurora's groups, a rank sends 0.645 times what its port sends if all ranks send."""
+    group, machine = links_of(load_machine("aurora").levels)[-2:]
+    assert (group.taper, machine.taper) == (1.0, 0.645)
+    assert machine.rate == pytest.approx(0.645 * group.rate)
+    assert of_ports((group, machine))[1].rate == pytest.approx(group.rate)
