@@ -239,7 +239,8 @@ def _topology_lines(topology: dict[str, Any]) -> list[tuple[str, str]]:
             for name in ALGORITHMS
         ]
         sent = crossing["step_bytes"]
-        size = "" if sent is None else f"{sent / 1e9:,.1f} GB by all ranks: "
+        digits = 1 if sent is None or sent >= 1e9 else 4
+        size = "" if sent is None else f"{sent / 1e9:,.{digits}f} GB by all ranks: "
         lines.append((f"  {axes}", f"{size}{', '.join(shares)} %"))
     return lines
 

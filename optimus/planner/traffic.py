@@ -37,7 +37,8 @@ def axis_crossings(
         A dict from axes, such as "dp x ep", to (bytes, True if they are the bytes of a step). If
         the bytes of a step are not known, they are those of an all-reduce of 1 byte, of which the
         same shares cross nodes and groups. The bytes of a step are known for pp, and without
-        offloading for gradients and parameters; in deterministic mode only for parameters.
+        offloading for gradients and parameters over dp and dp x ep; in deterministic mode only for
+        parameters.
     """
     result = {"pp": _pipeline(config, mesh, topology)} if mesh.pp > 1 else {}
     for axes, halves in _state_bytes(config, mesh).items():
@@ -153,8 +154,9 @@ def _state_bytes(config: Config, mesh: Mesh) -> dict[str, list[float]]:
     step, by axes and for each pipeline rank. An all-reduce counts as one of each.
 
     The result is empty with offloading, and without `train.seq_len` if gradients are reduced for
-    each microbatch. In deterministic mode, the axes of gradients are left out: the bytes of an
-    all-to-all cross other links.
+    each microbatch. The axes tp and ep are left out, because most of their bytes are activations.
+    In deterministic mode, the axes of gradients are left out: the bytes of an all-to-all cross
+    other links.
     """
     optim, train = config.optim, config.train
     is_each = optim.resident != "all" or train.deterministic
@@ -165,7 +167,7 @@ def _state_bytes(config: Config, mesh: Mesh) -> dict[str, list[float]]:
         microbatches = plan_batch(train, mesh.num_data_ranks).microbatches_per_rank
     traffic, stages = StateTraffic(config), stages_of(config, mesh)
     result: dict[str, list[float]] = {}
-    unknown = {ENDS, "tp"}  # over tp, mostly activations are sent
+    unknown = {ENDS, "tp", "ep"}  # over tp and ep, mostly activations are sent
     for pp in range(mesh.pp):
         for sums in traffic.of_rank(config, mesh, stages, pp, microbatches):
             if sums.name == "all_to_all":
