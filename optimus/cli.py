@@ -31,7 +31,7 @@ _SLOW_TO_START = (["train"], ["eval"], ["generate"], ["bench"])
 """Commands whose start takes seconds because they import torch. On a terminal, each of them first
 prints the line `optimus: starting COMMAND`."""
 _WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
-"""Environment variables that set whether OpenMP threads spin or sleep while they wait."""
+"""Environment variables that make waiting OpenMP threads spin or sleep."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

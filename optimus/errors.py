@@ -109,7 +109,7 @@ class DoesNotFit(ConfigError):
     """Raised if a run needs more memory than it may use.
 
     Attributes:
-        missing: Bytes that are missing, by the name of the tier: device, host or disk.
+        missing: Maps the name of a tier (device, host or disk) to the number of missing bytes.
     """
 
     def __init__(self, message: str, missing: Mapping[str, int] = MappingProxyType({})) -> None:

@@ -359,7 +359,7 @@ def write_peak(path: Path, peak: Peak, workspace: Workspace | None = None) -> No
 class RunPeak:
     """Peak FLOP/s from which one run computes its MFU.
 
-    Only the first rank has a RunPeak. The peak is that of this rank's device or CPU threads.
+    Only the first rank has a RunPeak. The peak is the peak of this rank's device or CPU threads.
     """
 
     def __init__(

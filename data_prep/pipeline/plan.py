@@ -55,12 +55,12 @@ class Sample:
     text_bytes: float = 0.0
     documents: float = 0.0
     tokens: float = 0.0
-    """Number of tokens without EOS."""
+    """Number of tokens, not counting EOS."""
     encoded_bytes: int = 0
     encode_s: float = 0.0
     """CPU seconds to encode `encoded_bytes` bytes of text."""
     ids: list[np.ndarray] = field(default_factory=list)
-    """Ids of some of the encoded text, uint32."""
+    """Token ids of a sample of the encoded text, uint32."""
     problem: str = ""
     """Description of the first problem in the sampled documents; "" if there is none."""
 
@@ -144,7 +144,8 @@ def estimate(
 def _counts(
     sample: Sample, eval_fraction: float, shuffle: ShuffleRequest, units: int
 ) -> dict[str, int]:
-    """Return the expected numbers of documents, of tokens, and of instances in each split."""
+    """Return the expected numbers of documents and tokens, and the expected number of instances of
+    each split."""
     documents = round(sample.documents)
     tokens = round(sample.tokens) + documents
     tails = 0 if shuffle.carry_tails else units * shuffle.context // 2
@@ -280,7 +281,7 @@ def describe(value: dict[str, Any]) -> list[str]:
 
 
 def duration(seconds: float) -> str:
-    """Return a time in seconds as text with a unit: 90 becomes `1.5 min`."""
+    """Return a text for a time in seconds, in a suitable unit: `1.5 min` for 90."""
     for size, unit in ((86400.0, "days"), (3600.0, "h"), (60.0, "min")):
         if seconds >= size:
             return f"{seconds / size:.1f} {unit}"

@@ -491,7 +491,7 @@ def read_source(dataset: Path, order: Order, has_arrays: bool = True) -> Source:
     plan, plan_xxh3, records = read_token_set(dataset / order.tokens_dir, has_arrays)
     if plan_xxh3 != order.plan:
         raise DataError(
-            f"{dataset / layout.ORDER}: belongs to other token arrays than the present ones; run "
+            f"{dataset / layout.ORDER}: belongs to other token arrays; run "
             "optimus-data shuffle again"
         )
     hashes = [xxh3 for record in records for xxh3 in record["inputs"]]

@@ -365,7 +365,7 @@ def _check_shard(dataset: Path, manifest: Manifest, shard: ShardEntry) -> Iterat
     if xxh3 != shard.xxh3:
         yield f"{path}: its content is damaged (hash differs)"
     elif actual_header != header:
-        yield f"{path}: its header is not that of {manifest.dtype} [{shard.instances}, C]"
+        yield f"{path}: its header does not describe {manifest.dtype} [{shard.instances}, C]"
     elif largest >= manifest.vocab_size:
         yield f"{path}: contains id {largest}, outside the vocabulary of {manifest.vocab_size}"
 

@@ -6,9 +6,9 @@ step `shard` writes.
 
 The permutation is an exactly specified bijection on [0, N), keyed with (seed, epoch): a Feistel
 network on b bits, N <= 2^b < 2N, which is applied again to its output until the output is below N
-(cycle walking). The permutation needs O(1) memory for any N, and any machine can compute any range
-of it. All arithmetic is modulo 2^64. Specification and test vectors: docs/formats/dataset.md,
-"Permutation".
+(cycle walking). The permutation needs O(1) memory for any N, and each machine can compute any range
+of the permutation. All arithmetic is modulo 2^64. Specification and test vectors:
+docs/formats/dataset.md, "Permutation".
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class DamagedStream(Exception):
 
 
 class HashingFile(io.RawIOBase):
-    """Stream of the bytes of a file that computes the hash of all bytes that were read.
+    """Stream that reads the bytes of a file, and computes the hash of all bytes that were read.
 
     Args:
         name: The path of the file.

@@ -19,7 +19,7 @@ def add_to(commands: argparse._SubParsersAction) -> None:
     text = "List, check, show and export the checkpoints of a run."
     parser = commands.add_parser("checkpoint", help=text, description=text)
     actions = parser.add_subparsers(metavar="ACTION", required=True)
-    _add(actions, "list", _list, "List the checkpoints, and whether each is valid.")
+    _add(actions, "list", _list, "List the checkpoints, and say for each if it is valid.")
     verify = _add(
         actions,
         "verify",

@@ -6,8 +6,8 @@ ranks exchange their shares in place, along one mesh axis after the other, by th
 sends all shares that it has read or received. With `all_reduce`, each rank first sets the rest of
 its shard to zero, and an all-reduce along each axis adds the shards as integers. Adding zero to an
 integer does not change its bits. If several pipeline stages have the same parameter, the first of
-these stages sends the parameter's states to the others in stripes. This exchange needs additional
-memory for one stripe.
+these stages sends the parameter's states to the other stages in stripes. This exchange needs
+additional memory for one stripe.
 """
 
 from __future__ import annotations

@@ -139,8 +139,8 @@ def find_nonfinite(flat: ndarray, state_slice: StateSlice) -> str:
 
 
 def share_of(mesh: Mesh, coordinate: Coordinate, axes: Collection[str]) -> Share:
-    """Return the share of the rank at `coordinate` if all ranks along the mesh `axes` have the same
-    shard and divide it evenly."""
+    """Return the share of the rank at `coordinate` in a shard that all ranks along the mesh `axes`
+    have, and that they divide evenly."""
     return Share(mesh.number_of(coordinate, axes), mesh.size_of(axes))
 
 

@@ -497,7 +497,7 @@ def remove_old(
 
     The function keeps the newest KEPT_FULL full checkpoints, the newest `keep_models` model-only
     checkpoints (0: all), and the model-only checkpoints of steps that are multiples of `keep_every`
-    (0: none). If a directory cannot be removed, the function continues with the others.
+    (0: none). If a directory cannot be removed, the function continues with the other directories.
 
     Returns:
         A dict that maps each path that cannot be removed to the reason.

@@ -119,10 +119,10 @@ class TrainConfig(Section):
     means OMP_NUM_THREADS or, if it is not set, the node's cores divided by its ranks."""
     fit_check: Literal["refuse", "warn", "off"] = "refuse"
     """Check, once before ranks start, that each rank fits in its memory. `refuse`: end with exit
-    status 2 if a lower bound of the memory exceeds that of the device (on a CPU, the memory of the
-    machine, which the ranks of a node share), and warn if only the prediction of `optimus plan`
-    exceeds it. `warn`: only warn. `off`: no check, and no comparison of predicted and measured
-    memory and step time after the first updates."""
+    status 2 if a lower bound of the needed memory exceeds the memory of the device (on a CPU, the
+    memory of the machine, which the ranks of a node share), and warn if only the prediction of
+    `optimus plan` exceeds it. `warn`: only warn. `off`: no check, and no comparison of predicted
+    and measured memory and step time after the first updates."""
     machine: str = ""
     """Machine whose device `fit_check` and the predictions refer to: a name in configs/machine, or
     the path of a TOML file. Empty: the device of the first rank, without a predicted step time."""
@@ -380,7 +380,7 @@ class OffloadConfig(Section):
     `bf16` if mode is not `off`, `train.dtype` = "bf16" and `train.deterministic` = false; otherwise
     `fp32`."""
     early_adam: Literal["auto", "on", "off"] = "auto"
-    """Whether the host begins to update a chunk during backward, as soon as its gradients are
+    """Updates of a chunk by the host during backward, as soon as the gradients of the chunk are
     complete. The new states are written to spare buffers of 14 bytes per parameter in host memory
     (12 with fp32 parameters). If the gradients must be clipped or are not finite, the buffers are
     discarded, and clipped gradients are applied as with `off`. `on`: in each step, for all chunks.

@@ -363,8 +363,8 @@ def ranks_of(group: Group) -> list[int]:
 
 @_collective
 def broadcast_bytes(data: bytes, group: Group) -> bytes:
-    """Send `data` from the group's first rank to the others, and return it on every rank. The
-    argument `data` of the other ranks is ignored."""
+    """Send `data` from the group's first rank to the other ranks, and return this `data` on every
+    rank. The argument `data` of the other ranks is ignored."""
     if group.size == 1:
         return data
     process_group = group.process_group
@@ -400,7 +400,8 @@ def gather_bytes(data: bytes, group: Group) -> list[bytes]:
 
 @_collective
 def broadcast_object(value: Value, group: Group, kind: Any) -> Value:
-    """Send `value` from the group's first rank to the others, and return it on every rank.
+    """Send `value` from the group's first rank to the other ranks, and return this `value` on every
+    rank.
 
     Args:
         value: a value of the type None, bool, int, float, str or Path, or a list, tuple, mapping

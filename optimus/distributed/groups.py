@@ -100,8 +100,8 @@ def join_groups(
     Args:
         mesh: Sizes of the axes.
         world: World of this rank.
-        is_ring: True to open channels from the last pipeline rank to the first one, too, for
-            several stages per rank.
+        is_ring: True to also open channels from the last to the first pipeline rank, which are
+            needed with several stages per rank.
         recorder: Recorder whose methods are called for each collective and message of the groups.
     """
     members = mesh.groups_of(world.rank)

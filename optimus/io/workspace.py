@@ -291,8 +291,8 @@ def lock_run_dir(path: Path, owner: bytes = b"", replace: bool = False) -> Binar
 
 
 def _open_lock_file(path: Path, replace: bool) -> BinaryIO:
-    """Open the lock file of the run directory `path`, and create it if it does not exist. The
-    argument `replace` and the error are those of `lock_run_dir`."""
+    """Open the lock file of the run directory `path`, and create it if it does not exist. See
+    `lock_run_dir` for the argument `replace` and the error."""
     # The mode is 0600, because any user who can open the file can lock it. O_NOFOLLOW is set,
     # because opening a symbolic link could create a file in another directory.
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC

@@ -36,7 +36,7 @@ def arrivals(experts: int, experts_per_token: int, ep: int, imbalance: float = 1
 
     Args:
         experts: Number of experts of the layer.
-        experts_per_token: K.
+        experts_per_token: Number of experts to which each token is routed.
         ep: Number of ep ranks.
         imbalance: Imbalance of the rank.
     """

@@ -40,7 +40,7 @@ def add_config(parser: argparse.ArgumentParser) -> None:
         "overrides",
         nargs="*",
         metavar="section.key=value",
-        help="settings that replace those of the file",
+        help="settings that replace the settings of the file",
     )
 
 
@@ -301,7 +301,7 @@ def _add_machine(commands: argparse._SubParsersAction) -> None:
     for name, default, text in (
         ("nodes", 1, "number of nodes with ranks (default: 1)"),
         ("buffer-nodes", 0, "number of further nodes, which replace nodes that fail (default: 0)"),
-        ("ranks-per-node", 0, "number of ranks on each node (default: that of the machine)"),
+        ("ranks-per-node", 0, "number of ranks on each node (default: as in the machine file)"),
         ("chain", 0, "number of further jobs that continue the run (default: 0)"),
     ):
         parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=text)

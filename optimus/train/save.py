@@ -101,8 +101,8 @@ class _PendingSave:
 
 
 class Saves:
-    """Starts the saves of full and model-only checkpoints of a run, and records or reports whether
-    each save succeeds."""
+    """Starts the saves of full and model-only checkpoints of a run, and records or reports the
+    success or failure of each save."""
 
     def __init__(
         self,

@@ -27,8 +27,8 @@ def learning_rate(step: int, optim: OptimConfig, max_steps: int) -> float:
 
 
 def rate_change(step: int, optim: OptimConfig, max_steps: int, stored: Mapping[str, Any]) -> str:
-    """Compare the learning-rate schedule of the configuration with that of a checkpoint. Return a
-    log line about a difference; "" if there is none.
+    """Compare the learning-rate schedule of the configuration with the schedule of a checkpoint.
+    Return a log line about a difference; "" if there is none.
 
     The line contains the two learning rates and the settings that keep the checkpoint's schedule.
     The comparison covers the updates from `step` to the smaller of the two values of

@@ -96,7 +96,7 @@ def dry_run(
     print_start(config, plan, ranks_per_node)
     logging.getLogger(__name__).info(
         "dry run: all checks%s passed, and no file was created",
-        "" if check_data and check_run_dir else " except the skipped ones",
+        "" if check_data and check_run_dir else " except the skipped checks",
     )
 
 
@@ -108,8 +108,8 @@ def _check_node(
     machine: Machine | None,
     is_node: bool,
 ) -> None:
-    """Check that the ranks of a node fit in its memory, and that `offload.disk` can be used. The
-    arguments are those of `dry_run`."""
+    """Check that the ranks of a node fit in its memory, and that `offload.disk` can be used. See
+    `dry_run` for the arguments."""
     from optimus.chunks.state_file import check_directory
     from optimus.train.fit import capacity_before_ranks, capacity_of_rank, check_before_ranks
 

@@ -75,8 +75,8 @@ class StopRequest:
         All ranks of `group` must call this method.
 
         Returns:
-            The reason for the stop, as text. None if the run continues. All ranks return the same
-            value.
+            A text with the reason for the stop; None if the run continues. All ranks return the
+            same value.
         """
         from optimus.distributed.collectives import greatest
 

@@ -45,8 +45,8 @@ def print_start(config: Config, plan: PartialPlan, ranks_per_node: int) -> None:
 
 
 def format_resolved(config: Config, plan: RunPlan, choices: MeasuredChoices) -> str:
-    """Return the plan of a run and the chosen values of its measured settings as text, one line per
-    fact."""
+    """Return a text that describes the plan of a run and the chosen values of its measured
+    settings, with one line per fact."""
     start = plan.start
     path = f" from {start.path}" if start.path is not None else ", from initial weights"
     facts = [*plan_facts(config, plan), ("start", f"step {start.step:,}{path}")]
@@ -87,8 +87,8 @@ def resolved_tree(config: Config, plan: RunPlan, choices: MeasuredChoices) -> di
 
 
 def _skipped(plan: PartialPlan) -> str:
-    """Return the steps whose updates the run will skip, as text. Return "" if there are no such
-    steps."""
+    """Return a text with the numbers of the steps whose updates the run will skip; "" if there are
+    no such steps."""
     steps = [step for step in plan.skipped_steps if step > plan.start.step]
     return f"{', '.join(map(str, steps))} ({SKIPPED_STEPS})" if steps else ""
 

@@ -1,7 +1,8 @@
 """The operations of a GPT-3 block in Megatron-LM of 2021 and 2022, for scripts/bench/planner.py.
 
-The published step times are those of Megatron-LM, whose kernels and collectives differ from those
-of Optimus. The operations of Optimus's models come from `optimus.rank.profile`.
+The published step times were measured with Megatron-LM, whose kernels and collectives differ from
+the kernels and collectives of Optimus. The operations of Optimus's models come from
+`optimus.rank.profile`.
 
 Dims: T tokens of a microbatch, D hidden, S sequence, H heads on the rank, V vocabulary.
 """

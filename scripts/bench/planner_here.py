@@ -296,7 +296,7 @@ def measure_times(
     try:
         for case in cases:
             running.append(Ranks(case, clock, False, folder))
-            running[-1].answers()  # the next case starts when this one has warmed up
+            running[-1].answers()  # the next case starts when this case has warmed up
         for number in range(rounds):
             for ranks in running:
                 ranks.step_s(1)  # the caches contain data of another case

@@ -23,7 +23,7 @@ RUNS = Path(__file__).resolve().parents[2] / "configs" / "run"
 
 
 class Speedups(NamedTuple):
-    """A row of the paper's Table 3."""
+    """A row of Table 3 of the Optimus paper."""
 
     model: str
     """Name of the run in configs/run."""

@@ -96,7 +96,7 @@ class Trend(NamedTuple):
         return self.rise - self.error > 0 and self.rise > GROWTH * self.mean
 
     def describe(self, scale: float, unit: str) -> str:
-        """Return the mean and the rise as text. The two numbers are divided by `scale`, which
+        """Return a text with the mean and the rise. The two numbers are divided by `scale`, which
         converts them to `unit`."""
         rise, error = self.rise / scale, self.error / scale
         return f"{self.mean / scale:.4g} {unit}, rise {rise:+.3g} +- {error:.2g}"

@@ -198,7 +198,7 @@ def test_dry_run_prints_the_summary_and_creates_nothing(tiny_data, tmp_path, cap
     skip = ["--skip-data-check", "--skip-run-dir-check"]
     code, lines = dry(tmp_path, capfd, "/nowhere", *skip, train__run_dir="/no/where")
     assert code == 0 and not any("/nowhere" in line for line in lines)
-    last = "dry run: all checks except the skipped ones passed, and no file was created"
+    last = "dry run: all checks except the skipped checks passed, and no file was created"
     assert lines[-1] == f"optimus: {last}"
 
 

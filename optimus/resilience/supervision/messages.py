@@ -73,8 +73,8 @@ class RankReport(Message):
 
 
 class Report(Message):
-    """Report on the ranks of a node. The node's agent sends it at regular intervals. If the
-    supervisor no longer receives reports, it regards the node as lost."""
+    """Report on the ranks of a node. The agent of the node sends reports at regular intervals. If
+    the supervisor receives no reports from a node, it regards this node as lost."""
 
     kind: Literal["report"] = "report"
     attempt: _Count

@@ -353,7 +353,8 @@ class Supervisor:
     def _bad_documents(self) -> list[str]:
         """Return the documents whose instances gave non-finite values in the last attempt.
 
-        Each document is FILE:LINE. If there are more than _MAX_DOCUMENTS, return the first ones.
+        Each document is FILE:LINE. If there are more than _MAX_DOCUMENTS documents, return only the
+        first _MAX_DOCUMENTS.
         """
         attempts = self._history.attempts
         end = self._history.ends.get(attempts[-1].attempt) if attempts else None
