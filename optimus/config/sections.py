@@ -125,7 +125,9 @@ class TrainConfig(Section):
     and measured memory and step time after the first updates."""
     machine: str = ""
     """Machine whose device `fit_check` and the predictions refer to: a name in configs/machine, or
-    the path of a TOML file. Empty: the device of the first rank, without a predicted step time."""
+    the path of a TOML file. With offload.mode = "auto", its rates and links also select the
+    placement, as in a plan (unless `offload.links` is set). Empty: the device of the first rank,
+    without a predicted step time."""
     deadline_s: NonNegative = 0.0
     """Seconds after the start of the process at which the run saves a checkpoint and ends with exit
     status 3; 0: no deadline."""

@@ -12,7 +12,7 @@ from optimus.checkpoint.slices import writer_in_paper
 from optimus.chunks.placement import TierBytes
 from optimus.chunks.state_file import free_bytes
 from optimus.config import Config
-from optimus.config.machine import Links, load_links
+from optimus.config.machine import Links, load_links, load_machine
 from optimus.config.sizes import parse_bytes
 from optimus.distributed.collectives import broadcast_object, greatest
 from optimus.distributed.groups import Groups
@@ -32,6 +32,7 @@ from optimus.planner.placement_search import (
     with_offload,
 )
 from optimus.planner.rates import find_links
+from optimus.planner.segment_times import segment_times
 from optimus.platform import device_memory, dtype_of, limit_device_memory
 
 
@@ -45,9 +46,10 @@ def autotune_placement(
 ) -> Config:
     """Return the configuration with the placement of the states that this rank uses.
 
-    With offload.mode = "auto", decide on the placement. With other modes, check the limits of
-    memory. On an accelerator, `offload.device_memory` then limits the allocations of torch. All
-    ranks must call this function.
+    With offload.mode = "auto", decide on the placement: with the rates of `train.machine`, as
+    `optimus plan` does, or without a machine with measured rates, which have no collectives. With
+    other modes, check the limits of memory. On an accelerator, `offload.device_memory` then limits
+    the allocations of torch. All ranks must call this function.
 
     Args:
         config: The run's configuration.
@@ -75,8 +77,13 @@ def autotune_placement(
             raise does_not_fit("manual", config, TierBytes(0, memory.host), limits, device.type)
         log(f"offload.mode = 'manual': {_states_text(config, memory)}")
         return config
-    links = None
-    if offload.links:
+    links, times, machine = None, None, None
+    if config.train.machine and offload.mode == "auto":
+        machine = load_machine(config.train.machine, "train.machine")
+        times = segment_times(config, groups.mesh, machine, config.train.machine)
+    if machine is not None and machine.links is not None and not offload.links:
+        links = machine.links
+    elif offload.links:
         links = load_links(offload.links)
         if offload.mode == "auto" and (missing := links.missing_rate(config.train.dtype)):
             log(f"offload.links = {offload.links!r}: {missing}")
@@ -99,7 +106,7 @@ def autotune_placement(
         free = -greatest(-free_bytes(Path(offload.disk)) // ranks_per_node, everyone, device)
     limits = limits_of(config, Links.model_validate(rates), smallest, host, free)
     if offload.mode == "auto":
-        searches = [PlacementSearch(config, *rank, limits, device.type)]
+        searches = [PlacementSearch(config, *rank, limits, device.type, times)]
         (decision,) = decide_together(searches, lambda value: greatest(value, everyone, device))
         if device.type != "cpu":  # there, the rates of the file are only for the decision
             decision = dataclasses.replace(decision, config=with_offload(decision.config, links=""))

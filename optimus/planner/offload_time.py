@@ -50,7 +50,12 @@ from optimus.planner.placement_search import (
     with_offload,
 )
 from optimus.planner.play import Played
-from optimus.planner.segment_times import SegmentTimes, chunk_reductions, chunks_by_first_use
+from optimus.planner.segment_times import (
+    SegmentTimes,
+    chunk_reductions,
+    chunks_by_first_use,
+    segment_times,
+)
 from optimus.planner.step_time import (
     Reduction,
     Step,
@@ -123,11 +128,7 @@ def decide_placements(
     Raises:
         ConfigError: The states do not fit, or the machine has no links or no device memory.
     """
-    try:
-        rates = rates_of(machine, config.train.dtype, name)
-        times = SegmentTimes(config, mesh, rates, works)
-    except ConfigError:  # the plan says why a step has no time
-        times = None
+    times = segment_times(config, mesh, machine, name, works)
     searches = _searches(config, mesh, machine, name, times)
     return Placements(searches, decide_together(searches, compares_cache=compares_cache))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -9,13 +10,15 @@ from optimus.chunks.buffers import ChunkState, ParamChunk
 from optimus.chunks.engine import ChunkEngine
 from optimus.config import Config
 from optimus.config.hardware import BYTES
+from optimus.config.machine import Machine
 from optimus.distributed.collectives import Group
 from optimus.distributed.mesh import Mesh
+from optimus.errors import ConfigError
 from optimus.parallel.layout import Layout
 from optimus.parallel.pipeline.actions import Schedule
 from optimus.parallel.pipeline.plan import plan_stages
 from optimus.planner.collectives import Operation, collective_s
-from optimus.planner.machine_rates import Rates
+from optimus.planner.machine_rates import Rates, rates_of
 from optimus.planner.step_time import Layers, Overlap, Reduction, pass_time
 from optimus.planner.workload import (
     Works,
@@ -132,6 +135,22 @@ class SegmentTimes:
 
     def _pass_s(self, operations: Iterable, number: float) -> float:
         return pass_time(operations, self._rates, self._groups, number).total_s
+
+
+def segment_times(
+    config: Config, mesh: Mesh, machine: Machine, name: str, works: Works | None = None
+) -> SegmentTimes | None:
+    """Return the times of the segments of a run on a machine, or None if the machine file lacks
+    rates for the run. A plan and a run decide with them on the placement of the states.
+
+    Args:
+        config, mesh, works: As for `SegmentTimes`.
+        machine: The machine.
+        name: Name of the machine.
+    """
+    with contextlib.suppress(ConfigError):  # the plan says why a step has no time
+        return SegmentTimes(config, mesh, rates_of(machine, config.train.dtype, name), works)
+    return None
 
 
 def chunks_by_first_use(engine: ChunkEngine) -> list[ParamChunk]:

@@ -5,16 +5,19 @@ from __future__ import annotations
 from unittest import mock
 
 import pytest
+import torch
 
 from optimus.checkpoint.slices import writer_in_paper
 from optimus.chunks.placement import TierBytes
 from optimus.config import make_config
-from optimus.config.machine import Links
+from optimus.config.machine import Links, load_machine
+from optimus.data.batch import plan_batch
 from optimus.distributed.mesh import Coordinate, make_mesh
 from optimus.errors import ConfigError
 from optimus.planner import offload as offload_module
 from optimus.planner.memory import rank_memory
 from optimus.planner.offload import host_limit, largest_rank
+from optimus.planner.offload_time import decide_placements
 from optimus.planner.placement_search import (
     Decision,
     PlacementSearch,
@@ -320,6 +323,33 @@ def test_host_memory_is_left_to_python() -> None:
 def test_wrong_settings_are_refused(settings: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make_config(tiny_tree("d", "r", **settings))
+
+
+@pytest.mark.parametrize("machine", ["h200", ""])
+def test_a_run_decides_as_the_plan_of_its_machine(machine: str) -> None:
+    """With the rates of the machine, the time of a step has collectives and updates."""
+    settings = {**WIDE, **AUTO, "train__dtype": "bf16", "parallel__dp": 2}
+    limit = needed(train__dtype="bf16") * 6 // 10
+    limits = {"offload__device_memory": str(limit), "offload__host_memory": str(HOST)}
+    config = make_config(tiny_tree("d", "r", **settings, **limits, train__machine=machine))
+    mesh, lines = make_mesh(config.parallel), list[str]()
+    groups = mock.Mock(mesh=mesh, coordinate=FIRST, everyone=mock.Mock(rank=0))
+    plan = decide_placements(config, mesh, load_machine("h200"), "h200")
+    with (
+        mock.patch.object(offload_module, "greatest", lambda value, *_: value),
+        mock.patch.object(offload_module, "broadcast_object", lambda value, *_: value),
+        mock.patch.object(offload_module, "device_memory", lambda _: 1 << 37),
+        mock.patch.object(offload_module, "usable_memory", lambda: 1 << 40),
+        mock.patch.object(offload_module, "limit_device_memory"),
+        mock.patch.object(offload_module, "find_links", lambda *_: LINKS),
+    ):
+        microbatches = plan_batch(config.train, mesh.num_data_ranks).microbatches_per_rank
+        run = config, groups, microbatches, torch.device("cuda")
+        chosen = offload_module.autotune_placement(*run, 8, lines.append)
+    planned = plan.decisions[0]
+    assert planned.config.offload.host_share > 0
+    assert lines[-1].endswith(str(planned)) == bool(machine)
+    assert not machine or chosen == planned.config
 
 
 def test_the_rank_with_the_most_memory_decides() -> None:
