@@ -164,7 +164,8 @@ def find_misfit(
     Add to `result` the keys `missing`, a dict with the missing bytes of `device`, and `nearest`: a
     list of the nearest layouts that fit, each with its changed settings (`changes`), the number of
     `nodes` if the command needs the option --nodes (otherwise None), the predicted `bytes` of the
-    fullest rank, and the `command` that plans it, for a shell.
+    fullest rank (with offloading, those of a placement that fits), and the `command` that plans it,
+    for a shell.
 
     Args:
         config: The configuration.
