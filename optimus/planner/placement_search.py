@@ -391,19 +391,14 @@ def decide_together(
             raise problem
         best = searches[0].orders[0]  # another rank raises the error, which ends this rank, too
     of_orders = {order: None if c == _IMPOSSIBLE else c / 1e9 for order, c in costs.items()}
-    return [
-        dataclasses.replace(
-            decision,
-            of_orders=of_orders,
-            in_cache_s=search.seconds_in_cache() if compares_cache else None,
-        )
-        for search, decision in zip(searches, decisions[best], strict=True)
-    ]
+    decided = [dataclasses.replace(each, of_orders=of_orders) for each in decisions[best]]
+    if not compares_cache:
+        return decided
+    pairs = zip(searches, decided, strict=True)
+    return [dataclasses.replace(each, in_cache_s=s.seconds_in_cache()) for s, each in pairs]
 
 
 _IMPOSSIBLE = 1 << 62
-
-
 _DIVISORS = (1, 4, 16)
 """`decide_placement` tries chunks of `optim.chunk_length` divided by these numbers. Smaller chunks
 need a smaller cache."""
