@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -345,29 +345,31 @@ def _guard_views(result: Any, kind: type, storages: dict[int, Guard]) -> None:
             guard(tensor, kind, of_view.name, of_view.owner)
 
 
-def copy_views(outputs: Any, parameters: Sequence[Tensor]) -> Any:
-    """Return the outputs of a module, in which parameters of the module and their views are
-    replaced by copies, because the memory of the parameters is freed after the forward. Without
-    gradients, the views are guarded instead.
+def storages_of(parameters: Sequence[Tensor]) -> dict[int, Guard]:
+    """Return a guard of each storage that guarded parameters have."""
+    return {_guard_of(parameter).storage: _guard_of(parameter) for parameter in parameters}
 
-    Args:
-        outputs: The outputs.
-        parameters: The guarded parameters of the module, whose values are on the device.
-    """
-    storages = {_guard_of(parameter).storage: _guard_of(parameter) for parameter in parameters}
-    views = {
-        id(t): t
-        for t in tensors_in(outputs)
-        if _storage_of(t) in storages or any(t is p for p in parameters)
-    }
-    if not views:
+
+def views_of(storages: Collection[int], tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the tensors that are guarded parameters with one of `storages`, or views of them."""
+    return [
+        tensor
+        for tensor in tensors
+        if _storage_of(tensor) in storages
+        or (isinstance(tensor, GuardedParameter) and _guard_of(tensor).storage in storages)
+    ]
+
+
+def keep_views(outputs: Any, views: Sequence[Tensor], storages: dict[int, Guard]) -> Any:
+    """Return the outputs of a module in which `views`, the result of `views_of`, are replaced by
+    copies, because the memory is freed after the forward. Without gradients, `views` are guarded
+    instead."""
+    if not torch.is_grad_enabled():
+        _guard_views(views, GuardedView, storages)
         return outputs
-    if torch.is_grad_enabled():
-        with torch._C.DisableTorchFunctionSubclass():
-            views = {key: view.clone() for key, view in views.items()}
-        return tree_map(lambda value: views.get(id(value), value), outputs)
-    _guard_views(outputs, GuardedView, storages)
-    return outputs
+    with torch._C.DisableTorchFunctionSubclass():
+        copies = {id(view): view.clone() for view in views}
+    return tree_map(lambda value: copies.get(id(value), value), outputs)
 
 
 def _storage_of(tensor: Tensor) -> int:

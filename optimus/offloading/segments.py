@@ -162,9 +162,6 @@ def default_chunk_length(named: dict[str, nn.Parameter], segments: Sequence[Modu
 class Owner(Protocol):
     """The offloaded model."""
 
-    num_backwards: int
-    """Number of complete backward passes."""
-
     def use(self, index: int, backward: bool) -> None:
         """Provide a segment with its parameters and, for a backward, its gradient buffers."""
 
@@ -200,6 +197,7 @@ class SegmentHooks(NotCopied):
         """Guarded parameters of the segment's module."""
         self.needed = [guarded[n] for n in segment.parameters + segment.inherited if n in guarded]
         """Guarded parameters that may be used while the segment computes."""
+        self._storages = guard.storages_of(self.parameters)
         self._of_engine: tuple[Hook, Hook | None] = (lambda: None, None)
 
     def register(self, before_forward: Hook, before_backward: Hook | None) -> None:
@@ -227,10 +225,12 @@ class SegmentHooks(NotCopied):
         self._owner.close(self.parameters)
 
     def _after_forward(self, module: nn.Module, inputs: Any, outputs: Any) -> Any:
-        outputs = guard.copy_views(outputs, self.parameters)
+        tensors = list(guard.tensors_in(outputs))
+        if self._storages and (views := guard.views_of(self._storages, tensors)):
+            outputs = guard.keep_views(outputs, views, self._storages)
+            tensors = list(guard.tensors_in(outputs))
         if not torch.is_grad_enabled():
             return outputs
-        tensors = list(guard.tensors_in(outputs))
         refuse_if(
             not tensors and not isinstance(outputs, (bool, int, float, str)),
             f"{type(module).__name__} returns a {type(outputs).__name__}, in which no tensor is "
@@ -260,10 +260,10 @@ class _BackwardTrigger:
 
     def __init__(self, owner: Owner, index: int) -> None:
         self._owner, self._index = owner, index
-        self._last = -1
+        self._task = -1
 
     def __call__(self, grad: Tensor) -> None:
         self._owner.check_open()
-        if self._last != self._owner.num_backwards:
-            self._last = self._owner.num_backwards
+        if self._task != (task := torch._C._current_graph_task_id()):
+            self._task = task
             self._owner.use(self._index, True)
