@@ -497,7 +497,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             groups.append({**_OF_TORCH, **group, "params": numbers})
             for name in names:
                 if self._steps[name]:
-                    step = torch.tensor(float(self._steps[name]))
+                    step = torch.tensor(float(self._steps[name]), dtype=torch.float32)
                     state[number] = {"step": step, **model.state_of(name)}
                 number += 1
         return {"state": state, "param_groups": groups}
