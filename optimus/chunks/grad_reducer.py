@@ -443,7 +443,7 @@ class GradReducer:
             return
         for name, leaf in bucket.leaves.items():
             grad, view = leaf.grad, bucket.buffer.grad_views[name]
-            in_place = (
+            in_place = grad is view or (
                 grad is not None
                 # Not data_ptr(), which is 0 while the storage is freed.
                 and grad.untyped_storage()._cdata == view.untyped_storage()._cdata

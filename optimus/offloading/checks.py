@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -134,6 +136,55 @@ def _check_parameters(named: Mapping[str, nn.Parameter]) -> dict[int, str]:
         if parameter.numel():
             owners[pointer] = name
     return owners
+
+
+class Structure(NotCopied):
+    """The modules and parameters of an offloaded model, and the storages of its parameters.
+
+    Args:
+        model: The model.
+        named: Its parameters by name. They are views of chunks.
+        mark: The value of the attribute `MARK` of the parameters.
+    """
+
+    def __init__(self, model: nn.Module, named: Mapping[str, nn.Parameter], mark: object) -> None:
+        self._model, self._named, self._mark = model, named, mark
+        self._storages = self._storages_now()
+        self._modules = [*model.modules()]
+        self._members = _members(self._modules)
+
+    def check(self) -> None:
+        """Raise ConfigError if the model was converted, moved or extended. Call this where
+        functions on guarded tensors are not intercepted."""
+        storages, members = self._storages_now(), _members(self._modules)
+        is_known = len(members) == len(self._members) and all(map(is_, members, self._members))
+        if is_known and storages == self._storages:
+            return
+        modules = [*self._model.modules()]
+        for module in modules:
+            for name, parameter in module._parameters.items():
+                refuse_if(
+                    parameter is not None and getattr(parameter, MARK, None) is not self._mark,
+                    f"parameter {name} of {type(module).__name__} was added or replaced after "
+                    "optimus.offload; change the model before the call",
+                )
+        for name, storage, known in zip(self._named, storages, self._storages, strict=True):
+            refuse_if(
+                storage != known,
+                f"parameter {name} was moved, converted or replaced after optimus.offload; "
+                "convert the model before the call",
+            )
+        self._modules, self._members = modules, _members(modules)
+
+    def _storages_now(self) -> list[int]:
+        return [p.untyped_storage()._cdata for p in self._named.values()]
+
+
+def _members(modules: Iterable[nn.Module]) -> list[Any]:
+    """Return the children and the parameters of all modules."""
+    # Functions in C, because this runs twice in a step.
+    tables = chain.from_iterable(map(attrgetter("_modules", "_parameters"), modules))
+    return [*chain.from_iterable(map(dict.values, tables))]
 
 
 def make_groups(

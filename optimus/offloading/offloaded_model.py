@@ -20,7 +20,7 @@ from optimus.chunks.residency import Residency, Use
 from optimus.chunks.segments import ModelSegment
 from optimus.errors import ConfigError, counted, one_line, refuse_if
 from optimus.offloading import guard
-from optimus.offloading.checks import MARK, NotCopied
+from optimus.offloading.checks import MARK, NotCopied, Structure
 from optimus.offloading.placement import ModelChunks, ReleasedValues
 from optimus.offloading.segments import SegmentHooks
 from optimus.offloading.state_dicts import StateDictHooks
@@ -123,6 +123,7 @@ class OffloadedModel(NotCopied):
         self._mark = NotCopied()
         for marked in (model, *self.named.values()):
             setattr(marked, MARK, self._mark)
+        self._structure = Structure(model, self.named, self._mark)
 
     def _guard_tensors(self) -> dict[str, nn.Parameter]:
         """Guard the parameters and gradients whose home is the host, and return the parameters."""
@@ -219,6 +220,8 @@ class OffloadedModel(NotCopied):
             self._tasks.clear()  # ids of a backward that has failed
             if torch.is_grad_enabled() and not self._in_step:
                 self._begin_step()
+        if not self._guarded:
+            return
         self._close_all()
         with _raw(), guard.without_modes():  # the engine reads no freed memory
             hooks.before(backward)
@@ -301,10 +304,10 @@ class OffloadedModel(NotCopied):
         missing = []
         with _raw():
             for name, grad in self._grads.items():
-                current = self.named[name].grad
-                if current is None:
-                    missing.append(name)
-                elif current is not grad:
+                if (current := self.named[name].grad) is grad:
+                    continue
+                missing.append(name)
+                if current is not None:
                     raise ConfigError(
                         f"the gradient of parameter {name} was replaced by another tensor; change "
                         "it in place, and do not use create_graph=True"
@@ -316,7 +319,8 @@ class OffloadedModel(NotCopied):
         if task in self._tasks:
             return
         if not self._tasks:
-            self._check_in_chunks()
+            with _raw():
+                self._structure.check()
         self._tasks.append(task)
         if len(self._tasks) > 1:  # inside of a reentrant checkpoint
             return
@@ -408,38 +412,20 @@ class OffloadedModel(NotCopied):
         self._planned, self._uses = self._uses, []
         self.engine.params.replan([Use(i, b, self._needs[i]) for i, b in self._planned])
 
-    def _check_in_chunks(self) -> None:
-        """Raise ConfigError if the model was converted, moved or extended."""
-        with _raw():
-            for module in self._module.modules():
-                for name, parameter in module._parameters.items():
-                    refuse_if(
-                        parameter is not None and getattr(parameter, MARK, None) is not self._mark,
-                        f"parameter {name} of {type(module).__name__} was added or replaced after "
-                        "optimus.offload; change the model before the call",
-                    )
-            for name, parameter in self.named.items():
-                storage = self._slots[name][0].params.untyped_storage()
-                refuse_if(
-                    parameter.untyped_storage()._cdata != storage._cdata,
-                    f"parameter {name} was moved, converted or replaced after optimus.offload; "
-                    "convert the model before the call",
-                )
-
     def _check_unchanged(self) -> None:
         """Raise ConfigError if the model was converted, moved, frozen, unfrozen or extended."""
-        self._check_in_chunks()
         with _raw():
+            self._structure.check()
             for name, parameter in self.named.items():
-                refuse_if(
-                    parameter.requires_grad == (name in self.engine.frozen),
-                    f"requires_grad of parameter {name} was changed after optimus.offload; set it "
-                    "before the call",
-                )
-                refuse_if(
-                    name in self._guarded and self._is_changed(name),
+                if parameter.requires_grad is not (name in self._grads):
+                    raise ConfigError(
+                        f"requires_grad of parameter {name} was changed after optimus.offload; set "
+                        "it before the call"
+                    )
+            for name in filter(self._is_changed, self._guarded):
+                raise ConfigError(
                     f"parameter {name} is offloaded and was changed in place, by its module or in "
-                    "the result of state_dict(); use model.load_state_dict to change it",
+                    "the result of state_dict(); use model.load_state_dict to change it"
                 )
 
     # -- states ----------------------------------------------------------------------------------
@@ -511,7 +497,8 @@ class OffloadedModel(NotCopied):
 
 def _receive(received: set[str], tasks: list[int], name: str, parameter: Tensor) -> None:
     """Record in a hook that the parameter `name` has received a gradient."""
-    refuse_if(not tasks, _OUTSIDE.format(name))  # no segment has started its backward
+    if not tasks:  # no segment has started its backward
+        raise ConfigError(_OUTSIDE.format(name))
     received.add(name)
 
 

@@ -305,7 +305,7 @@ def _ranges_of(
             # The padding after a parameter is updated too: it is zero and stays zero.
             last = ranges[-1] if ranges else None
             if last and last.stop == slot.start and last.hyperparameters == of_slot:
-                ranges[-1] = last._replace(stop=end)
+                ranges[-1] = _Range(last.start, end, of_slot)
             else:
                 ranges.append(_Range(slot.start, end, of_slot))
     return of_chunks
@@ -453,9 +453,10 @@ class OffloadOptimizer(torch.optim.Optimizer):
         hyperparameters = {}
         for index, group_names in enumerate(self._names):
             values = self._hyperparameters(index)
-            for name in group_names:
-                if name in updated:
-                    hyperparameters[name] = values._replace(step=self._steps[name] + 1)
+            for name in filter(updated.__contains__, group_names):
+                if values.step != (step := self._steps[name] + 1):
+                    values = values._replace(step=step)
+                hyperparameters[name] = values
         return hyperparameters
 
     def _hyperparameters(self, index: int) -> Hyperparameters:

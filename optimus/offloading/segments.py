@@ -206,9 +206,11 @@ class SegmentHooks(NotCopied):
         self._owner.keep(
             # The first hook, because others may read parameters, as torch's weight_norm does.
             self._module.register_forward_pre_hook(self._before_forward, prepend=True),
-            self._module.register_forward_hook(self._close, always_call=True),
             self._module.register_forward_hook(self._after_forward),
         )
+        if self.parameters:
+            hook = self._module.register_forward_hook(self._close, prepend=True, always_call=True)
+            self._owner.keep(hook)
 
     def before(self, backward: bool) -> None:
         """Call the engine's hook for a forward or, with `backward`, for a backward."""

@@ -127,6 +127,7 @@ CHANGES = {
         loss_of(model, 1).backward(),
     ),
     "freeze": lambda model: model.model.norm.requires_grad_(False),
+    "add": lambda model: model.model.norm.add_module("more", nn.Linear(32, 32)),
     "extend": lambda model: setattr(model.model, "norm", nn.LayerNorm(32)),
     "replace": lambda model: setattr(model.model.norm.weight, "data", torch.ones(32)),
 }
@@ -141,6 +142,9 @@ def test_a_changed_model_is_refused(change, share):
         CHANGES[change](ours)
         optimizer.step()
     assert "\n" not in str(error.value)
+    if change == "add":  # the check has not recorded the refused module
+        with pytest.raises(ConfigError, match="parameter weight of Linear was added"):
+            optimizer.step()
 
 
 def test_conversions_that_change_nothing_are_possible():
