@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -135,9 +136,16 @@ def test_bytes_of_each_tier_are_counted(tmp_path, dtype):
         engine.close()
 
 
-def test_any_range_of_a_buffer_is_read_and_written(tmp_path):
+@pytest.mark.parametrize("most", [4096, 1 << 20])
+def test_any_range_of_a_buffer_is_read_and_written(tmp_path, monkeypatch, most):
     """Reads and writes of ranges that are not aligned change no other element, and those of two
-    buffers do not overlap."""
+    buffers do not overlap. A system call moves at most `most` bytes."""
+
+    def move(call: Any, fd: int, buffers: list[memoryview], at: int) -> int:
+        return call(fd, [buffers[0][:most]], at)
+
+    for name in ("preadv", "pwritev"):
+        monkeypatch.setattr(os, name, partial(move, getattr(os, name)))
     generator, length = random.Random(3), 5000
     tier, first = make_tier(tmp_path, length)
     buffers = [first, tier.new(3000, torch.bfloat16)]

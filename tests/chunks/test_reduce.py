@@ -35,6 +35,8 @@ class Reduction(NamedTuple):
     overlap: bool = False
     frees_buffers: bool = False
     reduce_dtype: torch.dtype = torch.float32
+    on_host: bool = False
+    """True if the states are on the host, and copies take place when code waits for them."""
 
 
 REDUCTIONS = [
@@ -47,6 +49,8 @@ REDUCTIONS = [
         (True, False, True),
         (False, False, True),
         (False, False, False, torch.bfloat16),
+        (True, False, True, torch.float32, True),
+        (False, False, True, torch.float32, True),
     )
 ]
 
@@ -118,7 +122,12 @@ def sums() -> list[tuple[torch.Tensor, float]]:
             reduce_dtype=reduction.reduce_dtype,
             everyone=world,
             overlap=reduction.overlap,
-            residency=Residency(reduction.frees_buffers),
+            residency=Residency(
+                reduction.frees_buffers,
+                host_share=float(reduction.on_host),
+                poison=reduction.on_host,
+                copies="late",
+            ),
         )
         engine.attach([ModelSegment("layer", 0, ("weight",), partial(register_module, layer))], [])
         engine.start_step()
