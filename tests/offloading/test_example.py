@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 import transformers
@@ -59,10 +61,30 @@ def test_the_limit_holds_and_the_bits_are_those_of_the_device(checkpoints, limit
     assert 0.7 * int(limit[0]) * 10**6 < peak.most <= int(limit[0]) * 10**6
 
 
-def test_a_model_that_fits_stays_on_the_device():
-    model = make_model()
-    optimizer = optimus.offload(model, device_memory="20MB", example=EXAMPLE)
-    assert optimizer._offloaded.engine.memory.num_bytes[Tier.HOST] == 0
+def share_with(size: int) -> float:
+    """Return the share of the chunks on the host with `size` bytes of device memory."""
+    optimizer = optimus.offload(make_model(), device_memory=f"{size}B", example=EXAMPLE)
+    return optimizer._offloaded.engine.residency.host_share
+
+
+def test_a_model_that_fits_to_the_byte_stays_on_the_device():
+    uses, live, activations = profile_step(make_model(), EXAMPLE), 0, 0
+    for use in uses:
+        activations = max(activations, live + use.peak)
+        live += use.kept
+    engine = optimus.offload(make_model(), host_share=0.0)._offloaded.engine
+    size = engine.memory.num_bytes[Tier.DEVICE] + activations
+    assert share_with(size) == 0 < share_with(size - 1)
+
+
+def test_a_limit_that_lacks_a_byte_is_refused():
+    with pytest.raises(ConfigError) as refused:
+        share_with(10**6)
+    (missing,) = re.findall(r"by ([0-9,]+) bytes", str(refused.value))
+    size = 10**6 + int(missing.replace(",", ""))
+    assert share_with(size) > 0
+    with pytest.raises(ConfigError, match="by 1 byte"):
+        share_with(size - 1)
 
 
 def test_the_order_of_a_profile_is_that_of_a_step():
