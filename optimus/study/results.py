@@ -48,7 +48,8 @@ class Measured(NamedTuple):
     tokens_per_s: float
     """Tokens of an update divided by `step_s`."""
     components: StepComponents | None
-    """Medians of the components of the step on the first rank; None if they are not measured."""
+    """Components of the step on the first rank, from `_middle_components`; None if they are not
+    measured."""
     no_components: str
     """Reason why `components` is None."""
 
@@ -126,28 +127,33 @@ def _measure(
     components: Sequence[StepComponents],
     no_components: str,
 ) -> Measured:
-    """Return the median and the quartiles of the step times in `lines`, and the medians of the
-    components. `tokens` is the number of tokens of an update, and the other arguments are the
+    """Return the median and the quartiles of the step times in `lines`, and the components of the
+    step. `tokens` is the number of tokens of an update, and the other arguments are the
     result of `read_components`."""
     seconds = [line.step_time_s for line in lines]
     middle = statistics.median(seconds)
     low, high = middle, middle
     if len(seconds) > 1:
         low, _, high = statistics.quantiles(seconds, n=4, method="inclusive")
-    medians = _median_components(components) if components else None
-    return Measured(len(seconds), middle, low, high, tokens / middle, medians, no_components)
+    step = _middle_components(components) if components else None
+    return Measured(len(seconds), middle, low, high, tokens / middle, step, no_components)
 
 
-def _median_components(updates: Sequence[StepComponents]) -> StepComponents:
-    """Return the median of each component over the updates."""
-    median = statistics.median
-    axes = dict.fromkeys(axis for update in updates for axis in update.exposed_s)
+def _middle_components(updates: Sequence[StepComponents]) -> StepComponents:
+    """Return the mean of each component over the middle half of the updates, by step time.
+
+    The sum of these means is a time between the quartiles of the step times. The sum of the medians
+    of all components can be far from the median of the step times.
+    """
+    ordered, quarter = sorted(updates, key=lambda update: update.total_s), len(updates) // 4
+    middle, mean = ordered[quarter : len(ordered) - quarter], statistics.fmean
+    axes = dict.fromkeys(axis for update in middle for axis in update.exposed_s)
     return StepComponents(
-        median(update.compute_s for update in updates),
-        {axis: median(update.exposed_s.get(axis, 0.0) for update in updates) for axis in axes},
-        median(update.bubble_s for update in updates),
-        median(update.optimizer_s for update in updates),
-        median(update.other_s for update in updates),
+        mean(update.compute_s for update in middle),
+        {axis: mean(update.exposed_s.get(axis, 0.0) for update in middle) for axis in axes},
+        mean(update.bubble_s for update in middle),
+        mean(update.optimizer_s for update in middle),
+        mean(update.other_s for update in middle),
     )
 
 
@@ -471,13 +477,14 @@ def _draw_components(axes: Any, results: Sequence[Result], routings: Sequence[st
                 [m.step_s for m in steps],
                 yerr=[[m.step_s - m.low_s for m in steps], [m.high_s - m.step_s for m in steps]],
                 fmt=_MARKERS[number % 2],
-                color=_COLORS[number % 2],
+                color="black",
                 capsize=3,
                 label=f"step, {routing or 'dense'}, measured (quartiles)",
             )
     axes.set_xticks(list(positions.values()), [f"{ranks:,}" for ranks in positions])
     axes.set_xlabel("tiles (ranks)")
     axes.set_ylabel("step time, s")
+    axes.set_ylim(0, 1.4 * axes.get_ylim()[1])  # with space for the legend
 
 
 def _scale_tiles(axes: Any, results: Sequence[Result]) -> None:
@@ -495,8 +502,8 @@ def _label(routing: str, ranks: int) -> str:
 def _finish(pyplot: Any, figure: Any, panels: Iterable[Any], path: Path) -> None:
     for axes in panels:
         axes.grid(alpha=0.3)
-        if axes.get_legend_handles_labels()[0]:
-            axes.legend(fontsize="small")
+        if handles := axes.get_legend_handles_labels()[0]:
+            axes.legend(fontsize="small", ncols=1 if len(handles) < 6 else 2)
     figure.tight_layout()
     with atomic_writer(path) as file:
         figure.savefig(file, format="png", dpi=120)
