@@ -27,7 +27,8 @@ from tests.launch.test_spawn import write_config
 @pytest.fixture(scope="module")
 def run_dir(rank_pool, tiny_data, tmp_path_factory):
     path = tmp_path_factory.mktemp("cli") / "run"
-    train_on(rank_pool.run, 1, tiny_tree(tiny_data, path, train__max_steps=4))
+    settings = {"train__max_steps": 4, "train__eval_instances": 0}
+    train_on(rank_pool.run, 1, tiny_tree(tiny_data, path, **settings))
     return path
 
 

@@ -115,7 +115,7 @@ def test_a_mixed_run_trains_saves_resumes_evaluates_and_generates(tiny_data, tmp
     assert [line["loss"] for line in resumed] == [line["loss"] for line in whole]
     assert all(math.isfinite(line["expert_load_max"]) for line in whole)
     assert 0 < whole[0]["expert_load_min"] <= 1 <= whole[0]["expert_load_max"]
-    evaluated = evaluate_checkpoint(str(tmp_path / "whole"), f"{tiny_data}/eval", 8, 0)
+    evaluated = evaluate_checkpoint(str(tmp_path / "whole"), f"{tiny_data}/eval", 8, 9)
     recorded = read_json_lines(tmp_path / "whole" / "eval.jsonl")[-1]["loss"]
     assert evaluated["loss"] == pytest.approx(recorded, abs=1e-6)
     text = continue_text(str(tmp_path / "whole"), "abc", 3, temperature=0, top_k=0, seed=0)

@@ -34,7 +34,7 @@ from tests.kit.runs.training import printed_by, run_and_catch, train_on
     ],
 )
 def test_data_parallel_layouts_train_bit_identically(ranks, tiny_data, tmp_path, variant):
-    variant = variant | {"train__max_steps": 8}
+    variant = variant | {"train__max_steps": 8, "train__eval_instances": 19}  # 16 and 3 at once
     for size in (1, 2, 4):
         train_on(ranks, size, tiny_tree(tiny_data, tmp_path / str(size), **variant))
     assert len(metrics_of(tmp_path / "1")) == 8
@@ -76,7 +76,7 @@ def test_document_mask_changes_losses(ranks, tiny_data, tmp_path):
     assert evaluated[0]["loss"] != evaluated[1]["loss"]
     # `optimus eval` reads from the checkpoint whether to use the mask.
     for name, record in zip(("off", "on"), evaluated, strict=True):
-        again = evaluate_checkpoint(str(tmp_path / name), f"{tiny_data}/eval", 1, 0)
+        again = evaluate_checkpoint(str(tmp_path / name), f"{tiny_data}/eval", 1, 9)
         assert again["document_mask"] == (name == "on")
         assert again["loss"] == pytest.approx(record["loss"], rel=1e-6)
     assert abs(evaluated[0]["loss"] - evaluated[1]["loss"]) > 1e-5 * evaluated[0]["loss"]
