@@ -24,11 +24,12 @@ from optimus.rank.states import plan_ranks
 from tests.kit.faults.disk import small_disk
 from tests.kit.runs.results import assert_same_run
 from tests.kit.runs.saves import SYNC_AND_ASYNC, delay_writes, full_states
-from tests.kit.runs.tiny import tiny_tree
+from tests.kit.runs.tiny import CONTEXT, tiny_tree
 from tests.kit.runs.training import printed_by, run_and_catch, run_with, train_on
 
 RUN = {
     "train__max_steps": 6,
+    "train__global_batch_tokens": 2 * CONTEXT,
     "train__dtype": "bf16",
     "optim__chunk_length": 2000,
     "checkpoint__interval": 2,
@@ -58,7 +59,7 @@ def run_in_small_batches(tree: dict[str, Any]) -> tuple[int, str]:
         return read(tier, flat)
 
     with (
-        mock.patch.object(slices_module, "BATCH_ELEMENTS", 256),
+        mock.patch.object(slices_module, "BATCH_ELEMENTS", 600),
         mock.patch.object(load_module, "HOST_BYTES", 4096),
         mock.patch.object(DiskTier, "read", read_and_note),
     ):

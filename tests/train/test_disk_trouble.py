@@ -21,7 +21,7 @@ from optimus.train.loop import Run
 from tests.kit.faults.disk import immutable, small_disk
 from tests.kit.runs.results import assert_same_run, metrics_of
 from tests.kit.runs.saves import SYNC_AND_ASYNC, delay_writes, steps_kept, wait_for_saves_after
-from tests.kit.runs.tiny import tiny_tree
+from tests.kit.runs.tiny import small_batch_tree
 from tests.kit.runs.training import Ended, run_with, train_on
 
 
@@ -34,7 +34,7 @@ def run_with_a_hanging_disk(tree: dict[str, Any]) -> Ended:
 @SYNC_AND_ASYNC
 def test_hanging_disk_delays_a_run_by_at_most_the_timeout(ranks, tiny_data, tmp_path, async_save):
     settings = {"checkpoint__interval": 4, "train__max_steps": 12, "checkpoint__timeout_s": 3.0}
-    tree = tiny_tree(tiny_data, tmp_path, **settings, checkpoint__async_save=async_save)
+    tree = small_batch_tree(tiny_data, tmp_path, **settings, checkpoint__async_save=async_save)
     ended = ranks(2, run_with_a_hanging_disk, tree, start_world=False)
     assert [rank_end[:2] for rank_end in ended] == [(0, "")] * 2
     first, second = ended[0].warnings()
@@ -84,9 +84,9 @@ def test_full_disk_loses_no_result_and_is_used_again(ranks, tiny_data, tmp_path,
     the disk has space again."""
     settings = {"checkpoint__interval": 5, "checkpoint__model_interval": 5}
     settings |= {"checkpoint__keep_models": 1, "observe__tensorboard": True}
-    train_on(ranks, 2, tiny_tree(tiny_data, tmp_path / "unbroken", **settings))
+    train_on(ranks, 2, small_batch_tree(tiny_data, tmp_path / "unbroken", **settings))
     run = disk / "run"
-    tree = tiny_tree(tiny_data, run, **settings, checkpoint__async_save=async_save)
+    tree = small_batch_tree(tiny_data, run, **settings, checkpoint__async_save=async_save)
     ended = ranks(2, run_on_a_full_disk, tree, str(disk), start_world=False)
     assert [rank_end[:2] for rank_end in ended] == [(0, "")] * 2, ended
     lines = ended[0].warnings()
@@ -112,7 +112,7 @@ def test_read_only_directory_delays_saves_only(ranks, tiny_data, tmp_path, disk,
     run = tmp_path / "run"
     run.mkdir()
     (run / "checkpoints").symlink_to(disk)
-    tree = tiny_tree(tiny_data, run, **settings)
+    tree = small_batch_tree(tiny_data, run, **settings)
     ended = ranks(2, run_on_a_read_only_disk, tree, str(disk), start_world=False)
     assert [rank_end[:2] for rank_end in ended] == [(0, "")] * 2, ended
     lines = ended[0].warnings()
@@ -142,7 +142,7 @@ def test_checkpoint_without_its_metrics_is_not_committed(ranks, tiny_data, tmp_p
         "checkpoint__interval": 4,
         "checkpoint__async_save": async_save,
     }
-    tree = tiny_tree(tiny_data, tmp_path, **settings)
+    tree = small_batch_tree(tiny_data, tmp_path, **settings)
     ended = ranks(2, run_with_waiting_lines, tree, (7, 8, 9, 10, 11), start_world=False)
     assert [rank_end[:2] for rank_end in ended] == [(0, "")] * 2, ended
     words = "step 8 is not saved: step-00000008 not written: "
@@ -215,7 +215,7 @@ def run_without_space(tree: dict[str, Any]) -> Ended:
 def test_save_that_cannot_begin_keeps_no_copies(ranks, tiny_data, tmp_path):
     settings = {"checkpoint__interval": 1, "train__max_steps": 3, "train__dtype": "bf16"}
     settings |= {"optim__frozen": ["embed.weight"], "checkpoint__max_failures": 0}
-    tree = tiny_tree(tiny_data, tmp_path, **settings)
+    tree = small_batch_tree(tiny_data, tmp_path, **settings)
     (ended,) = ranks(1, run_without_space, tree, start_world=False)
     assert len(ended.warnings()) == 2 and ended.status == 1, ended
     assert "checkpoint needs " in ended.message
@@ -224,7 +224,7 @@ def test_save_that_cannot_begin_keeps_no_copies(ranks, tiny_data, tmp_path):
 
 def test_space_of_a_written_full_checkpoint_is_not_counted_again(ranks, tiny_data, tmp_path):
     settings = {"train__max_steps": 9, "checkpoint__interval": 3, "checkpoint__model_interval": 3}
-    tree = tiny_tree(tiny_data, tmp_path, **settings, checkpoint__async_save=True)
+    tree = small_batch_tree(tiny_data, tmp_path, **settings, checkpoint__async_save=True)
     ended = ranks(2, run_with_space_for_both, tree, start_world=False)
     assert [rank_end[:2] for rank_end in ended] == [(0, "")] * 2 and not ended[0].warnings(), ended
     assert (tmp_path / "checkpoints" / "model-00000009").is_dir()
@@ -235,7 +235,7 @@ def test_full_checkpoint_precedes_model_without_space_for_both(
     ranks, tiny_data, tmp_path, async_save
 ):
     settings = {"checkpoint__interval": 10, "checkpoint__model_interval": 5}
-    tree = tiny_tree(tiny_data, tmp_path, **settings, checkpoint__async_save=async_save)
+    tree = small_batch_tree(tiny_data, tmp_path, **settings, checkpoint__async_save=async_save)
     ended = ranks(2, run_with_space_for_full_or_model, tree, start_world=False)
     lines = ended[0].warnings()
     assert "step 10 is not saved: model-00000010 not written: " in lines[0], ended
@@ -266,7 +266,7 @@ def test_undeletable_checkpoints_do_not_keep_others(ranks, tiny_data, tmp_path, 
     settings |= {"checkpoint__keep_models": 1, "checkpoint__async_save": async_save}
     with small_disk(tmp_path / "disk", "4m"):
         directory = tmp_path / "disk" / "checkpoints"
-        tree = tiny_tree(tiny_data, tmp_path / "disk", **settings)
+        tree = small_batch_tree(tiny_data, tmp_path / "disk", **settings)
         train_on(ranks, 1, tree | {"train": tree["train"] | {"stop_at_step": 4}})
         with immutable(directory / "step-00000002", directory / "step-00000004"):
             (ended,) = ranks(

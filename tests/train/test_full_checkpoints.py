@@ -29,7 +29,7 @@ from optimus.rank.states import states_of_rank
 from tests.kit.faults.disk import flip
 from tests.kit.runs.results import assert_same_run
 from tests.kit.runs.saves import save_full
-from tests.kit.runs.tiny import tiny_tree
+from tests.kit.runs.tiny import small_batch_tree, tiny_tree
 from tests.kit.runs.training import make_rank_model, run_and_catch, run_tree, train_on
 
 BLOCK = 10_000
@@ -140,11 +140,11 @@ def test_damage_during_loading_makes_a_run_load_the_older_checkpoint(ranks, tiny
     """The checkpoint of step 3 is damaged, so the run resumes from step 2. The result must equal
     that of an uninterrupted run."""
     few = {"train__max_steps": 4, "checkpoint__interval": 1, "optim__sharding": "so"}
-    train_on(ranks, 2, tiny_tree(tiny_data, tmp_path / "unbroken", **few))
+    train_on(ranks, 2, small_batch_tree(tiny_data, tmp_path / "unbroken", **few))
     run = tmp_path / "run"
-    train_on(ranks, 2, tiny_tree(tiny_data, run, train__stop_at_step=3, **few))
+    train_on(ranks, 2, small_batch_tree(tiny_data, run, train__stop_at_step=3, **few))
     flip(store.full_path(run, 3) / "shard-00001.bin", 0.5)
-    train_on(ranks, 2, tiny_tree(tiny_data, run, **few))
+    train_on(ranks, 2, small_batch_tree(tiny_data, run, **few))
     assert_same_run(tmp_path / "unbroken", run)
     quarantined = [p.name for p in (run / "checkpoints" / "set-aside").iterdir()]
     assert len(quarantined) == 1 and quarantined[0].startswith("step-00000003")
@@ -168,8 +168,8 @@ def fail_a_read_once(tree: dict[str, Any]) -> None:
 
 def test_read_that_fails_once_keeps_the_newest_checkpoint(ranks, tiny_data, tmp_path):
     few = {"train__max_steps": 4, "checkpoint__interval": 1, "optim__sharding": "so"}
-    train_on(ranks, 2, tiny_tree(tiny_data, tmp_path, train__stop_at_step=3, **few))
-    tree = tiny_tree(tiny_data, tmp_path, **few)
+    train_on(ranks, 2, small_batch_tree(tiny_data, tmp_path, train__stop_at_step=3, **few))
+    tree = small_batch_tree(tiny_data, tmp_path, **few)
     ranks(2, fail_a_read_once, tree, start_world=False, timeout_s=120)
     assert store.newest_valid(tmp_path).step == 4
     assert not (tmp_path / "checkpoints" / "set-aside").exists()
@@ -181,19 +181,19 @@ def test_run_that_falls_back_to_a_model_starts_with_zero_moments(ranks, tiny_dat
     few = {"train__max_steps": 5, "checkpoint__interval": 0, "optim__sharding": "so"}
     few |= {"checkpoint__model_interval": 2}
     run, fresh = tmp_path / "run", tmp_path / "fresh"
-    train_on(ranks, 2, tiny_tree(tiny_data, run, train__stop_at_step=2, **few))
+    train_on(ranks, 2, small_batch_tree(tiny_data, run, train__stop_at_step=2, **few))
     few |= {"checkpoint__load": "model@2"}
-    train_on(ranks, 2, tiny_tree(tiny_data, run, train__stop_at_step=3, **few))
+    train_on(ranks, 2, small_batch_tree(tiny_data, run, train__stop_at_step=3, **few))
     shutil.copytree(run, fresh)
     shutil.rmtree(store.full_path(fresh, 3))
     flip(store.full_path(run, 3) / "shard-00001.bin", 0.99)
     for path in (run, fresh):
-        train_on(ranks, 2, tiny_tree(tiny_data, path, **few))
+        train_on(ranks, 2, small_batch_tree(tiny_data, path, **few))
     assert_same_run(run, fresh)
 
 
 def test_run_without_a_valid_full_checkpoint_does_not_start_again(ranks, tiny_data, tmp_path):
-    tree = tiny_tree(tiny_data, tmp_path, train__stop_at_step=2, checkpoint__interval=1)
+    tree = small_batch_tree(tiny_data, tmp_path, train__stop_at_step=2, checkpoint__interval=1)
     train_on(ranks, 1, tree)
     for step in (1, 2):
         flip(store.full_path(tmp_path, step) / "shard-00000.bin", 0.9)

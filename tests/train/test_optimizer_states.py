@@ -20,7 +20,7 @@ from optimus.planner.states import plan_ranks
 from optimus.rank import states as states_module
 from optimus.rank.states import plan_rank, states_of_rank
 from tests.kit.runs.results import assert_same_run
-from tests.kit.runs.tiny import tiny_tree
+from tests.kit.runs.tiny import small_batch_tree, tiny_tree
 from tests.kit.runs.training import make_microbatch, make_rank_model, make_updater, run_tree
 
 STATES = ("master", "momentum")
@@ -60,7 +60,8 @@ def test_resumed_run_has_the_same_bits(ranks, tiny_data, tmp_path, monkeypatch, 
     settings = {"train__max_steps": 4, "train__dtype": "bf16", "checkpoint__interval": 2} | layout
     for name, stops in (("whole", [0]), ("resumed", [2, 0])):
         for stop in stops:
-            tree = tiny_tree(tiny_data, tmp_path / name, **settings, train__stop_at_step=stop)
+            run = settings | {"train__stop_at_step": stop}
+            tree = small_batch_tree(tiny_data, tmp_path / name, **run)
             ranks(2, run_with_momentum, tree, dtype, start_world=False, timeout_s=120)
     monkeypatch.setattr(index_module, "KNOWN_STATES", (STATES,))
     for path in store.find_all(tmp_path / "whole"):

@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 
 from tests.kit.runs.results import assert_same_run
-from tests.kit.runs.tiny import DENSE, tiny_tree
+from tests.kit.runs.tiny import CONTEXT, DENSE, tiny_tree
 from tests.kit.runs.training import train_on
 
-FEW = {"train__max_steps": 2, "optim__warmup_steps": 1, "model__num_layers": 4}
-MASKED = {"model__tie_embeddings": True, "data__document_mask": True}
+FEW = {"train__max_steps": 2, "optim__warmup_steps": 1}
+MASKED = {"model__num_layers": 4, "model__tie_embeddings": True, "data__document_mask": True}
 EXCHANGED = {
+    "train__global_batch_tokens": 4 * CONTEXT,
     "parallel__ep": 2,
     "parallel__tp": 2,
     "parallel__ep_dispatch": "alltoall",

@@ -33,7 +33,7 @@ from optimus.train.stop import StopRequest
 from tests.kit.ranks.pool import RanksFailed
 from tests.kit.runs.results import assert_same_run, metrics_of, read_whole
 from tests.kit.runs.saves import SYNC_AND_ASYNC, delay_writes, full_states, steps_kept
-from tests.kit.runs.tiny import tiny_tree
+from tests.kit.runs.tiny import small_batch_tree, tiny_tree
 from tests.kit.runs.training import Ended, printed_by, run_with, train_on
 
 
@@ -56,8 +56,8 @@ def test_async_saves_write_the_files_of_sync_saves(ranks, tiny_data, tmp_path, s
     those of synchronous saves."""
     both = {"train__max_steps": 8, "checkpoint__interval": 4, "optim__sharding": "so"} | variant
     both |= {"checkpoint__model_interval": 4}
-    train_on(ranks, size, tiny_tree(tiny_data, tmp_path / "sync", **both))
-    tree = tiny_tree(tiny_data, tmp_path / "async", **both, checkpoint__async_save=True)
+    train_on(ranks, size, small_batch_tree(tiny_data, tmp_path / "sync", **both))
+    tree = small_batch_tree(tiny_data, tmp_path / "async", **both, checkpoint__async_save=True)
     ended = ranks(size, run_with_delayed_writes, tree, {4: 7}, start_world=False, timeout_s=120)
     assert [rank_end[:2] for rank_end in ended] == [(0, "")] * size
     assert_same_run(tmp_path / "sync", tmp_path / "async")
@@ -124,8 +124,10 @@ def test_save_that_fails_on_a_rank_is_reported_and_the_run_continues(
     ranks, tiny_data, tmp_path, victim, async_save
 ):
     settings = {"train__max_steps": 12, "checkpoint__interval": 4, "optim__sharding": "so"}
-    train_on(ranks, 2, tiny_tree(tiny_data, tmp_path / "unbroken", **settings))
-    tree = tiny_tree(tiny_data, tmp_path / "run", **settings, checkpoint__async_save=async_save)
+    train_on(ranks, 2, small_batch_tree(tiny_data, tmp_path / "unbroken", **settings))
+    tree = small_batch_tree(
+        tiny_data, tmp_path / "run", **settings, checkpoint__async_save=async_save
+    )
     ended = ranks(2, run_with_small_files, tree, victim, [8], start_world=False)
     assert [rank_end[:2] for rank_end in ended] == [(0, "")] * 2
     assert ended[0].warnings() == [
@@ -141,7 +143,7 @@ def test_save_that_fails_on_a_rank_is_reported_and_the_run_continues(
 @SYNC_AND_ASYNC
 def test_too_many_failures_in_a_row_end_the_run(ranks, tiny_data, tmp_path, async_save):
     settings = {"checkpoint__interval": 3, "checkpoint__max_failures": 2, "optim__sharding": "so"}
-    tree = tiny_tree(tiny_data, tmp_path, **settings, checkpoint__async_save=async_save)
+    tree = small_batch_tree(tiny_data, tmp_path, **settings, checkpoint__async_save=async_save)
     ended = ranks(2, run_with_small_files, tree, 1, range(4, 99), start_world=False)
     assert ended[0][:2] == ended[1][:2] and ended[0].status == 1
     assert "step 9 is not saved" in ended[0].message and "max_failures = 2" in ended[0].message
@@ -156,7 +158,7 @@ def test_failure_of_the_last_checkpoint_ends_the_run_in_error(
     ranks, tiny_data, tmp_path, async_save
 ):
     settings = {"train__max_steps": 6, "checkpoint__interval": 3, "checkpoint__max_failures": 0}
-    tree = tiny_tree(tiny_data, tmp_path, **settings, checkpoint__async_save=async_save)
+    tree = small_batch_tree(tiny_data, tmp_path, **settings, checkpoint__async_save=async_save)
     ended = ranks(2, run_with_small_files, tree, 1, [6], start_world=False)
     assert ended[0][:2] == ended[1][:2] and ended[0].status == 1
     assert "the newest checkpoint is step-00000003; fix the problem" in ended[0].message
@@ -182,7 +184,7 @@ def test_full_checkpoint_starts_before_the_model_of_its_step(
     """A run may be killed between the two saves. A model-only checkpoint can be written from a full
     checkpoint, but not the reverse."""
     settings = {"train__max_steps": 6, "checkpoint__interval": 4, "checkpoint__model_interval": 2}
-    tree = tiny_tree(tiny_data, tmp_path, **settings, checkpoint__async_save=async_save)
+    tree = small_batch_tree(tiny_data, tmp_path, **settings, checkpoint__async_save=async_save)
     (started,) = ranks(1, run_and_record_starts, tree, start_world=False)
     steps = ("model", 2), ("step", 4), ("model", 4), ("step", 6), ("model", 6)
     assert started == [f"{kind}-{step:08}" for kind, step in steps]
@@ -194,7 +196,7 @@ def test_model_that_a_rank_cannot_write_fails_on_all_ranks(
     ranks, tiny_data, tmp_path, victim, async_save
 ):
     settings = {"train__max_steps": 9, "checkpoint__model_interval": 3, "checkpoint__interval": 0}
-    tree = tiny_tree(tiny_data, tmp_path, **settings, checkpoint__async_save=async_save)
+    tree = small_batch_tree(tiny_data, tmp_path, **settings, checkpoint__async_save=async_save)
     ended = ranks(2, run_with_small_models, tree, victim, 6, start_world=False)
     assert [rank_end[:2] for rank_end in ended] == [(0, "")] * 2
     (warning,) = ended[0].warnings()
@@ -226,7 +228,7 @@ def run_with_a_bad_moment(tree: dict[str, Any]) -> Ended:
 @SYNC_AND_ASYNC
 def test_nonfinite_state_is_never_committed(ranks, tiny_data, tmp_path, async_save):
     settings = {"checkpoint__interval": 2, "optim__sharding": "so"}
-    tree = tiny_tree(tiny_data, tmp_path, **settings, checkpoint__async_save=async_save)
+    tree = small_batch_tree(tiny_data, tmp_path, **settings, checkpoint__async_save=async_save)
     ended = ranks(2, run_with_a_bad_moment, tree, start_world=False)
     assert ended[0][:2] == ended[1][:2] and ended[0].status == 4
     message, marker = ended[0].message, tmp_path / "log" / "nonfinite-rank1.json"
@@ -250,8 +252,8 @@ def lose_the_second_rank(tree: dict[str, Any]) -> Ended:
 
 def test_rank_lost_during_a_save_keeps_the_previous_checkpoint(ranks, tiny_data, tmp_path):
     settings = {"train__max_steps": 8, "checkpoint__interval": 2, "checkpoint__async_save": True}
-    train_on(ranks, 2, tiny_tree(tiny_data, tmp_path / "unbroken", **settings))
-    tree = tiny_tree(tiny_data, tmp_path / "run", **settings)
+    train_on(ranks, 2, small_batch_tree(tiny_data, tmp_path / "unbroken", **settings))
+    tree = small_batch_tree(tiny_data, tmp_path / "run", **settings)
     with pytest.raises(RanksFailed) as failed:
         ranks(2, lose_the_second_rank, tree, start_world=False)
     assert failed.value.outcomes[0].value().status == 5
@@ -281,7 +283,7 @@ def test_rank_lost_as_a_save_begins_is_not_a_failed_save(ranks, tiny_data, tmp_p
         "checkpoint__async_save": async_save,
     }
     with pytest.raises(RanksFailed) as failed:
-        tree = tiny_tree(tiny_data, tmp_path, **settings)
+        tree = small_batch_tree(tiny_data, tmp_path, **settings)
         ranks(2, lose_the_first_rank_as_a_save_begins, tree, start_world=False)
     assert failed.value.outcomes[1].value().status == OutcomeKind.LOST_PEER.exit_status
 
@@ -321,7 +323,7 @@ def test_save_in_progress_is_committed_when_all_ranks_end(
 
 def test_deadline_stops_a_run_after_a_checkpoint(ranks, tiny_data, tmp_path):
     settings = {"train__deadline_s": 0.01, "checkpoint__interval": 1}
-    tree = tiny_tree(tiny_data, tmp_path, **settings, checkpoint__async_save=True)
+    tree = small_batch_tree(tiny_data, tmp_path, **settings, checkpoint__async_save=True)
     ended = ranks(2, run_with_delayed_writes, tree, {}, start_world=False)
     assert ended[0][:2] == ended[1][:2] and ended[0].status == 3
     assert "the deadline has passed" in ended[0].message
@@ -348,7 +350,7 @@ def run_on_full_disk(tree: dict[str, Any]) -> str:
 
 
 def test_model_whose_tokenizer_does_not_fit_is_not_committed(ranks, tiny_data, tmp_path):
-    tree = tiny_tree(tiny_data, tmp_path, train__max_steps=3, checkpoint__model_interval=2)
+    tree = small_batch_tree(tiny_data, tmp_path, train__max_steps=3, checkpoint__model_interval=2)
     (output,) = ranks(1, run_on_full_disk, tree, start_world=False)
     assert "warning: step 2 is not saved" in output and "No space left on device" in output
     assert not store.model_path(tmp_path, 2).exists()
@@ -385,12 +387,12 @@ def test_model_missing_after_a_kill_is_written_on_resume(ranks, tiny_data, tmp_p
     """The model-only checkpoint of step 10 is missing. The resumed run must write it."""
     settings = {"checkpoint__model_interval": 5, "parallel__pp": 2}
     settings |= {"checkpoint__async_save": async_save}
-    tree = tiny_tree(tiny_data, tmp_path, **settings, train__stop_at_step=10)
+    tree = small_batch_tree(tiny_data, tmp_path, **settings, train__stop_at_step=10)
     train_on(ranks, 2, tree)
     model = store.model_path(tmp_path, 10)
     written = {path.name: path.read_bytes() for path in model.glob("*.safetensors")}
     shutil.rmtree(model)
-    train_on(ranks, 2, tiny_tree(tiny_data, tmp_path, **settings, train__stop_at_step=11))
+    train_on(ranks, 2, small_batch_tree(tiny_data, tmp_path, **settings, train__stop_at_step=11))
     store.read_manifest(model).verify()
     assert written == {path.name: path.read_bytes() for path in model.glob("*.safetensors")} != {}
     assert (
@@ -427,7 +429,7 @@ def test_metrics_are_durable_before_the_checkpoint_of_their_step(
         "checkpoint__interval": 1,
         "checkpoint__async_save": async_save,
     }
-    tree = tiny_tree(tiny_data, tmp_path, **settings)
+    tree = small_batch_tree(tiny_data, tmp_path, **settings)
     (order,) = ranks(1, run_and_record_order, tree, start_world=False)
     for step in (1, 2, 3):
         committed = order.index(f"rename step-{step:08d}")
@@ -462,7 +464,7 @@ def stop_and_check_order(tree: dict[str, Any]) -> bool:
 
 
 def test_stopped_run_saves_before_it_evaluates(ranks, tiny_data, tmp_path):
-    tree = tiny_tree(tiny_data, tmp_path, train__eval_interval=1)
+    tree = small_batch_tree(tiny_data, tmp_path, train__eval_interval=1)
     tree["data"]["eval_path"] = str(tiny_data / "eval")
     assert ranks(2, stop_and_check_order, tree, start_world=False) == [True, True]
     assert len((tmp_path / "eval.jsonl").read_text().splitlines()) == 4
