@@ -7,12 +7,13 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from tests.kit.ranks.processes import PYTHONPATH, wait_until
 from tests.kit.runs.results import assert_same_run
-from tests.kit.runs.tiny import tiny_tree
+from tests.kit.runs.tiny import small_batch_tree
 from tests.kit.runs.training import train_on
 
 SUSPENDED = """
@@ -56,11 +57,21 @@ def files_of(folder):
     return {path.relative_to(folder): path.read_bytes() for path in paths}
 
 
+@pytest.fixture(scope="module")
+def unbroken(rank_pool, tiny_data, tmp_path_factory) -> Path:
+    """Return the directory of a run that is not suspended."""
+    path = tmp_path_factory.mktemp("unbroken") / "run"
+    train_on(rank_pool.run, 1, small_batch_tree(tiny_data, path, train__max_steps=24))
+    return path
+
+
 @pytest.mark.parametrize("where", ["start", "update", "commit", "removal"])
-def test_suspended_run_changes_nothing_when_it_continues(ranks, tiny_data, tmp_path, where):
+def test_suspended_run_changes_nothing_when_it_continues(
+    ranks, tiny_data, tmp_path, unbroken, where
+):
     """A run is suspended before a change of its directory. Another start of the run takes over and
     trains to the end. Then the suspended run continues. Starting its process takes 3 s."""
-    tree = tiny_tree(tiny_data, tmp_path / "run", train__max_steps=24)
+    tree = small_batch_tree(tiny_data, tmp_path / "run", train__max_steps=24)
     code = [sys.executable, "-P", "-c", SUSPENDED, json.dumps(tree), where]
     environ, pipe = os.environ | {"PYTHONPATH": PYTHONPATH}, subprocess.PIPE
     with subprocess.Popen(code, env=environ, stdout=pipe, stderr=pipe, text=True) as run:
@@ -77,6 +88,5 @@ def test_suspended_run_changes_nothing_when_it_continues(ranks, tiny_data, tmp_p
     assert files_of(tmp_path / "run") == before
     if where == "update":
         assert "another start of this run uses the directory now" in printed
-    train_on(ranks, 1, tiny_tree(tiny_data, tmp_path / "unbroken", train__max_steps=24))
-    assert_same_run(tmp_path / "run", tmp_path / "unbroken")
+    assert_same_run(tmp_path / "run", unbroken)
     wait_until(lambda: not list((tmp_path / "run" / "checkpoints").glob(".*")), within_s=1)

@@ -20,10 +20,15 @@ from optimus.train import loop
 from tests.kit.faults.nonfinite import poison
 from tests.kit.ranks.pool import RanksFailed
 from tests.kit.runs.results import assert_same_run, metrics_of
-from tests.kit.runs.tiny import tiny_tree
+from tests.kit.runs.tiny import CONTEXT, tiny_tree
 from tests.kit.runs.training import make_run, train_on
 
-FEW = {"train__max_steps": 6, "model__num_layers": 4, "checkpoint__interval": 3}
+FEW = {
+    "train__max_steps": 6,
+    "train__global_batch_tokens": 4 * CONTEXT,
+    "model__num_layers": 4,
+    "checkpoint__interval": 3,
+}
 
 
 def sizes(**axes) -> dict:

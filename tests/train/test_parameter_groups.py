@@ -15,7 +15,7 @@ from optimus.model.transformer import Transformer
 from tests.kit.layouts.whole import whole_of
 from tests.kit.ranks.pool import RanksFailed
 from tests.kit.runs.results import assert_same_run, weights_of
-from tests.kit.runs.tiny import tiny_tree
+from tests.kit.runs.tiny import CONTEXT, tiny_tree
 from tests.kit.runs.training import make_microbatch, make_rank_model, make_updater, train_on
 
 GROUPS = [
@@ -24,7 +24,7 @@ GROUPS = [
 ]
 FROZEN = ["embed.*", "blocks.0.attention.*_proj.weight"]
 RUN = {"optim__groups": GROUPS, "optim__frozen": FROZEN, "optim__chunk_length": 2000}
-FEW = {"train__max_steps": 5}
+FEW = {"train__max_steps": 5, "train__global_batch_tokens": 4 * CONTEXT}
 
 
 def is_frozen(name: str) -> bool:

@@ -111,7 +111,9 @@ def test_sharded_chunks_train_to_the_same_bits(ranks, tmp_path, layout):
     size, run, (so_slots, epso_slots) = LAYOUTS[layout]
     shardings = sharding_settings(so_slots, epso_slots)
     shardings = [*shardings[:-1], shardings[-1] | on_disk(0.6, tmp_path)]
-    trees = [tiny_tree("d", "r", **SMALL, **run, **sharding) for sharding in shardings]
+    # A pipeline fills and drains with 4 microbatches per data rank; other layouts need only 2.
+    batch = {"train__global_batch_tokens": (8 if "parallel__pp" in run else 4) * CONTEXT}
+    trees = [tiny_tree("d", "r", **SMALL | batch | run | sharding) for sharding in shardings]
     trees[0].pop("recompute", None)
     poison = [sharding["optim__sharding"] == "so" for sharding in shardings]
     whole, *sharded = ranks(size, run_several, trees, poison, STEPS, **ALONE)[0]
@@ -183,7 +185,8 @@ def test_updates_that_overflow_are_skipped_with_offloading(ranks, tmp_path):
 
 def test_losses_agree_without_deterministic_mode(ranks):
     fast = {"train__deterministic": False, "train__threads": 1, "parallel__ep": 2}
-    trees = [tiny_tree("d", "r", **SMALL, **fast, **sharding) for sharding in SHARDINGS]
+    fast["train__global_batch_tokens"] = 4 * CONTEXT
+    trees = [tiny_tree("d", "r", **SMALL | fast | sharding) for sharding in SHARDINGS]
     whole, *sharded = ranks(4, run_several, trees, [False] * len(trees), STEPS, **ALONE)[0]
     for result in sharded:
         for actual, expected in zip(result.metrics, whole.metrics, strict=True):
