@@ -31,7 +31,9 @@ class NotCopied:
         raise ConfigError("an offloaded model cannot be copied or pickled; use its state_dict()")
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch has no types for it
+@torch.compiler.disable(  # type: ignore[untyped-decorator]  # torch has no types for it
+    reason="an offloaded model does not support torch.compile; use the model without it"
+)
 def refuse_compiled() -> None:
     """Raise ConfigError for a model in torch.compile, which does not trace this function, so that
     the user sees this error instead of one of torch."""

@@ -506,7 +506,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(element)
     elif isinstance(value, dict):
         yield from tensors_in(list(value.values()))
-    elif dataclasses.is_dataclass(value):
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         yield from tensors_in([getattr(value, f.name) for f in dataclasses.fields(value)])
 
 

@@ -33,6 +33,7 @@ _OUTSIDE = (
     "parameter {} has a gradient from outside of the forward of its module; call the module for "
     "each use of the parameter, return all its outputs, and use a torch.autocast for each forward"
 )
+_VMAP = torch._C._functorch.TransformType.Vmap
 _raw = torch._C.DisableTorchFunctionSubclass
 """Context manager in which functions on guarded tensors are not intercepted."""
 
@@ -214,6 +215,11 @@ class OffloadedModel(NotCopied):
         )
         task = torch._C._current_graph_task_id()
         hooks = self._hooks[index]
+        refuse_if(
+            any(i.key() is not _VMAP for i in torch._C._functorch.get_interpreter_stack() or ()),
+            "an offloaded model does not support torch.func.grad and similar transforms; use "
+            "loss.backward() or torch.autograd.grad",
+        )
         if backward:
             self._begin_backward(task)
         elif task == -1:

@@ -364,6 +364,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._steps = dict.fromkeys(self._model.trained, 0)
         """Number of updates of each parameter."""
         names = {id(parameter): name for name, parameter in self._model.named.items()}
+        # torch.distributed.checkpoint calls step() with zero gradients if there is no state.
+        self.state.update({parameter: {} for parameter in self._model.named.values()})
         self._names = [[names[id(p)] for p in group["params"]] for group in self.param_groups]
         self.grad_norm = math.nan
         """2-norm of the gradients of the last step, before clipping, if `clip_norm` is set."""

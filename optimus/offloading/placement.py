@@ -165,6 +165,26 @@ class Needs:
     """Name of the segment that needs `chunks_per_use` chunks."""
 
 
+def _check_embeddings(model: nn.Module, chunks: ModelChunks, placement: OffloadPlacement) -> None:
+    """Raise ConfigError for an offloaded embedding that changes its weight in each forward."""
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    limited = {
+        id(module.weight): (name, module.max_norm)
+        for name, module in model.named_modules()
+        if isinstance(module, kinds) and module.max_norm is not None
+    }
+    if not (limited and placement.host_share):
+        return
+    engine = chunks.on_meta(placement)
+    states = [state for state in (*engine.chunks, *engine.frozen.chunks) if state.is_transient]
+    for slot in (slot for state in states for slot in state.chunk.slots):
+        if embedding := limited.get(id(chunks.named[slot.name])):
+            raise ConfigError(
+                f"{embedding[0]} has max_norm = {embedding[1]} and changes its weight in forward, "
+                "which is offloaded; use max_norm=None, or host_share=0.0"
+            )
+
+
 def select_placement(
     model: nn.Module,
     chunks: ModelChunks,
@@ -217,6 +237,7 @@ def select_placement(
         early == "on" and not placement.host_share,
         "early_adam = 'on' has no effect, because all states are on the device; leave it out",
     )
+    _check_embeddings(model, chunks, placement)
     placement = _with_disk(chunks, placement, limits, early == "on")
     on_device = sum(p.nbytes for p in chunks.named.values() if p.device.type != "cpu")
     if placement.host_share and limits.device is not None and on_device > limits.device:

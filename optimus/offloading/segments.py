@@ -203,14 +203,13 @@ class SegmentHooks(NotCopied):
     def register(self, before_forward: Hook, before_backward: Hook | None) -> None:
         """As `ModelSegment.register`."""
         self._of_engine = before_forward, before_backward
-        self._owner.keep(
-            # The first hook, because others may read parameters, as torch's weight_norm does.
-            self._module.register_forward_pre_hook(self._before_forward, prepend=True),
-            self._module.register_forward_hook(self._after_forward),
-        )
+        # The first hook, because others may read parameters, as torch's weight_norm does.
+        first = self._module.register_forward_pre_hook(self._before_forward, prepend=True)
+        self._owner.keep(first)
         if self.parameters:
-            hook = self._module.register_forward_hook(self._close, prepend=True, always_call=True)
+            hook = self._module.register_forward_hook(self._close, always_call=True)
             self._owner.keep(hook)
+        self._owner.keep(self._module.register_forward_hook(self._after_forward))
 
     def before(self, backward: bool) -> None:
         """Call the engine's hook for a forward or, with `backward`, for a backward."""

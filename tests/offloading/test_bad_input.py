@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -114,6 +115,13 @@ def test_a_compiled_model_is_refused():
         with pytest.raises(ConfigError, match="use the model without torch.compile") as error:
             torch.compile(model, backend="eager")(torch.ones(1, 32))
         assert "\n" not in str(error.value)
+        torch.compiler.reset()  # it runs code without compilation that has failed before
+        with pytest.raises(Exception, match="offloaded model does not support torch.compile; use"):
+            torch.compile(model, backend="eager", fullgraph=True)(torch.ones(1, 32))
+        with pytest.raises(ConfigError, match="does not support torch.func.grad") as error:
+            torch.func.grad(lambda x, model=model: model(x).sum())(torch.ones(1, 32))
+        assert "\n" not in str(error.value)
+        model(torch.ones(1, 32)).sum().backward()
 
 
 ARGUMENTS = {
@@ -237,7 +245,12 @@ def test_groups_are_refused(case):
     optimus.offload(model, host_share=1.0)
 
 
-@pytest.mark.parametrize("output", [None, iter([])], ids=["None", "iterator"])
+@dataclass
+class Result:
+    loss: torch.Tensor
+
+
+@pytest.mark.parametrize("output", [None, iter([]), Result], ids=["None", "iterator", "class"])
 def test_an_output_without_tensors_is_refused(output):
     class Text(nn.Linear):
         def forward(self, x: torch.Tensor):

@@ -78,9 +78,10 @@ def test_changed_values_of_a_parameter_on_the_device_are_trained(change, dtype):
 
 
 class Normed(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, max_norm: float | None = 0.5) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([nn.Embedding(64, 32, max_norm=0.5), nn.Linear(32, 32)])
+        embedding = nn.Embedding(64, 32, max_norm=max_norm)
+        self.blocks = nn.ModuleList([embedding, nn.Linear(32, 32)])
 
     def forward(self, batch: torch.Tensor) -> torch.Tensor:
         return self.blocks[1](self.blocks[0](batch)).square().mean()
@@ -90,11 +91,12 @@ class Normed(nn.Module):
 @pytest.mark.parametrize("share", [0.0, 1.0])
 def test_a_change_inplace_has_an_effect_or_is_refused(change, share):
     """An offloaded parameter is changed without a call of a torch function on the parameter."""
-    ours, theirs = Normed(), Normed()
-    if change == "state_dict":
-        ours.blocks[0].max_norm = theirs.blocks[0].max_norm = None
+    max_norm = 0.5 if change == "module" and not share else None
+    ours, theirs = Normed(max_norm), Normed(max_norm)
     theirs.load_state_dict(ours.state_dict())
     optimizer, reference = optimus.offload(ours, host_share=share), adamw(theirs)
+    if change == "module":  # a user may also set it, or call F.embedding
+        ours.blocks[0].max_norm = theirs.blocks[0].max_norm = 0.5
     for model in (ours, theirs):
         if change == "state_dict":
             model.state_dict()["blocks.0.weight"].mul_(0.5)
@@ -107,6 +109,18 @@ def test_a_change_inplace_has_an_effect_or_is_refused(change, share):
     optimizer.step()
     if not share:
         assert_equal(weights(ours), weights(theirs))
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_an_offloaded_embedding_with_max_norm_is_refused_before_any_change(kind):
+    """Of two chunks, only the second is on the host with host_share = 0.5."""
+    layers = [kind(8, 32, max_norm=2.0), nn.Linear(32, 32)]
+    optimus.offload(nn.Sequential(*layers), host_share=0.5)
+    model = nn.Sequential(nn.Linear(32, 32), kind(8, 32, max_norm=2.0).requires_grad_(False))
+    for share in (0.5, 1.0):
+        with pytest.raises(ConfigError, match="1 has max_norm = 2.0 .* use max_norm=None, or"):
+            optimus.offload(model, host_share=share)
+    optimus.offload(model, host_share=0.0)  # the refusals have changed nothing
 
 
 def test_views_of_an_offloaded_parameter_are_read_after_later_steps():

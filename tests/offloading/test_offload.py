@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import optimus
@@ -512,6 +513,11 @@ def test_states_are_interchangeable_with_adamw_of_torch(share):
     ours.load_state_dict(theirs.state_dict())
     optimizer.load_state_dict(reference.state_dict())
     assert train(ours, optimizer, (1, 2), first=2) == train(theirs, reference, (1, 2), first=2)
+    states = get_state_dict(ours, optimizer)
+    assert_equal(
+        states[1]["state"]["lm_head.weight"], list(optimizer.state_dict()["state"].values())[-1]
+    )
+    set_state_dict(ours, optimizer, model_state_dict=states[0], optim_state_dict=states[1])
     third = copy.deepcopy(theirs)
     third.load_state_dict(ours.state_dict())
     back = adamw(third, **OPTIONS)

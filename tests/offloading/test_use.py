@@ -466,8 +466,8 @@ def test_an_update_by_another_optimizer_is_refused():
 
 
 def test_the_state_of_the_optimizer_has_the_options_of_torch():
-    """An AdamW of torch that loads it stays fused. All options are loaded back. With bf16 as default
-    dtype, numbers of updates are exact."""
+    """An AdamW of torch that loads it stays fused. All options are loaded back. With bf16 as the
+    default dtype, numbers of updates are exact."""
     ours, optimizer, theirs, reference = pair("llama", 1.0)
     for model, of_model in ((ours, optimizer), (theirs, reference)):
         train(model, of_model, (1,))
