@@ -14,7 +14,7 @@ from optimus.config import dump_toml, make_config
 from optimus.config.machine import FOLDER, Machine, load_machine
 from optimus.distributed.mesh import make_mesh
 from optimus.planner.expert_loads import RunLoads
-from optimus.planner.layouts import LayoutChecks, layout_of
+from optimus.planner.layouts import LayoutChecks, Space, layout_of
 from optimus.planner.machine_plan import _Memory, machine_lines, plan_on_machine
 from optimus.planner.machine_rates import rates_of
 from optimus.planner.search_memory import LayoutMemory
@@ -126,6 +126,25 @@ def test_search_has_the_figures_of_a_plan_for_the_loads_of_a_run(tmp_path, chang
     assert seconds > StepSeconds(CONFIG, checks, rates)(layout)
 
 
+def test_a_search_on_the_command_line_uses_the_loads(tmp_path, monkeypatch, capsys) -> None:
+    run = write_run(tmp_path, (1, SKEWED, SKEWED[::-1]), (2, EQUAL, SKEWED), (3, EQUAL, EQUAL))
+    sizes = {"pp": [1], "ep": [4], "tp": [1], "schedules": [("1f1b", 1)], "states": [("so", "all")]}
+    small = Space(**sizes, microbatch_sizes=[1], recompute=[()])
+    monkeypatch.setattr("optimus.planner.layouts.space_of", lambda *args: small)
+    options = ["--search", "--machine", "h200", "--nodes", "1", "--json"]
+    command = ["plan", str(tmp_path / "config.toml"), "parallel.dp=0", *options]
+    (layout,) = small.layouts(8)
+    found = []
+    for load in ([], ["--load", run]):
+        assert main([*command, *load]) == 0
+        (first,) = json.loads(capsys.readouterr().out)["ranking"]
+        found.append((first["step_s"], first["memory_bytes"]))
+    checks, loads = LayoutChecks(CONFIG), RunLoads(run, CONFIG.model)
+    rates = rates_of(load_machine("h200"), "bf16")
+    assert found[1][0] == StepSeconds(CONFIG, checks, rates, loads=loads)(layout) > found[0][0]
+    assert found[1][1] == LayoutMemory(CONFIG, checks, loads=loads)(layout) > found[0][1]
+
+
 def test_a_line_that_a_kill_has_cut_is_ignored(tmp_path) -> None:
     path = Path(write_run(tmp_path, (1, EQUAL, EQUAL), (100, EQUAL, SKEWED)))
     file = path / "expert_load.jsonl"
@@ -204,6 +223,8 @@ def test_time_of_a_step_follows_the_fullest_rank() -> None:
     # plan["exposed_s"] also has the reduction of the gradients, of which a longer pass hides more.
     sent = [exchange_s(imbalance) for imbalance in (1.0, 2.5, 4.0)]
     assert sent[0] < sent[1] < sent[2]
+    of_layer = step_of(CONFIG, MESH, imbalances=dict.fromkeys((0, 1), 4.0)).stages[0][:2]
+    assert sorted(each.number for each in of_layer) == [0, 1]  # only the profile with all rows
 
 
 def test_largest_imbalance_that_fits() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from optimus.config.load import load_config
 from optimus.config.machine import FOLDER
-from optimus.distributed.mesh import Coordinate, make_mesh
+from optimus.distributed.mesh import Coordinate, Mesh, make_mesh
 from optimus.errors import ConfigError
 from optimus.model.flops import count_parameters
 from optimus.planner.workload import stage_weights, step_of
@@ -69,6 +69,14 @@ def test_parameters_of_the_stages_are_those_of_the_model(run):
     mesh = make_mesh(config.parallel)
     total = sum(w.experts * mesh.ep + w.others for w in stage_weights(config, mesh))
     assert total == pytest.approx(count_parameters(config.model)[0], rel=1e-3)
+
+
+def test_an_update_reads_and_writes_states_gradients_and_parameters():
+    """For each of its parameters, a rank reads and writes the fp32 master and two moments (24
+    bytes), writes the bf16 parameter, and writes and reads the bf16 gradient."""
+    config = load_config(RUNS / "mula-7b-a1b.toml", [])
+    size = step_of(config, Mesh(dp=384)).optimizer_bytes
+    assert size == pytest.approx(30 * count_parameters(config.model)[0] / 384, rel=1e-3)
 
 
 def reductions(*overrides: str) -> dict[tuple[str, str, str], float]:
