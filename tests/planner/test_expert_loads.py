@@ -134,15 +134,15 @@ def test_a_search_on_the_command_line_uses_the_loads(tmp_path, monkeypatch, caps
     options = ["--search", "--machine", "h200", "--nodes", "1", "--json"]
     command = ["plan", str(tmp_path / "config.toml"), "parallel.dp=0", *options]
     (layout,) = small.layouts(8)
-    found = []
+    costs = []
     for load in ([], ["--load", run]):
         assert main([*command, *load]) == 0
         (first,) = json.loads(capsys.readouterr().out)["ranking"]
-        found.append((first["step_s"], first["memory_bytes"]))
+        costs.append((first["step_s"], first["memory_bytes"]))
     checks, loads = LayoutChecks(CONFIG), RunLoads(run, CONFIG.model)
     rates = rates_of(load_machine("h200"), "bf16")
-    assert found[1][0] == StepSeconds(CONFIG, checks, rates, loads=loads)(layout) > found[0][0]
-    assert found[1][1] == LayoutMemory(CONFIG, checks, loads=loads)(layout) > found[0][1]
+    assert costs[1][0] == StepSeconds(CONFIG, checks, rates, loads=loads)(layout) > costs[0][0]
+    assert costs[1][1] == LayoutMemory(CONFIG, checks, loads=loads)(layout) > costs[0][1]
 
 
 def test_a_line_that_a_kill_has_cut_is_ignored(tmp_path) -> None:
