@@ -133,6 +133,11 @@ def test_a_limit_that_lacks_a_byte_is_refused_with_the_fewest_bytes() -> None:
     with pytest.raises(NoPlacement) as refused:
         search(works, TierBytes(least - 1, HUGE), LINKS)
     assert refused.value.needs.device == least
+    least = smallest_capacity(works, TierBytes(HUGE, HUGE))[1]
+    assert search(works, TierBytes(HUGE, least), LINKS).needs.host == least
+    with pytest.raises(NoPlacement) as refused:
+        search(works, TierBytes(HUGE, least - 1), LINKS)
+    assert refused.value.needs.host == least
 
 
 def large_states(chunks: int, seed: int, sizes: tuple[int, ...]) -> Workload:

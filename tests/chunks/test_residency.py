@@ -189,6 +189,8 @@ def test_gathers_overlap_with_computation():
         plan = plan_residency(uses, slots)
         assert sum(len(step.gather) for step in plan.steps) == waited_for, slots
         assert len({*planned_gathers(plan)}) == n
+    resident = [step.resident for step in plan_residency(uses, 3).steps]
+    assert all(segment + 2 in resident[segment] for segment in range(n - 2))  # two uses ahead
 
 
 def test_chunks_that_are_not_needed_again_are_freed():

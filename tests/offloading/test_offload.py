@@ -365,7 +365,7 @@ def test_lora_trains_the_bits_of_torch_and_never_copies_frozen_weights_back(dtyp
     copy_of = engine.memory.copy
 
     def record(into, values, after=None, then=None):
-        if then is not None:
+        if engine.memory.tier_of(into) is Tier.HOST:
             to_host.append(values.nbytes)
         return copy_of(into, values, after, then)
 

@@ -16,7 +16,7 @@ from optimus.distributed.mesh import Coordinate, make_mesh
 from optimus.errors import ConfigError
 from optimus.planner import offload as offload_module
 from optimus.planner.memory import rank_memory
-from optimus.planner.offload import host_limit, largest_rank
+from optimus.planner.offload import check_limits, host_limit, largest_rank
 from optimus.planner.offload_time import decide_placements
 from optimus.planner.placement_search import (
     Decision,
@@ -294,6 +294,21 @@ def test_limits_apply_to_manual_placements(ranks, tiny_data, tmp_path) -> None:
     tree = tiny_tree(tiny_data, tmp_path / "run", **manual)
     ((status, message),) = ranks(1, run_with_little_memory, tree, start_world=False)
     assert status == 2 and "offload.host_memory must be at least" in message
+
+
+def test_limits_of_a_manual_placement_are_exact() -> None:
+    manual = {"offload__mode": "manual", "offload__host_share": 0.5}
+    config = make_config(tiny_tree("d", "r", **WIDE, **manual))
+    memory = rank_memory(config, make_mesh(config.parallel), FIRST, 4, "cpu")
+
+    def check(device: int, host: int) -> None:
+        limits = RankLimits(device, host, LINKS)
+        check_limits(Decision(config, memory, limits, reserve=0), "cpu")
+
+    check(memory.device, memory.host)
+    for lacks in (1, 0), (0, 1):
+        with pytest.raises(ConfigError, match=r", 1 byte more than now"):
+            check(memory.device - lacks[0], memory.host - lacks[1])
 
 
 def run_with_little_memory(tree: dict) -> tuple[int, str]:
