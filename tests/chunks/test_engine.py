@@ -174,7 +174,8 @@ def test_tied_embedding_gradients_of_both_uses_are_added_once():
 
 def test_frozen_parameters_put_after_shards_keep_the_new_values():
     """`shards` makes an fp32 copy of a frozen parameter, and then `put` sets two elements of the
-    parameter. `settle` does not restore their old values from the copy."""
+    parameter. `settle` does not restore their old values from the copy. `sync_params` copies values
+    that a load has written to the copy."""
     named = {"a": nn.Parameter(torch.zeros(3))}
     groups = {"a": ParamProcessGroups(options=ParamOptions(frozen=True))}
     engine = ChunkEngine(named, groups.get, AdamW(OPTIM), dtype=torch.bfloat16, chunk_length=4)
@@ -182,6 +183,10 @@ def test_frozen_parameters_put_after_shards_keep_the_new_values():
     engine.put("master", "a", torch.ones(2), 1)
     engine.frozen.settle()
     assert shards and named["a"].tolist() == [0, 1, 1]
+    (shard,) = engine.frozen.shards()
+    shard.states["master"].fill_(2)
+    engine.sync_params()
+    assert named["a"].tolist() == [2, 2, 2]
 
 
 def test_initial_values_do_not_exist_together():
