@@ -160,8 +160,8 @@ def _private_folder() -> Path:
     return path
 
 
-def set_threads(threads: int, deterministic: bool, local_world_size: int) -> int:
-    """Set the number of intra-op threads of torch in this process.
+def num_threads(threads: int, deterministic: bool, local_world_size: int) -> int:
+    """Return the number of intra-op threads of a rank.
 
     Args:
         threads: `train.threads`. If it is 0, the number of threads is 1 if `deterministic` is True,
@@ -169,16 +169,19 @@ def set_threads(threads: int, deterministic: bool, local_world_size: int) -> int
             `local_world_size`.
         deterministic: `train.deterministic`.
         local_world_size: Number of ranks on this node.
-
-    Returns:
-        The number of threads that was set.
     """
     if threads == 0 and deterministic:
         threads = 1
     if threads == 0:  # OMP_NUM_THREADS may be a list, one number per nesting level
         text = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
         threads = int(text) if text.isdecimal() else 0
-    threads = threads or max(1, available_cores() // local_world_size)
+    return threads or max(1, available_cores() // local_world_size)
+
+
+def set_threads(threads: int, deterministic: bool, local_world_size: int) -> int:
+    """Set the number of intra-op threads of torch in this process, and return it. Arguments as for
+    `num_threads`."""
+    threads = num_threads(threads, deterministic, local_world_size)
     torch.set_num_threads(threads)
     return threads
 

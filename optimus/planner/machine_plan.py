@@ -7,12 +7,15 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
+
 from optimus.config import Config
 from optimus.config.axes import UNEQUAL
 from optimus.config.machine import Machine, load_machine
 from optimus.data.batch import plan_batch
 from optimus.distributed.mesh import Mesh
 from optimus.errors import ConfigError, counted
+from optimus.launch.environment import available_cores
 from optimus.parallel.expert_load import largest_imbalance
 from optimus.parallel.pipeline.plan import schedule_of
 from optimus.planner.expert_loads import RunLoads, StepLoad
@@ -30,6 +33,7 @@ from optimus.planner.placement_search import with_reserve
 from optimus.planner.states import plan_ranks, stages_of
 from optimus.planner.step_plan import plan_step, step_lines
 from optimus.planner.workload import Works
+from optimus.platform import device_name, num_threads
 from optimus.rank.profile import Profiled, profile_work
 
 _GIB = 1 << 30
@@ -204,6 +208,9 @@ def plan_on_machine(
         - `kinds`: for each kind of rank, the rank that needs most: `stage`, `layers` and `pp` as in
           `RankKind`, and bytes on the device: `states`, `gathered` parameters, `activations` of all
           microbatches in progress, `temporary` tensors and communication, and their sum `total`.
+        - `mismatch`: phrases about the conditions under which the values of the machine file were
+          measured, if they differ from those of a run on this machine. Empty if this machine does
+          not have the kind of device, such as a login node.
         - `needed`: the largest `total`; `device_bytes`: the memory of the device, or None if the
           machine's file does not have it. With offload.device_memory, `device_bytes` is this limit,
           and `limited_by` is "offload.device_memory".
@@ -237,11 +244,11 @@ def plan_on_machine(
     limited = {"limited_by": "offload.device_memory"} if config.offload.device_memory else {}
     if config.offload.mode == "auto":
         assert loads is None, "a placement does not depend on loads"
-        return _placed(config, mesh, machine, name) | limited
+        return _placed(config, mesh, machine, name) | limited | _mismatch(config, machine)
     run = config, mesh, machine, name
     profiled: Profiled = {}
     works = {False: profile_work(config, mesh, is_cpu(machine), profiled=profiled)}
-    result: dict[str, Any] = _step(run, works)
+    result: dict[str, Any] = _step(run, works) | _mismatch(config, machine)
     memory = _Memory(config, mesh, microbatches, machine, profiled)
     device = None if machine.device is None else int(machine.device.memory_bytes.value)
     result |= _needs(memory.kinds(), device)
@@ -256,6 +263,21 @@ def plan_on_machine(
             if "step" in result:
                 result["load"][key]["step_plan"] = plan_step(*run, works, of_step.fullest)
     return result
+
+
+def _mismatch(config: Config, machine: Machine) -> dict[str, list[str]]:
+    """Return `mismatch` of `plan_on_machine`."""
+    train, measured, device = config.train, machine.measured, torch.device("cpu")
+    if measured is None:
+        return {"mismatch": []}
+    if not is_cpu(machine):
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        if accelerator is None:
+            return {"mismatch": []}
+        device = accelerator
+    threads = num_threads(train.threads, train.deterministic, machine.ranks_per_node)
+    now = device_name(device), available_cores(), threads, torch.__version__
+    return {"mismatch": measured.differences(*now)}
 
 
 def _of_load(of_step: StepLoad, memory: _Memory) -> dict[str, Any]:
@@ -430,6 +452,9 @@ def machine_lines(result: dict[str, Any]) -> list[tuple[str, str]]:
             for tier, size in result["smallest"][number].items()
             if size
         ]
+    if mismatch := result.get("mismatch"):
+        text = f"{'; '.join(mismatch)}; measure again with optimus bench machine"
+        lines.append(("not this machine", text))
     if "no_step" in result:
         lines.append(("no step time", result["no_step"]))
     if "step" in result:

@@ -66,6 +66,13 @@ def test_a_single_rank_writes_a_machine_file(quick, tmp_path, capsys):
     assert machine.measured.differences("x", machine.measured.cores, 1, machine.measured.torch) == [
         f"device: {machine.measured.device} measured, x now"
     ]
+    text = path.read_text().replace("\nthreads = 1\n", "\nthreads = 7\n", 1)
+    path.write_text(text.replace(f"cores = {machine.measured.cores}", "cores = 999"))
+    words = ["plan", str(FOLDER.parent / "run" / "demo.toml"), "--machine", str(path)]
+    assert optimus([*words, "train.threads=1"]) == 0
+    printed = capsys.readouterr().out
+    differences = f"cores: 999 measured, {machine.measured.cores} now; threads: 7 measured, 1 now"
+    assert f"{differences}; measure again with optimus bench machine" in printed
     assert "fp32 products: peak" in format_machine(result)
     assert 0 < result["steadiness"] <= 1
     assert "warning" not in format_machine(result | {"steadiness": 0.9})
