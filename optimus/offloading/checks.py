@@ -19,6 +19,8 @@ TRAINED = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes that a trained parameter may have."""
 MARK = "_optimus_offload"
 """Attribute of an offloaded model, and of its parameters."""
+DDP_IGNORED = "_ddp_params_and_buffers_to_ignore"
+"""Attribute of a module whose elements torch's DistributedDataParallel reads first of all."""
 _MAX_BYTES = 10**15
 MAX_CHUNK = 2**40
 """Largest number of elements of a chunk."""
@@ -29,6 +31,17 @@ class NotCopied:
 
     def __reduce__(self) -> Any:
         raise ConfigError("an offloaded model cannot be copied or pickled; use its state_dict()")
+
+
+class RefuseDDP(NotCopied):
+    """Value of the attribute `DDP_IGNORED` of an offloaded model. The C++ code of
+    DistributedDataParallel would read freed memory, and it calls no hook."""
+
+    def __iter__(self) -> Any:
+        raise ConfigError(
+            "an offloaded model cannot be wrapped by DistributedDataParallel; optimus.offload "
+            "supports one process, and optimus train several"
+        )
 
 
 @torch.compiler.disable(  # type: ignore[untyped-decorator]  # torch has no types for it

@@ -20,7 +20,7 @@ from optimus.chunks.residency import Residency, Use
 from optimus.chunks.segments import ModelSegment
 from optimus.errors import ConfigError, counted, one_line, refuse_if
 from optimus.offloading import guard
-from optimus.offloading.checks import MARK, NotCopied, Structure
+from optimus.offloading.checks import DDP_IGNORED, MARK, NotCopied, RefuseDDP, Structure
 from optimus.offloading.placement import ModelChunks, ReleasedValues
 from optimus.offloading.segments import SegmentHooks
 from optimus.offloading.state_dicts import StateDictHooks
@@ -124,6 +124,7 @@ class OffloadedModel(NotCopied):
         self._mark = NotCopied()
         for marked in (model, *self.named.values()):
             setattr(marked, MARK, self._mark)
+        setattr(model, DDP_IGNORED, RefuseDDP())
         self._structure = Structure(model, self.named, self._mark)
 
     def _guard_tensors(self) -> dict[str, nn.Parameter]:
@@ -191,6 +192,7 @@ class OffloadedModel(NotCopied):
                 guard.open_(parameter)
                 delattr(parameter, MARK)
         delattr(self._module, MARK)
+        delattr(self._module, DDP_IGNORED)
         self.engine.memory.close()
         for name in [*vars(self)]:  # user code may have hooks that refer to this object
             if name != "is_released":

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from torch import nn
+from torch import distributed, nn
 
 import optimus
 from optimus.errors import ConfigError
@@ -122,6 +122,21 @@ def test_a_compiled_model_is_refused():
             torch.func.grad(lambda x, model=model: model(x).sum())(torch.ones(1, 32))
         assert "\n" not in str(error.value)
         model(torch.ones(1, 32)).sum().backward()
+
+
+def test_distributed_data_parallel_is_refused(tmp_path):
+    model = layers()
+    optimizer = optimus.offload(model, host_share=1.0)
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
+    try:
+        with pytest.raises(ConfigError, match="cannot be wrapped by DistributedDataParallel"):
+            nn.parallel.DistributedDataParallel(model)
+        optimizer.close()
+        nn.parallel.DistributedDataParallel(model)
+    finally:
+        distributed.destroy_process_group()
 
 
 ARGUMENTS = {
