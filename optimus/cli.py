@@ -308,8 +308,9 @@ def _plan(args: argparse.Namespace, arguments: list[str]) -> int:
         write_planned_step,
     )
 
-    check_options(args)
     config = load_config(args.config, args.overrides)
+    args.machine = args.machine or config.train.machine or None
+    check_options(args)
     if args.against:
         return run_comparison(args, config)
     allocation = allocate(args.machine, args.nodes, args.hosts)

@@ -35,7 +35,9 @@ _GIB = 1 << 30
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options to the parser of `optimus plan`."""
     parser.add_argument(
-        "--machine", metavar="NAME", help="a name in configs/machine, or the path of a TOML file"
+        "--machine",
+        metavar="NAME",
+        help="a name in configs/machine, or the path of a TOML file (default: train.machine)",
     )
     parser.add_argument(
         "--nodes",

@@ -494,6 +494,10 @@ def _load_lines(result: dict[str, Any]) -> list[tuple[str, str]]:
             text += f"; {_slower(step['step_s'], balanced['step_s'])}"
             exposed = (each["exposed_s"].get("ep", 0.0) for each in (step, balanced))
             text += ", exposed ep {:,.4g} s (uniform: {:,.4g} s)".format(*exposed)
+            text += f", pipeline bubble {step['bubble_s']:,.4g} s, MFU {step['mfu']:.1%}, "
+            text += f"{step['tokens_per_day']:.3g} tokens a day"
+            if "node_hours" in step:
+                text += f", whole run {step['node_hours']:,.4g} node-hours"
         name = f"{key} load" if len(keys) > 1 else "load, one sample"
         lines.append((f"{name}, step {load['step']}", text))
     return lines

@@ -192,6 +192,10 @@ def test_plan_for_the_loads_of_a_run(tmp_path) -> None:
     assert slow["step_s"] > balanced["step_s"]
     lines = dict(machine_lines(result | {"machine": "h200", "ranks": []}))
     assert "2.20 times an equal share" in lines["worst load, step 1"]
+    assert (
+        f"MFU {slow['mfu']:.1%}, {slow['tokens_per_day']:.3g} tokens a day"
+        in lines["worst load, step 1"]
+    )
     assert "exposed ep" in lines["median load, step 200"]
     without = {key: value for key, value in result.items() if key != "imbalance"}  # parallel.ep = 1
     alone = machine_lines(without | {"machine": "h200", "ranks": []})

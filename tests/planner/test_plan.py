@@ -176,6 +176,15 @@ def test_plan_without_a_machine_checks_the_limits_of_offloading(tmp_path, capsys
     assert "offload.mode = 'auto' needs --machine NAME" in capsys.readouterr().out
 
 
+def test_plan_without_a_machine_uses_that_of_the_run(capsys):
+    command = ["plan", str(CONFIGS / "run" / "demo.toml"), "--json", "train.machine=h200"]
+    assert optimus(command) == 0
+    of_run = json.loads(capsys.readouterr().out)
+    assert optimus([*command, "--machine", "h200"]) == 0
+    assert json.loads(capsys.readouterr().out) == of_run
+    assert of_run["step"]["machine"] == "h200"
+
+
 def test_plan_prints_the_manual_placement_and_its_smallest_limits(capsys):
     """The smallest limit of the host leaves no space for early updates."""
     command = ["plan", str(CONFIGS / "run" / "demo.toml"), "--machine", "h200", "--json"]
