@@ -42,7 +42,12 @@ MODELS = {
     "8B": (4096, 40, 32),
     "tiny": (64, 4, 4),
 }
-LIBRARIES = ("optimus", "fsdp2", "deepspeed-zero3", "deepspeed-zero2", "megatrain", "resident")
+LIBRARIES = (
+    *("optimus", "fsdp2", "deepspeed-zero3", "superoffload"),
+    *("deepspeed-zero2", "megatrain", "resident"),
+)
+SUPEROFFLOAD = {"ratio": 0.9, "super_offload": True, "cpuadam_cores_perc": 0.9}
+"""Options that the examples of SuperOffload add to `offload_optimizer` of DeepSpeed's ZeRO-3."""
 MEGATRAIN = "counts 6 x parameters x tokens and keeps no fp32 masters in its release"
 
 
@@ -161,7 +166,10 @@ def fsdp2_step(point: Point, device: torch.device) -> tuple[Step, int, str]:
     return step, count, "AdamW(fused=True) on fp32 parameters of the host"
 
 
-def deepspeed_step(stage: int, point: Point, device: torch.device) -> tuple[Step, int, str]:
+def deepspeed_step(
+    stage: int, point: Point, device: torch.device, options: dict[str, Any] | None = None
+) -> tuple[Step, int, str]:
+    """As `optimus_step`, with DeepSpeed's ZeRO and `options` of `offload_optimizer`."""
     try:
         import deepspeed
     except ImportError:
@@ -170,7 +178,8 @@ def deepspeed_step(stage: int, point: Point, device: torch.device) -> tuple[Step
     model = make_model(point.model, point.seq_len, device, torch.bfloat16)
     count = sum(p.numel() for p in model.parameters())
     host = {"device": "cpu", "pin_memory": True}
-    zero: dict[str, Any] = {"stage": stage, "offload_optimizer": host, "overlap_comm": True}
+    zero: dict[str, Any] = {"stage": stage, "offload_optimizer": host | (options or {})}
+    zero["overlap_comm"] = True
     if stage == 3:
         zero["offload_param"] = host
     engine, *_ = deepspeed.initialize(
@@ -221,6 +230,7 @@ STEPS: dict[str, Callable[[Point, torch.device], tuple[Step, int, str]]] = {
     "optimus": optimus_step,
     "fsdp2": fsdp2_step,
     "deepspeed-zero3": lambda *arguments: deepspeed_step(3, *arguments),
+    "superoffload": lambda point, device: deepspeed_step(3, point, device, SUPEROFFLOAD),
     "deepspeed-zero2": lambda *arguments: deepspeed_step(2, *arguments),
     "megatrain": megatrain_step,
     "resident": resident_step,
