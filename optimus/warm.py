@@ -110,7 +110,7 @@ def _single_blas_thread() -> Iterator[None]:
 def _import_all() -> None:
     """Import all modules that a rank uses, including modules that it imports after its start.
 
-    A forked rank then opens no file of a module. tests/bench/test_supervision.py checks this.
+    A forked rank then reads no files of modules. tests/bench/test_supervision.py checks this.
     """
     for name in _MODULES:
         importlib.import_module(name)

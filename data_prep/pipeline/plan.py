@@ -49,8 +49,8 @@ _PROBE_BYTES = 32 << 20
 
 @dataclass
 class Sample:
-    """Estimated sums over all inputs. For each group of files with the same suffix and similar
-    sizes, a single file is sampled, and the sums are extrapolated."""
+    """Estimated totals over all inputs. For each group of files with the same suffix and similar
+    sizes, a single file is sampled, and its figures are extrapolated to the group."""
 
     text_bytes: float = 0.0
     documents: float = 0.0

@@ -140,7 +140,7 @@ class Segments:
         """Write the next checkpoint.
 
         Args:
-            state: The state of the writer of the unit at the checkpoint.
+            state: The state of the writer at the checkpoint.
             blobs: The data that was added since the previous checkpoint.
         """
         identity = {**self._identity, "number": self._next}

@@ -142,8 +142,8 @@ _TRACED = {kind.name for kind in (*COMPUTE, Kind.REDUCE_GRAD, Kind.OPT_STEP)}
 
 
 def _traced(event: ActionEvent, start_ns: int) -> TracedAction:
-    """Return the event as an action of a trace that begins at `start_ns`. The time for which the
-    action waited is at its beginning."""
+    """Return the event as an action of a trace that begins at `start_ns`. The action begins
+    with the time for which it waited."""
     begin, end = (
         ns / 1e9 for ns in (event.end_ns - event.busy_ns - start_ns, event.end_ns - start_ns)
     )

@@ -68,7 +68,7 @@ class Shape(NamedTuple):
 
 
 def shapes_for(device_type: str) -> tuple[Shape, ...]:
-    """Return the measured shapes: cubes, and products with one short dimension."""
+    """Return the shapes of matrix products to measure: three equal sizes, or one short size."""
     large = 1024 if device_type == "cpu" else 8192
     cubes = (Shape(size, size, size) for size in (large, large // 2, large // 4, large // 8))
     medium, short = large // 2, large // 16
@@ -440,7 +440,7 @@ def write_machine(result: dict[str, Any], path: Path) -> None:
 
 
 def _toml_lines(machine: dict[str, Any]) -> Iterator[str]:
-    """Yield the lines of a machine file. Figures are inline tables."""
+    """Yield the lines of a machine file. A `Figure` becomes an inline table."""
     tables = {"links", "measured", "device"}
     for key, value in machine.items():
         if key not in tables and not isinstance(value, list):

@@ -199,7 +199,7 @@ class GradReducer:
                 self._strategy.expect(buffer, reductions)
 
     def _add_bucket(self, buffer: GradBuffer, named: Mapping[str, Tensor]) -> None:
-        """Let backward add into a buffer. Buckets are added in order of first use."""
+        """Add a bucket, in order of first use, so that backward adds gradients to `buffer`."""
         bucket = GradBucket(buffer, {name: named[name] for name in buffer.grad_views})
         for name, leaf in bucket.leaves.items():
             self._accumulate(leaf, buffer.grad_views[name])

@@ -71,8 +71,8 @@ def groups_of_params(
         groups = groups_of(name)
         if groups is None:
             raise ConfigError(
-                f"parameter {name} has no process groups, which add up its gradient and divide its "
-                f"optimizer states; add {name} to the placements of the layout"
+                f"parameter {name} has no process groups for its gradient and its optimizer "
+                f"states; add {name} to the placements of the layout"
             )
         result[name] = groups
     return result

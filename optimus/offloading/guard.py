@@ -351,7 +351,8 @@ def storages_of(parameters: Sequence[Tensor]) -> dict[int, Guard]:
 
 
 def views_of(storages: Collection[int], tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the tensors that are guarded parameters with one of `storages`, or views of them."""
+    """Return the elements of `tensors` whose memory is one of `storages`, as given by
+    `Guard.storage`: guarded parameters, and views of guarded parameters."""
     return [
         tensor
         for tensor in tensors

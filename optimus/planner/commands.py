@@ -127,8 +127,8 @@ def check_options(args: argparse.Namespace) -> None:
     for option in ("nodes", "hosts", "load"):
         refuse_if(
             args.against and getattr(args, option),
-            f"--{option} has no effect with --against, which plans the run with its ranks; remove "
-            "it",
+            f"--{option} has no effect with --against, which plans the ranks of the run; remove "
+            f"--{option}",
         )
 
 
@@ -223,7 +223,7 @@ def _nearest_layouts(
     assert machine.device is not None
     train, nodes = config.train, result["nodes"]
     if not (train.seq_len and train.global_batch_tokens):
-        return []  # a search compares steps with the same tokens
+        return []  # a search compares steps with the same number of tokens
     memory, world_size = int(machine.device.memory_bytes.value), nodes * machine.ranks_per_node
     profiled = Profiled()
 

@@ -102,8 +102,8 @@ def loads_for_plan(run_dir: str, config: Config) -> RunLoads:
     refuse_if(not config.train.seq_len, f"--load {run_dir} needs train.seq_len; set it")
     refuse_if(
         config.offload.mode == "auto",
-        f"--load {run_dir} has no effect with offload.mode = 'auto', which leaves memory free for "
-        "offload.expert_imbalance; remove --load, or set offload.mode = 'off'",
+        f"--load {run_dir} has no effect with offload.mode = 'auto', whose placement "
+        "reserves memory for offload.expert_imbalance; remove --load, or set offload.mode = 'off'",
     )
     return RunLoads(run_dir, config.model)
 

@@ -63,7 +63,7 @@ class GradientMemory:
         return most + reduction
 
     def _reduced_once(self, buffer: Buffer) -> int:
-        """Return the bytes of `ReduceOnce.temporary_bytes` for a buffer."""
+        """Return the bytes of temporary memory that `ReduceOnce` needs for a buffer."""
         if buffer.reduce == 1:
             return 0
         is_shard = buffer.reduce == buffer.shard and self._dtype == "fp32"

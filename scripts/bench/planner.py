@@ -168,9 +168,12 @@ def split_single_node(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
 
 
 def fit_a100(rates: Rates, single_node: Sequence[Row]) -> Rates:
-    """Return the rates with fitted constants. The constants of the one-node rows and of Table 5 are
-    fitted in turn, eight times. `half_size` affects both sets of rows. It changes by half of the
-    way each time; with the whole way, its values alternate."""
+    """Return the rates with fitted constants.
+
+    Eight rounds fit the constants of the one-node rows first, and then those of arXiv 2205.05198,
+    Table 5. `half_size` affects both sets of rows. A round sets it to the geometric mean of its
+    value before and its fitted value; with the fitted values, the rounds do not converge.
+    """
     products = rates.products._replace(half_size=50.0)
     rates = dataclasses.replace(rates, products=products)
     for constant in (*ON_TABLE_5, *ON_SINGLE_NODE):

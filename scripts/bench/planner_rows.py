@@ -1,4 +1,4 @@
-"""Published step times, and the steps of the planner for them, for scripts/bench/planner.py."""
+"""Published step times, and the planned step of each row, for scripts/bench/planner.py."""
 
 from __future__ import annotations
 

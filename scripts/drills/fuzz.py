@@ -74,7 +74,7 @@ def _case(text: str) -> Case:
     if not is_legal(case):
         raise argparse.ArgumentTypeError(
             "this case is not legal: Optimus rejects one of its runs, or its results cannot be "
-            "compared with one process; change the case"
+            "compared with those of a single process; change the case"
         )
     return case
 

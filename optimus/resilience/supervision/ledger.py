@@ -273,7 +273,7 @@ class History:
 class Ledger:
     """Appends events to the file `events.jsonl` of a supervised run.
 
-    Only the present supervisor of the run has a Ledger.
+    Only the current supervisor of the run has a Ledger.
     """
 
     def __init__(self, run_dir: Path, workspace: Workspace) -> None:
