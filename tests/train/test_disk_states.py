@@ -59,7 +59,7 @@ def run_in_small_batches(tree: dict[str, Any]) -> tuple[int, str]:
         return read(tier, flat)
 
     with (
-        mock.patch.object(slices_module, "BATCH_ELEMENTS", 600),
+        mock.patch.object(slices_module, "BATCH_ELEMENTS", 608),
         mock.patch.object(load_module, "HOST_BYTES", 4096),
         mock.patch.object(DiskTier, "read", read_and_note),
     ):
