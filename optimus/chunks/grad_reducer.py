@@ -132,7 +132,8 @@ class GradReducer:
         """Stage and buffers of each segment."""
         self._first_segment: dict[GradBuffer, int] = {}
         self._frees_early, self._reduces_each = False, True
-        self._allocated: dict[GradBuffer, None] = {}
+        self.allocated: dict[GradBuffer, None] = {}
+        """Buffers with memory whose reduction has not started in the present backward."""
         self._in_step = False
         self._is_reducing = False
         """True if reductions have started since they were last completed."""
@@ -296,7 +297,7 @@ class GradReducer:
         """Clear all gradients. Call this before the first backward of a step."""
         self._strategy.start()
         self._is_reducing = True  # so that `sum_so_far` clears the sums of the last step
-        self._allocated.clear()  # not empty after a step that was abandoned
+        self.allocated.clear()  # not empty after a step that was abandoned
         for stage, buckets in self._buckets.items():
             self._num_launched[stage] = 0
             for bucket in buckets:
@@ -317,7 +318,7 @@ class GradReducer:
         of the segment."""
         if self._frees_early and self._in_step:
             if self._reduces_each:
-                later = [b for b in self._allocated if self._first_segment[b] > segment]
+                later = [b for b in self.allocated if self._first_segment[b] > segment]
                 self._reduce_allocated(later)
             self._allocate(self._segments[segment][1])
 
@@ -356,7 +357,7 @@ class GradReducer:
         for bucket in buckets:
             self._check_views(bucket)
         if self._frees_buffers:
-            self._reduce_allocated([b for b in self._allocated if b.groups.stage == stage])
+            self._reduce_allocated([b for b in self.allocated if b.groups.stage == stage])
             return
         for bucket in buckets:
             bucket.is_ready = True
@@ -368,7 +369,7 @@ class GradReducer:
     def finish(self) -> None:
         """Complete all reductions, so that each `grad` contains the whole sum. Call this before the
         update."""
-        assert not self._allocated, "a gradient was not reduced"
+        assert not self.allocated, "a gradient was not reduced"
         self._in_step = self._is_reducing = False
         self._strategy.finish()
         for name, group in self._stage_groups.items():
@@ -455,14 +456,14 @@ class GradReducer:
         assert isinstance(self._strategy, ReducePerMicrobatch)
         for buffer in buffers:
             self._strategy.allocate(buffer)
-            self._allocated[buffer] = None
+            self.allocated[buffer] = None
 
     def _reduce_allocated(self, buffers: Sequence[GradBuffer]) -> None:
         for buffer in buffers:
             self.before_reduce(buffer)
             self._is_reducing = True
             self._strategy.reduce(buffer)
-            del self._allocated[buffer]
+            del self.allocated[buffer]
 
     def _add_other_stages(self, name: str, group: Group) -> None:
         """Add the gradients of a parameter's uses on other stages. Each stage has the whole

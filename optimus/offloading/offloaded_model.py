@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,6 @@ from optimus import platform
 from optimus.chunks.buffers import ChunkState, ParamChunk
 from optimus.chunks.engine import ChunkEngine
 from optimus.chunks.layout import Slot
-from optimus.chunks.memory import Memory
 from optimus.chunks.residency import Residency, Use
 from optimus.chunks.segments import ModelSegment
 from optimus.errors import ConfigError, counted, one_line, refuse_if
@@ -135,7 +134,7 @@ class OffloadedModel(NotCopied):
                 continue
             parameter = guarded[name] = self.named[name]
             if isinstance(chunk, ChunkState):
-                check = partial(_check_buffer, self.engine.memory, chunk.grads, name)
+                check = partial(_check_buffer, self.engine.gradients.allocated, chunk, name)
                 self._handles.append(parameter.register_hook(check))
             self._device_views[name] = parameter.detach()
             guard.guard(parameter, guard.GuardedParameter, name, self)
@@ -510,6 +509,8 @@ def _receive(received: set[str], tasks: list[int], name: str, parameter: Tensor)
     received.add(name)
 
 
-def _check_buffer(memory: Memory, flat: Tensor, name: str, grad: Tensor) -> None:
-    """Raise ConfigError in a hook if the memory to which backward adds a gradient is freed."""
-    refuse_if(not memory.has(flat), _OUTSIDE.format(name))
+def _check_buffer(allocated: Container[Any], chunk: ChunkState, name: str, grad: Tensor) -> None:
+    """Raise ConfigError in a hook if the memory to which backward adds a gradient is freed, or is
+    being copied to the host."""
+    if chunk not in allocated:
+        raise ConfigError(_OUTSIDE.format(name))
