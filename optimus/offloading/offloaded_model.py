@@ -123,6 +123,7 @@ class OffloadedModel(NotCopied):
         self._mark = NotCopied()
         for marked in (model, *self.named.values()):
             setattr(marked, MARK, self._mark)
+        self._ignored = vars(model).get(DDP_IGNORED)
         setattr(model, DDP_IGNORED, RefuseDDP())
         self._structure = Structure(model, self.named, self._mark)
 
@@ -192,6 +193,8 @@ class OffloadedModel(NotCopied):
                 delattr(parameter, MARK)
         delattr(self._module, MARK)
         delattr(self._module, DDP_IGNORED)
+        if self._ignored is not None:
+            setattr(self._module, DDP_IGNORED, self._ignored)
         self.engine.memory.close()
         for name in [*vars(self)]:  # user code may have hooks that refer to this object
             if name != "is_released":

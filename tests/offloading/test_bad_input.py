@@ -126,6 +126,7 @@ def test_a_compiled_model_is_refused():
 
 def test_distributed_data_parallel_is_refused(tmp_path):
     model = layers()
+    model._ddp_params_and_buffers_to_ignore = ["2.bias"]
     optimizer = optimus.offload(model, host_share=1.0)
     distributed.init_process_group(
         "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
@@ -134,7 +135,7 @@ def test_distributed_data_parallel_is_refused(tmp_path):
         with pytest.raises(ConfigError, match="cannot be wrapped by DistributedDataParallel"):
             nn.parallel.DistributedDataParallel(model)
         optimizer.close()
-        nn.parallel.DistributedDataParallel(model)
+        assert nn.parallel.DistributedDataParallel(model).parameters_to_ignore == {"2.bias"}
     finally:
         distributed.destroy_process_group()
 
