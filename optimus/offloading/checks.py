@@ -6,7 +6,7 @@ import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
-from operator import attrgetter, is_
+from operator import attrgetter, is_, methodcaller
 from typing import Any
 
 import torch
@@ -199,7 +199,8 @@ def _members(modules: Iterable[nn.Module]) -> list[Any]:
     """Return the children and the parameters of all modules."""
     # Functions in C, because this runs twice in a step.
     tables = chain.from_iterable(map(attrgetter("_modules", "_parameters"), modules))
-    return [*chain.from_iterable(map(dict.values, tables))]
+    # The tables of a module of torch.jit.script are no dicts.
+    return [*chain.from_iterable(map(methodcaller("values"), tables))]
 
 
 def make_groups(

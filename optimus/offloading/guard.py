@@ -24,6 +24,7 @@ the change, except one of `parameter.data`. `WatchedParameter` therefore has ano
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -35,7 +36,6 @@ from torch import Tensor, nn
 from torch._C import _len_torch_dispatch_stack
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map
 
 from optimus.errors import ConfigError, refuse_if
 from optimus.offloading.checks import NotCopied
@@ -370,7 +370,7 @@ def keep_views(outputs: Any, views: Sequence[Tensor], storages: dict[int, Guard]
         return outputs
     with torch._C.DisableTorchFunctionSubclass():
         copies = {id(view): view.clone() for view in views}
-    return tree_map(lambda value: copies.get(id(value), value), outputs)
+    return _replace(outputs, copies)
 
 
 def _storage_of(tensor: Tensor) -> int:
@@ -424,17 +424,27 @@ def _copy(parameter: Tensor, device: torch.device) -> Tensor:
 
 
 def _replace(value: Any, copies: dict[int, Tensor]) -> Any:
-    """Return arguments in which tensors are replaced by those in `copies`, by their ids."""
+    """Return a value in which tensors that `tensors_in` finds are replaced by those in `copies`, by
+    their ids."""
     if not copies:
         return value
     if isinstance(value, Tensor):
         return copies.get(id(value), value)
     if isinstance(value, dict):
-        return {key: _replace(element, copies) for key, element in value.items()}
+        replaced = copy.copy(value)  # has the same class, such as one of transformers
+        for key, element in value.items():
+            replaced[key] = _replace(element, copies)
+        return replaced
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(_replace(element, copies) for element in value))
     if isinstance(value, (list, tuple)):
         return type(value)(_replace(element, copies) for element in value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        replaced = copy.copy(value)
+        for field in dataclasses.fields(value):
+            element = _replace(getattr(value, field.name), copies)
+            object.__setattr__(replaced, field.name, element)  # the class may be frozen
+        return replaced
     return value
 
 

@@ -114,7 +114,8 @@ def _walk(
 def _is_called(module: nn.Module) -> bool:
     """Return False for a module without a forward, such as a ModuleDict or a ParameterList. The
     enclosing module uses its parameters and children."""
-    return isinstance(module, nn.Sequential) or type(module).forward is not nn.Module.forward
+    forward = getattr(type(module), "forward", None)  # the class of scripted modules has none
+    return isinstance(module, nn.Sequential) or forward is not nn.Module.forward
 
 
 def _direct_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
@@ -204,8 +205,12 @@ class SegmentHooks(NotCopied):
         """As `ModelSegment.register`."""
         self._of_engine = before_forward, before_backward
         # The first hook, because others may read parameters, as torch's weight_norm does.
+        has_others = bool(self._module._forward_pre_hooks)
         first = self._module.register_forward_pre_hook(self._before_forward, prepend=True)
         self._owner.keep(first)
+        if has_others:
+            last = self._module.register_forward_pre_hook(self._after_pre_hooks)
+            self._owner.keep(last)
         if self.parameters:
             hook = self._module.register_forward_hook(self._close, always_call=True)
             self._owner.keep(hook)
@@ -221,6 +226,11 @@ class SegmentHooks(NotCopied):
         if torch.compiler.is_compiling():
             refuse_compiled()
         self._owner.use(self._index, False)
+
+    def _after_pre_hooks(self, module: nn.Module, inputs: Any) -> None:
+        # Other hooks may have called modules of other segments, which guard these parameters again.
+        if any(type(parameter) is guard.GuardedParameter for parameter in self.needed):
+            self._owner.use(self._index, False)
 
     def _close(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
         self._owner.close(self.parameters)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import itertools
+import operator
 import random
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -275,6 +277,15 @@ def test_inplace_blocks_and_direct_parameters_equal_adamw_of_torch(last, slots):
     assert_equal(weights(ours), weights(theirs))
 
 
+class Values(dict):
+    positions = property(operator.itemgetter("positions"))
+
+
+@dataclass(frozen=True)
+class View:
+    positions: torch.Tensor
+
+
 class Positions(nn.Module):
     """A module that returns its parameter or, if `is_view`, a view of it."""
 
@@ -283,12 +294,13 @@ class Positions(nn.Module):
         self.is_view, self.weight = is_view, nn.Parameter(torch.randn(8, 32))
 
     def forward(self) -> Any:
-        return {"positions": self.weight[:4] if self.is_view else self.weight}
+        return View(self.weight[:4]) if self.is_view else Values(positions=self.weight)
 
 
 class Views(nn.Module):
     """Blocks whose outputs are changed in place, and a module that returns a parameter. The outputs
-    are views, because the input has three dims. A hook of torch computes the last weight."""
+    are views, because the input has three dims. A hook of torch computes the last weight. Another
+    hook calls the first block before each call of the second."""
 
     def __init__(self, is_view: bool) -> None:
         super().__init__()
@@ -297,18 +309,24 @@ class Views(nn.Module):
         self.blocks = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
         self.act = nn.ReLU(inplace=True)
         self.last = nn.utils.spectral_norm(nn.Linear(32, 32))
+        self.scripted = torch.jit.script(nn.GELU())
+        self.blocks[1].register_forward_pre_hook(self.add_first)
+
+    def add_first(self, module: nn.Module, inputs: tuple[torch.Tensor]) -> torch.Tensor:
+        return inputs[0] + self.blocks[0](inputs[0])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        positions = self.positions()["positions"]
+        positions = self.positions().positions
         for block in self.blocks:
             x = self.act(block(x + positions[:4]))
-        x = self.last(x)
+        x = self.last(self.scripted(x))
         x *= positions.mean()
         return x
 
 
 @pytest.mark.parametrize("share", SHARES)
 @pytest.mark.parametrize("is_view", [False, True])
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 def test_views_that_modules_return_equal_adamw_of_torch(is_view, share):
     """In-place operations on the views, and uses of the parameter after its module."""
     ours, optimizer, theirs, reference = pair(Views(is_view), share)
