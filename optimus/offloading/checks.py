@@ -97,6 +97,10 @@ def check_model(model: Any) -> None:
     )
     owners = _check_parameters(dict(model.named_parameters()))
     for name, buffer in model.named_buffers():
+        refuse_if(
+            buffer.is_meta,
+            f"buffer {name} is on the meta device; set its values before optimus.offload",
+        )
         owner = owners.get(buffer.data_ptr()) if buffer.layout is torch.strided else None
         if owner is not None:
             raise ConfigError(
@@ -107,6 +111,11 @@ def check_model(model: Any) -> None:
         refuse_if(
             getattr(module, "sparse", False) is True and isinstance(module, nn.Embedding),
             f"{name} has sparse gradients; use nn.Embedding(..., sparse=False)",
+        )
+        refuse_if(
+            isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters()),
+            f"{name or type(model).__name__} is compiled by torch.jit and has parameters; use the "
+            "module without torch.jit",
         )
 
 

@@ -42,6 +42,12 @@ def with_alias() -> nn.Module:
     return model
 
 
+def with_meta_buffer() -> nn.Module:
+    model = layers()
+    model[0].register_buffer("mask", torch.empty(3, device="meta"))
+    return model
+
+
 def with_gradient() -> nn.Module:
     model = layers()
     model(torch.ones(1, 32)).sum().backward()
@@ -84,6 +90,11 @@ def refused_models() -> dict:
         "frozen": (lambda: layers().requires_grad_(False), "no parameter requires a gradient"),
         "meta": (lambda: layers().to("meta"), "0.weight is on the meta device"),
         "shared memory": (sharing_memory, "parameters 0.weight and 2.weight share memory"),
+        "scripted": (
+            lambda: nn.Sequential(layers(), torch.jit.script(nn.Linear(32, 32))),
+            "1 is compiled by torch.jit and has parameters",
+        ),
+        "meta buffer": (with_meta_buffer, "buffer 0.mask is on the meta device"),
         "buffer": (with_alias, "buffer 2.alias shares memory with parameter 0.weight"),
         "gradient": (with_gradient, "call model.zero_grad"),
         "optimizer in backward": (with_hook, "1.weight has gradient hooks"),
@@ -95,6 +106,7 @@ def refused_models() -> dict:
 
 
 @pytest.mark.parametrize("case", refused_models())
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 def test_model_is_refused_in_a_single_line(case):
     make, message = refused_models()[case]
     model = make()
