@@ -30,7 +30,7 @@ _MAX_USES = 1_000_000
 """Largest number of uses of segments in a step that are recorded. Later uses have no plan."""
 _OUTSIDE = (
     "parameter {} has a gradient from outside of the forward of its module; call the module for "
-    "each use of the parameter, return all its outputs, and use a torch.autocast for each forward"
+    "each use of the parameter, return all its outputs, and use no results of an earlier forward"
 )
 _VMAP = torch._C._functorch.TransformType.Vmap
 _raw = torch._C.DisableTorchFunctionSubclass
@@ -226,10 +226,14 @@ class OffloadedModel(NotCopied):
         )
         if backward:
             self._begin_backward(task)
-        elif task == -1:
-            self._tasks.clear()  # ids of a backward that has failed
-            if torch.is_grad_enabled() and not self._in_step:
-                self._begin_step()
+        else:
+            # Otherwise, the casts of all weights stay on the device to the end of torch.autocast,
+            # and their gradients in a later forward come after the backward of all segments.
+            torch.clear_autocast_cache()
+            if task == -1:
+                self._tasks.clear()  # ids of a backward that has failed
+                if torch.is_grad_enabled() and not self._in_step:
+                    self._begin_step()
         if not self._guarded:
             return
         self._close_all()

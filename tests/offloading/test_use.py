@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import copy
 import pickle
+import weakref
 from functools import partial
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import Dataset
 
 import optimus
@@ -446,20 +448,67 @@ def test_mistakes_are_refused_in_a_single_line(mistake, share):
     assert "\n" not in str(error.value)
 
 
+class Scaled(nn.Linear):
+    """A layer that computes its weight in the first forward and uses it again in later ones."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "scaled"):
+            self.scaled = 2 * self.weight
+        return nn.functional.linear(x, self.scaled, self.bias)
+
+
 def test_backward_passes_that_need_freed_memory_are_refused():
-    """Within torch.autocast, torch uses the casts of the weights again. Their gradients then come
-    after the backward of all segments."""
+    """If weights of an earlier forward are used again, their gradients come after the backward of
+    all segments."""
     ours, *_ = pair("llama", 1.0)
     with pytest.raises(ConfigError, match="leave create_graph out"):
         torch.autograd.grad(loss_of(ours, 0), ours.lm_head.weight, create_graph=True)
-    # Of two layers, the gradients have memory until their copies to the host are complete.
-    small = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
-    optimus.offload(small, host_share=1.0)
-    for loss in (lambda: loss_of(ours, 0), lambda: small(torch.ones(1, 32)).sum()):
-        with torch.autocast("cpu", torch.bfloat16):
-            loss().backward()
-            with pytest.raises(ConfigError, match=r"use a torch\.autocast for each forward"):
-                loss().backward()
+    for layers in (2, 5):  # the last two gradients have memory until they are copied to the host
+        model = nn.Sequential(*(Scaled(32, 32) for _ in range(layers)))
+        optimus.offload(model, host_share=1.0)
+        model(torch.ones(1, 32)).sum().backward(retain_graph=True)
+        with pytest.raises(ConfigError, match="use no results of an earlier forward"):
+            model(torch.ones(1, 32)).sum().backward()
+
+
+class Casts(TorchDispatchMode):
+    """Records the storages of casts of weights to bf16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._storages: list[weakref.ref] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and result.shape == (32, 32):
+            self._storages.append(weakref.ref(result.untyped_storage()))
+        return result
+
+    def count(self) -> int:
+        return sum(storage() is not None for storage in self._storages)
+
+
+@pytest.mark.parametrize("share", SHARES)
+def test_autocast_keeps_no_copies_of_weights(share):
+    """A single context contains an evaluation and several forwards. torch would keep the casts of
+    all weights, and use the graphs of the first casts again."""
+    ours, optimizer, theirs, reference = pair(
+        nn.Sequential(*(nn.Linear(32, 32) for _ in range(5))), share
+    )
+    batches = torch.randn(2, 3, 8, 32, generator=torch.Generator().manual_seed(0))
+    for model, of_model in ((ours, optimizer), (theirs, reference)):
+        for first, second, third in batches:
+            with torch.autocast("cpu", torch.bfloat16):
+                with torch.no_grad(), Casts() as casts:
+                    model(first)
+                    if model is ours:
+                        assert casts.count() == 1
+                loss, further = model(second).square().mean(), model(third).square().mean()
+                loss.backward()
+                further.backward()
+            of_model.step()
+            of_model.zero_grad()
+    assert_equal(weights(ours), weights(theirs))
 
 
 def test_an_update_by_another_optimizer_is_refused():
