@@ -431,7 +431,7 @@ def _replace(value: Any, copies: dict[int, Tensor]) -> Any:
     if isinstance(value, Tensor):
         return copies.get(id(value), value)
     if isinstance(value, dict):
-        replaced = copy.copy(value)  # has the same class, such as one of transformers
+        replaced: Any = copy.copy(value)  # has the same class, such as one of transformers
         for key, element in value.items():
             replaced[key] = _replace(element, copies)
         return replaced
