@@ -92,7 +92,8 @@ class PeakGemm:
             self._libraries.append(product.onednn)
 
     def time(self, device: torch.device) -> tuple[float, float]:
-        """Return (wall-clock seconds, CPU seconds) of the product with the faster library."""
+        """Return (wall-clock seconds, CPU seconds) of the matrix product, with the fastest of the
+        libraries."""
         times = []
         for library in self._libraries:
             with library():

@@ -6,8 +6,8 @@ module does not import torch.
 
 Each start of a run has a separate directory, its workspace. A checkpoint is written to the
 workspace, and committed by a rename out of the workspace. To remove a checkpoint, its directory is
-first renamed into the workspace. Therefore processes of an earlier start of the run cannot change
-checkpoints (optimus/io/workspace.py).
+first renamed into the workspace. A start removes the workspaces of earlier starts, whose processes
+can then rename nothing, and so change no checkpoint (optimus/io/workspace.py).
 """
 
 from __future__ import annotations

@@ -109,7 +109,8 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class ResidencyPlan:
-    """All uses of a training step, which begins and ends with an empty cache."""
+    """Plan of all uses of chunks in a training step. The cache of the device is empty before the
+    first use and after the last one."""
 
     steps: tuple[Step, ...]
     slots: int

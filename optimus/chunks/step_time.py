@@ -83,16 +83,16 @@ class StepTime:
 
     @property
     def limit(self) -> float:
-        """Largest of the times for which a resource (device, direction of the link or of the disk,
-        host) works."""
+        """Time for which the busiest resource is busy: the device, a direction of the link or of
+        the disk, or the host."""
         disk = max(self.disk_read, self.disk_write)
         return max(self.compute, self.to_device, self.to_host, self.host_adam, disk)
 
     @property
     def shortest(self) -> float:
-        """Lower limit of the time of any schedule in which the parameters keep their values until
-        the norm of all gradients is known. Before that, the new values of chunks with spare buffers
-        may be computed."""
+        """Lower bound of the time of any schedule in which the parameters keep their values until
+        the norm of all gradients is known. Before that, new values may only be
+        computed into the spare buffers of chunks."""
         return max(self.limit, self.chain)
 
 

@@ -122,8 +122,8 @@ def end_alone(error: OptimusError, phase: Phase = "launch") -> RunEnded:
 def end_without_store(outcome: Outcome, launch: LaunchEnv) -> RunEnded:
     """Return the RunEnded of a rank that does not get an answer from the store.
 
-    If `outcome` is a cause, such as a data error, this rank prints it. If `outcome` is the loss of
-    a peer, some ranks print it, among them at least one rank of each machine.
+    If `outcome` is a failure of this rank, such as a data error, this rank prints it. If `outcome`
+    is the loss of a peer, some ranks print it, among them at least one rank of each machine.
     """
     if outcome.kind is not OutcomeKind.LOST_PEER:
         return RunEnded(outcome)

@@ -91,7 +91,7 @@ class Guard(NotCopied):
 
     @property
     def owner(self) -> Owner:
-        """The owner. Raises ConfigError if it was deleted."""
+        """The optimizer that manages the tensor. Raises ConfigError if it was deleted."""
         owner = self._owner()
         if owner is None:
             raise ConfigError(

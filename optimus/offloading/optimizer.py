@@ -327,7 +327,7 @@ def _copy_range(into: ShardBuffers, values: ShardBuffers, start: int, stop: int)
 class OffloadOptimizer(torch.optim.Optimizer):
     """The optimizer that `offload` returns.
 
-    It is used as torch.optim.AdamW: with the user's loop, learning-rate schedulers, `state_dict`
+    It is used like torch.optim.AdamW: with the user's loop, learning-rate schedulers, `state_dict`
     and `load_state_dict`, and `transformers.Trainer(optimizers=(optimizer, None))`.
 
     Args:

@@ -50,10 +50,10 @@ class Capacity:
 
 
 def capacity_of(machine: Machine, ranks_on_node: int) -> Capacity:
-    """Return the memory of the ranks of a run on a machine.
+    """Return the memory that the ranks of a run have on a machine.
 
     Args:
-        machine: The machine, with a device.
+        machine: A machine whose file has a device.
         ranks_on_node: Number of ranks of the run on a node. On a CPU, they share the memory.
     """
     device = machine.device

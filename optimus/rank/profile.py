@@ -46,7 +46,7 @@ from optimus.rank.tensor_tracker import TensorTracker, attend
 
 
 class Gradient(NamedTuple):
-    """Event of a use in backward: the gradient of a parameter is accumulated."""
+    """Event in the backward of a segment: the gradient of a parameter is accumulated."""
 
     segment: int
     """Index of the segment."""
@@ -471,9 +471,10 @@ def _run_segments(
 
     Args:
         config, mesh, coordinate: As for `profile_model`.
-        layers: Kinds of the layers, by the number of the layer.
-        is_first, is_last: True if the embedding and the head are also run. Otherwise, another
-            operation replaces them, so that there are operations before and after each layer.
+        layers: Kind of each layer, by the number of the layer.
+        is_first: True to run the embedding, too. Otherwise, another operation replaces it, so that
+            there are operations before each layer.
+        is_last: As `is_first`, for the head and operations after each layer.
         divides_backward, on_cpu, concentrated: As for `profile_model`.
     """
     train, kind = config.train, config.model

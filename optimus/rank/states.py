@@ -334,8 +334,8 @@ def plan_ranks(config: Config, mesh: Mesh) -> Iterator[tuple[Coordinate, dict[st
 
 
 def _writers(config: Config, mesh: Mesh) -> Iterator[Coordinate]:
-    """Yield the coordinates of `_kinds`, or with checkpoint.scatter = "paper" those of the ranks
-    that write checkpoints: only these ranks have staging memory."""
+    """Yield a coordinate of each kind of rank, as `_kinds` does. With checkpoint.scatter = "paper",
+    only the ranks that write checkpoints have staging memory, so their coordinates are yielded."""
     for coordinate in _kinds(mesh):
         if config.checkpoint.scatter == "paper":
             coordinate = coordinate._replace(dp=writer_in_paper(mesh, coordinate))

@@ -82,7 +82,7 @@ def _size(tensor: Tensor) -> int:
 
 
 class _Work(NamedTuple):
-    """Work of a call of an operation."""
+    """Floating-point operations, and product or memory traffic, of a call of a torch operation."""
 
     flops: int
     operation: Product | Pass | None

@@ -132,8 +132,8 @@ def measure_ranks(world: World, folder: Path) -> dict[str, Any]:
 
 
 def measure_tokenize(folder: Path) -> list[str]:
-    """Tokenize a document with `optimus-data tokenize`. Return the paths of the source files that
-    the command uses."""
+    """Tokenize a document with `optimus-data tokenize`. Return the paths of the Python files
+    whose code the command runs."""
     text, tokenizer = folder / "text.txt", folder / "tokenizer.json"
     text.write_text(_TEXT)
     source = ["--input", str(text)]

@@ -427,8 +427,8 @@ def llama_tflops(dp: int, rates: Rates) -> float:
 
 
 def llama_variants() -> list[tuple[str, Rates]]:
-    """Return (description, rates of an H100) for two rates of matrix products: measured on an H100,
-    and measured on an H200."""
+    """Return two pairs (description, rates of an H100). In the second pair, the rates of matrix
+    products are those that were measured on an H200."""
     rates, other = (rates_of(load_machine(name), "bf16", name) for name in ("h100", "h200"))
     return [
         ("H100, 5 shapes: 677 to 798 TFLOP/s", rates),

@@ -378,8 +378,8 @@ def _damage(path: Path, reason: str) -> ConfigError:
 def read_lines(path: Path) -> list[str]:
     """Return the complete lines of the ledger.
 
-    A last line without a newline is left out: a crash interrupted its write, so that no supervisor
-    has acted on the event.
+    A last line without a newline is left out: a crash interrupted its write, and no supervisor has
+    acted on its event.
 
     Raises:
         ConfigError: The file cannot be read.
