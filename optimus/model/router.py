@@ -132,8 +132,8 @@ def hf_load_balancing_loss(routings: Sequence[Routing], top_k: int) -> Tensor:
     """Return the load-balancing loss in the Hugging Face form, E * sum_e f_e * P_e.
 
     E is the number of experts. f_e is the fraction of the tokens that choose expert e (the sum of
-    all f_e is `top_k`), and P_e is the mean probability of expert e. Both f_e and P_e are means over
-    all layers, so all layers must be on one pipeline stage.
+    all f_e is `top_k`), and P_e is the mean probability of expert e. Both are means over all
+    layers, so all layers must be on one pipeline stage.
     """
     counts = torch.stack([routing.counts for routing in routings]).sum(0).float()
     mean_prob = torch.stack([routing.mean_prob for routing in routings]).mean(0)
