@@ -86,7 +86,7 @@ def test_a_closed_model_has_the_last_update_and_can_be_offloaded_again(
     least = int(size[1].replace(",", ""))
     optimizer = optimus.offload(model, host_share=1.0, host_memory=least, disk=tmp_path)
     engine, closing = optimizer._offloaded.engine, threading.Event()
-    engine._updates._submit(partial(closing.wait, 60.0), 0)  # updates wait behind this job
+    engine._updates._submit(partial(closing.wait, 60.0), 0)  # updates run after this job
     for trained, of_model in ((expected, reference), (model, optimizer)):
         models.loss_of(trained, 1).backward()
         of_model.step()
