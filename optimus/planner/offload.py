@@ -12,9 +12,9 @@ from optimus.checkpoint.slices import writer_in_paper
 from optimus.chunks.placement import TierBytes
 from optimus.chunks.state_file import free_bytes
 from optimus.config import Config
-from optimus.config.machine import Links, load_links, load_machine
+from optimus.config.machine import Links, Machine, load_links, load_machine
 from optimus.config.sizes import parse_bytes
-from optimus.distributed.collectives import broadcast_object, greatest
+from optimus.distributed.collectives import Group, broadcast_object, greatest
 from optimus.distributed.groups import Groups
 from optimus.distributed.mesh import Coordinate, Mesh
 from optimus.errors import counted, refuse_if
@@ -77,20 +77,11 @@ def autotune_placement(
             raise does_not_fit("manual", config, TierBytes(0, memory.host), limits, device.type)
         log(f"offload.mode = 'manual': {_states_text(config, memory)}")
         return config
-    links, times, machine = None, None, None
+    times = machine = None
     if config.train.machine and offload.mode == "auto":
         machine = load_machine(config.train.machine, "train.machine")
         times = segment_times(config, groups.mesh, machine, config.train.machine)
-    if machine is not None and machine.links is not None and not offload.links:
-        links = machine.links
-    elif offload.links:
-        links = load_links(offload.links)
-        if offload.mode == "auto" and (missing := links.missing_rate(config.train.dtype)):
-            log(f"offload.links = {offload.links!r}: {missing}")
-    elif everyone.rank == 0:
-        disk = Path(offload.disk) if offload.disk and offload.mode == "auto" else None
-        links = find_links(device, dtype_of(config.train.dtype), log, ranks_per_node, disk)
-    rates = broadcast_object(None if links is None else links.model_dump(), everyone, dict)
+    links = _links_of(config, machine, everyone, device, ranks_per_node, log)
     local = device_memory(device) // (ranks_per_node if device.type == "cpu" else 1)
     smallest = -greatest(-local, everyone, device)
     for key, available in (("device_memory", smallest), ("host_memory", host)):
@@ -104,7 +95,7 @@ def autotune_placement(
     free = 0
     if offload.disk and offload.mode == "auto":
         free = -greatest(-free_bytes(Path(offload.disk)) // ranks_per_node, everyone, device)
-    limits = limits_of(config, Links.model_validate(rates), smallest, host, free)
+    limits = limits_of(config, links, smallest, host, free)
     if offload.mode == "auto":
         searches = [PlacementSearch(config, *rank, limits, device.type, times)]
         (decision,) = decide_together(searches, lambda value: greatest(value, everyone, device))
@@ -120,6 +111,30 @@ def autotune_placement(
         limit_device_memory(device, limits.device)
     log(f"offload.mode = {offload.mode!r}: {decision}")
     return decision.config
+
+
+def _links_of(
+    config: Config,
+    machine: Machine | None,
+    everyone: Group,
+    device: torch.device,
+    ranks_per_node: int,
+    log: Callable[[str], None],
+) -> Links:
+    """Return the links of `offload.links`; if it is empty, those of the machine; without them, the
+    links that the first rank measures. All ranks get the same links."""
+    offload, links = config.offload, None
+    if offload.links:
+        links = load_links(offload.links)
+        if offload.mode == "auto" and (missing := links.missing_rate(config.train.dtype)):
+            log(f"offload.links = {offload.links!r}: {missing}")
+    elif machine is not None and machine.links is not None:
+        links = machine.links
+    elif everyone.rank == 0:
+        disk = Path(offload.disk) if offload.disk and offload.mode == "auto" else None
+        links = find_links(device, dtype_of(config.train.dtype), log, ranks_per_node, disk)
+    rates = broadcast_object(None if links is None else links.model_dump(), everyone, dict)
+    return Links.model_validate(rates)
 
 
 def _states_text(config: Config, memory: RankMemory) -> str:

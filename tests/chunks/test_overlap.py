@@ -104,12 +104,10 @@ def test_overlap_changes_no_bit(ranks, tiny_data, tmp_path, size, run):
     assert evaluations[0] and evaluations[0] == evaluations[1]
 
 
-def count_launches() -> dict:
-    """Run a step on four layers, of which the first also has a weight that is not used, and an
-    update. Return the collectives that each phase launches, and checks of the values."""
+def four_layers(group: Group) -> tuple[torch.nn.Sequential, ChunkEngine]:
+    """Return four layers, of which the first also has a weight that is not used, and their
+    engine."""
     torch.manual_seed(0)
-    meter = TrafficMeter()
-    group = everyone(recorder=meter)
     model = torch.nn.Sequential(*(torch.nn.Linear(8, 8, bias=False) for _ in range(4)))
     model[0].unused = torch.nn.Parameter(torch.ones(8))
     optim = OptimConfig(lr=1e-2, min_lr=0.0)
@@ -123,6 +121,15 @@ def count_launches() -> dict:
         for number, layer in enumerate(model)
     ]
     engine.attach(segments, [], overlap=True)
+    return model, engine
+
+
+def count_launches() -> dict:
+    """Run a step on `four_layers`, and an update. Return the collectives that each phase launches,
+    and checks of the values."""
+    meter = TrafficMeter()
+    group = everyone(recorder=meter)
+    model, engine = four_layers(group)
     counts: dict[str, Any] = {"before a launch": []}
     strategy: Any = engine.gradients._strategy
 
