@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from optimus.launch.signals import STOP_SIGNALS
 from optimus.observe.log import set_up_logging
 from tests.kit.ranks.pool import RankPool
 from tests.kit.runs.tiny import make_tiny_data
@@ -50,10 +51,15 @@ set_up_logging()  # as commands do; tests read the lines on stderr
 
 
 @pytest.fixture(autouse=True)
-def numerics() -> Iterator[None]:
-    """Restore torch's deterministic mode after a test that runs a command in this process: the
-    command sets the mode of the whole process (optimus.train.loop.fix_arithmetic)."""
+def process_settings() -> Iterator[None]:
+    """Restore two settings of the process after a test that trains in this process: torch's
+    deterministic mode (optimus.train.loop.fix_arithmetic) and the handlers of the stop signals
+    (optimus.train.stop.StopRequest)."""
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     yield
+    for number, handler in before.items():
+        if signal.getsignal(number) is not handler:
+            signal.signal(number, handler)
     if torch := sys.modules.get("torch"):
         torch.set_deterministic_debug_mode("default")
         torch.utils.deterministic.fill_uninitialized_memory = True
