@@ -25,6 +25,14 @@ from optimus.launch.environment import available_cores, read_local_size
 
 Action = Callable[[], Any]
 
+CAN_REFUSE_ACCESS = hasattr(torch._C, "_clear_storage_data_ptr_access_error_msg")
+"""True if an access to the memory of a freed buffer raises RuntimeError. Builds of torch for CUDA
+have the functions for this, which also work on a CPU. With other builds, the process crashes."""
+_IS_FREED = (
+    "this tensor is an offloaded parameter, or a view of it, and has no memory now; use a copy: "
+    "parameter.detach().clone()"
+)
+
 
 class Tier(Enum):
     """Memory in which a buffer is stored."""
@@ -170,9 +178,9 @@ class _CopyThread:
 class Memory:
     """Allocates, frees and copies flat buffers, and counts their bytes in each tier.
 
-    A read of a freed buffer crashes the process. With `poison`, which tests set, a freed buffer
-    keeps its memory and is filled with NaN, and so is the target of a copy until the copy is
-    complete. A read of it then causes NaN in the results.
+    A read of a freed buffer raises an error or crashes the process (`CAN_REFUSE_ACCESS`). With
+    `poison`, which tests set, a freed buffer keeps its memory and is filled with NaN, and so is the
+    target of a copy until the copy is complete. A read of it then causes NaN in the results.
 
     Args:
         device: Device of the tier DEVICE. On the meta device, the host buffers are meta tensors,
@@ -253,6 +261,8 @@ class Memory:
             flat.fill_(torch.nan)
         else:
             storage.resize_(0)
+            if CAN_REFUSE_ACCESS:
+                torch._C._set_storage_data_ptr_access_error_msg(storage._cdata, _IS_FREED)
 
     def allocate(self, flat: Tensor) -> None:
         """Allocate memory for a freed buffer; its values are undefined."""
@@ -260,6 +270,8 @@ class Memory:
         self._freed.remove(storage._cdata)
         self.num_bytes[self._tiers[storage._cdata]] += flat.nbytes
         if not self.poison:
+            if CAN_REFUSE_ACCESS:
+                torch._C._clear_storage_data_ptr_access_error_msg(storage._cdata)
             storage.resize_(flat.nbytes)
 
     def copy(

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import optimus
+from optimus.chunks.memory import CAN_REFUSE_ACCESS
 from optimus.errors import ConfigError
 from tests.offloading import models
 from tests.offloading.models import adamw, assert_equal, loss_of, train, weights
@@ -220,6 +221,54 @@ def test_exports_and_views_of_freed_memory_are_refused():
         views[0].sum()
 
 
+class KeepsView(nn.Linear):
+    """Keeps a view of its weight that it does not return."""
+
+    view: Tensor
+
+    def forward(self, values: Tensor) -> Tensor:
+        self.view = self.weight.detach().t()
+        return super().forward(values)
+
+
+def assigned(weight: Tensor) -> Tensor:
+    other = torch.zeros_like(weight, requires_grad=False)
+    other.data = weight
+    return other
+
+
+@pytest.mark.skipif(
+    not CAN_REFUSE_ACCESS, reason="only torch's builds for CUDA refuse accesses to freed memory"
+)
+@pytest.mark.filterwarnings("ignore:To copy construct")
+@pytest.mark.parametrize("hostile_memory", ["freed"], indirect=True)
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda module: torch.tensor(module.weight),
+        lambda module: assigned(module.weight).sum(),
+        lambda module: module.view.sum(),
+        lambda module: module.view.copy_(torch.zeros(8, 8)),
+    ],
+    ids=["tensor", "data", "view", "write"],
+)
+def test_accesses_that_python_does_not_see_are_refused(read):
+    """After the refusal, training continues to the bits of torch."""
+    models = [nn.Sequential(*(KeepsView(8, 8) for _ in range(3))) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    ours = optimus.offload(models[0], host_share=1.0, **OPTIONS)
+    optimizers = [ours, adamw(models[1], **OPTIONS)]
+    for step in range(3):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            model(torch.ones(4, 8)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if step == 1:
+            with pytest.raises(RuntimeError, match="offloaded parameter, or a view of it, and has"):
+                read(models[0][0])
+    assert_equal(weights(models[0]), weights(models[1]))
+
+
 @pytest.mark.parametrize("share", SHARES)
 def test_gradients_of_chosen_parameters_are_those_of_torch(share):
     """`inputs` and the arguments of `torch.autograd.grad` are in different chunks."""
@@ -240,6 +289,7 @@ def test_gradients_of_chosen_parameters_are_those_of_torch(share):
         assert torch.equal(grad, expected) and grad.abs().sum() > 0
 
 
+@pytest.mark.parametrize("hostile_memory", ["freed"], indirect=True)
 def test_functions_that_read_no_values_accept_freed_parameters():
     model, *_ = models_of(1.0, 0)
     parameter = dict(model.named_parameters())["model.layers.0.mlp.up_proj.weight"]
