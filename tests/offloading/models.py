@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import optimus
+from optimus.chunks.residency import Residency
+from optimus.offloading import placement
 
 transformers = pytest.importorskip("transformers")
 
@@ -27,6 +30,11 @@ SHAPE = {
     "bos_token_id": 1,
     "eos_token_id": None,
 }
+
+
+def set_residency(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> None:
+    """Set fields of `Residency` in the engines that `optimus.offload` makes."""
+    monkeypatch.setattr(placement, "Residency", partial(Residency, **settings))
 
 
 def llama(**fields: Any) -> nn.Module:

@@ -15,10 +15,8 @@ from torch import nn
 import optimus
 from optimus import platform
 from optimus.chunks.memory import Memory, Tier
-from optimus.chunks.residency import Residency
 from optimus.config.machine import Links
 from optimus.errors import ConfigError
-from optimus.offloading import optimizer as optimizer_module
 from tests.offloading import models
 from tests.offloading.models import assert_equal, weights
 
@@ -77,7 +75,7 @@ def test_a_closed_model_has_the_last_update_and_can_be_offloaded_again(
     expected = models.llama().to(dtype)
     reference = optimus.offload(expected, host_share=0.0)
     links = Links(to_device=1e10, to_host=1e10, host_adam=1e10, disk_read=1e9, disk_write=1e9)
-    monkeypatch.setattr(optimizer_module, "Residency", partial(Residency, poison=True, links=links))
+    models.set_residency(monkeypatch, poison=True, links=links)
     model = models.llama().to(dtype)
     with pytest.raises(ConfigError) as refused:
         optimus.offload(model, host_share=1.0, host_memory=1, disk=tmp_path)

@@ -39,9 +39,11 @@ def peak_of(action):
             peaks.append(memory())
     thread = threading.Thread(target=watch)
     thread.start()
-    result = action()
-    ended.set()
-    thread.join()
+    try:
+        result = action()
+    finally:
+        ended.set()
+        thread.join()
     return max(*peaks, memory()), result
 
 def run(layers, dtype, arguments):

@@ -19,10 +19,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 import optimus
 from optimus.chunks.buffers import ShardBuffers
 from optimus.chunks.memory import Tier
-from optimus.chunks.residency import Residency
 from optimus.config.machine import Links
 from optimus.errors import NonFiniteError
-from optimus.offloading import optimizer as optimizer_module
 from optimus.offloading.optimizer import Hyperparameters
 from optimus.offloading.placement import needs_of
 from optimus.offloading.segments import chunk_keys, default_chunk_length, find_segments
@@ -40,8 +38,7 @@ def hostile_memory(request, monkeypatch):
     really free the memory."""
     torch.set_num_threads(1)
     poison, copies = request.param != "freed", request.param.replace("freed", "late")
-    patched = partial(Residency, poison=poison, copies=copies)
-    monkeypatch.setattr(optimizer_module, "Residency", patched)
+    models.set_residency(monkeypatch, poison=poison, copies=copies)
 
 
 def pair(name: str, share: float, **options):
@@ -51,6 +48,14 @@ def pair(name: str, share: float, **options):
     cache = {} if share == 0 else {"cache_chunks": 0, **options.pop("cache", {})}
     optimizer = optimus.offload(ours, host_share=share, **cache, **OPTIONS, **options)
     return ours, optimizer, theirs, adamw(theirs, **OPTIONS)
+
+
+@pytest.mark.parametrize("hostile_memory", ["random", "freed"], indirect=True)
+def test_these_tests_use_the_settings_of_hostile_memory(request):
+    """In `hostile_memory` itself, a wrong patch would have no effect."""
+    memory = pair("llama", 1.0)[1]._offloaded.engine.memory
+    is_freed = "freed" in request.node.name
+    assert memory.poison != is_freed and memory.copies == ("late" if is_freed else "random")
 
 
 @pytest.mark.parametrize("share", SHARES)
@@ -128,7 +133,7 @@ def smallest_cache(model: nn.Module, length: int) -> int:
 def test_emulated_links_change_no_bit(monkeypatch):
     """Copies and updates take place in threads, at the rates of a slow link and host."""
     links = Links(to_device=2e7, to_host=2e7, host_adam=2e7)
-    monkeypatch.setattr(optimizer_module, "Residency", partial(Residency, poison=True, links=links))
+    models.set_residency(monkeypatch, poison=True, links=links)
     ours, optimizer, theirs, reference = pair("llama", 1.0, cache={"cache_chunks": 2})
     assert train(ours, optimizer) == train(theirs, reference)
     assert_equal(weights(ours), weights(theirs))

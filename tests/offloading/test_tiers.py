@@ -7,7 +7,6 @@ import errno
 import os
 import random
 import re
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,9 @@ from torch import nn
 import optimus
 from optimus.chunks.buffers import ChunkState
 from optimus.chunks.memory import Tier
-from optimus.chunks.residency import Residency
 from optimus.config.machine import Links
 from optimus.errors import ConfigError, NonFiniteError, OptimusError
 from optimus.offloading import OffloadOptimizer
-from optimus.offloading import optimizer as optimizer_module
 from tests.kit.faults.disk import small_disk
 from tests.offloading import models
 from tests.offloading.models import assert_equal, weights
@@ -40,8 +37,7 @@ def make_model(dtype: torch.dtype = torch.float32) -> nn.Module:
 
 def patch(monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
     """Fill freed memory with NaN, and set the moments of copies."""
-    patched = partial(Residency, poison=True, **options)
-    monkeypatch.setattr(optimizer_module, "Residency", patched)
+    models.set_residency(monkeypatch, poison=True, **options)
 
 
 def bytes_of(model: nn.Module, disk: str = "") -> int:

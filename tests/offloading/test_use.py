@@ -14,10 +14,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import optimus
-from optimus.chunks.residency import Residency
 from optimus.config.machine import Links
 from optimus.errors import ConfigError
-from optimus.offloading import optimizer as optimizer_module
 from tests.offloading import models
 from tests.offloading.models import adamw, assert_equal, loss_of, tokens, train, weights
 from tests.offloading.test_offload import MODELS_AND_SHARES, OPTIONS, SHARES, hostile_memory, pair
@@ -474,8 +472,7 @@ def test_a_wrong_state_dict_changes_nothing():
 def test_gradients_are_changed_after_the_updates_that_read_them(share, monkeypatch):
     """The update of a chunk takes some milliseconds."""
     links = Links(to_device=1e9, to_host=1e9, host_adam=1e6)
-    patched = partial(Residency, poison=True, links=links)
-    monkeypatch.setattr(optimizer_module, "Residency", patched)
+    models.set_residency(monkeypatch, poison=True, links=links)
     ours, optimizer, theirs, reference = pair("llama", share)
     for model, of_model in ((ours, optimizer), (theirs, reference)):
         loss_of(model, 0).backward()
