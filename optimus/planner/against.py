@@ -45,7 +45,8 @@ _COMPARED = {
     "data": ("document_mask",),
     "offload": ("mode", "device_memory", "host_memory", "host_share", "disk_share", "order"),
 }
-"""Settings that determine memory and step time, in addition to all of `[model]`."""
+"""Keys of the settings outside the section `[model]` that determine memory and step time. All
+settings of `[model]` do, too."""
 
 
 def settings_of(config: Config) -> dict[str, Any]:
@@ -65,7 +66,8 @@ def settings_key(config: Config, mesh: Mesh) -> str:
 
 
 def placement_of(config: Config) -> dict[str, Any]:
-    """Return the settings of a configuration that offload.mode = "auto" sets, for fit.json."""
+    """Return, for fit.json, the settings that a run with offload.mode = "auto" chooses for the
+    placement of its states, with their values in `config`."""
     optim = config.optim
     return {
         "offload": config.offload.model_dump(mode="json"),
@@ -75,7 +77,7 @@ def placement_of(config: Config) -> dict[str, Any]:
 
 
 class _Kind(BaseModel):
-    """Memory of the ranks with the same pp and tp coordinates."""
+    """Measured memory of the ranks with the same pp and tp coordinates."""
 
     model_config = ConfigDict(strict=True, frozen=True)
     pp: Annotated[int, Field(ge=0)]
@@ -106,7 +108,8 @@ class _Fit(BaseModel):
     placement: _Placement
 
     def placed(self, config: Config) -> Config:
-        """Return the configuration of the run with the placement of the first rank's states."""
+        """Return `config` with the settings of the placement that the first rank of the run
+        executed."""
         sizes = {
             "cache_chunks": self.placement.cache_chunks,
             "chunk_length": self.placement.chunk_length,
@@ -265,7 +268,8 @@ def _memory(
 
 
 def _predicted_bytes(config: Config, mesh: Mesh, fit: _Fit | None, kind: _Kind) -> int:
-    """Return the predicted memory of the fullest rank of a kind."""
+    """Return the predicted bytes of the fullest of the ranks with the pp and tp coordinates of
+    `kind`."""
     from optimus.planner.memory import library_bytes, rank_memory  # imports torch
     from optimus.planner.offload import largest_rank
 
@@ -284,7 +288,8 @@ def _predicted_bytes(config: Config, mesh: Mesh, fit: _Fit | None, kind: _Kind) 
 
 
 def _predicted_step(config: Config, mesh: Mesh, name: str) -> tuple[float | None, str]:
-    """Return the predicted time of a step on a machine and "", or None and the reason."""
+    """Return the predicted seconds of a step on a machine and "". Without a prediction, return None
+    and the reason."""
     from optimus.planner.step_plan import plan_step
 
     if not name:

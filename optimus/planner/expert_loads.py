@@ -13,22 +13,25 @@ from optimus.parallel.expert_load import rank_imbalances
 
 
 class StepLoad(NamedTuple):
-    """Loads of the ep ranks in an update, over all microbatches and all groups of ep ranks."""
+    """Loads of the ep ranks in an update, added up over all microbatches and all groups of ep
+    ranks."""
 
     step: int
     imbalances: dict[int, list[float]]
-    """For each MoE layer, the rows that the experts of each ep rank have computed, divided by the
-    mean over the ep ranks. A token is a row for each of its experts."""
+    """For each MoE layer, a value for each ep rank: the number of rows that the experts of this ep
+    rank have computed, divided by the mean over the ep ranks. Each token adds a row for each of its
+    experts."""
 
     @property
     def fullest(self) -> dict[int, float]:
-        """The largest imbalance of an ep rank in each MoE layer."""
+        """For each MoE layer, the largest value in `imbalances`: that of the ep rank with the most
+        rows."""
         return {layer: max(ranks) for layer, ranks in self.imbalances.items()}
 
     @property
     def mean(self) -> float:
-        """The mean of `fullest` over the layers. The time of the experts in a step is proportional
-        to it."""
+        """The mean of `fullest` over the layers. The time that the experts need in a step is
+        proportional to this mean."""
         return sum(self.fullest.values()) / len(self.imbalances)
 
 
@@ -69,7 +72,7 @@ class RunLoads:
                     f"{option}: line {number:,} of {path.name} is damaged; restore the file from "
                     "its hidden copy, or give another run"
                 )
-        # The updates of which all MoE layers have a line
+        # The updates for which the file has a line for each MoE layer
         count = len(model.sparse_layers)
         self._rows = {step: layers for step, layers in rows.items() if len(layers) == count}
         refuse_if(
@@ -78,8 +81,8 @@ class RunLoads:
         self._of_ep: dict[int, list[StepLoad]] = {}
 
     def steps(self, ep: int) -> list[StepLoad]:
-        """Return the loads of `ep` ranks in each update, sorted by `mean`. The run may have had
-        another number of ep ranks."""
+        """Return the loads of each update as if the experts were divided over `ep` ranks, sorted by
+        `mean`. The run may have had another number of ep ranks."""
         if ep not in self._of_ep:
             loads = (
                 StepLoad(step, {layer: rank_imbalances(rows, ep) for layer, rows in layers.items()})
@@ -89,16 +92,16 @@ class RunLoads:
         return self._of_ep[ep]
 
     def at(self, ep: int) -> dict[str, StepLoad]:
-        """Return the updates with the `median` and with the `worst` load (the largest `mean`) of
-        `ep` ranks."""
+        """Return a dict with two updates, whose experts are divided over `ep` ranks: `median`, the
+        update with the median of `StepLoad.mean`, and `worst`, the update with the largest."""
         loads = self.steps(ep)
         return {"median": loads[(len(loads) - 1) // 2], "worst": loads[-1]}
 
 
 def loads_for_plan(run_dir: str, config: Config) -> RunLoads:
-    """Return the expert loads of the run directory of `--load`. It imports no torch, so a wrong
-    directory is refused immediately. Raises ConfigError as `RunLoads`, or if the loads would have
-    no effect on a plan of `config`."""
+    """Return the expert loads of the run directory that `--load` names. This function imports no
+    torch, so that a wrong directory is refused immediately. Raises ConfigError as `RunLoads`, or if
+    the loads would have no effect on a plan of `config`."""
     refuse_if(not config.train.seq_len, f"--load {run_dir} needs train.seq_len; set it")
     refuse_if(
         config.offload.mode == "auto",
@@ -121,7 +124,8 @@ def _check_model(option: str, path: Path, model: ModelConfig, remedy: str) -> No
 
 
 def _parse(line: bytes, model: ModelConfig) -> tuple[int, int, list[int]] | None:
-    """Return step, layer and rows of a line, or None if it is damaged."""
+    """Return the step, the layer and the rows of each expert from a line of expert_load.jsonl, or
+    None if the line is damaged."""
     try:
         record = json.loads(line)
         step, layer, rows = record["step"], record["layer"], record["rows"]

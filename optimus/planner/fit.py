@@ -1,9 +1,9 @@
 """Check that the ranks of a run fit in their memory, before they start.
 
-A lower bound of the memory decides whether a run is refused, so that no run that fits is refused.
-`least_bytes` documents the bound. The prediction of `optimus plan` decides whether to warn. It
-takes seconds, so it is computed only if an upper limit, which is fast to compute, exceeds the
-memory.
+A run is refused if a lower bound of its memory exceeds the capacity, so that every run that fits
+can start. `least_bytes` documents the bound. The run warns if the memory that `optimus plan`
+predicts exceeds the capacity. The prediction takes seconds, so it is computed only if an upper
+limit, which is fast to compute, exceeds the capacity.
 
 This module imports torch only for the prediction.
 """
@@ -29,11 +29,12 @@ from optimus.planner.states import StateSizes, stages_of
 logger = logging.getLogger(__name__)
 
 _GPU_FILES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dri", "/dev/dxg", "/dev/kfd")
-"""Files of the drivers of accelerators. If none exists, torch finds no accelerator."""
+"""Files that the drivers of accelerators create. If none of them exists, torch finds no
+accelerator."""
 _PROCESS_BYTES = 400_000_000
-"""Upper estimate of the memory of a rank on a CPU in addition to its tensors. Runs of tiny models
-have 0.29 to 0.33 GB; torch for accelerators has larger libraries. No bound that refuses a run has
-it."""
+"""Upper estimate of the bytes that a rank on a CPU needs in addition to its tensors. Runs of tiny
+models need 0.29 to 0.33 GB; builds of torch for accelerators have larger libraries. Only the
+prediction and the upper limit include this estimate, not the lower bound that refuses a run."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +45,9 @@ class Capacity:
     name: str
     """Phrase for messages, such as `the cuda device of the first rank`."""
     ranks: int = 1
-    """Number of ranks that share the memory, with consecutive numbers."""
+    """Number of ranks that share the memory. Their rank numbers are consecutive."""
     kind: Literal["device", "host"] = "device"
-    """`host` if the memory also contains the states that are offloaded, as on a CPU."""
+    """`host` if offloaded states use the same memory, as on a CPU; `device` otherwise."""
 
 
 def capacity_of(machine: Machine, ranks_on_node: int) -> Capacity:
@@ -61,7 +62,8 @@ def capacity_of(machine: Machine, ranks_on_node: int) -> Capacity:
     size, name = device.memory_bytes.value, f"the device {device.name!r}"
     if not device.threads:
         return Capacity(int(size), name)
-    # `optimus bench machine` writes the share of a rank, for the ranks that it has measured.
+    # In a machine file for a CPU, `memory_bytes` is the memory of a node divided by the number of
+    # ranks with which `optimus bench machine` measured.
     node = f"a node with {name}"
     return Capacity(int(size * machine.ranks_per_node), node, ranks_on_node, "host")
 
@@ -86,13 +88,14 @@ def capacity_of_machine(name: str, ranks_on_node: int) -> Capacity:
 
 
 def capacity_of_host(ranks: int) -> Capacity:
-    """Return the memory of this machine, at most the limit of its control group. `ranks` ranks on
-    its CPU share it."""
+    """Return the memory of this machine, at most the limit of its control group, which `ranks`
+    ranks on the CPU share."""
     return Capacity(usable_memory(), "this machine", ranks, "host")
 
 
 def has_accelerator_files() -> bool:
-    """Return False if this machine certainly has no accelerator. Needs no torch."""
+    """Return False if this machine certainly has no accelerator, and True if it may have one. Does
+    not import torch."""
     return any(Path(path).exists() for path in _GPU_FILES)
 
 
@@ -102,14 +105,17 @@ def least_bytes(config: Config, mesh: Mesh, num_microbatches: int, kind: str) ->
     The bound is the sum of
 
     - the model states that are allocated between steps, exactly (`StateSizes`), without the
-      gathered parameters of optim.resident = "cache". With offloading and host memory, the bound
-      has only the parameters, and without offload.disk also masters and moments. With offload.mode
-      = "auto" and device memory, it has no states, because all may be on the host;
+      gathered parameters of optim.resident = "cache". With offloading, the bound of the host memory
+      (`kind` = "host") has only the parameters and, without offload.disk, also the masters and
+      moments. With offload.mode = "auto", the bound of the device memory has no states, because all
+      of them may be on the host;
     - the inputs of all layers, for the largest number of microbatches that are in progress at the
-      same time. Backward needs the input of each layer, whatever is recomputed. With optim.frozen,
-      the inputs are left out, because layers before the first trained parameter have no backward.
+      same time. Backward needs the input of each layer even if it recomputes all other activations.
+      With optim.frozen, the inputs are left out, because layers before the first trained parameter
+      have no backward.
 
-    The states are allocated throughout a step, so the sum of both is needed.
+    The states are allocated throughout a step, so a rank needs at least the sum of states and
+    inputs.
 
     Args:
         config: The run, with `train.seq_len`.
@@ -156,8 +162,8 @@ def _layer_inputs(
     is_gpipe = config.offload.order == "layer" or (
         config.parallel.schedule == "gpipe" and len(stages) > 1
     )
-    # Except for gpipe, which keeps all microbatches, schedules reach their maximum within the first
-    # microbatches.
+    # The number of microbatches in progress reaches its maximum within the first 2 * pp
+    # microbatches, except with gpipe, which keeps all microbatches.
     schedule = schedule_of(config, mesh, min(num_microbatches, 2 * mesh.pp))
 
     def most(pp: int) -> int:
@@ -206,10 +212,11 @@ def most_bytes(config: Config, mesh: Mesh, num_microbatches: int) -> _Bytes:
 
 
 _LAYER_TENSORS, _EXPERT_VALUES, _HEAD_TENSORS, _TOKEN_BYTES = 12, 8, 6, 32
-"""Upper limits of what a token needs, for `most_bytes`: the fp32 tensors that a layer keeps, each
-with the hidden size and with the intermediate size of each chosen expert; the fp32 values that a
-layer keeps for each expert; the fp32 tensors of the head, each with the sizes of the vocabulary and
-of the hidden state; and the bytes of inputs and loss terms."""
+"""Upper limits of the memory that `most_bytes` counts for a token: the number of fp32 tensors that
+a layer keeps, each with the hidden size and with the intermediate size of each chosen expert; the
+number of fp32 values that a layer keeps for each expert; the number of fp32 tensors of the head,
+each with the sizes of the vocabulary and of the hidden state; and the bytes of inputs and loss
+terms."""
 
 
 def check_fit(
@@ -219,7 +226,8 @@ def check_fit(
     capacity: Capacity,
     run_name: str = "the run",
 ) -> None:
-    """Check that each rank of a run fits in its memory. `train.fit_check` selects the reaction.
+    """Check that each rank of a run fits in its memory. `train.fit_check` = "off" disables the
+    check, and "warn" replaces the error by a warning.
 
     Log a warning if only the prediction exceeds the memory.
 
@@ -274,8 +282,9 @@ def refuse_if_too_large(
 
 
 def predicted_bytes(config: Config, mesh: Mesh, num_microbatches: int, capacity: Capacity) -> int:
-    """Return the predicted bytes of the fullest rank, times the ranks that share the memory. 0 with
-    offload.mode = "auto", since the run then decides on a placement that fits."""
+    """Return the predicted bytes of the ranks that share a memory: the bytes of the fullest rank,
+    times the number of these ranks. Return 0 with offload.mode = "auto", since the run then decides
+    on a placement that fits."""
     if config.offload.mode == "auto":
         return 0
     from optimus.planner.memory import rank_memory  # imports torch
@@ -290,11 +299,12 @@ def predicted_bytes(config: Config, mesh: Mesh, num_microbatches: int, capacity:
 
 
 def _on_fullest(mesh: Mesh, capacity: Capacity, bytes_of: _Bytes) -> int:
-    """Return the largest sum of `bytes_of` over the ranks that share a memory."""
+    """Return the largest sum of `bytes_of` over ranks that share a memory, over all nodes."""
     known: dict[tuple[int, int], int] = {}
 
     def cached(coordinate: Coordinate) -> int:
-        key = coordinate.pp, coordinate.tp  # the others have the same bytes
+        # Ranks that differ only along dp and ep have the same bytes.
+        key = coordinate.pp, coordinate.tp
         if key not in known:
             known[key] = bytes_of(coordinate)
         return known[key]

@@ -1,7 +1,7 @@
-"""Device memory of gradients and their reductions during a backward, by arithmetic alone.
+"""Device memory of gradients and of their reductions during a backward, computed from sizes alone.
 
-`GradReducer.temporary_bytes` counts the same bytes for the buffers of an engine, and tests compare
-both.
+`GradReducer.temporary_bytes` counts the same bytes for the buffers of a chunk engine. Tests compare
+the two numbers.
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ class Buffer(NamedTuple):
     """Number of ranks that divide the states."""
     stage: int
     segments: tuple[int, int]
-    """Indices of the first and the last segment that have parameters of the buffer."""
+    """Indices of the first and the last model segment (embedding, block or head) with parameters
+    whose gradients are in the buffer."""
 
 
 class GradientMemory:
-    """Temporary memory of the gradients of any rank whose states are all on the device."""
+    """Memory that gradients and their reductions need only during a backward, for any rank whose
+    states are all on the device."""
 
     def __init__(self, config: Config) -> None:
         optim, train = config.optim, config.train
@@ -71,11 +73,12 @@ class GradientMemory:
         return self._sent(buffer) + piece * BYTES[self._dtype]
 
     def _sent(self, buffer: Buffer) -> int:
-        """Return the bytes of the gradients in the dtype of reductions, if it is another one."""
+        """Return the bytes of a copy of the gradients in `optim.grad_reduce_dtype`; 0 if the buffer
+        has this dtype."""
         return 0 if buffer.dtype == self._dtype else buffer.length * BYTES[self._dtype]
 
     def _reduced_after_each(self, buffer: Buffer) -> int:
-        """Return the bytes of `ReducePerMicrobatch.temporary_bytes` for a buffer."""
+        """Return the bytes of temporary memory that `ReducePerMicrobatch` needs for a buffer."""
         is_sum = buffer.reduce > 1 and not self._deterministic
         length = buffer.length // buffer.reduce if is_sum else buffer.length
         rounded = BYTES["bf16"] * length if self._rounds else 0
@@ -88,13 +91,13 @@ class GradientMemory:
 
 
 def _by_segment(buffers: Sequence[Buffer]) -> Iterator[Iterable[Buffer]]:
-    """Yield the buffers that are allocated during the backward of a segment, for each segment whose
-    backward allocates a buffer."""
+    """For each segment whose backward allocates a buffer, yield the buffers that are allocated
+    during this backward."""
     for now in {buffer.segments[1] for buffer in buffers}:
         yield [b for b in buffers if b.segments[0] <= now <= b.segments[1]]
 
 
 def _by_stage(buffers: Sequence[Buffer]) -> Iterator[Iterable[Buffer]]:
-    """Yield the buffers that are allocated during the backward of a stage, for each stage."""
+    """For each stage, yield the buffers that are allocated during its backward."""
     for stage in {buffer.stage for buffer in buffers}:
         yield [b for b in buffers if b.stage == stage]

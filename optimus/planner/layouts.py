@@ -33,7 +33,8 @@ SCHEDULES = (
 MICROBATCH_SIZES = (1, 2, 4, 8)
 RECOMPUTE = ((), ("norm",), ("attention",), ("norm", "attention"), ("block",))
 RECOMPUTE_EXPERTS = (("experts",), ("moe",), ("norm", "attention", "moe"))
-"""Values of `recompute.modules` for all models, and further ones for models with experts."""
+"""Values of `recompute.modules` that a search tries for all models, and further values for models
+with experts."""
 
 
 class Layout(NamedTuple):
@@ -57,8 +58,8 @@ class Layout(NamedTuple):
         return Mesh(*self[:4])
 
     def apply(self, config: Config) -> Config:
-        """Return the configuration with the values of the layout. A setting that the layout makes
-        meaningless gets its default."""
+        """Return the configuration with the values of the layout. A setting that has no effect with
+        these values gets its default."""
         parallel = config.parallel
         return config.model_copy(
             update={
@@ -92,7 +93,8 @@ class Layout(NamedTuple):
         return offload.model_copy(update={"mode": self.offload})
 
     def slots(self, config: Config) -> int:
-        """Return `optim.cache_chunks` of the layout. offload.mode = "auto" chooses it."""
+        """Return the value of `optim.cache_chunks` with this layout; 0 if the layout has no cache,
+        or with offload.mode = "auto", which chooses the value."""
         has_cache = self.resident == "cache" or config.offload.host_share
         return config.optim.cache_chunks if has_cache and self.offload != "auto" else 0
 
@@ -184,8 +186,8 @@ def space_of(config: Config, world_size: int) -> Space:
 
 
 class LayoutChecks:
-    """Checks of the layouts of a run. A check is made once for all layouts that do not differ in
-    the settings which it reads.
+    """Checks of the layouts of a run. Each check runs once for all layouts that have equal values
+    of the settings which the check reads.
 
     Args:
         config: The configuration. It has the settings that layouts do not set.

@@ -1,5 +1,5 @@
-"""Values of a plan that need a machine: the memory of each kind of rank with activations, and the
-times of a step and of the run."""
+"""Values of a plan that need a machine: the memory of each kind of rank, including activations, and
+the times of a step and of the run."""
 
 from __future__ import annotations
 
@@ -71,12 +71,13 @@ def rank_kinds(config: Config, mesh: Mesh) -> list[RankKind]:
 
 
 def _device_of(machine: Machine) -> str:
-    """Return the type of the devices, as for `rank_memory`."""
+    """Return the type of the machine's devices, "cpu" or "cuda", for `rank_memory`."""
     return "cpu" if is_cpu(machine) else "cuda"
 
 
 class _EqualRanks:
-    """Pipeline ranks of a kind that have equal layers, so that they share a profile."""
+    """Pipeline ranks of the same kind that have equal layers, so that a profile of the first of
+    them is valid for all."""
 
     def __init__(
         self,
@@ -108,13 +109,14 @@ class _EqualRanks:
         )
 
     def largest(self, imbalances: Mapping[int, Sequence[float]]) -> RankMemory:
-        """Return the memory of the rank that needs most. `imbalances` has, for each MoE layer, the
-        rows that the experts of each ep rank compute, divided by their mean."""
+        """Return the memory of the rank that needs the most memory. `imbalances` has, for each MoE
+        layer, the rows that the experts of each ep rank compute, divided by their mean."""
         memories = (self._of_rank(pp, imbalances) for pp in self._pp)
         return max(memories, key=lambda memory: memory.device)
 
     def _of_rank(self, pp: int, imbalances: Mapping[int, Sequence[float]]) -> RankMemory:
-        # The profiles are those of the first rank, whose layers are at the same positions.
+        # The profiles are of the first of the ranks. The layers of the other ranks are at the
+        # same positions within their stages.
         layers, theirs = self._layers(pp), self._layers(self._pp[0])
         sparse = [(a, b) for a, b in zip(layers, theirs, strict=True) if a in imbalances]
         ep_ranks = range(len(imbalances[sparse[0][0]]) if sparse else 0)
@@ -131,7 +133,7 @@ class _EqualRanks:
 
 
 class _Memory:
-    """Memory of all kinds of ranks, for any load of the experts."""
+    """Device memory of the ranks of each kind, for any load of the experts."""
 
     def __init__(
         self,
@@ -189,7 +191,7 @@ class _Memory:
 
 
 _PRECISION = 0.01
-"""Precision of the largest imbalance that fits."""
+"""Largest error of the result of `_Memory.largest_fitting`."""
 
 
 def plan_on_machine(
@@ -205,20 +207,22 @@ def plan_on_machine(
 
     Returns:
         - `step`: the result of `plan_step`, or `no_step`: the reason why there is none.
-        - `kinds`: for each kind of rank, the rank that needs most: `stage`, `layers` and `pp` as in
-          `RankKind`, and bytes on the device: `states`, `gathered` parameters, `activations` of all
-          microbatches in progress, `temporary` tensors and communication, and their sum `total`.
-        - `mismatch`: phrases about the conditions under which the values of the machine file were
-          measured, if they differ from those of a run on this machine. Empty if this machine does
-          not have the kind of device, such as a login node.
+        - `kinds`: for each kind of rank, the rank that needs the most memory: `stage`, `layers` and
+          `pp` as in `RankKind`, and bytes on the device: `states`, `gathered` parameters,
+          `activations` of all microbatches in progress, `temporary` tensors and communication, and
+          their sum `total`.
+        - `mismatch`: phrases that name each difference between the conditions under which the
+          values of the machine file were measured and the conditions of a run on this machine.
+          Empty if this machine, such as a login node, does not have the type of device of the file.
         - `needed`: the largest `total`; `device_bytes`: the memory of the device, or None if the
           machine's file does not have it. With offload.device_memory, `device_bytes` is this limit,
           and `limited_by` is "offload.device_memory".
-        - `imbalance`: only for a model with experts and ep > 1. `largest`: the largest imbalance of
-          an ep rank, the same in all layers, that fits on the device; None if equal loads do not
-          fit, or if the memory of the device is unknown. `limit`: the imbalance if all tokens
-          choose experts of the rank. `step_s`: the time of a step with `largest`, if there is a
-          step time.
+        - `imbalance`: only for a model with experts and ep > 1. An imbalance is the number of rows
+          that the experts of an ep rank compute, divided by the mean over the ep ranks. `largest`:
+          the largest imbalance, the same in all layers, with which the ranks fit on the device;
+          None if they do not fit with equal loads, or if the memory of the device is unknown.
+          `limit`: the imbalance of an ep rank whose experts all tokens choose. `step_s`: the
+          seconds of a step with `largest`, if `step` is present.
         - `load`: only with `loads`. `run`, the number of `steps`, and for the `median` and the
           `worst` step of the run: its number `step`; the largest `imbalance` of an ep rank and its
           `layer`; `mean_imbalance`, the mean over the layers of the largest imbalance; `kinds` and
@@ -298,8 +302,8 @@ def _of_load(of_step: StepLoad, memory: _Memory) -> dict[str, Any]:
 def needed_bytes(
     config: Config, mesh: Mesh, num_microbatches: int, machine: Machine, profiled: Profiled
 ) -> int:
-    """Return `needed` of `plan_on_machine` for a run without offload.mode = "auto". `profiled` has
-    known profiles of `nearest_fitting`."""
+    """Return `needed` of `plan_on_machine`, in bytes, for a run with another offload.mode than
+    "auto". `profiled` has the profiles that `nearest_fitting` has computed."""
     kinds = _Memory(config, mesh, num_microbatches, machine, profiled).kinds()
     return max(kind["total"] for kind in kinds)
 
@@ -366,7 +370,8 @@ def _placed(config: Config, mesh: Mesh, machine: Machine, name: str) -> dict[str
     }
     ranks = [{axis: getattr(end, axis) for axis in UNEQUAL} | sizes[end.pp] for end in ends]
     result = _step((config, mesh, machine, name), works, placements=placements)
-    if "no_step" in result:  # the rates of the links determined the placement
+    # Without a step time, only the rates of the links determined the placement.
+    if "no_step" in result:
         missing = decisions[0].limits.links.missing_rate(config.train.dtype)
         result["no_step"] += f"; {missing}" if missing else ""
     of_ends = [kind for kind in rank_kinds(config, mesh) if kind.stage != "middle"]
@@ -394,7 +399,8 @@ def _manual(config: Config, mesh: Mesh, machine: Machine) -> dict[str, Any]:
         return {}
     device, first = _device_of(machine), decisions[0]
     is_limited = bool(config.offload.device_memory or config.offload.host_memory)
-    for decision in decisions:  # as in a run, which always compares the host memory
+    # A run also compares the host memory with its limit in every case.
+    for decision in decisions:
         if is_limited or decision.memory.host > decision.limits.host:
             check_limits(decision, device)
     ranks = [

@@ -22,8 +22,8 @@ class ProductRates(NamedTuple):
     half_size: float
     """As `Products.half_size`; 0: the rate does not depend on the sizes."""
     attention: tuple[tuple[float, float, float], ...] = ()
-    """Lengths of sequences in ascending order, each with the FLOP/s of attention in forward and in
-    backward; empty: the rates of products."""
+    """Lengths of sequences in ascending order, each with the FLOP/s of fused attention in forward
+    and in backward. If empty, the rates of matrix products apply to attention."""
 
     def attention_rate(self, seq_len: float, head_size: float, backward: bool) -> float:
         """Return the FLOP/s of fused attention."""
@@ -52,25 +52,26 @@ class Rates:
     memory: float
     """Bytes per second of large copies and sums."""
     launch_s: float
-    """Seconds in which the host starts an operation."""
+    """Seconds that the host needs to start an operation."""
     launches_queue: bool
-    """True if the device runs operations while the host starts later ones, as an accelerator does.
-    False: a CPU computes an operation only after its launch, and the times add up."""
+    """True if the device runs operations while the host starts later operations, as with an
+    accelerator. False for a CPU, which first starts an operation and then computes it, so that the
+    two times add up."""
     element_bytes: int
     links: Links
     algorithm: Algorithm
     missing: tuple[str, ...]
     """Keys of rates that the machine file lacks."""
     fitted_on: tuple[str, ...] = ()
-    """Published rows on which rates were fitted."""
+    """Published measurements (rows of tables) to which rates were fitted."""
     activations: float | None = None
     """Bytes per second of element-wise operations and norms of activations; None: `memory`."""
     runs_ahead: bool = False
-    """True if the host may start operations of later passes while the device computes. False: the
-    host starts the operations of a pass when the pass begins, as in the closed formulas. A value of
-    `launch_s` that was fitted with these formulas requires False."""
+    """True if the host may start operations of later passes while the device computes. False if the
+    host starts the operations of a pass only when the pass begins, as the closed formulas of
+    `step_time` assume. A value of `launch_s` that was fitted with these formulas requires False."""
     new_memory: float = math.inf
-    """Bytes per second at which the operating system provides new memory."""
+    """Bytes per second at which the operating system maps new memory."""
 
     def update_s(self, optimizer_bytes: float, new_bytes: float) -> float:
         """Return `StepTime.optimizer_s` of a step with these values of `Step`."""
@@ -78,7 +79,8 @@ class Rates:
 
 
 def is_cpu(machine: Machine) -> bool:
-    """Return whether the device of a machine is a CPU, whose ranks have a number of threads."""
+    """Return True if the device of a machine is a CPU. Only the file of a CPU has a number of
+    threads."""
     return machine.device is not None and machine.device.threads > 0
 
 
@@ -139,7 +141,8 @@ def rates_of(machine: Machine, dtype: Dtype, name: str = "the machine file") -> 
 
 
 def _fitted_on(machine: Machine, dtype: Dtype) -> tuple[str, ...]:
-    """Return the published rows on which rates of a machine were fitted, without duplicates."""
+    """Return the published measurements to which rates of a machine were fitted, without
+    duplicates."""
     assert machine.device is not None
     products = machine.device.products[dtype]
     figures = [products.efficiency, products.half_size]

@@ -1,5 +1,5 @@
-"""Device memory of a rank in a training step, from the objects that the step executes: its model
-states, the profile of its stages and its schedule."""
+"""Device memory of a rank in a training step, computed from three objects: the model states of the
+rank, the profiles of its stages, and the pipeline schedule."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class RankMemory:
     disk: int = 0
     """Model states on disk, and their copies for checkpoint.async_save."""
     copies: int = 0
-    """On a CPU: bytes by which gloo's copies of gradients and parameters exceed `activations`, if
-    the activations at the time of the copies are added to them."""
+    """On a CPU: bytes by which the copies that gloo makes of gradients and parameters, together
+    with the activations at the same time, exceed `activations`; 0 if they do not."""
     code: int = 0
     """On a CPU: bytes of the code that oneDNN generates for products."""
 
@@ -83,10 +83,10 @@ def rank_memory(
         coordinate: The rank.
         num_microbatches: Number of microbatches of the rank in a step.
         device: Type of the rank's device.
-        profiles: Result of `RankProfiles.at`, if it is known. It does not depend on the
-            settings of `[optim]` and `[offload]`, except `offload.order`.
-        imbalance: Rows that the experts of the rank compute in each layer, divided by the mean over
-            the ep ranks. It has no effect if `profiles` is given.
+        profiles: Result of `RankProfiles.at`, if it is known; None to compute it. Of the sections
+            `[optim]` and `[offload]`, only `offload.order` changes the profiles.
+        imbalance: Number of rows that the experts of the rank compute in each layer, divided by the
+            mean over the ep ranks. This argument has no effect if `profiles` is given.
         product_code: `product_code_bytes` of the machine's device.
     """
     planned = _plan_attached(config, mesh, coordinate, num_microbatches)
@@ -108,8 +108,8 @@ def rank_memory(
 def states_memory(
     config: Config, mesh: Mesh, coordinate: Coordinate, num_microbatches: int
 ) -> RankMemory:
-    """Return the memory of the rank at `coordinate` as `rank_memory`, but with 0 for activations,
-    so that no profile is needed. The arguments are those of `rank_memory`."""
+    """Return the result of `rank_memory` for the rank at `coordinate`, but with 0 bytes of
+    activations, so that no profile is needed. The arguments are those of `rank_memory`."""
     planned = _plan_attached(config, mesh, coordinate, num_microbatches)
     return _memory_of(config, planned, (0, 0))
 
@@ -138,8 +138,8 @@ def _memory_of(config: Config, planned: PlannedRank, activations: tuple[int, int
 
 
 def _num_products(profiles: Mapping[int, StageProfile]) -> int:
-    """Return the number of products of different shapes. The same shape in forward and backward
-    counts twice, because the operands of backward are transposed."""
+    """Return the number of different shapes of matrix products. A shape that occurs in forward and
+    in backward counts twice, because the operands of backward are transposed."""
     return len(
         {
             (backward, *op[:3])
@@ -155,13 +155,14 @@ def _num_products(profiles: Mapping[int, StageProfile]) -> int:
 def _copied_bytes(
     config: Config, planned: PlannedRank, profiles: Mapping[int, StageProfile]
 ) -> int:
-    """Return the most bytes of copies that gloo makes of gradients and parameters, with the
-    activations at the same time.
+    """Return the largest sum of the bytes that gloo's copies of gradients and parameters have and
+    of the bytes of activations at the same time.
 
     A reduce_scatter copies its input, and an all_gather its output. Gradients of a chunk are
     reduced after the last backward of its first segment or, if they are not reduced segment by
     segment, after the last backward of the stage. At this time, no other microbatch has
-    activations. After the update, all parameters are gathered, at the same time with optim.overlap.
+    activations. After the update, all parameters are gathered: simultaneously with optim.overlap,
+    otherwise one chunk after the other.
     """
     optim, chunks = config.optim, planned.engine.chunks
     sharded = [c for c in chunks if c.groups.shard_group.size > 1]
@@ -198,8 +199,9 @@ class RankProfiles:
     """Profiles of the stages of a rank for one microbatch, for any load of its experts.
 
     The bytes are linear in the number of tokens that arrive at the rank and in the number of rows
-    that its experts compute. They are therefore interpolated between two profiles: one with equal
-    loads of all ranks, and one in which all tokens choose experts of this rank.
+    that its experts compute. The bytes for a given load are therefore interpolated between two
+    profiles: in the first, all ep ranks have equal loads, and in the second, all tokens choose
+    experts of this rank.
 
     Args:
         config, mesh, coordinate, device: As for `rank_memory`.
@@ -229,8 +231,8 @@ class RankProfiles:
         return profile_stages(*self._rank, self._known, on_cpu, concentrated=True)
 
     def at(self, imbalances: Mapping[int, float]) -> dict[int, StageProfile]:
-        """Return the profile of each stage. `imbalances` has, for each MoE layer, the rows that the
-        experts of the rank compute, divided by the mean over the ep ranks."""
+        """Return the profile of each stage. `imbalances` has, for each MoE layer, the number of
+        rows that the experts of the rank compute, divided by the mean over the ep ranks."""
         config, mesh, _ = self._rank
         weights = {
             layer: concentration(config, mesh, layer, imbalances[layer], self._device)
@@ -253,7 +255,8 @@ def interpolate(
     weights: Mapping[int, float],
     num_layers: int,
 ) -> StageProfile:
-    """Return the profile of a stage between the two profiles of `RankProfiles`.
+    """Return the profile of a stage for a load, interpolated between the two profiles of
+    `RankProfiles`.
 
     Args:
         balanced, concentrated: The profiles.
@@ -268,7 +271,7 @@ def interpolate(
     if balanced.weights is not None and concentrated.weights is not None:
         mean = sum(weights.values()) / num_layers  # the action W computes gradients of all layers
         action = _between(balanced.weights, concentrated.weights, mean)._replace(kept=-live)
-    else:  # without the errors of rounding, a microbatch frees the bytes that it keeps
+    else:  # no rounding errors: a microbatch frees exactly the bytes that it keeps
         last = (backward or forward)[-1]
         (backward or forward)[-1] = last._replace(kept=last.kept - live)
     return StageProfile(tuple(forward), tuple(backward), action)
@@ -276,7 +279,8 @@ def interpolate(
 
 def depends_on_load(config: Config, mesh: Mesh, device: str) -> bool:
     """Return True if the memory of a rank depends on the load of its experts. On accelerators, the
-    buffers of `allgather` have rows for the experts of all ranks, whatever the load."""
+    buffers of the dispatcher `allgather` have the same number of rows for every load, enough for
+    the experts of all ranks."""
     if mesh.ep == 1 or not config.model.sparse_layers:
         return False
     return device == "cpu" or config.parallel.ep_dispatch == "alltoall"
@@ -297,16 +301,16 @@ def concentration(config: Config, mesh: Mesh, layer: int, imbalance: float, devi
 
 
 def _between(a: UseProfile, b: UseProfile, weight: float) -> UseProfile:
-    """Interpolate the bytes and the FLOPs of two profiles: those of `a` for weight 0, those of `b`
-    for weight 1."""
+    """Return a profile whose bytes and FLOPs are interpolated between two profiles: equal to `a`
+    for weight 0 and to `b` for weight 1."""
     names = ("kept", "peak", "flops", "moved")
     values = ((name, getattr(a, name), getattr(b, name)) for name in names)
     return a._replace(**{name: round(x + weight * (y - x)) for name, x, y in values})
 
 
 def library_bytes(config: Config, mesh: Mesh, pp: int) -> int:
-    """Return the memory by which the first updates increase that of a process on a CPU, in addition
-    to tensors. It does not depend on the size of the model.
+    """Return the bytes by which the memory of a process on a CPU grows in the first updates, apart
+    from tensors. The result does not depend on the size of the model.
 
     Args:
         config: The run's configuration.
@@ -320,11 +324,11 @@ def library_bytes(config: Config, mesh: Mesh, pp: int) -> int:
 _LIBRARY_BYTES = 36_000_000
 """Pages of torch's libraries (24 MB), which the operating system maps when their code runs for the
 first time, and memory of autograd, oneDNN and gloo. Median of nine runs of tiny models with 1 and 2
-ranks (x86-64, torch 2.13), which needed 31 to 42 MB. A run that has timed kernels before it makes
-its model needs half of it."""
+ranks (x86-64, torch 2.13), which needed 31 to 42 MB. A run that has timed kernels before it creates
+its model needs half of this memory."""
 _SYMPY_BYTES = 30_000_000
-"""torch imports sympy when a backward begins with a given gradient, as it does in each pipeline
-stage except the last. Measured in one run."""
+"""Bytes of sympy, which torch imports when a backward begins with a given gradient, as in each
+pipeline stage except the last. Measured in a single run."""
 
 
 def activations_of(
@@ -336,8 +340,8 @@ def activations_of(
     num_microbatches: int,
     device: str,
 ) -> tuple[int, int]:
-    """Return `RankMemory.activations` and `RankMemory.temporary` of the rank with the index `pp`
-    along that axis. `profiles` has the profile of each of its stages."""
+    """Return the pair `RankMemory.activations` and `RankMemory.temporary`, in bytes, of the
+    pipeline rank `pp`. `profiles` has the profile of each stage of this rank."""
     sequence_shares = mesh.tp if config.parallel.sequence_parallel else 1
     peak = peak_of_step(
         schedule,
@@ -350,8 +354,8 @@ def activations_of(
 
 
 def input_bytes(config: Config, num_microbatches: int) -> int:
-    """Return the size of the tokens and the loss terms of a step, and of the tables of the rotary
-    embedding. The number of tokens of each expert is a loss term."""
+    """Return the bytes of the tokens and the loss terms of a step, and of the tables of the rotary
+    embedding. The loss terms include the number of tokens of each expert."""
     train, model = config.train, config.model
     tokens = train.microbatch_size * train.seq_len * torch.int64.itemsize
     counts = sum(model.experts_by_layer) * torch.int64.itemsize
@@ -393,8 +397,8 @@ def peak_of_step(
         schedule: The pipeline schedule.
         rank: Index of the rank along pp.
         profiles: The profile of each stage of the rank. A profile counts the tensors that the stage
-            receives as if they arrived when the stage begins to use them, and also the gradient
-            that the stage sends.
+            receives from the time at which the stage begins to use them. It also counts the
+            gradient that the stage sends.
         boundary: Bytes of a tensor between stages.
         keeps_sent: True if sent tensors are freed only at the end of the step, as with gloo, which
             does not report that a tensor has been sent.
@@ -423,7 +427,8 @@ def peak_of_step(
                 live += boundary  # the output
             if stage > 0:  # the gradient waits until it is sent, or until the previous stage runs
                 live += boundary
-                if schedule.rank_of(stage - 1) == rank:  # it also keeps the input of this stage
+                # The previous stage, which is on this rank, also keeps the input of this stage.
+                if schedule.rank_of(stage - 1) == rank:
                     live += boundary
         elif kind is Kind.W:
             weights = profiles[stage].weights
@@ -433,21 +438,22 @@ def peak_of_step(
             live -= boundary
         peak = max(peak, Peak(live, 0))
     sends = any(action.kind is Kind.SEND_GRADIENT for action in schedule.ranks[rank])
-    sent = boundary * sends  # the last gradient that was sent is freed after its arrival
+    # The last gradient that the rank sent is freed only after it has arrived at the other rank.
+    sent = boundary * sends
     return Peak(peak.total + sent, peak.temporary + sent)
 
 
 def bytes_of_stage(profile: StageProfile) -> StageBytes:
-    """Return the bytes of a stage for one microbatch. In a profile, the passes free all bytes that
-    they keep."""
+    """Return the bytes of a stage for one microbatch. All passes of a microbatch together free the
+    bytes that its forward keeps."""
     (kept, forward), (freed, backward) = map(_sum_and_peak, profile[:2])
     weights = 0 if profile.weights is None else profile.weights.peak
     return StageBytes(kept, kept + freed, forward, backward, weights)
 
 
 def _sum_and_peak(uses: Iterable[UseProfile]) -> tuple[int, int]:
-    """Return the bytes after the uses and the peak during the uses, both relative to the bytes
-    before them."""
+    """Return two numbers of bytes, relative to the bytes before the first of the uses: the bytes
+    after the last use, and the largest number of bytes during the uses."""
     live = peak = 0
     for use in uses:
         peak, live = max(peak, live + use.peak), live + use.kept

@@ -46,10 +46,11 @@ def autotune_placement(
 ) -> Config:
     """Return the configuration with the placement of the states that this rank uses.
 
-    With offload.mode = "auto", decide on the placement: with the rates of `train.machine`, as
-    `optimus plan` does, or without a machine with measured rates, which have no collectives. With
-    other modes, check the limits of memory. On an accelerator, `offload.device_memory` then limits
-    the allocations of torch. All ranks must call this function.
+    With offload.mode = "auto", decide on the placement. The decision uses the rates of
+    `train.machine`, as `optimus plan` does. Without a machine, it uses rates that this function
+    measures, which leave out the time of collectives. With other modes, check the limits of memory.
+    On an accelerator, `offload.device_memory` then limits the allocations of torch. All ranks must
+    call this function.
 
     Args:
         config: The run's configuration.
@@ -99,7 +100,8 @@ def autotune_placement(
     if offload.mode == "auto":
         searches = [PlacementSearch(config, *rank, limits, device.type, times)]
         (decision,) = decide_together(searches, lambda value: greatest(value, everyone, device))
-        if device.type != "cpu":  # there, the rates of the file are only for the decision
+        # On a CPU, the rates of the machine file serve only to decide on the placement.
+        if device.type != "cpu":
             decision = dataclasses.replace(decision, config=with_offload(decision.config, links=""))
     else:
         imbalance = config.offload.expert_imbalance
@@ -121,8 +123,9 @@ def _links_of(
     ranks_per_node: int,
     log: Callable[[str], None],
 ) -> Links:
-    """Return the links of `offload.links`; if it is empty, those of the machine; without them, the
-    links that the first rank measures. All ranks get the same links."""
+    """Return the rates of the links: those of the file `offload.links`; if this setting is empty,
+    those of the machine; and without them, the rates that the first rank measures. All ranks get
+    the same rates."""
     offload, links = config.offload, None
     if offload.links:
         links = load_links(offload.links)
@@ -138,7 +141,7 @@ def _links_of(
 
 
 def _states_text(config: Config, memory: RankMemory) -> str:
-    """Return the placement of a rank whose activations are not known as text."""
+    """Return as text the placement of the states of a rank whose activations are not known."""
     on_device = memory.states + memory.cache + memory.gradients
     tiers = [
         f"{gb_text(on_device)} of device memory without activations",
@@ -150,8 +153,9 @@ def _states_text(config: Config, memory: RankMemory) -> str:
 
 
 def largest_rank(config: Config, mesh: Mesh, pp: int) -> Coordinate:
-    """Return the rank with the most memory of the ranks with pipeline index `pp`. A placement that
-    fits there fits on all of them, and they must have the same placement."""
+    """Return the rank that needs the most memory of all ranks with the pipeline index `pp`. These
+    ranks must have the same placement, and a placement that fits on the returned rank fits on all
+    of them."""
     # If tp does not divide a size, the last rank has the largest share. With checkpoint.scatter =
     # "paper", only a rank that writes checkpoints has staging memory.
     coordinate = Coordinate(pp, 0, 0, mesh.tp - 1)
@@ -161,7 +165,8 @@ def largest_rank(config: Config, mesh: Mesh, pp: int) -> Coordinate:
 
 
 def limits_of(config: Config, links: Links, device: int, host: int, disk: int = 0) -> RankLimits:
-    """Return the limits of a rank. `device`, `host` and `disk` are the limits without settings."""
+    """Return the limits of a rank. `device`, `host` and `disk` are the bytes that apply where
+    `[offload]` sets no limit."""
     offload = config.offload
     return RankLimits(
         parse_bytes(offload.device_memory) or device,
@@ -183,9 +188,9 @@ def check_limits(decision: Decision, device: str) -> None:
 def host_limit(memory: int, ranks_per_node: int) -> int:
     """Return the host memory that the states of a rank may use without `offload.host_memory`.
 
-    The rest is for Python and its libraries, the loader, messages and the page cache: 2 GiB and 5 %
-    of the memory of a rank, but at most a quarter. A rank on a CPU has 0.25 GB before it has
-    states; the libraries of accelerators add 1 to 2 GB.
+    The limit leaves memory for Python and its libraries, the loader, messages and the page cache: 2
+    GiB and 5 % of the memory of a rank, but at most a quarter of it. A process on a CPU uses 0.25
+    GB before its states are allocated; the libraries of accelerators add 1 to 2 GB.
 
     Args:
         memory: Bytes of a node that its processes can use.

@@ -3,18 +3,19 @@
 A simulation plays the pipeline schedule on the resources of each pipeline rank: its device, its
 port to other ranks, the two directions of the link to its host, the host, which updates chunks, and
 the two directions of a disk (`TierSimulation`). A forward or backward waits for the copies of its
-chunks, the update waits for all gradients, and the next step waits for updates that are not
-complete. The updates of a step overlap with the next step, so several steps are simulated one after
-the other.
+chunks, the update waits for all gradients, and the next step waits for the updates of the previous
+step that are not complete. The updates of a step overlap with the next step, so several steps are
+simulated one after the other.
 
-The simulation does not model:
+The simulation leaves out:
 
-- that ranks of a node share the bandwidth of its host memory or disk. The rates of a machine file
-  are those of a rank while all ranks of the node work;
+- the competition of the ranks of a node for the bandwidth of the host memory or the disk. The rates
+  in a machine file are measured on each rank while all ranks of the node run the same measurement;
 - the time in which the host adds gradients;
-- that the host starts operations ahead of the device;
-- that gathers of chunks share the port with transfers between stages;
-- placements of middle pipeline ranks. With offload.mode = "auto", they get that of the first rank.
+- the start of operations by the host before the device is ready for them;
+- the competition between gathers of chunks and transfers between stages for the port of a rank;
+- the placements of middle pipeline ranks. With offload.mode = "auto", they get the placement of the
+  first rank.
 
 If a schedule divides backward, gradients are copied to the host after the action I.
 """
@@ -68,7 +69,7 @@ from optimus.planner.workload import Works, step_of
 from optimus.rank.states import PlannedRank, staging_of
 
 _UNKNOWN = 1 << 62
-"""Limit of the disk, and of host memory if the machine's file does not have its size."""
+"""Limit of the disk in bytes, and of the host memory if the machine file does not have its size."""
 _UNLIMITED = Links(**dict.fromkeys(Links.model_fields, 1e30))
 """Rates with which copies and updates on the host take no time."""
 
@@ -78,18 +79,19 @@ class OffloadedStep:
     """Time of a step with offloading."""
 
     step: Step
-    """The work of the devices: that of a step without offloading, but without the updates of chunks
-    on the host."""
+    """The operations of the devices in a step: those of a step without offloading, except the
+    updates of chunks on the host."""
     time: StepTime
-    """Time of the step by component. `offload_s` is the time by which copies, updates on the host
-    and the disk make the step longer."""
+    """Seconds of the step by component. `offload_s` is the number of seconds by which copies,
+    updates on the host and the disk make the step longer."""
     played: Played
     """Actions and transfers of the last simulated step."""
     spans: tuple[tuple[ResourceSpan, ...], ...]
-    """For each pipeline rank, the work of its links, host and disk during this step. Times are
-    seconds from the start of the step."""
+    """For each pipeline rank, the intervals in which its links, host and disk are busy during this
+    step. Times are seconds from the start of the step."""
     seconds: dict[str, float]
-    """Seconds for which each resource works in a step, on the rank where it works longest."""
+    """For each resource, the seconds for which it is busy in a step, on the rank where it is busy
+    longest."""
 
 
 class Placements(NamedTuple):
@@ -134,8 +136,9 @@ def decide_placements(
 
 
 def bytes_of_placement(config: Config, mesh: Mesh, machine: Machine, name: str) -> int:
-    """Return the bytes on the device of the fullest rank with a placement that fits. It need not be
-    that of `decide_placements`, which takes much longer. Raises ConfigError if none fits.
+    """Return the bytes on the device of the fullest rank with any placement that fits. This
+    placement may differ from the placement of `decide_placements`, which takes much longer to find.
+    Raises ConfigError if no placement fits.
 
     The memory depends on the number of microbatches only by their tokens. Therefore a step with few
     microbatches determines the placement.
@@ -173,13 +176,15 @@ def manual_placements(config: Config, mesh: Mesh, machine: Machine) -> list[Deci
     """Return the placements of the first and of the last pipeline rank with offload.mode =
     "manual". The list is empty if the machine file and the configuration have no device memory.
 
-    Their memory is that which a run compares with `offload.device_memory` and
-    `offload.host_memory`: with unbalanced experts (`offload.expert_imbalance`). It may exceed them.
+    The memory of these placements assumes unbalanced experts (`offload.expert_imbalance`), as the
+    memory that a run compares with `offload.device_memory` and `offload.host_memory`. The memory
+    may exceed these limits.
     """
     limits = _limits(config, machine, Links())
     if not limits.device:
         return []
-    if config.offload.early_adam == "auto":  # spare buffers have half of the free host memory
+    # The spare buffers for early updates use half of the free host memory.
+    if config.offload.early_adam == "auto":
         config = with_offload(config, host_memory=str(limits.host))
     device, decisions = "cpu" if is_cpu(machine) else "cuda", list[Decision]()
     for pp in dict.fromkeys((0, mesh.pp - 1)):
@@ -304,12 +309,13 @@ class _Rank(NamedTuple):
 
     work: StepWork
     num_uses: Mapping[tuple[int, bool], int]
-    """Number of segment uses in a pass of one microbatch. The key has the stage, and True for the
-    backward."""
+    """Number of segment uses in a pass of one microbatch. A key is a pair: the stage, and True for
+    the backward or False for the forward."""
     updated_share: float
     """Share of the trained elements whose states are on the device."""
     reductions: tuple[Reduction, ...]
-    """Collectives of all gradients, and of the parameters whose states are on the device."""
+    """Collectives of all gradients in a step, and of the parameters whose states are on the
+    device."""
     gathers_s: Mapping[str, float]
     """Seconds of the gathers of chunks on the host in a step, by axes."""
 
@@ -430,7 +436,8 @@ class _OffloadedDevice:
 
 
 class _Steps(NamedTuple):
-    """Three attributes of `OffloadedStep`, for the last simulated step."""
+    """The attributes `played`, `tiers` and `resources_s` of `OffloadedStep`, for the last simulated
+    step."""
 
     played: Played
     spans: tuple[tuple[ResourceSpan, ...], ...]

@@ -1,12 +1,13 @@
 """Peak memory of activations of pipeline ranks, for a search over many layouts.
 
 `memory.peak_of_step` adds up the bytes of a rank action by action. The bytes during an action are a
-sum of products: the number of microbatches for which a stage keeps bytes, times these bytes of one
-microbatch. The numbers of microbatches depend only on the schedule. This module therefore computes
-a matrix of these numbers once for each schedule, with a row for each action, and multiplies it by
-the bytes of each layout. Rows that cannot give the maximum are left out: those that are in no
-column larger than another row. Above a certain number of microbatches, a schedule repeats its rows,
-so that a schedule with fewer microbatches gives the same matrix.
+sum of products. Each product is the number of microbatches for which a stage keeps a tensor, times
+the bytes of the tensor for one microbatch. The numbers of microbatches depend only on the schedule.
+This module therefore computes a matrix of these numbers once for each schedule, with a row for each
+action, and multiplies the matrix by the bytes of each layout. A row is left out if every value in
+it is at most the value in the same column of another row, because such a row cannot give the
+maximum. Above a certain number of microbatches, a schedule repeats its rows, so that a schedule
+with fewer microbatches gives the same matrix.
 """
 
 from __future__ import annotations
@@ -38,12 +39,14 @@ class StageBytes(NamedTuple):
 
 
 class RankPeaks(NamedTuple):
-    """Numbers of microbatches for which a pipeline rank with v stages has bytes in memory."""
+    """For each action of a pipeline rank with v stages, the numbers of microbatches whose tensors
+    are in memory."""
 
     counts: np.ndarray
-    """int64 [number of actions, 5v + 1]. A row has, for each stage, the number of microbatches to
-    which each field of `StageBytes` applies during the action. The last element is the number of
-    tensors in memory that were received from other stages or wait to be sent."""
+    """int64 [number of actions, 5v + 1]. Each row describes the memory during an action. It has,
+    for each stage and each of the five fields of `StageBytes`, the number of microbatches for which
+    the bytes of the field are in memory. The last element is the number of tensors in memory that
+    were received from other stages or are still to be sent."""
 
     def bytes(self, stages: Sequence[StageBytes], boundary: int) -> int:
         """Return the most bytes of activations and temporary tensors, as `peak_of_step`.
@@ -64,7 +67,7 @@ def peaks_of(
     num_microbatches: int,
     ranks: tuple[int, ...],
 ) -> RankPeaks:
-    """Return the peaks of pipeline ranks whose stages have equal bytes.
+    """Return the counts of all pipeline ranks in `ranks`, whose stages have equal bytes.
 
     Args:
         schedule, num_ranks, virtual_stages, num_microbatches: As for `make_schedule`.
@@ -73,7 +76,9 @@ def peaks_of(
     fewer = _fewer_microbatches(schedule, num_ranks, num_microbatches)
     of_ranks = _counts_of_ranks(schedule, num_ranks, virtual_stages, fewer)
     counts = _undominated(np.concatenate([of_ranks[rank] for rank in ranks]))
-    if schedule == "gpipe":  # these counts are nearly all microbatches, and grow with their number
+    # In gpipe, the large counts include nearly all microbatches, so they grow with
+    # `num_microbatches`.
+    if schedule == "gpipe":
         counts[:, :-1][counts[:, :-1] > fewer // 2] += num_microbatches - fewer
     return RankPeaks(counts)
 
@@ -93,12 +98,12 @@ def _counts_of_ranks(
 
 def _fewer_microbatches(name: str, num_ranks: int, num_microbatches: int) -> int:
     """Return a number of microbatches, at most `num_microbatches`, with which a schedule has the
-    same rows. For gpipe, the rows differ: `peaks_of` corrects the counts that grow with the
-    number of microbatches."""
+    same rows of counts as with `num_microbatches`. For gpipe, some counts differ, because they grow
+    with the number of microbatches; `peaks_of` corrects them."""
     if name == "gpipe":
         return min(num_microbatches, 8)
     if name == "interleaved" and num_microbatches % num_ranks:
-        return num_microbatches  # rounds of different sizes
+        return num_microbatches  # the last round has fewer microbatches
     return min(num_microbatches, 4 * num_ranks)
 
 
@@ -110,7 +115,8 @@ def _rows(
     live = [0] * (5 * virtual_stages + 1)
     rows = set()
     sends = any(action.kind is Kind.SEND_GRADIENT for action in actions)
-    live[-1] = int(sends)  # the last gradient that was sent is freed after its arrival
+    # The last gradient that the rank sent is freed only after it has arrived at the other rank.
+    live[-1] = int(sends)
 
     def add_peak(column: int) -> None:
         live[column] += 1
@@ -142,7 +148,8 @@ def _rows(
 
 
 def _undominated(rows: np.ndarray) -> np.ndarray:
-    """Return the rows without those that are in no column larger than another row."""
+    """Return the rows that can give a maximum. A row is left out if each of its values is at most
+    the value in the same column of another row."""
     chosen = []
     while len(rows):
         largest = rows[rows.sum(1).argmax()]

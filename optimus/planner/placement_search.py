@@ -46,7 +46,7 @@ class RankLimits:
     host: int
     links: Links
     disk: int = 0
-    """Bytes in the directory offload.disk; 0 without it."""
+    """Bytes that the rank may use in the directory offload.disk; 0 without this setting."""
 
 
 @dataclass(frozen=True)
@@ -62,17 +62,18 @@ class Decision:
     on_device: int = 0
     """With a `placement`: bytes that the device would need if all states were there."""
     of_orders: Mapping[str, float | None] = field(default_factory=dict)
-    """In a pipeline: by order of microbatches, the predicted seconds of a step on the slowest rank,
-    or None if a rank does not fit."""
+    """In a pipeline: for each value of `offload.order`, the predicted seconds of a step on the
+    slowest rank, or None if a rank does not fit."""
     in_cache_s: float | None = None
-    """In a pipeline: predicted seconds of a step on this rank with the order "microbatch", if all
-    chunks on the host stay in the device's cache; None if they do not fit there."""
+    """In a pipeline: predicted seconds of a step on this rank with offload.order = "microbatch", if
+    the cache on the device has space for all chunks of the host; None if they do not fit in the
+    cache."""
     reserve: int = 0
     """Result of `reserve_of`."""
 
     @property
     def time(self) -> StepTime | None:
-        """Simulated time of a step, if there was a search."""
+        """Simulated time of a step by component; None if there was no search."""
         return None if self.placement is None else self.placement.time
 
     def __str__(self) -> str:
@@ -105,7 +106,7 @@ class Decision:
 
 
 def placement_text(config: Config) -> str:
-    """Return the settings of a placement with states on the host as text."""
+    """Return as text the settings of a placement that has states on the host."""
     offload, optim = config.offload, config.optim
     cached = counted(optim.cache_chunks, "chunk") if optim.cache_chunks else "all chunks"
     on_disk = ""
@@ -137,7 +138,7 @@ def _time_text(placement: SimulatedPlacement) -> str:
     if time.others:
         text += f", and collectives of chunks and updates on the device take {time.others:.3g} s"
     if idle := placement.workload.idle_s:
-        text += f", and the rank waits {idle:.3g} s (estimate) for others of the pipeline"
+        text += f", and the rank waits {idle:.3g} s (estimate) for other pipeline ranks"
     if placement.updates_early:
         text += f" (without early updates, as in steps that clip: {placement.late_s:.3g} s)"
     return text
@@ -151,7 +152,8 @@ def decide_placement(
     limits: RankLimits,
     device: str,
 ) -> Decision:
-    """Decide which states of the rank at `coordinate` are on the device, on the host and on disk.
+    """Decide for each state of the rank at `coordinate` if it is on the device, on the host or on
+    disk.
 
     If all states, activations and temporary tensors fit on the device, nothing is offloaded.
     Otherwise, the result is the placement with the shortest simulated step. The search covers all
@@ -175,8 +177,8 @@ def decide_placement(
 
 class PlacementSearch:
     """The possible placements of the states of a rank. The arguments are those of
-    `decide_placement`, and the times of the segments; None: the rates of `limits.links` give
-    them."""
+    `decide_placement` and the times of the segments. If these are None, they follow from the rates
+    of `limits.links`."""
 
     def __init__(
         self,
@@ -201,12 +203,12 @@ class PlacementSearch:
 
     @property
     def in_pipeline(self) -> bool:
-        """True if the rank exchanges activations with others."""
+        """True if the rank exchanges activations with other ranks."""
         return self._rank[0].pp > 1
 
     @cached_property
     def orders(self) -> tuple[str, ...]:
-        """The orders of microbatches that the run may use, the same on all ranks."""
+        """The values of `offload.order` that the run may use, the same on all ranks."""
         if self._rank[2] > 1:
             with contextlib.suppress(ConfigError):  # the model does not allow this order
                 check(_with_placement(self._config, order="layer"))
@@ -214,8 +216,9 @@ class PlacementSearch:
         return ("microbatch",)
 
     def decide(self, order: str = "") -> Decision:
-        """Return the placement with the shortest step. `order` is the order of microbatches; "":
-        the better of the possible orders. Raises ConfigError if no placement fits."""
+        """Return the placement with the shortest step. `order` is the value of `offload.order`; ""
+        selects the possible order with the shorter step. Raises ConfigError if no placement
+        fits."""
         memory, limits = self._on_device, self._limits
         plain = self._plain
         if order == "layer":
@@ -237,7 +240,8 @@ class PlacementSearch:
                 raise does_not_fit("auto", self._config, needs, limits, self._device) from None
             chosen = self._settings_of(best)
             memory = rank_memory(chosen, *self._rank, self._profiles_of(best.workload.order))
-            # The search estimates some bytes, such as those of reductions.
+            # The search only estimates some bytes, such as those of reductions. If the exact bytes
+            # exceed the limits, the next search has less memory.
             lacking = TierBytes(
                 memory.device - self._allowed, memory.host - limits.host, memory.disk - limits.disk
             )
@@ -263,8 +267,10 @@ class PlacementSearch:
         return None
 
     def smallest(self) -> RankLimits:
-        """Return the smallest limit of the device memory with which a placement fits into the host
-        memory, and the smallest limit of the host memory with which one fits on the device."""
+        """Return limits with two smallest sizes in bytes. `device` is the smallest limit of the
+        device memory with which a placement fits into the present host memory, and `host` is the
+        smallest limit of the host memory with which a placement fits into the present device
+        memory."""
         try:
             workloads = self._workloads
         except ConfigError:  # states cannot be offloaded
@@ -278,16 +284,16 @@ class PlacementSearch:
         return dataclasses.replace(self._limits, device=device, host=host)
 
     def _capacity(self, excess: TierBytes) -> TierBytes:
-        """Return the memory that the search may fill. `excess` is memory that the rank needs in
-        addition to the estimates of the search."""
+        """Return the bytes of each tier that the search may fill. `excess` has the bytes that the
+        rank needs in addition to the estimates of the search."""
         limits = TierBytes(self._allowed, self._limits.host, self._limits.disk)
         left = zip(limits, excess, self._fixed, strict=True)
         return TierBytes(*(limit - more - fixed for limit, more, fixed in left))
 
     @property
     def _fixed(self) -> TierBytes:
-        """Memory for the copies of checkpoint.async_save, which each placement needs. The workloads
-        take into account that the copies of states on disk are on disk, too."""
+        """Bytes for the copies of checkpoint.async_save, which each placement needs. The copies of
+        states on disk are also on disk; the workloads subtract them from the host memory."""
         return TierBytes(0, self._on_device.staging)
 
     def _settings_of(self, best: SimulatedPlacement) -> Config:
@@ -305,13 +311,14 @@ class PlacementSearch:
         if self._config.offload.early_adam == "auto":
             if not best.updates_early:
                 return with_offload(chosen, early_adam="off")
-            return with_offload(chosen, host_memory=str(self._limits.host))  # for the spare buffers
+            # The limit determines the size of the spare buffers.
+            return with_offload(chosen, host_memory=str(self._limits.host))
         return chosen
 
     @cached_property
     def _workloads(self) -> list[Workload]:
-        """The costs of a step of the rank, for each order of microbatches and each chunk length.
-        Raises ConfigError if states cannot be offloaded."""
+        """The sizes and times that the search needs, for each value of `offload.order` and each
+        chunk length. Raises ConfigError if states cannot be offloaded."""
         try:
             check(_with_placement(self._config))
         except ConfigError as error:
@@ -338,7 +345,8 @@ class PlacementSearch:
         ]
 
     def _profile(self, config: Config) -> dict[int, StageProfile]:
-        """Profile the rank with the load `offload.expert_imbalance` of its experts."""
+        """Return the profile of each stage of the rank, if its experts have the load
+        `offload.expert_imbalance`."""
         mesh, coordinate, _, device = self._rank
         loads = dict.fromkeys(config.model.sparse_layers, config.offload.expert_imbalance)
         return RankProfiles(config, mesh, coordinate, device).at(loads)
@@ -354,14 +362,17 @@ def decide_together(
     greatest_of: Callable[[int], int] = lambda value: value,
     compares_cache: bool = True,
 ) -> list[Decision]:
-    """Decide for ranks of a pipeline, which must have the same order of microbatches.
+    """Decide on the placements of the ranks of a pipeline, which must have the same
+    `offload.order`.
 
-    If a rank must offload states, the order with the shortest step of the slowest rank is chosen.
+    If a rank must offload states, all ranks get the order with which the step of the slowest rank
+    is shortest.
 
     Args:
         searches: Searches for ranks of the same run.
-        greatest_of: Returns the maximum of an integer over all ranks that call this function.
-        compares_cache: False to leave `Decision.in_cache_s` out.
+        greatest_of: Function that returns the maximum of an integer over all ranks that call
+            `decide_together`.
+        compares_cache: True to compute `Decision.in_cache_s`.
 
     Raises:
         ConfigError: The states of a rank do not fit.
@@ -389,7 +400,8 @@ def decide_together(
     if costs[best] == _IMPOSSIBLE:
         if problem is not None:
             raise problem
-        best = searches[0].orders[0]  # another rank raises the error, which ends this rank, too
+        # Another rank has no placement. Its error also ends this rank.
+        best = searches[0].orders[0]
     of_orders = {order: None if c == _IMPOSSIBLE else c / 1e9 for order, c in costs.items()}
     decided = [dataclasses.replace(each, of_orders=of_orders) for each in decisions[best]]
     if not compares_cache:
@@ -406,7 +418,8 @@ need a smaller cache."""
 
 def reserve_of(device_memory: int, device: str) -> int:
     """Return the device memory that a plan leaves unused. On accelerators, torch's allocator
-    reserves more bytes than the tensors have, because its free memory is fragmented."""
+    reserves more bytes than the tensors need, because its free memory is fragmented. Return 0 on a
+    CPU."""
     return 0 if device == "cpu" else device_memory // _RESERVE
 
 
@@ -455,7 +468,8 @@ def plan_on_host(
     """Create the states of the rank at `coordinate` on the meta device, with all chunks on the
     host. `order` is the value of `offload.order`; the other arguments are those of `plan_rank`."""
     on_host = _with_placement(config, order=order)
-    if on_host.offload.early_adam == "auto":  # its spare buffers use memory that is left over
+    # Spare buffers only use memory that the placement leaves free.
+    if on_host.offload.early_adam == "auto":
         on_host = with_offload(on_host, early_adam="off")
     planned = plan_rank(on_host, mesh, coordinate, num_microbatches)
     attach(planned.engine, planned.segments, planned.layout, on_host)
@@ -473,7 +487,8 @@ def _workload(
     times: SegmentTimes | Links,
     has_disk: bool,
 ) -> Workload:
-    """Return the costs of a step of a rank, for the search. All chunks are on the host."""
+    """Return the sizes and times of a step of a rank with all chunks on the host, for the
+    search."""
     planned = plan_on_host(config, order, mesh, coordinate, num_microbatches)
     schedule = planned.layout.schedule
     activations = peak_of_step(
@@ -514,8 +529,9 @@ def _workload(
 def _with_copies(
     work: Workload, config: Config, on_host: PlannedRank, on_disk: PlannedRank
 ) -> Workload:
-    """Return a workload in which the copies of checkpoint.async_save are on disk if the states are
-    there. `on_host` has all states on the host, and `on_disk` all that may be on disk."""
+    """Return a workload in which the copies that checkpoint.async_save makes of states on disk are
+    also on disk. `on_host` has all states on the host, and `on_disk` has all states on disk that
+    may be there."""
     before, after = (staging_by_chunk(config, planned) for planned in (on_host, on_disk))
     chunks: list[ChunkCost] = []
     for number, cost in zip(on_host.engine.numbers_by_first_use, work.chunks, strict=True):
@@ -550,9 +566,9 @@ def with_reserve(needed: int, device: str) -> int:
 def does_not_fit(
     mode: str, config: Config, needs: TierBytes, limits: RankLimits, device: str
 ) -> DoesNotFit:
-    """Return the error for a run that needs more memory than it may use. Its message has the
-    missing bytes of device and host memory, and only remedies that reduce them. `mode` is the value
-    of offload.mode."""
+    """Return the error for a run that needs more memory than it may use. The message has the number
+    of bytes that each memory lacks, and only remedies for these memories. `mode` is the value of
+    offload.mode."""
     offload, missing, remedies = config.offload, list[str](), list[str]()
     lacking: dict[str, int] = {}
     least = with_reserve(needs.device, device)

@@ -1,5 +1,6 @@
-"""The result of `optimus plan`: number of parameters, FLOPs and memory of a run from its
-configuration alone, and with a machine also the values of `optimus.planner.machine_plan`."""
+"""The result of `optimus plan`: the number of parameters, the FLOPs and the memory of a run, which
+follow from its configuration alone. With a machine, the result also has the values of
+`optimus.planner.machine_plan`."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ _GIB = 1 << 30
 def plan(
     config: Config, allocation: Allocation | None = None, load: str | None = None
 ) -> dict[str, Any]:
-    """Return the number of parameters, the FLOPs and the memory of a run as a dict for JSON.
+    """Return the number of parameters, the FLOPs and the bytes of a run as a dict for JSON.
 
     Only the section `[model]` is required.
 
@@ -95,14 +96,14 @@ def plan(
         result["topology"] = plan_topology(config, mesh, allocation)
         if train.seq_len:
             with without_collections():
-                from optimus.planner.machine_plan import plan_on_machine  # needs torch
+                from optimus.planner.machine_plan import plan_on_machine  # imports torch
 
                 result |= plan_on_machine(config, mesh, allocation.machine, loads)
     return result | _flops(config)
 
 
 def _flops(config: Config) -> dict[str, Any]:
-    """Return the keys of `plan` that need settings of `[train]`."""
+    """Return the entries of the result of `plan` that need settings of `[train]`."""
     train = config.train
     if not train.seq_len:
         return {}
@@ -170,7 +171,8 @@ def _memory_lines(result: dict[str, Any]) -> list[tuple[str, str]]:
         )
     lines.append(("on the fullest rank" if len(kinds) > 1 else "on each rank", head))
     tiers = memory.get("tiers", {})
-    if memory["host"]:  # the sum of the column, as in the text of a placement
+    # The table has the sum of the column, as the text of a placement has.
+    if memory["host"]:
         lines.append(("in host memory in addition", _size_text(sum(tiers["host"].values()))))
     if not tiers:
         kinds_of = (*KINDS, "cache")

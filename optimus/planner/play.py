@@ -2,21 +2,22 @@
 
 Each rank has a device, a host, and a port at each level of the network. The device runs the actions
 of the schedule in order. The host of an accelerator starts the operations of the actions in the
-same order, within a step without waiting for the device. The host may be ahead of the device, but
-an action ends only after all of its operations are started. A port sends tensors to other ranks and
-takes part in collectives, at the same time as the device computes. Two rules determine how
-transfers compete:
+same order, and within a step it does not wait for the device. The host may be ahead of the device,
+but an action ends only after the host has started all of its operations. A port sends tensors to
+other ranks and takes part in collectives, at the same time as the device computes. Two rules
+determine how transfers compete:
 
 - Transfers that use a port at the same time share its rate equally. A transfer that crosses several
-  levels uses the ports of the faster levels only in part. Transfers at different levels do not
-  compete, because a rank has different links within a node and between nodes.
+  levels uses only a fraction of the rate of the ports at the faster levels. Transfers at different
+  levels do not compete, because a rank has different links within a node and between nodes.
 - The ranks of a domain, such as a rack, share the links that leave the domain. If these links carry
   less than the ports of all ranks (the taper of a machine file), the sending ranks of the domain
   share the links equally. A transfer then uses both these links and the port of the previous level,
   such as the network adapter of a node.
 
-The simulation has one pipeline. The ranks of other pipelines do the same at the same time, so a
-transfer counts once for each rank of its stage in the domain.
+The simulation has a single pipeline. The ranks of all other pipelines run the same actions at the
+same time, so a transfer of a pipeline rank counts once for each rank with the same stages in the
+domain.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class Transfer(NamedTuple):
     seconds: float
     """Duration if no other transfer competes with it."""
     loads: tuple[float, ...] = (1.0,)
-    """Share of the rank's port at each level of the network that it then uses, at most 1."""
+    """For each level of the network, the fraction of the rate of the rank's port that the transfer
+    uses if no other transfer competes with it, at most 1."""
 
     def times(self, number: float) -> Transfer:
         """Return the transfer of `number` times as many bytes."""
@@ -44,20 +46,21 @@ class Transfer(NamedTuple):
 
 
 class SharedLevel(NamedTuple):
-    """The links that leave the domains of a level, which the ranks of a domain share."""
+    """The links that leave a domain, such as a rack. All ranks of the domain share them."""
 
     capacity: float
-    """Number of ranks of a domain that can send at the same time at the rate of a port."""
+    """Number of ranks of a domain that can send through the links at the same time, each at the
+    rate of its port."""
     loads: Sequence[Sequence[float]]
-    """`loads[r][s]` is the number of ranks in the domain of pipeline rank r that send when pipeline
-    rank s sends: those with the stages of s."""
+    """`loads[r][s]` is the number of ranks in the domain of pipeline rank r that have the stages of
+    pipeline rank s. These ranks send at the same time as rank s."""
 
 
 class Transfers(NamedTuple):
     """Transfers of a step."""
 
     send: Callable[[Action], Transfer] = lambda action: Transfer(0.0)
-    """The transfer of an action of `SENDS`."""
+    """Returns the transfer of an action whose kind is in `SENDS`."""
     reduce: Mapping[int, Sequence[Transfer]] = {}
     """The collectives of each stage's gradients, which begin with the stage's last backward.
     OPT_STEP waits for them."""
@@ -65,18 +68,20 @@ class Transfers(NamedTuple):
     """The collectives of parameters, which each rank begins at the start of the step. The second
     action of the rank waits for them."""
     exchanges: Mapping[tuple[Kind, int], Transfer] = {}
-    """By kind of action and stage: the collectives within the action that compete with other
-    transfers. The device waits for them after the computation of the action. The time of all other
-    collectives is part of the cost of the action."""
+    """A dict from the kind and the stage of an action to those collectives within the action that
+    compete with other transfers. The device waits for these collectives after the computation of
+    the action. The cost of the action includes the time of all other collectives."""
     shared: Mapping[int, SharedLevel] = {}
-    """The levels at which the links of a domain carry less than the ports of its ranks."""
+    """A dict from the index of a level to the links that leave its domains, for the levels at which
+    these links carry less than the ports of all ranks of a domain."""
 
 
 class Device(Protocol):
     """A device whose actions may wait, for example for copies of parameters."""
 
     def run(self, action: Action, start: float, seconds: float) -> float:
-        """Return the time at which an action ends. Called for the actions of a rank in order.
+        """Return the time at which an action ends, in seconds. The simulation calls this method for
+        the actions of a rank in order.
 
         Args:
             action: The action.
@@ -87,7 +92,7 @@ class Device(Protocol):
 
 @dataclass(frozen=True)
 class Played(Timeline):
-    """Start and end times of the actions of all ranks, and of their transfers."""
+    """Start and end times of the actions and of the transfers of all ranks, in seconds."""
 
     transfers: tuple[tuple[Span, ...], ...] = ()
     """Transfers of each rank, in the order of their ends. The actions are the sends, REDUCE_GRAD
@@ -107,10 +112,11 @@ def play(
 
     Args:
         schedule: The actions of each rank.
-        cost: Seconds of an action on the device. Those of sends and receives are not used.
-        transfers: Seconds of transfers; None: they take no time.
-        devices: The device of each rank; empty: the actions of all ranks do not wait.
-        launch: Seconds in which the host starts the operations of an action.
+        cost: Returns the seconds of an action on the device. It is not called for sends and
+            receives.
+        transfers: The transfers and their seconds; None if transfers take no time.
+        devices: The device of each rank. If empty, the actions of all ranks do not wait.
+        launch: Returns the seconds that the host needs to start the operations of an action.
     """
     return _Play(schedule, cost, transfers or Transfers(), devices, launch).run()
 
@@ -145,10 +151,11 @@ class _Ports:
         """Time for which the remaining seconds hold."""
         self._speeds: list[float] = []
         self._next = 0
-        """Index of the transfer that ends next."""
+        """Index in `active` of the transfer that ends next."""
 
     def speeds(self) -> list[float]:
-        """Return the speed of each transfer: 1 if no other transfer competes with it."""
+        """Return the speed of each transfer: 1 if no other transfer competes with it, and less
+        otherwise."""
         if len(self.active) == 1 and not self.shared:
             return [1.0]
         totals: dict[tuple[int, int], float] = {}
@@ -233,9 +240,10 @@ class _Play:
         self._waits: list[bool] = [False] * schedule.num_ranks
         """True for ranks that wait for their collectives."""
         self._arrived: set[tuple[bool, int, int]] = set()
-        """Data that has arrived: True for an activation, stage and microbatch that need it."""
+        """Data that has arrived. An element has True for an activation or False for a gradient, and
+        the stage and the microbatch that need the data."""
         self._waiting: dict[tuple[bool, int, int], int] = {}
-        """Ranks that wait for data."""
+        """Ranks that wait, by the data for which they wait."""
         self._events: list[tuple[float, int, int, int, int]] = []
         self._count = 0
         self._spans: list[list[Span]] = [[] for _ in ranks]

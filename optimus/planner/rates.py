@@ -29,12 +29,12 @@ from optimus.peak import cache_dir, find_peak, setup_of
 from optimus_kernels import adamw_, library_of
 
 _COPIED_BYTES = 1 << 26
-"""Bytes of a timed copy, as of a chunk of 32 Mi bf16 elements."""
+"""Bytes of a timed copy. A chunk of 32 Mi bf16 elements has this size."""
 _UPDATED = 1 << 22
 """Elements of a timed update. The states, 18 bytes for each element, exceed the caches of a CPU."""
 _RUNS = 15
 _DISK_RUNS = 3
-"""Numbers of timed runs."""
+"""Number of timed runs of each operation."""
 _HUGE_PAGE = 2 << 20
 
 
@@ -53,7 +53,7 @@ def find_links(
         log: Function that writes one line to the log.
         ranks_per_node: Number of ranks that share the cores and the disk of this machine. Cached
             rates are used only for this number.
-        disk: Directory whose disk is measured, too.
+        disk: Directory on a disk, which is also measured; None: no disk is measured.
     """
     library = library_of(torch.empty(0, dtype=dtype, device=device))
     key = f"{setup_of(device, dtype, library).key}-{ranks_per_node}"
@@ -71,7 +71,7 @@ def find_links(
                 f"disk-{key}-{of_path}", lambda: _medians(disk_rates(disk, _DISK_RUNS))
             )
             rates |= {name: rate / ranks_per_node for name, rate in measured.items()}
-        except OSError as error:  # such as a file system without O_DIRECT
+        except OSError as error:  # for example, the file system has no O_DIRECT
             default = Links()
             log(
                 f"offload.disk = '{disk}': its rates cannot be measured ({reason_of(error)}); the "

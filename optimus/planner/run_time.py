@@ -2,11 +2,11 @@
 
 A full checkpoint has the fp32 master weights and moments of all parameters. A model-only checkpoint
 has the weights in `optimus.checkpoint.weights.DTYPE`. All nodes together write at the lower of two
-rates: that of the first file system of the machine file, and that at which their ranks send through
-the outermost level of the network. Without checkpoint.async_save, the training stops while a
-checkpoint is written. With it, the training stops while states are copied to host memory; a save
-that takes longer than the interval delays the next one; and a failure also loses the work during
-the last write.
+rates: the rate of the first file system in the machine file, and the rate at which their ranks send
+through the outermost level of the network. Without checkpoint.async_save, the training stops while
+a checkpoint is written. With checkpoint.async_save, the training stops only while states are copied
+to host memory; a save that takes longer than the interval delays the next save; and a failure also
+loses the training during the last write.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from optimus.planner.goodput import best_interval, goodput
 from optimus.planner.states import plan_ranks
 
 _FULL_BYTES, _FROZEN_BYTES, _MODEL_BYTES = 12, 4, 2
-"""Bytes of a trained and of a frozen parameter in a full checkpoint, and in a model-only one."""
+"""Bytes of a trained and of a frozen parameter in a full checkpoint, and of any parameter in a
+model-only checkpoint."""
 
 _FOR_GOODPUT = ("storage.0.write", "failures_per_node_day")
 """Keys of the machine file without which the goodput is unknown."""
@@ -52,7 +53,8 @@ def checkpoint_bytes(config: Config) -> tuple[int, int]:
 def plan_run(
     config: Config, mesh: Mesh, machine: Machine, nodes: int, step_s: float
 ) -> dict[str, Any]:
-    """Return the time of checkpoints and failures as a dict for JSON.
+    """Return the time that checkpoints and failures add to a run, and the goodput, as a dict for
+    JSON.
 
     Args:
         config: The run.
@@ -62,17 +64,17 @@ def plan_run(
         step_s: Seconds of a step without checkpoints.
 
     Returns:
-        - `interval`: number of steps between full checkpoints; 0: none in the run.
+        - `interval`: number of steps between full checkpoints; 0 if the run saves none.
         - `storage`: name of the file system, or None; `checkpoint_bytes`, `checkpoint_write_s` and
           `checkpoint_stop_s` of a full checkpoint, and `model_checkpoint_...` of a model-only one.
         - `checkpoint_s`: mean seconds in a step for which checkpoints stop the training; None if
           the machine has no rate of storage.
-        - `goodput`: share of the time that is spent on work that no failure loses, with
-          `checkpoint.interval`; `best_interval`, the number of steps between full checkpoints with
-          the largest goodput, and `best_goodput`, this goodput. All three are None if the machine
-          file lacks the rate of storage or of failures.
-        - `work_share`: `goodput`; if it is None, the share of the time in which no checkpoint stops
-          the training.
+        - `goodput`: share of the time in which the run trains and no failure loses the result, with
+          `checkpoint.interval`; `best_interval`, the number of steps between full checkpoints that
+          gives the largest goodput, and `best_goodput`, the largest goodput. All three are None if
+          the machine file lacks the rate of storage or of failures.
+        - `work_share`: equal to `goodput`; if `goodput` is None, the share of the time in which no
+          checkpoint stops the training.
         - `run_s`, `node_hours`: only with train.max_steps, the seconds and node-hours of the whole
           run with these delays, without evaluation.
         - `missing_of_run`: keys of values that the machine file lacks. The results above that need
@@ -178,7 +180,7 @@ def _duration_text(seconds: float) -> str:
 
 def run_lines(result: dict[str, Any], is_one_replica: bool = False) -> list[tuple[str, str]]:
     """Return the result of `plan_run` as pairs (name, value) for a table. Node-hours are left out
-    for one replica, whose number of nodes is not that of the run."""
+    if the plan is for one replica, because the run may have more nodes."""
     lines = []
     for key, name in (("", "full checkpoint"), ("model_", "model-only checkpoint")):
         if f"{key}checkpoint_bytes" in result:

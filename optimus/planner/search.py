@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 _Share = Sequence[Any]
 """Meshes whose layouts a process evaluates, or candidates for offloading."""
 _Report = Callable[[int], object]
-"""Function that is called with a number of evaluated layouts."""
+"""Function that is called with the number of layouts that were evaluated since its last call."""
 
 
 class Evaluation(NamedTuple):
@@ -61,7 +61,7 @@ class Evaluation(NamedTuple):
 
 
 class Ranking(NamedTuple):
-    """Result of a search, or of a process for a part of its layouts."""
+    """Result of a search, or of a process that evaluates some of its layouts."""
 
     evaluations: list[Evaluation]
     """The layouts that fit, sorted by `time`. Of layouts with equal times, those that divide a
@@ -74,8 +74,8 @@ class Ranking(NamedTuple):
 
     @property
     def pareto(self) -> list[Evaluation]:
-        """The layouts of which no other layout is faster and needs less memory, the fastest
-        first."""
+        """The layouts for which no other layout is both faster and smaller in memory, the fastest
+        layout first."""
         front: list[Evaluation] = []
         for evaluation in sorted(self.evaluations, key=lambda e: e[:2]):
             if not front or evaluation.memory < front[-1].memory:
@@ -108,7 +108,7 @@ def search(
         processes: Number of processes that evaluate the layouts. They do not change the result.
         report: Function that is called with the number of evaluated layouts and of all layouts,
             before the first evaluation and regularly after it.
-        offloaded: The layouts with offload.mode = "auto"; None if that is not the mode of `config`.
+        offloaded: The layouts with offload.mode = "auto"; None if `config` has another mode.
 
     Raises:
         OptimusError: A process that evaluates layouts has ended.
@@ -171,14 +171,15 @@ def _add_result(ranking: Ranking, result: Ranking) -> None:
 MOST_PLACEMENTS = 48
 """Maximum number of layouts for which a search looks for a placement with offloading."""
 _AT_ONCE = 4
-"""Number of layouts that are evaluated with offloading before the best time is updated. It does not
-depend on the number of processes, which do not change the result."""
+"""Number of layouts that are evaluated with offloading before the best time is updated. This number
+is the same for any number of processes, so that the number of processes does not change the
+result."""
 
 
 def _evaluate_candidates(
     ranking: Ranking, offloaded: OffloadedLayouts, evaluate_all: Callable[..., list[Ranking]]
 ) -> None:
-    """Evaluate the candidates of a ranking with offloading, and remove them."""
+    """Evaluate the candidates of a ranking with offloading, and remove them from `candidates`."""
     candidates = [*ranking.candidates]
     ranking.candidates.clear()
     best_s, number = min((e.time for e in ranking.evaluations), default=math.inf), 0
@@ -189,7 +190,7 @@ def _evaluate_candidates(
         slower = [c for c in candidates if c.least_s >= best_s]
         ranking.rejected[_SLOWER] += len(slower)
         candidates = [c for c in candidates if c.least_s < best_s]
-        if best_s == math.inf:  # the bounds do not say which layouts fit
+        if best_s == math.inf:  # no layout has fitted yet; the bounds do not show which fit
             candidates.sort(key=lambda c: (c.activations, c))
         else:
             candidates.sort()
@@ -267,7 +268,8 @@ def _evaluate(
                     evaluations.append(Evaluation(time(layout), used, layout))
                 elif offloaded is None:
                     rejected[TOO_LARGE] += 1
-                elif layout.resident != "all":  # chunks on the host have the same residency
+                # With offloading, optim.resident has no effect on chunks on the host.
+                elif layout.resident != "all":
                     rejected[_EQUAL] += 1
                 elif refusal := checks.refusal(layout._replace(offload="auto")):
                     rejected[refusal] += 1
@@ -292,7 +294,7 @@ def _in_this_process(
 def _in_processes(
     evaluate: Callable[[_Share, _Report], Ranking], shares: Sequence[_Share], report: _Report
 ) -> list[Ranking]:
-    """Return the results of `evaluate` for each share, from one process for each.
+    """Return the results of `evaluate` for each share. A separate process evaluates each share.
 
     Raises:
         OptimusError: A process has ended without a result.
@@ -358,7 +360,8 @@ def _send(
     the result or the exception."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the first process prints the message
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    for receiver in receivers:  # otherwise this process would not notice the end of the first one
+    # With these connections open, this process would not notice that the first process has ended.
+    for receiver in receivers:
         receiver.close()
     message: Any
     try:
@@ -378,11 +381,12 @@ class FittingLayout(NamedTuple):
     """A layout that fits on a machine, near a configuration that does not."""
 
     changes: dict[str, Any]
-    """New values of the settings that differ, by key, such as "optim.sharding"."""
+    """A dict from the keys of the settings that differ, such as "optim.sharding", to their new
+    values."""
     evaluation: Evaluation
 
     def __str__(self) -> str:
-        """Return the changes as overrides of a command."""
+        """Return the changes as overrides `section.key=value`."""
         return " ".join(f"{key}={override(value)}" for key, value in self.changes.items())
 
 

@@ -1,4 +1,5 @@
-"""Device memory of the ranks of each layout of a search, byte for byte that of `rank_memory`.
+"""Device memory of the ranks of each layout of a search. The bytes are equal to the result of
+`rank_memory`.
 
 The memory of a rank is the sum of its model states and their cache, its temporary gradients and its
 activations. States and gradients are computed by arithmetic (`StateSizes`). For activations, a few
@@ -29,7 +30,8 @@ from optimus.planner.states import StateSizes
 from optimus.rank.profile import ModelProfile, Profiled, kinds_of_layers, profile_model
 
 _Group = tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]
-"""Pipeline ranks with equal layers, and for each stage of one of them the kinds of its layers."""
+"""A pair: pipeline ranks with equal layers, and for each stage of such a rank the kinds of its
+layers."""
 
 
 class LayoutMemory:
@@ -41,8 +43,8 @@ class LayoutMemory:
         limit_bytes: Memory of a rank. If the states of a rank alone need more, the result has only
             their bytes.
         profiled: Known profiles of segments. Further profiles are added.
-        loads: Loads of the experts, of which the update with the worst load counts; None: uniform
-            routing.
+        loads: Loads of the experts in a run. The memory is that of the update with the worst load.
+            None: uniform routing.
     """
 
     def __init__(
@@ -66,7 +68,8 @@ class LayoutMemory:
         self._weights: dict[tuple[int, ...], dict[int, float]] = {}
 
     def __call__(self, layout: Layout) -> int:
-        """Return the bytes. Raises ConfigError if optim.cache_chunks is too small."""
+        """Return the bytes on the device of the fullest rank. Raises ConfigError if
+        optim.cache_chunks is too small."""
         states = self._bytes_of_states(layout)
         most = max(map(max, states))
         if self._limit is not None and most > self._limit:
@@ -79,9 +82,11 @@ class LayoutMemory:
         )
 
     def activations(self, layout: Layout) -> tuple[int, int]:
-        """Return the bytes of activations of the first and of the last pipeline rank, for which a
-        plan decides on placements. No placement of the states changes them."""
-        of_groups = self._activations_of(layout)  # the ends of the pipeline are groups of one rank
+        """Return the bytes of activations of the first and of the last pipeline rank. A plan
+        decides on the placements of the states of these two ranks. No placement changes the bytes
+        of activations."""
+        # The first and the last pipeline rank each are the only rank of their group.
+        of_groups = self._activations_of(layout)
         return max(of_groups[0]), max(of_groups[-1])
 
     def microbatches(self, layout: Layout) -> int:
@@ -91,17 +96,18 @@ class LayoutMemory:
         return train.global_batch_tokens // (tokens * layout.dp * layout.ep)
 
     def _coordinates(self, layout: Layout) -> list[int]:
-        """Return one tp index for each different number of vocabulary rows that a tp rank has."""
+        """Return tp indices, one for each different number of vocabulary rows that a tp rank can
+        have."""
         return _different_shares(self._config.model.vocab_size, layout.tp)
 
     def _bytes_of_states(self, layout: Layout) -> list[tuple[int, ...]]:
-        """Return the bytes of states, cache and gradients: for each group of pipeline ranks, those
-        of each index of `_coordinates`."""
+        """Return, for each group of pipeline ranks, the bytes of states, cache and gradients of the
+        rank with each tp index of `_coordinates`."""
         by_segment = layout.schedule != "zb-h1" and not self._config.train.compile
         key = layout[:4], layout.virtual_stages, by_segment, layout.sharding, layout.resident
         if key in self._of_ranks:
             return self._of_ranks[key]
-        # With sequence parallelism and tp > 1, norms have other process groups.
+        # With sequence parallelism and tp > 1, the gradients of norms are also reduced over tp.
         settings = layout.sharding, layout.resident, layout.tp > 1
         if settings not in self._states:
             self._states[settings] = StateSizes(layout.apply(self._config))
@@ -138,8 +144,8 @@ class LayoutMemory:
         return self._groups[key]
 
     def _activations_of(self, layout: Layout) -> list[list[int]]:
-        """Return the bytes of activations and inputs: for each group of pipeline ranks and each
-        index of `_coordinates`, those of the rank that needs most."""
+        """Return, for each group of pipeline ranks and each tp index of `_coordinates`, the bytes
+        of activations and inputs of the rank that needs the most."""
         key = layout[:8]
         if key not in self._activations:
             microbatches = self.microbatches(layout)
@@ -189,8 +195,9 @@ class LayoutMemory:
         return self._stages[key]
 
     def _weights_of(self, layout: Layout, rank: int) -> dict[int, float]:
-        """Return the result of `concentration` for each MoE layer of a pipeline rank on its fullest
-        ep rank; nothing if its memory does not depend on loads."""
+        """Return the result of `concentration` for each MoE layer of a pipeline rank, on the ep
+        rank that needs the most memory. Return an empty dict if the memory does not depend on
+        loads."""
         config, mesh = self._config, layout.mesh
         if self._loads is None or not depends_on_load(config, mesh, "cuda"):
             return {}
@@ -230,7 +237,7 @@ class LayoutMemory:
         """Return the profiles of the segments of a stage on the rank with an index of
         `_coordinates`. `concentrated` is as for `profile_model`."""
         divides = layout.schedule == "zb-h1"
-        if self._config.optim.frozen:  # each stage has other segments
+        if self._config.optim.frozen:  # frozen segments differ by stage
             stages = self._checks.stages(layout)
             of_stage = stages[stage], stage == 0, stage == len(stages) - 1
             tp = self._coordinates(layout)[index]
@@ -272,7 +279,8 @@ class LayoutMemory:
 
 
 def _different_shares(size: int, count: int) -> list[int]:
-    """Return an index for each number of elements in a share."""
+    """Return indices of the ranks that divide `size` elements, one for each different number of
+    elements that a rank gets."""
     lengths: dict[int, int] = {}
     for index in {0, count - 1} if size % count else {0}:
         start, stop = share(size, index, count)

@@ -1,9 +1,9 @@
 """Time and memory of the layouts of a search with offload.mode = "auto".
 
 The search for a placement of a layout takes seconds, a thousand times as long as the evaluation of
-a layout whose states are on the device. Therefore only layouts that do not fit on the device are
-evaluated with offloading, and none that cannot have a placement, or whose lower bound of the time
-is at least the time of the best layout. The layout with the smallest bound is evaluated first.
+a layout whose states are on the device. Therefore a layout is evaluated with offloading only if it
+does not fit on the device, if it can have a placement, and if the lower bound of its time is less
+than the time of the best layout. The layout with the smallest bound is evaluated first.
 """
 
 from __future__ import annotations
@@ -39,12 +39,14 @@ _GRADIENT = 2
 
 
 class _HostStates(NamedTuple):
-    """Lower bounds of the work in a step for the states of a rank on the host."""
+    """Lower bounds of the sizes that determine the time of a step, for a rank with states on the
+    host."""
 
     updated: float = 0.0
     """Number of parameters that the host updates."""
     copied: float = 0.0
-    """Bytes of their values, which are copied to the device."""
+    """Bytes of the updated values of these parameters, which are copied to the device once in a
+    step."""
     uncached: float = 0.0
     """Bytes of values that are copied for each use, because the cache has no space for them."""
     gradients: float = 0.0
@@ -57,7 +59,7 @@ class Candidate(NamedTuple):
     least_s: float
     """Lower bound of the seconds of a step with offloading."""
     activations: int
-    """Bytes of the activations of the first or the last pipeline rank, the larger number."""
+    """Bytes of activations of the first or the last pipeline rank, whichever needs more."""
     layout: Layout
 
 
@@ -65,7 +67,8 @@ class OffloadedLayouts:
     """Layouts of a run with offload.mode = "auto" on a machine.
 
     Args:
-        config: The configuration, whose section `[offload]` the layouts have.
+        config: The configuration. Its section `[offload]` applies to all layouts, except
+            `offload.mode`.
         machine: The machine.
         name: Name of the machine, for messages.
         seconds: The times of the layouts without offloading.
@@ -92,13 +95,14 @@ class OffloadedLayouts:
         self._seconds, self._memory, self._checks = seconds, memory, checks
 
     def candidate(self, layout: Layout) -> Candidate | str:
-        """Return a layout that does not fit on the device without offloading, or what does not fit
-        with any placement: `TOO_MANY_ACTIVATIONS` or `TOO_MANY_STATES`.
+        """Return the bounds of a layout that does not fit on the device without offloading. If it
+        fits with no placement, return the reason: `TOO_MANY_ACTIVATIONS` or `TOO_MANY_STATES`.
 
-        The lower bound of the time is the largest of several times: that of the passes and of the
-        reductions of gradients, that of the copies in each direction of the link, and that of the
-        updates on the host. The copies and updates follow from the fewest parameters whose states
-        are on the host so that the first and the last pipeline rank fit on the device.
+        The lower bound of the time is the largest of several times: the time of the passes and of
+        the reductions of gradients, the time of the copies in each direction of the link, and the
+        time of the updates on the host. The times of copies and updates are those for the smallest
+        number of parameters whose states must be on the host so that the first and the last
+        pipeline rank fit on the device.
         """
         layout = layout._replace(offload="auto")
         activations = max(self._memory.activations(layout))
@@ -124,7 +128,8 @@ class OffloadedLayouts:
         kept, weights, ranks = 0, stage_weights(config, mesh, stages), list[_HostStates]()
         if by_layer:
             if microbatches == 1 or layout.virtual_stages > 1 or config.model.num_layers % mesh.pp:
-                return None  # refused, or equal to the other order
+                # This order is refused, or has the same result as the other order.
+                return None
             kept = microbatches * self._bytes_of_inputs(config, mesh)
             if mesh.pp > 1 and len(set(config.model.experts_by_layer)) > 1:
                 # The layers are on other ranks than in `weights`.
@@ -153,19 +158,20 @@ class OffloadedLayouts:
     def _states_on_host(
         self, config: Config, mesh: Mesh, weights: Weights, memory: int, segment: float
     ) -> _HostStates | None:
-        """Return the work of the fewest states on the host with which a pipeline rank fits; None if
-        it never fits.
+        """Return the lower bounds for a pipeline rank that has as few states on the host as its
+        device memory permits; None if the rank fits with no placement.
 
-        A parameter on the device needs there its value and its states, with the sum of gradients,
-        and a cached parameter on the host its value. If the values of all parameters do not fit,
-        all states are on the host, and some values are copied to the device for each use.
+        A parameter with states on the device needs device memory for its value, its states and the
+        sum of its gradients. A parameter with states on the host needs device memory only for its
+        value, if the value is in the cache. If the values of all parameters do not fit, all states
+        are on the host, and some values are copied to the device for each use.
 
         Args:
             config, mesh: The run.
-            weights: The parameters of the rank.
-            memory: Bytes of the device for states.
-            segment: Parameters of the largest segment of the rank, whose values and gradients are
-                on the device at the same time.
+            weights: Number of parameters of the rank.
+            memory: Bytes of device memory for states.
+            segment: Number of parameters of the largest segment of the rank. The values and
+                gradients of a segment are on the device at the same time.
         """
         value, optim = BYTES[config.train.dtype], config.optim
         if optim.frozen:  # frozen parameters have no states

@@ -21,7 +21,8 @@ logger = logging.getLogger(__name__)
 _GIB = 1 << 30
 _PROGRESS_S = 10.0
 _MOST_POINTS = 20_000
-"""Maximum number of evaluated layouts in a picture, evenly chosen from the ranking."""
+"""Maximum number of evaluated layouts in a picture. If there are more, the picture shows layouts at
+equal distances in the ranking."""
 
 
 class Unit(NamedTuple):

@@ -1,4 +1,4 @@
-"""Time of a step of each layout of a search, or a bound of it.
+"""Time of a step of each layout of a search, or a lower bound of this time.
 
 The time is that of `step_time`. The passes of the microbatches are timed once for all layouts that
 differ only in `optim.sharding` and `optim.resident`, and the collectives of gradients and
@@ -75,8 +75,8 @@ class ComputeBound:
         return self._of_token[key]
 
     def _layers(self, recompute: tuple[str, ...]) -> list[float]:
-        """Return the FLOPs of each layer for a token: 2 for a multiply-add in forward, 4 in
-        backward, and 2 if backward repeats it."""
+        """Return the FLOPs of each layer for a token: 2 for a multiply-add in forward, 4 more in
+        backward, and 2 more if backward recomputes it."""
         if recompute not in self._of_layer:
             model, seq_len = self._config.model, self._config.train.seq_len
             layers = range(model.num_layers)
@@ -89,7 +89,7 @@ class ComputeBound:
 
 
 class _Update(NamedTuple):
-    """Seconds of the update in a step: of its collectives and of the optimizer."""
+    """Seconds of the update in a step: those of its collectives and those of the optimizer."""
 
     collectives: list[tuple[str, float, Overlap]]
     """The result of `collective_times`."""
@@ -103,10 +103,10 @@ class StepSeconds:
         config: The configuration.
         checks: The checks of its layouts.
         rates: The rates of the machine.
-        profiled: Known profiles of segments. Further profiles are added. `LayoutMemory` can use the
-            same object.
-        loads: Loads of the experts, of which the update with the median load counts; None: uniform
-            routing.
+        profiled: Known profiles of segments. Further profiles are added. The same object can be an
+            argument of `LayoutMemory`.
+        loads: Loads of the experts in a run. The time is that of the update with the median load.
+            None: uniform routing.
     """
 
     def __init__(
@@ -122,15 +122,15 @@ class StepSeconds:
         self._segments: dict[Any, tuple[Segments, PassTimes]] = {}
         self._traffic: dict[Any, StateTraffic] = {}
         self._weights: dict[Any, tuple[int, Weights]] = {}
-        # A search asks for the layouts of a mesh, and for those that differ only in states, one
-        # after the other.
+        # Caches for the last mesh and for the last layout. A search evaluates the layouts of a
+        # mesh, and those that differ only in the settings of states, in immediate succession.
         self._mesh: Any = None
         self._updates: dict[Any, _Update] = {}
         self._passes: Any = None
         self._pipeline: PipelineTime | None = None
 
     def __call__(self, layout: Layout) -> float:
-        """Return the seconds of a layout with a possible batch."""
+        """Return the seconds of a step of a layout whose batch can be divided over its ranks."""
         # A cache without a limit takes the same time as whole parameters.
         if layout.resident == "cache" and not self._config.optim.cache_chunks:
             layout = layout._replace(resident="parameters")
@@ -141,12 +141,13 @@ class StepSeconds:
         return time.total_s
 
     def of_passes(self, layout: Layout, by_layer: bool = False) -> float:
-        """Return a lower bound of the seconds of a step, with any placement of its states: the time
-        of the passes of all microbatches on the busiest pipeline rank, and of the passes of one
-        microbatch on the ranks before it, which precede its first pass and follow its last one.
+        """Return a lower bound of the seconds of a step that holds for any placement of the states.
+        The bound is the time of the passes of all microbatches on the busiest pipeline rank, plus
+        the time of the passes of one microbatch on the pipeline ranks before this rank: their
+        forwards precede its first forward, and their backwards follow its last backward.
 
         With `by_layer`, each layer is a stage (offload.order = "layer"), and the bound is the time
-        of all passes, divided equally over the ranks.
+        of all passes divided by the number of pipeline ranks.
         """
         segments, times = self._segments_of(layout)
         p, stages = layout.pp, self._checks.stages(layout)
@@ -183,7 +184,7 @@ class StepSeconds:
         return pipeline_time(step, self._rates, times)
 
     def _segments_of(self, layout: Layout) -> tuple[Segments, PassTimes]:
-        """Return the work of the segments, and the times of its passes."""
+        """Return the operations of the segments, and a cache of the times of their passes."""
         divides = layout.schedule == "zb-h1"
         key = layout.ep, layout.tp, layout.microbatch_size, layout.recompute, divides
         if key not in self._segments:
@@ -220,8 +221,8 @@ class StepSeconds:
         return self._updates[key]
 
     def _traffic_of(self, layout: Layout, config: Config) -> StateTraffic:
-        """Return the collectives of gradients and parameters of all layouts with equal settings of
-        states."""
+        """Return the object that counts the collectives of gradients and parameters. Layouts with
+        equal settings of states share the object."""
         key = layout.sharding, layout.resident, config.parallel.sequence_parallel
         if key not in self._traffic:
             self._traffic[key] = StateTraffic(config, extrapolates=True)

@@ -141,14 +141,14 @@ def segment_times(
     config: Config, mesh: Mesh, machine: Machine, name: str, works: Works | None = None
 ) -> SegmentTimes | None:
     """Return the times of the segments of a run on a machine, or None if the machine file lacks
-    rates for the run. A plan and a run decide with them on the placement of the states.
+    rates for the run. A plan and a run use these times to decide on the placement of the states.
 
     Args:
         config, mesh, works: As for `SegmentTimes`.
         machine: The machine.
         name: Name of the machine.
     """
-    with contextlib.suppress(ConfigError):  # the plan says why a step has no time
+    with contextlib.suppress(ConfigError):  # the plan shows why a step has no time
         return SegmentTimes(config, mesh, rates_of(machine, config.train.dtype, name), works)
     return None
 
@@ -163,9 +163,9 @@ def chunks_by_first_use(engine: ChunkEngine) -> list[ParamChunk]:
 def chunk_reductions(
     config: Config, schedule: Schedule, chunks: Sequence[ParamChunk], first: int
 ) -> tuple[Reduction, ...]:
-    """Return the collectives of a step for the gradients of all chunks, as in
-    `ReducePerMicrobatch`, and for the parameters of the chunks before `first`, which are on the
-    device."""
+    """Return the collectives of a step: those that `ReducePerMicrobatch` runs for the gradients of
+    all chunks, and the gathers of the parameters of those chunks that are on the device, the chunks
+    with an index below `first`."""
     optim, numbers = config.optim, Counter[Reduction]()
 
     def add(

@@ -1,8 +1,8 @@
 """Collectives of gradients and parameters in an update of a rank, by arithmetic alone.
 
 `optimus.rank.traffic.plan_traffic` lists the collectives of an update in order, from the chunk
-engine. A search asks for those of many layouts, so this module counts them from the layout of the
-chunks, and tests compare both.
+engine. A search needs the collectives of many layouts. This module therefore counts them from the
+sizes of the chunks, without an engine. Tests compare the two results.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ class _Kind(NamedTuple):
 
 
 class _Total(NamedTuple):
-    """Collectives of a kind."""
+    """Number and size of the collectives of a kind."""
 
     number: int = 0
     num_bytes: int = 0
-    """Bytes of the full buffers of a rank in all of them."""
+    """Sum of the bytes of the full buffers of a rank over all of these collectives."""
 
     def plus(self, other: _Total, factor: int = 1) -> _Total:
         return _Total(*(a + factor * b for a, b in zip(self, other, strict=True)))
@@ -99,7 +99,8 @@ class StateTraffic:
         their mean size.
 
         Args:
-            config: The configuration with the schedule, which matters only for a limited cache.
+            config: The configuration, with the schedule. The schedule has an effect only if the
+                cache is limited.
             mesh: Sizes of the axes.
             stages: The layers of each pipeline stage.
             pp: Index along the pipeline.
@@ -173,14 +174,14 @@ class StateTraffic:
             yield _Kind(reduce, "reduce_scatter", overlaps, is_each), reduced
         elif reduce:
             yield _Kind(reduce, "all_reduce", overlaps), reduced
-        if replica and (is_each or shard):  # ranks with the same shard gather its pieces
+        if replica and (is_each or shard):  # the ranks that hold the same shard gather its pieces
             yield _Kind(replica, "all_gather", "nothing"), sums
         if partial:
             yield _Kind(partial, "all_reduce", "nothing"), sums
 
     def _gathers(self, chunks: _Chunks) -> Iterator[tuple[_Kind, _Total]]:
-        """Yield the gathers of updated parameters. A cache without a limit gathers them at their
-        first use."""
+        """Yield the gathers of updated parameters. With a cache without a limit, the parameters are
+        gathered at their first use."""
         if chunks.groups.shard:
             overlaps: Overlap = "forward" if self._overlaps else "nothing"
             kind = _Kind(_name(chunks.groups.shard), "all_gather", overlaps)
@@ -189,7 +190,7 @@ class StateTraffic:
     def _gathers_of_step(
         self, config: Config, mesh: Mesh, stages: Sequence[range], pp: int, microbatches: int
     ) -> Iterable[tuple[_Kind, _Total]]:
-        """Return the gathers of a limited cache."""
+        """Return the gathers of a limited cache in a step, by kind."""
         rank, p = (config, mesh, stages, pp), mesh.pp
         if not self._extrapolates or microbatches <= 4 * p:
             return self._gathers_of_cache(*rank, microbatches).items()
@@ -202,8 +203,8 @@ class StateTraffic:
     def _gathers_of_cache(
         self, config: Config, mesh: Mesh, stages: Sequence[range], pp: int, microbatches: int
     ) -> _Totals:
-        """Return the gathers of a limited cache, from its plan. Gathers that begin before the use
-        that needs them overlap with earlier passes."""
+        """Return the gathers of a limited cache in a step, by kind, as `plan_residency` plans them.
+        A gather that begins before the use that needs it overlaps with earlier passes."""
         params = self._sizes.params_of(mesh, stages, Coordinate(pp, 0, 0, 0))
         chunks = self._sizes.chunks_of(params, mesh)
         used = [{params[member].segment for member in chunk.members} for chunk in chunks]
@@ -229,7 +230,8 @@ class StateTraffic:
 
 
 _OVERLAPS: tuple[Overlap, Overlap] = ("nothing", "passes")
-"""What the gathers of a cache overlap with: those at their use, and those before it."""
+"""Computation that overlaps with a gather of the cache: first for a gather that begins at the use
+of its chunk, then for a gather that begins before this use."""
 
 
 def _name(axes: Axes) -> str:

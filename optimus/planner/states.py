@@ -1,11 +1,11 @@
-"""Bytes of the model states of any rank, computed by arithmetic alone: without torch, a model or
+"""Bytes of the model states of any rank, computed from sizes alone: without torch, a model or
 process groups.
 
 Model states are parameters, gradients, master weights and moments. Tests compare the results with
 `ChunkEngine.state_bytes`, which counts the bytes of the tensors that training allocates. With
-offloading, `plan_ranks` builds the engine instead. A search over layouts needs the bytes of
-hundreds of thousands of ranks, so the bytes of ranks with equal states, and of groups of parameters
-with equal layouts, are computed only once.
+offloading, `plan_ranks` creates a chunk engine on the meta device instead. A search over layouts
+needs the bytes of hundreds of thousands of ranks, so the bytes of ranks with equal states, and of
+groups of parameters with equal layouts, are computed only once.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class _Segment(NamedTuple):
 
 
 class _Packed(NamedTuple):
-    """A chunk of a class, as `_pack` returns it."""
+    """Size and parameters of a chunk, in the result of `_pack`."""
 
     length: int
     """Number of elements, with padding."""
@@ -191,7 +191,8 @@ class StateSizes:
         return largest._replace(fewest_slots=max(rank.fewest_slots for rank in ranks))
 
     def _different(self, stages: tuple[range, ...], pp: int) -> list[int]:
-        """Return one pipeline rank of each set of pipeline ranks with the same parameters."""
+        """Return pipeline ranks, one of each set of pipeline ranks whose parameters have the same
+        shapes."""
         if (stages, pp) not in self._pipeline_ranks:
             ranks: dict[Any, int] = {}
             for rank in range(pp):
@@ -331,7 +332,7 @@ class StateSizes:
         several = any(_group_sizes(chunk.key, mesh).reduce > 1 for chunk in trained)
         adds_each = self.divides_gradients or self.rounds or (self.deterministic and several)
         tally = _Tally(self, adds_each)
-        # The head uses the embedding if it is tied, which is the first parameter.
+        # A tied head uses the weight of the embedding, which is the first parameter.
         is_tied = self._model.tie_embeddings and has_last
         cached: list[int] = []
         needs: dict[int, set[int]] = {}
@@ -392,7 +393,7 @@ class StateSizes:
 
 
 class _Tally:
-    """Adds up the bytes of a rank's states by kind, like `count_bytes`. The buffers are those of
+    """Adds up the bytes of a rank's states by kind, like `count_bytes`. It counts the buffers of
     `ChunkState`, `UseGradBuffer` and `ReducePerMicrobatch`, except gradients that are allocated
     only during a backward."""
 
@@ -447,9 +448,10 @@ class _Tally:
         return settings.divides_gradients and is_added
 
     def _add(self, buffers: Sequence[tuple[str, int, bool]], is_on_host: bool) -> int:
-        """Add the buffers of a chunk to the totals. Return the sum of their bytes. `buffers` has
-        the kind and the bytes of each, and False if it is on the device even if the states of the
-        chunk are in host memory (`is_on_host`)."""
+        """Add the buffers of a chunk to the totals. Return the sum of their bytes. An element of
+        `buffers` has the kind and the bytes of a buffer, and True if the buffer is in host memory
+        when the states of the chunk are there (`is_on_host`); False for a buffer that is always on
+        the device."""
         for kind, size, is_at_home in buffers:
             self._sizes[kind] += size
             if is_on_host and is_at_home:

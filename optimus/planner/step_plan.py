@@ -47,13 +47,13 @@ def plan_step(
 
     Returns:
         - `step_s`: seconds of a step without checkpoints. It is the sum of `compute_s`, `exposed_s`
-          (a dict by axis), `bubble_s`, `optimizer_s` and, with offloading, `offload_s`, the time by
-          which copies, updates on the host and the disk make the step longer.
+          (a dict by axis), `bubble_s`, `optimizer_s` and, with offloading, `offload_s`, the number
+          of seconds by which copies, updates on the host and the disk make the step longer.
         - `resources_s`: only with offloading, the seconds for which each resource (the links, the
-          host and the disk) works in a step, on the rank where it works longest.
-        - `tokens_per_s`: tokens of a step divided by `step_s`. `tflops_per_device`, and `mfu`, its
-          ratio to `peak_flops`, the peak of a device.
-        - `tokens_per_day`: with the share `work_share` of the time.
+          host and the disk) is busy in a step, on the rank where this resource is busy longest.
+        - `tokens_per_s`: tokens of a step divided by `step_s`. `tflops_per_device`: model TFLOP/s
+          of a device. `mfu`: the ratio of these to `peak_flops`, the peak FLOP/s of a device.
+        - `tokens_per_day`: `tokens_per_s` times the seconds of a day, times `work_share`.
         - `nodes`: number of nodes; and the result of `plan_run`.
         - `fitted_on`: the published rows on which rates of the machine file were fitted.
         - `missing`: keys of rates that the machine file lacks, so that `step_s` is a lower bound.

@@ -51,15 +51,15 @@ class Reduction(NamedTuple):
     size_bytes: float
     """Bytes of the full buffer of a rank."""
     overlaps: Overlap = "nothing"
-    """Computation during which it runs: the last backward, the first forward, or all passes of all
-    microbatches."""
+    """Computation during which the collective runs: the last backward, the first forward, or all
+    passes of all microbatches."""
     repeats: int = 1
-    """Number of times in a step."""
+    """Number of times that the collective runs in a step."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """The work of a step on one rank of each pipeline stage."""
+    """The operations of a step on a single rank of each pipeline stage."""
 
     stages: tuple[tuple[Layers, ...], ...]
     """The layers of each stage, in the order of the model. With p pipeline ranks, stage s is on
@@ -67,8 +67,8 @@ class Step:
     microbatches: int
     """Number of microbatches of each data rank."""
     groups: Groups
-    """Global ranks of the group of each axis that the operations name. `pp` has the ranks of one
-    pipeline."""
+    """Global ranks of the process group of each axis that the operations name. The group `pp` has
+    the ranks of a pipeline."""
     dtype: Dtype = "bf16"
     schedule: str = "1f1b"
     virtual_stages: int = 1
@@ -80,8 +80,8 @@ class Step:
     optimizer_bytes: float = 0.0
     """Bytes that the optimizer reads and writes on a rank."""
     new_bytes: float = 0.0
-    """Bytes of gradients and parameters that a rank allocates in a step, because it frees them
-    within a step."""
+    """Bytes of gradients and parameters that a rank frees within a step and therefore allocates
+    again in each step."""
 
 
 @dataclass(frozen=True)
@@ -89,15 +89,16 @@ class StepTime:
     """Seconds of a step on the slowest rank, by component."""
 
     compute_s: float
-    """Matrix products, element-wise operations and recomputation."""
+    """Seconds of matrix products, element-wise operations and recomputation."""
     exposed_s: dict[str, float]
-    """Communication that no computation hides, by mesh axis."""
+    """Seconds of communication during which the device does not compute, by mesh axis."""
     bubble_s: float
-    """Idle time of the pipeline."""
+    """Seconds for which the rank waits for other ranks of the pipeline."""
     optimizer_s: float
-    """Update of the states, and the pages of the memory that is allocated in each step."""
+    """Seconds of the update of the states, and of mapping the memory that each step allocates
+    again."""
     offload_s: float = 0.0
-    """Time for which the device waits for copies, updates on the host and the disk."""
+    """Seconds for which the device waits for copies, for updates on the host and for the disk."""
     missing: tuple[str, ...] = field(default=())
     """Keys of rates that the machine file lacks. The peak rate or no latency replaces them, so that
     the time is a lower bound."""
@@ -117,12 +118,12 @@ class PassTime(NamedTuple):
     device_s: float = 0.0
     """Seconds for which the device computes."""
     launch_s: float = 0.0
-    """Seconds in which the host of an accelerator starts the operations, while the device
+    """Seconds that the host of an accelerator needs to start the operations, while the device
     computes."""
 
     @property
     def total_s(self) -> float:
-        """Seconds of the pass, if the host is not ahead of the device at its start."""
+        """Seconds of the pass, if the host is not ahead of the device when the pass begins."""
         return self.compute_s + sum(self.exposed_s.values())
 
     @property
@@ -194,8 +195,8 @@ def pass_time(
 
 
 class PassTimes:
-    """Cache of the times of passes. Most stages have the same tuples of operations. A time is found
-    by the identity of its tuple, so the tuples must exist as long as this object."""
+    """Cache of the times of passes. Most stages have the same tuples of operations. The cache finds
+    a time by the identity of the tuple, so callers must keep the tuples as long as this object."""
 
     def __init__(self, rates: Rates, groups: Groups) -> None:
         self._rates, self._groups = rates, groups
@@ -233,9 +234,9 @@ def pipeline_s(
 
     For gpipe, 1f1b and interleaved, the result is a closed formula: the busiest rank runs all
     microbatches, and one microbatch passes through the other ranks. It is exact for equal stages,
-    where the bubble is (p-1)/v microbatches (arXiv 2104.04473). For zb-h1 with m >= p, the action
-    W fills a part of the bubble, and the bubble is (p-1) (F + I - W) (arXiv 2401.10241, table 2).
-    If m < p, zb-h1 is simulated.
+    where the bubble is (p-1)/v microbatches (arXiv 2104.04473). For zb-h1 with m >= p, ranks run
+    the action W during the bubble, which is then (p-1) (F + I - W) (arXiv 2401.10241, table 2). If
+    m < p, zb-h1 is simulated.
 
     Args:
         schedule: Name of the schedule.
@@ -302,7 +303,7 @@ def play_step(
         rates: The rates of the machine.
         schedule: The schedule of the step.
         sends: False if transfers between stages take no time.
-        collectives: False if those of gradients and parameters take no time.
+        collectives: False if collectives of gradients and parameters take no time.
         devices: As for `play`.
     """
     times = PassTimes(rates, step.groups)
@@ -328,8 +329,8 @@ def play_step(
         rates.update_s(step.optimizer_bytes, step.new_bytes) + blocking_s + max(0.0, ahead_s)
     )
 
-    # Collectives within a pass compete with transfers, except those of a device that waits for
-    # chunks, and of a divided backward.
+    # Collectives within a pass compete with transfers. Exceptions are a device that waits for
+    # chunks, and a divided backward.
     passes = {} if devices else {Kind.F: forward, Kind.B: backward}
     exposed_s = {kind: [time.exposed_s for time in times] for kind, times in passes.items()}
     transfer_bytes = step.transfer_bytes if sends else 0.0
@@ -384,12 +385,14 @@ def _input_times(step: Step, backward: Sequence[PassTime], of_pass: PassTimes) -
 
 def played_time(step: Step, rates: Rates, schedule: Schedule) -> StepTime:
     """Return the time of a step by component, from a simulation of its actions and transfers. If
-    the schedule has more than `MAX_PLAYED` actions, return the result of `step_time`.
+    the schedule has more than `MAX_PLAYED` actions, or if ranks wait for their transfers
+    (`Step.transfers_block`), return the result of `step_time`.
 
-    The bubble is the idle time without transfers. The exposed communication of pp is the time by
-    which transfers between stages make the step longer. The time by which collectives of gradients
-    and parameters then make it longer is divided over their axes, in proportion to the seconds of
-    the collectives. The computation includes the time for which the device waits for the host.
+    Three simulations give the components: without transfers, with the transfers between stages, and
+    with all transfers and collectives. The bubble is the idle time in the first simulation. The
+    exposed communication of pp is the difference between the second and the first. The difference
+    between the third and the second is divided over the axes of the collectives, in proportion to
+    their seconds. The computation includes the time for which the device waits for the host.
     """
     time = step_time(step, rates)
     if sum(map(len, schedule.ranks)) > MAX_PLAYED or step.transfers_block:
@@ -428,8 +431,9 @@ def unless_rounding(seconds: float, step_s: float) -> float:
 def collective_times(
     reductions: Iterable[Reduction], groups: Groups, rates: Rates
 ) -> Iterator[tuple[str, float, Overlap]]:
-    """Yield (axis, seconds, computation that overlaps) for each collective of gradients and
-    parameters. On a CPU, collectives need the cores that compute, so they overlap with nothing."""
+    """Yield a tuple for each collective of gradients and parameters: the axis, the seconds, and the
+    computation with which it overlaps. On a CPU, collectives run on the cores that compute, so they
+    overlap with nothing."""
     for reduction in reductions:
         ranks = groups[reduction.axis]
         seconds = collective_s(
@@ -462,7 +466,7 @@ class PipelineTime(NamedTuple):
         missing: tuple[str, ...],
     ) -> StepTime:
         """Return the time of the step. `collectives` is the result of `collective_times`,
-        `optimizer_s` the seconds of the optimizer, and `missing` that of `Rates`."""
+        `optimizer_s` the seconds of the optimizer, and `missing` the attribute of `Rates`."""
         exposed_s, window_s = dict(self.exposed_s), dict(self.window_s)
         for axis, seconds, overlaps in collectives:
             hidden_s = min(seconds, window_s[overlaps])
@@ -477,7 +481,8 @@ def pipeline_time(step: Step, rates: Rates, times: PassTimes | None = None) -> P
     Args:
         step: The step. Its reductions and its optimizer have no effect.
         rates: The rates of the machine.
-        times: Cache from other steps with the same ep and tp groups.
+        times: Cache of the times of passes, from other steps with the same ep and tp groups; None
+            for a new cache.
     """
     p, v, m = len(step.groups.get("pp", (0,))), step.virtual_stages, step.microbatches
     assert len(step.stages) == p * v, (len(step.stages), p, v)
@@ -523,8 +528,8 @@ def _pass_times(step: Step, times: PassTimes) -> tuple[list[PassTime], list[Pass
 
 
 def _busiest(forward: Sequence[PassTime], backward: Sequence[PassTime], p: int) -> PassTime:
-    """Return the time of the passes of a microbatch on the pipeline rank where they take longest.
-    `forward` and `backward` have the times of all stages of p pipeline ranks."""
+    """Return the sum of the times of the passes of a microbatch on the pipeline rank where this sum
+    is largest. `forward` and `backward` have the times of all stages of p pipeline ranks."""
     of_ranks = [_sum((*forward[rank::p], *backward[rank::p])) for rank in range(p)]
     return max(of_ranks, key=lambda time: time.total_s)
 

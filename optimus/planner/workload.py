@@ -1,4 +1,4 @@
-"""The work of a training step of a configuration, for `optimus.planner.step_time`."""
+"""The operations, collectives and bytes of a training step, for `optimus.planner.step_time`."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from optimus.planner.step_time import Groups, Layers, Step
 from optimus.rank.operations import Exchange, ModelWork, Operation, SegmentWork
 
 _STATE_BYTES = 24
-"""Bytes of AdamW's fp32 master and moments of a parameter, read and written."""
+"""Bytes that AdamW reads and writes for the fp32 master and the moments of a parameter."""
 
 Works = dict[bool, ModelWork]
 """Results of `profile_work` by its argument `concentrated`."""
 
 
 class Weights(NamedTuple):
-    """Number of parameters of a stage on one rank."""
+    """Number of parameters of the stages of one rank."""
 
     experts: float
     """Parameters of experts, which are divided over ep."""
@@ -44,7 +44,7 @@ def step_of(
     segments: Segments | None = None,
     traffic: StateTraffic | None = None,
 ) -> Step:
-    """Return the work of a step on the ranks of `mesh`.
+    """Return the operations, collectives and bytes of a step on the ranks of `mesh`.
 
     Args:
         config: The run.
@@ -57,8 +57,8 @@ def step_of(
             compute, divided by the mean over the ep ranks; None: uniform routing to experts.
         segments: The result of `segment_layers`, if it is known. `on_cpu`, `works` and `imbalances`
             then have no effect.
-        traffic: Counts of the collectives of states, for settings that may differ only in
-            `[parallel]`; None to create them.
+        traffic: Object that counts the collectives of gradients and parameters, from a
+            configuration that may differ only in `[parallel]`; None to create it.
 
     Raises:
         ConfigError: train.seq_len is not set, the global batch is not a multiple of the tokens of
@@ -95,7 +95,8 @@ def step_of(
 
 @lru_cache(maxsize=1 << 6)
 def groups_of(mesh: Mesh) -> Groups:
-    """Return the global ranks of the groups of the first rank, by the names of their axes."""
+    """Return the global ranks of each process group of rank 0, by the names of the axes of the
+    group."""
     axes: tuple[Axes, ...] = ("pp",), ("tp",), ("ep",), ("dp",), ("dp", "ep")
     groups = {" x ".join(names): mesh.group_of(0, names) for names in axes}
     return groups | {ENDS: (groups["pp"][0], groups["pp"][-1])}
@@ -112,17 +113,18 @@ def segment_layers(
     works: Works | None = None,
     imbalances: Mapping[int, float] | None = None,
 ) -> Segments:
-    """Return the work of the embedding, of each layer and of the head for one microbatch, on the ep
-    rank whose experts compute most rows in the layer.
+    """Return the operations of the embedding, of each layer and of the head for one microbatch.
+    Those of a layer are for the ep rank whose experts compute the most rows in this layer.
 
-    Each work is a sequence of `Layers`: a single one with equal loads of the experts, otherwise one
-    for each of the two profiles between which `_unbalanced` interpolates. Equal layers have the
-    same object. Of the mesh, only the sizes of ep and tp matter. Arguments as for `step_of`.
+    Each element of the result is a sequence of `Layers`. With equal loads of the experts, the
+    sequence has a single element, otherwise an element for each of the two profiles between which
+    `_unbalanced` interpolates. Equal layers share an object. Of the mesh, only the sizes of ep and
+    tp have an effect. Arguments as for `step_of`.
     """
     works, is_unbalanced = {} if works is None else works, mesh.ep > 1 and bool(imbalances)
     for concentrated in (False, True) if is_unbalanced else (False,):
         if concentrated not in works:
-            from optimus.rank.profile import profile_work  # needs torch
+            from optimus.rank.profile import profile_work  # imports torch
 
             works[concentrated] = profile_work(config, mesh, on_cpu, concentrated)
     work = works[False]
@@ -135,7 +137,8 @@ def segment_layers(
 
 
 def _counted(segments: Segments, stage: range) -> Iterator[Layers]:
-    """Yield the work of the different layers of a stage. `Layers.number` counts equal layers."""
+    """Yield the operations of the different layers of a stage. `Layers.number` counts equal
+    layers."""
     of_stage = segments[1 + stage.start : 1 + stage.stop]
     numbers = Counter(map(id, of_stage))
     for layers in of_stage:
@@ -146,11 +149,13 @@ def _counted(segments: Segments, stage: range) -> Iterator[Layers]:
 def _unbalanced(
     config: Config, mesh: Mesh, works: Works, imbalances: Mapping[int, float]
 ) -> list[tuple[Layers, ...]]:
-    """Return the work of each layer on the ep rank whose experts compute most rows in it.
+    """Return the operations of each layer on the ep rank whose experts compute the most rows in
+    this layer.
 
-    The time of a layer is interpolated between two profiles: with equal loads, and with all tokens
-    choosing experts of the rank. With alltoall, the bytes of the collectives over ep are
-    proportional to the number of tokens that arrive at the rank. Arguments as for `step_of`.
+    The time of a layer is interpolated between two profiles: in the first, all ep ranks have equal
+    loads, and in the second, all tokens choose experts of the rank. With alltoall, the bytes of the
+    collectives over ep are proportional to the number of tokens that arrive at the rank. Arguments
+    as for `step_of`.
     """
     model = config.model
     result = []
@@ -176,8 +181,8 @@ def _unbalanced(
 def _with_exchanges(
     operations: tuple[Operation, ...], balanced: tuple[Operation, ...], longer: float
 ) -> tuple[Operation, ...]:
-    """Return operations with their collectives replaced by those of `balanced`. The bytes of an
-    all_to_all over ep are multiplied by `longer`."""
+    """Return `operations` with the collectives of `balanced` instead of their collectives. The
+    bytes of each all_to_all over ep are multiplied by `longer`."""
     exchanges = (
         op._replace(num_bytes=op.num_bytes * longer)
         if (op.axis, op.name) == ("ep", "all_to_all")
@@ -235,14 +240,15 @@ def stage_weights(
         others = sum(number * parameters[kind][1] for kind, number in kinds)
         weights.append(Weights(of_experts / mesh.ep / mesh.tp, others / mesh.tp))
     tables = [0] if model.tie_embeddings and mesh.pp == 1 else [0, -1]
-    for number in tables:  # the embedding and the head
+    for number in tables:  # the first stage has the embedding, the last the head
         table = model.vocab_size * model.hidden_size / mesh.tp
         weights[number] = weights[number]._replace(others=weights[number].others + table)
     return [Weights(*map(sum, zip(*weights[r :: mesh.pp], strict=True))) for r in range(mesh.pp)]
 
 
 def _parameters(model: ModelConfig, layer: int) -> tuple[int, int]:
-    """Return the numbers of parameters of the experts and of the rest of a layer."""
+    """Return the number of parameters of the experts of a layer, and the number of its other
+    parameters."""
     hidden, experts = model.hidden_size, model.experts_by_layer[layer]
     heads = model.num_attention_heads + model.num_kv_heads
     feed_forward = 3 * hidden * model.layer(layer).intermediate_size
@@ -265,7 +271,7 @@ def largest_segment(config: Config, mesh: Mesh, stages: tuple[range, ...], pp: i
 
 
 def fullest_rank(config: Config, mesh: Mesh, stages: tuple[range, ...]) -> tuple[int, Weights]:
-    """Return the pipeline rank with the most parameters, and their numbers."""
+    """Return the pipeline rank with the most parameters, and the numbers of its parameters."""
     weights = stage_weights(config, mesh, stages)
     fullest = max(range(mesh.pp), key=lambda pp: sum(weights[pp]))
     return fullest, weights[fullest]
@@ -280,15 +286,15 @@ def updated_parameters(sharding: str, mesh: Mesh, weights: Weights) -> float:
 
 
 def optimizer_bytes(config: Config, mesh: Mesh, weights: Weights) -> float:
-    """Return `Step.optimizer_bytes` of a rank with some parameters."""
+    """Return `Step.optimizer_bytes` of a rank that has `weights` parameters."""
     optim, dtype = config.optim, config.train.dtype
     of_parameter = _STATE_BYTES + BYTES[dtype] + 2 * BYTES[optim.grad_reduce_dtype]
     return updated_parameters(optim.sharding, mesh, weights) * of_parameter
 
 
 def new_bytes(config: Config, mesh: Mesh, weights: Weights, microbatches: int) -> float:
-    """Return `Step.new_bytes` of a rank with some parameters: gradients before each backward,
-    unless they stay in memory, and parameters once."""
+    """Return `Step.new_bytes` of a rank that has `weights` parameters: gradients once for each
+    backward, unless they stay in memory, and parameters once in a step."""
     optim = config.optim
     if optim.resident == "all" or mesh.num_data_ranks == 1:
         return 0.0
@@ -297,7 +303,8 @@ def new_bytes(config: Config, mesh: Mesh, weights: Weights, microbatches: int) -
 
 
 def _refuse_not_modelled(config: Config) -> None:
-    """Raise ConfigError if the configuration moves states during a step."""
+    """Raise ConfigError if the run moves model states between device, host and disk during a
+    step."""
     offload = config.offload
     refuse_if(
         offload.mode != "off",
