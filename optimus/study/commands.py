@@ -47,14 +47,14 @@ def _add_run_options(parser: argparse.ArgumentParser, default: str) -> None:
         default="aurora",
         metavar="NAME",
         help="machine of the predictions: a name in configs/machine, or the path of a TOML file "
-        "(aurora)",
+        "(default: aurora)",
     )
     parser.add_argument(
         "--nodes",
         type=int,
         default=256,
         metavar="N",
-        help="nodes of runs with parallel.dp = 0 (256, as in the paper)",
+        help="number of nodes of runs with parallel.dp = 0 (default: 256, as in the paper)",
     )
 
 
@@ -66,8 +66,8 @@ def _add_moe(studies: argparse._SubParsersAction) -> None:
     parser = add_command(studies, "moe", _moe, text)
     _add_run_options(parser, "the paper's MoE runs")
     for name, default, text in (
-        ("tokens", 0, "tokens of a rank in the measurement (a microbatch; on a CPU 256)"),
-        ("rounds", 5, "timed rounds (5)"),
+        ("tokens", 0, "tokens of a rank in a round (default: a microbatch, or 256 on a CPU)"),
+        ("rounds", 5, "number of timed rounds (default: 5)"),
     ):
         parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=text)
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
@@ -87,7 +87,9 @@ def _add_scaling(studies: argparse._SubParsersAction) -> None:
     )
     parser = add_command(studies, "scaling", _scaling, text)
     add_config(parser)
-    parser.add_argument("--nodes", required=True, metavar="N,N,...", help="such as 32,64,128")
+    parser.add_argument(
+        "--nodes", required=True, metavar="N,N,...", help="numbers of nodes, such as 32,64,128"
+    )
     parser.add_argument(
         "--machine",
         required=True,
@@ -99,28 +101,34 @@ def _add_scaling(studies: argparse._SubParsersAction) -> None:
         "--scaling",
         choices=("weak", "strong"),
         default="weak",
-        help="weak: the global batch grows with the nodes; strong: it is the same (weak)",
+        help="weak: the global batch grows with the number of nodes; strong: all points have the "
+        "same global batch (default: weak)",
     )
     parser.add_argument(
         "--routing",
         metavar="R,R",
-        help="top-k, uniform, or both for two points per number of nodes (default: model.router)",
+        help="top-k, uniform, or top-k,uniform for two points on each number of nodes (default: "
+        "model.router)",
     )
     parser.add_argument(
-        "--steps", type=int, default=30, metavar="N", help="updates of a point (30)"
+        "--steps",
+        type=int,
+        default=30,
+        metavar="N",
+        help="number of updates of a point (default: 30)",
     )
     parser.add_argument(
         "--warmup",
         type=int,
         default=5,
         metavar="N",
-        help="updates at the start of a point that are not measured (5)",
+        help="number of updates at the start of a point that are not measured (default: 5)",
     )
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument(
         "--dry-run",
         action="store_true",
-        help="write the study, print the commands that submit its jobs, and run none (default)",
+        help="write the study, print the commands that submit its jobs, and run no job (default)",
     )
     mode.add_argument("--submit", choices=("pbs", "slurm"), help="submit the missing points")
     mode.add_argument(
@@ -130,7 +138,7 @@ def _add_scaling(studies: argparse._SubParsersAction) -> None:
         "--max-node-hours",
         type=float,
         metavar="H",
-        help="start nothing if all jobs together could use more node-hours",
+        help="start no job if all jobs together could use more than H node-hours",
     )
     for name, text in (
         ("queue", "queue of all jobs (default: the machine's first queue that takes the point)"),
@@ -263,9 +271,10 @@ def _settings(
     nodes: Sequence[int],
     directory: StudyDirectory,
 ) -> Settings:
-    """Return the settings of the study. With `parallel.dp = 0`, the number of tokens of a data
-    rank is computed for the smallest number of nodes. If the study exists, its number of tokens is
-    used, so that points with fewer nodes can be added."""
+    """Return the settings of the study. With weak scaling and `parallel.dp = 0`, the number of
+    tokens of a data rank is that of the stored study, so that points with fewer nodes can be added.
+    A new study divides the global batch by the number of data ranks on the smallest number of
+    nodes."""
     from optimus.study.scaling import Settings, tokens_per_data_rank
 
     stored, tokens = directory.settings(), 0

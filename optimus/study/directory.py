@@ -99,7 +99,7 @@ class _File(BaseModel):
 
 
 class StudyFile(_File):
-    """Contents of study.json: the fields of `Settings`, and a hash of the machine's definition."""
+    """Contents of study.json: the fields of `Settings`, and a hash of the machine file."""
 
     version: int
     machine: str
@@ -136,7 +136,8 @@ class PlannedPoint(_File):
 
 
 class _JobFile(_File):
-    """Contents of job.json: the scheduler, and its name of the job that runs the point."""
+    """Contents of job.json: the scheduler, and the name that it gave to the job that runs the
+    point."""
 
     name: str
     system: System
@@ -196,7 +197,8 @@ class StudyDirectory:
         return _read_json(path, StudyFile)
 
     def check_same(self, config: Config, settings: Settings, machine: Machine) -> None:
-        """Check that a study in the directory has this configuration and these settings.
+        """Check that the study in the directory, if there is one, has this configuration and these
+        settings.
 
         Raises:
             ConfigError: The configuration or a setting differs.
@@ -271,8 +273,8 @@ class StudyDirectory:
         return self.path / "jobs" / f"{job.name}.sh"
 
     def plans(self) -> dict[str, PlannedPoint]:
-        """Return the contents of plan.json by name of the point, sorted by this name, which begins
-        with the number of nodes. Raises DataError if a file is damaged."""
+        """Return a dict from the name of each point to the contents of its plan.json, sorted by
+        name. Names begin with the number of nodes. Raises DataError if a file is damaged."""
         plans = {}
         for folder in sorted(entry for entry in self.points.glob("*") if entry.is_dir()):
             if (folder / "plan.json").exists():
@@ -323,8 +325,8 @@ class StudyDirectory:
         return State("missing")
 
     def submit(self, job: Job, system: System, command: Sequence[str]) -> str:
-        """Submit a job, write the scheduler's name of it to job.json of its points, and return this
-        name.
+        """Submit a job. Write the name that the scheduler gives to the job to the file job.json of
+        each point of the job, and return this name.
 
         Args:
             job: The job.
@@ -334,7 +336,8 @@ class StudyDirectory:
         Raises:
             OptimusError: The scheduler refuses the job or does not answer.
         """
-        for point in job.points:  # a job that starts at once writes a status
+        # A job that starts immediately writes a status, which must not be removed later.
+        for point in job.points:
             (self.points / point.name / "status").unlink(missing_ok=True)
         try:
             done = subprocess.run(
@@ -387,7 +390,7 @@ class StudyDirectory:
                     stderr=subprocess.STDOUT,
                     timeout=limit_s,
                     env={"OMP_NUM_THREADS": str(threads), **os.environ},
-                    preexec_fn=partial(prepare_rank, os.getpid()),  # it ends with this process
+                    preexec_fn=partial(prepare_rank, os.getpid()),  # killed with this process
                 ).returncode
             except subprocess.TimeoutExpired:
                 log.write(
@@ -424,7 +427,8 @@ def submission_of(
 
 def scheduler(machine: Machine) -> System:
     """Return the scheduler for the commands of a dry run: "pbs" if the machine file sets
-    `filesystems` (an option of PBS only) or this computer has no sbatch, otherwise "slurm"."""
+    `filesystems` (an option that only PBS has) or this computer has no sbatch, otherwise
+    "slurm"."""
     return "slurm" if shutil.which("sbatch") and not machine.filesystems else "pbs"
 
 
@@ -475,8 +479,8 @@ def read_metrics(run_dir: Path) -> tuple[StepLine, ...]:
 def read_components(
     run_dir: Path, lines: Sequence[StepLine]
 ) -> tuple[tuple[StepComponents, ...], str]:
-    """Return the components of the updates in `lines`, which are metrics of a run, and "". If an
-    update has no valid components, return () and the reason."""
+    """Return two values: the components of the time of each update in `lines`, which are metrics of
+    a run, and "". If an update has no valid components, return () and the reason."""
     valid, _ = read_valid(run_dir / "metrics.jsonl", ComponentsLine)
     of_steps = {line.step: line.components for line in valid}
     if missing := sum(line.step not in of_steps for line in lines):
@@ -514,7 +518,8 @@ def _read_text(path: Path) -> str:
 
 
 def _last_error(log: Path) -> str:
-    """Return the last line of a log that contains `error:`, or a text that there is none."""
+    """Return the last line of a log that contains `error:`, or a text that the log has no such
+    line."""
     try:
         with open(log, "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - (1 << 16)))

@@ -1,9 +1,9 @@
-"""Table 3 of the Optimus paper: FastSparseMoE and EPSO against a baseline.
+"""Table 3 of the Optimus paper: speed-ups of FastSparseMoE and EPSO over a baseline.
 
 The baseline computes the experts in a loop, as the OLMoE block of transformers 4 does, and shards
 the optimizer states along dp alone ("so"). The experts and the AdamW update of one rank are
-measured on this device. The planner models the time of all other work of a step. Each value is
-therefore marked as measured or modelled.
+measured on this device. The planner predicts the time of all other operations of a step. Each value
+is therefore marked as measured or modelled.
 
 Dims: T tokens, D hidden, F intermediate of an expert, E experts, K experts per token.
 """
@@ -59,8 +59,8 @@ experts (experts), forward and backward of the model (passes), and the step (ste
 EPSO: the AdamW update (update), the update with its communication (optimizer), and the step
 (step_of_optimizer). With both: the step (both)."""
 _MOST_UPDATED = 1 << 25
-"""Maximum number of parameters in a timed update. The sizes of larger updates are scaled down,
-which does not change the ratio of their times."""
+"""Maximum number of parameters in a timed update. If one of the two compared updates is larger,
+both are scaled down by the same factor, which does not change the ratio of their times."""
 _CPU_TOKENS = 256
 """Default tokens of a rank on a CPU, where a microbatch of the paper takes minutes."""
 
@@ -69,12 +69,12 @@ class Speedup(NamedTuple):
     """A speed-up over the baseline: the ratio of the times, baseline / improved."""
 
     value: float
-    """Median of the rounds, or the modelled value for this median."""
+    """Median of the measured ratios of all rounds, or the modelled speed-up for this median."""
     source: Literal["measured", "modelled"]
     least: float
-    """As `value`, for the round with the smallest measured ratio."""
+    """Speed-up in the round with the smallest measured ratio."""
     most: float
-    """As `value`, for the round with the largest measured ratio."""
+    """Speed-up in the round with the largest measured ratio."""
 
 
 class LoopExperts(nn.Module):
@@ -113,7 +113,8 @@ class LoopExperts(nn.Module):
 
 
 def local_experts(config: Config, ep: int, device: torch.device) -> Experts:
-    """Return the experts of one layer on a rank: 1/ep of all, with random weights."""
+    """Return the experts of a layer on one rank: 1/ep of the experts of the layer, with random
+    weights."""
     layer = config.model.layer(config.model.sparse_layers[0])
     share = layer.model_copy(update={"num_experts": layer.experts // ep})
     with device:
@@ -128,7 +129,8 @@ def local_experts(config: Config, ep: int, device: torch.device) -> Experts:
 def measure_experts(
     config: Config, ep: int, tokens: int, rounds: int, device: torch.device
 ) -> list[float]:
-    """Measure forward and backward of a rank's experts, in turn with FastSparseMoE and in a loop.
+    """Measure forward and backward of the experts on one rank, alternately with FastSparseMoE and
+    in a loop.
 
     Args:
         config: The run.
@@ -163,11 +165,11 @@ def measure_experts(
 
 
 def measure_updates(sizes: tuple[float, float], rounds: int, device: torch.device) -> list[float]:
-    """Measure AdamW updates of `sizes[0]` and of `sizes[1]` parameters, in turn. Return the
+    """Measure AdamW updates of `sizes[0]` and of `sizes[1]` parameters, alternately. Return the
     smallest, the median and the largest ratio of their times, first / second, over the rounds."""
     scale = min(1.0, _MOST_UPDATED / max(sizes))
     counts = [max(1, round(scale * size)) for size in sizes]
-    # Both updates use the same memory, since the pages of two allocations may have other sizes.
+    # Both updates use the same memory, because the pages of two allocations may differ in size.
     states = [torch.full((max(counts),), 0.01, device=device) for _ in range(4)]
     states.append(states[0].bfloat16())
     runs: dict[str, Callable[[], Any]] = {
@@ -201,16 +203,16 @@ def study_moe(
 
     Args:
         config: The run, with experts.
-        mesh: Its mesh.
-        machine: Machine for which the step is modelled.
-        machine_name: Its name, for messages.
+        mesh: Mesh of the run.
+        machine: Machine for which the time of a step is predicted.
+        machine_name: Name of the machine, for messages.
         tokens: Tokens of a rank in the measurement; 0: those of a microbatch, or 256 on a CPU.
         rounds: Number of timed rounds.
         device: Device of the measurement.
 
     Returns:
-        For each column of COLUMNS a `Speedup`, or None if EPSO has no effect because ep is 1; and
-        `tokens`, the number of tokens in the measurement.
+        A dict with a `Speedup` for each column of COLUMNS, or None for a column without effect
+        because ep is 1; and with `tokens`, the number of tokens of a rank in the measurement.
 
     Raises:
         ConfigError: The model has no experts, or the step cannot be planned.
@@ -248,7 +250,7 @@ def study_moe(
 def _speedups(
     config: Config, mesh: Mesh, rates: Rates, works: Works, experts: float, update: float
 ) -> dict[str, float]:
-    """Return the speed-up of each column of COLUMNS.
+    """Return a dict from each column of COLUMNS to its speed-up over the baseline.
 
     Args:
         config: The run.
@@ -277,20 +279,20 @@ def _speedups(
 
 
 def _step_with(sharding: str, config: Config, mesh: Mesh, works: Works) -> Step:
-    """Return the step with a value of `optim.sharding`, without overlap of the optimizer's
-    communication."""
+    """Return the operations and collectives of a step with another value of `optim.sharding`, in
+    which collectives of gradients and parameters do not overlap with computation."""
     optim = config.optim.model_copy(update={"sharding": sharding, "overlap": False})
     return step_of(config.model_copy(update={"optim": optim}), mesh, works=works)
 
 
 def _passes_s(step: Step, rates: Rates) -> float:
-    """Return the seconds of forward and backward with the pipeline bubble."""
+    """Return the seconds of all forwards and backwards of a step, including the pipeline bubble."""
     passes = dataclasses.replace(step, reductions=(), optimizer_bytes=0.0, new_bytes=0.0)
     return step_time(passes, rates).total_s
 
 
 def reductions_s(step: Step, rates: Rates) -> float:
-    """Return the seconds of the reduction of gradients and the gather of parameters."""
+    """Return the seconds of the reductions of gradients and the gathers of parameters in a step."""
     seconds = 0.0
     for reduction in step.reductions:
         ranks = step.groups[reduction.axis]
@@ -302,7 +304,8 @@ def reductions_s(step: Step, rates: Rates) -> float:
 
 
 def _with_slower_experts(step: Step, config: Config, mesh: Mesh, experts: float) -> Step:
-    """Return the step, with added work that makes the experts take `experts` times as long."""
+    """Return the step with additional operations, so that the experts take `experts` times as
+    long."""
     forward, backward = expert_work(config, mesh)
     sparse = set(config.model.sparse_layers)
     stages = []
@@ -335,14 +338,15 @@ def expert_work(config: Config, mesh: Mesh) -> tuple[tuple[Operation, ...], tupl
     modules = set(config.recompute.modules)
     if modules & {"moe", "block"}:
         backward += forward
-    elif "experts" in modules:  # only the pre-activation
+    elif "experts" in modules:  # recomputes only the pre-activation
         backward += (moved, up)
     return forward, backward
 
 
 def format_table(results: dict[str, dict[str, Any]], conditions: str) -> str:
-    """Return a Markdown table of the results of `study_moe`, by run, and of the paper's values.
-    `conditions` is a sentence about the measurement, above the table."""
+    """Return a Markdown table of speed-ups with the rows of each run: the results of `study_moe`,
+    and the values of the paper. `conditions` is a sentence about the measurement, which precedes
+    the table."""
     lines = [
         conditions,
         "",

@@ -35,7 +35,7 @@ _COMPONENTS = {
 
 
 class Measured(NamedTuple):
-    """Step times of a point, without those of the warm-up."""
+    """Step times of a point, without the updates of the warm-up."""
 
     updates: int
     """Number of measured updates."""
@@ -56,7 +56,7 @@ class Measured(NamedTuple):
 
 @dataclass(frozen=True)
 class Result:
-    """Plan and measurement of a point."""
+    """The plan of a point and its measurement."""
 
     name: str
     nodes: int
@@ -74,8 +74,9 @@ class Result:
 
     @property
     def components_s(self) -> dict[str, dict[str, float]]:
-        """Seconds of the components of a step, by evidence (`measured` or `simulated`) and name.
-        The exposed communication is also divided by mesh axis, such as `exposed_dp`."""
+        """Seconds of the components of a step: a dict for `measured` and a dict for `simulated`,
+        each by name of the component. In addition to the sum `exposed`, each dict has the exposed
+        communication of each mesh axis, such as `exposed_dp`."""
         measured = self.measured and self.measured.components
         return {"measured": _seconds(measured), "simulated": _seconds(self.planned)}
 
@@ -158,11 +159,12 @@ def _middle_components(updates: Sequence[StepComponents]) -> StepComponents:
 
 
 def reference_points(results: Sequence[Result]) -> dict[str, Result]:
-    """Return, by routing, the point that has efficiency 1.
+    """Return a dict from each routing to its reference point, whose efficiency is 1.
 
-    It is the smallest point with both a measured and a planned rate, so that measured and planned
-    efficiencies have the same reference. If no point has both, it is the smallest point with a
-    planned rate. If no point has a planned rate, it is the smallest point with a measured rate.
+    The reference point is the smallest point with a measured and a planned rate, so that measured
+    and planned efficiencies have the same reference. If no point has both rates, the reference is
+    the smallest point with a planned rate. If no point has a planned rate, the reference is the
+    smallest point with a measured rate. A rate is in tokens per second.
 
     Args:
         results: Points sorted as by `collect`.
@@ -173,7 +175,7 @@ def reference_points(results: Sequence[Result]) -> dict[str, Result]:
 
     references = {}
     for routing in _routings(results):
-        # max returns the first of equal points, which is the smallest.
+        # Of points with equal keys, max returns the first, which is the smallest.
         point = max((result for result in results if result.routing == routing), key=rates)
         if any(rates(point)):
             references[routing] = point
@@ -183,11 +185,12 @@ def reference_points(results: Sequence[Result]) -> dict[str, Result]:
 def efficiencies(
     results: Sequence[Result], rate: Callable[[Result], float | None]
 ) -> dict[str, float]:
-    """Return the scaling efficiency of points by name.
+    """Return a dict from the names of points to their scaling efficiency.
 
-    The efficiency of a point is its tokens per second and rank, divided by those of the reference
-    point of its routing, for weak and for strong scaling. A point without a rate has no efficiency.
-    If the reference point has no rate, no point of its routing has an efficiency.
+    The efficiency of a point is the tokens per second of a rank in this point, divided by the
+    tokens per second of a rank in the reference point of the same routing. This holds for weak and
+    for strong scaling. A point without a rate has no efficiency. If the reference point has no
+    rate, no point of its routing has an efficiency.
 
     Args:
         results: Points sorted as by `collect`.
@@ -203,12 +206,14 @@ def efficiencies(
 
 
 def measured_rate(result: Result) -> float | None:
-    """Return the measured tokens per second of a point; None if it is not measured."""
+    """Return the measured tokens per second of all ranks of a point; None if the point is not
+    measured."""
     return None if result.measured is None else result.measured.tokens_per_s
 
 
 def planned_rate(result: Result) -> float | None:
-    """Return the planned tokens per second of a point; None if they are not planned."""
+    """Return the planned tokens per second of all ranks of a point; None if the time of its step is
+    not planned."""
     return result.planned_tokens_per_s
 
 
@@ -352,8 +357,8 @@ def _routings(results: Iterable[Result]) -> list[str]:
 
 
 def _draw_figure_4(results: Sequence[Result], path: Path) -> None:
-    """Draw the loss against tokens and the efficiency against tiles, as Figure 4 of the Optimus
-    paper."""
+    """Draw two diagrams as in Figure 4 of the Optimus paper: the loss against the number of tokens,
+    and the efficiency against the number of tiles (ranks)."""
     pyplot = load_pyplot()
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 5))
     routings = _routings(results)
@@ -379,7 +384,8 @@ def _draw_figure_4(results: Sequence[Result], path: Path) -> None:
 
 
 def _draw_throughput(results: Sequence[Result], path: Path) -> None:
-    """Draw the tokens per second and the components of a step against tiles."""
+    """Draw the tokens per second and the components of a step against the number of tiles
+    (ranks)."""
     pyplot = load_pyplot()
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 5))
     routings = _routings(results)
@@ -405,7 +411,7 @@ def _draw_points(
     values_of: _Values,
     suffixes: Mapping[str, str],
 ) -> None:
-    """Draw a quantity of all points against the number of tiles.
+    """Draw a quantity of all points against the number of tiles (ranks).
 
     Measured values are filled markers with quartiles, planned values are open markers.
 
@@ -413,8 +419,8 @@ def _draw_points(
         axes: Axes of matplotlib.
         results: The points.
         routings: All routings. Each has a color and a marker.
-        values_of: Function that returns the quantity by name of the point, from the points and
-            `measured_rate` or `planned_rate`.
+        values_of: Function that returns a dict from the name of each point to the quantity. Its
+            arguments are the points and `measured_rate` or `planned_rate`.
         suffixes: Text that ends the labels of a routing, by routing.
     """
     measured, planned = (values_of(results, rate) for rate in (measured_rate, planned_rate))

@@ -18,26 +18,28 @@ FOLDER = Path(__file__).resolve().parents[2] / "configs" / "run"
 MULA = ("mula-1b", "mula-7b-a1b", "mula-20b-a2b", "mula-100b-a7b", "mula-220b-a10b")
 """The runs of the Optimus paper."""
 _NODES_FOR_A_BUFFER_NODE = 64
-"""Nodes of a run for each buffer node, which replaces a node that fails. No source."""
+"""Number of nodes for which a run gets one buffer node, which replaces a node that fails. This
+number is a choice without a source."""
 _GIB = 1 << 30
 
 
 class PlannedRun(NamedTuple):
-    """A run on a machine."""
+    """A planned run on a machine, and its jobs."""
 
     name: str
     config: Config
     plan: dict[str, Any]
     """Result of `optimus.planner.plan.plan`."""
     queue: str
-    """Name of the queue; "" if the machine's file has none."""
+    """Name of the queue; "" if the machine file has no queues."""
     walltime_s: int
     jobs: int
     """Number of jobs, one after the other."""
 
     @property
     def fits(self) -> bool:
-        """True if states and activations of the fullest rank fit on its device."""
+        """True if the states and activations of the fullest rank fit in the memory of its
+        device."""
         return bool(self.plan["needed"] <= self.plan["device_bytes"])
 
     @property
@@ -60,7 +62,7 @@ def plan_run(path: Path, machine: Machine, machine_name: str, nodes: int) -> Pla
     Args:
         path: The configuration.
         machine: The machine.
-        machine_name: Its name or the path of its file.
+        machine_name: Name of the machine, or the path of its file.
         nodes: Number of nodes if the configuration has `parallel.dp = 0`.
 
     Raises:
@@ -87,8 +89,9 @@ def plan_run(path: Path, machine: Machine, machine_name: str, nodes: int) -> Pla
 def _jobs(machine: Machine, result: dict[str, Any]) -> tuple[str, int, int]:
     """Return the queue, the walltime in seconds and the number of jobs of a run.
 
-    The run gets one job of 1.2 times its planned time if a queue permits this walltime. Otherwise,
-    it gets several jobs of the longest walltime that a queue permits.
+    If a queue permits a walltime of 1.2 times the planned time, the run gets a single job with this
+    walltime. Otherwise, the run gets several jobs, each with the longest walltime that a queue
+    permits.
     """
     nodes, seconds = result["nodes"], math.ceil(1.2 * result["step"]["run_s"] / 3600) * 3600
     entries = [e for e in machine.queues if e.nodes[0] <= nodes <= e.nodes[1]]

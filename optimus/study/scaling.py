@@ -22,11 +22,11 @@ from optimus.errors import ConfigError, counted, refuse_if
 Scaling = Literal["weak", "strong"]
 ROUTINGS = ("top-k", "uniform")
 _START_S = 600
-"""Seconds that a job has for the start of a point: rendezvous, process groups, compilation of
-kernels. No source: it is not measured on many nodes."""
+"""Seconds of the walltime that a job has for the start of a point: rendezvous, process groups,
+compilation of kernels. This number is a choice; the time is not measured on many nodes."""
 _MARGIN = 3.0
-"""Requested time of the updates divided by their predicted time, which is a lower bound if the
-machine file lacks values."""
+"""Ratio of the requested time of the updates to their predicted time. The predicted time is a lower
+bound if the machine file lacks values."""
 _ROUND_S = 300
 """Walltimes of jobs are rounded up to a multiple of this number of seconds."""
 
@@ -99,19 +99,19 @@ class Job:
 
     @property
     def nodes(self) -> int:
-        """Number of nodes of the job, that of its largest point. A smaller point leaves nodes
-        idle."""
+        """Number of nodes of the job, which is that of its largest point. While a smaller point
+        runs, the other nodes are idle."""
         return max(point.nodes for point in self.points)
 
     @property
     def node_hours(self) -> float:
-        """Node-hours of the whole walltime, the most that the job can use."""
+        """Node-hours of the whole walltime, which the job uses if it does not end earlier."""
         return self.nodes * self.walltime_s / 3600
 
 
 def parse_nodes(text: str) -> tuple[int, ...]:
     """Return the numbers of nodes in a list such as `32,64,128`, in ascending order. Raises
-    ConfigError."""
+    ConfigError if an element is no number of nodes or occurs twice."""
     numbers = []
     for word in text.split(","):
         refuse_if(
@@ -129,7 +129,8 @@ def parse_nodes(text: str) -> tuple[int, ...]:
 
 def parse_limit(text: str | None) -> int | None:
     """Return the time limit of a point in seconds from the value of `--walltime`, which is
-    hours:minutes:seconds; None if the option is not set. Raises ConfigError."""
+    hours:minutes:seconds; None if the option is not set. Raises ConfigError if the text is no time
+    or the time is too short."""
     if text is None:
         return None
     try:
@@ -141,8 +142,9 @@ def parse_limit(text: str | None) -> int | None:
 
 
 def parse_routings(text: str | None, config: Config) -> tuple[str, ...]:
-    """Return the routings in the value of `--routing`. If it is None, return `model.router` of the
-    configuration, or "" for a dense model. Raises ConfigError."""
+    """Return the routings in the value of `--routing`. If `text` is None, return `model.router` of
+    the configuration, or "" for a dense model. Raises ConfigError if a routing is unknown or has no
+    effect."""
     if text is None:
         return (config.model.router if config.model.sparse_layers else "",)
     refuse_if(
@@ -176,8 +178,8 @@ def _mesh_on(config: Config, machine: Machine, name: str, nodes: int) -> Mesh:
 def tokens_per_data_rank(config: Config, machine: Machine, name: str, nodes: Iterable[int]) -> int:
     """Return `train.global_batch_tokens` divided by the number of data ranks of the configuration.
 
-    With `parallel.dp = 0`, the number of data ranks is that on the smallest number of nodes. `name`
-    is the name of the machine, for messages.
+    With `parallel.dp = 0`, the number of data ranks is the number on the smallest of `nodes`.
+    `name` is the name of the machine, for messages.
 
     Raises:
         ConfigError: The mesh does not fit these nodes, or the batch is not divisible.
@@ -224,7 +226,8 @@ def make_point(
         "stop_at_step": steps,
         "global_batch_tokens": settings.global_batch_tokens(config, mesh),
         **dict.fromkeys(("eval_interval", "sample_interval"), 0),
-        "eval_instances": 1,  # an evaluation follows the last update if there is held-out data
+        # If the data set has held-out data, a run always evaluates after its last update.
+        "eval_instances": 1,
         "deadline_s": 0.0,
     }
     if machine.device is not None:
@@ -251,8 +254,8 @@ def make_point(
 
 def check_point_fit(point: Point, machine: Machine) -> None:
     """Check with `check_fit` that a point fits in the memory of the machine's devices. A machine
-    file without a device is not checked. Log a warning if the predicted memory exceeds that of a
-    device, but the lower bound of the memory does not.
+    file without a device is not checked. Log a warning if the predicted memory exceeds the memory
+    of a device but the lower bound does not.
 
     Raises:
         ConfigError: The lower bound exceeds the memory, and `train.fit_check` is "refuse".
@@ -269,14 +272,14 @@ def check_point_fit(point: Point, machine: Machine) -> None:
 def local_limits(
     points: Iterable[Point], limit_s: int | None, is_required: bool
 ) -> dict[str, int | None]:
-    """Return, by name of the point, the seconds after which a point that runs on this machine is
-    killed; None: no limit.
+    """Return a dict from the name of each point to its time limit: the seconds after which a point
+    that runs on this machine is killed, or None for no limit.
 
     Args:
         points: The points.
         limit_s: Limit of each point in seconds; None: `Point.walltime_s`.
-        is_required: True to raise ConfigError if `limit_s` is None and the time of a point is not
-            planned, False to run this point without a limit.
+        is_required: Applies if `limit_s` is None and the time of a point is not planned. True to
+            raise ConfigError, False to run this point without a limit.
     """
     return {
         point.name: limit_s
@@ -304,7 +307,8 @@ def pack_jobs(
         machine: The machine, with its queues.
         queue: Name of the queue; "" for the first queue in the file that takes a point.
         limit_s: Walltime of each point in seconds; None: `Point.walltime_s`.
-        share: True to run several points in a job also in queues without a limit.
+        share: True to run several points in a job also in queues that do not limit the number of
+            jobs of a user.
 
     Raises:
         ConfigError: No queue takes a point, the machine has no queue of this name, or the time of a
@@ -338,8 +342,9 @@ def pack_jobs(
 
 
 def _queue_of(machine: Machine, name: str, nodes: int, seconds: int) -> Queue | None:
-    """Return the first queue, with the given name unless it is "", that takes a job; None if the
-    machine's file has no such queue."""
+    """Return the first queue that takes a job of `nodes` nodes for `seconds` seconds; None if the
+    machine file has no queues. If `name` is not "", return the queue of this name, or None if there
+    is none. Raises ConfigError if no queue takes the job."""
     entries = [entry for entry in machine.queues if name in ("", entry.name)]
     if not entries:
         return None
