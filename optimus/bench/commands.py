@@ -49,14 +49,15 @@ def add_to(commands: argparse._SubParsersAction) -> None:
         help="step: an update against a plain torch loop; supervision: times of detection and "
         "restart after failures, on nodes that this machine emulates; links: rates of copies and "
         "updates for offloading; disk: updates of states on disk, against raw reads and writes; "
-        "offload: steps with random work on an emulated device, against their predicted times; "
-        "machine: rates of products, memory, network and disk, for the planner",
+        "offload: steps with random workloads on an emulated device, against predicted times; "
+        "machine: rates of matrix products, memory, network and disk, for the planner",
     )
     parser.add_argument(
         "config",
         nargs="?",
-        help="a TOML file; configs/run has examples. supervision: only for the NaN check, and "
-        "optional; links, machine: for the device and the number of threads, and optional",
+        help="a TOML file; configs/run has examples. step requires it. Optional for supervision, "
+        "which uses it only for the NaN check, and for links and machine, which read from it the "
+        "device and the number of threads",
     )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
@@ -65,22 +66,26 @@ def add_to(commands: argparse._SubParsersAction) -> None:
     offloading = parser.add_argument_group("links, disk and offload")
     text = "links: write the rates to this file, for offload.links; machine: write a machine file"
     offloading.add_argument("--out", metavar="FILE", help=text)
-    text = "links: also measure the disk of this directory; disk: the directory (required), also "
-    text += "accepts --rounds (10); offload: put all states into a file in this directory"
+    text = "links: also measure the disk of this directory; disk: measure the disk of this "
+    text += "directory (required) in --rounds N rounds (default: 10); offload: put all states into "
+    text += "a file in this directory"
     offloading.add_argument("--disk", metavar="DIR", help=text)
-    text = "offload: random mixes of work (20); also accepts --steps (6) and --seed"
+    text = "offload: number of random workloads (default: 20), each with --steps N updates "
+    text += "(default: 6); --seed N changes the workloads"
     offloading.add_argument("--mixes", type=int, metavar="N", help=text)
 
 
 def _add_step_options(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--steps", type=int, metavar="N", help="timed updates (20)")
+    group.add_argument(
+        "--steps", type=int, metavar="N", help="number of timed updates (default: 20)"
+    )
     group.add_argument(
         "--nproc",
         type=int,
         metavar="N",
         help="start N local ranks and measure time, payload bytes by mesh axis and pipeline bubble "
-        "instead of comparing with plain torch; machine: number of local ranks (one for each "
-        "accelerator, or 2)",
+        "instead of comparing with plain torch; machine: number of local ranks (default: one for "
+        "each accelerator, or 2 on a CPU)",
     )
     group.add_argument(
         "--trace",
@@ -102,19 +107,19 @@ def _add_supervision_options(group: argparse._ArgumentGroup) -> None:
         "--only",
         action="append",
         metavar="FIGURE",
-        help="measure only this figure: faults (detection, the right node, time to the first "
-        "update), cold (time to the first update if the warm process of the node is lost), files "
-        "(that a restart opens and creates), nan-check (share of an update's time) or "
-        "false-alarms; may be repeated",
+        help="measure only this figure: faults (time of detection, nodes that were excluded, "
+        "time to the first update), cold (time to the first update if the node has lost its warm "
+        "process, which forks ranks), files (number that a restart opens and creates), nan-check "
+        "(share of an update's time) or false-alarms; may be repeated",
     )
     for name, text in (
-        ("rounds", "faults of each kind (3)"),
-        ("nodes", "nodes with ranks (4)"),
-        ("ranks-per-node", "ranks on each node (2)"),
-        ("updates", "updates for the NaN check (40)"),
-        ("alarm-s", "seconds for which false alarms are counted (60)"),
-        ("load", "busy processes while false alarms are counted (8)"),
-        ("seed", "seed of the times, nodes and ranks of faults (0)"),
+        ("rounds", "number of faults of each kind (default: 3)"),
+        ("nodes", "number of nodes with ranks (default: 4)"),
+        ("ranks-per-node", "number of ranks on each node (default: 2)"),
+        ("updates", "number of updates in which the NaN check is timed (default: 40)"),
+        ("alarm-s", "seconds for which false alarms are counted (default: 60)"),
+        ("load", "number of busy processes while false alarms are counted (default: 8)"),
+        ("seed", "seed of the times, nodes and ranks of faults (default: 0)"),
     ):
         group.add_argument(f"--{name}", type=int, metavar="N", help=text)
     text = (
@@ -225,7 +230,10 @@ def _bench_disk(args: argparse.Namespace) -> int:
 def _bench_offload(args: argparse.Namespace) -> int:
     from optimus.bench.offload import bench_offload, format_offload
 
-    refuse_if(args.config is not None, "bench offload draws its work; remove the configuration")
+    refuse_if(
+        args.config is not None,
+        "bench offload chooses its workloads at random; remove the configuration",
+    )
     mixes = 20 if args.mixes is None else args.mixes
     steps = 6 if args.steps is None else args.steps
     refuse_if(mixes < 1, f"--mixes {mixes} must be at least 1")

@@ -33,8 +33,8 @@ def bench_disk(directory: Path, rounds: int, threads: int) -> dict[str, Any]:
     """Compare updates of states on disk with raw reads and writes of the same bytes.
 
     A round updates all chunks of an engine whose states are on disk. Before and after the round,
-    threads read and write the same file without any other work. The updates and the raw reads and
-    writes therefore use the same blocks of the disk under the same load of the machine.
+    threads read and write the file of the engine without computing. The updates and the raw reads
+    and writes therefore use the same blocks of the disk under the same load of the machine.
 
     Args:
         directory: Directory on the disk.

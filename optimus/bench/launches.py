@@ -32,14 +32,14 @@ _DOCUMENTS = 120
 _LIMIT_S = 180.0
 """Time limit in seconds of each wait for an event, such as the first update."""
 _END_S = 10.0
-"""Longest time in seconds to wait for the end of killed processes."""
+"""Longest time in seconds to wait until killed processes have ended."""
 _LOOK_S = 0.02
 _TAIL_CHARS = 2000
 
 
 def make_data(folder: Path) -> Path:
-    """Create a data set of a few hundred instances (token sequences) in `folder`. Return its path.
-    Raises OptimusError if a command of `optimus-data` fails."""
+    """Create a data set of a few hundred instances (token sequences) in `folder`. Return the path
+    of the data set. Raises OptimusError if a command of `optimus-data` fails."""
     chance = random.Random(7)
     words = [
         "".join(chance.choices("abcdefghijklmnop", k=chance.randint(2, 7))) for _ in range(150)
@@ -176,7 +176,7 @@ class Launch:
 
     def remember(self) -> None:
         """Record the running processes of the launch, for `alive`. Call this method before killing
-        a process. The children of an ended process can no longer be found."""
+        a process, because the children of a process cannot be found after it has ended."""
         for process in list(self._seen.values()):
             with contextlib.suppress(psutil.NoSuchProcess):
                 self._seen.update({p.pid: p for p in process.children(recursive=True)})

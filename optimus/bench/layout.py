@@ -3,9 +3,10 @@
 The results are the time of an update on the slowest rank, the traffic and the pipeline bubble.
 Traffic is the payload of collectives in bytes, on the rank with the largest payload. The pipeline
 bubble is computed from the measured times of the pipeline actions, such as the forward of a
-microbatch. The schedule is also simulated twice: with the measured mean time of each action, and
-with stages that all take the same time, twice as long in backward as in forward. For 1F1B with p
-pipeline ranks, m microbatches and v stages per rank, the second simulation gives (p-1)/(m*v).
+microbatch. The schedule is also simulated twice: first with the measured mean time of each action,
+then with equal times of all stages, whose backward takes twice as long as their forward. For 1F1B
+with p pipeline ranks, m microbatches and v stages per rank, the second simulation gives the bubble
+ratio (p-1)/(m*v).
 """
 
 from __future__ import annotations
@@ -142,8 +143,8 @@ _TRACED = {kind.name for kind in (*COMPUTE, Kind.REDUCE_GRAD, Kind.OPT_STEP)}
 
 
 def _traced(event: ActionEvent, start_ns: int) -> TracedAction:
-    """Return the event as an action of a trace that begins at `start_ns`. The action begins
-    with the time for which it waited."""
+    """Return the event as an action of a trace that begins at `start_ns`. The event begins with the
+    time for which the action waited; the returned action starts after this time."""
     begin, end = (
         ns / 1e9 for ns in (event.end_ns - event.busy_ns - start_ns, event.end_ns - start_ns)
     )

@@ -32,8 +32,9 @@ def bench_links(device: torch.device, threads: int, disk: Path | None = None) ->
 
     Returns:
         A dict for JSON: `links`, the median rates, with the keys of the table `links` in a machine
-        file; `spread`, for each rate the difference between the quartiles of all runs, as a share
-        of the median; and `device`, `host` and `threads` (the number of threads of an update).
+        file; `spread`, for each rate the difference between the upper and the lower quartile of all
+        runs, divided by the median; and `device`, `host` and `threads` (the number of threads of an
+        update).
 
     Raises:
         ConfigError: The directory cannot be used.

@@ -1,7 +1,8 @@
-"""`optimus bench machine`: measures the figures of this machine for the planner.
+"""`optimus bench machine`: measures the rates of this machine for the planner.
 
-All ranks run the same operation at the same time. A time is the median over the runs of a rank. A
-rate is the rate of the slowest rank. Products and attention use the library that a run uses.
+All ranks run the same operation at the same time. The time of an operation on a rank is the median
+over its runs. A rate is the rate of the slowest rank. Matrix products and attention use the same
+library as in a training run.
 """
 
 from __future__ import annotations
@@ -45,14 +46,15 @@ from optimus_kernels import fastest_library
 
 SOURCE = "optimus bench machine"
 _ROUNDS = 3
-"""Number of rounds. In each round, all products are timed, so that other load affects all
-shapes."""
+"""Number of rounds. In each round, the products of all shapes are timed, so that the load of other
+programs affects all shapes."""
 _STEADY = 0.7
-"""Steadiness (see `bench_machine`) below which other programs are assumed to use the machine."""
+"""If `steadiness` (see `bench_machine`) is below this number, the result warns that other programs
+use the machine."""
 _DISK_BYTES = 1 << 26
 _CPU_BYTES, _DEVICE_BYTES = 1 << 26, 1 << 29
-"""Size in bytes of a tensor that exceeds the caches, on a CPU and on other devices. It is used to
-measure the rate of the memory. It is also the size of the largest buffer of a collective."""
+"""Size in bytes of a tensor that exceeds the caches, on a CPU and on other devices. The rate of the
+memory is measured with such a tensor. The largest buffer of a collective has the same size."""
 
 
 class Shape(NamedTuple):
@@ -68,7 +70,8 @@ class Shape(NamedTuple):
 
 
 def shapes_for(device_type: str) -> tuple[Shape, ...]:
-    """Return the shapes of matrix products to measure: three equal sizes, or one short size."""
+    """Return the shapes of the matrix products to measure. Some have three equal sizes, some have
+    one size that is much smaller than the other two."""
     large = 1024 if device_type == "cpu" else 8192
     cubes = (Shape(size, size, size) for size in (large, large // 2, large // 4, large // 8))
     medium, short = large // 2, large // 16
@@ -90,7 +93,7 @@ def fit_products(peak: float, rates: Sequence[tuple[Shape, float]]) -> tuple[flo
 
     Returns:
         (`efficiency`, `half_size`) with the smallest squared errors of log(rate). `efficiency` is
-        below 1. The mean error of log(rate) is zero, because `Products` requires this.
+        below 1. The mean error of log(rate) is zero, as `Products` requires.
     """
     highest = math.log(0.999)
 
@@ -121,7 +124,7 @@ def bench_machine(
     Returns:
         On rank 0, a dict for JSON: `machine`, the tables of a machine file; `network`, the rates of
         each collective by level; and `steadiness`: on a CPU with one thread per rank, the processor
-        time of the ranks as a share of the elapsed time; otherwise, the median rate of the fastest
+        time of the ranks divided by the elapsed time; otherwise, the median rate of the fastest
         fp32 product divided by the rate of its fastest run. None on all other ranks.
 
     Raises:
@@ -228,7 +231,8 @@ def _accelerator_bytes(device: torch.device) -> int:
 
 
 def _message_rates(level: LevelRates) -> Iterator[float]:
-    """Yield the bytes per second of all messages of a level, and its rates without latency."""
+    """Yield rates of a level in bytes per second: first the rates of the collectives without
+    latency, then the rate of each message."""
     yield from level.rates.values()
     yield from (message.num_bytes / message.seconds for message in level.messages)
 
@@ -236,8 +240,8 @@ def _message_rates(level: LevelRates) -> Iterator[float]:
 def _product_tables(
     bench: RankTimer, dtype: torch.dtype, figure: Callable[[float], dict[str, Any]]
 ) -> dict[str, Any]:
-    """Return the table `products` of a dtype, with the tables of attention. No rate is above the
-    peak."""
+    """Return the table `products` of a dtype, which contains the tables of attention. The peak in
+    the table is at least as large as all rates."""
     device, products = bench.device, {}
     for shape in shapes_for(device.type):
         a = torch.randn(shape.rows, shape.inner, device=device).to(dtype)
@@ -257,13 +261,14 @@ def _product_tables(
     rates = [(shape, shape.flops / seconds) for shape, seconds in medians.items()]
     fastest = max(shape.flops / -bench.slowest(-min(seconds)) for shape, seconds in times.items())
     peak = fastest
-    if device.type != "cpu" and dtype is torch.bfloat16:  # the data sheet, if it is known
+    if device.type != "cpu" and dtype is torch.bfloat16:  # if known, from the data sheet
         peak = max(peak, find_peak(device, dtype, "torch", lambda line: None).flops)
     attention = _attention_tables(bench, dtype, figure)
     peak = max(
         peak, *(table[name]["value"] for table in attention for name in ("forward", "backward"))
     )
-    peak *= 1.0005  # measured rates are rounded to four digits, and must not exceed it
+    # Rates are rounded to four digits, and a rounded rate must not exceed the peak.
+    peak *= 1.0005
     efficiency, half_size = fit_products(peak, rates)
     return {
         "peak": figure(peak),
@@ -275,20 +280,22 @@ def _product_tables(
 
 
 def _in_turn(runs: Sequence[Callable[[], Any]]) -> Callable[[], None]:
-    """Return a function that calls another function of `runs` each time."""
+    """Return a function whose calls run the functions in `runs`, one after the other, again and
+    again."""
     turns = itertools.cycle(runs)
     return lambda: next(turns)()
 
 
 def _copies(size_bytes: int, device: torch.device) -> int:
-    """Return the number of tensors that together exceed the caches."""
+    """Return the number of tensors of `size_bytes` bytes that together exceed the caches, from 2 to
+    256."""
     return max(2, min(256, _tensor_bytes(device) // size_bytes))
 
 
 def _attention_tables(
     bench: RankTimer, dtype: torch.dtype, figure: Callable[[float], dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Return the tables `attention` of a dtype. The heads of a token are side by side, as in
+    """Return the tables `attention` of a dtype. In memory, the heads of a token are adjacent, as in
     `optimus.model.attention`."""
     device = bench.device
     shape, lengths = (32, 128), [1024, 2048, 4096, 8192]
@@ -342,16 +349,18 @@ def _tensor_bytes(device: torch.device) -> int:
 
 
 def _memory_rate(bench: RankTimer) -> float:
-    """Return the memory traffic of adding a large tensor to another one, in bytes per second."""
+    """Return the bytes per second that a device reads and writes while it adds a large tensor to
+    another large tensor."""
     length = _tensor_bytes(bench.device) // 4
-    # In place, as an optimizer: a CPU first reads the lines of a result that it overwrites.
+    # The addition is in place, as in an optimizer. With a separate result, a CPU would also read
+    # the cache lines that it overwrites.
     total, values = (torch.ones(length, device=bench.device) for _ in range(2))
     return 3 * 4 * length / bench.median(lambda: total.add_(values))
 
 
 def _new_memory_rate(bench: RankTimer) -> float | None:
-    """Return the bytes per second at which a CPU provides new memory. None for accelerators, and if
-    malloc uses freed memory again."""
+    """Return the bytes per second at which the operating system maps new memory for a process on a
+    CPU. Return None for accelerators, and if malloc reuses freed memory."""
     if bench.device.type != "cpu":
         return None
     length = _CPU_BYTES // 4
@@ -362,17 +371,17 @@ def _new_memory_rate(bench: RankTimer) -> float | None:
 
 
 def _product_code_bytes(bench: RankTimer) -> float | None:
-    """Return the growth of this process by the product of a new shape. None for accelerators, and
-    if the growth is unknown or less than a page."""
+    """Return the bytes by which this process grows when it computes a matrix product of a new
+    shape. Return None for accelerators, and if the growth is unknown or less than a page."""
     if bench.device.type != "cpu":
         return None
-    number, size = 32, 64  # as many tensors, which are small
+    number, size = 32, 64  # number of shapes, and the sizes of their tensors, which are small
     with fastest_library(torch.empty(0)):
         sizes = [(size + n, size, size) for n in range(2 * number)]
         operands = [(torch.ones(a, b), torch.ones(b, c), torch.ones(a, c)) for a, b, c in sizes]
         used = 0
         for index, (a, b, out) in enumerate(operands):
-            if index == number:  # the first ones load the library
+            if index == number:  # the first `number` products load the library
                 platform.trim_heap()
                 used = private_bytes()
             torch.mm(a, b, out=out)
@@ -382,8 +391,9 @@ def _product_code_bytes(bench: RankTimer) -> float | None:
 
 
 def _launch_s(bench: RankTimer) -> float:
-    """Return the seconds in which the host starts an operation of a model: the time of forward and
-    backward of a tiny model, divided by the number of operations in its profile."""
+    """Return the seconds that the host needs to start an operation of a model: the time of the
+    forward and backward of a tiny model, divided by the number of operations in the profile of this
+    model."""
     device, size = bench.device, 16
     model = {
         "architecture": "olmo",

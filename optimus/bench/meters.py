@@ -54,8 +54,8 @@ def turns(names: Iterable[str], rounds: int) -> Iterator[tuple[int, str]]:
     """Yield (round, name) in the order in which the caller must time the programs `names`.
 
     Each program runs once in each round, so that other load on the machine affects all programs.
-    The first program of a round changes from round to round. Round 0 is for warm-up. It is followed
-    by `rounds` timed rounds.
+    The first program of a round changes from round to round. Round 0 is for warm-up; `rounds` timed
+    rounds follow.
     """
     names = list(names)
     for number in range(rounds + 1):
@@ -72,11 +72,11 @@ def paired(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
 
 
 class PeakGemm:
-    """Large matrix product. Its measured speed is used as the peak FLOP/s of the device.
+    """A large matrix product, whose measured speed serves as the peak FLOP/s of the device.
 
     In fp32 on a CPU, the product is timed with torch's default library and with oneDNN, and the
-    faster time is used. oneDNN is not timed if it computes fp32 products in bf16, which it does on
-    CPUs with AMX.
+    faster time is used. oneDNN is not timed on CPUs with AMX, where it computes fp32 products in
+    bf16.
 
     Attributes:
         flops: FLOPs of the product.
@@ -92,7 +92,7 @@ class PeakGemm:
             self._libraries.append(product.onednn)
 
     def time(self, device: torch.device) -> tuple[float, float]:
-        """Return (wall-clock seconds, CPU seconds) of the matrix product, with the fastest of the
+        """Return (wall-clock seconds, CPU seconds) of the matrix product with the fastest of the
         libraries."""
         times = []
         for library in self._libraries:
@@ -139,9 +139,10 @@ def non_gemm_share(block: nn.Module, x: Tensor, grad: Tensor, device: torch.devi
 
 
 def _non_gemm_share(events: Iterable, device_type: str) -> float:
-    # On an accelerator, the profile has the time of a kernel twice: in the kernel and in its op.
-    # Matrix products are counted by their ops, whose names are known. The total is counted by
-    # kernels, because some kernels of Optimus are started without an op.
+    # On an accelerator, the profile has the time of a kernel twice: in the event of the kernel and
+    # in the event of the op that starts it. The time of matrix products is the sum over ops, whose
+    # names are known. The total time is the sum over kernels, because some kernels of Optimus are
+    # started without an op.
     on_cpu = torch.autograd.DeviceType.CPU
     ops = [event for event in events if event.device_type == on_cpu]
     if device_type == "cpu":

@@ -1,5 +1,6 @@
 """Measurement of the NaN check for `optimus bench supervision`. The NaN check searches a training
-update for non-finite values. Its time is measured as a share of the update's time."""
+update for non-finite values. The result is the time of the check divided by the time of the
+update."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ _T95 = 2.1
 
 
 def measure_nan_check(config: Config | None, updates: int, bar: float) -> dict[str, Any]:
-    """Measure the NaN check's share of the time of an update, with the 95 % confidence interval.
+    """Measure the share of an update's time that the NaN check takes, with the 95 % confidence
+    interval.
 
     The check and the update that contains it are timed together, so that other load affects the two
     times equally. On a CPU, times are processor seconds of all threads.
@@ -69,9 +71,9 @@ def measure_nan_check(config: Config | None, updates: int, bar: float) -> dict[s
 def share_figure(shares: list[float], bar: float) -> dict[str, Any]:
     """Return statistics of the NaN check's shares in several updates.
 
-    `value` is the mean share. `is_met` is None if the 95 % confidence interval of the mean contains
-    `bar` or is wider than `bar`. If neither is the case, `is_met` is True if and only if the mean
-    is at most `bar`.
+    `value` is the mean share. `is_met` is None, which means not decidable, if the 95 % confidence
+    interval of the mean contains `bar` or is wider than `bar`. Otherwise, `is_met` is True if the
+    mean is at most `bar`, and False if it is larger.
     """
     mean = statistics.fmean(shares)
     half = _T95 * statistics.stdev(shares) / len(shares) ** 0.5

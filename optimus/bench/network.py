@@ -30,13 +30,13 @@ _RUNS, _FEW_RUNS = 24, 8
 _LARGE = 1 << 24
 """Bytes of a large buffer."""
 _COMPUTED = {"cpu": 512}
-"""Size of the product that a rank computes before a collective, by type of device: about the time
-that a step computes between two collectives of tp."""
+"""Sizes of the matrix product that a rank computes before a collective, by type of device. The
+product takes about as long as a training step computes between two collectives of tp."""
 _COMPUTED_ON_DEVICE = 4096
 
 
 class Message(NamedTuple):
-    """A step of a collective in a ring, in which each rank sends a message to the next rank."""
+    """A step of a ring collective, in which each rank sends a message to the next rank."""
 
     operation: str
     num_bytes: int
@@ -49,14 +49,14 @@ class LevelRates(NamedTuple):
     rates: dict[str, float]
     """Bytes per second and rank of each of OPERATIONS with the largest buffer, without latency."""
     latency_s: float
-    """Seconds of a ring step of the smallest all_reduce."""
+    """Seconds of a ring step of an all_reduce with the smallest buffer."""
     messages: list[Message]
-    """Ring steps of all operations and sizes, in ascending order of the sizes."""
+    """The ring step of each operation and buffer size, in ascending order of the sizes."""
 
 
 def measure_network(bench: RankTimer, world: World, largest: int) -> dict[str, LevelRates]:
-    """Return the values of each level of the network, by the level's name. All groups of a level
-    run the same collective at the same time.
+    """Return a dict from the name of each level of the network to its measured values. All groups
+    of a level run the same collective at the same time.
 
     Args:
         bench: The timer.
@@ -96,15 +96,17 @@ def _measure_level(bench: RankTimer, group: Group, largest: int) -> LevelRates:
 
 
 def _collective_s(bench: RankTimer, run: Callable[[], Any], runs: int) -> float:
-    """Return the seconds of a collective: by itself, or after a computation if that takes longer.
-    After a computation, threads of the backend must wake up, and ranks wait for the slowest."""
+    """Return the seconds of a collective. It is measured alone and after a computation, and the
+    longer time is returned. After a computation, threads of the backend must wake up, and ranks
+    wait for the slowest rank."""
     size = _COMPUTED.get(bench.device.type, _COMPUTED_ON_DEVICE)
     a = torch.ones(size, size, device=bench.device)
     return max(bench.together(run, runs), bench.together(run, runs, lambda: torch.mm(a, a)))
 
 
 def _collectives(bench: RankTimer, group: Group, size: int) -> dict[str, Callable[[], Any]]:
-    """Return a function for each of OPERATIONS, with buffers of `size` bytes on each rank."""
+    """Return a dict from each of OPERATIONS to a function that runs it with buffers of `size` bytes
+    on each rank."""
     dtype = torch.float32 if bench.device.type == "cpu" else torch.bfloat16
     length = max(1, size // dtype.itemsize // group.size) * group.size
     whole, other = (torch.zeros(length, dtype=dtype, device=bench.device) for _ in range(2))
@@ -128,6 +130,6 @@ def _collectives(bench: RankTimer, group: Group, size: int) -> dict[str, Callabl
 
 
 def _moving_s(seconds: float, latency_s: float) -> float:
-    """Return the duration of a message without its latency. If a disturbed measurement of the
-    latency exceeds half of the duration, half of the duration is returned."""
+    """Return the seconds of a message without its latency, but at least half of `seconds`, because
+    the measurement of the latency may be disturbed."""
     return max(seconds - latency_s, seconds / 2)

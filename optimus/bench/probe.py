@@ -1,7 +1,7 @@
 """Measurements and faults in the processes of a supervised run, for `optimus bench supervision`.
 
-Each interpreter of a launch imports this module at its start. A rank then reports the phases of its
-start-up, fails when the benchmark requests a fault, and takes longer for some saves and
+Each interpreter of a launch imports this module at its start. The module makes a rank report the
+phases of its start-up, fail when the benchmark requests a fault, and take longer for some saves and
 evaluations. With `Plan.audits`, all processes report the files that they create in the run
 directory, and ranks also report the modules that they import and the files that they open.
 """
@@ -50,7 +50,8 @@ class Plan:
     """Folder for reports, outside of the run directory."""
     run_dir: str
     audits: bool = False
-    """True to report the files that processes create and open. Opening a file then takes longer."""
+    """True to report the files that processes create and open, which makes opening a file
+    slower."""
     slowdown: float = 1.0
     """Time of a slow save or evaluation, as a multiple of the median time of other saves or
     evaluations. If it is 1, no save or evaluation is slow."""
@@ -65,7 +66,8 @@ class Plan:
 
     def report(self, kind: str, **values: Any) -> None:
         """Append a JSON line to the file of reports: `kind`, `values`, the Unix time, and the ID,
-        attempt and rank of this process. Several processes may call this at the same time."""
+        attempt and rank of this process. Several processes may call this method at the same
+        time."""
         values |= {"kind": kind, "time": time.time(), "pid": os.getpid()}
         values["attempt"] = int(os.environ.get("OPTIMUS_ATTEMPT", 0))
         values["rank"] = int(os.environ.get("RANK", 0))
@@ -122,7 +124,8 @@ class _LoopFinder(importlib.abc.MetaPathFinder):
 
 
 def _change(loop: Any, plan: Plan) -> None:
-    """Replace functions of `optimus.train.loop` by functions that also report, fail or wait."""
+    """Replace functions of `optimus.train.loop` by functions that do the same and also report, fail
+    or wait."""
     record, update = loop.StartUp.record, loop.Run.update
 
     from optimus.resilience.supervision.attempt import read_page

@@ -2,14 +2,14 @@
 
 Phases are the actions of the executor, timed without a profiler. The times of components are
 measured in an additional update with torch's profiler. An event of the forward pass belongs to the
-component whose module ran the event. An event of the backward pass belongs to an autograd node, and
-thus to the component whose forward pass created this node.
+component whose module ran the op. An event of the backward pass belongs to the component whose
+forward pass created the autograd node of the event.
 
 Each component is compared with its bound, an estimate of its shortest possible time. The bound is
 the time of the component's matrix products at the peak FLOP/s. For a component without matrix
-products, the bound is the time to read and write its data at the memory bandwidth, which is
-measured with a triad, a = b + 2c. Peak and bandwidth are measured in the same process as the
-updates. The measurement needs a CPU and one process.
+products, the bound is the time to read and write its data at the memory bandwidth. The bandwidth is
+measured with a triad, a = b + 2c, and both the peak and the bandwidth are measured in the same
+process as the updates. The measurement needs a CPU and one process.
 """
 
 from __future__ import annotations

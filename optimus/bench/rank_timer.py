@@ -1,4 +1,4 @@
-"""Timing of operations that all ranks of a benchmark run at the same time."""
+"""Measurement of the time of operations that all ranks of a benchmark run simultaneously."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _MIN_RUNS, _MAX_RUNS = 3, 50
 
 
 class RankTimer:
-    """Timing of operations on all ranks at the same time.
+    """Measures the time of operations that all ranks run simultaneously.
 
-    On a CPU with one thread per rank, the time of an operation of a single rank is the processor
-    time of this thread, which does not contain the time for which other programs use the core. In
-    all other cases, it is the elapsed time.
+    On a CPU with one thread per rank, the time of an operation without communication is the
+    processor time of this thread, which excludes the time for which other programs use the core. In
+    all other cases, the time of an operation is the elapsed time.
 
     Args:
         world: All ranks.
@@ -36,7 +36,7 @@ class RankTimer:
         self._processor_s = self._elapsed_s = 0.0
 
     def slowest(self, seconds: float) -> float:
-        """Return the largest value of all ranks."""
+        """Return the largest value of `seconds` on all ranks."""
         return max(all_gather_objects(seconds, self.world.everyone, float))
 
     def times(self, run: Callable[[], Any], before: Callable[[], Any] | None = None) -> list[float]:
@@ -64,15 +64,16 @@ class RankTimer:
         self, run: Callable[[], Any], runs: int, compute: Callable[[], Any] | None = None
     ) -> float:
         """Return the mean of the elapsed seconds of an operation in which all ranks take part,
-        without the slowest run. A step with many such operations takes the sum of their times, and
-        some take longer than the median, because threads of a backend use cores of other ranks.
+        without the slowest run. The result is a mean and no median, because the time of a step is
+        the sum of many such operations. Some of them take longer than the median, since threads of
+        a backend use the cores of other ranks.
 
         Args:
             run: The operation.
             runs: Number of runs.
-            compute: Computation of a rank before the operation. The result is the time by which the
-                operation prolongs it. This contains the time in which a rank waits for others that
-                compute longer, as in a step.
+            compute: Computation of a rank before the operation; None for no computation. The result
+                is then the time of both without the time of the computation alone. As in a step, it
+                includes the time for which a rank waits for other ranks that compute longer.
         """
         run()
         both, alone = list[float](), list[float]()
@@ -95,8 +96,8 @@ class RankTimer:
 
     @property
     def processor_share(self) -> float | None:
-        """Processor time of this rank as a share of the elapsed time of its operations; None if
-        the processor time is not measured."""
+        """Processor time of this rank divided by the elapsed time of its operations; None if the
+        processor time is not measured."""
         return self._processor_s / self._elapsed_s if self._has_one_thread else None
 
     def _batch(self, run: Callable[[], Any], size: int) -> float:
@@ -112,5 +113,5 @@ class RankTimer:
 
 
 def _mean(seconds: Sequence[float]) -> float:
-    """Return the mean of at least two values without the largest one."""
+    """Return the mean of `seconds` without its largest value. `seconds` has at least two values."""
     return statistics.fmean(sorted(seconds)[:-1])

@@ -1,9 +1,9 @@
 """`optimus bench step`: compares the time of a training update with a plain torch loop.
 
-Optimus and the plain loop train copies of one model on the same tokens in this process. The updates
-of Optimus and of the plain loop alternate, so that other load on the machine affects both programs.
-The main result is the median, over all pairs of updates, of the ratio (time in Optimus) / (time in
-the plain loop).
+Optimus and the plain loop train two copies of a model on the same tokens in this process. The
+updates of Optimus and of the plain loop alternate, so that other load on the machine affects both
+programs. The main result is the median, over all pairs of updates, of the ratio (time in Optimus) /
+(time in the plain loop).
 """
 
 from __future__ import annotations

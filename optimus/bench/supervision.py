@@ -1,9 +1,10 @@
 """`optimus bench supervision`: measures figures of supervised runs, such as the time to restart.
 
-Each figure has a bar, the limit that it must meet. This module launches runs of a tiny model on
-emulated nodes, and causes failures at random times. It reads the times of detection and restart
-from the ledger, in which the supervisor records events, and the times of the ranks' start-up phases
-from reports of the ranks. It does not import torch until the NaN check is measured.
+Each figure (a measured value) has a bar, which is the limit for this value. This module launches
+runs of a tiny model on emulated nodes, and causes failures at random times. It reads the times of
+detection and restart from the ledger, in which the supervisor records events, and the times of the
+ranks' start-up phases from reports of the ranks. It does not import torch until the NaN check is
+measured.
 """
 
 from __future__ import annotations
@@ -46,8 +47,9 @@ EXITS = ("kill", "segv", "exit", "error", "nan")
 """Faults of one rank. kill: SIGKILL. segv: SIGSEGV. exit: a library ends the process. error: an
 OSError. nan: a NaN in the output of a block."""
 SILENCES = ("power", "freeze", "cut")
-"""Faults of a node. power: all processes of the node are killed. freeze: all processes are
-suspended. cut: only the agent is suspended, so that the ranks continue."""
+"""Faults of a node. power: all processes of the node are killed. freeze: all processes of the node
+are suspended. cut: only the agent, which starts and observes the ranks, is suspended, so that the
+ranks continue."""
 _SIGNALS = {"kill": signal.SIGKILL, "segv": signal.SIGSEGV}
 _SAVE_INTERVAL = 20
 _ALARM_INTERVAL = 10
@@ -59,7 +61,7 @@ update."""
 _SILENCE_S = 1.0
 """A silent node must be detected within `resilience.heartbeat_s` plus this number of seconds."""
 _SMALL, _LARGE = 2, 8
-"""Numbers of nodes of two launches. The files that each launch creates are counted and compared."""
+"""Numbers of nodes of two launches, whose numbers of created files are compared."""
 
 
 class Options(NamedTuple):
@@ -200,7 +202,7 @@ def summarise(values: Sequence[float]) -> dict[str, Any]:
 
 def _measure_faults(options: Options, work: Path, data: Path, result: dict[str, Any]) -> None:
     """Cause faults. Measure the time to detect a fault and the time to restart, and check that the
-    right node is excluded. Add the figures to `result`.
+    supervisor excludes the node of the fault. Add the figures to `result`.
 
     Each round is a launch, in which each kind of fault occurs once.
     """
@@ -281,7 +283,7 @@ def _measure_fault(
     assert attempt is not None
     node = chance.choice(attempt.nodes)
     if cold:
-        # The warm process of the node that replaces the next failed node.
+        # Kill the warm process of the node that will replace the next failed node.
         nodes = next(e.nodes for e in history.events if isinstance(e, SupervisorStarted))
         unused = [n for n in nodes if n not in attempt.nodes and history.standing(n) == "good"]
         kill([launch.warm(unused[0])])
@@ -396,8 +398,8 @@ def _measure_cold(options: Options, work: Path, data: Path, result: dict[str, An
 
 
 def _measure_files(work: Path, data: Path, result: dict[str, Any]) -> None:
-    """Count the module files that ranks open if a warm process has forked them, and the files that
-    a launch attempt creates. Add the two figures to `result`."""
+    """Count two numbers of files, and add both to `result`: the module files that ranks open if a
+    warm process has forked these ranks, and the files that a launch attempt creates."""
     small, large = (measure_files(work / f"files-{n}", data, n) for n in (_SMALL, _LARGE))
     opened = small.modules + large.modules
     result["figures"] += [
@@ -414,7 +416,8 @@ def _measure_files(work: Path, data: Path, result: dict[str, Any]) -> None:
 
 
 class Files(NamedTuple):
-    """Files that were opened and created in a launch attempt. Warm processes forked the ranks."""
+    """Files that were opened and created in a launch attempt whose ranks were forked by warm
+    processes."""
 
     modules: list[str]
     """Names of modules that ranks imported, and paths of module files that ranks opened, from the

@@ -71,7 +71,7 @@ def test_disk_prints_its_figures(tmp_path, capsys, monkeypatch):
         (["offload", "--out", "f"], "--out has no effect on bench offload; remove --out"),
         (["links", "--mixes", "3"], "--mixes has no effect on bench links; remove --mixes"),
         (["offload", "--mixes", "0"], "--mixes 0 must be at least 1"),
-        (["offload", "c.toml"], "bench offload draws its work; remove the configuration"),
+        (["offload", "c.toml"], "bench offload chooses its workloads at random; remove the config"),
         (["links", "--out", "/absent/f"], "--out /absent/f: No such file or directory; use"),
         (["links", "--disk", "/absent"], "--disk /absent: No such file or directory; use"),
         (["disk"], "bench disk needs --disk DIR, a directory on the disk"),
