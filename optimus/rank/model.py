@@ -33,14 +33,14 @@ logger = logging.getLogger(__name__)
 def uncompiled(is_compiled: bool) -> AbstractContextManager:
     """Return a context manager that makes compiled transformer blocks run eagerly.
 
-    If `is_compiled` is False, the context manager has no effect. Evaluation and sampling use the
-    context manager, because otherwise torch would recompile the blocks for each new input shape.
+    If `is_compiled` is False, the context manager has no effect. Evaluation and sampling run in
+    this context, because otherwise torch would recompile the blocks for each new input shape.
     """
     return torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
 
 
 class RankModel:
-    """The local model of one rank, with its layout and with the executor that runs the pipeline
+    """The layers of the model on one rank, their layout, and the executor that runs the pipeline
     schedule.
 
     Args:
@@ -124,8 +124,8 @@ class RankModel:
         return engine
 
     def keep_microbatches_apart(self) -> None:
-        """Make the pipeline action W accumulate all weight gradients, including those of norm
-        layers.
+        """Make the pipeline action W accumulate all weight gradients, including the gradients of
+        norm layers.
 
         Some pipeline schedules divide the backward pass of a microbatch into two actions: I
         computes the gradients of activations, and W computes the gradients of weights. With such a
@@ -171,7 +171,7 @@ class RankModel:
         return None.
 
         Args:
-            tokens: Ids of the earlier tokens, int64 [1, number of tokens].
+            tokens: Ids of the preceding tokens, int64 [1, number of tokens].
         """
         length = tokens.shape[1]
         # Sequence parallelism needs a length that tp divides. Attention is causal, so the appended

@@ -1,16 +1,18 @@
-"""Operations of a profile, with the shapes, bytes and launches that determine their time.
+"""Operations of a model's forward and backward, with the shapes, bytes and kernel launches that
+determine their time.
 
-One operation is the work of one kernel. torch's fused kernels and the kernels of `optimus_kernels`
-count as one operation each; no other operations are fused. These rules define the work:
+An operation here is everything that one kernel computes. Each fused kernel of torch and each kernel
+of `optimus_kernels` counts as a single operation; no other operations are fused. These rules define
+the FLOPs and bytes of an operation:
 
-- A matrix product has the FLOPs of its shape. A grouped product of experts is a product of the mean
-  number of rows for each expert.
+- A matrix product has the FLOPs of its shape. A grouped product of experts counts as one product
+  for each expert, with the mean number of rows of an expert.
 - Any other operation moves the bytes that it reads and writes: each operand and each result once.
   Repeated elements of a broadcast operand count once. An operand that the operation changes counts
   twice; an operand that it overwrites counts once.
 - A look-up of rows or elements reads as many bytes as it writes, and also its indices. An addition
   to rows or elements reads and writes as many bytes as it adds.
-- Views and allocations move nothing. They are not operations.
+- Views and allocations move no bytes and do not count as operations.
 - Operations on scalars and other small tensors count, because each launches a kernel.
 
 This module imports no torch. `optimus.rank.tensor_tracker` applies the rules to torch's operations.
@@ -40,8 +42,8 @@ class Product(NamedTuple):
 
 
 class FusedAttention(NamedTuple):
-    """Scores, softmax and weighted sum of causal attention in one kernel, which neither computes
-    masked scores nor writes scores to memory (FlashAttention, arXiv 2307.08691)."""
+    """Scores, softmax and weighted sum of causal attention in one kernel. The kernel skips masked
+    scores, and keeps all scores out of memory (FlashAttention, arXiv 2307.08691)."""
 
     heads: float
     """Number of heads, times the number of sequences."""
@@ -69,7 +71,7 @@ class Pass(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """A collective of the ranks along mesh axes. The following operations wait for its end."""
+    """A collective of the ranks along mesh axes. The following operations begin after its end."""
 
     axis: str
     """Mesh axes of the process group, such as tp."""
@@ -98,14 +100,14 @@ class ModelWork(NamedTuple):
 
     embedding: SegmentWork
     blocks: tuple[SegmentWork, ...]
-    """The work of each layer. Equal layers have the same object."""
+    """The operations of each layer. Equal layers share an object."""
     head: SegmentWork
 
 
 def merged(operations: Iterable[Operation]) -> tuple[Operation, ...]:
-    """Combine operations into fewer ones that take the same time in total. Products of equal
-    shapes, attention of equal shapes, and passes of similar sizes (within a factor of 2) are
-    combined. Exchanges are not combined; they follow in their order."""
+    """Return fewer operations that take the same time in total. Products of equal shapes, attention
+    of equal shapes, and passes of similar sizes (within a factor of 2) are combined. Exchanges are
+    not combined; they come last, in their original order."""
     products: dict[tuple, list[float]] = {}
     attention: dict[tuple, list[float]] = {}
     passes: dict[int, list[float]] = {}

@@ -1,13 +1,13 @@
 """Activation memory and FLOPs of a microbatch, from a run of the model on the meta device.
 
 Tensors on the meta device have shapes but no memory, so a profile needs neither an accelerator nor
-the memory of the model. It counts the bytes of all tensors that operations create. Model states are
-not counted, because they exist before the microbatch. Elixir's pre-runtime profiler measures the
-same quantities (arXiv 2212.05339, section 3.1).
+the memory of the model. A profile counts the bytes of all tensors that operations create. It
+excludes model states, because they exist before the microbatch. Elixir's pre-runtime profiler
+measures the same quantities (arXiv 2212.05339, section 3.1).
 
-Attention is profiled as the fused kernels of accelerators: it keeps its inputs, its output and, for
-each row, the logarithm of the sum of the exponentials, but not the scores. For meta tensors, torch
-would select the implementation that stores all scores.
+Attention is profiled as if a fused kernel of an accelerator ran it. For backward, such a kernel
+keeps its inputs, its output and, for each row, the logarithm of the sum of the exponentials, but
+not the scores. For meta tensors, torch would select the implementation that stores all scores.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Gradient(NamedTuple):
     name: str
     """Name of the parameter, relative to its block."""
     position: int
-    """Number of collectives of the use before this event."""
+    """Number of collectives that the use runs before this event."""
 
 
 class UseProfile(NamedTuple):
@@ -82,14 +82,15 @@ class UseProfile(NamedTuple):
 
 
 class UseTracker(Recorder):
-    """Context manager that profiles the uses of segments of a model on the meta device. As a
-    recorder of process groups, it also profiles their collectives.
+    """Context manager that profiles the uses of segments of a model on the meta device. It is also
+    a recorder of process groups, and adds the collectives of a use to its profile.
 
     Code within the context calls `use` at the beginning of each use. Operations before the first
     call are not profiled.
 
     Args:
-        on_cpu: True for the operations that a run on a CPU does, False for those on accelerators.
+        on_cpu: True to count the operations of a run on a CPU, False to count those of a run on an
+            accelerator.
 
     Attributes:
         uses: The profiles of the uses so far, in order.
@@ -131,7 +132,8 @@ class UseTracker(Recorder):
         return attend(query, key, value, attn_mask, self._tensors)
 
     def use(self, segment: int, backward: bool) -> None:
-        """Begin a use, and end the previous one. Do nothing if this use is the present one."""
+        """End the present use, and begin the use of `segment`. Do nothing if this use is already
+        the present one."""
         if self._current != (segment, backward):
             self.end_use()
             self._current = segment, backward
@@ -144,15 +146,15 @@ class UseTracker(Recorder):
 
     def count_expert_rows(self, rows: int) -> None:
         """Set the number of rows that the experts of a layer on this rank compute for a microbatch.
-        It is needed if operands also have rows of experts on other ranks."""
+        Call this method if operands also contain rows of experts on other ranks."""
         self._tensors.count_expert_rows(rows)
 
     def collective(self, axes: str, operation: str, num_bytes: int) -> None:
         self._traffic.append((axes, operation, num_bytes))
 
     def watch_gradients(self, parameters: Mapping[str, Tensor]) -> None:
-        """Call `accumulated` when the gradient of a parameter has been accumulated. `parameters`
-        has the parameters of the model by name."""
+        """Register hooks that call `accumulated` when the gradient of a parameter has been
+        accumulated. `parameters` has the parameters of the model by name."""
         for name, leaf in parameters.items():
             if leaf.requires_grad:
                 hook = partial(self.accumulated, within_block(name))
@@ -178,25 +180,26 @@ class UseTracker(Recorder):
 
 
 class StageProfile(NamedTuple):
-    """Uses of the segments of a pipeline stage for one microbatch, in order. The bytes that they
-    keep add up to 0."""
+    """Uses of the segments of a pipeline stage for one microbatch, in order. The sum of
+    `UseProfile.kept` over all of these uses is 0."""
 
     forward: tuple[UseProfile, ...]
     backward: tuple[UseProfile, ...]
-    """The uses of the backward. If the schedule divides the backward, those of the action I."""
+    """The uses of the backward or, if the schedule divides the backward, of the action I."""
     weights: UseProfile | None = None
     """The action W of a schedule that divides the backward."""
 
 
 class SegmentProfile(NamedTuple):
-    """Uses of a segment, for one microbatch, if another segment precedes it and another follows."""
+    """Uses of a segment for one microbatch, in a model where another segment precedes it and
+    another segment follows it."""
 
     forward: UseProfile
     backward: UseProfile | None
     """None if neither the segment nor an earlier one has trained parameters."""
     weights: UseProfile | None
-    """The share of the segment in the action W; None if the backward is not divided or the segment
-    defers nothing."""
+    """The action W of this segment alone; None if the backward is not divided or the segment has no
+    deferred gradients."""
 
 
 class ModelProfile(NamedTuple):
@@ -277,7 +280,7 @@ def _of_segment(use: UseProfile, segment: int) -> UseProfile:
 
 
 def _together(uses: Sequence[UseProfile], segment: int) -> UseProfile:
-    """Return the profile of one use of `segment` that consists of several successive uses."""
+    """Return the profile of several successive uses as if they were a single use of `segment`."""
     live = peak = flops = moved = 0
     traffic: list[tuple[str, str, int]] = []
     operations: list[Operation] = []
@@ -308,8 +311,8 @@ def profile_work(
 ) -> ModelWork:
     """Profile the operations of a model for one microbatch on one tp and ep rank.
 
-    The result does not depend on pp, dp and the settings of `[optim]`, except the dtype of
-    gradients and frozen parameters.
+    The result does not depend on pp and dp. Of the settings of `[optim]`, only `grad_dtype` and
+    `frozen` change it.
 
     Args:
         config: As for `profile_stages`.
@@ -360,7 +363,7 @@ def profile_stages(
 ) -> dict[int, StageProfile]:
     """Profile the stages of the rank at `coordinate` for one microbatch.
 
-    One layer of each kind is run. Its profile also holds for the other layers of this kind.
+    Only one layer of each kind is run. Its profile also holds for the other layers of this kind.
 
     Args:
         config: The run's configuration, with `train.seq_len` and `train.microbatch_size`.
@@ -417,7 +420,8 @@ def profile_model(
     Args:
         config, mesh, coordinate: As for `profile_stages`.
         layers: Numbers of the layers of the stage.
-        is_first, is_last: True if the stage has the embedding, and if it has the head.
+        is_first, is_last: `is_first` is True if the stage has the embedding, `is_last` if it has
+            the head.
         divides_backward: True if the schedule divides the backward into the actions I and W.
         profiled, on_cpu, concentrated: As for `profile_stages`.
     """
@@ -425,7 +429,8 @@ def profile_model(
         layers, is_first, is_last = range(config.model.num_layers), True, True
     kinds = kinds_of_layers(config, layers)
     parallel, train = config.parallel, config.train
-    if config.model.vocab_size % mesh.tp == 0:  # all tp ranks have equal shares of the parameters
+    # With this vocabulary, the parameters of all tp ranks have equal shapes.
+    if config.model.vocab_size % mesh.tp == 0:
         coordinate = coordinate._replace(tp=0)
     key = (
         (mesh.ep, mesh.tp, coordinate.ep, coordinate.tp),
@@ -448,9 +453,9 @@ def within_block(name: str) -> str:
 
 
 def kinds_of_layers(config: Config, layers: range) -> dict[int, int]:
-    """Return the kind of each layer, by the number of the layer. Layers of the same kind have equal
-    profiles. If all parameters are trained, the kind is the layer's number of experts; otherwise it
-    is the number of the layer."""
+    """Return a dict from the number of each layer to its kind. Layers of the same kind have equal
+    profiles. If all parameters are trained, the kind of a layer is its number of experts; otherwise
+    each layer is a kind, with the number of the layer."""
     experts = config.model.experts_by_layer
     return {n: n if config.optim.frozen else experts[n] for n in layers}
 
@@ -493,7 +498,7 @@ def _run_segments(
     seq_len = train.seq_len // layout.sequence_shares
     model.rotary(seq_len, tokens.device)  # create the tables, which are shared by all uses
     shape = train.microbatch_size, seq_len, kind.hidden_size
-    # For each expert that a token has chosen, one of the ep ranks computes a row.
+    # Each token adds a row for each of its experts, and one of the ep ranks computes this row.
     rows = tokens.numel() * kind.num_experts_per_tok
     tracker.count_expert_rows(rows * (mesh.ep if concentrated else 1))
     for experts in dispatched_experts(model) if concentrated else ():
@@ -560,7 +565,7 @@ def _by_segment(
 
 
 class _SegmentDeferral(DeferredGradients):
-    """Deferred gradients whose computation is profiled by segment."""
+    """Deferred weight gradients, whose computation is profiled separately for each segment."""
 
     def __init__(self, tracker: UseTracker, num_segments: int) -> None:
         super().__init__()

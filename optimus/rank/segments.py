@@ -14,8 +14,8 @@ def segments_of(model: Transformer, layout: Layout) -> list[ModelSegment]:
     """Return the segments of a rank's model in order of first use.
 
     A segment is a group of parameters that are needed at the same time. The embedding, each
-    transformer block, and the final norm with the head are segments. The result contains those that
-    the rank has.
+    transformer block, and the final norm with the head are segments. The result contains the
+    segments that the rank has.
     """
     segments, names = [], [name for name, _ in model.named_parameters()]
     if layout.has_first:

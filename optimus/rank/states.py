@@ -1,4 +1,4 @@
-"""Creation of a rank's model states, either for training or to compute how much memory the rank
+"""Creation of the model states of a rank, either for training or to compute the bytes that the rank
 needs.
 
 Model states are parameters, gradients, master weights and moments. For training, the states are on
@@ -125,8 +125,8 @@ def _gradients_of_experts(states: ChunkEngine, name: str) -> WeightGrads:
 def states_of_rank(
     model: ModelConfig, layout: Layout, groups: Groups, states: ChunkEngine
 ) -> RankStates:
-    """Return a RankStates: this rank's states in the form that the functions of
-    `optimus.checkpoint` need."""
+    """Return the states of this rank as a `RankStates`, the argument of the functions of
+    `optimus.checkpoint`."""
     return RankStates(
         groups,
         states.device,
@@ -147,8 +147,8 @@ def groups_of_param(
     if name not in layout.placements:
         return None
     kind = layout.placements[name].kind
-    # The sum over partial axes is a separate all-reduce, because no group has the axes dp, ep and
-    # tp together.
+    # The sum over partial axes (tp) is a separate all-reduce, because no process group has the axes
+    # dp, ep and tp together.
     reducing = tuple(axis for axis in kind.sum_axes if axis not in kind.partial)
     options = options_of(name, optim)
     is_whole = options.frozen and optim.resident != "cache"
@@ -191,8 +191,8 @@ def check_slots(config: Config, mesh: Mesh) -> None:
 
 
 def check_disk_memory(config: Config, mesh: Mesh) -> None:
-    """Check that the states on disk of each rank do not exceed `offload.disk_memory`. Raises
-    ConfigError."""
+    """Check that the states on disk of each rank have at most `offload.disk_memory` bytes. Raises
+    ConfigError if a rank needs more."""
     if most := parse_bytes(config.offload.disk_memory):
         needed = max(
             _sizes_of(config, mesh, coordinate)["disk"] for coordinate in _writers(config, mesh)
@@ -259,8 +259,8 @@ def attach(
 
 
 def _spare_limit(engine: ChunkEngine, config: Config) -> float:
-    """Return the largest number of bytes that the spare buffers for early updates of a rank may
-    have."""
+    """Return the largest number of bytes that the spare buffers for early updates may have on a
+    rank."""
     offload = config.offload
     if offload.mode == "off" or offload.early_adam == "off":
         return 0
@@ -269,21 +269,21 @@ def _spare_limit(engine: ChunkEngine, config: Config) -> float:
     limit = parse_bytes(offload.host_memory) or usable_memory() // read_local_size()
     sizes = engine.state_bytes()
     others = sizes["host"]
-    if config.checkpoint.async_save:  # at least the host bytes that `staging_of` returns
+    if config.checkpoint.async_save:  # an upper limit of the host bytes that `staging_of` returns
         others += sizes["parameters"] + sizes["masters"] + sizes["moments"]
     return (limit - others) // 2
 
 
 def staging_of(config: Config, planned: PlannedRank) -> StagingBytes:
-    """Return the bytes that checkpoint.async_save needs on a rank, in host memory and on disk; 0
-    without checkpoint.async_save."""
+    """Return the bytes that checkpoint.async_save needs on a rank, in host memory and on disk. Both
+    are 0 without checkpoint.async_save."""
     sizes = staging_by_chunk(config, planned).values()
     return StagingBytes(sum(size.host for size in sizes), sum(size.disk for size in sizes))
 
 
 def staging_by_chunk(config: Config, planned: PlannedRank) -> dict[int, StagingBytes]:
-    """Return the bytes that checkpoint.async_save needs on a rank for the copies of the states of
-    each chunk, by the number of the chunk."""
+    """Return a dict from the number of each chunk to the bytes that checkpoint.async_save needs for
+    copies of its states on a rank."""
     if not config.checkpoint.async_save:
         return {}
     scatter = config.checkpoint.scatter
@@ -307,7 +307,7 @@ def _kinds(mesh: Mesh) -> Iterator[Coordinate]:
 
 
 def plan_ranks(config: Config, mesh: Mesh) -> Iterator[tuple[Coordinate, dict[str, Any]]]:
-    """For each pair of a pp index and a tp index, compute the bytes of the model states of a rank.
+    """Yield the bytes of the model states of a rank, for each pair of a pp index and a tp index.
 
     Ranks that differ only along dp or ep have states of the same size.
 
@@ -334,8 +334,9 @@ def plan_ranks(config: Config, mesh: Mesh) -> Iterator[tuple[Coordinate, dict[st
 
 
 def _writers(config: Config, mesh: Mesh) -> Iterator[Coordinate]:
-    """Yield a coordinate of each kind of rank, as `_kinds` does. With checkpoint.scatter = "paper",
-    only the ranks that write checkpoints have staging memory, so their coordinates are yielded."""
+    """Yield a mesh coordinate for each pair of a pp index and a tp index, as `_kinds` does. With
+    checkpoint.scatter = "paper", it is the coordinate of the rank that writes checkpoints, because
+    only this rank has staging memory."""
     for coordinate in _kinds(mesh):
         if config.checkpoint.scatter == "paper":
             coordinate = coordinate._replace(dp=writer_in_paper(mesh, coordinate))
@@ -343,7 +344,7 @@ def _writers(config: Config, mesh: Mesh) -> Iterator[Coordinate]:
 
 
 def _sizes_of(config: Config, mesh: Mesh, coordinate: Coordinate) -> dict[str, Any]:
-    """Return the sizes of a rank that `plan_ranks` yields."""
+    """Return the dict of sizes that `plan_ranks` yields for a rank."""
     planned = plan_rank(config, mesh, coordinate)
     sizes, cache = planned.engine.state_bytes(), planned.engine.cache_bytes
     staging = staging_of(config, planned)

@@ -1,4 +1,4 @@
-"""Bytes and operations of torch code, counted from the calls that reach torch's dispatcher."""
+"""Bytes and operations of torch code, counted from the operations that reach torch's dispatcher."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def _product_of(packet: Any, args: Sequence[Any]) -> Product | None:
 def _pass_of(
     function: Any, args: Sequence[Any], read: Sequence[Tensor], written: Sequence[Tensor]
 ) -> Pass | None:
-    """Return the `Pass` of an operation that is not a matrix product; None if it moves nothing.
+    """Return the `Pass` of an operation that is not a matrix product; None if it reads and writes
+    no bytes.
 
     Args:
         function: The operation.
-        args: Its positional arguments.
-        read: All tensors in its arguments.
-        written: Its results.
+        args: Positional arguments of the operation. read: All tensors in its arguments. written:
+            Its results.
     """
     packet = function._overloadpacket
     if packet in _ALLOCATIONS or not written:
@@ -82,11 +82,13 @@ def _size(tensor: Tensor) -> int:
 
 
 class _Work(NamedTuple):
-    """Floating-point operations, and product or memory traffic, of a call of a torch operation."""
+    """Floating-point operations of a call of a torch operation, and its matrix product or memory
+    traffic."""
 
     flops: int
     operation: Product | Pass | None
-    """None for a product of experts, which depends on their number of rows."""
+    """None if the operation moves no bytes, and for a grouped product of experts, whose size
+    depends on the number of rows of each expert."""
 
 
 _Shape = tuple[torch.Size, tuple[int, ...], torch.dtype] | None
@@ -94,12 +96,12 @@ _Shape = tuple[torch.Size, tuple[int, ...], torch.dtype] | None
 
 
 class _Known(NamedTuple):
-    """Results and work of an operation with arguments of some shapes."""
+    """Results and costs of an operation, for arguments of given shapes and dtypes."""
 
     results: tuple[_Shape, ...] | None
-    """New tensors; None if the result is the first operand."""
+    """Shapes of the new tensors; None if the result is the first operand."""
     sequence: type | None
-    """Type of several results; None for a single one."""
+    """Type of the sequence of several results; None for a single result."""
     work: _Work
 
     def make(self, args: Sequence[Any]) -> Any:
@@ -114,17 +116,18 @@ class _Known(NamedTuple):
 
 
 _known: dict[Any, _Known] = {}
-"""Operations on meta tensors by function and arguments. torch computes the shapes of most results
-in Python. A profile repeats each layer, and other profiles have the same shapes."""
+"""Cache of operations on meta tensors, by function and arguments. It saves time, because torch
+computes the shapes of most results in Python. The operations of a profile occur again in other
+layers and in other profiles."""
 _MOST_KNOWN = 1 << 13
-"""Number of operations with which `_known` is cleared. Profiles of a search that follow each other
-have about a hundred."""
+"""Number of operations at which `_known` is cleared. Successive profiles of a search have about a
+hundred different operations."""
 
 
 def _run(
     function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], read: Sequence[Tensor]
 ) -> tuple[Any, _Work]:
-    """Run an operation that returns no views. Return its results and its work.
+    """Run an operation that returns no views. Return its results and its costs.
 
     Args:
         function: The operation.
@@ -159,7 +162,8 @@ def _run(
 
 
 def _described(value: Any) -> Any:
-    """Return what determines the results of an operation, for one of its arguments."""
+    """Return a hashable description of an argument of an operation. Operations whose arguments have
+    equal descriptions have equal results."""
     if isinstance(value, Tensor):
         return value.shape, value.stride(), value.dtype, value.untyped_storage().nbytes()
     if isinstance(value, (tuple, list)):
@@ -168,8 +172,9 @@ def _described(value: Any) -> Any:
 
 
 def _new_results(out: Any, read: Sequence[Tensor]) -> tuple[_Shape, ...] | None:
-    """Return the shapes of the results of an operation; None if `torch.empty_strided` does not make
-    equal tensors, such as for results that share memory with others or with operands."""
+    """Return the shapes of the results of an operation. Return None if `torch.empty_strided` cannot
+    create equal tensors, for example because results share memory with each other or with
+    operands."""
     shapes: list[_Shape] = []
     others = [*read]
     for tensor in out if isinstance(out, (tuple, list)) else (out,):
@@ -196,24 +201,25 @@ def _tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 class _ExpertRows(NamedTuple):
-    """Factors for the counts of the operations on the rows of experts, in a layer."""
+    """Factors for the launches and bytes of operations on rows of experts, in a layer."""
 
     launches: int
     """Number of kernel launches of each operation: on a CPU, one for each expert."""
     share: float
-    """Share of the rows of an operand that this rank computes. On accelerators, an operand has a
-    row for each expert that a token has chosen, also for experts on other ranks."""
+    """Fraction of the rows of an operand that belong to experts of this rank. On accelerators, an
+    operand also contains the rows of experts on other ranks, which this rank does not compute."""
 
 
 class _Storage(NamedTuple):
     reference: weakref.ref
-    """Removes the entry of the storage when the storage is freed."""
+    """Weak reference to the storage. Its callback removes the entry when the storage is freed."""
     num_bytes: int
     """Counted bytes. Storages that existed before the first operation count as 0 bytes."""
     rows: _ExpertRows | None
-    """Not None for indices of rows and for results of grouped products. The operations on them are
-    those of the experts, inside and outside of the ops in `_EXPERTS`: a divided backward computes
-    the gradients of the experts without these ops."""
+    """Factors for operations that read this storage: for indices of rows and for results of grouped
+    products, which only operations of experts read. None for all other storages. The storages
+    identify these operations, because a divided backward computes the gradients of experts without
+    the ops in `_EXPERTS`."""
 
 
 class TensorTracker(TorchDispatchMode):
@@ -253,7 +259,7 @@ class TensorTracker(TorchDispatchMode):
         self._operations.append(operation)
 
     def count_expert_rows(self, rows: int) -> None:
-        """Set the number of rows, as `UseTracker.count_expert_rows` does."""
+        """Set the number of rows, as for `UseTracker.count_expert_rows`."""
         self._expert_rows = rows
 
     def __torch_dispatch__(
@@ -267,7 +273,8 @@ class TensorTracker(TorchDispatchMode):
         rows = next((rows for rows in known if rows is not None), None)
         packet = function._overloadpacket
         if packet is torch.ops.aten._local_scalar_dense and args[0].is_meta:
-            # Code that reads a value, such as a test for padding, gets True or 1.
+            # Meta tensors have no values. Code that reads a value, such as a test for padding, gets
+            # True or 1.
             return True if args[0].dtype is torch.bool else 1
         work = None
         if (experts := _EXPERTS.get(packet)) is not None:
@@ -365,7 +372,7 @@ class _Attention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, *_ = ctx.saved_tensors
-        forward = ctx.attention  # backward has 3 more products, and moves gradients, too
+        forward = ctx.attention  # backward has 3 more products, and also moves gradients
         size = 2 * forward.num_bytes
         ctx.tensors.count_attention(forward._replace(products=5, num_bytes=size, launches=2))
         grads = (torch.empty_like(tensor) for tensor in (query, key, value))
@@ -375,8 +382,8 @@ class _Attention(torch.autograd.Function):
 def attend(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, tensors: TensorTracker
 ) -> Tensor:
-    """Return attention of query [..., H, S, C] without its values. It has the memory and the
-    operations of a fused kernel, which `tensors` counts."""
+    """Return the result of attention for query [..., H, S, C], a meta tensor without values.
+    `tensors` counts the memory and the operations of a fused kernel."""
     return _Attention.apply(query, key, value, mask, tensors)
 
 
@@ -406,7 +413,7 @@ _EXPERTS: Mapping[Any, Callable[..., Any]] = {
     torch.ops.optimus.experts_backward: _experts_backward,
     torch.ops.optimus.experts_backward_into: _experts_backward_into,
 }
-"""Implementations of the ops of the experts on accelerators, by op."""
+"""Implementations of the ops of the experts that run on accelerators, by op."""
 _GROUPED_PRODUCTS = {torch.ops.optimus.grouped_mm, torch.ops.optimus.grouped_mm_weight}
 """Products of the R rows of all experts: [R, A] times [E, A, B], or transposed [R, A] times
 [R, B]."""

@@ -1,10 +1,11 @@
-"""Plan of the collectives and messages of a rank in an update, in order. It needs no process group.
+"""List of the collectives and messages of a rank in an update, in order, computed without process
+groups.
 
 `plan_traffic` builds the chunk engine of the rank on the meta device, and lets it execute the
 actions of the pipeline schedule. As in training, the engine decides when gradients are reduced and
-parameters are gathered. A collective of meta tensors only reports to a recorder. The model does not
-run: the profile of its segments (`optimus.rank.profile`) contains the collectives of each forward
-and backward, and the positions between them at which gradients are complete.
+parameters are gathered. Collectives of meta tensors send no data, and only call the recorder. The
+model does not run: the profile of its segments (`optimus.rank.profile`) contains the collectives of
+each forward and backward, and the positions between them at which gradients are complete.
 
 The collectives are in the order in which the rank starts them. Collectives of different process
 groups, and those that overlap with computation, may run and end in another order.
@@ -49,7 +50,7 @@ class Collective(NamedTuple):
     """Mesh axes of the process group, such as "dp x ep"; "all ranks"; or "the end stages", which
     have copies of tied embeddings."""
     operation: str
-    """Operation, such as all_gather. A message counts only on the rank that sends it."""
+    """Operation, such as all_gather. A message is listed only on the rank that sends it."""
     num_bytes: int
     """Payload in bytes, such as the size of the unsharded tensor of an all-gather."""
 
@@ -149,8 +150,8 @@ class _Update:
             self._use(uses, hooks=action.kind is not Kind.W)
 
     def _use(self, uses: Iterable[UseProfile], hooks: bool = True) -> None:
-        """Record the collectives of some uses, and run the hooks of gradients. `hooks` is False if
-        no hook of a segment runs before its use."""
+        """Record the collectives of `uses`, and run the hooks of gradients. With `hooks`, first run
+        the hooks that precede the use of a segment."""
         for use in uses:
             if hooks:
                 self._engine.use(use.segment, use.backward)
