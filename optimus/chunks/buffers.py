@@ -3,10 +3,10 @@
 With tied embeddings, the output head also uses the weight of the embedding. Such a second use of a
 parameter is called a further use (`FurtherUse`). Its gradient has a separate buffer.
 
-Parameters and gradients are views of flat buffers, and autograd saves such views. To free a buffer,
-its storage is resized to 0 bytes, but the storage object stays: when the storage has memory again,
-all views are valid. An assignment to `.data` of the views would not reach the views that autograd
-or a recomputation has saved.
+Parameters and gradients are views of flat buffers, and autograd saves such views. A buffer is freed
+by resizing its storage to 0 bytes. The storage object stays, so all views become valid again when
+the storage gets memory again. An assignment to `.data` of the views would not change the views that
+autograd or a recomputation has saved.
 
 The home of a chunk is the tier (device or host) in which its states are between uses. If the home
 is the host, the parameters are copied to the device while a segment uses them, and the gradients
@@ -37,12 +37,13 @@ class StateTensor(NamedTuple):
     """One of KINDS."""
     tensor: Tensor
     chunk: Chunk | None = None
-    """The chunk to which the tensor belongs, so that the padding can be counted; None for a tensor
+    """The chunk to which the tensor belongs, from which the padding is computed; None for a tensor
     outside of chunks."""
 
 
 class GradBuffer(Protocol):
-    """Gradients that are reduced together: those of a chunk, or that of one `FurtherUse`."""
+    """Gradients that are reduced together: the gradients of a chunk, or the gradient of one
+    `FurtherUse`."""
 
     groups: ParamProcessGroups
     home: Tier
@@ -50,11 +51,11 @@ class GradBuffer(Protocol):
     grads: Tensor
     """Flat buffer of L elements on the device, to which backward adds."""
     grad: Tensor
-    """Sum over microbatches and ranks for the update, fp32 [L / size of the shard group]. It is
-    `grads` itself if the states are not sharded and their home is the device."""
+    """Sum over microbatches and ranks for the update, fp32 [L / size of the shard group]. This
+    tensor is `grads` itself if the states are not sharded and their home is the device."""
     grad_views: dict[str, Tensor]
-    """Views of `grads` by parameter, in order of first use. They are valid whenever `grads` has
-    memory."""
+    """Views of `grads` by parameter, in order of first use. The views are valid whenever `grads`
+    has memory."""
 
 
 class ParamChunk:
@@ -62,7 +63,7 @@ class ParamChunk:
 
     Attributes:
         chunk: The layout of the chunk.
-        groups: Process groups of its parameters.
+        groups: Process groups of the parameters.
         home: Tier of `shard`.
         is_transient: True if `params` has memory only while the parameters are used. Between uses,
             this rank keeps only `shard`.
@@ -105,7 +106,7 @@ class ParamChunk:
         """Gather the [L / shards] buffers of the ranks of the shard group, and return all L values
         on the device.
 
-        Return the buffer itself if it is on the device and the shard group has one rank. All ranks
+        Return `flat` itself if it is on the device and the shard group has a single rank. All ranks
         of the shard group must call this method.
         """
         flat = self._memory.on_device(flat)
@@ -172,8 +173,9 @@ class ChunkState(ParamChunk):
         moments: [L / shards] each, the moments of the optimizer by name.
         grad: fp32 [L / shards], the summed gradient; `grads` itself if the states are not sharded
             and their home is the device.
-        on_disk: The masters and moments that are placeholders of `disk`, by name. The master of
-            fp32 parameters is never on disk, because it is `shard`.
+        on_disk: The masters and moments that are on disk, by name. The tensors are placeholders
+            (`optimus.chunks.disk`). The master of fp32 parameters is `shard` itself, which is never
+            on disk.
     """
 
     def __init__(
@@ -232,8 +234,8 @@ class ChunkState(ParamChunk):
         return {"master": self.master, **self.moments}
 
     def with_states(self, states: Mapping[str, Tensor]) -> ChunkState:
-        """Return a copy of this object with other tensors for some of its masters and moments, by
-        name. All other tensors are shared."""
+        """Return a copy of this object in which `states` replaces some masters and moments, by
+        name. The copy shares all other tensors with this object."""
         other = copy.copy(self)
         other.on_disk = {}
         other.master = states.get("master", self.master)
@@ -254,7 +256,7 @@ class ChunkState(ParamChunk):
 
 def dtypes_apart(moments: Mapping[str, torch.dtype], dtype: torch.dtype) -> dict[str, torch.dtype]:
     """Return the dtypes of the masters and moments of a chunk whose parameters have `dtype`, by
-    name. A master that is the shard of the parameters itself is left out."""
+    name. For fp32 parameters, the master is left out, because it is the shard of the parameters."""
     return ({} if dtype is torch.float32 else {"master": torch.float32}) | dict(moments)
 
 
@@ -272,9 +274,9 @@ class FurtherUse:
 
 
 class UseGradBuffer:
-    """Gradient of a further use of a parameter. It is reduced like the gradient of an unsharded
-    chunk, since every rank of the reduce group needs the whole sum. Its home is the home of the
-    chunk with the parameter."""
+    """Gradient of a further use of a parameter. The gradient is reduced like that of an unsharded
+    chunk, since every rank of the reduce group needs the whole sum. The home of the buffer is the
+    home of the chunk with the parameter."""
 
     def __init__(
         self,
@@ -312,8 +314,8 @@ class StateShard:
     """Index of the shard's first element in the chunk."""
     groups: ParamProcessGroups
     states: Mapping[str, Tensor]
-    """Flat tensor [L / shards] of each state, by name. A load writes to these tensors. They may be
-    placeholders of a `DiskTier`."""
+    """Flat tensor [L / shards] of each state, by name. Loading a checkpoint writes to these
+    tensors. They may be placeholders of a `DiskTier`."""
 
 
 class ShardSlice(NamedTuple):
@@ -329,8 +331,8 @@ class ShardSlice(NamedTuple):
 
 
 class FrozenParams:
-    """Chunks of parameters that are not trained. They have no gradients, and no masters except
-    while a checkpoint is saved or loaded."""
+    """Chunks of parameters that are not trained. The chunks have no gradients. They have masters
+    only while a checkpoint is saved or loaded."""
 
     def __init__(self, chunks: Sequence[ParamChunk]) -> None:
         self.chunks = chunks
@@ -347,7 +349,7 @@ class FrozenParams:
         return name in self._slots
 
     def put(self, name: str, values: Tensor, start: int) -> None:
-        """Set those elements of a parameter that are in this rank's shard.
+        """Set the elements of a parameter that are in this rank's shard. Ignore all other elements.
 
         Args:
             name: The parameter.
@@ -365,8 +367,8 @@ class FrozenParams:
                 yield ShardSlice(name, slot.shape, local[1].start, local[0])
 
     def shards(self) -> Iterator[StateShard]:
-        """Yield this rank's shards in fp32, for checkpoints. A load writes to these tensors, and
-        `settle` copies them to the parameters."""
+        """Yield this rank's shards in fp32, for checkpoints. Loading a checkpoint writes to these
+        tensors, and `settle` then copies their values to the parameters."""
         self._wide = [chunk.shard.float() for chunk in self.chunks]
         for chunk, wide in zip(self.chunks, self._wide, strict=True):
             yield StateShard(chunk.chunk, chunk.shard_range.start, chunk.groups, {"master": wide})
@@ -386,7 +388,7 @@ def write_slice(
     start: int,
     write: Callable[[Tensor, Tensor], object] = Tensor.copy_,
 ) -> None:
-    """Write those elements of a flattened parameter that are in a shard.
+    """Write the elements of a flattened parameter that are in a shard. Ignore all other elements.
 
     Args:
         local: The elements of the parameter that the shard has, from `ParamChunk.local_slice`.
@@ -405,7 +407,8 @@ def write_slice(
 def count_bytes(tensors: Iterable[StateTensor]) -> dict[str, int]:
     """Return the bytes of each of KINDS, their sum "total", and the "padding" in this sum.
 
-    A storage that several tensors share counts once, for the kind of the first of these tensors.
+    If several tensors share a storage, its bytes count once, for the kind of the first of these
+    tensors.
     """
     sizes = dict.fromkeys(KINDS, 0)
     in_chunk: dict[int, int] = {}

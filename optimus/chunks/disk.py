@@ -1,4 +1,4 @@
-"""Tier of memory for optimizer states on disk: one file per rank.
+"""Memory tier for optimizer states on disk, with one file per rank.
 
 A buffer on disk has a placeholder, a tensor on the meta device, which has a dtype and a length but
 no memory. `DiskTier.read` and `DiskTier.write` accept placeholders and views of them, and also
@@ -6,8 +6,8 @@ tensors in memory.
 
 For an update, the states of a chunk are read to a buffer in host memory, updated there, and written
 back. The number of these buffers is constant. While the host updates a chunk, the states of the
-next chunks are read, and those of the previous ones are written. The file is read and written with
-O_DIRECT, so that states take no memory in the page cache.
+next chunks are read, and the states of the previous chunks are written. The file is read and
+written with O_DIRECT, so that states take no memory in the page cache.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from optimus.io.files import Closing
 logger = logging.getLogger(__name__)
 
 BUFFERS = 4
-"""Largest number of buffers in host memory: the states of one chunk are read, those of another are
-updated, and those of a third are written. The fourth lets a read begin while a thread waits for a
-core."""
+"""Largest number of buffers in host memory. One buffer has states that are read, one has states
+that are updated, and one has states that are written. With a fourth buffer, the next read can begin
+while a thread waits for a core."""
 _BATCH_ELEMENTS = 1 << 22
 """Largest number of elements that `DiskTier.write` copies at a time."""
 _LATE_S = 60.0
 """Longest delay of a read or write with `Memory.copies` = "late" or "random", in seconds. If no
-code waits for it during this time, there is a bug."""
+code has waited for the read or write by then, there is a bug."""
 _NAN_BYTE = 0xFF
-"""A float is NaN if all its bytes have this value."""
+"""A float whose bytes all have this value is NaN."""
 
 
 def file_bytes(length: int, dtypes: Iterable[torch.dtype]) -> int:
@@ -66,12 +66,13 @@ def staging_bytes(sizes: Sequence[int]) -> int:
 class DiskTier(Closing):
     """Buffers on disk, and the states of chunks while they are updated.
 
-    The file is created with its full size. It is locked, so that no other run uses it, and removed
-    by `close` or at the end of the process. The file of a process that was killed is replaced. On
-    the meta device, there is no file and no thread.
+    The file is created with its full size. The file is locked, so that no other run uses it, and
+    removed by `close` or at the end of the process. A file that a killed process has left is
+    replaced. On the meta device, there is no file and no thread.
 
     Args:
-        memory: Allocates the buffers in host memory, and counts their bytes and those on disk.
+        memory: Allocates the buffers in host memory, and counts the bytes of buffers in host memory
+            and on disk.
         directory: `offload.disk`.
         rank: Number of this rank, for the name of the file.
         sizes: The result of `file_bytes` for the states of each chunk. Their sum is the first size
@@ -110,7 +111,7 @@ class DiskTier(Closing):
             flat = memory.new(max(sizes) + ALIGNED, torch.uint8, Tier.HOST)
             self._free.append(align(flat)[: max(sizes)])
         self._reads: dict[int, _Transfer] = {}
-        """Reads of states for an update, by the number of the chunk."""
+        """Reads of states for an update that may be in progress, by the number of the chunk."""
         self._writes: list[_Transfer] = []
         """Writes of updated states that may be in progress, in the order of their start."""
         self._copies = memory.copies if links is None else "early"
@@ -142,8 +143,8 @@ class DiskTier(Closing):
         return flat.is_meta and flat.untyped_storage()._cdata in self._buffers
 
     def read(self, flat: Tensor) -> Tensor:
-        """Return the elements of a 1-D tensor: a copy in host memory if it is on disk, otherwise
-        the tensor itself. Raises OptimusError if the file cannot be read."""
+        """Return the elements of a 1-D tensor: a copy in host memory if the tensor is on disk,
+        otherwise the tensor itself. Raises OptimusError if the file cannot be read."""
         if not self.has(flat):
             return flat
         at = self._range_of(flat)
@@ -152,7 +153,7 @@ class DiskTier(Closing):
         return values.view(flat.dtype)
 
     def map(self, flat: Tensor) -> Tensor:
-        """Return the elements of a 1-D tensor on disk as a memory map of the file, which takes
+        """Return a 1-D tensor on disk as a tensor that is a memory map of the file, which takes
         memory only in the page cache. The map is valid until the next write of the file. Changes of
         the map do not change the file. Call `flush` first."""
         start = self._range_of(flat).start
@@ -163,8 +164,8 @@ class DiskTier(Closing):
         return torch.frombuffer(mapped, dtype=flat.dtype, count=len(flat), offset=start - first)
 
     def write(self, into: Tensor, values: Tensor) -> None:
-        """Copy `values` to a 1-D tensor on disk or in memory. Do nothing if they are the same
-        tensor. Raises OptimusError if the file cannot be read or written."""
+        """Copy `values` to `into`, a 1-D tensor on disk or in memory. Do nothing if both are the
+        same tensor. Raises OptimusError if the file cannot be read or written."""
         if self._file is None or not self.has(into):
             if into.data_ptr() != values.data_ptr():
                 into.copy_(values)
@@ -220,8 +221,8 @@ class DiskTier(Closing):
     @contextlib.contextmanager
     def updating(self, number: int) -> Iterator[dict[str, Tensor]]:
         """Context manager that waits until the states of a chunk are read, and yields them in host
-        memory, by name, to be updated in place. At its end, it starts to write them. Chunks must be
-        updated in the order of `begin_read`.
+        memory, by name, to be updated in place. At the end of the context, it starts to write the
+        updated states. Chunks must be updated in the order of `begin_read`.
 
         Raises:
             OptimusError: A read or a write has failed.
@@ -250,7 +251,7 @@ class DiskTier(Closing):
         """Wait until all writes are complete. Raises the first error of a read, an update or a
         write."""
         while self._writes:
-            self._wait_for(self._writes.pop(0))  # raises no error of the write; `check` does
+            self._wait_for(self._writes.pop(0))  # does not raise errors; `check` does
         self.check()
 
     def check(self) -> None:
@@ -259,7 +260,8 @@ class DiskTier(Closing):
             raise self.error
 
     def fail(self, error: BaseException) -> None:
-        """Make this and all later updates fail with `error`, unless they fail already."""
+        """Make the present and all later updates raise `error`. If an earlier error exists, they
+        raise that error instead."""
         with self._condition:
             self.error = self.error or error
             self._condition.notify_all()
@@ -301,7 +303,7 @@ class DiskTier(Closing):
         with self._condition:
             while not self._free:
                 self.check()
-                for write in self._writes:  # a late write must not keep its buffer
+                for write in self._writes:  # a late write must run now, so that it frees its buffer
                     write.may_begin = True
                 self._condition.notify_all()
                 self._condition.wait()
@@ -345,16 +347,18 @@ class DiskTier(Closing):
 
     @staticmethod
     def _keep_pace(pace: Pace | None, staged: _Staged, ready: float) -> None:
-        """Wait for the time that an emulated disk takes. The caller moves the bytes afterwards, so
-        that code that does not wait for the transfer gets wrong results, which tests detect."""
+        """Wait for as long as the emulated disk needs for a transfer. The caller moves the bytes
+        afterwards. Code that fails to wait for the transfer therefore gets wrong results, which
+        tests detect."""
         if pace is not None:
             pace.run(lambda: None, len(staged.content), ready)
 
 
 @dataclass
 class _Transfer:
-    """A read or a write of the states of a chunk. It begins as soon as its thread is free or, if it
-    is late (`Memory.copies`), when code waits for it."""
+    """A read or a write of the states of a chunk. The transfer begins as soon as its thread is
+    free. In tests, a late transfer (`Memory.copies`) begins only when code waits for the
+    transfer."""
 
     may_begin: bool
     """False for a late transfer until code waits for it."""

@@ -46,12 +46,14 @@ class ChunkEngine:
     """All model states of a rank.
 
     Args:
-        named: Parameters by name in order of first use. They become views of chunks.
-        groups_of: Returns the process groups of a parameter, or None if it has none.
-        optimizer: Updates the shards. Each shard has the moments that the optimizer declares.
+        named: Parameters by name in order of first use. The parameters become views of chunks.
+        groups_of: Returns the process groups of a parameter, or None if the parameter has no
+            groups.
+        optimizer: The optimizer, which updates the shards. Each shard has the moments that the
+            optimizer declares.
         initial: Returns the initial value of a parameter, on any device. By default, parameters
-            keep their values. The engine copies each value to a chunk before it asks for the next
-            one, so that only one value needs memory at a time.
+            keep their values. The engine copies each value to a chunk before it calls `initial`
+            again, so that only one value needs memory at a time.
         dtype: The training dtype.
         chunk_length: Target length of a chunk, in elements.
         deterministic: `train.deterministic`.
@@ -62,13 +64,13 @@ class ChunkEngine:
         compiled: True if torch.compile will trace the module.
         overlap: True to reduce gradients during the last backward of a step, not after it.
         residency: Settings that determine the tier of the states, and when parameters and gradients
-            are whole. If it divides gradients, call `attach` before the first step.
+            are whole. If `residency.divides_gradients`, call `attach` before the first step.
         device: Device of the tier DEVICE, to which the parameters are moved; None for the device of
             the first parameter.
 
     Raises:
-        ConfigError: A parameter has no groups, or ranks that add up gradients have different
-            parameters. If parameters differ, all ranks raise the same error.
+        ConfigError: A parameter has no groups, or the ranks of a reduce group have different
+            parameters. In the second case, all ranks raise the same error.
     """
 
     def __init__(
@@ -148,8 +150,9 @@ class ChunkEngine:
         """Spare buffers for early updates, by the number of the chunk."""
 
     def add_spare(self, limit: float) -> None:
-        """Make spare buffers of at most `limit` bytes for early updates (`UpdateQueue`) of chunks
-        on the host: those of the last chunks, whose gradients backward completes first."""
+        """Allocate spare buffers of at most `limit` bytes for early updates (`UpdateQueue`) of
+        chunks on the host. The last chunks get the buffers, because backward completes their
+        gradients first."""
         states = [s for s in self._by_first_use if s.home is Tier.HOST and not s.on_disk]
         for state in (states[n] for n in choose_spare([s.buffers.nbytes for s in states], limit)):
             spare = self._spare[state.chunk.number] = state.new_spare(self.memory)
@@ -188,8 +191,8 @@ class ChunkEngine:
         dtype: torch.dtype,
         grad_dtype: torch.dtype,
     ) -> ParamChunk:
-        """Return a chunk with the initial values of its parameters: a ChunkState, unless they are
-        frozen. Only the buffers that have memory between steps have memory."""
+        """Return a chunk with the initial values of its parameters. For trained parameters, the
+        chunk is a ChunkState. Buffers that are freed between steps are returned without memory."""
         groups, residency, memory = _groups_of(chunk), self.residency, self.memory
         dtype = groups.options.dtype or dtype
         in_tier = memory, home, residency.divides_parameters
@@ -205,7 +208,8 @@ class ChunkEngine:
         return state
 
     def _fill(self, state: ParamChunk, initial: Callable[[str], Tensor]) -> None:
-        """Copy the initial values of parameters to a chunk, and make the parameters its views."""
+        """Copy the initial values of parameters to a chunk, and make the parameters views of the
+        chunk."""
         for slot in state.chunk.slots:
             value, view = initial(slot.name), state.view(state.params, slot)
             if isinstance(state, ChunkState):
@@ -285,8 +289,9 @@ class ChunkEngine:
         return chunk_of | {use: chunk_of[name] for use, name in owner_of.items()}
 
     def gather(self, names: Collection[str]) -> None:
-        """Gather parameters that code outside of any segment reads. They stay whole until the next
-        use of a segment. All ranks that shard these parameters must call this method."""
+        """Gather the whole parameters `names`, for code outside of any segment. The parameters stay
+        whole until the next use of a segment. All ranks that shard these parameters must call this
+        method."""
         self.params.gather({self.slots[name].chunk for name in names if name in self.slots})
 
     def wait(self) -> None:
@@ -307,7 +312,7 @@ class ChunkEngine:
 
     def gradient(self, name: str) -> Tensor:
         """Return the view to which backward adds the gradient of a parameter. Modules that compute
-        the gradient without autograd add to this view. It is valid until the next step."""
+        the gradient without autograd add to this view. The view is valid until the next step."""
         chunk = self._all[self.slots[name].chunk]
         assert isinstance(chunk, ChunkState), f"{name} is frozen and has no gradient"
         return chunk.grad_views[name]
@@ -324,7 +329,8 @@ class ChunkEngine:
             self.params.start_step()
 
     def expect_update(self, expected: tuple[float, float] | None) -> None:
-        """Discard the early updates so far. `expected` is as for `start_step`."""
+        """Discard the early updates that have started. Later early updates use `expected`, as for
+        `start_step`."""
         self._updates.start_step(expected)
 
     def grad_norm(self) -> float:
@@ -339,7 +345,7 @@ class ChunkEngine:
     def update(self, lr: float, grad_scale: float = 1.0) -> None:
         """Update this rank's shards from the gradients times `grad_scale`, and gather the updated
         parameters. With `overlap` in `attach`, the gathers continue until the first use. Chunks on
-        the host are updated there in the background; their next use waits for the update."""
+        the host are updated on the host in the background; their next use waits for the update."""
         self.wait()  # for parameters that no forward pass has read since the last update
         self.optimizer.num_updates += 1
         self._updates.stop_early()
@@ -353,8 +359,8 @@ class ChunkEngine:
         self.params.invalidate()
 
     def sync_params(self) -> None:
-        """Set the parameters from the masters, after a load for example. All ranks must call this
-        method."""
+        """Set the parameters from the masters, for example after loading a checkpoint. All ranks
+        must call this method."""
         self.frozen.settle()
         self.wait()
         for state in self._by_first_use:
@@ -368,7 +374,8 @@ class ChunkEngine:
 
     @property
     def stage_groups(self) -> dict[str, Group]:
-        """For each parameter that several pipeline stages have, the ranks of these stages."""
+        """A dict from each parameter that several pipeline stages have to the group of the ranks of
+        these stages."""
         groups = {name: groups.stage_group for name, groups in self._groups.items()}
         return {name: group for name, group in groups.items() if group.size > 1}
 
@@ -393,7 +400,7 @@ class ChunkEngine:
                     moment.zero_()
 
     def put(self, state: str, name: str, values: Tensor, start: int = 0) -> None:
-        """Set the elements of a state that are in this rank's shard.
+        """Set the elements of a state that are in this rank's shard. Ignore all other elements.
 
         Args:
             state: "master" or a moment; "master" for a frozen parameter.
@@ -413,8 +420,8 @@ class ChunkEngine:
         write_slice(chunk.local_slice(chunk.states[state], slot), values, start, self._write)
 
     def read(self, flat: Tensor) -> Tensor:
-        """Return the elements of a state of a chunk: a copy if it is on disk, otherwise the state
-        itself. Call `wait` first."""
+        """Return the elements of a state of a chunk: a copy if the state is on disk, otherwise the
+        state itself. Call `wait` first."""
         return flat if self.disk is None else self.disk.read(flat)
 
     def _write(self, into: Tensor, values: Tensor) -> None:
@@ -450,10 +457,10 @@ class ChunkEngine:
         return next((piece for piece in frozen if is_bad(piece.values)), None)
 
     def first_parameter(self, is_bad: Callable[[Tensor], bool]) -> str:
-        """Return the name of the first parameter whose values are bad, or "" if none is.
+        """Return the name of the first parameter that has bad values, or "" if no parameter has.
 
-        If a chunk is transient, this checks only the elements in this rank's shard. `is_bad`
-        returns True for values that are bad.
+        Of a transient chunk, only the elements in this rank's shard are checked. `is_bad` returns
+        True for values that are bad.
         """
         self.wait()
         for name, slot in self.slots.items():
@@ -469,9 +476,9 @@ class ChunkEngine:
 
     def state_bytes(self) -> dict[str, int]:
         """Return the bytes of this rank's model states between updates: those of each of KINDS and
-        "padding", in all tiers; "host", the bytes in host memory, with the memory to which
-        gradients are copied and that for states on disk; "disk", the bytes on disk; and "total",
-        the bytes on the device."""
+        "padding", in all tiers; "host", the bytes in host memory, including the buffers to which
+        gradients are copied and the buffers for states on disk; "disk", the bytes on disk; and
+        "total", the bytes on the device."""
         by_tier = self.bytes_by_tier()
         totals = {tier: sum(sizes.values()) for tier, sizes in by_tier.items()}
         return count_bytes(self._state_tensors()) | {"total": totals.pop("device")} | totals
@@ -501,8 +508,9 @@ class ChunkEngine:
         device_bytes: int,
         reductions: int,
     ) -> Workload:
-        """Return the work of a training step, from which `optimus.chunks.placement.search` selects
-        the placement. Call this after `attach`, on an engine whose chunks are all on the host.
+        """Return the sizes and times of a training step, from which
+        `optimus.chunks.placement.search` selects the placement. Call this after `attach`, on an
+        engine whose chunks are all on the host.
 
         Args:
             order: Order of the microbatches, as `Workload.order`.
@@ -572,13 +580,13 @@ class ChunkEngine:
     @property
     def temporary_bytes(self) -> int:
         """Largest number of bytes on the device that gradients and their reductions need during a
-        backward, in addition to `state_bytes`. Call this after `attach`."""
+        backward, in addition to the bytes of `state_bytes`. Call this after `attach`."""
         return self.gradients.temporary_bytes()
 
     @property
     def cache_bytes(self) -> int:
         """Upper limit of the bytes in the cache of transient parameters: the bytes of the largest
-        chunks, one for each slot."""
+        chunks, as many as the cache has slots."""
         sizes = sorted(chunk.params.nbytes for chunk in self._all if chunk.is_transient)
         return sum(sizes[-self.residency.slots :])
 

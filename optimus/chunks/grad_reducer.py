@@ -50,8 +50,8 @@ class GradBucket:
     leaves: dict[str, Tensor]
     """Leaf tensors whose gradients are in `buffer`, by name, in order of first use."""
     missing: set[str] = field(default_factory=set)
-    """Names of the leaves that have not received their last gradient of the step. Empty outside of
-    `last_backward`."""
+    """Names of the leaves that have not received their last gradient of the step. The set is empty
+    outside of `last_backward`."""
     is_ready: bool = False
     """True if the gradients are complete, so that they can be reduced."""
     is_launched: bool = False
@@ -62,15 +62,17 @@ class GradReducer:
     """Adds up the gradients of a rank's chunks over microbatches and ranks.
 
     Backward adds to views of the chunks, and to a separate buffer for each further use of a
-    parameter. By default, each buffer is reduced once per step, after the last backward, or during
-    it with `overlap`. With `frees_buffers` or in deterministic mode, each buffer is reduced after
-    each microbatch. Deterministic mode adds the microbatches in the order of their numbers.
+    parameter. By default, each buffer is reduced once per step: after the last backward or, with
+    `overlap`, during the last backward. With `frees_buffers` or in deterministic mode, each buffer
+    is reduced after each microbatch. Deterministic mode adds the microbatches in the order of their
+    numbers.
 
     Args:
         named: Trained parameters in order of first use, views of the chunks.
         chunk_states: The chunks in order of first use.
         stage_groups: For each parameter that several pipeline stages have, the ranks of these
-            stages. Each stage computes the gradient of one use, and all receive the sum.
+            stages. Each stage computes the gradient of its use of the parameter, and all of these
+            stages receive the sum.
         memory: Memory of the chunks.
         updates: Queue of the chunks that the host has not updated yet.
         deterministic: `train.deterministic`.
@@ -80,8 +82,8 @@ class GradReducer:
             the dtype of its parameter. Hooks then convert gradients to `grad_dtype`, as with torch
             before 2.9.
         overlap: `optim.overlap`.
-        frees_buffers: True if gradients have memory only between a backward and its reduction. It
-            must be True if the home of a chunk is not the device.
+        frees_buffers: True if gradients have memory only from a backward to their reduction. Must
+            be True if the home of a chunk is the host.
         rounds: True to round gradients to bf16 once, before they are added to the sum of a step.
     """
 
@@ -102,8 +104,8 @@ class GradReducer:
         rounds: bool = False,
     ) -> None:
         self.before_reduce: Callable[[GradBuffer], None] = lambda buffer: None
-        """Called with each buffer before its reduction, to find the rank that has computed a NaN.
-        The reduction copies a NaN to all ranks."""
+        """Function that is called with each buffer before its reduction, to find the rank that has
+        computed a NaN. After the reduction, all ranks have the NaN."""
         self._by_name: dict[str, tuple[ChunkState, Slot]] = {
             slot.name: (state, slot) for state in chunk_states for slot in state.chunk.slots
         }
@@ -155,14 +157,14 @@ class GradReducer:
         early: bool,
         reduces_each: bool = True,
     ) -> None:
-        """Register the buffers of each segment, so that they have memory only when it is needed. Do
-        nothing unless `frees_buffers`.
+        """Register the buffers of each segment, so that a buffer has memory only while backward
+        adds to it. Do nothing unless `frees_buffers`.
 
         With `early`, the buffers of a segment are allocated before its backward. At this time, the
         gradients of all later segments are complete, so buffers to which only later segments add
         are reduced and freed. Without `early`, the buffers of a stage have memory from its backward
-        to `reduce`. This is necessary if weight gradients are computed after the backward of their
-        segment, or if hooks cannot observe the uses.
+        to `reduce`. Use `early` = False if weight gradients are computed after the backward of
+        their segment, or if hooks cannot observe the uses.
 
         Args:
             segments: All segments in order of first use.
@@ -188,8 +190,8 @@ class GradReducer:
     def expect_backwards(self, stage: int, backwards: int) -> None:
         """Set the number of backward passes of a stage in a step. After this number of passes, the
         host computes the squares of the stage's gradients and begins early updates. If a step has
-        another number of passes, this work is discarded, which costs only time. Call this after
-        `attach`, between two steps."""
+        another number of passes, the squares and early updates are discarded, which costs only
+        time. Call this after `attach`, between two steps."""
         assert isinstance(self._strategy, ReducePerMicrobatch)
         shared = (*self._stage_groups, *self.owner_of.values())
         changed = {self._by_name[name][0] for name in shared}  # `finish` changes their gradients
@@ -227,8 +229,8 @@ class GradReducer:
 
     @property
     def owner_of(self) -> dict[str, str]:
-        """For a parameter that several modules share: mapping from each additional name of the
-        parameter to the name under which it is stored."""
+        """A dict for parameters that several modules share, from each additional name of a
+        parameter to the name under which the parameter is stored."""
         return {buffer.use.name: buffer.use.owner for buffer in self._uses}
 
     def state_tensors(self) -> Iterator[StateTensor]:
@@ -239,7 +241,7 @@ class GradReducer:
 
     @property
     def staging_bytes(self) -> int:
-        """`ReducePerMicrobatch.staging_bytes`; 0 with `ReduceOnce`."""
+        """Bytes of host memory to which gradients are copied; 0 with `ReduceOnce`."""
         strategy = self._strategy
         return strategy.staging_bytes if isinstance(strategy, ReducePerMicrobatch) else 0
 
@@ -248,9 +250,10 @@ class GradReducer:
         during a backward, in addition to the tensors that exist between steps. Call this after
         `attach`.
 
-        Backward visits the segments in reverse. A buffer that is freed between steps therefore has
-        memory from the backward of its last segment to the reduction after the backward of its
-        first segment. If its home is the host, its gradients are then copied to the host.
+        Backward uses the segments in reverse order. A buffer that is freed between steps therefore
+        has memory from the backward of its last segment to the reduction after the backward of its
+        first segment. If the home of the buffer is the host, its gradients are then copied to the
+        host.
         """
         strategy = self._strategy
         if not self._frees_buffers:
@@ -296,7 +299,7 @@ class GradReducer:
     def start(self) -> None:
         """Clear all gradients. Call this before the first backward of a step."""
         self._strategy.start()
-        self._is_reducing = True  # so that `sum_so_far` clears the sums of the last step
+        self._is_reducing = True  # so that `sum_so_far` first clears the sums of the last step
         self.allocated.clear()  # not empty after a step that was abandoned
         for stage, buckets in self._buckets.items():
             self._num_launched[stage] = 0
@@ -332,7 +335,7 @@ class GradReducer:
         Args:
             stage: The stage.
             expected: The leaves that receive a gradient in the context; None if all may receive
-                one. A bucket without such a leaf is complete at once.
+                one. A bucket without such a leaf is complete immediately.
         """
         buckets = self._buckets.get(stage, []) if self._overlaps else []
         wanted = None if expected is None else set(map(id, expected))
@@ -351,8 +354,9 @@ class GradReducer:
                 bucket.missing.clear()
 
     def reduce(self, stage: int) -> None:
-        """Reduce the buffers of a stage that are not reduced yet. Call this after each backward in
-        deterministic mode or if buffers are freed, otherwise after the last backward of a step."""
+        """Reduce the buffers of a stage that are not reduced yet. In deterministic mode or if
+        buffers are freed, call this method after each backward, otherwise after the last backward
+        of a step."""
         buckets = self._buckets.get(stage, [])
         for bucket in buckets:
             self._check_views(bucket)
@@ -382,7 +386,7 @@ class GradReducer:
 
     def sum_so_far(self, state: ChunkState) -> Tensor:
         """Return the sum of a chunk's gradient over the backward passes so far, fp32 [L / size of
-        the shard group]. The caller may change it before more backward passes follow. All ranks
+        the shard group]. The caller may change the sum before the next backward pass. All ranks
         must call this method."""
         if self._is_reducing:
             self._strategy.finish()
@@ -393,7 +397,8 @@ class GradReducer:
 
     def squares_of(self, state: ChunkState) -> Tensor | None:
         """Return the sum of the squares of a chunk's gradient, as `optimus.chunks.norm.squares_of`
-        does, if the host has computed it during the backward pass. Call this after `finish`."""
+        does, if the host has computed it during the backward pass; otherwise None. Call this method
+        after `finish`."""
         if isinstance(self._strategy, ReducePerMicrobatch):
             return self._strategy.squares.get(state)
         return None
@@ -430,7 +435,7 @@ class GradReducer:
         for bucket in buckets[self._num_launched.get(stage, 0) :]:
             if not bucket.is_ready:
                 return
-            self._num_launched[stage] += 1  # first, so that a launch that fails is not repeated
+            self._num_launched[stage] += 1  # first: a failed launch is not repeated
             self._check_views(bucket)
             self.before_reduce(bucket.buffer)
             bucket.is_launched = self._overlaps
@@ -466,7 +471,7 @@ class GradReducer:
             del self.allocated[buffer]
 
     def _add_other_stages(self, name: str, group: Group) -> None:
-        """Add the gradients of a parameter's uses on other stages. Each stage has the whole
+        """Add the gradients of a parameter over the stages that use it. Each stage has the whole
         gradient of its use."""
         uses = [buffer.total for buffer in self._uses if buffer.use.owner == name]
         state, slot = self._by_name[name]

@@ -36,9 +36,9 @@ class ParamProcessGroups:
     copy_axes: tuple[str, ...] = ()
     """Mesh axes along which ranks have the same shard of the states."""
     stage_group: Group = ALONE
-    """Ranks of the pipeline stages that have a copy of the parameter. Each computes the gradient of
-    its use of the parameter, and these gradients are added up. In the gradient norm, only the copy
-    of the first stage counts."""
+    """Ranks of the pipeline stages that have a copy of the parameter. Each rank computes the
+    gradient of its use of the parameter, and these gradients are added up. In the gradient norm,
+    only the copy of the first stage counts."""
     options: ParamOptions = DEFAULT_OPTIONS
     """Options of the optimizer for the parameter."""
     is_first_copy: bool = field(default=True, compare=False)
@@ -65,7 +65,8 @@ class ParamProcessGroups:
 def groups_of_params(
     names: Iterable[str], groups_of: Callable[[str], ParamProcessGroups | None]
 ) -> dict[str, ParamProcessGroups]:
-    """Return the process groups of each parameter. Raises ConfigError if a parameter has none."""
+    """Return a dict from each parameter to its process groups. Raises ConfigError if a parameter
+    has no groups."""
     result = {}
     for name in names:
         groups = groups_of(name)
@@ -85,8 +86,8 @@ def check_same_params(
 ) -> None:
     """Check that the ranks of each reduce group have the same parameters in the same order.
 
-    All ranks must call this function, in which they exchange a few hashes. Parameters on the meta
-    device are not checked, since `optimus plan` creates them in a single process.
+    All ranks must call this function, in which the ranks exchange a few hashes. Parameters on the
+    meta device are not checked, since `optimus plan` creates them in a single process.
 
     Args:
         named: Parameters of this rank by name.

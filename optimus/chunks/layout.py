@@ -23,12 +23,13 @@ ALIGNMENT = 32
 """Number of elements of a two-byte dtype in 64 bytes."""
 KINDS = ("parameters", "gradients", "masters", "moments", "deterministic", "tied")
 """Kinds of states, whose bytes are counted separately. "parameters" have the training dtype.
-"gradients" are the gradients of whole chunks, and this rank's shards of their sums. "deterministic"
-are the sums of deterministic mode, to which microbatches are added in order. "tied" are the
-gradients of further uses of parameters (`optimus.chunks.buffers.FurtherUse`)."""
+"gradients" are the gradients of whole chunks, and this rank's shards of the summed gradients.
+"deterministic" are the sums of deterministic mode, to which microbatches are added in order. "tied"
+are the gradients of further uses of parameters (`optimus.chunks.buffers.FurtherUse`)."""
 MAX_WASTE = 0.01
-"""Small padding of a class, as a fraction of its elements. `best_length` rounds the padding of each
-chunk length down to a multiple of a quarter of this fraction before it compares lengths."""
+"""Padding of a class that counts as small, as a fraction of the elements of the class.
+`best_length` rounds the padding of each chunk length down to a multiple of a quarter of this
+fraction before it compares the padding of different lengths."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Parameter:
     key: Hashable = None
     """Parameters with equal keys form a class. `ChunkEngine` uses `ParamProcessGroups` as keys."""
     reduce_size: int = 1
-    """Size of the reduce group. It divides the length of the parameter's chunk."""
+    """Size of the reduce group. The length of the parameter's chunk is a multiple of it."""
     shard_size: int = 1
     """Size of the shard group, a divisor of `reduce_size`."""
 
@@ -74,8 +75,8 @@ class Chunk:
     key: Hashable
     """`Parameter.key` of all parameters in the chunk."""
     length: int
-    """Number of elements, a multiple of `reduce_size` * ALIGNMENT. All chunks of a key have the
-    same length, except the last, which is only as long as its parameters need."""
+    """Number of elements, a multiple of `reduce_size` * ALIGNMENT. All chunks with the same key
+    have the same length, except the last of them, which is only as long as its parameters need."""
     reduce_size: int
     shard_size: int
     slots: tuple[Slot, ...]
@@ -127,8 +128,8 @@ def lay_out(parameters: Iterable[Parameter], target_length: int) -> ChunkLayout:
     """Divide parameters into chunks, and return the layout.
 
     All chunks of a class have the same length, except the last, which is only as long as its
-    parameters need. The length is near `target_length`, at least that of the largest parameter of
-    the class, and chosen so that there is little padding.
+    parameters need. This length is near `target_length`, is at least the size of the largest
+    parameter of the class, and is chosen so that there is little padding.
 
     Args:
         parameters: The parameters in order of first use. Each name occurs once.
@@ -156,10 +157,10 @@ def lay_out(parameters: Iterable[Parameter], target_length: int) -> ChunkLayout:
 def best_length(sizes: Sequence[int], target: int, reduce_size: int) -> int:
     """Return the chunk length near `target` that gives a class the least padding.
 
-    The length is a multiple of `reduce_size` * ALIGNMENT. In addition to `target`, this tries the
+    The length is a multiple of `reduce_size` * ALIGNMENT. The function tries `target`, and the
     total length of each sequence of consecutive parameters that begins with one of the first
-    parameters. Models repeat their layers, so a length that fits the parameters of some layers also
-    fits those of later layers.
+    parameters of the class. Models repeat their layers, so a length that fits the parameters of
+    some layers also fits the parameters of later layers.
 
     Args:
         sizes: Number of elements of each parameter of the class, in order of first use.
@@ -182,8 +183,8 @@ def best_length(sizes: Sequence[int], target: int, reduce_size: int) -> int:
 
 
 _FIRSTS = 64
-"""Number of first parameters of a class with which the sequences of `best_length` begin. This many
-parameters belong to several layers."""
+"""Number of parameters, the first of a class, with each of which `best_length` begins sequences. So
+many parameters cover several layers."""
 
 
 def _wasted(ends: Sequence[int], length: int, step: int) -> int:

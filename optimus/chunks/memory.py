@@ -1,9 +1,9 @@
 """Memory tiers of model states, and copies between them.
 
-Each buffer is in the tier DEVICE, HOST or DISK. On a CPU, the first two are the memory of the
-machine, and the device is emulated: a copy moves the same bytes between the same buffers as on an
-accelerator. With `Links`, copies and updates on an emulated device last as long as the rates of the
-links determine. `optimus.chunks.disk` reads and writes buffers on disk.
+Each buffer is in the tier DEVICE, HOST or DISK. On a CPU, DEVICE and HOST are both the memory of
+the machine, and the device is emulated: a copy moves the same bytes between the same buffers as on
+an accelerator. With `Links`, copies and updates on an emulated device take as long as the rates of
+the links determine. `optimus.chunks.disk` reads and writes buffers on disk.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ class Copy:
         self._complete: Action | None = complete
 
     def wait(self) -> None:
-        """Wait until the copy is complete. May be called more than once. If `after` or `then` of
-        `Memory.copy` has failed, raise its error."""
+        """Wait until the copy is complete. May be called more than once. If the argument `after` or
+        `then` of `Memory.copy` has raised an error, raise this error."""
         if self._complete is not None:
             self._complete()
             self._complete = None
 
 
 class Pace:
-    """Makes jobs take as long as on a resource with a fixed rate, such as a link.
+    """Delays jobs, so that they take as long as on a resource with a fixed rate, such as a link.
 
     Args:
         rate: Units, such as bytes, per second.
@@ -73,7 +73,7 @@ class Pace:
             job: The job.
             size: Number of units, such as the bytes to copy.
             ready: Time of `time.monotonic` from which the resource can begin the job, if it has
-                completed the previous one.
+                completed the previous job.
         """
         job()
         self._free_at = max(ready, self._free_at) + size / self._rate
@@ -91,13 +91,14 @@ def worker(name: str, threads: int) -> ThreadPoolExecutor:
 
 
 def update_threads(threads: int, device: torch.device) -> int:
-    """Return the number of threads for work on the host while the model computes: one less than
-    there are cores, so that the main thread can launch operations.
+    """Return the number of threads that may compute on the host while the model computes: the
+    number of cores less one, so that the main thread can launch operations, but at least one.
 
     Args:
-        threads: Number of threads that the main thread uses. On a CPU, this is taken as the number
-            of cores. With an accelerator, it has no effect: the number of cores is this rank's
-            share of the available cores, because the main thread only launches operations.
+        threads: Number of threads that the main thread uses. On a CPU, this number is taken as the
+            number of cores. With an accelerator, the argument has no effect: the number of cores is
+            then the number of available cores divided by the number of local ranks, because the
+            main thread only launches operations.
         device: Device of the model.
     """
     cores = threads if device.type == "cpu" else available_cores() // read_local_size()
@@ -105,11 +106,11 @@ def update_threads(threads: int, device: torch.device) -> int:
 
 
 class _CopyThread:
-    """One direction of the link between the device and the host: a thread that makes copies one
-    after the other, and a second thread for the work that follows a copy.
+    """One direction of the link between the device and the host. It has a thread that makes copies
+    one after the other, and a second thread for the functions that run after a copy (`then`).
 
-    On an accelerator, copies use a separate stream. A copy begins when the operations that the
-    caller launched before it are complete.
+    On an accelerator, copies run on a separate stream. A copy begins when the operations that the
+    caller launched before the copy are complete.
     """
 
     def __init__(self, name: str, device: torch.device, rate: float, threads: int) -> None:
@@ -160,7 +161,8 @@ class _CopyThread:
     def _copy_on_stream(
         self, into: Tensor, values: Tensor, after: Action | None, ready: torch.Event
     ) -> torch.Event | None:
-        """Copy, and return the event that marks the end of a copy to the device."""
+        """Make a copy on the separate stream. Return the event that marks its end if the copy is to
+        the device, otherwise None."""
         if after is not None:
             after()
         assert self._stream is not None
@@ -186,12 +188,12 @@ class Memory:
         device: Device of the tier DEVICE. On the meta device, the host buffers are meta tensors,
             too.
         poison: True to fill freed buffers with NaN.
-        copies: Time at which copies on a CPU without `links` take place, for tests. "early": in
-            `copy` or, if the copy has an action `after`, in `Copy.wait`. "late": in `Copy.wait`.
+        copies: Time at which copies on a CPU without `links` are made, for tests. "early": in
+            `copy` or, if the argument `after` is given, in `Copy.wait`. "late": in `Copy.wait`.
             "random": at one of these two times. `optimus.chunks.disk.DiskTier` uses the same
             values.
-        links: Rates of the links of an emulated device. Copies then take place in the background.
-            On an accelerator, `links` has no effect.
+        links: Rates of the links of an emulated device. Copies are then made in the background. On
+            an accelerator, `links` has no effect.
     """
 
     def __init__(
@@ -207,13 +209,13 @@ class Memory:
         self._links = links
         # Read here, because torch.get_num_threads() may differ in the threads of autograd.
         self.num_threads = update_threads(torch.get_num_threads(), device)
-        """Number of threads for work on the host while the model computes."""
+        """Number of threads that compute on the host while the model computes."""
         self._threads: dict[Tier, _CopyThread] = {}
-        """The threads by the tier of the target. They are started at the first copy."""
+        """The threads for copies, by the tier of the target. They are started at the first copy."""
         self.num_copied = 0
         """Bytes copied between the device and the host, in both directions."""
         self._tiers: dict[int, Tier] = {}
-        """Tier of each buffer that this object has made, by its storage."""
+        """Tier of each buffer that this object has created, by the storage of the buffer."""
         self._freed: set[int] = set()
         """Storages of the buffers that are freed."""
         self._locked: list[Tensor] = []
@@ -223,8 +225,8 @@ class Memory:
 
     def new(self, length: int, dtype: torch.dtype, tier: Tier = Tier.DEVICE) -> Tensor:
         """Return a new 1-D buffer of `length` zeros in a tier. For the tier DISK, return a tensor
-        on the meta device, a placeholder for `optimus.chunks.disk.DiskTier`. This object refers to
-        the buffer only if `close` must unlock its memory."""
+        on the meta device, a placeholder for `optimus.chunks.disk.DiskTier`. This object keeps a
+        reference to the buffer only if `close` must unlock its memory."""
         device = torch.device("meta") if tier is Tier.DISK else self._device
         if tier is Tier.DEVICE or device.type == "meta":
             flat = torch.zeros(length, dtype=dtype, device=device)
@@ -241,7 +243,7 @@ class Memory:
         values. All copies must be complete, and no copy may follow."""
         for thread in self._threads.values():
             thread.close()
-        if self._locked:  # copies to the device may still read the pages
+        if self._locked:  # first wait for copies to the device that read these pages
             platform.synchronize(self._device)
         for flat in self._locked:
             platform.free_host(flat)
@@ -330,7 +332,8 @@ class Memory:
         return self._threads[target]
 
     def on_device(self, flat: Tensor) -> Tensor:
-        """Return a buffer itself if it is on the device, otherwise a copy of it on the device."""
+        """Return the buffer `flat` itself if it is on the device, otherwise a copy of it on the
+        device."""
         if self.tier_of(flat) is Tier.DEVICE:
             return flat
         copy = torch.empty_like(flat, device=self._device)
@@ -348,5 +351,6 @@ class Memory:
             into.copy_(values)
 
     def has(self, flat: Tensor) -> bool:
-        """Return False if a buffer is freed, even if it keeps its memory because of `poison`."""
+        """Return True if a buffer is not freed. A freed buffer gives False even if it keeps its
+        memory because of `poison`."""
         return flat.untyped_storage()._cdata not in self._freed

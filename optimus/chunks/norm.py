@@ -22,13 +22,14 @@ def squares_of(flat: Tensor, exact: bool) -> Tensor:
         bins = new_bins(flat.device)
         square_bins_(bins, flat)
         return bins
-    # Norms of blocks in fp32 are fast. Their squares are added in fp64.
+    # The norm of each block is computed in fp32, which is fast. The squares of these norms are
+    # added in fp64.
     return _block_norms(flat).double().square().sum()
 
 
 def new_total(exact: bool, device: torch.device) -> Tensor:
-    """Return the zero of the sum of squares that `exact_norm` or, if `exact` is False, `fast_norm`
-    adds up over ranks."""
+    """Return zeros with the shape and dtype of the sum of squares that the ranks add up: in
+    `exact_norm` if `exact`, else in `fast_norm`."""
     return new_bins(device) if exact else torch.zeros((), dtype=torch.float64, device=device)
 
 
@@ -39,7 +40,7 @@ def fast_norm(
 
     Args:
         flats: The tensors of this rank, on the device or on the host.
-        known: For each tensor, the result of `squares_of` if it is known.
+        known: For each tensor, the result of `squares_of`; None if it is not known.
         device: Device of collectives.
         group: The ranks.
     """
@@ -47,8 +48,8 @@ def fast_norm(
     squares = []
     for flat, square in zip(flats, known, strict=True):
         squares.append((squares_of(flat, False) if square is None else square).to(device))
-    # Squares of finite fp32 values may overflow fp32. They are then computed again in fp64. All
-    # sums are checked at once, so that the host waits for the device only once.
+    # Squares of finite fp32 values may overflow fp32. A sum with an overflow is computed again in
+    # fp64. All sums are checked together, so that the host waits for the device only once.
     if squares and not bool(torch.stack(squares).isfinite().all()):
         squares = [flat.double().square().sum().to(device) for flat in flats]
     for square in squares:

@@ -2,9 +2,9 @@
 memory for them.
 
 Adafactor and SM3 are not implemented. They keep a statistic for each row and column of a parameter
-instead of each element. Such an optimizer would need shards that begin with a row, and therefore
-slots whose start and length are multiples of a row. It would also have to reduce its statistics of
-columns over the shard group, with a sum (Adafactor) or a maximum (SM3).
+instead of each element. Such an optimizer would need shards that begin with a row of a parameter,
+and therefore slots whose start and length are multiples of the length of a row. It would also have
+to reduce its statistics of columns over the shard group, with a sum (Adafactor) or a maximum (SM3).
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Optimizer(Protocol):
     """An element-wise update rule."""
 
     moments: Mapping[str, torch.dtype]
-    """Dtype of each moment, by name. Moments are the states of an element other than its master
-    weight. Checkpoint files use the same names."""
+    """Dtype of each moment, by name. Moments are all optimizer states except the master weights.
+    Checkpoint files use the same names."""
     num_updates: int
     """Number of updates, including the current one, for the bias correction."""
 
@@ -121,10 +121,10 @@ class UpdateQueue:
     or the gradients of a chunk must first wait for its update.
 
     An update may begin during the backward pass, before the norm of all gradients is known. Such an
-    early update uses the expected arguments of `add`, which assume that the gradients will not be
-    clipped, and writes to spare buffers. If `add` has these arguments, the spare buffers are
-    exchanged with the states of the chunk. Otherwise the chunk is updated as if there had been no
-    early update.
+    early update assumes that the gradients will not be clipped. It uses the arguments with which
+    `add` will then be called, and writes to spare buffers. If `add` is called with these arguments,
+    the spare buffers are exchanged with the states of the chunk. Otherwise the chunk is updated as
+    if there had been no early update.
 
     Args:
         optimizer: Updates a chunk.
@@ -149,20 +149,22 @@ class UpdateQueue:
         self._poison = poison
         self._thread: ThreadPoolExecutor | None = None
         self._pending: dict[int, Future[None]] = {}
-        """Updates that `add` has submitted and no `wait` has removed, by chunk."""
+        """Updates that `add` has submitted and that no call of `wait` has removed, by chunk."""
         self._lock = threading.Lock()
         """Protects all attributes below, and removals from `_pending`."""
         self._error: BaseException | None = None
-        """First error of an update. The states are then partly updated and must not be used."""
+        """First error of an update; None without an error. After an error, some states are updated
+        and others are not, so they must not be used."""
         self._spare: dict[_Sizes, list[ShardBuffers]] = defaultdict(list)
         """Spare buffers that no early update uses, by the lengths and dtypes of their tensors."""
         self._early: dict[int, _EarlyUpdate] = {}
         """Early updates of the present step, by chunk."""
         self._expected: tuple[float, float, int] | None = None
-        """Arguments of early updates of the present step; None if they must not begin."""
+        """Arguments of the early updates of the present step; None if early updates must not
+        begin."""
 
     def add_spare(self, buffers: ShardBuffers) -> None:
-        """Add spare buffers, which let one more chunk of the same size be updated early."""
+        """Add spare buffers, so that one more chunk of the same size can be updated early."""
         self._keep_spare(buffers)
 
     def start_step(self, expected: tuple[float, float] | None) -> None:
@@ -181,8 +183,8 @@ class UpdateQueue:
             self._expected = None if expected is None else (*expected, number)
 
     def begin_early(self, state: ChunkState) -> None:
-        """Begin to update a chunk whose gradient is complete, if there are spare buffers for it.
-        Any thread may call this."""
+        """Begin the early update of a chunk whose gradient is complete, if spare buffers of its
+        size are free. Any thread may call this method."""
         with self._lock:
             spare = self._spare[_sizes_of(state.buffers)]
             if self._expected is None or not spare or self._error is not None or state.on_disk:
@@ -194,7 +196,7 @@ class UpdateQueue:
 
     def discard(self, number: int) -> None:
         """Discard the early update of a chunk, because its gradient changes. Any thread may call
-        this."""
+        this method."""
         with self._lock:
             if (early := self._early.pop(number, None)) is not None:
                 early.job.cancel()
@@ -203,8 +205,9 @@ class UpdateQueue:
                 self._keep_spare(early.into)
 
     def stop_early(self) -> None:
-        """Cancel the early updates that have not started, and begin no others. Call this before the
-        first `add` of a step, so that the chunks are updated in the order of the calls of `add`."""
+        """Cancel the early updates that have not started, and start no more in this step. Call this
+        method before the first `add` of a step, so that the chunks are updated in the order of the
+        calls of `add`."""
         with self._lock:
             self._expected = None
             for early in self._early.values():
@@ -242,7 +245,7 @@ class UpdateQueue:
         return self._thread.submit(job)
 
     def _finish(self, early: _EarlyUpdate, state: ChunkState, lr: float, grad_scale: float) -> None:
-        """Use the result of an early update if its arguments were those of the update. Otherwise
+        """Use the result of an early update if `lr` and `grad_scale` are its arguments. Otherwise
         update the chunk."""
         early.job.result()
         if early.arguments == (lr, grad_scale, self._optimizer.num_updates):
@@ -259,7 +262,8 @@ class UpdateQueue:
             self._update_now(state.with_states(tensors), lr, grad_scale)
 
     def _update_now(self, state: ChunkState, lr: float, grad_scale: float) -> None:
-        """Update a chunk in this thread. On an emulated host, take the time of its rate."""
+        """Update a chunk in this thread. On an emulated host, the update takes as long as the rate
+        of this host determines."""
         if self._pace is None:
             self._optimizer.update(state, lr, grad_scale)
         else:
@@ -279,8 +283,8 @@ class UpdateQueue:
 
     def wait(self, number: int) -> None:
         """Wait for the update of chunk `number`, if it is in the queue. Several threads may call
-        this. Raises the first error of an update; the updates that are still in the queue are then
-        not done."""
+        this method. Raises the first error of an update; after an error, the updates that are still
+        in the queue are cancelled."""
         update = self._pending.get(number)
         self._raise_error()
         if update is None:
@@ -302,8 +306,8 @@ class UpdateQueue:
                 del self._pending[number]
 
     def wait_for_all(self) -> None:
-        """Wait for the updates of all chunks in the queue, until their states are on disk again.
-        Raises as `wait` does."""
+        """Wait for the updates of all chunks in the queue, and until updated states on disk are
+        written. Raises as `wait` does."""
         self._raise_error()
         for number in list(self._pending):
             self.wait(number)

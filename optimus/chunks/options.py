@@ -48,7 +48,8 @@ def check_patterns(optim: OptimConfig, names: Collection[str]) -> None:
     """Check the patterns of `optim.frozen` and `optim.groups` against the names of all parameters.
 
     Raises:
-        ConfigError: A pattern has no effect, or no parameter is left to train.
+        ConfigError: A pattern matches no parameter or has no effect, or no parameter is left to
+            train.
     """
     words = (name.split(".") for name in names)
     # Replace each number in a name by N, as in blocks.N.mlp.down_proj.weight.
@@ -86,6 +87,6 @@ def _matches(pattern: str, name: str) -> bool:
 
 @functools.lru_cache(maxsize=4 * MAX_PATTERNS)
 def _compiled(pattern: str) -> re.Pattern[str]:
-    """Return the regular expression of a pattern. The cache of fnmatch may be too small for all
-    patterns: it may have only 256 entries."""
+    """Return the regular expression of a pattern. The results are cached here, because the cache of
+    fnmatch may have only 256 entries, fewer than there are patterns."""
     return re.compile(fnmatch.translate(pattern))

@@ -26,13 +26,14 @@ logger = logging.getLogger(__name__)
 class ParamStore:
     """Gathers the parameters of chunks from their shards before segments use them.
 
-    The parameters of a chunk either stay whole, or the chunk is transient. A chunk that stays whole
-    is gathered once after each update. After a call of `overlap`, this gather may continue until
-    the first use. A transient chunk is whole only while it is in a cache, which has space for a
-    fixed number of chunks (the rCache of the Elixir papers). It is gathered into the cache before a
-    use that needs it, and freed when another chunk needs the space. If the shard is in host memory,
-    it is first copied to the device. This copy begins early, but the gather begins with the use, so
-    that all ranks gather in the same order.
+    A chunk is whole on a rank if the rank has all of its parameters and not only its shard of them.
+    Some chunks stay whole; the others are transient. A chunk that stays whole is gathered once
+    after each update. After a call of `overlap`, this gather may continue until the first use. A
+    transient chunk is whole only while it is in a cache, which has space for a fixed number of
+    chunks (the rCache of the Elixir papers). The chunk is gathered into the cache before a use that
+    needs it, and freed when another chunk needs the space. If the shard is in host memory, the
+    shard is first copied to the device. This copy begins early, but the gather begins with the use,
+    so that all ranks gather in the same order.
 
     With transient chunks, a training step normally uses the model's segments in the order of
     `plan`. From the first use in another order to the end of the step, and outside of a step, the
@@ -53,15 +54,16 @@ class ParamStore:
         self._memory, self._updates = memory, updates
         self._in_flight: dict[int, Transfer] = {}
         self._uploads: dict[int, Copy] = {}
-        """Copies of shards to the device, by chunk. A copy begins when the chunk is updated."""
+        """Copies of shards to the device, by chunk. A copy begins when the update of its chunk is
+        complete."""
         self._overlaps = False
         self._needs: Sequence[frozenset[int]] = ()
         """Chunks of each segment."""
         self.plan: ResidencyPlan | None = None
         """Plan of a training step; None if no chunk is transient."""
         self._next = 0
-        """Index of the next planned use. While the plan does not apply, it is the number of planned
-        uses."""
+        """Index of the next planned use. While the plan does not apply, the index is the number of
+        planned uses."""
         self._last_backward = 0
         """Segment of the last backward in the present step; 0 if there was none."""
         self._cached: set[int] = set()
@@ -91,7 +93,8 @@ class ParamStore:
         self._cached = {n for n in transient if self._memory.has(self._chunks[n].params)}
 
     def replan(self, uses: Sequence[Use]) -> None:
-        """Replace the plan of a training step by that of `uses`. Call this between two steps."""
+        """Replace the plan of a training step by the plan for `uses`. Call this method between two
+        steps."""
         assert self.plan is not None, "no chunk is transient"
         self.plan = plan_residency(uses, self.plan.slots)
         self._next = len(self.plan.steps)
@@ -140,8 +143,8 @@ class ParamStore:
 
         Args:
             numbers: Numbers of the chunks.
-            segment, backward: The use that needs the chunks. It determines which other chunks are
-                freed.
+            segment, backward: The use that needs the chunks. The other chunks that are freed depend
+                on it.
         """
         needed = {number for number in numbers if self._chunks[number].is_transient}
         if self.plan is not None:
@@ -173,12 +176,13 @@ class ParamStore:
         self._wait_for([*self._in_flight, *self._uploads])
 
     def invalidate(self) -> None:
-        """Free all chunks in the cache, because they are out of date or not needed any more."""
+        """Free all chunks in the cache. Call this method when they are out of date or not needed
+        any more."""
         self._evict(sorted(self._cached))
 
     @property
     def num_in_flight(self) -> int:
-        """Number of chunks whose gather has started, but has not been waited for."""
+        """Number of chunks whose gather has started and for which no code has waited yet."""
         return len(self._in_flight)
 
     def _wait_for(self, numbers: Collection[int]) -> None:
@@ -206,7 +210,7 @@ class ParamStore:
         number, into = state.chunk.number, state.params[state.shard_range]
         after = None
         if self._updates.is_done(number):
-            self._updates.wait(number)  # raises the error of an update
+            self._updates.wait(number)  # raises an error if an update has failed
         else:
             after = partial(self._updates.wait, number)
         return self._memory.copy(into, state.shard, after)

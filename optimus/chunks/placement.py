@@ -4,8 +4,9 @@ disk, the size of the cache, and the order of the microbatches.
 The search estimates the time of a step as the largest of the times for which the device computes,
 the link copies in each direction, the host updates, and the disk reads and writes. It simulates the
 placements with the shortest estimates, and selects the placement with the shortest simulated step.
-Elixir (arXiv 2212.05339, section 5.1) compares two ratios of benefit to memory instead, which
-assume that nothing overlaps: `cache_benefit` and `upload_benefit`.
+Elixir (arXiv 2212.05339, section 5.1) instead compares two ratios of saved time to memory,
+`cache_benefit` and `upload_benefit`, which assume that computation, copies and updates do not
+overlap.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from optimus.config.machine import Links
 
 
 class ChunkCost(NamedTuple):
-    """Bytes and work of a chunk on a rank. A chunk is on the device or on the host if its states
-    are there between uses."""
+    """Bytes and numbers of elements of a chunk on a rank. A chunk is called "on the device" or "on
+    the host" by the location of its states between uses."""
 
     resident: int
     """Bytes on the device between steps, if the chunk is on the device."""
@@ -39,7 +40,8 @@ class ChunkCost(NamedTuple):
     cached: int
     """Bytes of the gathered parameters, in the cache on the device."""
     uploaded: int
-    """Bytes of this rank's shard of the parameters, which a gather copies to the device."""
+    """Bytes of this rank's shard of the parameters, which is copied to the device before a
+    gather."""
     gradients: int
     """Bytes of the gradients on the device, from a backward to their copy to the host."""
     copied: int
@@ -51,8 +53,8 @@ class ChunkCost(NamedTuple):
     moved: int = 0
     """Bytes by which `host` is smaller if the masters and moments are on disk."""
     file: int = 0
-    """Bytes in the file of states on disk if the masters and moments are there. Each update reads
-    and writes these bytes."""
+    """Bytes in the file of states on disk, if the masters and moments are in this file. Each update
+    reads and writes these bytes."""
     saved: int = 0
     """Bytes in this file for the copies that checkpoint.async_save makes, in addition to `file`."""
 
@@ -92,10 +94,12 @@ class Workload:
     """Seconds of the collective that gathers each chunk after it is copied to the device; empty if
     they are not known."""
     end_s: Sequence[float] = ()
-    """`StepWork.end_s` for each number of chunks on the host; empty if it is not known."""
+    """`StepWork.end_s` for each number of chunks on the host; empty if these times are not
+    known."""
     all_on_host: bool = False
-    """True to search only placements with all chunks on the host. The cache has slots only for
-    chunks on the host, but with optim.resident = "cache" chunks on the device need slots, too."""
+    """True to search only placements with all chunks on the host. This is necessary with
+    optim.resident = "cache", where chunks on the device would also need slots, because a `Workload`
+    counts slots only for chunks on the host."""
 
     @cached_property
     def compute_s(self) -> float:
@@ -130,8 +134,8 @@ class Workload:
         return slots if slots >= self.fewest_slots(num_host) else None
 
     def fewest_slots(self, num_host: int) -> int:
-        """Return the smallest number of slots of a cache if the last `num_host` chunks are on the
-        host: the largest number of these chunks that a segment needs."""
+        """Return the smallest possible number of slots of the cache if the last `num_host` chunks
+        are on the host: the largest number of these chunks that any segment needs."""
         return int(self._counts[num_host])
 
     def host(self, num_host: int, num_disk: int = 0) -> int:
@@ -213,7 +217,8 @@ class Workload:
 
     @cached_property
     def _gathered_s(self) -> np.ndarray:
-        """Seconds of a gather of each chunk on the host, for each number of these chunks."""
+        """For each number of chunks on the host, the sum of the seconds of one gather of each of
+        these chunks."""
         seconds = self.gather_s or [0.0] * len(self.chunks)
         return np.concatenate([[0.0], np.cumsum(seconds[::-1])])
 
@@ -249,10 +254,11 @@ class Workload:
     ) -> float:
         """Return the estimated time of a step, in seconds.
 
-        The estimate is the largest of several times: the time for which each resource works, and
-        the time of the computation, the gathers and `end_s` plus the reads and updates that the
-        first forward waits for. The number of gathers is that of a step with one chunk for each
-        segment, as in `optimus.chunks.residency`.
+        The estimate is the largest of several times. One is a sum: the computation, the gathers,
+        `end_s`, and the reads and updates for which the first forward waits. The others are the
+        times for which the link copies in each direction, the host updates and the disk writes. The
+        number of gathers is that of a step with one chunk for each segment, as in
+        `optimus.chunks.residency`.
 
         Args:
             num_host: Number of chunks on the host.
@@ -294,8 +300,8 @@ class Workload:
     def step_work(
         self, num_host: int, slots: int, num_disk: int = 0, spare: float = 0.0
     ) -> StepWork:
-        """Return the work of a step that does not clip, with the last `num_host` chunks on the
-        host. The arguments are those of `estimate`."""
+        """Return the uses, sizes and times of a step that does not clip, with the last `num_host`
+        chunks on the host. The arguments are those of `estimate`."""
         first = len(self.chunks) - num_host
         chunks = self.chunks[first:]
         needs = [frozenset(n - first for n in need if n >= first) for need in self.needs]
@@ -320,14 +326,14 @@ class Workload:
 
 def spread_evenly(count: int, total: int) -> np.ndarray:
     """Return the indices of the chunks with states on disk: `count` of `total` chunks in order of
-    first use. They are distributed evenly, so that their reads and writes overlap with the updates
-    of other chunks."""
+    first use. These chunks are distributed evenly, so that their reads and writes overlap with the
+    updates of other chunks."""
     return -(-np.arange(1, count + 1) * total // max(1, count)) - 1
 
 
 def choose_spare(sizes: Sequence[int], limit: float) -> list[int]:
     """Return the indices of the chunks that have spare buffers for early updates: as many of the
-    last ones as `limit` bytes allow, because backward completes their gradients first.
+    last chunks as `limit` bytes allow, because backward completes their gradients first.
 
     Args:
         sizes: Bytes of the spare buffers of each chunk in order of first use; 0 for a chunk that
@@ -353,7 +359,8 @@ Early = Literal["auto", "on", "off"]
 
 
 class TierBytes(NamedTuple):
-    """Bytes in each tier of memory: those that a placement needs, or may use."""
+    """Bytes in each memory tier: either the bytes that a placement needs, or the bytes that it may
+    use."""
 
     device: int
     host: int
@@ -365,13 +372,13 @@ class SimulatedPlacement(NamedTuple):
 
     workload: Workload
     num_host: int
-    """Number of chunks on the host: the last ones in the order of first use."""
+    """Number of chunks on the host. They are the last chunks in the order of first use."""
     slots: int
     """Size of the cache, in chunks."""
     num_disk: int
     """Number of chunks on the host whose masters and moments are on disk."""
     needs: TierBytes
-    """Bytes in each tier. They contain spare buffers only if `early` = "on" in `search`."""
+    """Bytes in each tier. They include spare buffers only if `early` = "on" in `search`."""
     time: StepTime
     """Simulated time of a step."""
     late_s: float
@@ -389,18 +396,18 @@ class SimulatedPlacement(NamedTuple):
 
 
 _SMALLEST_GAIN = 1e-3
-"""Smallest share of a step by which early updates must shorten it. Otherwise they are not used, and
-their spare buffers are not allocated."""
+"""Smallest fraction of a step's time that early updates must save. If they save less, there are no
+early updates, and their spare buffers are not allocated."""
 
 
 class NoPlacement(Exception):
     """No placement fits.
 
     Attributes:
-        needs: Bytes of the placement that exceeds the limits least: among the placements that fit
-            on the device, the placement with the fewest bytes on the host. If none fits on the
-            device, the placement with the fewest bytes on the device, if possible among those that
-            fit on the host.
+        needs: Bytes of the placement that is nearest to the limits. If placements fit on the
+            device, it is the placement among them with the fewest bytes on the host. Otherwise, it
+            is the placement with the fewest bytes on the device, if possible among the placements
+            that fit on the host.
     """
 
     def __init__(self, needs: TierBytes) -> None:
@@ -417,16 +424,17 @@ def search(
 ) -> SimulatedPlacement:
     """Return the placement with the shortest step.
 
-    For each number of chunks on the host, the cache is as large as the device allows, and as few
-    chunks are on disk as the host allows. The placements with the shortest estimates are simulated.
+    For each number of chunks on the host, the search considers one placement: the cache is as large
+    as the device memory allows, and as few chunks are on disk as the host memory allows. The
+    placements with the shortest estimates are simulated.
 
     Args:
         workloads: The rank's chunks and step for each possible order and layout. With `early` =
             "on", `ChunkCost.host` must include the spare buffers.
         capacity: Memory that the placement may use.
         links: Rates of the links, of updates on the host, and of the disk.
-        early: The chunks that are updated early. "off": none. "on": all that have no states on
-            disk. "auto": as many as have spare buffers in half of the free host memory.
+        early: The chunks that are updated early. "off": no chunks. "on": all chunks without states
+            on disk. "auto": as many chunks as have spare buffers in half of the free host memory.
         all_cached: True to search only placements whose cache has a slot for each chunk on the
             host.
 
@@ -469,9 +477,10 @@ _SIMULATED = 4
 
 
 def smallest_capacity(workloads: Sequence[Workload], capacity: TierBytes) -> tuple[int, int]:
-    """Return the fewest bytes on the device with which a placement fits on the host and on disk,
-    and the fewest bytes on the host with which a placement fits on the device and on disk. If there
-    is no such placement, use the placement with the fewest bytes on the device."""
+    """Return two numbers of bytes: the smallest device memory with which a placement fits on the
+    host and on disk, and the smallest host memory with which a placement fits on the device and on
+    disk. If no placement fits, the number is that of the placement with the fewest bytes on the
+    device."""
     device = _nearest(workloads, capacity._replace(device=-1)).device
     return device, _nearest(workloads, capacity._replace(host=-1)).host
 

@@ -1,4 +1,5 @@
-"""Reductions: sums of gradients over microbatches and ranks, in the home tier of their chunk.
+"""Reductions: sums of gradients over microbatches and ranks. The sum of a chunk is in the home tier
+of the chunk.
 
 Each loss term is already divided by the number of targets or microbatches in the global batch, so
 every reduction is a plain sum. If the states are sharded, each of the n ranks of the reduce group
@@ -33,16 +34,18 @@ from optimus.distributed.collectives import (
 )
 
 _MAX_IN_FLIGHT = 2
-"""Number of buffers that may be reduced at the same time. A backend may keep a copy of each."""
+"""Number of buffers that may be reduced at the same time. A backend may keep a copy of each of
+these buffers."""
 
 
 class ReduceOnce:
     """Adds up the gradients of microbatches locally, and reduces each buffer once per step. With
-    `overlap`, backward continues during the reductions, and `finish` waits for the last of them.
+    `overlap`, backward continues during the reductions, and `finish` waits until all of them are
+    complete.
 
-    A reduction needs additional memory in two cases: to convert the gradients to another dtype; or
-    if several ranks have the same shard, for the piece of the shard that each of them receives
-    before `finish` gathers the pieces.
+    A reduction needs additional memory in two cases: for a copy of the gradients, if they are
+    converted to another dtype; and if several ranks have the same shard, for the piece of the shard
+    that each of these ranks receives before `finish` gathers the pieces.
     """
 
     def __init__(self, dtype: torch.dtype, overlap: bool) -> None:
@@ -60,7 +63,7 @@ class ReduceOnce:
         return iter(())
 
     def temporary_bytes(self, buffer: GradBuffer) -> int:
-        """Return the device memory that the reduction of a buffer needs until it is complete."""
+        """Return the bytes on the device that the reduction of a buffer needs until it ends."""
         group, element = buffer.groups.reduce_group, self._dtype.itemsize
         if group.size == 1:
             return 0
@@ -79,7 +82,7 @@ class ReduceOnce:
         return max(1, self._max_in_flight)
 
     def start(self) -> None:
-        self._wait(0)  # for the reductions of a step that was abandoned
+        self._wait(0)  # a step that was abandoned may have left reductions in flight
         self._pieces.clear()
         for buffer in self._buffers:
             buffer.grads.zero_()
@@ -119,7 +122,7 @@ class ReduceOnce:
                 continue
             if len(result) == len(into):
                 into.copy_(result)
-            else:  # `finish` gathers the pieces, so that all ranks do it at the same time
+            else:  # `finish` gathers the pieces, so that all ranks gather at the same time
                 self._pieces.append((buffer, result))
 
 
@@ -145,9 +148,9 @@ class ReducePerMicrobatch:
     them in rank order. Without `is_ordered`, the collective adds the contributions in `dtype`.
 
     With `rounds`, the gradients of each backward are rounded to bf16 once, before they are added.
-    Those of a buffer whose home is the host are rounded before they are copied to the host, so that
-    the copy moves 2 bytes per element. Without `rounds`, a buffer on the device to which only one
-    rank adds is not reduced.
+    The gradients of a buffer whose home is the host are rounded before they are copied to the host,
+    so that the copy moves 2 bytes per element. Without `rounds`, a buffer on the device to which
+    only one rank adds is not reduced.
     """
 
     def __init__(
@@ -168,9 +171,9 @@ class ReducePerMicrobatch:
         of that step may still read."""
         self._copying: deque[_GradCopy] = deque()
         self._staging: list[Tensor] = []
-        """Page-locked host buffers to which no gradients are being copied now, 1-D uint8."""
+        """Free page-locked host buffers, 1-D uint8, to which gradients can be copied."""
         self._staging_bytes = 0
-        """Bytes of each of these buffers: those of the largest gradients that are copied."""
+        """Bytes of each of these buffers: the size of the largest gradients that are copied."""
         self._expected: dict[GradBuffer, int] = {}
         self._num_reduced: Counter[GradBuffer] = Counter()
         """Number of reductions of each buffer in the present step."""
@@ -181,9 +184,9 @@ class ReducePerMicrobatch:
         """Let the host compute the squares of a buffer's sum in the background, as soon as a step
         has reduced the buffer `reductions` times.
 
-        This has an effect only if the home of the buffer is the host, and if the piece is then the
-        final sum of the whole shard: the replica group and the partial group have one rank. Code
-        outside of this class that changes the sum must first call `forget`.
+        This has an effect only if the home of the buffer is the host, and if the replica group and
+        the partial group have a single rank. Only then is the piece of this rank the final sum of
+        its shard. Code outside of this class that changes the sum must first call `forget`.
         """
         groups = buffer.groups
         is_whole = groups.replica_group.size == groups.partial_group.size == 1
@@ -211,7 +214,8 @@ class ReducePerMicrobatch:
 
     def copied_bytes(self, buffer: GradBuffer) -> int:
         """Return the bytes of the gradients that a reduction of a buffer copies to the host. Until
-        the copy is complete, they are on the device, in the buffer or in a temporary tensor."""
+        the copy is complete, these gradients are on the device, in the buffer or in a temporary
+        tensor."""
         count = buffer.groups.reduce_group.size
         is_sum = count > 1 and not self._is_ordered
         length = len(buffer.grads) // count if is_sum else len(buffer.grads)
@@ -235,7 +239,7 @@ class ReducePerMicrobatch:
             yield StateTensor("tied" if chunk is None else kept, piece, chunk)
 
     def temporary_bytes(self, buffer: GradBuffer) -> int:
-        """Return the device memory that the reduction of a buffer needs until it is complete."""
+        """Return the bytes on the device that the reduction of a buffer needs until it ends."""
         group, length = buffer.groups.reduce_group, len(buffer.grads)
         rounded = self.copied_bytes(buffer) if self._rounds else 0
         if group.size == 1:
@@ -251,7 +255,7 @@ class ReducePerMicrobatch:
         return 1
 
     def start(self) -> None:
-        self._complete_copies(0)  # of a step that was abandoned
+        self._complete_copies(0)  # copies of a step that was abandoned
         self.release()
         self._num_reduced.clear()
         for buffer in self._buffers:
@@ -283,7 +287,7 @@ class ReducePerMicrobatch:
         free the buffer."""
         if buffer not in self._pieces or not self.memory.has(buffer.grads):
             return
-        if buffer.home is not Tier.DEVICE:  # first, so that memory of copied gradients is reused
+        if buffer.home is not Tier.DEVICE:  # frees memory of copied gradients before the reduction
             self._complete_copies(MAX_COPYING - 1)
         piece, group = self._pieces[buffer], buffer.groups.reduce_group
         num_contributions = group.size if self._is_ordered else 1
@@ -351,7 +355,8 @@ class ReducePerMicrobatch:
 
     def _is_outdated(self, buffer: GradBuffer) -> bool:
         """Return True if this rank's piece still contains the sum of the last step, which the
-        caller must then overwrite. In this case, first wait until the update has read the piece."""
+        caller must then overwrite. In this case, return only after the update of that step has read
+        the piece."""
         if buffer not in self._outdated:
             return False
         self._outdated.remove(buffer)
@@ -389,9 +394,9 @@ class ReducePerMicrobatch:
 
 
 def _blocks(piece: Tensor, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the same elements of both tensors, block by block if their dtypes differ. For operands
-    of different dtypes, torch first converts a whole operand. If the operand fits in a CPU cache,
-    the operation is three times as fast."""
+    """Yield pairs of blocks with the same elements of both tensors; a single pair with the whole
+    tensors if their dtypes are equal. For operands of different dtypes, torch first converts a
+    whole operand. With blocks that fit in a CPU cache, the operation is three times as fast."""
     length = len(piece) if values.dtype is piece.dtype else _BLOCK
     return zip(piece.split(length), values.split(length), strict=True)
 
@@ -407,7 +412,7 @@ def most_gradients(
     reduction: int,
 ) -> np.ndarray:
     """Return, for each n from 0 to the number of buffers, the largest number of bytes on the device
-    of the last n buffers and of their reductions during a backward.
+    during a backward that the last n buffers and their reductions need.
 
     While a segment computes, the gradients of other segments are copied to the host, at most
     `MAX_COPYING` buffers at the same time. A reduction waits until only `MAX_COPYING` - 1 buffers
@@ -416,7 +421,8 @@ def most_gradients(
     Args:
         together: For each segment, the buffers that have memory during its backward.
         sizes: Bytes of each buffer.
-        copied: `ReducePerMicrobatch.copied_bytes` of each buffer; 0 if it stays on the device.
+        copied: `ReducePerMicrobatch.copied_bytes` of each buffer; 0 for a buffer whose gradients
+            stay on the device.
         reduction: Bytes of the temporary tensors of a reduction.
     """
     is_now = np.zeros((len(together), len(sizes) + 1), dtype=bool)
@@ -433,7 +439,8 @@ def most_gradients(
 
 
 def _without(values: np.ndarray, largest: np.ndarray) -> np.ndarray:
-    """Return a copy of `values` in which each new maximum of a row is replaced by the previous
-    maximum of the row. `largest` contains the cumulative maxima of the rows."""
+    """Return a copy of `values` in which each value that exceeds all earlier values of its row is
+    replaced by the largest earlier value (0 if there is none). `largest` contains the cumulative
+    maxima of the rows."""
     before = np.concatenate([np.zeros_like(largest[:, :1]), largest[:, :-1]], axis=1)
     return np.minimum(values, before)

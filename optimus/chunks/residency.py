@@ -1,4 +1,5 @@
-"""Plan of the cache of sharded parameters, computed from the order in which segments use them.
+"""Plan of the cache of sharded parameters, computed from the order in which the segments of a model
+are used.
 
 A training step uses the segments of a model (embedding, blocks, head) in an order that the pipeline
 schedule determines before the run: forward through the segments of a stage, backward in reverse. A
@@ -6,7 +7,8 @@ chunk with sharded parameters is gathered before a use if it is not in the cache
 Elixir papers). The cache has a fixed number of slots, each for one chunk. If it is full, the chunk
 whose next use is the latest is freed. This rule (Belady 1966) minimises the number of gathers.
 
-Gathers in a step with n chunks, one for each segment, and B slots (tests/chunks/test_residency.py):
+Number of gathers in a step with n chunks, one for each segment, and B slots
+(tests/chunks/test_residency.py):
 
     one microbatch                                         2n - min(B, n)
     k microbatches, forward and backward in turn           2kn - (2k-1)B, B <= n
@@ -31,30 +33,33 @@ from optimus.config.machine import Links
 
 NEVER = float("inf")
 MAX_COPYING = 2
-"""Number of gradients that may be copied to the host, or added there, at the same time."""
+"""Number of gradient buffers that may be copied to the host, or added on the host, at the same
+time."""
 
 
 @dataclass(frozen=True)
 class Residency:
-    """Settings that determine where a rank has its states, and when it has whole gradients and
-    whole parameters."""
+    """Settings that determine the tiers of a rank's states, and the times at which the rank has
+    whole gradients and whole parameters."""
 
     divides_gradients: bool = False
     """True if gradients are whole only during a backward (ZeRO-2)."""
     divides_parameters: bool = False
     """True if parameters are whole only in the cache (ZeRO-3). Requires `divides_gradients`."""
     host_share: float = 0.0
-    """Share of the chunks whose states are in host memory: the last chunks in the order of first
-    use. These chunks are not on the device between uses. A share above 0 requires
+    """Fraction of the chunks whose states are in host memory, from 0 to 1: the last chunks in the
+    order of first use. These chunks are not on the device between uses. A value above 0 requires
     `divides_gradients`."""
     disk_share: float = 0.0
-    """Share of the trained chunks in host memory that have their masters and moments on disk."""
+    """Fraction of the trained chunks in host memory whose masters and moments are on disk, from 0
+    to 1."""
     disk: str = ""
     """Directory of the states on disk."""
     disk_key: str = "offload.disk"
     """Name of the setting with the directory, for messages."""
     slots: int = 0
-    """Number of slots of the cache, each for one chunk; 0 for a slot for each chunk."""
+    """Number of slots of the cache, each of which has space for one chunk; 0 for as many slots as
+    chunks."""
     poison: bool = False
     """True to fill freed buffers with NaN, for tests."""
     copies: str = "early"
@@ -132,8 +137,8 @@ def use_order(
         passes: The forward and backward passes of this rank, in order.
         stages: The stage of each segment. Segments are in order of first use.
         needs: The chunks of each segment.
-        learns: For each segment, True if it has a backward. It has none if the segment and all
-            earlier segments of the model are frozen.
+        learns: For each segment, True if the segment has a backward. A segment has no backward if
+            it and all earlier segments of the model are frozen.
         regions: Ranges of indices of segments. Backward recomputes the segments of a range
             together.
     """
@@ -161,8 +166,8 @@ def fewest_slots(needs: Iterable[Collection[int]]) -> int:
 
 
 def plan_residency(uses: Sequence[Use], slots: int) -> ResidencyPlan:
-    """Return the plan with the fewest gathers (Belady's rule). In the order of the uses that need
-    them, gathers begin as soon as there are slots for them."""
+    """Return the plan with the fewest gathers (Belady's rule). Gathers begin in the order of the
+    uses that need them, each as soon as there is a slot for its chunk."""
     assert slots >= fewest_slots(use.need for use in uses), "a use needs more slots"
     following = _following_uses(uses)
     on_demand: list[_Demand] = []
@@ -194,13 +199,13 @@ def farthest(
 def likely_uses(
     num_segments: int, segment: int, backward: bool, last_backward: int, trains: bool
 ) -> list[int]:
-    """Return the segments that are likely to be used after a use, in order, if the order of uses
-    is not known.
+    """Return the segments that will probably be used after the present use, in order. The function
+    serves when the order of uses is not known.
 
-    In training, a forward through all segments is followed by their backward in reverse, and a
-    backward by another forward. If a forward uses a segment that precedes the segment of the last
-    backward, it is taken for a recomputation of the segments between these two. Without training, a
-    forward is followed by another one.
+    In training, the backward of all segments in reverse order follows a forward through all
+    segments, and another forward follows the backward. If a forward uses a segment that precedes
+    the segment of the last backward, this forward is assumed to recompute the segments between
+    these two. Without training, another forward follows a forward.
 
     Args:
         num_segments: Number of segments, numbered in order of first use.
@@ -218,8 +223,8 @@ def likely_uses(
 
 
 def _following_uses(uses: Sequence[Use]) -> list[dict[int, float]]:
-    """Return, for each use and each chunk that it needs, the index of the next use of the chunk, or
-    NEVER."""
+    """Return, for each use, a dict from each chunk that the use needs to the index of the next use
+    of this chunk, or NEVER."""
     latest: dict[int, float] = {}
     following: list[dict[int, float]] = []
     for index in range(len(uses) - 1, -1, -1):
@@ -248,8 +253,9 @@ def _begin_early(
 ) -> Iterable[Step]:
     """Yield the steps of the plan, in which gathers begin early.
 
-    Gathers begin in the order of the uses that need them. Each begins as soon as there is a slot
-    for it: a free slot, or the slot of a victim that is not needed before that use.
+    Gathers begin in the order of the uses that need them. Each gather begins as soon as there is a
+    slot for it: a free slot, or the slot of a victim that is not needed before the use that needs
+    the gather.
     """
     waiting = deque(index for index, demand in enumerate(on_demand) if demand.missing)
     resident: set[int] = set()

@@ -22,8 +22,9 @@ class ModelSegment:
     parameters: tuple[str, ...]
     """Names of the segment's parameters and of each `FurtherUse` in it."""
     register: Callable[[Hook, Hook | None], None]
-    """Function (before_forward, before_backward) that registers two hooks. The first runs before
-    each forward of the segment. The second runs before each backward; None registers none."""
+    """Function that registers two hooks, its arguments `before_forward` and `before_backward`. The
+    first hook runs before each forward of the segment. The second hook runs before each backward;
+    None for no such hook."""
 
 
 def register_uses(

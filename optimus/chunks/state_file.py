@@ -1,5 +1,5 @@
-"""File for the states of a rank on disk. It is locked against other processes, and threads read and
-write it.
+"""File for the states of a rank on disk. The file is locked against other processes, and several
+threads read and write it.
 
 Reads and writes use O_DIRECT, which bypasses the page cache. Their offsets, sizes and addresses
 must therefore be multiples of `ALIGNED` bytes. `optimus.chunks.disk` pads every transfer.
@@ -32,8 +32,8 @@ logger = logging.getLogger(__name__)
 BLOCK_BYTES = 4 << 20
 """Bytes of a read or a write, as in optimus/checkpoint/shard_file.py."""
 THREADS = 4
-"""Number of threads that read, and of threads that write. A disk is fastest with several requests
-at the same time."""
+"""Number of threads that read, and number of threads that write. A disk is fastest with several
+requests at the same time."""
 ALIGNED = 4096
 """O_DIRECT needs offsets, sizes and addresses that are multiples of this number of bytes."""
 _LOCK_S = 2.0
@@ -50,8 +50,8 @@ block."""
 
 
 def free_bytes(directory: Path, key: str = _KEY) -> int:
-    """Return the bytes that the files of a new run may have in a directory: the free bytes, and the
-    bytes of the files that earlier runs have left there.
+    """Return the bytes that the files of a new run may have in a directory: the free bytes, plus
+    the bytes of the files that earlier runs have left in this directory.
 
     Raises:
         ConfigError: The directory cannot be read. The message has `key`, the name of the setting
@@ -119,8 +119,8 @@ class StateFile(Closing):
                         os.close(fd)
 
     def _open_direct(self) -> int:
-        """Open the locked file with O_DIRECT, or without if its file system does not support
-        this."""
+        """Open the locked file with O_DIRECT or, if its file system does not support O_DIRECT,
+        without it. Return the file descriptor."""
         try:
             fd = os.open(self.path, _FLAGS | os.O_DIRECT)
             block = align(torch.zeros(2 * ALIGNED, dtype=torch.uint8))[:ALIGNED]
@@ -130,7 +130,7 @@ class StateFile(Closing):
                 os.close(fd)
                 raise
             return fd
-        except (OSError, AttributeError) as error:  # macOS has no O_DIRECT
+        except (OSError, AttributeError) as error:  # AttributeError: macOS has no O_DIRECT
             if isinstance(error, OSError) and error.errno not in (errno.EINVAL, errno.ENOTSUP):
                 raise
         logger.warning(
@@ -218,8 +218,8 @@ class StateFile(Closing):
 
 
 def check_directory(directory: str, ranks: Iterable[int], key: str = _KEY) -> None:
-    """Check that ranks with these numbers can create their files in the directory of the setting
-    `key`. Creates no file.
+    """Check that the ranks `ranks` can create their files in `directory`, the value of the setting
+    `key`. This function creates no file.
 
     Raises:
         ConfigError: The directory is missing or not writable, or another run uses a file.
@@ -262,7 +262,8 @@ def _in_use(path: Path, key: str) -> ConfigError:
 
 
 def open_locked(path: Path, key: str = _KEY) -> int:
-    """Create a file, or open the file of a process that has ended, and lock it.
+    """Create a file, or open the file that an ended process has left, and lock it. Return the file
+    descriptor.
 
     Raises:
         OSError: The file cannot be created, or is not a regular file.

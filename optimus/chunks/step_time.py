@@ -1,5 +1,5 @@
-"""Predicted time of a training step with offloaded chunks, from a simulation of its copies, updates
-and computation."""
+"""Prediction of the time of a training step with offloaded chunks. It simulates the copies, updates
+and computation of the step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from optimus.config.machine import Links
 
 @dataclass(frozen=True)
 class StepWork:
-    """Work of a training step on a rank whose chunks all have their home on the host.
+    """Uses, sizes and times of a training step on a rank, for the chunks whose home is the host.
 
     Chunks and segments are numbered in order of first use.
     """
@@ -45,10 +45,10 @@ class StepWork:
     no states are on disk."""
     gather_s: Sequence[float] = ()
     """Seconds of the collective that gathers the shards of each chunk, after they are copied to the
-    device. The device waits for it. Empty if each rank has whole chunks."""
+    device. The device waits for the collective. Empty if each rank has whole chunks."""
     end_s: float = 0.0
-    """Seconds at the end of a step in which the device updates its chunks and waits for collectives
-    of gradients and parameters."""
+    """Seconds at the end of a step in which the device updates the chunks on the device and waits
+    for collectives of gradients and parameters."""
 
     def seconds_of(self, use: Use) -> float:
         """Return the seconds that a use computes."""
@@ -70,16 +70,16 @@ class StepTime:
     host_adam: float
     """Time for which the host updates chunks."""
     chain: float
-    """Shortest time of the work that must be done one after the other, if the updates need the norm
-    of all gradients: the uses before the first backward, with the updates and copies that they wait
-    for; the computation of the uses up to the last forward; and the uses after the last forward,
-    with the copies of their gradients to the host."""
+    """Shortest time of the operations that must follow each other if the updates need the norm of
+    all gradients. These operations are the uses before the first backward, with the updates and
+    copies for which they wait; the uses from the first backward to the last forward; and the uses
+    after the last forward, with the copies of their gradients to the host."""
     disk_read: float = 0.0
     """Time for which the disk reads states."""
     disk_write: float = 0.0
     """Time for which the disk writes states."""
     others: float = 0.0
-    """Time of the device for gathers of chunks and for `StepWork.end_s`."""
+    """Time for which the device waits for gathers of chunks, plus `StepWork.end_s`."""
 
     @property
     def limit(self) -> float:
@@ -90,14 +90,14 @@ class StepTime:
 
     @property
     def shortest(self) -> float:
-        """Lower bound of the time of any schedule in which the parameters keep their values until
-        the norm of all gradients is known. Before that, new values may only be
-        computed into the spare buffers of chunks."""
+        """Lower bound of the time of a step for any order of its operations in which the parameters
+        keep their values until the norm of all gradients is known. Until then, new values may only
+        be written to the spare buffers of chunks."""
         return max(self.limit, self.chain)
 
 
 def predict_step(work: StepWork, links: Links) -> StepTime:
-    """Simulate some steps and return the times of the last one.
+    """Simulate `STEPS` steps, and return the times of the last of them.
 
     The simulation contains the actions of `ParamStore`, `ReducePerMicrobatch` and `UpdateQueue` in
     their order. The device, each direction of the link, each direction of the disk, and the host do
@@ -166,8 +166,8 @@ host, and the two directions of the disk."""
 
 
 class ResourceSpan(NamedTuple):
-    """Interval in which a resource works on a chunk. Times are in seconds from the start of the
-    first step."""
+    """Interval in which a resource copies or updates a chunk. Times are in seconds from the start
+    of the first step."""
 
     resource: Resource
     chunk: int
@@ -182,7 +182,7 @@ class TierSimulation:
     `update`.
 
     Attributes:
-        spans: Work of the resources so far.
+        spans: Intervals in which the resources were busy so far.
         computed: Seconds for which the device has computed.
         gathered: Seconds for which the device has waited for gathers of chunks.
     """
@@ -190,9 +190,9 @@ class TierSimulation:
     def __init__(self, work: StepWork, links: Links) -> None:
         self._work, self._links = work, links
         self._now = 0.0
-        """Time of the device."""
+        """Time, in seconds, that the device has reached."""
         self._ends: dict[Resource, float] = dict.fromkeys(get_args(Resource), 0.0)
-        """Time at which each resource has completed its work so far."""
+        """Time at which each resource completes the last action that it has started."""
         self.spans: list[ResourceSpan] = []
         self._buffers = deque([0.0] * BUFFERS)
         """Times from which the buffers for states on disk are free."""
@@ -202,8 +202,8 @@ class TierSimulation:
         self._updated = [0.0] * len(work.elements)
         """For each chunk, the time at which its update is complete."""
         self._uploads: dict[int, float] = {}
-        """Chunks that no use has waited for, and the times at which their copies to the device are
-        complete."""
+        """A dict from each chunk for which no use has waited yet to the time at which its copy to
+        the device is complete."""
         self._copying: deque[tuple[int, float]] = deque()
         """Chunks whose gradients are being copied to the host, and the ends of these copies."""
         self._gradients: list[int] = []
@@ -214,10 +214,11 @@ class TierSimulation:
         self._first = {chunk: n for n in numbers for chunk in work.needs[n]}
 
     def run(self, start: float, count: int) -> float:
-        """Do the next uses of a step. Return the time at which the last of them is computed.
+        """Simulate the next `count` uses of a step. Return the time at which the last of them is
+        computed.
 
         Args:
-            start: Time before which they do not begin.
+            start: Time before which these uses do not begin.
             count: Number of uses.
         """
         work, steps = self._work, self._work.plan.steps
@@ -246,8 +247,8 @@ class TierSimulation:
         return self._now
 
     def end_backward(self, start: float) -> float:
-        """Wait until all gradients are on the host, and the states of the previous update on disk.
-        Return the time. `start` is as for `run`."""
+        """Return the time at which all gradients are on the host and all states of the previous
+        update are on disk. `start` is as for `run`."""
         assert self._next == len(self._work.plan.steps), self._next
         self._now, self._next = max(self._now, start), 0
         while self._copying:
@@ -264,7 +265,7 @@ class TierSimulation:
             on_disk = work.disk_bytes[chunk] if work.disk_bytes else 0
             ready = start
             if on_disk:
-                # The read waits for the buffer that is free first.
+                # The read waits until a buffer is free.
                 begin = max(start, self._buffers.popleft())
                 ready = self._do("disk read", chunk, begin, on_disk / self._links.disk_read)
             seconds = 0.0
@@ -277,8 +278,8 @@ class TierSimulation:
                 self._buffers.append(self._do("disk write", chunk, updated, seconds))
 
     def _do(self, resource: Resource, chunk: int, ready: float, seconds: float) -> float:
-        """Let a resource work for some seconds when it is idle, but not before `ready`. Return the
-        end."""
+        """Make a resource busy for some seconds, as soon as it is idle but not before `ready`.
+        Return the time of the end."""
         start = max(ready, self._ends[resource])
         end = self._ends[resource] = start + seconds
         if seconds:
@@ -286,7 +287,8 @@ class TierSimulation:
         return end
 
     def _update_early(self, norm: float) -> set[int]:
-        """Do the updates that begin before the norm is known, at `norm`. Return their chunks."""
+        """Simulate the early updates that begin before `norm`, the time at which the norm is known.
+        Return their chunks."""
         early = set()
         for chunk in sorted(self._work.early, key=self._arrived.__getitem__):
             if max(self._ends["host Adam"], self._arrived[chunk]) >= norm:
