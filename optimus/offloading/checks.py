@@ -1,4 +1,4 @@
-"""Checks of the models and parameters that `optimus.offload` is called with."""
+"""Checks of the model, the parameters and the other arguments of `optimus.offload`."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from optimus.errors import ConfigError, counted, refuse_if
 TRAINED = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes that a trained parameter may have."""
 MARK = "_optimus_offload"
-"""Attribute of an offloaded model, and of its parameters."""
+"""Name of the attribute that marks an offloaded model and its parameters."""
 DDP_IGNORED = "_ddp_params_and_buffers_to_ignore"
-"""Attribute of a module whose elements torch's DistributedDataParallel reads first of all."""
+"""Name of the attribute of a module whose elements torch's DistributedDataParallel reads before it
+does anything else."""
 _MAX_BYTES = 10**15
 MAX_CHUNK = 2**40
 """Largest number of elements of a chunk."""
@@ -34,8 +35,9 @@ class NotCopied:
 
 
 class RefuseDDP(NotCopied):
-    """Value of the attribute `DDP_IGNORED` of an offloaded model. The C++ code of
-    DistributedDataParallel would read freed memory, and it calls no hook."""
+    """Value of the attribute `DDP_IGNORED` of an offloaded model. DistributedDataParallel reads
+    this attribute, and the object then raises an error. Otherwise its C++ code, which calls no
+    hook, would read freed memory."""
 
     def __iter__(self) -> Any:
         raise ConfigError(
@@ -48,8 +50,8 @@ class RefuseDDP(NotCopied):
     reason="an offloaded model does not support torch.compile; use the model without it"
 )
 def refuse_compiled() -> None:
-    """Raise ConfigError for a model in torch.compile, which does not trace this function, so that
-    the user sees this error instead of one of torch."""
+    """Raise ConfigError for a model in torch.compile. torch.compile does not trace this function,
+    so the user sees this error instead of an error of torch."""
     raise ConfigError(
         "the model was compiled by torch.compile, which does not support the hooks of an offloaded "
         "model; use the model without torch.compile"
@@ -167,7 +169,7 @@ class Structure(NotCopied):
 
     Args:
         model: The model.
-        named: Its parameters by name. They are views of chunks.
+        named: Parameters of the model by name. They are views of chunks.
         mark: The value of the attribute `MARK` of the parameters.
     """
 
@@ -178,7 +180,7 @@ class Structure(NotCopied):
         self._members = _members(self._modules)
 
     def check(self) -> None:
-        """Raise ConfigError if the model was converted, moved or extended. Call this where
+        """Raise ConfigError if the model was converted, moved or extended. Call this method where
         functions on guarded tensors are not intercepted."""
         storages, members = self._storages_now(), _members(self._modules)
         is_known = len(members) == len(self._members) and all(map(is_, members, self._members))
@@ -206,9 +208,10 @@ class Structure(NotCopied):
 
 def _members(modules: Iterable[nn.Module]) -> list[Any]:
     """Return the children and the parameters of all modules."""
-    # Functions in C, because this runs twice in a step.
+    # These functions are implemented in C, because this code runs twice in a step.
     tables = chain.from_iterable(map(attrgetter("_modules", "_parameters"), modules))
-    # The tables of a module of torch.jit.script are no dicts.
+    # In a module of torch.jit.script, `_modules` and `_parameters` are not dicts, but have
+    # `values`.
     return [*chain.from_iterable(map(methodcaller("values"), tables))]
 
 
@@ -278,7 +281,7 @@ def check_bytes(key: str, value: str | int) -> int:
 
 
 def check_number(key: str, value: object, low: float, high: float = math.inf) -> float:
-    """Return a finite number in [low, high].
+    """Return `value` as a float, a finite number in [low, high].
 
     Raises:
         ConfigError: The value is not a finite number in this range.

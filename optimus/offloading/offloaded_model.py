@@ -1,4 +1,4 @@
-"""Any torch module with its states in chunks: its hooks, guards, and gradients."""
+"""Any torch module whose states are in chunks: hooks, guards and gradients of the module."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ from optimus.offloading.state_dicts import StateDictHooks
 logger = logging.getLogger(__name__)
 
 _MAX_USES = 1_000_000
-"""Largest number of uses of segments in a step that are recorded. Later uses have no plan."""
+"""Largest number of uses of segments that are recorded in a step. Later uses are not recorded, so
+that the plan of the next step does not contain them."""
 _OUTSIDE = (
     "parameter {} has a gradient from outside of the forward of its module; call the module for "
     "each use of the parameter, return all its outputs, and use no results of an earlier forward"
@@ -45,8 +46,8 @@ class OffloadedModel(NotCopied):
         chunks: Chunks of the model.
         residency: Placement of the states.
         device: Device on which the model computes.
-        expected_update: Returns the arguments of `ChunkEngine.expect_update` for a step. It is
-            called before the first backward of a step.
+        expected_update: Function that returns the argument of `ChunkEngine.expect_update` for a
+            step. It is called before the first backward of a step.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class OffloadedModel(NotCopied):
         }
         self._grads = {name: self.engine.gradient(name) for name in self.trained}
         self._open: list[nn.Parameter] = []
-        """Parameters on the host whose segment may compute now. They are not guarded."""
+        """Parameters on the host that the present segment may use. These are not guarded now."""
         self._uses: list[tuple[int, bool]] = []
         self._planned: list[tuple[int, bool]] = []
         self._in_step = False
@@ -89,14 +90,16 @@ class OffloadedModel(NotCopied):
         self._tasks: list[int] = []
         """Autograd's ids of the backward passes in progress. Reentrant checkpoints nest passes."""
         self._is_complete = True
-        """False from the start of a backward until it is complete, also if it fails."""
+        """False from the start of a backward until the backward is complete. After a backward that
+        fails, it stays False."""
         self.num_backwards = 0
         self._first_backward = 0
         """Value of `num_backwards` before the present step."""
         self._expected_backwards = 0
         self._received: set[str] = set()
         """Parameters that have received a gradient since the gradients were cleared."""
-        # These hooks do not refer to `self`, because Python cannot collect cycles through them.
+        # These hooks do not refer to `self`, because Python cannot collect reference cycles that
+        # contain such a hook.
         self._handles: list[RemovableHandle] = [
             self.named[name].register_post_accumulate_grad_hook(
                 partial(_receive, self._received, self._tasks, name)
@@ -128,7 +131,8 @@ class OffloadedModel(NotCopied):
         self._structure = Structure(model, self.named, self._mark)
 
     def _guard_tensors(self) -> dict[str, nn.Parameter]:
-        """Guard the parameters and gradients whose home is the host, and return the parameters."""
+        """Guard the parameters and gradients whose home is the host. Return the guarded parameters
+        by name."""
         guarded = {}
         for name, (chunk, _) in self._slots.items():
             if not chunk.is_transient:
@@ -147,7 +151,8 @@ class OffloadedModel(NotCopied):
         return guarded
 
     def _watch_tensors(self) -> list[str]:
-        """Watch the parameters on the device that have a master, and return their names."""
+        """Watch for in-place changes of the parameters on the device that have a master. Return the
+        names of these parameters."""
         names = [n for n in self.trained if n not in self._guarded and self._has_master(n)]
         for name in names:
             guard.watch(self.named[name])
@@ -162,8 +167,8 @@ class OffloadedModel(NotCopied):
         and guards, and free all states except the parameters. A parameter whose home is the host is
         then in host memory. May be called more than once.
 
-        If an update has failed, the weights are partly updated. Then only the file on disk is
-        removed, and uses of the module raise the error.
+        If an update has failed, some weights are updated and others are not. In this case, only the
+        file on disk is removed, and uses of the module raise the error.
         """
         if self.is_released:
             return
@@ -227,8 +232,9 @@ class OffloadedModel(NotCopied):
         if backward:
             self._begin_backward(task)
         else:
-            # Otherwise, the casts of all weights stay on the device to the end of torch.autocast,
-            # and their gradients in a later forward come after the backward of all segments.
+            # Without this call, the casts of all weights stay on the device until torch.autocast
+            # ends. A later forward would use the same casts, and their gradients would come after
+            # the backward of all segments.
             torch.clear_autocast_cache()
             if task == -1:
                 self._tasks.clear()  # ids of a backward that has failed
@@ -246,20 +252,21 @@ class OffloadedModel(NotCopied):
             self._uses.append((index, backward))
 
     def close(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Guard parameters whose segment has computed its forward."""
+        """Guard `parameters` again, after their segment has computed."""
         for parameter in parameters:
             guard.close(parameter)
 
     def read(self, name: str) -> None:
         """Gather a parameter that code outside of its segment reads."""
         self.check_open()
-        # Gather the parameters of the present segment again, so that they are not evicted.
+        # Include the parameters of the present segment, so that the gather does not evict them.
         names = [guard.name_of(parameter) for parameter in self._open]
         with _raw(), guard.without_modes():
             self.engine.gather([name, *names])
 
     def restore(self, name: str) -> None:
-        """Copy the parameters on the device from the host again, after a write to `name`."""
+        """Copy the parameters of the present segment from the host to the device again, after a
+        write to the parameter `name`."""
         with _raw():
             self._versions.update({name: p._version for name, p in self._guarded.items()})
             self.engine.params.invalidate()
@@ -303,7 +310,7 @@ class OffloadedModel(NotCopied):
                 self.named[name].grad = self._grads[name] if name in zero else None
         if zero:
             self._start_gradients()
-            self._received |= zero  # as in torch, the next step updates them
+            self._received |= zero  # the next step updates these, as torch does
 
     def _start_gradients(self) -> None:
         self.engine.gradients.start()
@@ -313,8 +320,8 @@ class OffloadedModel(NotCopied):
         self._first_backward = self.num_backwards
 
     def _without_gradient(self) -> list[str]:
-        """Return the trained parameters whose `.grad` is None. Raise ConfigError if a `.grad` was
-        replaced by another tensor."""
+        """Return the names of the trained parameters whose `.grad` is None. Raise ConfigError if a
+        `.grad` was replaced by another tensor."""
         missing = []
         with _raw():
             for name, grad in self._grads.items():
@@ -356,7 +363,8 @@ class OffloadedModel(NotCopied):
         engine.queue_callback(partial(self._end_backward, task))
 
     def _clear_some(self, names: Sequence[str]) -> None:
-        """Set the gradients of the parameters `names` to zero, if they have received one."""
+        """Set the gradients of those parameters in `names` to zero that have received a
+        gradient."""
         for name in self._received.intersection(names):
             chunk, slot = self._slots[name]
             assert isinstance(chunk, ChunkState)
@@ -382,8 +390,8 @@ class OffloadedModel(NotCopied):
     # -- a step ----------------------------------------------------------------------------------
 
     def complete_gradients(self) -> set[str]:
-        """Complete the gradients of a step, and return the names of the parameters that have
-        one."""
+        """Complete the gradients of a step, and return the names of the parameters that have a
+        gradient."""
         missing = self._without_gradient()
         if len(missing) == len(self.trained):
             self._received.clear()
@@ -468,7 +476,8 @@ class OffloadedModel(NotCopied):
         return states
 
     def show_values(self, parameters: dict[str, nn.Parameter]) -> None:
-        """Make parameters whose home is the host views of host memory, with all updates."""
+        """Make those of `parameters` whose home is the host views of host memory, after all
+        updates."""
         self.engine.wait()
         for name, parameter in parameters.items():
             if name in self._guarded:
@@ -485,24 +494,27 @@ class OffloadedModel(NotCopied):
                 guard.close(parameter)
 
     def adopt_changes(self) -> None:
-        """Set the masters of parameters on the device that code has changed."""
+        """For each parameter on the device that code outside of this class has changed in place,
+        set the master from the new value."""
         changed = [name for name in self._watched if self._is_changed(name)]
         if changed:
             self.adopt_values({name: self.named[name] for name in changed})
 
     def _is_changed(self, name: str) -> bool:
-        """Return True if code has changed a parameter in place after `adopt_values`."""
+        """Return True if code has changed a parameter in place since the last call of
+        `adopt_values`."""
         return self.named[name]._version != self._versions[name]
 
     def adopt_values(self, parameters: dict[str, nn.Parameter]) -> None:
-        """Set the master weights from values that were written after `show_values`."""
+        """Set the master weights from the values of `parameters`, which code has written after
+        `show_values`."""
         for name, parameter in parameters.items():
             self._versions[name] = parameter._version
             chunk, slot = self._slots[name]
             if isinstance(chunk, ChunkState) and self._has_master(name):
                 values = chunk.shard[slot.start : slot.stop]
                 master = self.engine.read(chunk.master[slot.start : slot.stop])
-                # Keep a master that rounds to the loaded value, because it has more bits.
+                # Keep a master that rounds to the loaded value, because the master is more precise.
                 is_same = master.to(values.dtype) == values
                 self.engine.put("master", name, torch.where(is_same, master, values.float()))
         self.engine.expect_update(None)

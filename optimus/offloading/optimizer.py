@@ -43,7 +43,7 @@ from optimus_kernels import adamw_, adamw_into
 _EARLY = "off", "on", "auto"
 """Values of the argument `early_adam`."""
 _OF_TORCH = torch.optim.AdamW([torch.empty(0)], fused=True).defaults
-"""Options of an equal optimizer of torch, for those that the groups of `offload` do not have."""
+"""Values that torch's AdamW has for options which the groups of `offload` do not have."""
 
 
 def offload(
@@ -66,44 +66,50 @@ def offload(
     disk_memory: str | int | None = None,
     early_adam: Early = "off",
 ) -> OffloadOptimizer:
-    """Return an AdamW optimizer that keeps the states of a model in host memory, so that one device
-    can train a model that is larger than its memory.
+    """Return an AdamW optimizer that keeps the states of a model in host memory, so that a device
+    can train a model that does not fit in the memory of the device.
 
     The parameters of the model become views of chunks. Before a segment of the model, such as a
-    transformer layer, computes, its parameters are copied to the device. After its backward, its
-    gradients are copied to the host, where they are added over backward passes, and where the
-    optimizer updates the parameters. All placements train the same bits.
+    transformer layer, computes, its parameters are copied to the device. After the backward of the
+    segment, its gradients are copied to the host, where they are added over backward passes, and
+    where the optimizer updates the parameters. Training gives the same bits with all placements.
 
     Args:
-        model: The model, without torch.compile. Its parameters that require a gradient are trained.
+        model: The model, without torch.compile. The parameters that require a gradient are trained.
         params: Parameters or dicts of parameter groups, as for torch.optim.AdamW; None for all
             parameters that require a gradient. The options of a group are lr, betas, eps and
             weight_decay.
         lr, betas, eps, weight_decay: Defaults of the groups, as for torch.optim.AdamW.
         clip_norm: Largest 2-norm of all gradients; None for no clipping.
         device_memory: Device memory that training may use, such as "20GB" or a number of bytes. On
-            an accelerator, larger allocations then fail. None for the memory of the device or, on
-            a CPU, for all states on the host.
-        host_share: Share of the chunks in host memory, instead of `device_memory`.
-        cache_chunks: Number of chunks of parameters that are on the device at once. 0 for as many
-            as fit into `device_memory` or, with `host_share`, for those of three segments.
-        chunk_length: Elements of a chunk; 0 for those of the largest block.
+            an accelerator, allocations beyond this limit then fail. None for the whole memory of
+            the device or, on a CPU, to keep all states on the host.
+        host_share: Fraction of the chunks in host memory, from 0 to 1. Replaces `device_memory`.
+        cache_chunks: Number of chunks of parameters that are on the device at the same time. 0 for
+            as many chunks as fit into `device_memory` or, with `host_share`, for the chunks of
+            three segments.
+        chunk_length: Number of elements of a chunk; 0 for the number of elements of the largest
+            block.
         device: Device on which the model computes; None for the accelerator, if there is one.
         example: Keyword arguments of the forward for the largest batch, such as `input_ids` and
-            `labels`, on any device. The activations of a step are then computed from them on
-            torch's meta device, and the placement is the one with the shortest simulated step that
-            fits into `device_memory`. A larger batch is refused. None to leave half of
-            `device_memory` to activations.
-        host_memory: Host memory that states may use; None for the memory of this process, less a
-            reserve for Python and its libraries (2 GiB and 5 %, at most a quarter).
-        disk: Directory on a local disk. If the states exceed the host memory, masters and moments
-            of as few chunks as possible are in a file there. "" to refuse such a model.
-        disk_memory: Bytes on disk that states may use; None for all that is free.
-        early_adam: When the host begins to update a chunk. "off": in `step`. "on": as soon as its
-            gradient is complete, before the norm of all gradients is known, if the last step had as
-            many backward passes. The old states are kept until `step`, so that the host needs
-            memory for a second copy of the states. "auto": as "on", but not in the step after a
-            clipped one, and only for as many chunks as fit in half of the free host memory.
+            `labels`, on any device. The bytes of the activations of a step are then computed from
+            these arguments on torch's meta device. Of the placements that fit into `device_memory`,
+            the placement with the shortest simulated step is selected. A larger batch is refused.
+            None to leave half of `device_memory` to activations.
+        host_memory: Host memory that states may use, such as "20GB" or a number of bytes. None for
+            the memory that this process can use, less a reserve for Python and its libraries (2 GiB
+            and 5 % of this memory, at most a quarter of it).
+        disk: Directory on a local disk. If the states exceed the host memory, the masters and
+            moments of as few chunks as possible are in a file in this directory. "" to refuse such
+            a model.
+        disk_memory: Bytes on disk that states may use; None for all free bytes.
+        early_adam: Time at which the host begins to update a chunk. "off": in `step`. "on": as soon
+            as the gradient of the chunk is complete, before the norm of all gradients is known. The
+            host knows that a gradient is complete after as many backward passes as in the last
+            step. The old states are kept until `step`, so that the host needs memory for a second
+            copy of the states. "auto": as "on", but not in the step after a step that was clipped,
+            and only for as many chunks as have space for a second copy in half of the free host
+            memory.
 
     Raises:
         ConfigError: The model or an argument is not supported.
@@ -131,14 +137,16 @@ def offload(
 def _checked_defaults(
     lr: float | Tensor, betas: Sequence[float], eps: float, weight_decay: float
 ) -> dict[str, Any]:
-    """Return the default options of parameter groups. Raises ConfigError."""
+    """Return the default options of parameter groups. Raises ConfigError if an option is
+    invalid."""
     numbers = {"lr": lr, "eps": eps, "weight_decay": weight_decay}
     checked = {key: check_number(key, _number(value), 0.0) for key, value in numbers.items()}
     return {**checked, "betas": check_betas(betas)}
 
 
 def _chunks_of(model: nn.Module, named: dict[str, nn.Parameter], chunk_length: int) -> ModelChunks:
-    """Return the division of the parameters into chunks. Raises ConfigError."""
+    """Return the division of the parameters into chunks. Raises ConfigError if `chunk_length` is
+    invalid."""
     segments = find_segments(model)
     length = check_count("chunk_length", chunk_length) or default_chunk_length(named, segments)
     return ModelChunks(named, segments, chunk_keys(named, segments), length, GroupAdamW())
@@ -167,7 +175,7 @@ def _limits_of(
     disk: str | os.PathLike[str],
     disk_memory: str | int | None,
 ) -> OffloadLimits:
-    """Return the limits that arguments of `offload` set."""
+    """Return the limits of memory that these arguments of `offload` set."""
     usable = usable_memory()
     host = host_limit(usable, 1)
     if host_memory is not None:
@@ -223,7 +231,7 @@ class GroupAdamW:
         self.num_updates = 0
         self._ranges: _Ranges = {}
         self._expected: dict[int, _Ranges] = {}
-        """The hyperparameters of early updates, by the number of the update."""
+        """The ranges and hyperparameters of early updates, by the number of the update."""
 
     def expect(
         self, chunks: Sequence[ChunkState], hyperparameters: Mapping[str, Hyperparameters]
@@ -232,7 +240,8 @@ class GroupAdamW:
         `set`."""
         number = self.num_updates + 1
         self._expected[number] = _ranges_of(chunks, hyperparameters)
-        self._expected.pop(number - 2, None)  # an update of the last step may be in progress
+        # Keep those of `number - 1`, because an update of the last step may be in progress.
+        self._expected.pop(number - 2, None)
 
     def set(
         self, chunks: Sequence[ChunkState], hyperparameters: Mapping[str, Hyperparameters]
@@ -242,10 +251,11 @@ class GroupAdamW:
 
         Args:
             chunks: All chunks.
-            hyperparameters: Those of each parameter to update, by name.
+            hyperparameters: A dict from the name of each parameter to update to its
+                hyperparameters.
 
         Returns:
-            True if `expect` had the same hyperparameters.
+            True if the last call of `expect` had the same hyperparameters.
         """
         self._ranges = _ranges_of(chunks, hyperparameters)
         return self._expected.get(self.num_updates + 1) == self._ranges
@@ -288,13 +298,14 @@ class GroupAdamW:
 
 
 _Ranges = dict[int, list[_Range]]
-"""The parameters to update, by the number of the chunk."""
+"""The ranges of elements to update, by the number of the chunk."""
 
 
 def _ranges_of(
     chunks: Sequence[ChunkState], hyperparameters: Mapping[str, Hyperparameters]
 ) -> _Ranges:
-    """Return the ranges to update in each chunk: the parameters that have hyperparameters."""
+    """Return a dict from the number of each chunk to the ranges of its elements that are updated:
+    the parameters that have hyperparameters."""
     of_chunks: _Ranges = {}
     for chunk in chunks:
         ranges = of_chunks[chunk.chunk.number] = []
@@ -302,7 +313,7 @@ def _ranges_of(
         for slot, end in zip(chunk.chunk.slots, ends, strict=True):
             if (of_slot := hyperparameters.get(slot.name)) is None:
                 continue
-            # The padding after a parameter is updated too: it is zero and stays zero.
+            # A range also contains the padding after a parameter, which is zero and stays zero.
             last = ranges[-1] if ranges else None
             if last and last.stop == slot.start and last.hyperparameters == of_slot:
                 ranges[-1] = _Range(last.start, end, of_slot)
@@ -312,14 +323,14 @@ def _ranges_of(
 
 
 def _states_in(buffers: ShardBuffers, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a range of the masters and of both moments."""
+    """Return the elements [start, stop) of the masters and of both moments."""
     _, master, moments = buffers
     exp_avg, exp_avg_sq = moments["exp_avg"], moments["exp_avg_sq"]
     return master[start:stop], exp_avg[start:stop], exp_avg_sq[start:stop]
 
 
 def _copy_range(into: ShardBuffers, values: ShardBuffers, start: int, stop: int) -> None:
-    """Copy a range of elements that an update does not change."""
+    """Copy the elements [start, stop), which an update does not change, to the buffers `into`."""
     for new, present in zip(into.tensors, values.tensors, strict=True):
         new[start:stop].copy_(present[start:stop])
 
@@ -375,20 +386,21 @@ class OffloadOptimizer(torch.optim.Optimizer):
                     module._buffers[key] = buffer.to(device)
 
     def allow_early_updates(self, early_adam: str, limit: float) -> None:
-        """Make spare buffers of at most `limit` bytes for early updates. `early_adam` is as for
+        """Allocate spare buffers of at most `limit` bytes for early updates. `early_adam` is as for
         `offload`."""
         self._early_adam = early_adam
         self._offloaded.engine.add_spare(limit)
 
     def close(self) -> None:
-        """Complete all updates, and end the offloading: free the states of the optimizer, remove
-        their file on disk, and remove all hooks from the model. May be called more than once.
+        """Complete all updates and end the offloading: free the states of the optimizer, remove the
+        file of the states on disk, and remove all hooks from the model. May be called more than
+        once.
 
         The model then has its weights and no gradients, and can be evaluated, saved, or offloaded
-        again. Parameters whose states were in host memory are on the CPU. Without this call, the
-        states exist until the model and the optimizer are deleted, and page-locked memory is kept
-        until the end of the process. If an update has failed, a warning is logged, and uses of the
-        model raise the error of the update.
+        again. Parameters whose states were in host memory are on the CPU. If `close` is not called,
+        the states exist until the model and the optimizer are deleted, and page-locked memory is
+        kept until the end of the process. If an update has failed, a warning is logged, and uses of
+        the model raise the error of the update.
         """
         assert self._model is not None
         self._model.release()
@@ -401,11 +413,11 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parameters that have a gradient. The host updates its chunks in the
-        background; the next forward of a segment waits for its parameters.
+        """Update the parameters that have a gradient. The host updates the chunks on the host in
+        the background; the next forward of a segment waits for the parameters of this segment.
 
         Args:
-            closure: Computes the loss and its gradients, and returns the loss.
+            closure: Function that computes the loss and its gradients, and returns the loss.
 
         Raises:
             ConfigError: The model was changed, or `zero_grad` was not called after the last step.
@@ -441,8 +453,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         return loss
 
     def _expected_update(self) -> tuple[float, float] | None:
-        """Return the arguments that the next update of the engine will probably have; None to begin
-        no update early."""
+        """Return the arguments (`lr`, `grad_scale`) that the next update of the engine will
+        probably have; None to begin no update early."""
         clips = self._clip_norm is not None and self._has_clipped
         if self._early_adam == "off" or (self._early_adam == "auto" and clips):
             return None
@@ -488,9 +500,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
     # -- states ----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states in the format of torch.optim.AdamW. The tensors are views of host
-        memory, or of the file of the states on disk, and valid until the next step. Parameters in
-        bf16 or fp16 also have the fp32 "master". Before the first step, there is no state."""
+        """Return the states in the format of torch.optim.AdamW. The tensors are views of memory, or
+        of the file of the states on disk. They are valid until the next step. Parameters in bf16 or
+        fp16 also have the fp32 "master". Before the first step, there is no state."""
         model = self._offloaded
         model.engine.wait()
         model.adopt_changes()
@@ -507,7 +519,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the result of `state_dict`, of this class or of torch.optim.AdamW.
+        """Load the result of the method `state_dict` of this class or of torch.optim.AdamW.
 
         Load the weights of the model first. If the states have fp32 masters, the parameters are set
         from them.

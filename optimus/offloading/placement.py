@@ -48,8 +48,8 @@ logger = logging.getLogger(__name__)
 _TRIMMED_BYTES = 1 << 20
 """Smallest number of bytes of released parameters after which `platform.trim_heap` is called."""
 PREFETCH = 3
-"""Number of segments for which the cache has space by default: one that computes, and two whose
-parameters are being copied."""
+"""Number of segments for which the cache has space by default: a segment that computes, and two
+segments whose parameters are being copied."""
 
 
 class OffloadPlacement(NamedTuple):
@@ -100,10 +100,10 @@ class ModelChunks(NamedTuple):
     length: int
     """Target length of a chunk, in elements."""
     rule: Optimizer
-    """Update rule of the chunks."""
+    """The optimizer, which updates the chunks."""
 
     def on_meta(self, placement: OffloadPlacement, with_spare: bool = False) -> ChunkEngine:
-        """Return an engine on the meta device for a placement. It allocates no memory. With
+        """Return an engine for a placement, on the meta device and therefore without memory. With
         `with_spare`, all chunks that can be updated early have spare buffers."""
         engine = ChunkEngine(
             {name: _meta_parameter(self.named[name], False) for name in self.keys},
@@ -123,10 +123,12 @@ class ModelChunks(NamedTuple):
 
 
 class ReleasedValues:
-    """Initial values of parameters. The engine copies each value to a chunk and then releases it.
+    """Function that returns the initial values of parameters. The engine copies the values of a
+    parameter to a chunk and then releases them.
 
     glibc keeps the memory of released tensors of less than 32 MB. Therefore this class returns free
-    memory of the heap to the operating system, about once for each chunk.
+    memory of the heap to the operating system each time that values of about a chunk have been
+    released.
 
     Args:
         named: The parameters by name.
@@ -152,7 +154,7 @@ class Needs:
     """Memory that a model needs on the device, without activations."""
 
     states: int
-    """Bytes of all states, if all are on the device."""
+    """Bytes of all states, if all of them are on the device."""
     chunk: int
     """Bytes of the parameters of the largest chunk."""
     num_chunks: int
@@ -199,7 +201,7 @@ def select_placement(
 
     Args:
         model: The model.
-        chunks: Its chunks.
+        chunks: Chunks of the model.
         device: Device on which the model computes.
         limits: Memory that training may use.
         host_share, cache_chunks, example: As for `optimus.offload`.
@@ -391,8 +393,8 @@ _UNLIMITED = 1 << 62
 def _with_disk(
     chunks: ModelChunks, placement: OffloadPlacement, limits: OffloadLimits, with_spare: bool
 ) -> OffloadPlacement:
-    """Return a copy of a placement that has as few states on disk as the host memory allows, and
-    the resulting bytes in host memory. If `with_spare`, they include the spare buffers for early
+    """Return a copy of a placement with as few states on disk as the host memory allows, and with
+    the resulting `host_bytes`. If `with_spare`, `host_bytes` includes the spare buffers for early
     updates of all chunks without states on disk.
 
     Raises:
@@ -407,8 +409,9 @@ def _with_disk(
     )
 
     def with_chunks(number: int) -> tuple[OffloadPlacement, int]:
-        """Return the placement with the states of `number` chunks on disk, and their bytes."""
-        # ChunkEngine rounds disk_share * count up, so that `number` chunks are on disk.
+        """Return the placement with the states of `number` chunks on disk, and the bytes on
+        disk."""
+        # ChunkEngine rounds disk_share * count up, here to `number`.
         changed = placement._replace(disk_share=max(0.0, number - 0.5) / count)
         sizes = chunks.on_meta(changed, with_spare).state_bytes()
         return changed._replace(host_bytes=sizes["host"]), sizes["disk"]
@@ -479,7 +482,8 @@ def needs_of(
             gradients[chunk.number] = fp32
             states += 3 * fp32 + (fp32 if params < fp32 else 0)
     used = [{chunk_of[name] for name in s.parameters + s.inherited} for s in segments]
-    # A chunk has a gradient from the backward of its last segment to that of its first one.
+    # A chunk has a gradient from the backward of its last segment to the backward of its first
+    # segment.
     positions = {chunk: position for position, chunk in enumerate(gradients)}
     numbers, sizes = range(len(segments)), list(gradients.values())
     together = [
@@ -506,7 +510,7 @@ def profile_step(model: nn.Module, example: Mapping[str, Any]) -> list[UseProfil
     """Profile a forward and a backward of a model for one batch, on the meta device.
 
     Args:
-        model: The model. It is not changed, and its parameters are not copied.
+        model: The model. This function does not change the model, and does not copy its parameters.
         example: Keyword arguments of the forward, which runs in training mode. The backward begins
             with the `loss` of the result. If the result has no loss, the profile assumes the memory
             of a cross-entropy of each output.
@@ -552,8 +556,8 @@ def _loss_of(out: Any) -> Tensor:
 
 
 def _meta_parameter(parameter: Tensor, with_gradient: bool) -> nn.Parameter:
-    """Return a parameter without memory. With `with_gradient`, it has an fp32 gradient, to which
-    backward adds."""
+    """Return a parameter on the meta device with the shape and dtype of `parameter`. With
+    `with_gradient`, it has an fp32 gradient, to which backward adds."""
     on_meta = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
     if with_gradient and parameter.requires_grad:
         if parameter.dtype is not torch.float32:
@@ -570,8 +574,8 @@ def shapes_of(arguments: Mapping[str, Any]) -> dict[str, torch.Size]:
 def check_batch(
     planned: Mapping[str, torch.Size], module: nn.Module, args: Any, kwargs: Any
 ) -> None:
-    """Forward pre-hook that raises ConfigError for a training batch if a tensor is larger in a dim
-    than in the example. `planned` has the shapes of the example by name."""
+    """Forward pre-hook. Raise ConfigError if a tensor of a training batch is larger in a dim than
+    the same tensor of the example. `planned` has the shapes of the example by name."""
     if not torch.is_grad_enabled():
         return
     arguments = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments

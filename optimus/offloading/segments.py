@@ -1,5 +1,5 @@
-"""Division of any torch module into segments, whose parameters are needed at the same time, and of
-their parameters into classes of chunks; hooks of the segments."""
+"""Division of any torch module into segments, which are modules whose parameters are needed at the
+same time. Division of these parameters into classes that share chunks. Hooks of the segments."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ from optimus.offloading.checks import NotCopied, refuse_compiled
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential)
 _OBSERVED = "_optimus_observed"
-"""Attribute of an output with a `_BackwardTrigger`: its `grad_fn` when the trigger was registered.
-An in-place operation changes the `grad_fn`; the tensor then needs another trigger."""
+"""Name of an attribute of output tensors. Its value is the `grad_fn` that the tensor had when a
+`_BackwardTrigger` was registered. After an in-place operation, the `grad_fn` differs from this
+value, and the tensor needs another trigger."""
 
 
 @dataclass(frozen=True)
@@ -47,19 +48,19 @@ class _ChunkOptions(ParamOptions):
     """Options that parameters of a chunk have in common."""
 
     segment: str = ""
-    """Name of the segment; "" for a block. Only parameters with equal names share chunks. Large
-    parameters, such as embeddings, therefore do not determine the chunk length of blocks. Nor do
-    they share a chunk with a small parameter, such as that of a norm, which would then need the
-    large chunk on the device."""
+    """Name of the segment; "" for a block. Only parameters with equal values of this field share
+    chunks. Large parameters, such as embeddings, therefore have separate chunks and do not
+    determine the chunk length of blocks. A small parameter, such as the weight of a norm, never
+    needs a large chunk on the device."""
 
 
 def find_segments(model: nn.Module) -> list[ModuleSegment]:
     """Return the segments of a model in the order in which its modules are registered.
 
     There are three kinds of segments: the blocks of the model, which are the elements of each
-    ModuleList or Sequential; the largest modules without blocks, such as an embedding; and the
-    modules that enclose these, if they have direct parameters. If the model has no ModuleList and
-    no Sequential, its children are the blocks.
+    ModuleList or Sequential; the largest modules without blocks, such as an embedding; and modules
+    that enclose segments of the first two kinds, if they have direct parameters. If the model has
+    no ModuleList and no Sequential, its children are the blocks.
     """
     blocks = set(_blocks(model, sum(p.numel() for p in model.parameters())))
     if not blocks:
@@ -100,7 +101,7 @@ def _walk(
     is_whole = is_whole and _is_called(module)
     parameters = module.parameters() if is_whole else _direct_parameters(module)
     if not (_is_called(module) or name == ""):
-        parameters = iter(())  # they are direct parameters of an enclosing module
+        parameters = iter(())  # these belong to an enclosing module
     names = dict.fromkeys(canonical[id(p)] for p in parameters)
     direct = tuple(parameter for parameter in names if parameter not in inherited)
     if direct:
@@ -112,15 +113,15 @@ def _walk(
 
 
 def _is_called(module: nn.Module) -> bool:
-    """Return False for a module without a forward, such as a ModuleDict or a ParameterList. The
-    enclosing module uses its parameters and children."""
-    forward = getattr(type(module), "forward", None)  # the class of scripted modules has none
+    """Return True if a module has a forward. A module without a forward, such as a ModuleDict or a
+    ParameterList, is not called; the enclosing module uses its parameters and children."""
+    forward = getattr(type(module), "forward", None)  # no attribute: scripted
     return isinstance(module, nn.Sequential) or forward is not nn.Module.forward
 
 
 def _direct_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield the direct parameters of a module and of its children without a forward, whose
-    parameters the module uses."""
+    """Yield the direct parameters of a module and of those children that have no forward, because
+    the module uses the parameters of such children."""
     yield from (p for p in module._parameters.values() if p is not None)
     for child in module.children():
         if not _is_called(child):
@@ -130,8 +131,9 @@ def _direct_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
 def chunk_keys(
     named: dict[str, nn.Parameter], segments: Sequence[ModuleSegment]
 ) -> dict[str, ParamProcessGroups]:
-    """Return the key of each parameter for the layout (`optimus.chunks.layout.Parameter.key`), by
-    name, in order of first use. Parameters with equal keys share chunks."""
+    """Return a dict from the name of each parameter to its key for the layout
+    (`optimus.chunks.layout.Parameter.key`), in order of first use. Parameters with equal keys share
+    chunks."""
     in_block = {name for segment in segments if segment.is_block for name in segment.parameters}
     ordered: dict[str, str] = {}
     for segment in segments:
@@ -204,7 +206,8 @@ class SegmentHooks(NotCopied):
     def register(self, before_forward: Hook, before_backward: Hook | None) -> None:
         """As `ModelSegment.register`."""
         self._of_engine = before_forward, before_backward
-        # The first hook, because others may read parameters, as torch's weight_norm does.
+        # This hook must be the first, because other hooks may read parameters, as torch's
+        # weight_norm does.
         has_others = bool(self._module._forward_pre_hooks)
         first = self._module.register_forward_pre_hook(self._before_forward, prepend=True)
         self._owner.keep(first)
@@ -248,10 +251,11 @@ class SegmentHooks(NotCopied):
             "found; return tensors, or tuples, lists, dicts or dataclasses of tensors",
         )
         trigger = _BackwardTrigger(self._owner, self._index)
-        # An in-place operation on a view removes the hooks of the view, but not those of its base.
+        # An in-place operation on a view removes the hooks of the view, but not the hooks of its
+        # base.
         for tensor in [*tensors, *(t._base for t in tensors if t._base is not None)]:
-            # No operation has made a leaf. If the tensor is also an output of an inner segment, it
-            # has a trigger already, which provides the parameters of the inner segment and those
+            # A leaf is not the result of an operation and needs no trigger. An output of an inner
+            # segment already has a trigger, which provides the parameters of the inner segment and
             # of the enclosing modules.
             if not tensor.requires_grad or tensor.is_leaf:
                 continue
@@ -262,8 +266,8 @@ class SegmentHooks(NotCopied):
 
 
 class _BackwardTrigger:
-    """Tensor hook of the outputs of a forward. In each backward pass, the first call announces the
-    backward of the segment.
+    """Tensor hook of the outputs of a forward. In each backward pass, the first call of the hook
+    calls `Owner.use` for the backward of the segment.
 
     Autograd runs operations in the reverse order of their creation. Therefore the backward of all
     later segments is complete at the first call.

@@ -23,13 +23,14 @@ class Owner(Protocol):
         """Keep handles of hooks."""
 
     def show_values(self, parameters: dict[str, nn.Parameter]) -> None:
-        """Make offloaded parameters views of host memory, with all updates."""
+        """Make offloaded parameters views of host memory, after all updates."""
 
     def hide_values(self, parameters: dict[str, nn.Parameter]) -> None:
         """Undo `show_values`."""
 
     def adopt_values(self, parameters: dict[str, nn.Parameter]) -> None:
-        """Update other states after values were written."""
+        """Set the other states of parameters from the values that were written to the
+        parameters."""
 
 
 class StateDictHooks(NotCopied):
@@ -40,7 +41,8 @@ class StateDictHooks(NotCopied):
         self._names = {id(parameter): name for name, parameter in owner.named.items()}
         self._modules = [m for m in model.modules() if any(True for _ in m.parameters(False))]
         self._alone: dict[str, Tensor] = {}
-        """Tensors whose storage has only the elements of a parameter, by its name."""
+        """A dict from the name of a parameter to a tensor whose storage has only the elements of
+        this parameter."""
 
     def register(self) -> None:
         """Register the hooks of all modules that have parameters."""
@@ -69,11 +71,12 @@ class StateDictHooks(NotCopied):
         self._owner.hide_values(self._parameters(module))
 
     def _separate(self, name: str, value: Tensor) -> None:
-        """Give a tensor of a state dict a storage that has only its elements, in the same memory.
+        """Give a tensor of a state dict a separate storage in the same memory, which has only the
+        elements of this tensor.
 
         The parameters of a chunk share a storage. safetensors and accelerate save only a single
-        tensor of each storage, because they take the others for tied parameters. Tied parameters
-        have the same name here, so that they still share a storage.
+        tensor of each storage, because they treat all tensors of a storage as tied parameters. Tied
+        parameters have the same name here, so that they still share a storage.
         """
         alone = self._alone.get(name)
         if alone is None or alone.data_ptr() != value.data_ptr():
