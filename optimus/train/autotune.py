@@ -2,9 +2,9 @@
 kernel backend, grouped GEMM and expert dispatcher.
 
 The grouped GEMM has two implementations, called forms: "torch" is torch's grouped GEMM, and "loop"
-is a loop over the experts. Different backends or forms add numbers in different orders, so that
-their results differ in the last bits. A run therefore fails at its start if its ranks select
-different backends or forms.
+is a loop over the experts. Two backends or forms may add numbers in different orders, so that the
+last bits of their results differ. A run therefore fails at its start if its ranks select different
+backends or forms.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ starts."""
 
 
 class KernelChoices(NamedTuple):
-    """The values of the settings `kernels.backend` and `kernels.grouped_gemm` that a run uses, the
-    same on all ranks. If the model has no experts, a value may still be "auto"."""
+    """The values of the settings `kernels.backend` and `kernels.grouped_gemm` that a run uses. All
+    ranks have the same values. If the model has no experts, a value may still be "auto"."""
 
     backend: str
     grouped_gemm: str
@@ -138,12 +138,12 @@ def autotune_kernels(config: Config, world: World, checkpoint: Manifest | None) 
             rank, or the choices of ranks differ. Raised on every rank.
     """
     sparse = any(config.model.experts_by_layer)
-    request = _request(config)  # environments may differ
+    request = _request(config)  # the environments of ranks may differ
     requests = all_gather_objects(request, world.everyone, Answer)
     if problem := _failure(requests):
         raise ConfigError(problem)
     if config.offload.mode != "off" and world.device.type != "cpu":
-        _agree_on_backend(world, "cpu")  # the host updates chunks
+        _agree_on_backend(world, "cpu")  # the host's CPU updates chunks
     if not sparse and all(request.name == "auto" for request in requests):
         return KernelChoices(config.kernels.backend, config.kernels.grouped_gemm)
     stored = checkpoint.settings if checkpoint is not None else {}
@@ -294,7 +294,8 @@ def _agree_on_form(config: Config, world: World, stored: Mapping[str, Any]) -> s
     model, dtype, tp = config.model, dtype_of(config.train.dtype), config.parallel.tp
     like = torch.empty(0, dtype=dtype, device=world.device)
     form = _form_before_start(config, stored)
-    # A checkpoint written on another machine may record a form that this device lacks.
+    # A checkpoint that was written on another machine may record a form that this device does not
+    # support.
     if _form_setting(config) == "auto" and _unavailable(form, model, tp, like):
         form = "auto"
     if form == "auto":
@@ -546,8 +547,8 @@ def check_fp16(model: ModelConfig, device: torch.device) -> None:
 
 
 def recompute_report(config: Config, groups: Groups, model: Transformer) -> str:
-    """Measure the memory that recomputation saves and the additional time for recomputation. Return
-    a log line with the results.
+    """Measure the memory that recomputation saves and the time that it adds. Return a log line with
+    the results.
 
     All ranks of this rank's ep and tp groups must call this function. Returns "" if
     `recompute.modules` is empty.

@@ -1,5 +1,5 @@
-"""Check that a run fits in memory before its ranks start, and comparison of predicted and measured
-memory and step time after its first updates.
+"""Two functions of a run: before its ranks start, a check that the run fits in memory; after its
+first updates, a comparison of the predicted memory and step time with the measured ones.
 
 `check_before_ranks` runs in the command that starts the ranks. If only a rank can determine its
 device, the first rank makes the check, before the rendezvous. This module imports torch only in
@@ -48,22 +48,23 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FIT_CHECKED = "OPTIMUS_FIT_CHECKED"
-"""Environment variable of ranks. The command that starts them sets it after it has checked that the
-run fits."""
+"""Environment variable of ranks. The command that starts the ranks sets the variable after it has
+checked that the run fits."""
 FIRST_UPDATES, _FEWEST_UPDATES, _WARM_UP = 5, 3, 2
 """Predicted and measured values are compared after `FIRST_UPDATES` updates of a command. If the
-command ends earlier, they are compared after its last update, provided that it has run at least
-`_FEWEST_UPDATES`. The measured step time is the median without the first `_WARM_UP` updates."""
+command ends earlier, the values are compared after its last update, provided that the command has
+run at least `_FEWEST_UPDATES` updates. The measured step time is the median without the first
+`_WARM_UP` updates."""
 _ENDED = "the run ended before the prediction was complete"
 _PREDICTION_BYTES = 1_000_000_000
-"""Memory that ranks on a CPU must leave on their node for the process of the prediction, which
-needs less than half of it."""
+"""Bytes that ranks on a CPU must leave free on their node for the process of the prediction, which
+needs less than half of these bytes."""
 
 
 def capacity_before_ranks(
     train: TrainConfig, ranks_per_node: int, machine: Machine | None = None, is_node: bool = True
 ) -> Capacity | None:
-    """Return the memory that the ranks of a run can use. Imports no torch.
+    """Return the memory that the ranks of a run can use. This function imports no torch.
 
     Args:
         train: The section `[train]` of the run's configuration.
@@ -108,8 +109,8 @@ def check_before_ranks(
 def check_on_first_rank(
     config: Config, mesh: Mesh, num_microbatches: int, launch: LaunchEnv
 ) -> None:
-    """Check that a run fits, if the command that started this rank has not done so. Later attempts
-    of a supervised run do not repeat the check.
+    """Check that a run fits, unless the command that started this rank has made the check. Later
+    attempts of a supervised run do not repeat the check.
 
     Raises:
         ConfigError: The run cannot fit, or this rank has no device of the type `train.device`.
@@ -141,9 +142,9 @@ class _RankFigures(NamedTuple):
 
     rank: int
     process_bytes: int
-    """On a CPU, memory of the process before its model was made; otherwise 0."""
+    """On a CPU, bytes of the process before its model was created; otherwise 0."""
     peak_bytes: int
-    """Peak memory after the first updates, from `peak_memory_bytes`."""
+    """Peak memory in bytes after the first updates, from `peak_memory_bytes`."""
 
 
 class FirstUpdates:
@@ -256,8 +257,8 @@ class FirstUpdates:
         }
 
     def _lacking_memory(self, ranks: Sequence[_RankFigures]) -> str:
-        """Return a text that describes the problem if ranks on a CPU may leave too little memory
-        for the process of the prediction; "" if they do not."""
+        """Return a text with the problem if ranks on a CPU leave too little memory for the process
+        of the prediction. Return "" if they leave enough."""
         if self._world.device.type != "cpu":
             return ""
         on_node = self._world.launch.local_world_size * max(rank.peak_bytes for rank in ranks)

@@ -216,11 +216,11 @@ def _allow_open_files(number: int) -> None:
 
 
 def _check_pardoned(pardoned: Sequence[str], allocation: Sequence[str], run_dir: Path) -> None:
-    """Check that each node of `--pardon` is in the allocation, or is marked as excluded, suspect or
-    good in the ledger, the record of the run's earlier jobs. Raises ConfigError otherwise.
+    """Raise ConfigError if a node of `--pardon` is unknown: it is not in the allocation, and the
+    ledger, the record of the run's earlier jobs, does not mark it as excluded, suspect or good.
 
-    The node need not be excluded: all jobs of a chain have the same options, and an earlier job may
-    have made the node usable again.
+    A node that is not excluded is accepted, because all jobs of a chain have the same options, and
+    an earlier job may have made the node usable again.
     """
     history = read_history(run_dir) if pardoned else None
     for node in pardoned:
@@ -271,8 +271,8 @@ def _valid_sizes(
     config: Config, nodes: int, ranks_per_node: int, capacity: Capacity | None
 ) -> tuple[int, ...]:
     """Return all node counts from 1 to `nodes` with which the configuration is valid. If the run
-    may shrink, leave out smaller counts with which it cannot fit in memory. Raises ConfigError if
-    the configuration is invalid with `nodes` nodes."""
+    may continue on fewer nodes, leave out counts below `nodes` with which the run cannot fit in
+    memory. Raises ConfigError if the configuration is invalid with `nodes` nodes."""
     may_shrink = config.resilience.on_exhausted == "shrink" and config.train.fit_check == "refuse"
     sizes = []
     for number in range(1, nodes + 1):
@@ -291,7 +291,8 @@ def _valid_sizes(
 def _hash_frozen(config: Config) -> str:
     """Return a hash of the settings that later jobs of the same run must not change."""
     # Default values are left out, so that settings which a later version adds do not change the
-    # hash. The path represents the data set, because its identity would have to be read from it.
+    # hash. The path of the data set is hashed instead of its identity, which would have to be read
+    # from the data set.
     model = config.model.model_dump(mode="json", exclude_defaults=True)
     values = {"model": model, "data": os.path.realpath(config.data.path)}
     for key in _FROZEN:

@@ -257,7 +257,8 @@ class Run:
         self.model, layout = self.rank_model.model, self.rank_model.layout
         # A run that starts from weights alone also needs initial values, because the dispatchers
         # are timed before the weights are loaded. If the states were NaN, the router would send all
-        # tokens to the same experts, and the times would not be those of a usual load.
+        # tokens to the same experts, and the measured times would not be those of a usual load of
+        # the experts.
         self.states = self.rank_model.make_states(initial=plan.start.full is None)
         dispatch = autotune_dispatch(config, self.groups, self.model, self.states, plan.start.full)
         config = MeasuredChoices(kernels, dispatch.name).record_in(config)
@@ -320,7 +321,8 @@ class Run:
         return timer
 
     def _placed(self, config: Config, plan: RunPlan) -> Config:
-        """Return the configuration with the placement of this rank's states."""
+        """Return `config` with the settings that place the states of this rank on device, host and
+        disk."""
         return autotune_placement(
             config,
             self.groups,

@@ -21,7 +21,7 @@ _LARGEST = 2.0**100
 
 class LossScale:
     """Loss scale of the next update: the factor by which the gradients of the backward pass are
-    multiplied. The same on all ranks."""
+    multiplied. All ranks have the same scale."""
 
     def __init__(self, optim: OptimConfig, dtype: str, num_microbatches: int) -> None:
         """Create the loss scale of a new run.

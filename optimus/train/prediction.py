@@ -1,5 +1,5 @@
-"""Prediction of the memory and the step time of a run after its first updates, in a separate
-process, so that no rank waits for it.
+"""Prediction of the memory and the step time of a run. A separate process makes the prediction
+after the first updates, so that no rank waits for it.
 
 The first rank starts the process, because under torchrun, Slurm or PBS no other process of Optimus
 runs while ranks train. The process has the lowest priority, and ends with the rank at the latest.
@@ -25,7 +25,7 @@ _NICENESS = 19
 """The lowest priority."""
 _LIMIT_S = 900.0
 """Seconds after which the process is killed. A prediction takes about five seconds of processor
-time, but the process gets only the time that ranks leave."""
+time, but the ranks have priority over this process."""
 
 
 class Prediction:

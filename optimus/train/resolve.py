@@ -65,8 +65,8 @@ CHANGEABLE = (
 )
 """Settings that a resumed run may change if `checkpoint.allow_change` names them."""
 
-# Values that are known only after ranks have measured them. `optimus.train.autotune` then compares
-# them with the checkpoint's values.
+# These values are known only after ranks have measured them. `optimus.train.autotune` then compares
+# the values with those of the checkpoint.
 _MEASURED = ("kernels.backend", "kernels.grouped_gemm")
 _PER_LAUNCH = (
     *("train.run_dir", "train.deadline_s", "train.stop_at_step", "checkpoint.load"),
@@ -96,7 +96,8 @@ class RunData(NamedTuple):
 
 @dataclass(frozen=True)
 class PartialPlan:
-    """The plan of a run, which can be made on a machine without the data sets or the run directory.
+    """The plan of a run. It can also be made on a machine that does not have the data sets or the
+    run directory.
 
     Without the data sets, `data` is None. Without the run directory, `start` is the start of a new
     run.
@@ -412,7 +413,7 @@ def _position_change(settings: Mapping[str, Any], stored: Mapping[str, Any], ste
         step * source["train.batch_tokens"] // source["train.seq_len"]
         for source in (settings, stored)
     )
-    # Data that is not read counts as unchanged.
+    # If the data was not opened, its identity counts as unchanged.
     same = settings.get("data.identity", stored["data.identity"]) == stored["data.identity"]
     read = before if same else 0
     low, high = sorted((now, read))

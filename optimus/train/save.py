@@ -35,9 +35,9 @@ from optimus.train.resolve import RunPlan, flat_settings
 logger = logging.getLogger(__name__)
 
 _FEW_SAVES = 4
-"""Limit for repeated warnings about checkpoint directories that cannot be removed. `Saves` warns
-again if the free disk space is enough for fewer saves than this limit and for fewer saves than at
-the last warning."""
+"""Limit for repeated warnings about checkpoint directories that cannot be removed. Let n be the
+number of saves for which the free disk space is enough. `Saves` warns again if n is below this
+limit and below its value at the last warning."""
 
 
 def check_saves(model: ModelConfig, model_interval: int, start: store.Start) -> None:
@@ -144,8 +144,8 @@ class Saves:
         """Path of the newest full checkpoint of this command or, before its first save, the path
         from which the run starts; None if the run starts from initial values."""
         settings = config.checkpoint
-        # The first rank checks the disk for at most begin_s, up to twice a step. Meanwhile the
-        # other ranks wait in a collective.
+        # The first rank checks the disk for at most begin_s seconds, up to twice in a step.
+        # Meanwhile the other ranks wait in a collective.
         begin_s = min(BEGIN_S, settings.timeout_s, config.parallel.timeout_s / 4)
         limits: dict[str, Any] = {"limit_s": settings.timeout_s, "begin_s": begin_s}
         limits["staged"], scatter = settings.async_save, settings.scatter
@@ -290,7 +290,7 @@ class Saves:
             pending.failures = 0
             if pending is self._fulls:
                 self.newest = store.full_path(self._config.train.run_dir, outcome.step)
-        elif outcome.failure.nonfinite:  # of the saved copy; usually also of the states
+        elif outcome.failure.nonfinite:  # in the saved copy, usually also in the states
             self._refuse_bad_states(outcome.step)
             if outcome.rank == self._world.rank:
                 write_marker(

@@ -30,9 +30,9 @@ def rate_change(step: int, optim: OptimConfig, max_steps: int, stored: Mapping[s
     """Compare the learning-rate schedule of the configuration with the schedule of a checkpoint.
     Return a log line about a difference; "" if there is none.
 
-    The line contains the two learning rates and the settings that keep the checkpoint's schedule.
-    The comparison covers the updates from `step` to the smaller of the two values of
-    `train.max_steps`, and always covers `step`.
+    The line contains the learning rates of both schedules, and the settings with which the run
+    keeps the schedule of the checkpoint. The comparison covers `step` and all later updates up to
+    the smaller of the two values of `train.max_steps`.
 
     Args:
         step: Number of the next update, from 1.

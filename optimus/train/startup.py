@@ -29,7 +29,7 @@ def prepare_meeting(launch: LaunchEnv) -> None:
 
     check_meeting_point(launch)
     if launch.world_size > 1:
-        # If ranks cannot connect, torch's warnings repeat what our error message says.
+        # If ranks cannot connect, torch's warnings repeat our error message.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
 
 

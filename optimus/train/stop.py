@@ -83,7 +83,8 @@ class StopRequest:
         reason = self._reason
         if not reason and time.monotonic() >= self._end:
             reason = _DEADLINE
-        # Some ranks may have received only SIGTERM, others also the first signal of the spawner.
+        # Some ranks may have received only SIGTERM, while other ranks have also received the first
+        # signal of the spawner.
         code = greatest(_PRIORITY.index(reason), group, device)
         if code == 0:
             return None

@@ -98,7 +98,8 @@ class Updater:
         states.gradients.before_reduce = self._watch.look_at
         self._norm = 0.0
         self._has_clipped = True
-        """True if the last update clipped the gradients. A new run probably clips at first."""
+        """True if the last update clipped the gradients. Initially True, because the first updates
+        of a run probably clip."""
 
     def run(self, step: int, microbatches: list[Microbatch]) -> UpdateResult:
         """Run one update (optimizer step) and return its results.
@@ -116,8 +117,8 @@ class Updater:
         on_device = self._rank_model.to_device(microbatches)
         lr = learning_rate(step, self._config.optim, self._config.train.max_steps)
         self._watch.start(step)
-        # With early updates, the host updates chunks during backward as if the norm were not
-        # clipped. None: it starts no such update in this step.
+        # With early updates, the host updates chunks during backward as if the gradients were not
+        # clipped. None: the host starts no such update in this step.
         is_skipped = step in self._skipped_steps
         clips = self._config.optim.clips_at(step) and self._has_clipped
         is_off = clips and self._config.offload.early_adam == "auto"
@@ -143,7 +144,7 @@ class Updater:
         overflow = self._watch.any_rank_is_nonfinite()
         if overflow and not scaling.can_fall:
             self._watch.explain(microbatches, scaling.at_its_least())
-        if overflow:  # a smaller scale does not help if a state is damaged
+        if overflow:  # if a state is damaged, a smaller loss scale would not help
             self._watch.refuse_bad_states()
         # Complete the reductions even if the gradients are then discarded, since other ranks have
         # started them.
