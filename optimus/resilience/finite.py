@@ -19,8 +19,8 @@ from optimus.io.workspace import Workspace
 from optimus.resilience.supervision.markers import write_marker
 
 _HUGE = 1e18
-"""If a value has at least this magnitude, a calculation with it in fp32, such as its square, is
-assumed to overflow."""
+"""If the magnitude of a value is at least this number, a calculation in fp32 with the value, such
+as its square, is assumed to overflow."""
 _LABELS = {
     "exp_avg": "exp_avg (first moment) of",
     "exp_avg_sq": "exp_avg_sq (second moment) of",
@@ -32,7 +32,7 @@ other state, the text is the state's name followed by "of"."""
 
 def is_finite(flat: Tensor) -> bool:
     """Return True if all values of a large buffer are finite."""
-    # The sum is fast to compute, but it can overflow although all values are finite.
+    # The sum is fast to compute, but can overflow although all values are finite.
     return math.isfinite(float(flat.sum())) or bool(torch.isfinite(flat).all())
 
 

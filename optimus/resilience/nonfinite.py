@@ -45,7 +45,7 @@ class ForwardWatch(Recorder):
     computes statistics of the outputs of transformer blocks.
 
     Collectives spread non-finite values to other ranks. If several ranks of a pipeline stage find
-    such a module, the first non-finite value was computed by the rank with the smallest `when`.
+    such a module, the rank with the smallest `when` computed the first non-finite value.
 
     If this object is the recorder of a pipeline executor, it also finds the microbatch of the
     non-finite value and of each measured output.
@@ -55,8 +55,8 @@ class ForwardWatch(Recorder):
 
     def __init__(self) -> None:
         self.module = ""
-        """Name of the first module that computed a non-finite value from finite inputs; "" if none
-        did."""
+        """Name of the first module that computed a non-finite value from finite inputs; "" if there
+        is no such module."""
         self.when = 0
         """Position of the non-finite value among the checked module outputs and collective inputs,
         counted from 1; 0 if `module` is empty."""
@@ -67,7 +67,7 @@ class ForwardWatch(Recorder):
         name."""
         self._measured: dict[str, dict[str, float | None]] = {}
         self._events = 0
-        self._running: list[tuple[str, bool]] = []  # module, and whether its inputs are finite
+        self._running: list[tuple[str, bool]] = []  # (module, True if its inputs are finite)
 
     @contextlib.contextmanager
     def over(self, model: nn.Module) -> Iterator[None]:
@@ -260,8 +260,7 @@ class Watch:
         self._extremes: list[tuple[list[str], list[Tensor]]] = []
         """For each gradient buffer, in the order of the backward pass: the names of its parameters,
         last layers first, and for each parameter a tensor [2] on the device with the least and the
-        greatest value of its gradient. These two values are NaN if a value of the gradient is
-        NaN."""
+        greatest value of its gradient. Both values are NaN if any value of the gradient is NaN."""
 
     def look_at(self, buffer: GradBuffer) -> None:
         """Check the gradients in `buffer` before they are reduced over ranks. The caller passes the
@@ -273,8 +272,8 @@ class Watch:
         self._extremes.append((names, extremes))
 
     def any_rank_is_nonfinite(self) -> bool:
-        """Return True if any rank has a non-finite loss or gradient. All ranks must call this. The
-        host waits for the device once."""
+        """Return True if any rank has a non-finite loss or gradient. All ranks must call this
+        method, in which the host waits for the device once."""
         values = [pair for _, extremes in self._extremes for pair in extremes]
         values += [loss.reshape(-1) for loss in self._losses()]
         nonfinite = torch.zeros(1, dtype=torch.int64, device=self._device)
@@ -407,8 +406,8 @@ class Watch:
 
     def _find_in_forward(self, microbatches: list[Microbatch]) -> Finding | None:
         """Run the forward passes again. Return a Finding for this rank's first non-finite parameter
-        or, if there is none, for its first non-finite module output. Return None if all are
-        finite."""
+        or, if there is none, for its first non-finite module output. Return None if all parameters
+        and outputs are finite."""
         watch, stage = ForwardWatch(), self._groups.coordinate.pp
         executor = self._rank_model.executor
         parameter = self._states.first_parameter(lambda values: not is_finite(values))

@@ -1,1 +1,2 @@
-"""Supervision of runs on several nodes: detect failures, replace nodes, resume. Needs no torch."""
+"""Supervision of runs on several nodes: detection of failures, replacement of nodes, and restarts.
+This package imports no torch."""

@@ -1,10 +1,9 @@
 """The agent of a node: starts and observes the node's ranks, and reports to the supervisor.
 
-The launcher starts one agent on each node of the allocation, including buffer nodes, with
-`python -P -m optimus.resilience.supervision.agent RUN_DIR NODE`. An agent outlives its supervisor.
-While no supervisor runs, the ranks continue to train, and the agents try to connect to the next
-supervisor. If no supervisor answers within a time limit, each agent lets its ranks save a
-checkpoint and end.
+The launcher starts one agent on each node of the allocation, including buffer nodes, with `python
+-P -m optimus.resilience.supervision.agent RUN_DIR NODE`. An agent outlives its supervisor. While no
+supervisor runs, the ranks continue to train, and the agents try to connect to the next supervisor.
+If no supervisor answers within a time limit, the agents let the ranks save a checkpoint and end.
 
 This module does not import torch.
 """
@@ -67,29 +66,29 @@ ADDRESS, SECRET = "address.json", "secret"
 BEATS_PER_LIMIT = 6
 """Number of reports that an agent sends within `resilience.heartbeat_s`."""
 _KILL_S = 2.0
-"""Longest time to wait for the end of processes after SIGKILL."""
+"""Longest time in seconds to wait until processes have ended after SIGKILL."""
 _SAVE_S = 600.0
-"""Time limit for ranks without a supervisor to save a checkpoint and end."""
+"""Time in seconds within which ranks without a supervisor must save a checkpoint and end."""
 _WARM_S = 10.0
-"""Longest time to wait for the imports of the warm process. After this time, ranks are started as
-new interpreters."""
+"""Longest time in seconds to wait for the imports of the warm process, which forks ranks. After
+this time, ranks are started as new interpreters."""
 _OUTPUT_S = 1.0
-"""Longest time to read the output of a rank after its end. A limit is needed because a child
-process of the rank may keep the pipe open."""
+"""Longest time in seconds to read the output of a rank after the rank has ended. A limit is needed
+because a child process of the rank may keep the pipe open."""
 _RETRY_S = 0.1
 _CONNECT_S = 0.2, 2.0
 """Shortest and longest time limit in seconds for connecting to the supervisor."""
 _PAUSE_S = 0.1
-"""Shortest time between two reports."""
+"""Shortest time in seconds between two reports."""
 _ADDRESS_S = 0.5
-"""Time between two reads of the supervisor's address file."""
+"""Time in seconds between two reads of the supervisor's address file."""
 _LINES = 10_000
 """Maximum number of output lines that an agent keeps until it can send them. Additional lines are
 dropped and counted."""
 _LINE_BYTES = 16_384
 _REPORT_CHARS = 100_000
-"""If the output lines of a report have at least this number of characters, the remaining lines wait
-for the next report. JSON needs up to 6 bytes for a character."""
+"""When the output lines in a report have together at least this number of characters, the remaining
+lines wait for the next report. JSON needs up to 6 bytes for a character."""
 
 
 @dataclass
@@ -166,7 +165,8 @@ class Agent:
         """
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
-            # The scheduler sends these signals before the end of a job. The ranks then save.
+            # The scheduler sends these signals before the end of a job. The ranks handle them and
+            # save.
             if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup sets it
                 loop.add_signal_handler(number, partial(self._signal_ranks, signal.SIGTERM))
         lost_at, is_connected = time.monotonic(), False
@@ -260,7 +260,7 @@ class Agent:
         ]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            return any(bool(task.result()) for task in done)  # raises the error of a task
+            return any(bool(task.result()) for task in done)  # or raises the error of a task
         finally:
             for task in tasks:
                 task.cancel()
@@ -359,7 +359,7 @@ class Agent:
             process = await receive_rank(secret, name, rank, environ, arguments, limit_s)
         self.ranks[rank] = _Rank(rank, process, page)
         self.watchers.append(asyncio.create_task(self._watch(self.ranks[rank])))
-        if self.stop_signal:  # it arrived while this rank was being started
+        if self.stop_signal:  # the signal arrived while this rank was being started
             self._signal_ranks(self.stop_signal)
 
     async def _start_process(
@@ -398,7 +398,7 @@ class Agent:
             async with asyncio.timeout(_OUTPUT_S):
                 await reading
         if isinstance(rank.process, LaunchedProcess) and rank.process.was_lost:
-            rank.was_ended = True  # its end is no evidence of a failure of this node
+            rank.was_ended = True  # its end does not show a failure of this node
         # Kill the rank's child processes now. Later, another process group may have the same ID.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(rank.process.pid, signal.SIGKILL)

@@ -55,10 +55,11 @@ CONFIG = "run.toml"
 LOOK_S = 0.1
 """Interval in seconds at which the supervisor checks the state of agents and ranks."""
 _RECONNECT_S = 5.0
-"""A supervisor that takes over a run waits at most `heartbeat_s` plus this time for agents to
-connect."""
+"""A supervisor that takes over a run waits at most `heartbeat_s` plus this number of seconds until
+agents connect."""
 KILLED_S = 5.0
-"""Longest time to wait until agents have killed their ranks, or until agents have ended."""
+"""Longest time in seconds to wait until agents have killed their ranks, or until agents have
+ended."""
 _MOST_UNAUTHENTICATED = 64
 """Maximum number of connections that are not authenticated yet."""
 _CLOCK_S = 60.0
@@ -94,7 +95,8 @@ class Job:
     settings: str
     """Hash of the settings that must not change in later jobs of the run."""
     frozen: tuple[str, ...] = ()
-    """Names of the settings that `settings` covers. A section's name means all of its settings."""
+    """Names of the settings from which the hash `settings` is computed. The name of a section means
+    all settings of this section."""
     name: str = ""
     """Name of the scheduler's job."""
     ends_at: float = math.inf
@@ -109,7 +111,8 @@ class Job:
     chain: Chain | None = None
     """Submits the job that continues the run after this job; None if no job follows."""
     start_limit_s: float = 120.0
-    """Time limit for agents to answer after their start, and for mpiexec to start ranks."""
+    """Time in seconds within which agents must answer after their start, and mpiexec must start
+    ranks."""
 
     def workspace_of(self, attempt: AttemptStarted) -> Workspace:
         """Return the workspace of a launch attempt, which is in the checkpoint directory of the
@@ -130,7 +133,8 @@ class Node:
     """Number of the launch attempt to which `ranks` belongs."""
     ranks: dict[int, RankReport] = field(default_factory=dict)
     ended: dict[int, int] = field(default_factory=dict)
-    """Maps each ended rank to its position in the order in which the ranks of all nodes ended."""
+    """A dict from each ended rank of this node to its position in the order in which the ranks of
+    all nodes ended."""
     kill_sent_at: float = -math.inf
     """Time of the last request to kill ranks, by the supervisor's clock."""
     asked: type[Message] = Message
@@ -170,8 +174,9 @@ class Agents:
         clock. The clock stops while this process is suspended or waits for a disk, so that agents
         do not seem to be silent only because this process has not read messages."""
         self.commands: list[subprocess.Popen[bytes]] = []
-        """Launcher commands that started agents or ranks. They are not started by asyncio, which
-        would kill them when this supervisor ends, although the next supervisor uses the agents."""
+        """Launcher commands that started agents or ranks. They were started without asyncio,
+        because asyncio would kill them when this supervisor ends, and the next supervisor needs the
+        agents."""
         self.staged: Path | None = None
         """Folder of the copy of the Python environment on each node; None if ranks use the
         environment of this process."""
@@ -229,7 +234,8 @@ class Agents:
     async def start(self) -> None:
         """Start the agents that are not connected, and wait until they answer."""
         job = self._job
-        # A node with running ranks may be cut off. A second agent could not control these ranks.
+        # A node without a connection may still have running ranks, which a second agent could not
+        # control.
         busy = self._history.running.nodes if self._history.running is not None else ()
         wanted = [
             node.name
@@ -352,8 +358,8 @@ class Agents:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if len(self._unauthenticated) >= _MOST_UNAUTHENTICATED:
-            # Close the oldest of these connections. Agents authenticate at once, so that it is
-            # probably not a connection of an agent.
+            # Close the oldest connection that is not authenticated. Agents authenticate
+            # immediately, so this connection is probably not from an agent.
             self._unauthenticated.pop(0).close()
         self._unauthenticated.append(writer)
         try:
@@ -372,9 +378,9 @@ class Agents:
             node = self._welcome(channel, hello)
             if node is None:
                 other = self.nodes.get(hello.node)
-                is_needed = other is not None and other.channel is None  # it may try again
+                is_needed = other is not None and other.channel is None  # the agent may try again
                 has_ended = hello.attempt in self._history.ends and not is_needed
-                if not hello.attempt or has_ended:  # else its ranks may still run and save
+                if not hello.attempt or has_ended:  # otherwise its ranks may still run and save
                     await channel.send(End())
                 return
             await channel.send(
@@ -437,7 +443,7 @@ class Agents:
             # After a takeover: the agent may be lost before the supervisor observes the attempt.
             node.attempt = running.attempt
         if running and is_same_agent and was_asked and hello.attempt < running.attempt:
-            self.spawn(self.start_ranks(running, node.name))  # the request did not arrive
+            self.spawn(self.start_ranks(running, node.name))  # the request was lost
         return node
 
     def _receive(self, node: Node, message: Message) -> None:
@@ -537,7 +543,7 @@ class Agents:
     def heard(self) -> list[Node]:
         """Return the nodes whose agent has sent a message in the last `heartbeat_s` seconds.
 
-        The connection of such an agent may be lost. The agent then connects again, or it becomes
+        If the connection of such an agent is lost, the agent either connects again or becomes
         silent.
         """
         limit_s, now = self._job.heartbeat_s, self.clock_s
@@ -546,8 +552,8 @@ class Agents:
     def is_cut_off(self, now: float) -> bool:
         """Return True if this machine seems to be cut off from all other machines.
 
-        This requires that all agents of other machines are silent, that at least two of them have
-        become silent at the same time, and that all agents of this machine answer.
+        The result is True if all agents of other machines are silent, if at least two of these
+        agents have become silent at the same time, and if all agents of this machine answer.
         """
         limit_s, host = self._job.heartbeat_s, socket.gethostname()
         heard = [(node.hello.host, node.heard_at) for node in self.nodes.values() if node.hello]

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from optimus.errors import one_line
 
 _LIMIT_S = 120.0
-"""Time limit for a command of the scheduler."""
+"""Time limit in seconds for a command of the scheduler."""
 _KEPT = ("SLURM_CONF", "SLURM_CLUSTERS")
 """Environment variables of Slurm that are also valid outside of a job. They are passed to the
 scheduler's commands. All other SLURM_ variables are removed."""
@@ -22,9 +22,9 @@ scheduler's commands. All other SLURM_ variables are removed."""
 class Chain:
     """Submits and removes the job that continues a run after the present job.
 
-    The next job starts after the end of the present job, whatever the exit status of the present
-    job. The next job is submitted before ranks start, because the scheduler can end the present job
-    at any time.
+    The next job starts after the end of the present job, for any exit status of the present job.
+    The next job is submitted before ranks start, because the scheduler can end the present job at
+    any time.
     """
 
     def __init__(self, command: str, environ: Mapping[str, str] = os.environ) -> None:

@@ -2,10 +2,10 @@
 
 A message is a JSON object of a type in `messages`. Each side proves that it knows the launch secret
 before it sends or accepts messages: the connection's key is derived from the secret and from random
-numbers of the two sides. Each message is sent with an HMAC-SHA256. It is computed with this key
-from the message, its direction and its number among the messages of this direction. A message of
-another connection, a repeated message or a changed message is therefore refused. Messages are not
-encrypted, because they do not contain secrets.
+numbers of the two sides. Each message is sent with an HMAC-SHA256, which is computed with this key
+from the message, its direction, and its number among the messages in this direction. The receiver
+can therefore refuse a message of another connection, a repeated message and a changed message.
+Messages are not encrypted, because they do not contain secrets.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ _SECRET_BYTES = 64
 HANDSHAKE_S = 5.0
 """Time limit in seconds for the authentication of both sides of a new connection."""
 _CLOSE_S = 1.0
-"""Time limit for sending the last messages of a connection. A limit is needed because the process
-at the other end may be suspended, and then reads nothing."""
+"""Time limit in seconds for sending the last messages of a connection. A limit is needed because
+the process at the other end may be suspended and read nothing."""
 _LENGTH = struct.Struct(">I")
 _SIOCOUTQNSD = 0x894B
 """Linux: request for the number of bytes in the send buffer that have not been sent."""
@@ -179,7 +179,7 @@ class Channel:
     async def close(self) -> None:
         """Close the connection. May be called more than once."""
         self._writer.close()
-        with contextlib.suppress(OSError):  # also TimeoutError
+        with contextlib.suppress(OSError):  # OSError includes TimeoutError
             async with asyncio.timeout(_CLOSE_S):
                 await self._writer.wait_closed()
         self._writer.transport.abort()  # discards what was not sent in time

@@ -35,10 +35,10 @@ _STATE = "nonfinite state"
 """Signature of a non-finite value that is not due to data, as in a damaged optimizer state."""
 _NO_EVIDENCE = {
     *(0, OutcomeKind.STOPPED.exit_status, OutcomeKind.LOST_PEER.exit_status),
-    _NONFINITE,  # only a marker attributes a non-finite value to a node
-    *(-number for number in STOP_SIGNALS),  # the scheduler also sends them directly to ranks
+    _NONFINITE,  # a marker, not the exit status, attributes it to a node
+    *(-number for number in STOP_SIGNALS),  # the scheduler may send these to ranks
 }
-"""Exit statuses that do not show on which rank a failure began."""
+"""Exit statuses that do not show the rank on which a failure began."""
 
 
 # -- Cause of a failure ---------------------------------------------------------------------------
@@ -77,8 +77,8 @@ class RankProgress(NamedTuple):
 
 @dataclass(frozen=True)
 class Evidence:
-    """Observations on an attempt (a launch of all ranks). `find_cause` finds the cause of the
-    attempt's end in them."""
+    """Observations on an attempt (a launch of all ranks), from which `find_cause` finds the cause
+    of its end."""
 
     attempt: int
     step: int
@@ -96,7 +96,7 @@ class Evidence:
     ended."""
     progress: tuple[RankProgress, ...] = ()
     stalled_s: float = 0.0
-    """Seconds for which no rank has started a collective; 0 if this time is below the limit."""
+    """Seconds for which no rank has started a collective, if they exceed the limit; otherwise 0."""
     has_progressed: bool = False
     """True if a launch attempt of the job has started an update, so that the settings of the run
     must be valid."""
@@ -123,14 +123,14 @@ class _Cause(NamedTuple):
 
 def find_cause(evidence: Evidence, ranks: int, now: float) -> AttemptEnded:
     """Return the event for the end of a launch attempt with `ranks` ranks. The event contains the
-    cause.
+    cause of the end.
 
-    The cause is taken from the strongest kind of evidence that is present. From strongest to
-    weakest, the kinds are: a marker, in which a rank describes a non-finite value; all ranks have
-    ended without an error; an agent is silent; an mpiexec has not started all ranks; ranks have
+    Several observations may show a cause. The strongest of them determines the cause. From
+    strongest to weakest: a marker, in which a rank describes a non-finite value; all ranks have
+    ended without an error; an agent is silent; mpiexec has not started all ranks; ranks have
     refused their configuration; the first exit status or signal that is not the result of another
-    rank's failure; the rank with the fewest collectives or, among several, with the longest time
-    in its phase. A failure that only the last kind shows is ambiguous.
+    rank's failure; the rank with the fewest collectives or, of several such ranks, with the longest
+    time in its phase. A failure that only the last observation shows is ambiguous.
     """
     markers = sorted(evidence.markers, key=lambda marker: (marker.step, marker.rank))
     lines = [
@@ -168,7 +168,7 @@ def find_cause(evidence: Evidence, ranks: int, now: float) -> AttemptEnded:
 
 def _cause_in_success(evidence: Evidence, ranks: int) -> _Cause | None:
     """Return the cause if all ranks have ended without an error, even if agents were lost later;
-    None if not all ranks have."""
+    otherwise None."""
     statuses = {end.status for end in evidence.ends}
     if len(evidence.ends) != ranks or not statuses <= {0, OutcomeKind.STOPPED.exit_status}:
         return None
@@ -176,7 +176,7 @@ def _cause_in_success(evidence: Evidence, ranks: int) -> _Cause | None:
 
 
 def _cause_in_silence(evidence: Evidence) -> _Cause | None:
-    """Return the cause if agents are silent or have lost their ranks; None if not."""
+    """Return the cause if agents are silent or have lost their ranks; otherwise None."""
     if evidence.is_cut_off:
         line = "the node of the supervisor is cut off from all other nodes"
         return _Cause("interrupted", lines=[line])
@@ -191,7 +191,7 @@ def _cause_in_silence(evidence: Evidence) -> _Cause | None:
 
 
 def _cause_in_launch(evidence: Evidence) -> _Cause | None:
-    """Return the cause if mpiexec has not started all ranks; None if it has. The failure is not
+    """Return the cause if mpiexec has not started all ranks; otherwise None. The failure is not
     attributed to a node."""
     if not evidence.launch_problem:
         return None
@@ -199,7 +199,7 @@ def _cause_in_launch(evidence: Evidence) -> _Cause | None:
 
 
 def _cause_in_refusals(evidence: Evidence) -> _Cause | None:
-    """Return the cause if ranks have refused their configuration; None if not.
+    """Return the cause if ranks have refused their configuration; otherwise None.
 
     After an update, the configuration is known to be valid. A refusal then has another cause, such
     as a file system that does not answer, and the function returns None.
@@ -217,7 +217,7 @@ def _cause_in_refusals(evidence: Evidence) -> _Cause | None:
 
 def _cause_in_statuses(evidence: Evidence) -> _Cause | None:
     """Return the cause if a rank has ended with an exit status or by a signal that shows a failure;
-    None if there is no such rank."""
+    otherwise None."""
     causes = [end for end in evidence.ends if _is_cause(end)]
     if causes:
         signature, nodes = _signature(causes[0]), [cause.node for cause in causes]
@@ -255,9 +255,10 @@ def _cause_in_progress(evidence: Evidence) -> _Cause:
 def names_cause(evidence: Evidence) -> bool:
     """Return True if the ends of ranks already show the cause of a failure.
 
-    This requires that a rank has ended with an error that is not the result of another rank's
-    failure, and that no running rank has raised an error. A running rank that has raised an error
-    may end with the same error. The failure is then not attributed to a node.
+    The result is True if a rank has ended with an error that is not the result of another rank's
+    failure, and if no running rank has raised an error. The second condition is needed because the
+    running rank may end with the same error; a failure of several ranks with the same error is not
+    attributed to a node.
     """
     has_ended = any(_is_cause(rank_end) for rank_end in evidence.ends)
     return has_ended and all(rank.failure in _NO_EVIDENCE for rank in evidence.progress)
@@ -385,13 +386,13 @@ def decide(
     load: Literal["newest", "older"] = "newest"
     earlier = _repeated(history, last, end)
     if earlier is not None:
-        # A second node repeats the failure of the first, so neither node is the cause.
+        # The failure of the first node has also occurred on a second node, so no node is the cause.
         names = earlier.nodes[:1] + end.nodes[:1] or ("all ranks",)
         shared = f"{' and '.join(names)} failed in the same way at step {end.step}: {reason}"
         accused = [node for node in earlier.nodes if history.standing(node) != "good"]
         marks.update(dict.fromkeys(accused, ("good", shared)))
         if end.failure == "soft" and not end.updates and last.load == "newest":
-            load = "older"  # the loaded weights may be bad: the attempt has not updated them
+            load = "older"  # the attempt made no update, so the loaded weights may be bad
         elif end.failure == "soft":
             if policy.on_repeat_nan == "stop" or end.signature == _STATE:
                 prefix = "two nodes have" if end.signature == _STATE else "the same data gives"
@@ -434,9 +435,9 @@ def _repeated(history: History, last: AttemptStarted, end: AttemptEnded) -> Atte
     none.
 
     Two failures have the same cause if they have the same signature and step, and if they are
-    attributed to different nodes or are both not attributed to a node. After a start from the older
-    checkpoint, they may be attributed to the same node, because the failure has already occurred on
-    two nodes.
+    attributed to different nodes, or neither is attributed to a node. After a start from the older
+    checkpoint, two failures that are attributed to the same node may also have the same cause,
+    because the failure has already occurred on two nodes.
 
     Non-finite values are compared with all earlier failures of the run. Any other failure is
     compared only with the failure directly before it in this job, and only after the first update,

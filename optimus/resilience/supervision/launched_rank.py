@@ -43,17 +43,17 @@ logger = logging.getLogger(__name__)
 
 MODULE = "optimus.resilience.supervision.launched_rank"
 _CONNECT_S = 120.0
-"""Time for which a process that mpiexec has started waits for the agent of its node."""
+"""Seconds for which a process that mpiexec has started waits for the agent of its node."""
 _RETRY_S = 0.05
 _ANSWER_S = 30.0
-"""Longest time to wait for an answer of the process at the other end of a connection."""
+"""Longest time in seconds to wait for an answer of the process at the other end of a connection."""
 _CREDENTIALS = struct.Struct("3i")
 """Layout of struct ucred, which SO_PEERCRED returns: process ID, user ID and group ID."""
 
 
 def _socket_path(secret: bytes, workspace: str, rank: int) -> str:
-    """Return the path of the socket through which the agent and the process that mpiexec starts for
-    a rank communicate. Other users cannot guess the path, and the path differs in each attempt."""
+    """Return the path of the socket for messages between the agent and the process that mpiexec
+    starts for a rank. Other users cannot guess the path, and each attempt has another path."""
     text = f"rank {rank} of {workspace}"
     name = hmac.new(secret, text.encode(), "sha256").hexdigest()[:32]
     return os.path.join(tempfile.gettempdir(), f"optimus-{name}")
@@ -173,8 +173,8 @@ async def receive_rank(
 
 
 def main(argv: Sequence[str]) -> int:
-    """Start a rank for the agent of this node and report its end. Return exit status 1 if no agent
-    can be reached, else 0."""
+    """Start a rank for the agent of this node, and report the end of the rank to the agent. Return
+    exit status 1 if no agent can be reached, else 0."""
     secret_file, workspace = argv
     for number in STOP_SIGNALS:  # mpiexec passes on signals; the agent ends the rank
         signal.signal(number, lambda number, frame: None)

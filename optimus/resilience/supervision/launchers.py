@@ -28,7 +28,7 @@ from optimus.resilience.supervision.launched_rank import MODULE
 logger = logging.getLogger(__name__)
 
 _LIMIT_S = 60.0
-"""Time limit for a command of the scheduler."""
+"""Time limit in seconds for a command of the scheduler."""
 _AGENT = ("-P", "-m", "optimus.resilience.supervision.agent")
 
 
@@ -151,8 +151,8 @@ class Mpiexec(Launcher):
 
     Args:
         machine, nodes: As for Launcher.
-        starts_ranks: True if, in each attempt, another mpiexec starts the ranks on all nodes, and
-            the agents do not start ranks. Transports over MPI need this.
+        starts_ranks: True if, in each attempt, another mpiexec starts the ranks on all nodes,
+            instead of the agents. Transports over MPI require this.
     """
 
     name = "mpiexec"

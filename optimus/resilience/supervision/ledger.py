@@ -34,9 +34,9 @@ _MOST_BYTES = 1 << 28
 _TAIL_CHARS = len(_HASH) + 16 + len('"}')
 
 FailureKind = Literal["hard", "soft", "ambiguous", "shared"]
-"""hard: the process or the node failed. soft: the node computed a non-finite value. ambiguous: the
-evidence does not name a node with certainty. shared: the failure is not attributed to a node, for
-example because ranks on several nodes ended with the same error."""
+"""Types of failures. hard: the process or the node failed. soft: the node computed a non-finite
+value. ambiguous: the observations do not identify a node with certainty. shared: the failure is not
+attributed to a node, for example because ranks on several nodes ended with the same error."""
 Standing = Literal["good", "suspect", "excluded"]
 """State of a node in the judgement of the supervisor. good: no failure is attributed to the node.
 suspect: a failure may be due to the node. excluded: the node does not get ranks in the present and
@@ -206,8 +206,8 @@ class History:
         self.events.append(event)
         match event:
             case SupervisorStarted():
-                # After a verdict or in another job, a supervisor does not continue the work of the
-                # previous supervisor.
+                # After a verdict or in another job, a supervisor does not take over the ranks of
+                # the previous supervisor.
                 if self.verdict is not None or event.job != self.job or not self.supervisors:
                     self.first_of_job, self.next_job = len(self.attempts), None
                 self.supervisors, self.job, self.verdict = self.supervisors + 1, event.job, None
@@ -279,8 +279,7 @@ class Ledger:
     def __init__(self, run_dir: Path, workspace: Workspace) -> None:
         """Read the ledger, and replace it by a new file with the same events.
 
-        Supervisors that were started earlier can then no longer change the ledger, because they
-        have opened the old file.
+        Earlier supervisors have opened the old file, so they can no longer change the ledger.
 
         Args:
             run_dir: The run directory.
@@ -293,7 +292,7 @@ class Ledger:
         self._path, self._workspace = run_dir / LEDGER, workspace
         self.history, lines = _load(run_dir)
         self._last_hash = _hash_of(lines[-1]) if lines else ""
-        self._write_summary()  # first: nodes.json must not name an event that the ledger lacks
+        self._write_summary()  # first: nodes.json must not name an event that is not in the ledger
         content = "".join(f"{line}\n" for line in lines)
         self._fd = workspace.open_append(self._path, content.encode())
 
@@ -305,7 +304,7 @@ class Ledger:
                 is unchanged, and the caller may try again.
         """
         text = json.dumps(event.model_dump(), ensure_ascii=False)
-        body = text.encode("utf-8", "replace").decode()[:-1]  # without the closing brace
+        body = text.encode("utf-8", "replace").decode()[:-1]  # [:-1]: without the closing brace
         line = f'{body}{_HASH}{_hash(body, self._last_hash)}"}}'
         data, size = memoryview(f"{line}\n".encode()), os.fstat(self._fd).st_size
         try:
@@ -313,7 +312,7 @@ class Ledger:
                 data = data[os.write(self._fd, data) :]
             os.fsync(self._fd)
         except OSError:
-            os.ftruncate(self._fd, size)  # else the next event would follow half a line
+            os.ftruncate(self._fd, size)  # otherwise the next event would follow half a line
             raise
         self._last_hash = _hash_of(line)
         self.history.add(event)

@@ -98,8 +98,8 @@ class FreePort(Message):
 
 
 class Staged(Message):
-    """Answer of an agent to Stage: it has unpacked the Python environment, or has failed to do
-    so."""
+    """Answer of an agent to Stage: the agent has unpacked the Python environment, or has failed to
+    unpack it."""
 
     kind: Literal["staged"] = "staged"
     problem: str

@@ -31,13 +31,12 @@ _AGREE_S = 6.0
 """Seconds to wait for the other ranks after a rank has ended without showing the cause of the
 failure. Within this time, the ranks agree on the cause and end."""
 _SAVE_S = 600.0
-"""Longest time from a stop signal to the end of all ranks."""
+"""Longest time in seconds from a stop signal to the end of all ranks."""
 _STALL_FACTOR = 1.2
 """An attempt has failed if no rank starts a collective for _AGREE_S plus `parallel.timeout_s` times
-this factor. Ranks that wait for each other end earlier: their time limit is
-`parallel.timeout_s`."""
+this factor. Ranks that wait for each other end earlier, after `parallel.timeout_s` seconds."""
 _STOP_S = 60.0
-"""Time to wait for the other ranks after a rank has ended because the run stops."""
+"""Seconds to wait for the other ranks after a rank has ended because the run stops."""
 _CANNOT_START = 127
 """Exit status in the evidence for the first rank of a node whose agent cannot start the ranks."""
 _NONFINITE = OutcomeKind.NONFINITE.exit_status
@@ -97,7 +96,8 @@ class Observer:
                 return replace(evidence, stalled_s=now - changed_at)
             if problem := _launch_problem(mpiexec, world, nodes):
                 launch_ended = min(launch_ended, now)
-                # Until then, the agent of a lost node may still become silent.
+                # Wait for some time, because mpiexec may have ended since a node is lost. The agent
+                # of this node then becomes silent.
                 if now - launch_ended > 1.5 * self._job.heartbeat_s:
                     return replace(evidence, launch_problem=problem)
             if evidence.ends:
@@ -134,7 +134,7 @@ class Observer:
         if is_cut_off := bool(silent) and self._agents.is_cut_off(now):
             self._cut_off_at_s = now
         elif now - self._cut_off_at_s <= self._job.heartbeat_s:
-            silent = []  # after a cut, agents do not connect again at the same time
+            silent = []  # after a network failure, some agents connect later
         restarted = [node.name for node in nodes if node.has_lost_ranks and node not in silent]
         if all(math.isinf(node.heard_at) for node in nodes):
             # The agents and the last supervisor ended at the same time, for example because the
@@ -193,7 +193,7 @@ class Observer:
             silence_s: Longest time in seconds since the last message of an agent.
             by_mpiexec: True if an mpiexec has started the ranks.
         """
-        if evidence.is_cut_off:  # if the others come back, no node has failed
+        if evidence.is_cut_off:  # if other agents connect again, no node has failed
             return silence_s > self._job.supervisor_timeout_s
         # If a node is lost, mpiexec ends all ranks, and the agent of this node becomes silent.
         by_mpiexec = by_mpiexec and all(end.was_ended for end in evidence.ends)
@@ -207,7 +207,7 @@ class Observer:
                 return False  # an agent without a connection connects again or becomes silent
             return silence_s > (1 + 1.5 / BEATS_PER_LIMIT) * self._job.heartbeat_s
         if self._agents.clock_s - self.stopped_at_s > _SAVE_S:
-            return True  # the ranks do not obey the signal
+            return True  # the ranks have not ended after the signal
         if not evidence.ends:
             return False
         stopped = {0, OutcomeKind.STOPPED.exit_status}

@@ -1,8 +1,9 @@
 """Copy the Python environment to the disks of the nodes.
 
 Thousands of ranks that import from a shared file system open millions of files there. The
-supervisor therefore packs the environment into an archive once per job, each agent unpacks it on
-its node, and mpiexec starts the ranks from the copies. This module does not import torch.
+supervisor therefore packs the environment into an archive once per job. Each agent unpacks the
+archive on its node, and mpiexec starts the ranks from these copies. This module does not import
+torch.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def pack_environment(path: Path, workspace: Workspace) -> str:
 
     Args:
         path: The archive.
-        workspace: Workspace of the temporary file that then replaces `path`.
+        workspace: Workspace in which the archive is written before it replaces `path`.
 
     Raises:
         OSError: A file cannot be read or written.
@@ -82,8 +83,8 @@ def staged_python(folder: Path) -> str:
 
 
 def staged_variables(folder: Path, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return environment variables for the Python interpreter in `folder`, a copy of the
-    environment. With these variables, it imports packages from this copy."""
+    """Return environment variables with which the Python interpreter in `folder`, a copy of the
+    environment, imports packages from this copy."""
     paths = [str(folder / _PACKAGES), *filter(None, [environ.get("PYTHONPATH")])]
     return {"PYTHONPATH": os.pathsep.join(paths)}
 

@@ -34,8 +34,8 @@ queue, because no later time is known."""
 
 
 _QUIET_S = 3600.0
-"""Age in seconds of the last event above which the status contains this age. The job may then have
-ended."""
+"""If the last event is older than this number of seconds, the status contains its age, because the
+job may have ended."""
 
 
 def goodput(history: History, now: float) -> dict[str, float]:
@@ -165,7 +165,7 @@ def read_status(run_dir: Path, now: float | None = None) -> dict[str, Any]:
 
 
 def _next_decision(history: History) -> str:
-    """Return a phrase that says what happens next in the run, according to its files."""
+    """Return a phrase that describes the next event of the run, according to its files."""
     if history.verdict is not None:
         return {
             "done": "nothing: the run is complete",

@@ -81,11 +81,11 @@ logger = logging.getLogger(__name__)
 _LOCK_OWNER = b"supervisor"
 """Content of the lock file of a run directory while a supervisor has the lock."""
 _RETRY_S = 2.0
-"""Time after which the supervisor repeats a write that has failed, such as to a full disk."""
+"""Seconds after which the supervisor repeats a write that has failed, such as to a full disk."""
 _STAGE_S = 600.0
-"""Longest time to unpack the Python environment on a node."""
+"""Longest time in seconds to unpack the Python environment on a node."""
 _SUBMIT_S = 600.0
-"""Time after which the supervisor submits the next job again if the scheduler has refused it."""
+"""Seconds after which the supervisor submits the next job again if the scheduler has refused it."""
 _MAX_DOCUMENTS = 8
 """Maximum number of documents in the report on data that gives non-finite values."""
 
@@ -147,7 +147,7 @@ class Supervisor:
         history, running = self._history, self._history.running
         is_same = history.job == self._job.name and bool(history.supervisors)
         if running is not None and not {*running.nodes} <= {*self._job.nodes}:
-            return False  # the job has other nodes: the attempt is given up
+            return False  # no takeover, since the job has other nodes
         return is_same and history.verdict is None and (self._folder / SECRET).exists()
 
     def _changed_settings(self) -> str:
@@ -217,7 +217,7 @@ class Supervisor:
                     return await self._end(decision)
                 await self._start_attempt(decision)
         finally:
-            is_current = self._workspace.is_open()  # else the agents obey another supervisor
+            is_current = self._workspace.is_open()  # else another supervisor controls the agents
             if is_current:
                 await self._agents.say_to_all(End())
             clock.cancel()
@@ -292,7 +292,7 @@ class Supervisor:
         logger.log(level, "%s: %s", decision.action, reason)
         self._is_ending.set()
         if self._submitter is not None:
-            await self._submitter  # else it is not known whether the scheduler has the next job
+            await self._submitter  # wait until it is known if the scheduler has the next job
         if decision.action != "continue":
             await self._remove_next_job()
         elif not await self._submit_next_job():
@@ -403,7 +403,7 @@ class Supervisor:
         if not await self._stage(decision.nodes):
             return
         skipped = tuple(sorted({*decision.skipped_steps, *self._skipped_steps}))
-        if skipped:  # first: after the event, a supervisor that takes over starts the ranks
+        if skipped:  # before the event, after which a new supervisor may start the ranks
             path, content = job.run_dir / SKIPPED_STEPS, encode_skipped_steps(skipped)
             await self._store(SKIPPED_STEPS, lambda: self._workspace.write_bytes(path, content))
         name = f"attempt-{number:04d}-{secrets.token_hex(3)}"
@@ -431,7 +431,7 @@ class Supervisor:
                 self._mpiexec = self._agents.run(command, variables)
             except OSError as error:
                 self._mpiexec = error
-        if self._stop_signal:  # it arrived before the ranks existed
+        if self._stop_signal:  # the signal arrived before the ranks existed
             await self._agents.say_to_all(Signal(number=signal.SIGTERM))
 
     async def _stage(self, names: Sequence[str]) -> bool:
@@ -498,7 +498,7 @@ class Supervisor:
         if end.outcome == "failed":
             logger.error("attempt %d failed: %s", attempt.attempt, "; ".join(end.evidence))
         await self._kill(attempt)
-        if end.outcome in ("done", "stopped"):  # else a rank that cannot be reached may use it
+        if end.outcome in ("done", "stopped"):  # else an unreachable rank may use it
             self._job.workspace_of(attempt).close()
 
     async def _kill(self, attempt: AttemptStarted) -> None:
@@ -516,7 +516,7 @@ class Supervisor:
                     ),
                     return_exceptions=True,
                 )
-        if isinstance(self._mpiexec, subprocess.Popen):  # the next attempt does not wait for it
+        if isinstance(self._mpiexec, subprocess.Popen):  # do not wait here for its end
             self._agents.spawn(self._agents.wait_for_ends([self._mpiexec]))
 
 

@@ -143,7 +143,8 @@ class WarmProcess:
                 self._running.pop(answer["pid"]).end(answer["status"])
 
     def _on_loss(self) -> None:
-        """Record that the warm process has ended and that the kernel has killed its ranks."""
+        """Record that the warm process has ended and that the kernel has killed the ranks that it
+        had forked."""
         assert self._socket is not None
         asyncio.get_running_loop().remove_reader(self._socket.fileno())
         self._socket.close()
