@@ -6,9 +6,9 @@ ranks compute the greatest `Status` of their threads. This status selects the ne
 
 Threads do not call collectives, because all ranks must call the collectives of a process group in
 the same order, and threads cannot ensure this order. A separate group for the threads would need
-more connections between all ranks (gloo) or could not use host memory (nccl). Therefore the commit
-starts only at the next `poll` after the last byte is durable, and the ranks learn that the commit
-has succeeded only at the next `poll` after the commit has ended.
+more connections between all ranks (gloo) or could not use host memory (nccl). Therefore a save
+advances only in `poll`: the commit starts at the first `poll` after the last byte is durable, and
+the ranks learn at the first `poll` after the end of the commit that the commit has succeeded.
 """
 
 from __future__ import annotations
@@ -106,10 +106,10 @@ class AsyncSave:
     `poll` raises this exception on the same rank. A failure sets `stop`, which requests the threads
     to end. When the threads have ended, a thread of the first rank calls `clean()`.
 
-    `commit` must call `stop.claim()` before it renames the directory, so that a checkpoint with its
-    final name is not reported as failed. There is one exception: if the rename exceeds the time
-    limit by _GRACE_S, `poll` first reports a failure. When the rename has ended, a later `poll`
-    reports that the checkpoint was committed.
+    `commit` must call `stop.claim()` before it renames the directory, so that no failure is
+    reported for a checkpoint that has its final name. There is one exception: if the rename exceeds
+    the time limit by _GRACE_S seconds, `poll` first reports a failure. When the rename has ended, a
+    later `poll` reports that the checkpoint was committed.
     """
 
     def __init__(
@@ -168,11 +168,11 @@ class AsyncSave:
             if self._group.rank == 0:
                 self._task = Task(lambda: self._run_commit(reports))
         elif self._state is State.STOPPING:
-            self._task = task  # it may still write
+            self._task = task  # the thread may still write
             outcome = self._fail()
         elif self._state is State.CLEANING:
             if task is not None:
-                self._failure_of(task)  # raises an exception other than OptimusError
+                self._failure_of(task)  # raises exceptions other than OptimusError
             if self._group.rank == 0:
                 self._task = Task(self._clean)
             if status is Status.COMMITTED:  # the rename ended after the failure was reported

@@ -31,7 +31,7 @@ def add_to(commands: argparse._SubParsersAction) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="number of threads (0: 2 per core, at most 16)",
+        help="number of threads (default: 0, for 2 per core, at most 16)",
     )
     _add(
         actions,

@@ -214,10 +214,11 @@ def eos_token_ids(path: Path, config: ModelConfig) -> tuple[int, ...]:
     """Return the ids of the tokens at which a model ends a text; () if they are unknown.
 
     The first id is the id of the token that ended the documents in training, read from the
-    manifest. Manifests of earlier versions may lack this id. It is then read from the data set, if
-    the data set still exists and has the same tokenizer. A checkpoint that was converted from a
-    Hugging Face directory has no such id. The ids of `model.eos_token_ids` follow. If neither the
-    training data nor `model.eos_token_ids` provides an id, it is read from the tokenizer files.
+    manifest. For a manifest of an earlier version without this id, the id is read from the data
+    set, if the data set still exists and has the same tokenizer. A checkpoint that was converted
+    from a Hugging Face directory has no such id. The ids of `model.eos_token_ids` follow. If
+    neither the training data nor `model.eos_token_ids` provides an id, the id is read from the
+    tokenizer files.
 
     Args:
         path: A checkpoint or a Hugging Face directory.

@@ -112,8 +112,8 @@ class FileEntry:
 class _Fields(BaseModel):
     """Pydantic model of manifest.json that checks the types and ranges of the fields.
 
-    The checks are necessary because the hash of the manifest detects damage of the file, but does
-    not detect an invalid value that a program has written.
+    The hash of the manifest detects damage of the file, but not an invalid value that a program has
+    written. These checks detect such values.
     """
 
     kind: Literal["full", "model"]

@@ -54,8 +54,8 @@ _UNREADABLE = (ValueError, KeyError, TypeError, IndexError, RecursionError, Over
 
 
 class ShardReport(NamedTuple):
-    """Description of a shard file for the index. The rank that wrote the file sends it to rank
-    0."""
+    """Description of a shard file for the index. The rank that wrote the file sends this
+    description to rank 0."""
 
     shard: ShardFile
     boxes: list[tuple[str, Box]]
@@ -189,9 +189,9 @@ class Index:
             raise CheckpointError(f"{INDEX}: two rows refer to the same bytes of a shard file")
         if (gap >= ALIGNMENT * ITEMSIZE).any():
             raise CheckpointError(f"{INDEX}: a shard file has bytes to which no row refers")
-        # The row of a frozen parameter has only the master weights. Such a row changes the distance
-        # from master weights to first moments in the adjacent rows, but not the distances between
-        # moments.
+        # The row of a frozen parameter has only the master weights. Because of such a row,
+        # neighboring rows may differ in the distance from master weights to first moments, but not
+        # in the distances between moments.
         rows = rows[numpy.lexsort((rows[:, 4], rows[:, 0]))]
         is_full = rows[:, -1] >= 0
         compared = (rows[1:, 0] == rows[:-1, 0]) & is_full[1:] & is_full[:-1]
@@ -248,7 +248,8 @@ def encode(
             numbered.append((name, known.setdefault(box, len(known))))
         for in_boxes, start, *rest in report.rows:
             name, box_number = numbered[in_boxes]
-            # Store text: the garbage collector would traverse 400,000 tuples, but skips strings.
+            # Rows are stored as text, because the garbage collector skips strings but would
+            # traverse 400,000 tuples.
             row = row_format % (number, box_number, start, *rest)
             rows.setdefault(name, []).append((box_number, start, row))
     lines = [json.dumps(head | {"shapes": {name: list(shapes[name]) for name in rows}})]

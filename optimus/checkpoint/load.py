@@ -1,4 +1,5 @@
-"""Loading of full checkpoints: ranks with the same states read different shares and exchange them.
+"""Loading of full checkpoints: ranks with the same states read different shares of these states and
+exchange the shares.
 
 If n ranks have the same shard, each of these ranks reads an n-th of the shard (its share). Then the
 ranks exchange their shares in place, along one mesh axis after the other, by the collective that
@@ -253,7 +254,7 @@ def broadcast_to_replicas(
     start, stop = share_bounds(shard, share)
     along = [(groups.over(axis), getattr(mesh, axis)) for axis in AXES if axis in shard.copy_axes]
     for values in flats:
-        # `values` itself, unless it is in host memory or on disk
+        # This is `values` itself, unless `values` is in host memory or on disk
         flat = states.read(values).to(states.device)
         if method == "all_reduce":
             flat[:start] = 0
@@ -277,8 +278,9 @@ def broadcast_to_replicas(
 def send_to_later_stages(
     name: str, states: RankStates, stage_group: Group, method: Distribute
 ) -> None:
-    """Copy the states of a parameter of several pipeline stages from the first to the other stages.
-    All ranks of `stage_group` and of the shard groups must call this function.
+    """Copy the states of a parameter that several pipeline stages have from the first of these
+    stages to the other stages. All ranks of `stage_group` and of the shard groups must call this
+    function.
 
     The shards of the stages may contain different elements. Therefore each rank of the later stages
     receives all elements of the parameter, one stripe at a time, and keeps the elements in its

@@ -168,8 +168,8 @@ def staging_bytes(
 
 class Staging:
     """Host memory to which a save copies the states that a rank writes, so that training can
-    continue during the write. If a state is on disk, its copy is on disk, too. All saves use the
-    same memory."""
+    continue while the copies are written. The copy of a state on disk is also on disk. All saves
+    use the same memory."""
 
     def __init__(
         self,
@@ -177,11 +177,11 @@ class Staging:
         slices: Sequence[tuple[str, StateSlice]],
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        """Allocate the memory.
+        """Allocate the memory for the copies.
 
         Args:
-            states: The states of this rank. The memory is page-locked unless their device is the
-                CPU.
+            states: The states of this rank. The memory is page-locked unless the device of the
+                states is the CPU.
             slices: The (state, slice) pairs to copy in each save.
             dtype: Dtype of the copies.
         """
@@ -411,7 +411,7 @@ class Saver(ABC):
             platform.synchronize(device)  # the thread that writes uses another stream
         created: Any = None
         if creating is not None:
-            creating.wait(self._begin_s)  # all ranks wait for this
+            creating.wait(self._begin_s)  # all ranks wait until the directory is created
             created = (
                 creating.value()
                 if creating.has_ended
@@ -440,7 +440,7 @@ class Saver(ABC):
         self, final: Path, workspace: Workspace | None, reserve: Callable[[], int]
     ) -> Generation | str:
         """Create the temporary directory of a save. Return the Generation of the save, or a message
-        that says why the directory cannot be created."""
+        with the reason why the directory cannot be created."""
         try:
             self._directory = directory = store.create(final, self.bytes, reserve(), workspace)
             try:
@@ -454,7 +454,7 @@ class Saver(ABC):
             return f"{final.name} not written: {final.parent}: {error.strerror}"
         except OptimusError as error:
             return str(error)
-        except Exception as error:  # the other ranks wait for an answer
+        except Exception as error:  # must not raise: the other ranks wait for an answer
             return f"{final.name} not written: {type(error).__name__}: {one_line(error)}"
 
     @abstractmethod

@@ -68,7 +68,7 @@ class Task:
     def _run(self, function: Callable[[], Any]) -> None:
         try:
             self._value = function()
-        except BaseException as error:  # `value` raises it
+        except BaseException as error:  # `value` raises this error
             self._error = error
 
     def wait(self, timeout_s: float | None = None) -> None:
@@ -89,8 +89,8 @@ class Task:
 
 
 class Stop:
-    """Flag that requests threads to stop. Unlike `threading.Event`, the class has a method `claim`,
-    after which the flag cannot be set."""
+    """Flag that requests threads to stop. Unlike `threading.Event`, the class has a method `claim`.
+    After a call of `claim`, the flag cannot be set."""
 
     def __init__(self) -> None:
         self._lock, self._set, self._claimed = threading.Lock(), False, False
@@ -182,8 +182,8 @@ def aligned(size: int) -> int:
 class _BlockQueue:
     """Thread that writes submitted buffers in order while the caller fills the next buffer.
 
-    If a write fails, a later call of `take` or `finish` raises the error, and the thread does not
-    write further buffers. `close` ends the thread, also after an error.
+    If a write fails, a later call of `take` or `finish` raises the error, and the thread writes no
+    further buffers. `close` ends the thread, with or without an error.
     """
 
     def __init__(self, block_bytes: int, write: Callable[[memoryview], None]) -> None:
@@ -241,9 +241,9 @@ class ShardWriter(files.Closing):
     """Writer of a shard file with two buffers. The caller fills and hashes one buffer while a
     thread writes the other buffer to the disk.
 
-    Writes bypass the page cache if the file system supports this. With the page cache, a write
-    would need more memory and one more copy of the data, and a check after the save would read the
-    page cache instead of the disk.
+    Writes bypass the page cache if the file system supports this. A write through the page cache
+    would need more memory and an additional copy of the data, and a check after the save would read
+    the page cache instead of the disk.
     """
 
     def __init__(

@@ -1,4 +1,5 @@
-"""Slices of model states: the elements that each rank writes or reads, and overlaps of slices.
+"""Slices of model states: functions that select the elements which each rank writes or reads, and
+that compute overlaps of slices.
 
 Terms of this package (lengths and offsets are in elements):
 
@@ -128,7 +129,7 @@ def find_nonfinite(flat: ndarray, state_slice: StateSlice) -> str:
         state_slice: Parameter slices with their positions in `flat`.
     """
     with numpy.errstate(all="ignore"):
-        if numpy.isfinite(flat.sum()):  # one pass decides the common case
+        if numpy.isfinite(flat.sum()):  # fast check of the usual case
             return ""
     for param, offset in state_slice.params:
         values = flat[offset : offset + param.stop - param.start]

@@ -6,8 +6,9 @@ module does not import torch.
 
 Each start of a run has a separate directory, its workspace. A checkpoint is written to the
 workspace, and committed by a rename out of the workspace. To remove a checkpoint, its directory is
-first renamed into the workspace. A start removes the workspaces of earlier starts, whose processes
-can then rename nothing, and so change no checkpoint (optimus/io/workspace.py).
+first renamed into the workspace. A start removes the workspaces of earlier starts. Without their
+workspace, the processes of an earlier start can rename no directory and therefore change no
+checkpoint (optimus/io/workspace.py).
 """
 
 from __future__ import annotations
@@ -535,7 +536,8 @@ def remove_all(paths: Iterable[Path], workspace: Workspace) -> dict[Path, str]:
     for path in paths:
         renamed = path
         try:
-            # Rename first: a directory named step-* or model-* must always have all its files.
+            # Rename the directory before files are removed, because a directory named step-* or
+            # model-* must always have all its files.
             if not files.is_temporary(path) and path.parent != workspace.path:
                 renamed = workspace.temporary(path.with_name(f"{_REMOVED}{path.name}"))
                 files.commit(path, renamed)

@@ -111,7 +111,7 @@ def check_weights(config: ModelConfig, path: Path) -> None:
         file = TensorFile(path / MODEL)
         file.close()
         shapes, path = {name: entry.shape for name, entry in file.tensors.items()}, file.path
-    # Compare the number of layers first: to build a model with far more layers would take much
+    # Compare the number of layers first, because a model with far more layers would need much
     # memory.
     layers = {name.split(".")[1] for name in shapes if name.startswith("blocks.")}
     if config.num_layers > len(layers):
@@ -165,10 +165,10 @@ class Weights(files.Closing, ABC):
     context manager.
 
     The iterator yields a pair (slice, values) for each slice in `slices`, in the order in which the
-    files contain the slices. `values` is a 1-D tensor on the host in the stored dtype. It is valid
-    until the next pair is requested. The iterator also compares checksums, and raises
-    CheckpointError if a checksum differs. Iterate to the end: the iterator compares the last
-    checksum after the last pair.
+    files contain the slices. `values` is a 1-D tensor on the host in the stored dtype. The tensor
+    is valid until the next pair is requested. The iterator also compares checksums, and raises
+    CheckpointError if a checksum differs. Callers must iterate to the end, because the iterator
+    compares the last checksum after the last pair.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -224,7 +224,7 @@ class FileWeights(Weights):
         self.slices = [param for *_, param in self._located]
 
     def __iter__(self) -> Iterator[tuple[ParamSlice, Tensor]]:
-        memory = torch.empty(BATCH_ELEMENTS, dtype=torch.float64)  # the widest type
+        memory = torch.empty(BATCH_ELEMENTS, dtype=torch.float64)  # enough for the widest dtype
         for file, located in itertools.groupby(self._located, lambda entry: entry[0]):
             reader = _HashedFile(file, self._hashes[file.path.name]) if self._hashes else file
             for _, offset, dtype, param in located:
@@ -279,7 +279,7 @@ class ShardWeights(Weights):
 
     def __init__(self, manifest: Manifest) -> None:
         self._path, self._index = manifest.path, manifest.index()
-        # All rows will be read, so check all of them: two parameters must not refer to the same
+        # All rows will be read, so all rows are checked: two parameters must not refer to the same
         # bytes.
         manifest.check_rows(self._index)
         self.shapes = self._index.shapes
