@@ -54,7 +54,7 @@ class Plan:
     slower."""
     slowdown: float = 1.0
     """Time of a slow save or evaluation, as a multiple of the median time of other saves or
-    evaluations. If it is 1, no save or evaluation is slow."""
+    evaluations. With 1, no save or evaluation is slow."""
     save_interval: int = 0
     eval_interval: int = 0
 

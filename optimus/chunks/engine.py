@@ -120,7 +120,8 @@ class ChunkEngine:
         """The chunks of trained parameters."""
         self.frozen = FrozenParams([c for c in self._all if not isinstance(c, ChunkState)])
         self._frozen_uses: dict[str, str] = {}
-        """Name of the frozen parameter, by the name of its further use."""
+        """A dict from the name of each further use (`FurtherUse`) of a frozen parameter to the name
+        of the parameter."""
         self._updates = UpdateQueue(
             optimizer,
             None if links is None else links.host_adam,

@@ -66,8 +66,8 @@ def settings_key(config: Config, mesh: Mesh) -> str:
 
 
 def placement_of(config: Config) -> dict[str, Any]:
-    """Return, for fit.json, the settings that a run with offload.mode = "auto" chooses for the
-    placement of its states, with their values in `config`."""
+    """Return, as a dict for fit.json, the values in `config` of the settings that a run with
+    offload.mode = "auto" chooses."""
     optim = config.optim
     return {
         "offload": config.offload.model_dump(mode="json"),

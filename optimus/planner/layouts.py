@@ -215,8 +215,8 @@ class LayoutChecks:
         return mesh or self._verdict(layout[:6], lambda: self._check_parallel(layout))
 
     def refusal(self, layout: Layout) -> str:
-        """Return the reason why `layout` is refused, or "" if it is accepted. Its mesh and schedule
-        must be possible (`refusal_of_mesh`)."""
+        """Return the reason why `layout` is refused, or "" if it is accepted. The mesh and the
+        schedule of `layout` must be possible (`refusal_of_mesh`)."""
         ranks, size = layout.dp * layout.ep, layout.microbatch_size
         train = self._config.train
         return (

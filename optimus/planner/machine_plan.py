@@ -43,7 +43,7 @@ _Run = tuple[Config, Mesh, Machine, str]
 
 class RankKind(NamedTuple):
     """Pipeline ranks at the same position (first, middle or last) with the same kinds of layers. A
-    plan shows the memory of one of them."""
+    plan shows only the rank that needs the most memory."""
 
     stage: str
     """Position: first, middle or last; only, if there is a single pipeline rank."""
@@ -115,7 +115,7 @@ class _EqualRanks:
         return max(memories, key=lambda memory: memory.device)
 
     def _of_rank(self, pp: int, imbalances: Mapping[int, Sequence[float]]) -> RankMemory:
-        # The profiles are of the first of the ranks. The layers of the other ranks are at the
+        # The profiles belong to the first of these ranks. The layers of the other ranks are at the
         # same positions within their stages.
         layers, theirs = self._layers(pp), self._layers(self._pp[0])
         sparse = [(a, b) for a, b in zip(layers, theirs, strict=True) if a in imbalances]
@@ -285,7 +285,8 @@ def _mismatch(config: Config, machine: Machine) -> dict[str, list[str]]:
 
 
 def _of_load(of_step: StepLoad, memory: _Memory) -> dict[str, Any]:
-    """Return the memory of the ranks with the expert loads of a step, and its imbalance."""
+    """Return the entry of `load` of `plan_on_machine` for a step: its imbalance, and the memory of
+    the ranks with its expert loads."""
     fullest = of_step.fullest
     layer = max(fullest, key=lambda n: fullest[n])
     kinds = memory.kinds(of_step.imbalances)

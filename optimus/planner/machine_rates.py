@@ -20,7 +20,7 @@ class ProductRates(NamedTuple):
     share: float
     """Share of `peak` that very large products reach."""
     half_size: float
-    """As `Products.half_size`; 0: the rate does not depend on the sizes."""
+    """Value of `Products.half_size`; 0 if the rate does not depend on the sizes of a product."""
     attention: tuple[tuple[float, float, float], ...] = ()
     """Lengths of sequences in ascending order, each with the FLOP/s of fused attention in forward
     and in backward. If empty, the rates of matrix products apply to attention."""

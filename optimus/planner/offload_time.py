@@ -140,8 +140,8 @@ def bytes_of_placement(config: Config, mesh: Mesh, machine: Machine, name: str) 
     placement may differ from the placement of `decide_placements`, which takes much longer to find.
     Raises ConfigError if no placement fits.
 
-    The memory depends on the number of microbatches only by their tokens. Therefore a step with few
-    microbatches determines the placement.
+    With more microbatches, only the memory for the tokens of a step grows. Therefore the placement
+    is searched for a step with few microbatches.
     """
     microbatches, train = _microbatches(config, mesh), config.train
     tokens = train.microbatch_size * train.seq_len * mesh.num_data_ranks

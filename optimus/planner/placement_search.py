@@ -545,8 +545,8 @@ def _with_copies(
 def _seconds(
     profiles: Mapping[int, StageProfile], num_segments: int, links: Links, dtype: str
 ) -> tuple[list[float], list[float]]:
-    """Return the seconds of the forward and of the backward of each segment. `dtype` is that of
-    matrix products."""
+    """Return the seconds of the forward and of the backward of each segment. `dtype` is the dtype
+    of matrix products."""
     forward, backward = [0.0] * num_segments, [0.0] * num_segments
     for profile in profiles.values():
         for use in (*profile.forward, *profile.backward):

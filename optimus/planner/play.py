@@ -136,7 +136,7 @@ class _Job(NamedTuple):
 
 
 class _Ports:
-    """The transfers in progress of a rank or, with shared levels, those of all ranks.
+    """The transfers in progress of a rank or, with shared levels, of all ranks.
 
     Attributes:
         version: Number of changes. An event for an earlier version is obsolete.

@@ -34,7 +34,7 @@ _UPDATED = 1 << 22
 """Elements of a timed update. The states, 18 bytes for each element, exceed the caches of a CPU."""
 _RUNS = 15
 _DISK_RUNS = 3
-"""Number of timed runs of each operation."""
+"""Numbers of timed runs: of a copy or an update, and of reads and writes of a disk."""
 _HUGE_PAGE = 2 << 20
 
 
@@ -103,7 +103,8 @@ def _medians(rates: dict[str, list[float]]) -> dict[str, float]:
 
 
 def measure_links(device: torch.device, threads: int) -> dict[str, list[float]]:
-    """Measure the rates of `Links` several times, except those of matrix products and of the disk.
+    """Measure the rates of `Links` several times, except the rates of matrix products and of the
+    disk.
 
     Args:
         device: The device. On a CPU, a copy between the tiers is a copy within its memory.

@@ -294,7 +294,8 @@ def _in_this_process(
 def _in_processes(
     evaluate: Callable[[_Share, _Report], Ranking], shares: Sequence[_Share], report: _Report
 ) -> list[Ranking]:
-    """Return the results of `evaluate` for each share. A separate process evaluates each share.
+    """Return the results of `evaluate` for each element of `shares`. A separate process evaluates
+    each element.
 
     Raises:
         OptimusError: A process has ended without a result.
@@ -356,8 +357,8 @@ def _send(
     sender: Connection,
     receivers: Sequence[Connection],
 ) -> None:
-    """Evaluate a share in a process of `_in_processes`. Send the numbers of evaluated layouts, then
-    the result or the exception."""
+    """Evaluate `share`, the meshes or candidates of this process, in a process of `_in_processes`.
+    Send the numbers of evaluated layouts, then the result or the exception."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the first process prints the message
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     # With these connections open, this process would not notice that the first process has ended.

@@ -1,8 +1,8 @@
 """Time of a step of each layout of a search, or a lower bound of this time.
 
-The time is that of `step_time`. The passes of the microbatches are timed once for all layouts that
-differ only in `optim.sharding` and `optim.resident`, and the collectives of gradients and
-parameters once for all that differ only in recomputation.
+The times are equal to the results of `step_time`, but are computed faster: the passes of the
+microbatches once for all layouts that differ only in `optim.sharding` and `optim.resident`, and the
+collectives of gradients and parameters once for all layouts that differ only in recomputation.
 """
 
 from __future__ import annotations
@@ -44,11 +44,13 @@ from optimus.rank.profile import Profiled, profile_work
 
 
 class ComputeBound:
-    """FLOPs of a step on the busiest rank: those that it computes, plus those that it could compute
-    while it waits in the pipeline. Divided by the peak rate, they are a lower bound of the time.
+    """FLOPs of a step on the busiest rank: the FLOPs that the rank computes, plus the FLOPs that it
+    could compute while it waits in the pipeline. This number divided by the peak rate is a lower
+    bound of the time of a step.
 
     Communication, memory traffic and the optimizer are not included. The FLOPs are those of
-    `flops_per_token` and of recomputation. The bubble is that of equal stages (`bubble_ratio`).
+    `flops_per_token`, plus the FLOPs of recomputation. The idle time is computed as if all stages
+    took equal times (`bubble_ratio`).
     """
 
     def __init__(self, config: Config, checks: LayoutChecks) -> None:
@@ -89,7 +91,7 @@ class ComputeBound:
 
 
 class _Update(NamedTuple):
-    """Seconds of the update in a step: those of its collectives and those of the optimizer."""
+    """Seconds of the update in a step: of its collectives and of the optimizer."""
 
     collectives: list[tuple[str, float, Overlap]]
     """The result of `collective_times`."""

@@ -1,4 +1,4 @@
-"""Collectives of gradients and parameters in an update of a rank, by arithmetic alone.
+"""Collectives of gradients and parameters in an update of a rank, computed from sizes alone.
 
 `optimus.rank.traffic.plan_traffic` lists the collectives of an update in order, from the chunk
 engine. A search needs the collectives of many layouts. This module therefore counts them from the
@@ -40,13 +40,14 @@ class _Chunks(NamedTuple):
 
 
 class _Kind(NamedTuple):
-    """Kind of a collective."""
+    """Kind of a collective: the properties that collectives must have in common to be counted
+    together."""
 
     axis: str
     name: Operation
     overlaps: Overlap
     is_each: bool = False
-    """True if it is repeated for each microbatch."""
+    """True if the collective is repeated for each microbatch."""
 
 
 class _Total(NamedTuple):
@@ -95,8 +96,8 @@ class StateTraffic:
     def of_rank(
         self, config: Config, mesh: Mesh, stages: tuple[range, ...], pp: int, microbatches: int
     ) -> tuple[Reduction, ...]:
-        """Return the collectives of the ranks with index `pp`. Collectives of the same kind have
-        their mean size.
+        """Return the collectives of the ranks with index `pp`. An element describes all collectives
+        of the same kind: their number and their mean size.
 
         Args:
             config: The configuration, with the schedule. The schedule has an effect only if the
@@ -127,7 +128,8 @@ class StateTraffic:
         return self._known[key]
 
     def _count(self, mesh: Mesh, stages: Sequence[range], pp: int) -> _Totals:
-        """Return the collectives of each kind, for one microbatch."""
+        """Return a dict from each kind of collective to the number and the bytes of these
+        collectives, for one microbatch."""
         classes = self._sizes.chunk_lengths(mesh, stages, Coordinate(pp, 0, 0, 0))
         trained = [each for each in classes if not each[0].options.frozen]
         is_each = self._sizes.divides_gradients

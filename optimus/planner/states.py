@@ -483,8 +483,8 @@ def _pack(sizes: tuple[int, ...], reduce_size: int, target_length: int) -> tuple
 
 
 def _share(size: int, index: int, count: int) -> int:
-    """Return the number of elements in a share, as `optimus.parallel.placement.share` divides
-    them."""
+    """Return the number of elements of the rank `index` if `count` ranks divide `size` elements, as
+    `optimus.parallel.placement.share` does."""
     return size * (index + 1) // count - size * index // count
 
 

@@ -38,8 +38,8 @@ class Layers(NamedTuple):
     number: float = 1.0
     """Number of layers."""
     input_backward: tuple[LayerOperation, ...] | None = None
-    """Operations of the action I, if the schedule divides the backward: those for the gradient of
-    the layer's input. None: half of the time of `backward`."""
+    """Operations of the action I, which computes the gradient of the layer's input, if the schedule
+    divides the backward. None: the action I takes half of the time of `backward`."""
 
 
 class Reduction(NamedTuple):
@@ -180,8 +180,9 @@ def pass_time(
 ) -> PassTime:
     """Return the time of the forward or the backward of `number` equal layers for one microbatch.
 
-    On an accelerator, the host starts operations while the device runs earlier ones, so a pass
-    takes the longer of the two times.
+    On an accelerator, the host starts operations while the device runs earlier operations. A pass
+    therefore takes the longer of two times: that of the host to start its operations, and that of
+    the device to run them.
     """
     device_s, launches, exposed_s = _add(operations, rates, groups)
     waiting_s = sum(exposed_s.values())

@@ -198,7 +198,8 @@ def _layers(work: SegmentWork, number: float) -> Layers:
 
 
 def _first_layers(model: ModelConfig) -> dict[int, int]:
-    """Return a dict from each number of experts in a layer to the index of the first such layer."""
+    """Return a dict from each number of experts that a layer can have to the index of the first
+    layer with this number."""
     layers: dict[int, int] = {}
     for layer, experts in enumerate(model.experts_by_layer):
         layers.setdefault(experts, layer)
@@ -226,8 +227,8 @@ def microbatches_of(config: Config, mesh: Mesh) -> int:
 def stage_weights(
     config: Config, mesh: Mesh, stages: tuple[range, ...] | None = None
 ) -> list[Weights]:
-    """Return, for each pipeline rank, the number of parameters on one rank. Arguments as for
-    `step_of`."""
+    """Return, for each index along pp, the number of parameters of a single rank with this index.
+    Arguments as for `step_of`."""
     model = config.model
     stages = plan_stages(config, mesh.pp) if stages is None else stages
     parameters = {

@@ -210,7 +210,7 @@ class ModelProfile(NamedTuple):
     """Profiles of the layers, by the values of `kinds_of_layers`."""
     head: SegmentProfile | None
     boundary: int
-    """Bytes of the tensor that a stage sends to the next one."""
+    """Bytes of the tensor that a stage sends to the next stage."""
     frees_input: bool
     """True if a layer frees its input after the forward, because its backward does not need it."""
     divides_backward: bool

@@ -139,8 +139,8 @@ class RunInputs(NamedTuple):
 
 
 class ResolvedStart(NamedTuple):
-    """The fields of a RunPlan that only the first rank computes. It locks the run directory first,
-    and then broadcasts the fields to all ranks."""
+    """The fields of a RunPlan that only the first rank computes. This rank locks the run directory
+    before it computes the fields, and then broadcasts them to all ranks."""
 
     start: Start
     changes: tuple[str, ...]

@@ -210,8 +210,8 @@ def _where(dataset: InstanceSource) -> str:
 def _epochs(
     mix: Sequence[MixSource], instances: int, training: InstanceSource
 ) -> Iterator[tuple[TokenDataset, float]]:
-    """Yield each data set of the training data and the number of its epochs in a run that reads
-    `instances` instances in total."""
+    """Yield (data set, epochs) for each data set of the training data. `epochs` is the number of
+    times that a run with `instances` instances in total reads the data set."""
     if isinstance(training, TokenDataset):
         yield training, instances / training.num_instances
         return

@@ -228,7 +228,8 @@ class Agent:
         The connection does not show this: if the earlier supervisor is suspended, its connection
         stays open.
         """
-        # In a thread: reports must continue while the shared file system does not answer.
+        # Read the file in a thread, because reports must continue while the shared file system does
+        # not answer.
         if await asyncio.to_thread(self._read_address) != self.address:
             raise OSError("another supervisor has taken over")
 

@@ -109,7 +109,7 @@ class Evidence:
 
 
 class _Cause(NamedTuple):
-    """The cause of the end of a launch attempt, found in one kind of evidence."""
+    """The cause of the end of a launch attempt, found in one type of observation."""
 
     outcome: Literal["done", "stopped", "failed", "usage", "interrupted"]
     failure: FailureKind | None = None

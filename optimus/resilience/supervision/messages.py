@@ -165,7 +165,8 @@ class Start(Message):
     job_end: float | None
     """Unix time at which the ranks must have saved and ended; None without a limit."""
     mpiexec_s: _Seconds | None
-    """Longest time to wait for the ranks that mpiexec starts; None if the agent starts them."""
+    """Longest time in seconds to wait for the ranks that mpiexec starts; None if the agent starts
+    them."""
     variables: dict[str, str]
     """Environment variables that are the same for all ranks."""
 

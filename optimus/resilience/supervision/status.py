@@ -98,8 +98,8 @@ def _add_interrupted(
 def _add_attempt(
     seconds: dict[str, float], end: AttemptEnded, wall_s: float, kept_step: int
 ) -> None:
-    """Divide the time `wall_s` of a launch attempt into categories, and add it to `seconds`. No
-    later attempt repeats the steps up to `kept_step`."""
+    """Divide the time `wall_s` of a launch attempt into categories, and add it to `seconds`.
+    `kept_step` is the last step whose update no later attempt repeats."""
     phases = dict(end.seconds)
     updates = phases.get("update", 0.0)
     repeated = min(end.updates, max(0, end.step - kept_step))
