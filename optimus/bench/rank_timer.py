@@ -72,8 +72,9 @@ class RankTimer:
             run: The operation.
             runs: Number of runs.
             compute: Computation of a rank before the operation; None for no computation. The result
-                is then the time of both without the time of the computation alone. As in a step, it
-                includes the time for which a rank waits for other ranks that compute longer.
+                is then the time of computation and operation together, less the time of the
+                computation alone. As in a step, the result includes the time for which a rank waits
+                for other ranks that compute longer.
         """
         run()
         both, alone = list[float](), list[float]()

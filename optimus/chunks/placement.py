@@ -429,8 +429,9 @@ def search(
     placements with the shortest estimates are simulated.
 
     Args:
-        workloads: The rank's chunks and step for each possible order and layout. With `early` =
-            "on", `ChunkCost.host` must include the spare buffers.
+        workloads: A workload of the rank for each possible order of the microbatches and each
+            layout of the chunks. With `early` = "on", `ChunkCost.host` must include the spare
+            buffers.
         capacity: Memory that the placement may use.
         links: Rates of the links, of updates on the host, and of the disk.
         early: The chunks that are updated early. "off": no chunks. "on": all chunks without states

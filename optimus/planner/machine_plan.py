@@ -285,8 +285,8 @@ def _mismatch(config: Config, machine: Machine) -> dict[str, list[str]]:
 
 
 def _of_load(of_step: StepLoad, memory: _Memory) -> dict[str, Any]:
-    """Return the entry of `load` of `plan_on_machine` for a step: its imbalance, and the memory of
-    the ranks with its expert loads."""
+    """Return the entry of `load` of `plan_on_machine` for the step `of_step`: the imbalance of the
+    expert loads, and the memory of the ranks with these loads."""
     fullest = of_step.fullest
     layer = max(fullest, key=lambda n: fullest[n])
     kinds = memory.kinds(of_step.imbalances)

@@ -35,7 +35,8 @@ _MASTER, _MOMENTS = 4, 8
 """Bytes of the fp32 master and of AdamW's moments of a parameter. If the training dtype is fp32,
 there is no master."""
 _GRADIENT = 2
-"""Fewest bytes of the gradient of a parameter on the device and in a copy to the host."""
+"""Smallest number of bytes that the gradient of a parameter can have on the device and in a copy to
+the host."""
 
 
 class _HostStates(NamedTuple):
@@ -217,8 +218,8 @@ class OffloadedLayouts:
 
 
 def _shards(sharding: str, mesh: Mesh) -> tuple[int, int]:
-    """Return the numbers of ranks over which the states of experts and of other parameters are
-    divided (`updated_parameters`)."""
+    """Return two numbers of ranks: over the first, the states of experts are divided, and over the
+    second, the states of all other parameters (`updated_parameters`)."""
     if sharding == "none":
         return 1, 1
     return mesh.dp, mesh.dp * (mesh.ep if sharding == "epso" else 1)

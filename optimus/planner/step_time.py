@@ -272,7 +272,8 @@ def _filled(stage_s: Sequence[float], p: int, v: int, m: int) -> float:
 
 
 def _costs(forward_s: Sequence[float], backward_s: Sequence[float]) -> Callable[[Action], float]:
-    """Return the costs of actions. The two halves of a divided backward pass take equal times."""
+    """Return a function from an action to its seconds on the device. The two halves of a divided
+    backward pass take equal times."""
 
     def cost(action: Action) -> float:
         if action.kind is Kind.F:

@@ -317,10 +317,10 @@ def plan_ranks(config: Config, mesh: Mesh) -> Iterator[tuple[Coordinate, dict[st
         parameters with optim.resident = "cache" or with offloading. "staging" is the host memory
         for checkpoint.async_save. "disk" includes the copies of states on disk that
         checkpoint.async_save makes there. "total" is the device memory, including "cache". With
-        offloading, "tiers" is the result of `ChunkEngine.bytes_by_tier`, which also has "cache",
-        "early", the spare buffers for early updates, and "checkpoints", the copies that
-        checkpoint.async_save makes, in each tier. With offload.early_adam = "auto", spare buffers
-        are counted only if offload.host_memory limits them.
+        offloading, "tiers" is the result of `ChunkEngine.bytes_by_tier`, which also has, in each
+        tier, "cache"; "early", the spare buffers for early updates; and "checkpoints", the copies
+        that checkpoint.async_save makes. With offload.early_adam = "auto", spare buffers are
+        counted only if offload.host_memory limits them.
 
     Raises:
         ConfigError: A parallel size does not divide a model dimension, optim.cache_chunks is too
