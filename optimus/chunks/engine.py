@@ -47,10 +47,8 @@ class ChunkEngine:
 
     Args:
         named: Parameters by name in order of first use. The parameters become views of chunks.
-        groups_of: Returns the process groups of a parameter, or None if the parameter has no
-            groups.
-        optimizer: The optimizer, which updates the shards. Each shard has the moments that the
-            optimizer declares.
+        groups_of: Returns the process groups of a parameter, or None if there are none.
+        optimizer: Updates the shards. Each shard has the moments that the optimizer declares.
         initial: Returns the initial value of a parameter, on any device. By default, parameters
             keep their values. The engine copies each value to a chunk before it calls `initial`
             again, so that only one value needs memory at a time.
@@ -120,8 +118,7 @@ class ChunkEngine:
         """The chunks of trained parameters."""
         self.frozen = FrozenParams([c for c in self._all if not isinstance(c, ChunkState)])
         self._frozen_uses: dict[str, str] = {}
-        """A dict from the name of each further use (`FurtherUse`) of a frozen parameter to the name
-        of the parameter."""
+        """Name of the frozen parameter, by the name of its further use (`FurtherUse`)."""
         self._updates = UpdateQueue(
             optimizer,
             None if links is None else links.host_adam,
@@ -151,9 +148,8 @@ class ChunkEngine:
         """Spare buffers for early updates, by the number of the chunk."""
 
     def add_spare(self, limit: float) -> None:
-        """Allocate spare buffers of at most `limit` bytes for early updates (`UpdateQueue`) of
-        chunks on the host. The last chunks get the buffers, because backward completes their
-        gradients first."""
+        """Allocate spare buffers of at most `limit` bytes for early updates (`UpdateQueue`) of the
+        last chunks on the host, whose gradients backward completes first."""
         states = [s for s in self._by_first_use if s.home is Tier.HOST and not s.on_disk]
         for state in (states[n] for n in choose_spare([s.buffers.nbytes for s in states], limit)):
             spare = self._spare[state.chunk.number] = state.new_spare(self.memory)
@@ -209,8 +205,7 @@ class ChunkEngine:
         return state
 
     def _fill(self, state: ParamChunk, initial: Callable[[str], Tensor]) -> None:
-        """Copy the initial values of parameters to a chunk, and make the parameters views of the
-        chunk."""
+        """Copy the initial values of parameters to a chunk. Make the parameters views of it."""
         for slot in state.chunk.slots:
             value, view = initial(slot.name), state.view(state.params, slot)
             if isinstance(state, ChunkState):
@@ -290,9 +285,8 @@ class ChunkEngine:
         return chunk_of | {use: chunk_of[name] for use, name in owner_of.items()}
 
     def gather(self, names: Collection[str]) -> None:
-        """Gather the whole parameters `names`, for code outside of any segment. The parameters stay
-        whole until the next use of a segment. All ranks that shard these parameters must call this
-        method."""
+        """Gather parameters that code outside of segments reads. They stay whole until the next use
+        of a segment. All ranks that shard these parameters must call this method."""
         self.params.gather({self.slots[name].chunk for name in names if name in self.slots})
 
     def wait(self) -> None:
@@ -330,8 +324,7 @@ class ChunkEngine:
             self.params.start_step()
 
     def expect_update(self, expected: tuple[float, float] | None) -> None:
-        """Discard the early updates that have started. Later early updates use `expected`, as for
-        `start_step`."""
+        """Discard the early updates that have started. `expected` is as for `start_step`."""
         self._updates.start_step(expected)
 
     def grad_norm(self) -> float:
@@ -375,8 +368,8 @@ class ChunkEngine:
 
     @property
     def stage_groups(self) -> dict[str, Group]:
-        """A dict from each parameter that several pipeline stages have to the group of the ranks of
-        these stages."""
+        """For each parameter that several pipeline stages have, the group of ranks of these
+        stages."""
         groups = {name: groups.stage_group for name, groups in self._groups.items()}
         return {name: group for name, group in groups.items() if group.size > 1}
 
@@ -509,9 +502,8 @@ class ChunkEngine:
         device_bytes: int,
         reductions: int,
     ) -> Workload:
-        """Return the sizes and times of a training step, from which
-        `optimus.chunks.placement.search` selects the placement. Call this after `attach`, on an
-        engine whose chunks are all on the host.
+        """Return the sizes and times of a training step for `optimus.chunks.placement.search`. Call
+        this after `attach`, on an engine whose chunks are all on the host.
 
         Args:
             order: Order of the microbatches, as `Workload.order`.

@@ -71,8 +71,8 @@ def offload(
 
     The parameters of the model become views of chunks. Before a segment of the model, such as a
     transformer layer, computes, its parameters are copied to the device. After the backward of the
-    segment, its gradients are copied to the host, where they are added over backward passes, and
-    where the optimizer updates the parameters. Training gives the same bits with all placements.
+    segment, its gradients are copied to the host, which adds them over backward passes and updates
+    the parameters. Training gives the same bits with all placements.
 
     Args:
         model: The model, without torch.compile. The parameters that require a gradient are trained.
@@ -82,34 +82,28 @@ def offload(
         lr, betas, eps, weight_decay: Defaults of the groups, as for torch.optim.AdamW.
         clip_norm: Largest 2-norm of all gradients; None for no clipping.
         device_memory: Device memory that training may use, such as "20GB" or a number of bytes. On
-            an accelerator, allocations beyond this limit then fail. None for the whole memory of
-            the device or, on a CPU, to keep all states on the host.
+            an accelerator, larger allocations then fail. None for the memory of the device or, on a
+            CPU, to keep all states on the host.
         host_share: Fraction of the chunks in host memory, from 0 to 1. Replaces `device_memory`.
-        cache_chunks: Number of chunks of parameters that are on the device at the same time. 0 for
-            as many chunks as fit into `device_memory` or, with `host_share`, for the chunks of
-            three segments.
-        chunk_length: Number of elements of a chunk; 0 for the number of elements of the largest
-            block.
+        cache_chunks: Number of chunks of parameters on the device at the same time. 0 for as many
+            as fit into `device_memory` or, with `host_share`, for the chunks of three segments.
+        chunk_length: Number of elements of a chunk; 0 for that of the largest block.
         device: Device on which the model computes; None for the accelerator, if there is one.
         example: Keyword arguments of the forward for the largest batch, such as `input_ids` and
-            `labels`, on any device. The bytes of the activations of a step are then computed from
-            these arguments on torch's meta device. Of the placements that fit into `device_memory`,
-            the placement with the shortest simulated step is selected. A larger batch is refused.
-            None to leave half of `device_memory` to activations.
-        host_memory: Host memory that states may use, such as "20GB" or a number of bytes. None for
-            the memory that this process can use, less a reserve for Python and its libraries (2 GiB
-            and 5 % of this memory, at most a quarter of it).
-        disk: Directory on a local disk. If the states exceed the host memory, the masters and
-            moments of as few chunks as possible are in a file in this directory. "" to refuse such
-            a model.
+            `labels`, on any device. The activations of a step are then computed from these
+            arguments on torch's meta device, and of all placements that fit into `device_memory`,
+            that with the shortest simulated step is selected. A larger batch is refused. None to
+            leave half of `device_memory` to activations.
+        host_memory: Host memory for states, as `device_memory`. None for the memory of this process
+            less a reserve for Python and its libraries (2 GiB and 5 %, at most a quarter).
+        disk: Directory on a local disk for the masters and moments of as few chunks as possible, if
+            the states exceed the host memory. "" to refuse such a model.
         disk_memory: Bytes on disk that states may use; None for all free bytes.
-        early_adam: Time at which the host begins to update a chunk. "off": in `step`. "on": as soon
-            as the gradient of the chunk is complete, before the norm of all gradients is known. The
-            host knows that a gradient is complete after as many backward passes as in the last
-            step. The old states are kept until `step`, so that the host needs memory for a second
-            copy of the states. "auto": as "on", but not in the step after a step that was clipped,
-            and only for as many chunks as have space for a second copy in half of the free host
-            memory.
+        early_adam: Time at which the host begins to update a chunk. "off": in `step`. "on": after
+            as many backward passes as in the last step, before the norm of all gradients is known.
+            The host keeps the old states until `step` and needs memory for a second copy of the
+            states. "auto": as "on", but not in the step after a step that was clipped, and only for
+            as many chunks as fit in half of the free host memory.
 
     Raises:
         ConfigError: The model or an argument is not supported.
@@ -137,16 +131,14 @@ def offload(
 def _checked_defaults(
     lr: float | Tensor, betas: Sequence[float], eps: float, weight_decay: float
 ) -> dict[str, Any]:
-    """Return the default options of parameter groups. Raises ConfigError if an option is
-    invalid."""
+    """Return the default options of parameter groups. Raises ConfigError for invalid ones."""
     numbers = {"lr": lr, "eps": eps, "weight_decay": weight_decay}
     checked = {key: check_number(key, _number(value), 0.0) for key, value in numbers.items()}
     return {**checked, "betas": check_betas(betas)}
 
 
 def _chunks_of(model: nn.Module, named: dict[str, nn.Parameter], chunk_length: int) -> ModelChunks:
-    """Return the division of the parameters into chunks. Raises ConfigError if `chunk_length` is
-    invalid."""
+    """Return the chunks of a model. Raises ConfigError if `chunk_length` is invalid."""
     segments = find_segments(model)
     length = check_count("chunk_length", chunk_length) or default_chunk_length(named, segments)
     return ModelChunks(named, segments, chunk_keys(named, segments), length, GroupAdamW())
@@ -240,8 +232,7 @@ class GroupAdamW:
         `set`."""
         number = self.num_updates + 1
         self._expected[number] = _ranges_of(chunks, hyperparameters)
-        # Keep those of `number - 1`, because an update of the last step may be in progress.
-        self._expected.pop(number - 2, None)
+        self._expected.pop(number - 2, None)  # update `number - 1` may be in progress
 
     def set(
         self, chunks: Sequence[ChunkState], hyperparameters: Mapping[str, Hyperparameters]
@@ -251,8 +242,7 @@ class GroupAdamW:
 
         Args:
             chunks: All chunks.
-            hyperparameters: A dict from the name of each parameter to update to its
-                hyperparameters.
+            hyperparameters: The hyperparameters by name of the parameter to update.
 
         Returns:
             True if the last call of `expect` had the same hyperparameters.
@@ -304,8 +294,7 @@ _Ranges = dict[int, list[_Range]]
 def _ranges_of(
     chunks: Sequence[ChunkState], hyperparameters: Mapping[str, Hyperparameters]
 ) -> _Ranges:
-    """Return a dict from the number of each chunk to the ranges of its elements that are updated:
-    the parameters that have hyperparameters."""
+    """Return the ranges to update, by chunk number: the parameters that have hyperparameters."""
     of_chunks: _Ranges = {}
     for chunk in chunks:
         ranges = of_chunks[chunk.chunk.number] = []
@@ -392,9 +381,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._offloaded.engine.add_spare(limit)
 
     def close(self) -> None:
-        """Complete all updates and end the offloading: free the states of the optimizer, remove the
-        file of the states on disk, and remove all hooks from the model. May be called more than
-        once.
+        """Complete all updates, free the states of the optimizer, remove the file of the states on
+        disk, and remove all hooks from the model. May be called more than once.
 
         The model then has its weights and no gradients, and can be evaluated, saved, or offloaded
         again. Parameters whose states were in host memory are on the CPU. If `close` is not called,

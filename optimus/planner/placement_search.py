@@ -65,9 +65,8 @@ class Decision:
     """In a pipeline: for each value of `offload.order`, the predicted seconds of a step on the
     slowest rank, or None if a rank does not fit."""
     in_cache_s: float | None = None
-    """In a pipeline: predicted seconds of a step on this rank with offload.order = "microbatch", if
-    the cache on the device has space for all chunks of the host; None if they do not fit in the
-    cache."""
+    """In a pipeline: predicted seconds of a step on this rank with offload.order = "microbatch" and
+    all chunks on the host in the cache of the device; None if they do not fit there."""
     reserve: int = 0
     """Result of `reserve_of`."""
 
@@ -152,8 +151,7 @@ def decide_placement(
     limits: RankLimits,
     device: str,
 ) -> Decision:
-    """Decide for each state of the rank at `coordinate` if it is on the device, on the host or on
-    disk.
+    """Decide if each state of the rank at `coordinate` is on the device, on the host or on disk.
 
     If all states, activations and temporary tensors fit on the device, nothing is offloaded.
     Otherwise, the result is the placement with the shortest simulated step. The search covers all
@@ -216,9 +214,8 @@ class PlacementSearch:
         return ("microbatch",)
 
     def decide(self, order: str = "") -> Decision:
-        """Return the placement with the shortest step. `order` is the value of `offload.order`; ""
-        selects the possible order with the shorter step. Raises ConfigError if no placement
-        fits."""
+        """Return the placement with the shortest step. `order` is the value of `offload.order`; "":
+        the better of the possible values. Raises ConfigError if no placement fits."""
         memory, limits = self._on_device, self._limits
         plain = self._plain
         if order == "layer":
@@ -240,8 +237,7 @@ class PlacementSearch:
                 raise does_not_fit("auto", self._config, needs, limits, self._device) from None
             chosen = self._settings_of(best)
             memory = rank_memory(chosen, *self._rank, self._profiles_of(best.workload.order))
-            # The search only estimates some bytes, such as those of reductions. If the exact bytes
-            # exceed the limits, the next search has less memory.
+            # The search only estimates some bytes. If the exact bytes exceed a limit, search again.
             lacking = TierBytes(
                 memory.device - self._allowed, memory.host - limits.host, memory.disk - limits.disk
             )
@@ -267,10 +263,9 @@ class PlacementSearch:
         return None
 
     def smallest(self) -> RankLimits:
-        """Return limits with two smallest sizes in bytes. `device` is the smallest limit of the
-        device memory with which a placement fits into the present host memory, and `host` is the
-        smallest limit of the host memory with which a placement fits into the present device
-        memory."""
+        """Return limits in which `device` is the smallest device memory with which a placement fits
+        into the present host memory, and `host` is the smallest host memory with which a placement
+        fits into the present device memory."""
         try:
             workloads = self._workloads
         except ConfigError:  # states cannot be offloaded
@@ -311,8 +306,7 @@ class PlacementSearch:
         if self._config.offload.early_adam == "auto":
             if not best.updates_early:
                 return with_offload(chosen, early_adam="off")
-            # The limit determines the size of the spare buffers.
-            return with_offload(chosen, host_memory=str(self._limits.host))
+            return with_offload(chosen, host_memory=str(self._limits.host))  # limits spare buffers
         return chosen
 
     @cached_property
@@ -345,8 +339,7 @@ class PlacementSearch:
         ]
 
     def _profile(self, config: Config) -> dict[int, StageProfile]:
-        """Return the profile of each stage of the rank, if its experts have the load
-        `offload.expert_imbalance`."""
+        """Return the profiles of the stages, with the load `offload.expert_imbalance`."""
         mesh, coordinate, _, device = self._rank
         loads = dict.fromkeys(config.model.sparse_layers, config.offload.expert_imbalance)
         return RankProfiles(config, mesh, coordinate, device).at(loads)
@@ -362,16 +355,13 @@ def decide_together(
     greatest_of: Callable[[int], int] = lambda value: value,
     compares_cache: bool = True,
 ) -> list[Decision]:
-    """Decide on the placements of the ranks of a pipeline, which must have the same
-    `offload.order`.
+    """Decide on the placements of pipeline ranks, which must have the same `offload.order`.
 
-    If a rank must offload states, all ranks get the order with which the step of the slowest rank
-    is shortest.
+    If a rank must offload states, all get the order with the shortest step of the slowest rank.
 
     Args:
         searches: Searches for ranks of the same run.
-        greatest_of: Function that returns the maximum of an integer over all ranks that call
-            `decide_together`.
+        greatest_of: Returns the maximum of an integer over all ranks that call `decide_together`.
         compares_cache: True to compute `Decision.in_cache_s`.
 
     Raises:
@@ -400,8 +390,7 @@ def decide_together(
     if costs[best] == _IMPOSSIBLE:
         if problem is not None:
             raise problem
-        # Another rank has no placement. Its error also ends this rank.
-        best = searches[0].orders[0]
+        best = searches[0].orders[0]  # another rank has no placement, and raises the error
     of_orders = {order: None if c == _IMPOSSIBLE else c / 1e9 for order, c in costs.items()}
     decided = [dataclasses.replace(each, of_orders=of_orders) for each in decisions[best]]
     if not compares_cache:
@@ -468,8 +457,7 @@ def plan_on_host(
     """Create the states of the rank at `coordinate` on the meta device, with all chunks on the
     host. `order` is the value of `offload.order`; the other arguments are those of `plan_rank`."""
     on_host = _with_placement(config, order=order)
-    # Spare buffers only use memory that the placement leaves free.
-    if on_host.offload.early_adam == "auto":
+    if on_host.offload.early_adam == "auto":  # spare buffers only use memory that is left
         on_host = with_offload(on_host, early_adam="off")
     planned = plan_rank(on_host, mesh, coordinate, num_microbatches)
     attach(planned.engine, planned.segments, planned.layout, on_host)
@@ -487,8 +475,7 @@ def _workload(
     times: SegmentTimes | Links,
     has_disk: bool,
 ) -> Workload:
-    """Return the sizes and times of a step of a rank with all chunks on the host, for the
-    search."""
+    """Return the sizes and times of a rank's step with all chunks on the host, for the search."""
     planned = plan_on_host(config, order, mesh, coordinate, num_microbatches)
     schedule = planned.layout.schedule
     activations = peak_of_step(
@@ -529,9 +516,9 @@ def _workload(
 def _with_copies(
     work: Workload, config: Config, on_host: PlannedRank, on_disk: PlannedRank
 ) -> Workload:
-    """Return a workload in which the copies that checkpoint.async_save makes of states on disk are
-    also on disk. `on_host` has all states on the host, and `on_disk` has all states on disk that
-    may be there."""
+    """Return a workload in which the copies of states on disk for checkpoint.async_save are on
+    disk. `on_host` has all states on the host, and `on_disk` has as many states on disk as
+    possible."""
     before, after = (staging_by_chunk(config, planned) for planned in (on_host, on_disk))
     chunks: list[ChunkCost] = []
     for number, cost in zip(on_host.engine.numbers_by_first_use, work.chunks, strict=True):

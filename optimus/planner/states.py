@@ -191,8 +191,7 @@ class StateSizes:
         return largest._replace(fewest_slots=max(rank.fewest_slots for rank in ranks))
 
     def _different(self, stages: tuple[range, ...], pp: int) -> list[int]:
-        """Return pipeline ranks, one of each set of pipeline ranks whose parameters have the same
-        shapes."""
+        """Return one pipeline rank for each set of ranks with parameters of the same shapes."""
         if (stages, pp) not in self._pipeline_ranks:
             ranks: dict[Any, int] = {}
             for rank in range(pp):
@@ -449,9 +448,8 @@ class _Tally:
 
     def _add(self, buffers: Sequence[tuple[str, int, bool]], is_on_host: bool) -> int:
         """Add the buffers of a chunk to the totals. Return the sum of their bytes. An element of
-        `buffers` has the kind and the bytes of a buffer, and True if the buffer is in host memory
-        when the states of the chunk are there (`is_on_host`); False for a buffer that is always on
-        the device."""
+        `buffers` has the kind and the bytes of a buffer, and False if the buffer is on the device
+        even if the states of the chunk are in host memory (`is_on_host`)."""
         for kind, size, is_at_home in buffers:
             self._sizes[kind] += size
             if is_on_host and is_at_home:

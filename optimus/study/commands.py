@@ -110,20 +110,11 @@ def _add_scaling(studies: argparse._SubParsersAction) -> None:
         help="top-k, uniform, or top-k,uniform for two points on each number of nodes (default: "
         "model.router)",
     )
-    parser.add_argument(
-        "--steps",
-        type=int,
-        default=30,
-        metavar="N",
-        help="number of updates of a point (default: 30)",
-    )
-    parser.add_argument(
-        "--warmup",
-        type=int,
-        default=5,
-        metavar="N",
-        help="number of updates at the start of a point that are not measured (default: 5)",
-    )
+    for name, default, text in (
+        ("steps", 30, "number of updates of a point (default: 30)"),
+        ("warmup", 5, "number of first updates of a point that are not measured (default: 5)"),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=text)
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument(
         "--dry-run",
