@@ -52,8 +52,9 @@ def _pass_of(
 
     Args:
         function: The operation.
-        args: Positional arguments of the operation. read: All tensors in its arguments. written:
-            Its results.
+        args: Positional arguments of the operation.
+        read: All tensors in these arguments.
+        written: Results of the operation.
     """
     packet = function._overloadpacket
     if packet in _ALLOCATIONS or not written:
