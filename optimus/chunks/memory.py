@@ -182,7 +182,7 @@ class Memory:
 
     A read of a freed buffer raises an error or crashes the process (`CAN_REFUSE_ACCESS`). With
     `poison`, which tests set, a freed buffer keeps its memory and is filled with NaN, and so is the
-    target of a copy until the copy is complete. A read of it then causes NaN in the results.
+    target of a copy until the copy is complete. A read of such a buffer causes NaN in the results.
 
     Args:
         device: Device of the tier DEVICE. On the meta device, the host buffers are meta tensors,
