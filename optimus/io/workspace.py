@@ -17,9 +17,11 @@ import errno
 import fcntl
 import logging
 import os
+import shutil
 import stat
 import time
 import uuid
+from collections.abc import Iterable
 from pathlib import Path
 from typing import BinaryIO
 
@@ -207,6 +209,53 @@ class Workspace:
         removes it."""
         with contextlib.suppress(OSError):
             os.rmdir(self.path)
+
+
+class CreatedPaths:
+    """The files and directories that a start of a run creates. If the run is refused, they are
+    removed.
+
+    Args:
+        run_dir: The run directory.
+        folders: Names of directories in it that the start creates. They are removed only if they
+            are empty.
+        others: Names of other files and directories in it that the start creates, without the lock
+            file.
+    """
+
+    def __init__(self, run_dir: Path, folders: Iterable[str], others: Iterable[str] = ()) -> None:
+        self._lock = run_dir / LOCK
+        self._others = [path for name in others if not os.path.lexists(path := run_dir / name)]
+        inner = [*(run_dir / name for name in folders), *self._others, self._lock]
+        self._inner = [path for path in inner if not os.path.lexists(path)]
+        """Paths in the run directory that did not exist before."""
+        self._outer = [path for path in (run_dir, *run_dir.parents) if not os.path.lexists(path)]
+
+    def remove(self, lock: BinaryIO | None, workspace: Workspace | None = None) -> None:
+        """Remove the paths that did not exist before, and close the lock file.
+
+        Args:
+            lock: The result of `lock_run_dir`; None if another run may use the directory.
+            workspace: Workspace of this start, in an element of `others`. If a later start has
+                removed it, no other file is removed. None if the start has created no file.
+        """
+        if workspace is not None:
+            entries = [p for p in self._others if p != workspace.path.parent]
+            if len(entries) < len(self._others):
+                entries += (p for p in workspace.path.parent.glob("*") if p != workspace.path)
+            for path in entries:
+                with contextlib.suppress(OSError):
+                    os.rename(path, workspace.path / path.name)
+            shutil.rmtree(workspace.path, ignore_errors=True)
+        if lock is not None:
+            is_replaced = not os.fstat(lock.fileno()).st_nlink
+            for path in self._inner if not is_replaced else []:
+                with contextlib.suppress(OSError):
+                    path.unlink() if path == self._lock else path.rmdir()
+            lock.close()  # NFS keeps a removed file in its directory until the file is closed
+        for path in self._outer:
+            with contextlib.suppress(OSError):
+                path.rmdir()
 
 
 def find_workspaces(folder: Path) -> list[Path]:

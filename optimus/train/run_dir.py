@@ -3,7 +3,6 @@ files."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 from pathlib import Path
@@ -17,7 +16,7 @@ from optimus.checkpoint.store import (
 )
 from optimus.config import Config, dump_toml
 from optimus.errors import OptimusError
-from optimus.io.workspace import LOCK, Workspace, lock_run_dir
+from optimus.io.workspace import CreatedPaths, Workspace, lock_run_dir
 from optimus.observe.events import Recorder
 from optimus.observe.log import LogRecorder, Progress
 from optimus.observe.metrics import MetricsFiles, TensorBoard, metrics_paths
@@ -48,15 +47,13 @@ class RunDirectory:
         self.path = Path(path)
         attempt = read_attempt()
         self._lock: BinaryIO | None = None
-        paths = checkpoints_dir(self.path), self.path / LOCK, self.path, *self.path.parents
-        self._missing = [path for path in paths if not os.path.lexists(path)]
-        """Paths that did not exist before, with the innermost first."""
+        self._created = CreatedPaths(self.path, [checkpoints_dir(self.path).name])
         if attempt is None:
             try:
                 self._lock = lock_run_dir(self.path)
                 self.workspace = open_workspace(self.path)
             except BaseException:
-                self._remove_created()
+                self._created.remove(self._lock)
                 raise
         else:
             self.workspace = adopt_workspace(self.path, Workspace(attempt.workspace))
@@ -136,24 +133,7 @@ class RunDirectory:
                 if is_open:
                     self._lock.close()
                 else:
-                    self._remove_created()
-
-    def _remove_created(self) -> None:
-        """Unlock the directory, and remove the lock file and the directories that this object has
-        created, except directories that are not empty."""
-        if self._lock is not None:  # otherwise another run may use the directory
-            for path in self._missing:
-                with contextlib.suppress(OSError):
-                    if path == self.path / LOCK:
-                        path.unlink()
-                    elif path.parent == self.path:
-                        path.rmdir()
-            # NFS keeps a removed file in its directory until the file is closed.
-            self._lock.close()
-        for path in self._missing:
-            if path.parent != self.path:
-                with contextlib.suppress(OSError):
-                    path.rmdir()
+                    self._created.remove(self._lock)
 
 
 def _expected_steps(plan: RunPlan, name: str, run_dir: Path) -> range:

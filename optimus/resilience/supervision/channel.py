@@ -189,6 +189,25 @@ class Channel:
         return hmac.digest(self._key, about + body, hashlib.sha256)
 
 
+def make_private(folder: Path) -> None:
+    """Create the supervisor's folder, which has the launch secret, if it does not exist.
+
+    Raises:
+        ConfigError: The path is not a folder in which only this user can write.
+    """
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    status = folder.lstat()
+    if (
+        not stat.S_ISDIR(status.st_mode)
+        or status.st_uid != os.geteuid()
+        or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    ):
+        raise ConfigError(
+            f"{folder}: not a folder in which only you can write; remove it and launch again"
+        )
+
+
 def create_secret(path: Path) -> bytes:
     """Create a launch secret. The processes of a launch use it to authenticate. Write the secret to
     a file that only this user may read, and return the secret."""

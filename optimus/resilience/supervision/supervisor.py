@@ -15,7 +15,6 @@ import os
 import secrets
 import signal
 import socket
-import stat
 import subprocess
 import time
 import tomllib
@@ -27,7 +26,7 @@ from optimus.checkpoint import store
 from optimus.data.dataset import TokenDataset
 from optimus.errors import ConfigError, OptimusError, OutcomeKind, one_line, refuse_if
 from optimus.io import files
-from optimus.io.workspace import Workspace, lock_run_dir, read_lock_owner
+from optimus.io.workspace import CreatedPaths, Workspace, lock_run_dir, read_lock_owner
 from optimus.resilience.supervision.agent import (
     ADDRESS,
     SECRET,
@@ -40,7 +39,13 @@ from optimus.resilience.supervision.attempt import (
     encode_skipped_steps,
     read_skipped_steps,
 )
-from optimus.resilience.supervision.channel import Channel, PeerError, create_secret, read_secret
+from optimus.resilience.supervision.channel import (
+    Channel,
+    PeerError,
+    create_secret,
+    make_private,
+    read_secret,
+)
 from optimus.resilience.supervision.decide import (
     Decision,
     decide,
@@ -48,6 +53,7 @@ from optimus.resilience.supervision.decide import (
 )
 from optimus.resilience.supervision.ledger import (
     LEDGER,
+    NODES,
     AttemptEnded,
     AttemptStarted,
     Event,
@@ -78,6 +84,8 @@ from optimus.resilience.supervision.staging import (
 
 logger = logging.getLogger(__name__)
 
+_LOG = "log"
+"""Folder in the run directory with the output of the ranks."""
 _LOCK_OWNER = b"supervisor"
 """Content of the lock file of a run directory while a supervisor has the lock."""
 _RETRY_S = 2.0
@@ -103,16 +111,27 @@ class Supervisor:
             OSError: A file cannot be written.
         """
         self._job, self._folder = job, job.run_dir / SUPERVISOR
-        self._lock = _take_lock(job.run_dir)
+        self._created = CreatedPaths(
+            job.run_dir,
+            [store.checkpoints_dir(job.run_dir).name],
+            [SUPERVISOR, _LOG, LEDGER, NODES],
+        )
+        lock = workspace = None
         try:
+            self._lock = lock = _take_lock(job.run_dir)
+            self._check_earlier_jobs()
+            files.make_dirs(job.run_dir / _LOG)
+            make_private(self._folder)
+            self._workspace = workspace = Workspace.open(self._folder)
             self._take_over()
         except BaseException:
-            self._lock.close()
+            self._created.remove(lock, workspace)
             raise
 
-    def _take_over(self) -> None:
+    def _check_earlier_jobs(self) -> None:
+        """Check the files of earlier jobs. Does not change files."""
         job = self._job
-        events = read_history(job.run_dir).events  # before anything is changed
+        events = read_history(job.run_dir).events
         started = [event for event in events if isinstance(event, SupervisorStarted)]
         if started and started[-1].settings != job.settings:
             changed = self._changed_settings() or "model, data, seed, batch, dtype or optimizer"
@@ -123,9 +142,9 @@ class Supervisor:
         self._skipped_steps = read_skipped_steps(job.run_dir)
         """The steps in the file SKIPPED_STEPS when this supervisor started. The user may have added
         steps that are not in the ledger."""
-        files.make_dirs(job.run_dir / "log")
-        _make_private(self._folder)
-        self._workspace = Workspace.open(self._folder)
+
+    def _take_over(self) -> None:
+        job = self._job
         self._ledger = Ledger(job.run_dir, self._workspace)
         self._history = self._ledger.history
         read_or_create = read_secret if self._is_takeover() else create_secret
@@ -177,9 +196,9 @@ class Supervisor:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
             if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup sets it
                 loop.add_signal_handler(number, self._on_signal, number)
-        hosts, port = await self._agents.listen()
         clock = asyncio.create_task(self._agents.run_clock())
         try:
+            hosts, port = await self._agents.listen()
             self._workspace.write_bytes(
                 self._folder / ADDRESS,
                 json.dumps({"hosts": hosts, "port": port}).encode(),
@@ -226,8 +245,23 @@ class Supervisor:
                 await self._agents.wait_for_ends(self._agents.commands)
                 (self._folder / ARCHIVE).unlink(missing_ok=True)
             self._ledger.close()
+            if is_current and self._is_refused():
+                for attempt in history.attempts:
+                    job.workspace_of(attempt).close()
+                self._created.remove(self._lock, self._workspace)
             self._workspace.close()
             self._lock.close()
+
+    def _is_refused(self) -> bool:
+        """Return True if no rank has accepted the configuration of a new run, and the ledger has no
+        event that a later job needs."""
+        history = self._history
+        if history.supervisors > 1 or history.checkpoints or history.standings or history.next_job:
+            return False
+        if history.verdict is None:  # an error has occurred
+            return not history.attempts
+        is_usage = history.verdict.status == OutcomeKind.USAGE.exit_status
+        return is_usage and len(history.attempts) == 1
 
     async def _add(self, event: Event) -> None:
         """Add an event to the ledger. Repeat the write until it succeeds."""
@@ -526,25 +560,6 @@ def _interrupted(attempt: AttemptStarted) -> AttemptEnded:
 
 def _mark(node: str, standing: Any, reason: str) -> NodeMarked:
     return NodeMarked(time=time.time(), node=node, standing=standing, reason=reason)
-
-
-def _make_private(folder: Path) -> None:
-    """Create the supervisor's folder if it does not exist.
-
-    Raises:
-        ConfigError: The path is not a folder in which only this user can write.
-    """
-    with contextlib.suppress(FileExistsError):
-        folder.mkdir(mode=0o700)
-    status = folder.lstat()
-    if (
-        not stat.S_ISDIR(status.st_mode)
-        or status.st_uid != os.geteuid()
-        or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    ):
-        raise ConfigError(
-            f"{folder}: not a folder in which only you can write; remove it and launch again"
-        )
 
 
 def _take_lock(run_dir: Path) -> BinaryIO:

@@ -164,7 +164,7 @@ def test_final_line_has_the_reason_why_a_node_is_missing(
     assert launch(tmp_path, tiny_data, "--nodes", "2") == 2
     *_, line = capsys.readouterr().err.splitlines()
     assert "only 1 node can be used (node0; " in line and reason in line
-    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+    assert not (tmp_path / "run").exists()
 
 
 def test_dead_node_does_not_delay_the_start(tiny_data, tmp_path, monkeypatch):
@@ -279,6 +279,45 @@ def test_changed_frozen_settings_are_refused_by_name(tmp_path):
             supervisor.Supervisor(make_job(tmp_path, **job))
 
 
+def test_refused_configuration_leaves_only_files_that_existed(tiny_data, tmp_path):
+    """A rank refuses the configuration of the first job. A job of an existing run keeps the
+    ledger."""
+    setting = "checkpoint.load=/nowhere"
+    assert launch(tmp_path, tiny_data, setting) == 2
+    run = tmp_path / "run"
+    assert not run.exists()
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "notes").touch()
+    assert launch(tmp_path, tiny_data, setting) == 2
+    assert sorted(run.rglob("*")) == [run / "checkpoints", run / "notes"]
+    assert launch(tmp_path, tiny_data, "train.stop_at_step=2") == 0
+    assert launch(tmp_path, tiny_data, setting) == 2
+    assert len(read_history(run).attempts) == 2
+
+
+@pytest.mark.parametrize("cause", ["secret", "listen", "replaced"])
+def test_supervisor_that_cannot_start_leaves_no_file(tmp_path, monkeypatch, cause):
+    """A supervisor that takes over in the meantime keeps its files."""
+
+    def fail(*args: Any) -> None:
+        raise OSError("no space")
+
+    if cause == "secret":
+        monkeypatch.setattr(supervisor, "create_secret", fail)
+    else:
+        monkeypatch.setattr(agents.Agents, "listen", fail)
+    with pytest.raises(OSError, match="no space"):
+        first = supervisor.Supervisor(make_job(tmp_path / "run"))
+        if cause == "replaced":
+            later = supervisor.Supervisor(make_job(tmp_path / "run"))
+        asyncio.run(first.run())
+    if cause == "replaced":
+        assert later._workspace.is_open() and (tmp_path / "run" / "events.jsonl").exists()
+        later._lock.close()
+    else:
+        assert not list(tmp_path.iterdir())
+
+
 def test_node_that_cannot_listen_ends_the_start_with_the_reason(tiny_data, tmp_path, monkeypatch):
     monkeypatch.setattr(Local, "meeting_host", lambda self, host: "192.0.2.1")
     config = write_config(tmp_path, tiny_data, "run")
@@ -287,6 +326,7 @@ def test_node_that_cannot_listen_ends_the_start_with_the_reason(tiny_data, tmp_p
     assert status == 2
     *_, line = printed.getvalue().splitlines()
     assert "node node0: it cannot listen at 192.0.2.1: " in line and "address_suffix" in line
+    assert not (tmp_path / "run").exists()
 
 
 def test_launch_with_too_few_nodes_is_refused_again(tiny_data, tmp_path, monkeypatch, capsys):
