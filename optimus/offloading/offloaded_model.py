@@ -232,10 +232,12 @@ class OffloadedModel(NotCopied):
         if backward:
             self._begin_backward(task)
         else:
-            # Without this call, the casts of all weights stay on the device until torch.autocast
-            # ends. A later forward would use the same casts, and their gradients would come after
-            # the backward of all segments.
-            torch.clear_autocast_cache()
+            # Otherwise, the casts of all weights stay on the device to the end of torch.autocast,
+            # and their gradients in a later forward come after the backward of all segments. With
+            # gradients, clear also if no parameter is offloaded, for equal bits: backward adds the
+            # gradients of two casts in fp32, and those of a single cast in bf16.
+            if self._guarded or torch.is_grad_enabled():
+                torch.clear_autocast_cache()
             if task == -1:
                 self._tasks.clear()  # ids of a backward that has failed
                 if torch.is_grad_enabled() and not self._in_step:
@@ -419,6 +421,7 @@ class OffloadedModel(NotCopied):
         """End a step after its update. Plan the next step, which is expected to use the segments in
         the same order."""
         self._in_step, self._is_updated = False, True
+        torch.clear_autocast_cache()  # which may have casts of the weights before the update
         backwards = self.num_backwards - self._first_backward
         if backwards != self._expected_backwards:
             self._expected_backwards = backwards
@@ -508,6 +511,7 @@ class OffloadedModel(NotCopied):
     def adopt_values(self, parameters: dict[str, nn.Parameter]) -> None:
         """Set the master weights from the values of `parameters`, which code has written after
         `show_values`."""
+        torch.clear_autocast_cache()
         for name, parameter in parameters.items():
             self._versions[name] = parameter._version
             chunk, slot = self._slots[name]
