@@ -435,10 +435,18 @@ def _replace(value: Any, copies: dict[int, Tensor]) -> Any:
         for key, element in value.items():
             replaced[key] = _replace(element, copies)
         return replaced
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_replace(element, copies) for element in value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(_replace(element, copies) for element in value)
+    if isinstance(value, list):
+        replaced = copy.copy(value)  # has the same class and attributes
+        list.__setitem__(replaced, slice(None), [_replace(element, copies) for element in value])
+        return replaced
+    if isinstance(value, tuple):
+        elements = [_replace(element, copies) for element in value]
+        if hasattr(value, "n_sequence_fields"):  # a class of torch.return_types, in C
+            return type(value)(elements)
+        replaced = tuple.__new__(type(value), elements)
+        if hasattr(value, "__dict__"):
+            vars(replaced).update(vars(value))
+        return replaced
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         replaced = copy.copy(value)
         for field in dataclasses.fields(value):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import random
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -201,6 +202,76 @@ def test_arrays_of_parameters_and_gradients_have_their_values(share, seed):
             handle.remove()
         results.append(values)
     assert all(np.array_equal(a, b) for a, b in zip(*results, strict=True))
+    assert_equal(weights(ours), weights(theirs))
+
+
+class Lists(list):
+    """A list with an attribute, whose constructor has other arguments than that of list."""
+
+    def __init__(self, scale: float, *elements: Tensor) -> None:
+        super().__init__(elements)
+        self.scale = scale
+
+
+class Tuples(tuple):
+    def __new__(cls, scale: float, *elements: Tensor) -> Tuples:
+        created = super().__new__(cls, elements)
+        created.scale = scale
+        return created
+
+
+class Pair(NamedTuple):
+    first: Tensor
+    scale: float
+
+
+class PairWithDict(Pair):
+    """A named tuple that can have further attributes."""
+
+
+class Returns(nn.Module):
+    """A module that returns a parameter in an object of a class."""
+
+    def __init__(self, kind: type) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.kind, self.weight = kind, nn.Parameter(torch.randn(4, 32))
+
+    def forward(self) -> Any:
+        if self.kind is torch.return_types.max:
+            return self.kind((self.weight[:2], self.weight))
+        if not issubclass(self.kind, Pair):
+            return self.kind(0.5, self.weight[:2])
+        result = self.kind(self.weight[:2], 0.5)
+        if self.kind is PairWithDict:
+            result.scale_of_dict = 0.5
+        return result
+
+
+@pytest.mark.parametrize("kind", [Lists, Tuples, Pair, PairWithDict, torch.return_types.max])
+def test_returned_collections_keep_their_class_and_attributes(kind):
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.positions = Returns(kind)
+            self.blocks = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+
+        def forward(self, x: Tensor) -> Tensor:
+            result = self.positions()
+            assert type(result) is kind
+            scale = getattr(result, "scale", 0.5) * getattr(result, "scale_of_dict", 1.0)
+            assert scale == (0.25 if kind is PairWithDict else 0.5)
+            return self.blocks(x + scale * result[0])
+
+    ours = Model()
+    theirs = copy.deepcopy(ours)
+    optimizer = optimus.offload(ours, host_share=1.0, **OPTIONS)
+    reference = adamw(theirs, **OPTIONS)
+    for model, of_model in ((ours, optimizer), (theirs, reference)):
+        for _ in range(2):
+            model(torch.ones(2, 32)).square().mean().backward()
+            of_model.step()
+            of_model.zero_grad()
     assert_equal(weights(ours), weights(theirs))
 
 
