@@ -229,15 +229,16 @@ class OffloadedModel(NotCopied):
             "an offloaded model does not support torch.func.grad and similar transforms; use "
             "loss.backward() or torch.autograd.grad",
         )
+        # Casts of weights in the cache of torch.autocast would stay on the device to the end of the
+        # context, and their gradients in a later forward would come after the backward of all
+        # segments. A recomputation must cast the weights that the forward has cast. With gradients,
+        # clear the cache also if no parameter is offloaded, for equal bits: backward adds the
+        # gradients of two casts in fp32, and those of a single cast in bf16.
+        if self._guarded or backward or torch.is_grad_enabled():
+            torch.clear_autocast_cache()
         if backward:
             self._begin_backward(task)
         else:
-            # Otherwise, the casts of all weights stay on the device to the end of torch.autocast,
-            # and their gradients in a later forward come after the backward of all segments. With
-            # gradients, clear also if no parameter is offloaded, for equal bits: backward adds the
-            # gradients of two casts in fp32, and those of a single cast in bf16.
-            if self._guarded or torch.is_grad_enabled():
-                torch.clear_autocast_cache()
             if task == -1:
                 self._tasks.clear()  # ids of a backward that has failed
                 if torch.is_grad_enabled() and not self._in_step:

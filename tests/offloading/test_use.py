@@ -5,13 +5,11 @@ from __future__ import annotations
 
 import copy
 import pickle
-import weakref
 from functools import partial
 
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import optimus
 from optimus.config.machine import Links
@@ -381,75 +379,6 @@ def test_backward_passes_that_need_freed_memory_are_refused():
         model(torch.ones(1, 32)).sum().backward(retain_graph=True)
         with pytest.raises(ConfigError, match="use no results of an earlier forward"):
             model(torch.ones(1, 32)).sum().backward()
-
-
-class Casts(TorchDispatchMode):
-    """Records the storages of casts of weights to bf16."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._storages: list[weakref.ref] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten._to_copy.default and result.shape == (32, 32):
-            self._storages.append(weakref.ref(result.untyped_storage()))
-        return result
-
-    def count(self) -> int:
-        return sum(storage() is not None for storage in self._storages)
-
-
-@pytest.mark.parametrize("share", SHARES)
-def test_autocast_keeps_no_copies_of_weights(share):
-    """A single context contains an evaluation and several forwards. torch would keep the casts of
-    all weights, and use the graphs of the first casts again. Without gradients, casts are kept if
-    no weight is offloaded."""
-    ours, optimizer, theirs, reference = pair(
-        nn.Sequential(*(nn.Linear(32, 32) for _ in range(5))), share
-    )
-    batches = torch.randn(2, 3, 8, 32, generator=torch.Generator().manual_seed(0))
-    for model, of_model in ((ours, optimizer), (theirs, reference)):
-        for first, second, third in batches:
-            with torch.autocast("cpu", torch.bfloat16):
-                with torch.no_grad(), Casts() as casts:
-                    model(first)
-                    if model is ours:
-                        assert casts.count() == (1 if share else 5)
-                loss, further = model(second).square().mean(), model(third).square().mean()
-                loss.backward()
-                further.backward()
-            of_model.step()
-            of_model.zero_grad()
-    assert_equal(weights(ours), weights(theirs))
-
-
-@pytest.mark.parametrize("share", SHARES)
-def test_autocast_uses_the_weights_after_each_update(share):
-    """A single context contains a step, an evaluation and a load of weights. torch would use the
-    casts before the step again."""
-    ours, optimizer, theirs, reference = pair(nn.Sequential(nn.Linear(32, 32)), share)
-    batch = torch.randn(8, 32, generator=torch.Generator().manual_seed(0))
-    loaded = weights(ours)
-    results: list[list] = [[], []]
-    for model, of_model, values in ((ours, optimizer, results[0]), (theirs, reference, results[1])):
-
-        def evaluate(model: nn.Module = model, values: list = values) -> None:
-            if model is theirs:
-                torch.clear_autocast_cache()
-            with torch.no_grad():
-                values.append(model(batch).tolist())
-
-        with torch.autocast("cpu", torch.bfloat16):
-            evaluate()
-            model(batch).square().mean().backward()
-            evaluate()
-            of_model.step()
-            evaluate()
-            model.load_state_dict(loaded)
-            evaluate()
-    assert results[0] == results[1]
-    assert results[0][0] == results[0][1] != results[0][2]
 
 
 def test_an_update_by_another_optimizer_is_refused():

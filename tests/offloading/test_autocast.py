@@ -1,0 +1,177 @@
+"""Training within torch.autocast: casts of weights, selective checkpoints, and exactness."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from tests.offloading import models
+from tests.offloading.models import assert_equal, weights
+from tests.offloading.test_offload import SHARES, hostile_memory, pair
+
+__all__ = ["hostile_memory"]
+
+
+class Casts(TorchDispatchMode):
+    """Records the storages of casts of weights to bf16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._storages: list[weakref.ref] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and result.shape == (32, 32):
+            self._storages.append(weakref.ref(result.untyped_storage()))
+        return result
+
+    def count(self) -> int:
+        return sum(storage() is not None for storage in self._storages)
+
+
+@pytest.mark.parametrize("share", SHARES)
+def test_autocast_keeps_no_copies_of_weights(share):
+    """A single context contains an evaluation and several forwards. torch would keep the casts of
+    all weights, and use the graphs of the first casts again. Without gradients, casts are kept if
+    no weight is offloaded."""
+    ours, optimizer, theirs, reference = pair(
+        nn.Sequential(*(nn.Linear(32, 32) for _ in range(5))), share
+    )
+    batches = torch.randn(2, 3, 8, 32, generator=torch.Generator().manual_seed(0))
+    for model, of_model in ((ours, optimizer), (theirs, reference)):
+        for first, second, third in batches:
+            with torch.autocast("cpu", torch.bfloat16):
+                with torch.no_grad(), Casts() as casts:
+                    model(first)
+                    if model is ours:
+                        assert casts.count() == (1 if share else 5)
+                loss, further = model(second).square().mean(), model(third).square().mean()
+                loss.backward()
+                further.backward()
+            of_model.step()
+            of_model.zero_grad()
+    assert_equal(weights(ours), weights(theirs))
+
+
+@pytest.mark.parametrize("share", SHARES)
+def test_autocast_uses_the_weights_after_each_update(share):
+    """A single context contains a step, an evaluation and a load of weights. torch would use the
+    casts before the step again."""
+    ours, optimizer, theirs, reference = pair(nn.Sequential(nn.Linear(32, 32)), share)
+    batch = torch.randn(8, 32, generator=torch.Generator().manual_seed(0))
+    loaded = weights(ours)
+    results: list[list] = [[], []]
+    for model, of_model, values in ((ours, optimizer, results[0]), (theirs, reference, results[1])):
+
+        def evaluate(model: nn.Module = model, values: list = values) -> None:
+            if model is theirs:
+                torch.clear_autocast_cache()
+            with torch.no_grad():
+                values.append(model(batch).tolist())
+
+        with torch.autocast("cpu", torch.bfloat16):
+            evaluate()
+            model(batch).square().mean().backward()
+            evaluate()
+            of_model.step()
+            evaluate()
+            model.load_state_dict(loaded)
+            evaluate()
+    assert results[0] == results[1]
+    assert results[0][0] == results[0][1] != results[0][2]
+
+
+_CASTS = torch.ops.aten._to_copy.default
+_PRODUCTS = torch.ops.aten.mm.default, torch.ops.aten.addmm.default
+
+
+class Checkpointed(nn.Module):
+    """A block with a selective checkpoint.
+
+    Args:
+        saved: The functions whose results the checkpoint saves.
+        use: "block" for a checkpoint of the whole block, "inner" for a checkpoint in its forward,
+            "before" if the forward uses a weight before this checkpoint, too.
+    """
+
+    def __init__(self, saved: Any, use: str) -> None:
+        super().__init__()
+        self.saved, self.use = saved, use
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def run(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.use == "before":
+            x = x + self.down(torch.tanh(self.up(x)))
+        return self.run(x) if self.use == "block" else self.checkpoint(self.run, x)
+
+    def checkpoint(self, function: Any, x: Tensor) -> Tensor:
+        contexts = partial(create_selective_checkpoint_contexts, list(self.saved))
+        return checkpoint(function, x, use_reentrant=False, context_fn=contexts)
+
+
+class Blocks(nn.Module):
+    def __init__(self, saved: Any, use: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Checkpointed(saved, use) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block.checkpoint(block, x) if block.use == "block" else block(x)
+        return x
+
+
+def train_blocks(
+    model: nn.Module, optimizer: torch.optim.Optimizer, inside: bool, cache: bool
+) -> None:
+    """Train for two steps of two microbatches. With `inside`, backward runs within the context. If
+    `cache` is False, the context keeps no casts."""
+    for step in range(2):
+        losses = []
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=cache):
+            for number in range(2):
+                batch = models.tokens(2 * step + number, (4, 32)) / 64
+                losses.append(model(batch).square().mean())
+                if inside:
+                    losses.pop().backward()
+        for loss in losses:
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("use", ["block", "inner"])
+@pytest.mark.parametrize("saved", [(_CASTS,), _PRODUCTS, (_CASTS, *_PRODUCTS)])
+@pytest.mark.parametrize("share", SHARES)
+def test_selective_checkpoints_save_casts(share, saved, use, inside):
+    """torch raises an error for most of these cases, because its casts are in the cache in forward
+    or in the recomputation. Without the cache, it trains the same bits."""
+    ours, optimizer, theirs, reference = pair(Blocks(saved, use), share)
+    train_blocks(ours, optimizer, inside, cache=True)
+    train_blocks(theirs, reference, inside, cache=False)
+    assert_equal(weights(ours), weights(theirs))
+
+
+@pytest.mark.parametrize("share", SHARES)
+def test_selective_checkpoints_after_a_use_of_their_weights_need_no_cache(share):
+    """With the cache, the recomputation casts a weight that the forward has not cast. torch raises
+    the same error."""
+    ours, optimizer, theirs, reference = pair(Blocks(_PRODUCTS, "before"), share)
+    for model, of_model in ((ours, optimizer), (theirs, reference)):
+        with pytest.raises(RuntimeError, match="encountered during backward but not found"):
+            train_blocks(model, of_model, inside=False, cache=True)
+        of_model.zero_grad()
+        train_blocks(model, of_model, inside=False, cache=False)
+    assert_equal(weights(ours), weights(theirs))
