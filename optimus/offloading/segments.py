@@ -4,7 +4,7 @@ same time. Division of these parameters into classes that share chunks. Hooks of
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -66,7 +66,19 @@ def find_segments(model: nn.Module) -> list[ModuleSegment]:
     if not blocks:
         blocks = {child for child in model.children() if any(True for _ in child.parameters())}
     canonical = {id(p): name for name, p in model.named_parameters()}
-    return list(_walk(model, "", blocks, canonical, ()))
+    segments: dict[nn.Module, ModuleSegment] = {}
+    for segment in _walk(model, "", blocks, canonical, ()):
+        known = segments.get(segment.module)
+        segments[segment.module] = segment if known is None else _merge(known, segment)
+    return list(segments.values())
+
+
+def _merge(first: ModuleSegment, second: ModuleSegment) -> ModuleSegment:
+    """Return the segment of a module that two modules enclose, as if they share a ModuleList."""
+    inherited = tuple(dict.fromkeys(first.inherited + second.inherited))
+    names = dict.fromkeys(first.parameters + second.parameters)
+    direct = tuple(name for name in names if name not in inherited)
+    return replace(first, parameters=direct, inherited=inherited)
 
 
 def _blocks(module: nn.Module, total: int) -> Iterator[nn.Module]:
