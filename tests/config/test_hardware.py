@@ -47,6 +47,12 @@ def test_each_figure_has_a_source_and_a_date_and_is_within_bounds(name):
         assert 0 < level.rate <= level.peak.value < 1e13
 
 
+@pytest.mark.parametrize("name", ["a100-80", "aurora", "h100", "h200"])
+def test_a_node_has_host_memory(name):
+    memory = load_machine(name).host_memory_bytes
+    assert memory is not None and 1e12 <= memory.value < 2.2e12
+
+
 def test_fitted_figures_name_the_rows():
     fitted = [figure for figure in figures(load_machine("a100-80")) if figure.fitted_on]
     assert len(fitted) == 4

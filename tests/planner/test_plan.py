@@ -7,6 +7,7 @@ import pytest
 
 from optimus.cli import main as optimus
 from optimus.config import load_config, make_config
+from optimus.config.machine import load_machine
 from optimus.distributed.mesh import Coordinate, make_mesh
 from optimus.planner.machine_plan import plan_on_machine
 from optimus.planner.memory import rank_memory
@@ -117,6 +118,14 @@ def test_states_larger_than_the_device_are_refused(capsys):
     assert printed.err.startswith("optimus: error: --machine h100: the model states of a rank need")
 
 
+def host_memory_of_rank(name):
+    """Return the bytes of host memory that the states of a rank may use on a machine."""
+    machine = load_machine(name)
+    assert machine.host_memory_bytes is not None
+    share = int(machine.host_memory_bytes.value) // machine.ranks_per_node
+    return share - (2 << 30) - share // 20
+
+
 def test_plan_prints_the_automatic_placement(tmp_path, capsys):
     config = str(CONFIGS / "run" / "mula-7b-a1b.toml")
     links = tmp_path / "links.toml"
@@ -130,10 +139,11 @@ def test_plan_prints_the_automatic_placement(tmp_path, capsys):
     assert "in host memory in addition" in text and "exposed offloading" in text
     assert "2,000,000,000 bytes, 1.86 GiB of the device memory, for the allocator's" in text
     assert "bytes by tier" in text
-    # The machine's file has no limit of host memory, so there are early updates.
+    # A rank has enough host memory for early updates.
     table = {line[:34].strip(): line.split() for line in text.splitlines()}
     on_host = int(table["in host memory in addition"][5].replace(",", ""))
-    assert f", {on_host / 1e9:.4g} GB of host memory; a step takes" in text
+    share = host_memory_of_rank("h100") / 1e9
+    assert f", {on_host / 1e9:.4g} GB of {share:.4g} GB of host memory; a step takes" in text
     assert int(table["early updates"][-2].replace(",", "")) > 0
     assert int(table["total"][-2].replace(",", "")) == on_host
     least = text.split("smallest offload.device_memory")[1].split()[0].replace(",", "")
@@ -194,7 +204,8 @@ def test_plan_prints_the_manual_placement_and_its_smallest_limits(capsys):
     assert result["step"]["offload_s"] > 0
     (least,), (placement,) = result["smallest"], result["placements"]
     on_host = sum(result["memory"]["tiers"]["host"].values())
-    assert f", {on_host / 1e9:.4g} GB of host memory" in placement
+    share = host_memory_of_rank("h200") / 1e9
+    assert f", {on_host / 1e9:.4g} GB of {share:.4g} GB of host memory" in placement
     early = result["memory"]["tiers"]["host"]["early"]
     assert least["host"] == on_host - early < on_host
     limits = [f"offload.device_memory={least['device']}", f"offload.host_memory={least['host']}"]

@@ -114,3 +114,16 @@ def test_goodput_of_a_published_cluster() -> None:
     result = plan_run(config, mesh, load_machine("h100"), 2048, 5.0)
     assert 0.9 < result["best_goodput"] < 1.0
     assert result["best_interval"] < config.checkpoint.interval
+
+
+def test_failures_of_a_published_cluster_of_a100() -> None:
+    """arXiv 2410.21680 projects 1.8 h between failures on 16,384 GPUs, and 0.23 h on 131,072."""
+    machine = load_machine("a100-80")
+    assert machine.failures_per_node_day is not None
+    for gpus, hours in ((16384, 1.8), (131072, 0.23)):
+        nodes = gpus // machine.ranks_per_node
+        assert 24 / (nodes * machine.failures_per_node_day.value) == pytest.approx(hours, rel=0.03)
+    config = load_config(FOLDER.parent / "run" / "mula-7b-a1b.toml", [])
+    result = plan_run(config, make_mesh(config.parallel), machine, 32, 3.0)
+    assert result["storage"] == "Selene" and result["missing_of_run"] == ["restart_s"]
+    assert 0.99 < result["goodput"] < result["best_goodput"] < 1
