@@ -79,6 +79,20 @@ def test_model_of_products_has_the_measured_rates(name):
     assert all(ratio == pytest.approx(1, abs=0.15) for ratio in ratios)
 
 
+def test_products_of_aurora_have_the_rate_of_a_layer():
+    """Predictions with oneMKL's rate of 8192^3 alone, 81 % of the peak, would be too fast: products
+    of a layer that 12 tiles divide take 7.54e12 FLOPs / 44.26 ms in torch."""
+    device = load_machine("aurora").device
+    assert device is not None
+    products = device.products["bf16"]
+    assert len(products.measured) == 6 and products.efficiency is None
+    assert products.best_share == pytest.approx(0.694, abs=0.001)
+    flops = 2 * 16896 * 25872 * 8624
+    rate = rates_of(load_machine("aurora"), "bf16", "aurora").products.rate(16896, 25872, 8624)
+    assert flops / rate == pytest.approx(44.26e-3, rel=0.05)
+    assert not products.half_size and device.products["fp32"].best_share == pytest.approx(0.98)
+
+
 def test_taper_of_aurora_is_the_ratio_of_its_links():
     machine = load_machine("aurora")
     group, whole = machine.levels[-2:]
