@@ -342,8 +342,8 @@ def _plan(args: argparse.Namespace, arguments: list[str]) -> int:
         raise
     if args.write_hosts and allocation is not None:
         write_hosts(config, result["mesh"], allocation, args.write_hosts)
-    if args.trace or args.picture:
-        write_planned_step(config, result["mesh"], args.machine, args.trace, args.picture)
+    if (args.trace or args.picture) and allocation is not None:
+        write_planned_step(config, result["mesh"], allocation, args.trace, args.picture)
     misfit = find_misfit(config, result, arguments)
     print(json.dumps(result) if args.json else format_plan(result))
     if misfit is not None:

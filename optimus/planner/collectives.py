@@ -2,16 +2,23 @@
 
 As in training, all process groups along the same axes communicate at the same time. If k of the S
 ranks of a domain belong to one group, the domain has ranks of S / k groups, and these groups share
-the links that leave the domain.
+the links that leave the domain. With an order of the hosts, the process groups differ, and the time
+is that of the slowest group, as if all of them were like it.
+
+The number of a rank shows its domains: a domain of a level has the ranks with equal `rank //
+link.ranks`. With an order of the hosts, the numbers are those of `optimus.planner.topology`.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import Literal, NamedTuple
+
+import numpy
 
 from optimus.config.hardware import Level
 from optimus.errors import ConfigError, counted
@@ -107,13 +114,15 @@ class GroupPath(NamedTuple):
     domains: int
     """Largest number of domains of the previous level that have ranks of the group and are in the
     same domain of this level."""
-    per_domain: int
-    """Smallest number of ranks of the group in a domain of the previous level."""
+    per_domain: float
+    """Number of ranks of the group in a domain of the previous level, divided by the number of
+    those that send to another domain in a ring; the smallest value of all domains. If the ranks of
+    each domain are consecutive in the ring, a single rank sends to another domain."""
 
 
 @lru_cache(maxsize=4096)
 def paths_of(ranks: tuple[int, ...], links: Links) -> tuple[GroupPath, ...]:
-    """Return the levels that the group of the global ranks `ranks` crosses, from the fastest level.
+    """Return the levels that a group of `ranks` crosses, from the fastest level.
 
     Raises:
         ConfigError: `links` is empty, or a domain of its last level does not hold all ranks.
@@ -130,7 +139,10 @@ def paths_of(ranks: tuple[int, ...], links: Links) -> tuple[GroupPath, ...]:
             inner[rank // size] = inner.get(rank // size, 0) + 1
         domains = max(len(inner) for inner in outer.values())
         if domains > 1:
-            smallest = min(count for inner in outer.values() for count in inner.values())
+            edges = pairwise((*ranks, ranks[0]))
+            sends = Counter(a // size for a, b in edges if a // size != b // size)
+            counts = (pair for inner in outer.values() for pair in inner.items())
+            smallest = min(count / sends[domain] for domain, count in counts)
             paths.append(GroupPath(link, domains, smallest))
         if len(outer) == 1:
             return tuple(paths)
@@ -180,7 +192,7 @@ def collective_s(
         operation: The operation. `send` is a transfer from the first rank to the last rank.
         size_bytes: Bytes of a rank's full buffer: the output of all_gather, and the input of the
             other operations.
-        ranks: Global ranks of the process group.
+        ranks: Ranks of the process group.
         links: Levels of the network.
         algorithm: Algorithm of all_reduce, all_gather and reduce_scatter.
     """
@@ -202,11 +214,23 @@ def collective_s(
     return halves * _hierarchical(size_bytes, paths)
 
 
+def slowest_s(
+    operation: str,
+    size_bytes: float,
+    groups: Sequence[tuple[int, ...]],
+    links: Links,
+    algorithm: Algorithm = "ring",
+) -> float:
+    """Return the seconds of a collective in the slowest of the process groups `groups`. Other
+    arguments as for `collective_s`."""
+    return max(collective_s(operation, size_bytes, ranks, links, algorithm) for ranks in groups)
+
+
 def _ring_rate(paths: Sequence[GroupPath]) -> float:
     """Return the bytes per second that each rank of a ring sends to the next rank.
 
-    A domain has k ranks of the group. Only one of them sends to another domain, and it can use the
-    share of the links of all k ranks. The slowest level determines the rate of the ring.
+    A domain has k ranks of the group. Those that send to another domain can use the share of the
+    links of all k ranks. The slowest level determines the rate of the ring.
     """
     rate = math.inf
     for path in paths:
@@ -249,12 +273,25 @@ def halving_steps(n: int) -> Iterator[tuple[list[int], list[int], float]]:
 
 def _halving(size_bytes: float, ranks: tuple[int, ...], links: Links) -> float:
     """Return the seconds of a reduce_scatter by recursive halving."""
-    seconds = 0.0
+    steps = _levels_of_steps(ranks, tuple(link.ranks for link in links))
+    return sum(
+        max(links[level].seconds(share * size_bytes) for level in levels) for share, levels in steps
+    )
+
+
+@lru_cache(maxsize=1024)
+def _levels_of_steps(
+    ranks: tuple[int, ...], sizes: tuple[int, ...]
+) -> tuple[tuple[float, tuple[int, ...]], ...]:
+    """Return, for each of `halving_steps`, the share of the buffer and the indices of the levels
+    that connect a sender with its receiver. `sizes` has the number of ranks in a domain of each
+    level."""
+    members, steps = numpy.array(ranks), []
     for senders, receivers, share in halving_steps(len(ranks)):
-        pairs = ((ranks[a], ranks[b]) for a, b in zip(senders, receivers, strict=True))
-        slowest = {paths_of(pair, links)[-1].link for pair in pairs}
-        seconds += max(link.seconds(share * size_bytes) for link in slowest)
-    return seconds
+        a, b = members[senders], members[receivers]
+        same = numpy.stack([a // size == b // size if size else a == a for size in sizes])
+        steps.append((share, tuple(numpy.unique(same.argmax(axis=0)).tolist())))
+    return tuple(steps)
 
 
 def _hierarchical(size_bytes: float, paths: Sequence[GroupPath]) -> float:

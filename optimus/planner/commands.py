@@ -133,24 +133,28 @@ def check_options(args: argparse.Namespace) -> None:
 
 
 def write_hosts(config: Config, mesh: dict[str, int], allocation: Allocation, path: str) -> None:
-    """Write the hosts of an allocation to the file `path`, in the order of `better_order`."""
+    """Write the hosts of an allocation to the file `path`, in the order of `better_order` if it
+    is better."""
     from optimus.distributed.mesh import Mesh
-    from optimus.planner.traffic import better_order
+    from optimus.planner.traffic import better_order, topology_of
 
-    hosts = better_order(config, Mesh(**mesh), allocation)
+    order = better_order(config, Mesh(**mesh), allocation, topology_of(allocation))
+    hosts = allocation.hosts if order is None else order[0]
     write_bytes(path, "".join(f"{host}\n" for host in hosts).encode())
 
 
 def write_planned_step(
-    config: Config, mesh: dict[str, int], machine: str, trace: str, picture: str
+    config: Config, mesh: dict[str, int], allocation: Allocation, trace: str, picture: str
 ) -> None:
-    """Write the planned pipeline actions of a step on a machine to the file `trace`, and draw them
-    to the file `picture`. "" or None: do not write this file."""
+    """Write the planned pipeline actions of a step on the nodes of a machine to the file `trace`,
+    and draw them to the file `picture`. "" or None: do not write this file."""
     from optimus.config.machine import load_machine
     from optimus.distributed.mesh import Mesh
     from optimus.planner.step_plan import StepTrace
+    from optimus.planner.traffic import topology_of
 
-    step = StepTrace.of(config, Mesh(**mesh), load_machine(machine), machine)
+    name, topology = allocation.machine, topology_of(allocation)
+    step = StepTrace.of(config, Mesh(**mesh), load_machine(name), name, topology)
     if trace:
         step.write(Path(trace))
     if picture:
@@ -300,6 +304,11 @@ def run_search(args: argparse.Namespace, config: Config, allocation: Allocation 
     world_size = allocation.world_size if allocation else None
     if world_size is None:
         raise ConfigError("--search needs a number of ranks; add --machine NAME --nodes N")
+    if args.hosts:
+        logger.info(
+            "the order of --hosts has no effect on the search, because the best order depends on "
+            "the layout: all layouts have hosts that fill group after group"
+        )
     machine = load_machine(args.machine)
     refuse_if(
         args.load and machine.device is None,

@@ -32,6 +32,7 @@ from optimus.planner.offload_time import Placements, decide_placements, manual_p
 from optimus.planner.placement_search import with_reserve
 from optimus.planner.states import plan_ranks, stages_of
 from optimus.planner.step_plan import plan_step, step_lines
+from optimus.planner.topology import Topology
 from optimus.planner.workload import Works
 from optimus.platform import device_name, num_threads
 from optimus.rank.profile import Profiled, profile_work
@@ -195,7 +196,12 @@ _PRECISION = 0.01
 
 
 def plan_on_machine(
-    config: Config, mesh: Mesh, name: str, loads: RunLoads | None = None
+    config: Config,
+    mesh: Mesh,
+    name: str,
+    loads: RunLoads | None = None,
+    topology: Topology | None = None,
+    better: Topology | None = None,
 ) -> dict[str, Any]:
     """Return the values of a plan that need a machine.
 
@@ -204,9 +210,13 @@ def plan_on_machine(
         mesh: Sizes of all axes.
         name: Name of the machine.
         loads: Expert loads of a run, for `load` in the result. Not with offload.mode = "auto".
+        topology: The order of the hosts; None: hosts that fill group after group.
+        better: A better order of the hosts, for `better_step_s` in the result.
 
     Returns:
         - `step`: the result of `plan_step`, or `no_step`: the reason why there is none.
+        - `better_step_s`: only with `better` and a step time, the seconds of a step in this order
+          of the hosts. Not with offload.mode = "auto".
         - `kinds`: for each kind of rank, the rank that needs the most memory: `stage`, `layers` and
           `pp` as in `RankKind`, and bytes on the device: `states`, `gathered` parameters,
           `activations` of all microbatches in progress, `temporary` tensors and communication, and
@@ -248,24 +258,29 @@ def plan_on_machine(
     limited = {"limited_by": "offload.device_memory"} if config.offload.device_memory else {}
     if config.offload.mode == "auto":
         assert loads is None, "a placement does not depend on loads"
-        return _placed(config, mesh, machine, name) | limited | _mismatch(config, machine)
+        placed = _placed(config, mesh, machine, name, topology)
+        return placed | limited | _mismatch(config, machine)
     run = config, mesh, machine, name
     profiled: Profiled = {}
     works = {False: profile_work(config, mesh, is_cpu(machine), profiled=profiled)}
-    result: dict[str, Any] = _step(run, works) | _mismatch(config, machine)
+    result: dict[str, Any] = _step(run, works, topology=topology) | _mismatch(config, machine)
+    if better is not None and "step" in result:
+        step = plan_step(*run, works, topology=better)
+        result["better_step_s"] = step["step_s"]
     memory = _Memory(config, mesh, microbatches, machine, profiled)
     device = None if machine.device is None else int(machine.device.memory_bytes.value)
     result |= _needs(memory.kinds(), device)
     if config.offload.mode == "manual":
         result |= _manual(config, mesh, machine) | limited
     if config.model.sparse_layers and mesh.ep > 1:
-        result["imbalance"] = _imbalance(run, works, memory, device)
+        result["imbalance"] = _imbalance(run, works, memory, device, topology)
     if loads is not None:
         result["load"] = {"run": loads.run_dir, "steps": len(loads.steps(mesh.ep))}
         for key, of_step in loads.at(mesh.ep).items():
             result["load"][key] = _of_load(of_step, memory)
             if "step" in result:
-                result["load"][key]["step_plan"] = plan_step(*run, works, of_step.fullest)
+                step = plan_step(*run, works, of_step.fullest, topology=topology)
+                result["load"][key]["step_plan"] = step
     return result
 
 
@@ -309,7 +324,9 @@ def needed_bytes(
     return max(kind["total"] for kind in kinds)
 
 
-def _imbalance(run: _Run, works: Works, memory: _Memory, device: int | None) -> dict[str, Any]:
+def _imbalance(
+    run: _Run, works: Works, memory: _Memory, device: int | None, topology: Topology | None
+) -> dict[str, Any]:
     """Return `imbalance` of `plan_on_machine`."""
     config, mesh, *_ = run
     model = config.model
@@ -321,7 +338,7 @@ def _imbalance(run: _Run, works: Works, memory: _Memory, device: int | None) -> 
     result: dict[str, Any] = {"largest": largest, "limit": limit}
     if largest is not None:
         loads = dict.fromkeys(model.sparse_layers, largest)
-        step = _step(run, works, loads).get("step")
+        step = _step(run, works, loads, topology=topology).get("step")
         result["step_s"] = None if step is None else step["step_s"]
     return result
 
@@ -349,17 +366,20 @@ def _step(
     works: Works | None = None,
     imbalances: Mapping[int, float] | None = None,
     placements: Placements | None = None,
+    topology: Topology | None = None,
 ) -> dict[str, Any]:
     try:
-        return {"step": plan_step(*run, works, imbalances, placements)}
+        return {"step": plan_step(*run, works, imbalances, placements, topology)}
     except ConfigError as error:
         return {"no_step": str(error)}
 
 
-def _placed(config: Config, mesh: Mesh, machine: Machine, name: str) -> dict[str, Any]:
+def _placed(
+    config: Config, mesh: Mesh, machine: Machine, name: str, topology: Topology | None
+) -> dict[str, Any]:
     """Return the result of `plan_on_machine` for offload.mode = "auto"."""
     works: Works = {}
-    placements = decide_placements(config, mesh, machine, name, works)
+    placements = decide_placements(config, mesh, machine, name, works, topology=topology)
     decisions = placements.decisions
     ends = [largest_rank(config, mesh, pp) for pp in dict.fromkeys((0, mesh.pp - 1))]
     smallest = [search.smallest() for search in placements.searches]
@@ -370,7 +390,8 @@ def _placed(config: Config, mesh: Mesh, machine: Machine, name: str) -> dict[str
         if (coordinate.pp, coordinate.tp) == (end.pp, end.tp)
     }
     ranks = [{axis: getattr(end, axis) for axis in UNEQUAL} | sizes[end.pp] for end in ends]
-    result = _step((config, mesh, machine, name), works, placements=placements)
+    run = config, mesh, machine, name
+    result = _step(run, works, placements=placements, topology=topology)
     # Without a step time, only the rates of the links determined the placement.
     if "no_step" in result:
         missing = decisions[0].limits.links.missing_rate(config.train.dtype)
@@ -466,6 +487,11 @@ def machine_lines(result: dict[str, Any]) -> list[tuple[str, str]]:
         lines.append(("no step time", result["no_step"]))
     if "step" in result:
         lines += step_lines(result["step"], result.get("is_one_replica", False))
+    if "better_step_s" in result:
+        better_s, step_s = result["better_step_s"], result["step"]["step_s"]
+        gain = f"{abs(step_s - better_s):,.4g} s {'less' if better_s <= step_s else 'more'}"
+        text = f"{better_s:,.4g} s, {gain}, with the hosts of --write-hosts FILE"
+        lines.append(("step with better hosts", text))
     return lines + _load_lines(result)
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
 from optimus.parallel.pipeline.actions import Kind
-from optimus.planner.collectives import Algorithm, Links, collective_s, loads_of, of_ports
+from optimus.planner.collectives import Algorithm, Links, loads_of, of_ports, paths_of, slowest_s
 from optimus.planner.play import SharedLevel, Transfer, Transfers
+from optimus.planner.topology import STAGES
 
 
 class Network:
@@ -18,29 +20,34 @@ class Network:
     of their ranks, and a transfer uses the port of the previous level.
 
     Args:
-        groups: Global ranks of the group of each axis. `pp` has the ranks of one pipeline.
+        groups: The process groups of each axis. Those of `pp` are pipelines. With `STAGES`, the
+            numbers of the ranks follow the order of the hosts (`placed_groups`).
         links: Levels of the network.
         algorithm: Algorithm of collectives.
     """
 
     def __init__(
-        self, groups: Mapping[str, tuple[int, ...]], links: Links, algorithm: Algorithm
+        self, groups: Mapping[str, Sequence[tuple[int, ...]]], links: Links, algorithm: Algorithm
     ) -> None:
         self._groups, self._links, self._algorithm = groups, links, algorithm
         self._ports = of_ports(links)
+        self._pipelines = groups.get("pp", [(0,)])
 
     def collective(self, operation: str, size_bytes: float, axes: str) -> Transfer:
-        """Return the transfer of a collective of the group of `axes`. Other arguments as for
-        `collective_s`."""
-        ranks = self._groups[axes]
-        seconds = collective_s(operation, size_bytes, ranks, self._ports, self._algorithm)
-        if not seconds:
-            return Transfer(0.0)
-        return Transfer(seconds, self._loads(operation, ranks))
+        """Return the transfer of a collective of the slowest group of `axes`. Other arguments as
+        for `collective_s`."""
+        return self._transfer(operation, size_bytes, self._groups[axes])
 
-    def _loads(self, operation: str, ranks: tuple[int, ...]) -> tuple[float, ...]:
-        """Return `Transfer.loads` of a collective."""
-        loads = list(loads_of(operation, ranks, self._ports, self._algorithm))
+    def _transfer(
+        self, operation: str, size_bytes: float, groups: Sequence[tuple[int, ...]]
+    ) -> Transfer:
+        seconds = slowest_s(operation, size_bytes, groups, self._ports, self._algorithm)
+        return Transfer(seconds, self._loads(operation, groups)) if seconds else Transfer(0.0)
+
+    def _loads(self, operation: str, groups: Sequence[tuple[int, ...]]) -> tuple[float, ...]:
+        """Return `Transfer.loads` of a collective: at each level, the largest load of a group."""
+        of_groups = (loads_of(operation, ranks, self._ports, self._algorithm) for ranks in groups)
+        loads = [max(of_level) for of_level in zip(*of_groups, strict=True)]
         for level in reversed(range(1, len(loads))):
             if self._links[level].taper < 1:
                 loads[level - 1] = max(loads[level - 1], loads[level])
@@ -63,7 +70,7 @@ class Network:
             exposed_s: For some kinds of actions, the seconds of the collectives within the action
                 of each stage, by axis. Those that compete with transfers are in `exchanges`.
         """
-        send, p = self.sends(size_bytes), len(self._groups.get("pp", (0,)))
+        send, p = self.sends(size_bytes), len(self._pipelines[0])
         levels = {
             level
             for transfer in (*send.values(), *reduce, *gather)
@@ -85,18 +92,18 @@ class Network:
         )
 
     def sends(self, size_bytes: float) -> dict[tuple[int, bool], Transfer]:
-        """Return the transfers between pipeline ranks. The key has the index of the sending rank,
-        and True if it sends to the next rank, False if to the previous rank."""
-        ranks = self._groups.get("pp", (0,))
-        p, transfers = len(ranks), dict[tuple[int, bool], Transfer]()
-        for index, rank in enumerate(ranks):
-            for is_next, neighbour in ((True, ranks[(index + 1) % p]), (False, ranks[index - 1])):
-                pair = (rank, neighbour)
+        """Return the transfers between pipeline ranks, in the slowest pipeline. The key has the
+        index of the sending rank, and True if it sends to the next rank, False if to the previous
+        rank."""
+        p, transfers = len(self._pipelines[0]), dict[tuple[int, bool], Transfer]()
+        for index in range(p):
+            for is_next, neighbour in ((True, (index + 1) % p), (False, index - 1)):
                 if p == 1 or not size_bytes:
                     transfers[index, is_next] = Transfer(0.0)
                     continue
-                seconds = collective_s("send", size_bytes, pair, self._ports)
-                transfers[index, is_next] = Transfer(seconds, self._loads("send", pair))
+                pairs = {(ranks[index], ranks[neighbour]) for ranks in self._pipelines}
+                by_path = {paths_of(pair, self._ports): pair for pair in pairs}
+                transfers[index, is_next] = self._transfer("send", size_bytes, [*by_path.values()])
         return transfers
 
     def exchanges(self, seconds: Mapping[str, float], levels: Collection[int]) -> Transfer:
@@ -126,7 +133,13 @@ class Network:
 
     def _shared(self, level: int) -> SharedLevel:
         size = self._links[level - 1].ranks if level else 1
-        ranks = self._groups.get("pp", (0,))
+        if STAGES in self._groups:
+            numbers = [Counter(rank // size for rank in ranks) for ranks in self._groups[STAGES]]
+            used = sorted({domain for of_stage in numbers for domain in of_stage})
+            rows = [[float(of_stage[domain]) for of_stage in numbers] for domain in used]
+            domains = [[n for n, row in enumerate(rows) if row[s]] for s in range(len(numbers))]
+            return SharedLevel(self._links[level].taper * size, rows, domains)
+        ranks = self._pipelines[0]
         # pp is the outermost axis, so a stage has consecutive ranks.
         of_stage = ranks[1] - ranks[0] if len(ranks) > 1 else size
         loads = []

@@ -65,6 +65,7 @@ from optimus.planner.step_time import (
     played_time,
     unless_rounding,
 )
+from optimus.planner.topology import Topology
 from optimus.planner.workload import Works, step_of
 from optimus.rank.states import PlannedRank, staging_of
 
@@ -115,6 +116,7 @@ def decide_placements(
     name: str,
     works: Works | None = None,
     compares_cache: bool = True,
+    topology: Topology | None = None,
 ) -> Placements:
     """Decide on the placement of the states with offload.mode = "auto" on a machine.
 
@@ -124,13 +126,13 @@ def decide_placements(
     operations.
 
     Args:
-        config, mesh, machine, name, works: As for `time_offloaded`.
+        config, mesh, machine, name, works, topology: As for `time_offloaded`.
         compares_cache: As for `decide_together`.
 
     Raises:
         ConfigError: The states do not fit, or the machine has no links or no device memory.
     """
-    times = segment_times(config, mesh, machine, name, works)
+    times = segment_times(config, mesh, machine, name, works, topology)
     searches = _searches(config, mesh, machine, name, times)
     return Placements(searches, decide_together(searches, compares_cache=compares_cache))
 
@@ -231,6 +233,7 @@ def time_offloaded(
     works: Works | None = None,
     imbalances: Mapping[int, float] | None = None,
     placements: Placements | None = None,
+    topology: Topology | None = None,
 ) -> OffloadedStep:
     """Return the time of a step with offloading on a machine.
 
@@ -239,7 +242,7 @@ def time_offloaded(
         mesh: Sizes of all axes.
         machine: The machine.
         name: Name of the machine, for messages.
-        works, imbalances: As for `step_of`.
+        works, imbalances, topology: As for `step_of`.
         placements: Result of `decide_placements` with offload.mode = "auto"; None to call it.
 
     Raises:
@@ -249,9 +252,8 @@ def time_offloaded(
     limits = machine_limits(config, machine, name)
     configs = [config] * mesh.pp
     if config.offload.mode == "auto":
-        configs = (placements or decide_placements(config, mesh, machine, name, works)).configs(
-            mesh.pp
-        )
+        run = config, mesh, machine, name, works
+        configs = (placements or decide_placements(*run, topology=topology)).configs(mesh.pp)
     missing = [f"links.{key}" for key in _used_rates(configs) - limits.links.model_fields_set]
     if limits.host >= _UNKNOWN and any(c.offload.early_adam == "auto" for c in configs):
         missing.append("host_memory_bytes")
@@ -263,12 +265,13 @@ def time_offloaded(
             "optim": first.optim.model_copy(update={"cache_chunks": 0}),
         }
     )
-    step = step_of(plain, mesh, None, not rates.launches_queue, works, imbalances)
+    on_cpu = not rates.launches_queue
+    step = step_of(plain, mesh, None, on_cpu, works, imbalances, topology=topology)
     schedule = schedule_of(first, mesh, step.microbatches)
     if not first.offload.host_share:  # all states are on the devices
         time, played = played_time(step, rates, schedule), play_step(step, rates, schedule)
         return OffloadedStep(step, time, played, ((),) * mesh.pp, {})
-    times = SegmentTimes(plain, mesh, rates, works, imbalances)
+    times = SegmentTimes(plain, mesh, rates, works, imbalances, topology)
     ranks = _plan_ranks(configs, mesh, schedule, times, limits.host)
     step = replace(
         step,

@@ -20,7 +20,7 @@ from optimus.planner.allocation import Allocation
 from optimus.planner.expert_loads import loads_for_plan
 from optimus.planner.states import plan_ranks
 from optimus.planner.topology import ALGORITHMS
-from optimus.planner.traffic import plan_topology
+from optimus.planner.traffic import better_order, plan_topology, topology_of
 
 _GIB = 1 << 30
 
@@ -61,7 +61,8 @@ def plan(
     Raises:
         DoesNotFit: With offloading, a rank needs more memory than it may use.
         ConfigError: The mesh does not fit the allocation, the global batch cannot be divided over
-            the ranks of a given number of nodes, or as `plan_ranks` or `loads_for_plan`.
+            the ranks of a given number of nodes, or as `plan_ranks`, `loads_for_plan` or
+            `topology_of`.
     """
     train = config.train
     loads = loads_for_plan(load, config) if load else None
@@ -93,12 +94,17 @@ def plan(
         result["machine"] = allocation.machine
         result["ranks_per_node"] = allocation.ranks_per_node
         result["nodes"] = allocation.nodes or -(-mesh.world_size // allocation.ranks_per_node)
-        result["topology"] = plan_topology(config, mesh, allocation)
+        topology, better = topology_of(allocation), None
+        if topology.groups is not None:
+            order = better_order(config, mesh, allocation, topology)
+            better = None if order is None else order[1]
+        result["topology"] = plan_topology(config, mesh, allocation, topology, better)
         if train.seq_len:
             with without_collections():
                 from optimus.planner.machine_plan import plan_on_machine  # imports torch
 
-                result |= plan_on_machine(config, mesh, allocation.machine, loads)
+                machine = allocation.machine
+                result |= plan_on_machine(config, mesh, machine, loads, topology, better)
     return result | _flops(config)
 
 

@@ -52,8 +52,11 @@ class SharedLevel(NamedTuple):
     """Number of ranks of a domain that can send through the links at the same time, each at the
     rate of its port."""
     loads: Sequence[Sequence[float]]
-    """`loads[r][s]` is the number of ranks in the domain of pipeline rank r that have the stages of
-    pipeline rank s. These ranks send at the same time as rank s."""
+    """`loads[d][s]` is the number of ranks in domain d that send when pipeline rank s sends: those
+    with the stages of s."""
+    domains: Sequence[Sequence[int]] = ()
+    """The domains with ranks of each pipeline rank, of which the slowest determines its rate.
+    Empty: domain r has those of pipeline rank r."""
 
 
 class Transfers(NamedTuple):
@@ -165,12 +168,14 @@ class _Ports:
                     key = job.rank, level
                     totals[key] = totals.get(key, 0.0) + load
         slowing = {key: max(1.0, total) for key, total in totals.items()}
-        for rank, level in totals if self.shared else ():
-            if level in self.shared:
-                capacity, loads = self.shared[level]
-                others = ((r, load) for (r, at), load in totals.items() if at == level)
-                senders = sum(load * loads[rank][r] for r, load in others)
-                slowing[rank, level] = max(slowing[rank, level], senders / capacity)
+        for level, (capacity, loads, domains) in self.shared.items():
+            sending = [(rank, load) for (rank, at), load in totals.items() if at == level]
+            senders: dict[int, float] = {}
+            for rank, _ in sending:
+                for domain in domains[rank] if domains else (rank,):
+                    if domain not in senders:
+                        senders[domain] = sum(load * loads[domain][r] for r, load in sending)
+                    slowing[rank, level] = max(slowing[rank, level], senders[domain] / capacity)
         return [
             1 / max([slowing[job.rank, level] for level, load in enumerate(job.loads) if load])
             for job in self.active

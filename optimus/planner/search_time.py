@@ -17,7 +17,7 @@ from optimus.model.flops import (
     recomputed_multiply_adds,
 )
 from optimus.parallel.pipeline.simulate import bubble_ratio
-from optimus.planner.collectives import Operation, collective_s
+from optimus.planner.collectives import Operation, slowest_s
 from optimus.planner.expert_loads import RunLoads
 from optimus.planner.layouts import Layout, LayoutChecks
 from optimus.planner.machine_rates import Rates
@@ -174,8 +174,8 @@ class StepSeconds:
     def collective_s(self, operation: Operation, size: float, mesh: Mesh, axes: str) -> float:
         """Return the seconds of a collective with buffers of `size` bytes over the group of `axes`
         of a mesh."""
-        ranks = groups_of(mesh)[axes]
-        return collective_s(operation, size, ranks, self._rates.links, self._rates.algorithm)
+        groups, rates = groups_of(mesh)[axes], self._rates
+        return slowest_s(operation, size, groups, rates.links, rates.algorithm)
 
     def _pipeline_time(self, layout: Layout) -> PipelineTime:
         config = layout.apply(self._config)

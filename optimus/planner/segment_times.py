@@ -17,9 +17,10 @@ from optimus.errors import ConfigError
 from optimus.parallel.layout import Layout
 from optimus.parallel.pipeline.actions import Schedule
 from optimus.parallel.pipeline.plan import plan_stages
-from optimus.planner.collectives import Operation, collective_s
+from optimus.planner.collectives import Operation, slowest_s
 from optimus.planner.machine_rates import Rates, rates_of
 from optimus.planner.step_time import Layers, Overlap, Reduction, pass_time
+from optimus.planner.topology import Topology
 from optimus.planner.workload import (
     Works,
     fullest_rank,
@@ -37,7 +38,7 @@ class SegmentTimes:
         config: The run.
         mesh: Sizes of the axes.
         rates: The rates of the machine.
-        works, imbalances: As for `step_of`.
+        works, imbalances, topology: As for `step_of`.
     """
 
     def __init__(
@@ -47,8 +48,9 @@ class SegmentTimes:
         rates: Rates,
         works: Works | None = None,
         imbalances: Mapping[int, float] | None = None,
+        topology: Topology | None = None,
     ) -> None:
-        self._rates, self._mesh, self._groups = rates, mesh, groups_of(mesh)
+        self._rates, self._mesh, self._groups = rates, mesh, groups_of(mesh, topology)
         on_cpu = not rates.launches_queue
         self._layers = segment_layers(config, mesh, on_cpu, works, imbalances)
         self._forward = [self._sum(layers, "forward") for layers in self._layers]
@@ -121,8 +123,8 @@ class SegmentTimes:
         return sum(r.repeats * self._collective_s(r.name, r.size_bytes, r.axis) for r in reductions)
 
     def _collective_s(self, operation: Operation, num_bytes: float, axes: str) -> float:
-        ranks = self._groups[axes]
-        return collective_s(operation, num_bytes, ranks, self._rates.links, self._rates.algorithm)
+        groups, rates = self._groups[axes], self._rates
+        return slowest_s(operation, num_bytes, groups, rates.links, rates.algorithm)
 
     def _sum(self, layers: Sequence[Layers], name: str) -> float:
         return sum(self._pass_s(getattr(each, name), each.number) for each in layers)
@@ -138,18 +140,24 @@ class SegmentTimes:
 
 
 def segment_times(
-    config: Config, mesh: Mesh, machine: Machine, name: str, works: Works | None = None
+    config: Config,
+    mesh: Mesh,
+    machine: Machine,
+    name: str,
+    works: Works | None = None,
+    topology: Topology | None = None,
 ) -> SegmentTimes | None:
     """Return the times of the segments of a run on a machine, or None if the machine file lacks
     rates for the run. A plan and a run use these times to decide on the placement of the states.
 
     Args:
-        config, mesh, works: As for `SegmentTimes`.
+        config, mesh, works, topology: As for `SegmentTimes`.
         machine: The machine.
         name: Name of the machine.
     """
     with contextlib.suppress(ConfigError):  # the plan shows why a step has no time
-        return SegmentTimes(config, mesh, rates_of(machine, config.train.dtype, name), works)
+        rates = rates_of(machine, config.train.dtype, name)
+        return SegmentTimes(config, mesh, rates, works, topology=topology)
     return None
 
 

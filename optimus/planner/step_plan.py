@@ -22,6 +22,7 @@ from optimus.planner.machine_rates import is_cpu, rates_of
 from optimus.planner.offload_time import Placements, time_offloaded
 from optimus.planner.run_time import plan_run, run_lines
 from optimus.planner.step_time import play_step, played_time
+from optimus.planner.topology import Topology
 from optimus.planner.workload import Works, step_of
 
 
@@ -33,6 +34,7 @@ def plan_step(
     works: Works | None = None,
     imbalances: Mapping[int, float] | None = None,
     placements: Placements | None = None,
+    topology: Topology | None = None,
 ) -> dict[str, Any]:
     """Return the time of a step on a machine as a dict for JSON.
 
@@ -42,7 +44,7 @@ def plan_step(
         mesh: Sizes of all axes.
         machine: The machine.
         name: Name of the machine, for messages.
-        works, imbalances: As for `step_of`.
+        works, imbalances, topology: As for `step_of`.
         placements: As for `time_offloaded`.
 
     Returns:
@@ -67,10 +69,11 @@ def plan_step(
     resources_s: dict[str, float] = {}
     if config.offload.mode != "off":
         run = config, mesh, machine, name
-        offloaded = time_offloaded(*run, works, imbalances, placements)
+        offloaded = time_offloaded(*run, works, imbalances, placements, topology)
         step, time, resources_s = offloaded.step, offloaded.time, offloaded.seconds
     else:
-        step = step_of(config, mesh, None, is_cpu(machine), works, imbalances)
+        on_cpu = is_cpu(machine)
+        step = step_of(config, mesh, None, on_cpu, works, imbalances, topology=topology)
         time = played_time(step, rates, schedule_of(config, mesh, step.microbatches))
     tokens = step.microbatches * train.microbatch_size * train.seq_len * mesh.num_data_ranks
     flops = flops_per_token(config.model, train.seq_len) * tokens / mesh.world_size
@@ -106,11 +109,18 @@ class StepTrace(NamedTuple):
     the disk, by the name of the resource."""
 
     @classmethod
-    def of(cls, config: Config, mesh: Mesh, machine: Machine, name: str) -> StepTrace:
+    def of(
+        cls,
+        config: Config,
+        mesh: Mesh,
+        machine: Machine,
+        name: str,
+        topology: Topology | None = None,
+    ) -> StepTrace:
         """Simulate a step. Arguments and errors are those of `plan_step`."""
         others: dict[str, Sequence[Sequence[Traced]]] = {}
         if config.offload.mode != "off":
-            offloaded = time_offloaded(config, mesh, machine, name)
+            offloaded = time_offloaded(config, mesh, machine, name, topology=topology)
             played = offloaded.played
             for resource in get_args(Resource):
                 others[resource] = [
@@ -118,7 +128,7 @@ class StepTrace(NamedTuple):
                     for spans in offloaded.spans
                 ]
         else:
-            step = step_of(config, mesh, on_cpu=is_cpu(machine))
+            step = step_of(config, mesh, on_cpu=is_cpu(machine), topology=topology)
             schedule = schedule_of(config, mesh, step.microbatches)
             played = play_step(step, rates_of(machine, config.train.dtype, name), schedule)
         actions, transfers, launches = (

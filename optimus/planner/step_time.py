@@ -15,7 +15,7 @@ from optimus.config.hardware import Dtype
 from optimus.parallel.pipeline.actions import Action, Kind, Schedule
 from optimus.parallel.pipeline.schedules import make_schedule
 from optimus.parallel.pipeline.simulate import simulate
-from optimus.planner.collectives import Operation, collective_s
+from optimus.planner.collectives import Operation, slowest_s
 from optimus.planner.machine_rates import Rates
 from optimus.planner.network import Network
 from optimus.planner.play import Device as PlayedDevice
@@ -23,8 +23,9 @@ from optimus.planner.play import Played, play
 from optimus.rank.operations import FusedAttention, Pass, Product
 from optimus.rank.operations import Operation as LayerOperation
 
-Groups = Mapping[str, tuple[int, ...]]
-"""Global ranks of the group of each axis."""
+Groups = Mapping[str, Sequence[tuple[int, ...]]]
+"""The ranks of the process groups of each axis, without those that use the network as another one
+does. The ranks have the numbers of `optimus.planner.collectives`."""
 Overlap = Literal["nothing", "forward", "backward", "passes"]
 
 
@@ -67,7 +68,7 @@ class Step:
     microbatches: int
     """Number of microbatches of each data rank."""
     groups: Groups
-    """Global ranks of the process group of each axis that the operations name. The group `pp` has
+    """Global ranks of the process groups of each axis that the operations name. Each group `pp` has
     the ranks of a pipeline."""
     dtype: Dtype = "bf16"
     schedule: str = "1f1b"
@@ -168,8 +169,8 @@ def _add(
             device_s += op.num_bytes / (rates.activations or rates.memory)
             launches += op.launches
         elif op.num_bytes:
-            ranks = groups[op.axis]
-            seconds = collective_s(op.name, op.num_bytes, ranks, rates.links, rates.algorithm)
+            of_axis = groups[op.axis]
+            seconds = slowest_s(op.name, op.num_bytes, of_axis, rates.links, rates.algorithm)
             exposed_s[op.axis] = exposed_s.get(op.axis, 0.0) + seconds
             launches += 1
     return device_s, launches, exposed_s
@@ -437,9 +438,9 @@ def collective_times(
     computation with which it overlaps. On a CPU, collectives run on the cores that compute, so they
     overlap with nothing."""
     for reduction in reductions:
-        ranks = groups[reduction.axis]
-        seconds = collective_s(
-            reduction.name, reduction.size_bytes, ranks, rates.links, rates.algorithm
+        of_axis = groups[reduction.axis]
+        seconds = slowest_s(
+            reduction.name, reduction.size_bytes, of_axis, rates.links, rates.algorithm
         )
         overlaps = reduction.overlaps if rates.launches_queue else "nothing"
         yield reduction.axis, seconds * reduction.repeats, overlaps
@@ -486,7 +487,7 @@ def pipeline_time(step: Step, rates: Rates, times: PassTimes | None = None) -> P
         times: Cache of the times of passes, from other steps with the same ep and tp groups; None
             for a new cache.
     """
-    p, v, m = len(step.groups.get("pp", (0,))), step.virtual_stages, step.microbatches
+    p, v, m = len(step.groups.get("pp", [(0,)])[0]), step.virtual_stages, step.microbatches
     assert len(step.stages) == p * v, (len(step.stages), p, v)
     times = PassTimes(rates, step.groups) if times is None else times
     forward, backward = _pass_times(step, times)
@@ -537,10 +538,6 @@ def _busiest(forward: Sequence[PassTime], backward: Sequence[PassTime], p: int) 
 
 
 def _transfer_s(step: Step, rates: Rates) -> float:
-    ranks = step.groups.get("pp", (0,))
-    if len(ranks) == 1:
-        return 0.0
-    hops = [
-        collective_s("send", step.transfer_bytes, pair, rates.links) for pair in pairwise(ranks)
-    ]
-    return max(hops)
+    pipelines = step.groups.get("pp", [(0,)])
+    hops = {pair for ranks in pipelines for pair in pairwise(ranks)}
+    return slowest_s("send", step.transfer_bytes, tuple(hops), rates.links) if hops else 0.0

@@ -1,4 +1,5 @@
-"""Bytes that collectives send between nodes and between groups of nodes, for an order of the hosts.
+"""Process groups for an order of the hosts, and the bytes that their collectives send between nodes
+and between groups of nodes.
 
 A group of nodes has few links to other groups, as a rack that is a group of a dragonfly network.
 All functions are pure. The links that a collective uses depend on the ranks of its process group,
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, get_args
 
@@ -36,12 +37,33 @@ class Topology:
     ranks_per_node: int
     groups: tuple[int, ...] | None = None
     """Number of the group of each node; None if the groups are unknown."""
+    sizes: tuple[int, ...] = ()
+    """Number of ranks in a domain of each level of the network, from the smallest. If the domains
+    of the last level have more ranks than a node, they are the groups of nodes."""
 
     def domains(self, ranks: ndarray) -> list[ndarray]:
         """Return the node of each rank and, if the groups are known, the group of each rank, as
         arrays with the shape of `ranks`."""
         nodes = ranks // self.ranks_per_node
         return [nodes] if self.groups is None else [nodes, numpy.asarray(self.groups)[nodes]]
+
+    def positions(self) -> ndarray | None:
+        """Return a number for each rank that shows its domains: at each level, the domain of a rank
+        is its number divided by the number of ranks in a domain.
+
+        Returns:
+            None if these numbers are those of the ranks: the hosts fill group after group, the
+            groups are unknown, or the network has no level for them.
+        """
+        if self.groups is None or not self.sizes or self.sizes[-1] <= self.ranks_per_node:
+            return None
+        free: dict[int, int] = {}  # the next number in each group
+        nodes = []
+        for group in self.groups:
+            nodes.append(free.setdefault(group, len(free) * self.sizes[-1]))
+            free[group] += self.ranks_per_node
+        positions = numpy.add.outer(nodes, numpy.arange(self.ranks_per_node)).ravel()
+        return None if (positions == numpy.arange(len(positions))).all() else positions
 
 
 class Crossing(NamedTuple):
@@ -78,6 +100,37 @@ def groups_of_hosts(hosts: Sequence[str], pattern: str) -> tuple[int, ...] | Non
             return None
         groups.append(numbers.setdefault(match[1], len(numbers)))
     return tuple(groups)
+
+
+STAGES = "stages"
+"""Key of the ranks of each pipeline rank in the result of `placed_groups`."""
+
+
+def placed_groups(
+    mesh: Mesh, topology: Topology, positions: ndarray, axes: Iterable[Axes]
+) -> dict[str, Sequence[tuple[int, ...]]]:
+    """Return the process groups along each of `axes` by the names of the axes, and `STAGES`.
+
+    Ranks have the numbers of `Topology.positions`. Of process groups whose ranks share domains
+    in the same way, the result has only the first.
+    """
+    groups: dict[str, Sequence[tuple[int, ...]]] = {
+        " x ".join(names): _distinct(positions[_process_groups(mesh, names)], topology.sizes)
+        for names in axes
+    }
+    return groups | {STAGES: tuple(map(tuple, positions.reshape(mesh.pp, -1).tolist()))}
+
+
+def _distinct(rows: ndarray, sizes: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """Return the first of all rows of ranks that share domains in the same way."""
+    by_pattern: dict[tuple[int, ...], tuple[int, ...]] = {}
+    for row in rows.tolist():
+        pattern: list[int] = []
+        for size in sizes:
+            numbers: dict[int, int] = {}
+            pattern += [numbers.setdefault(rank // size, len(numbers)) for rank in row]
+        by_pattern.setdefault(tuple(pattern), tuple(row))
+    return tuple(by_pattern.values())
 
 
 def all_reduce_crossing(

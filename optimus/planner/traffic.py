@@ -3,14 +3,17 @@ other nodes and to other groups of nodes."""
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 from optimus.config import Config
 from optimus.config.axes import AXES
 from optimus.config.hardware import BYTES
+from optimus.config.machine import load_machine
 from optimus.data.batch import plan_batch
 from optimus.distributed.mesh import Mesh
-from optimus.errors import ConfigError
+from optimus.errors import ConfigError, counted, refuse_if
 from optimus.parallel.pipeline.plan import stages_per_rank
 from optimus.planner.allocation import Allocation
 from optimus.planner.state_traffic import ENDS, StateTraffic
@@ -70,8 +73,39 @@ def plan_crossings(config: Config, mesh: Mesh, topology: Topology) -> dict[str, 
     return result
 
 
-def plan_topology(config: Config, mesh: Mesh, allocation: Allocation) -> dict[str, Any]:
+def topology_of(allocation: Allocation) -> Topology:
+    """Return the nodes and groups of an allocation.
+
+    Raises:
+        ConfigError: The hosts contain more nodes of a group than the machine file.
+    """
+    levels = [level for level in load_machine(allocation.machine).levels if level.ranks]
+    size, hosts = allocation.ranks_per_node, allocation.hosts
+    groups = groups_of_hosts(hosts, allocation.host_group) if hosts else None
+    topology = Topology(size, groups, tuple(level.ranks for level in levels))
+    if groups and levels and levels[-1].ranks > size:
+        group, count = Counter(groups).most_common(1)[0]
+        most = levels[-1].ranks // size
+        refuse_if(
+            count > most,
+            f"--hosts: the group of {hosts[groups.index(group)]} has {counted(count, 'host')}, but "
+            f"a {levels[-1].name} of {allocation.machine} has {counted(most, 'node')}; correct the "
+            f"list, or host_group or ranks of the level {levels[-1].name} in the machine file",
+        )
+    return topology
+
+
+def plan_topology(
+    config: Config, mesh: Mesh, allocation: Allocation, topology: Topology, better: Topology | None
+) -> dict[str, Any]:
     """Return a dict for JSON about the bytes that ranks send to other nodes and groups in a step.
+
+    Args:
+        config: The run.
+        mesh: Sizes of all axes.
+        allocation: The nodes of the run.
+        topology: The result of `topology_of`.
+        better: The result of `better_order` without the hosts, if groups are known.
 
     Returns:
         - `crossings`: the result of `plan_crossings`.
@@ -79,52 +113,45 @@ def plan_topology(config: Config, mesh: Mesh, allocation: Allocation) -> dict[st
         - `unknown`: only if the groups are unknown, the reason.
         - `gain`: only if the groups are known, a text about a better order of the hosts.
     """
-    hosts, groups = allocation.hosts, groups_of_hosts(allocation.hosts, allocation.host_group)
-    if not hosts or groups is None:
+    crossings, hosts = plan_crossings(config, mesh, topology), allocation.hosts
+    if topology.groups is None:
         reason = "--hosts FILE names the nodes"
         if hosts:
-            reason = f"the host names, such as {hosts[0]}, do not contain the group"
-        topology = Topology(allocation.ranks_per_node)
-        crossings = plan_crossings(config, mesh, topology)
+            reason = (
+                f"the host names, such as {hosts[0]}, do not contain the group; the step time "
+                "assumes that consecutive ranks fill group after group"
+            )
         return {"crossings": crossings, "num_groups": None, "unknown": reason}
-    topology = Topology(allocation.ranks_per_node, groups)
-    return {
-        "crossings": plan_crossings(config, mesh, topology),
-        "num_groups": len(set(groups)),
-        "gain": _gain(config, mesh, topology, allocation),
-    }
+    gain = "no better order of the hosts is known"
+    if better is not None:
+        before, after = (_group_bytes(config, mesh, each) for each in (topology, better))
+        gain = (
+            f"another order of the hosts sends {100 * (1 - after / before):.0f} % fewer bytes "
+            "across groups; --write-hosts FILE writes it"
+        )
+    return {"crossings": crossings, "num_groups": len(set(topology.groups)), "gain": gain}
 
 
-def better_order(config: Config, mesh: Mesh, allocation: Allocation) -> tuple[str, ...]:
-    """Return the hosts of an allocation in the better of two orders: the given order, or that of
-    `best_order`. In the better order, ranks send fewer bytes to other groups of nodes in a step.
+def better_order(
+    config: Config, mesh: Mesh, allocation: Allocation, topology: Topology
+) -> tuple[tuple[str, ...], Topology] | None:
+    """Return the hosts of an allocation in the order of `best_order`, and their topology. In this
+    order, ranks send fewer bytes to other groups of nodes in a step than in the given order; None
+    if they do not.
 
     Raises:
         ConfigError: The host names do not contain the group.
     """
-    groups = groups_of_hosts(allocation.hosts, allocation.host_group)
+    groups = topology.groups
     if groups is None:
         raise ConfigError(
             f"--write-hosts: the host names, such as {allocation.hosts[0]}, do not contain the "
             "group; set host_group in the file of the machine, or leave --write-hosts out"
         )
-    size = allocation.ranks_per_node
-    hosts, ordered = best_order(mesh, allocation.hosts, groups, size)
-    before, after = (_group_bytes(config, mesh, Topology(size, some)) for some in (groups, ordered))
-    return tuple(hosts) if after < before else allocation.hosts
-
-
-def _gain(config: Config, mesh: Mesh, topology: Topology, allocation: Allocation) -> str:
-    hosts = better_order(config, mesh, allocation)
-    if hosts == allocation.hosts:
-        return "no better order of the hosts is known"
-    groups = groups_of_hosts(hosts, allocation.host_group)
-    before = _group_bytes(config, mesh, topology)
-    after = _group_bytes(config, mesh, Topology(topology.ranks_per_node, groups))
-    return (
-        f"another order of the hosts sends {100 * (1 - after / before):.0f} % fewer bytes across "
-        "groups; --write-hosts FILE writes it"
-    )
+    hosts, ordered = best_order(mesh, allocation.hosts, groups, allocation.ranks_per_node)
+    better = replace(topology, groups=ordered)
+    before, after = (_group_bytes(config, mesh, each) for each in (topology, better))
+    return (tuple(hosts), better) if after < before else None
 
 
 def _group_bytes(config: Config, mesh: Mesh, topology: Topology) -> float:

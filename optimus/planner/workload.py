@@ -16,6 +16,7 @@ from optimus.parallel.expert_load import arrivals
 from optimus.parallel.pipeline.plan import plan_stages
 from optimus.planner.state_traffic import ENDS, StateTraffic
 from optimus.planner.step_time import Groups, Layers, Step
+from optimus.planner.topology import Topology, placed_groups
 from optimus.rank.operations import Exchange, ModelWork, Operation, SegmentWork
 
 _STATE_BYTES = 24
@@ -43,6 +44,7 @@ def step_of(
     imbalances: Mapping[int, float] | None = None,
     segments: Segments | None = None,
     traffic: StateTraffic | None = None,
+    topology: Topology | None = None,
 ) -> Step:
     """Return the operations, collectives and bytes of a step on the ranks of `mesh`.
 
@@ -59,6 +61,7 @@ def step_of(
             then have no effect.
         traffic: Object that counts the collectives of gradients and parameters, from a
             configuration that may differ only in `[parallel]`; None to create it.
+        topology: The order of the hosts; None: hosts that fill group after group.
 
     Raises:
         ConfigError: train.seq_len is not set, the global batch is not a multiple of the tokens of
@@ -82,7 +85,7 @@ def step_of(
     return Step(
         stages=tuple(map(tuple, layers)),
         microbatches=microbatches,
-        groups=groups_of(mesh),
+        groups=groups_of(mesh, topology),
         dtype=train.dtype,
         schedule=parallel.schedule,
         virtual_stages=parallel.virtual_stages,
@@ -94,12 +97,18 @@ def step_of(
 
 
 @lru_cache(maxsize=1 << 6)
-def groups_of(mesh: Mesh) -> Groups:
-    """Return the global ranks of each process group of rank 0, by the names of the axes of the
-    group."""
+def groups_of(mesh: Mesh, topology: Topology | None = None) -> Groups:
+    """Return the process groups by the names of their axes: those of the first rank, which
+    represent all process groups, or the result of `placed_groups` if the order of the hosts in
+    `topology` changes the domains of ranks."""
     axes: tuple[Axes, ...] = ("pp",), ("tp",), ("ep",), ("dp",), ("dp", "ep")
-    groups = {" x ".join(names): mesh.group_of(0, names) for names in axes}
-    return groups | {ENDS: (groups["pp"][0], groups["pp"][-1])}
+    positions = None if topology is None else topology.positions()
+    groups: dict[str, Sequence[tuple[int, ...]]]
+    if topology is None or positions is None:
+        groups = {" x ".join(names): (mesh.group_of(0, names),) for names in axes}
+    else:
+        groups = placed_groups(mesh, topology, positions, axes)
+    return groups | {ENDS: tuple((ranks[0], ranks[-1]) for ranks in groups["pp"])}
 
 
 Segments = Sequence[Sequence[Layers]]

@@ -29,7 +29,7 @@ from optimus.errors import ConfigError
 from optimus.model.moe import Experts
 from optimus.model.router import uniform
 from optimus.parallel.pipeline.plan import plan_stages
-from optimus.planner.collectives import collective_s
+from optimus.planner.collectives import slowest_s
 from optimus.planner.machine_rates import Rates, is_cpu, rates_of
 from optimus.planner.step_time import Layers, Step, step_time
 from optimus.planner.workload import Works, stage_weights, step_of, updated_parameters
@@ -295,9 +295,9 @@ def reductions_s(step: Step, rates: Rates) -> float:
     """Return the seconds of the reductions of gradients and the gathers of parameters in a step."""
     seconds = 0.0
     for reduction in step.reductions:
-        ranks = step.groups[reduction.axis]
-        once_s = collective_s(
-            reduction.name, reduction.size_bytes, ranks, rates.links, rates.algorithm
+        groups = step.groups[reduction.axis]
+        once_s = slowest_s(
+            reduction.name, reduction.size_bytes, groups, rates.links, rates.algorithm
         )
         seconds += reduction.repeats * once_s
     return seconds

@@ -127,8 +127,8 @@ def reordered(step: Step, mesh: Mesh, order: Sequence[str]) -> Step:
             ranks = [r + i * strides[axis] for r in ranks for i in range(getattr(mesh, axis))]
         return tuple(sorted(ranks))
 
-    groups = {name: group(*name.split(" x ")) for name in step.groups if name != ENDS}
-    groups[ENDS] = groups["pp"][0], groups["pp"][-1]
+    groups = {name: [group(*name.split(" x "))] for name in step.groups if name != ENDS}
+    groups[ENDS] = [(groups["pp"][0][0], groups["pp"][0][-1])]
     return dataclasses.replace(step, groups=groups)
 
 

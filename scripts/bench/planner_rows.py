@@ -71,9 +71,9 @@ def gpt_step(row: Row) -> Step:
         stages=tuple(all_stages),
         microbatches=row.batch // (dp * row.microbatch),
         groups={
-            "tp": tuple(range(tp)),
-            "dp": tuple(range(0, dp * tp, tp)),
-            "pp": tuple(range(0, row.ranks, dp * tp)),
+            "tp": [tuple(range(tp))],
+            "dp": [tuple(range(0, dp * tp, tp))],
+            "pp": [tuple(range(0, row.ranks, dp * tp))],
         },
         schedule="interleaved" if row.virtual_stages > 1 else "1f1b",
         virtual_stages=row.virtual_stages,

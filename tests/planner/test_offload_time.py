@@ -18,6 +18,7 @@ from optimus.planner.offload_time import OffloadedStep, time_offloaded
 from optimus.planner.segment_times import SegmentTimes
 from optimus.planner.step_plan import StepTrace, plan_step
 from optimus.planner.step_time import StepTime, played_time
+from optimus.planner.topology import Topology
 from optimus.planner.workload import step_of
 from tests.kit.runs.tiny import DENSE, tiny_tree
 from tests.planner.test_memory import WIDE
@@ -147,6 +148,30 @@ def test_automatic_placement_on_a_machine_is_within_its_limits():
     assert figures["step_s"] == pytest.approx(step.time.total_s)
     assert figures["offload_s"] == step.time.offload_s > 0
     assert "links.to_device" not in figures["missing"]
+
+
+def test_hosts_in_two_groups_slow_the_collectives_of_offloaded_states(tmp_path):
+    """The two data ranks are in one domain of 8 ranks, or in two."""
+    sharded = {"parallel__dp": 2, "optim__sharding": "so", "train__global_batch_tokens": 8 * 256}
+    near, far = (Topology(1, groups, (8,)) for groups in ((0, 0), (0, 1)))
+    run = *run_of(**MANUAL, **sharded), machine(UNLIMITED), "h200"
+    plain, same, apart = (time_offloaded(*run, topology=each) for each in (None, near, far))
+    assert same.time == plain.time
+    # 370 GB/s and a latency of 3.4 us within the domain, 37 GB/s and 9.6 us between domains.
+    assert apart.time.exposed_s["dp"] > 2.5 * plain.time.exposed_s["dp"]
+    assert plan_step(*run, topology=far)["step_s"] == apart.time.total_s
+    StepTrace.of(*run, topology=far).write(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    ends = (event["ts"] + event["dur"] for event in events if event["ph"] == "X")
+    assert max(ends) == pytest.approx(apart.played.end * 1e6, rel=1e-5)
+    run = *run_of(offload__mode="auto", offload__device_memory="7500000", **sharded), *run[2:]
+    decisions = [
+        offload_time.decide_placements(*run, topology=each).decisions[0].placement
+        for each in (near, far)
+    ]
+    assert decisions[1].step_s > decisions[0].step_s
+    step = time_offloaded(*run, topology=far)
+    assert step.time.total_s > time_offloaded(*run, topology=near).time.total_s
 
 
 def test_trace_has_a_row_for_the_copies_and_updates_of_each_rank(tmp_path):

@@ -108,6 +108,10 @@ def test_ranks_of_a_domain_share_the_links_that_leave_it():
     # Ranks in different domains do not share links.
     apart = SharedLevel(1.0, [[float(a // 2 == b // 2) for b in range(4)] for a in range(4)])
     assert two_senders(transfer, transfer, apart) == [3.0, 3.0]
+    # The ranks of stage 0 are in two domains, and wait for the links of the slower domain.
+    for domains in ([0, 1], [1, 0]):
+        spread = SharedLevel(1.0, [[1, 0, 1, 0], [3, 0, 0, 0]], [domains, [], [0], []])
+        assert two_senders(transfer, transfer, spread) == [7.0, 5.0]
 
 
 def test_collectives_within_an_action_share_the_port_with_sends():

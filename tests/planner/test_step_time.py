@@ -212,10 +212,10 @@ def test_the_bubble_has_no_rounding_errors():
     """A rank alone never waits. The bubble of two ranks remains."""
     for m in (7, 11, 15):
         layers = Layers((Pass(7e8, 1),), (Pass(2.7 * 7e8, 3),))
-        step = Step(((layers,),), m, {"pp": (0,)})
+        step = Step(((layers,),), m, {"pp": [(0,)]})
         assert played_time(step, a100(), make_schedule("1f1b", 1, 1, m)).bubble_s == 0.0
     layers = Layers((Pass(1e9, 1),), (Pass(2e9, 1),))
-    step = Step(((layers,), (layers,)), 500, {"pp": (0, 1)})
+    step = Step(((layers,), (layers,)), 500, {"pp": [(0, 1)]})
     time = played_time(step, a100(), make_schedule("1f1b", 2, 1, 500))
     assert time.bubble_s == pytest.approx(time.compute_s / 500)
 
@@ -223,7 +223,7 @@ def test_the_bubble_has_no_rounding_errors():
 def test_overlap_hides_at_most_the_pass():
     operations = (Product(4096, 2048, 8192), Pass(1e9, 3))
     layers = Layers(operations, operations)
-    groups = {"dp": tuple(range(8))}
+    groups = {"dp": [tuple(range(8))]}
     rates = a100()
 
     def dp_s(size_bytes: float, overlaps, repeats: int = 1) -> float:
