@@ -307,7 +307,8 @@ def run_search(args: argparse.Namespace, config: Config, allocation: Allocation 
     if args.hosts:
         logger.info(
             "the order of --hosts has no effect on the search, because the best order depends on "
-            "the layout: all layouts have hosts that fill group after group"
+            "the layout: it assumes hosts that fill group after group. A plan of a layout with "
+            "--hosts and --write-hosts has the time for the hosts"
         )
     machine = load_machine(args.machine)
     refuse_if(

@@ -21,6 +21,7 @@ from optimus.planner.search_memory import LayoutMemory
 from optimus.planner.search_time import StepSeconds
 from optimus.planner.step_plan import plan_step
 from optimus.planner.step_time import pass_time, step_time
+from optimus.planner.topology import Topology
 from optimus.planner.workload import step_of
 from tests.kit.runs.tiny import tiny_config, tiny_tree
 from tests.kit.runs.training import train_on
@@ -203,6 +204,17 @@ def test_plan_for_the_loads_of_a_run(tmp_path) -> None:
     load["median"] = worst  # as with a single step
     names = [name for name, _ in machine_lines(result | {"machine": "h200", "ranks": []})]
     assert [name for name in names if "load" in name] == ["load, one sample, step 1"]
+
+
+def test_the_load_of_a_run_is_timed_for_the_order_of_the_hosts(tmp_path) -> None:
+    """The network adapters of ep ranks in different domains are slower than NVLink."""
+    loads = RunLoads(write_run(tmp_path, (1, SKEWED, EQUAL)), CONFIG.model)
+    topology = Topology(1, tuple(range(MESH.world_size)), (8,))
+    near, far = (
+        plan_on_machine(CONFIG, MESH, "h200", loads, each)["load"]["worst"]["step_plan"]
+        for each in (None, topology)
+    )
+    assert far["exposed_s"]["ep"] > 2 * near["exposed_s"]["ep"]
 
 
 def exchange_s(imbalance: float) -> float:

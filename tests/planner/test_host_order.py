@@ -73,6 +73,7 @@ def test_halving_is_slow_in_the_steps_that_leave_groups():
         ("AAAABBBB", whole + 100 / 10),
         ("AABBAABB", whole + 200 / 10),
         ("ABABABAB", whole + 400 / 10),
+        ("AABBABAB", 2 * whole),  # in each step, some pairs leave their group
     ):
         groups = groups_of(mesh, topology(letters))["dp"]
         of_groups = [collective_s("all_reduce", 800.0, ranks, LINKS, "halving") for ranks in groups]
@@ -195,3 +196,17 @@ def test_names_without_groups_leave_the_step_time_and_the_plan_says_so(tmp_path,
     assert result["step"] == planned(capsys)["step"] and "better_step_s" not in result
     assumed = "the step time assumes that consecutive ranks fill group after group"
     assert assumed in result["topology"]["unknown"]
+
+
+def test_a_search_has_the_ranking_of_hosts_that_fill_groups_and_says_so(tmp_path, capsys, caplog):
+    small = CONFIGS / "run" / "mula-1b.toml"
+    file = hosts_file(tmp_path / "hosts", 2, 2, True)
+    settings = ["model.num_layers=2", "model.num_attention_heads=1", "parallel.dp=0"]
+    search = ["plan", str(small), "--machine", "aurora", "--search", "--json", *settings]
+    search.append("train.global_batch_tokens=98304")
+    assert main([*search, "--nodes", "2"]) == 0
+    expected = capsys.readouterr().out
+    assert main([*search, "--hosts", file]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == expected
+    assert "the order of --hosts has no effect on the search" in printed.err + caplog.text
