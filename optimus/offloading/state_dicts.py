@@ -81,7 +81,9 @@ class StateDictHooks(NotCopied):
         alone = self._alone.get(name)
         if alone is None or alone.data_ptr() != value.data_ptr():
             with torch.inference_mode(False):
-                alone = self._alone[name] = torch.from_dlpack(value)
+                # `alone` keeps the detached tensor, and with it the memory. `value` itself would
+                # not keep it, because its storage is replaced below.
+                alone = self._alone[name] = torch.from_dlpack(value.detach())
         if alone.shape == value.shape:
             value.data = alone  # this keeps the version counter of the parameter
 

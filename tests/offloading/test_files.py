@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+
 import pytest
 import torch
 from torch.utils.data import Dataset
@@ -9,7 +12,7 @@ from torch.utils.data import Dataset
 import optimus
 from tests.offloading import models
 from tests.offloading.models import assert_equal, tokens, train, weights
-from tests.offloading.test_offload import MODELS_AND_SHARES, OPTIONS, hostile_memory, pair
+from tests.offloading.test_offload import MODELS_AND_SHARES, OPTIONS, SHARES, hostile_memory, pair
 
 __all__ = ["hostile_memory"]
 
@@ -97,3 +100,22 @@ def test_trainer_trains_saves_and_resumes_with_the_bits_of_torch(share, argument
     )
     trainer.train(resume_from_checkpoint=str(tmp_path / "ours" / "checkpoint-2"))
     assert_equal(weights(again), weights(theirs))
+
+
+@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_state_dicts_keep_their_values_after_the_model(share, dtype):
+    """Memory that a state dict refers to must not be used for other tensors."""
+    model = models.llama().to(dtype)
+    optimizer = optimus.offload(model, host_share=share, **OPTIONS)
+    train(model, optimizer, (1,))
+    sizes = [chunk.params.nbytes for chunk in optimizer._offloaded.engine.chunks]
+    states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    expected = copy.deepcopy(states)
+    del model, optimizer
+    gc.collect()
+    others = [torch.full((size // 4,), torch.nan) for size in sizes for _ in range(8)]
+    assert_equal(states["model"], expected["model"])
+    for number, state in states["optimizer"]["state"].items():
+        assert_equal(state, expected["optimizer"]["state"][number])
+    assert all(other.isnan().all() for other in others)
