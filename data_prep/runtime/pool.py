@@ -27,7 +27,8 @@ _state: tuple[Any, Any, Any] | None = None  # (context, counter, stop flag) of a
 
 
 class _Cancelled(Exception):
-    """Raised by the argument `advance` of a job, to end a job whose result is no longer needed."""
+    """Raised by the function `advance` that a job receives, to end a job whose result is no longer
+    needed."""
 
 
 def cores_of_this_rank() -> int:

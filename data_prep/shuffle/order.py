@@ -198,7 +198,7 @@ class Order(InShards):
 
     @property
     def tail_tokens(self) -> int:
-        """Return the total number of tokens of all token arrays that are not in an instance."""
+        """Return the number of tokens, over all token arrays, that are in no instance."""
         return sum(unit.tokens for unit in self.units) - self.num_instances * self.context
 
     def tails(self) -> tuple[int, ...]:

@@ -287,8 +287,8 @@ def _in_turn(runs: Sequence[Callable[[], Any]]) -> Callable[[], None]:
 
 
 def _copies(size_bytes: int, device: torch.device) -> int:
-    """Return the number of tensors of `size_bytes` bytes that together exceed the caches, from 2 to
-    256."""
+    """Return how many tensors of `size_bytes` bytes are needed to exceed the caches, but at least 2
+    and at most 256."""
     return max(2, min(256, _tensor_bytes(device) // size_bytes))
 
 

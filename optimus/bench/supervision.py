@@ -405,7 +405,7 @@ def _measure_files(work: Path, data: Path, result: dict[str, Any]) -> None:
     result["figures"] += [
         _count("module files opened by a warm relaunch", len(opened), 0, _SMALL + _LARGE),
         _count(
-            f"files created by an attempt at {_LARGE} nodes (bar: at {_SMALL} nodes)",
+            f"files created by an attempt at {_LARGE} nodes (at most as many as at {_SMALL} nodes)",
             len(large.created),
             len(small.created),
         ),

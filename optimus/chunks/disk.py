@@ -290,7 +290,7 @@ class DiskTier(Closing):
         return transfer.job
 
     def _begin(self, transfer: _Transfer) -> None:
-        """Wait until a read or a write may begin."""
+        """Wait until `transfer`, which is a read or a write, may begin."""
         with self._condition:
             may_begin = self._condition.wait_for(
                 lambda: transfer.may_begin or self.error is not None, _LATE_S

@@ -283,8 +283,8 @@ class ReducePerMicrobatch:
             buffer.grads.zero_()
 
     def reduce(self, buffer: GradBuffer) -> None:
-        """Reduce a buffer after a backward, add the result to this rank's piece of the sum, and
-        free the buffer."""
+        """Reduce a buffer after a backward pass, add the result to this rank's piece of the sum of
+        gradients, and free the buffer."""
         if buffer not in self._pieces or not self.memory.has(buffer.grads):
             return
         if buffer.home is not Tier.DEVICE:  # frees memory of copied gradients before the reduction

@@ -211,7 +211,8 @@ class SegmentHooks(NotCopied):
         self.parameters = [guarded[name] for name in segment.parameters if name in guarded]
         """Guarded parameters of the segment's module."""
         self.needed = [guarded[n] for n in segment.parameters + segment.inherited if n in guarded]
-        """Guarded parameters that may be used while the segment computes."""
+        """Guarded parameters that the segment's computation can read: those of its module, and
+        direct parameters of the modules around it."""
         self._storages = guard.storages_of(self.parameters)
         self._of_engine: tuple[Hook, Hook | None] = (lambda: None, None)
 

@@ -96,7 +96,7 @@ class _Placement(BaseModel):
 
 
 class _Fit(BaseModel):
-    """Content of FIT_FILE that the comparison reads."""
+    """Fields of FIT_FILE that the comparison reads."""
 
     model_config = ConfigDict(strict=True, frozen=True)
     format: Annotated[int, Field(ge=FIT_FORMAT, le=FIT_FORMAT)]

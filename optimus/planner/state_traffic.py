@@ -70,14 +70,14 @@ def _add(totals: _Totals, others: Iterable[tuple[_Kind, _Total]], factor: int = 
 
 
 class StateTraffic:
-    """Collectives of gradients and parameters of any rank whose states are on the device, for a
-    model and settings that do not depend on the mesh.
+    """Computes the collectives of gradients and parameters for each rank of any mesh, if all states
+    are on the device.
 
     Args:
         config: The configuration. Of the section `[parallel]`, only `sequence_parallel` is used.
         extrapolates: True to count the gathers of a limited cache for a few microbatches, and to
-            assume that they repeat. They repeat after p microbatches, with rare exceptions for
-            several stages on a rank.
+            assume that they repeat. With pp pipeline ranks, they repeat after pp microbatches, with
+            rare exceptions if a rank has several stages.
     """
 
     def __init__(self, config: Config, extrapolates: bool = False) -> None:

@@ -479,8 +479,16 @@ def read_metrics(run_dir: Path) -> tuple[StepLine, ...]:
 def read_components(
     run_dir: Path, lines: Sequence[StepLine]
 ) -> tuple[tuple[StepComponents, ...], str]:
-    """Return two values: the components of the time of each update in `lines`, which are metrics of
-    a run, and "". If an update has no valid components, return () and the reason."""
+    """Read the components of a run's update times.
+
+    Args:
+        run_dir: The run directory.
+        lines: Lines of the run's metrics, one for each update.
+
+    Returns:
+        The components for each line, in seconds, and "". If an update has no valid components: an
+        empty tuple, and a text with the reason.
+    """
     valid, _ = read_valid(run_dir / "metrics.jsonl", ComponentsLine)
     of_steps = {line.step: line.components for line in valid}
     if missing := sum(line.step not in of_steps for line in lines):

@@ -165,8 +165,11 @@ def measure_experts(
 
 
 def measure_updates(sizes: tuple[float, float], rounds: int, device: torch.device) -> list[float]:
-    """Measure AdamW updates of `sizes[0]` and of `sizes[1]` parameters, alternately. Return the
-    smallest, the median and the largest ratio of their times, first / second, over the rounds."""
+    """Measure AdamW updates of `sizes[0]` and of `sizes[1]` parameters, alternately. Sizes above
+    _MOST_UPDATED are reduced: both by the same factor.
+
+    Return the smallest, the median and the largest ratio of the times of a round, first / second.
+    """
     scale = min(1.0, _MOST_UPDATED / max(sizes))
     counts = [max(1, round(scale * size)) for size in sizes]
     # Both updates use the same memory, because the pages of two allocations may differ in size.

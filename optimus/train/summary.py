@@ -169,7 +169,7 @@ def plan_facts(config: Config, plan: PartialPlan) -> Iterator[tuple[str, str]]:
     times += ["at the end"] if config.checkpoint.at_end else []
     saves = f"full {' and '.join(times)}" if times else "no full checkpoint"
     if models := config.checkpoint.model_interval:
-        saves += f", model only every {counted(models, 'step')}"
+        saves += f", model-only every {counted(models, 'step')}"
     yield "checkpoints", saves
     yield "files", train.run_dir
 

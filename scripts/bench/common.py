@@ -185,8 +185,8 @@ def race(
 class MemoryMeter:
     """Meter of the resident memory of this process, in bytes.
 
-    The constructor configures malloc to return freed blocks of 64 KiB or more to the system at
-    once. Resident memory then does not include these blocks.
+    The constructor configures malloc to return freed blocks of 64 KiB or more to the system
+    immediately. Resident memory then does not include these blocks.
     """
 
     def __init__(self) -> None:

@@ -458,11 +458,12 @@ def report_llama() -> list[str]:
     return [
         "## arXiv 2407.21783, Table 4 (Llama-3 405B, H100)",
         "",
-        "The first two rows have the rates of matrix products that were measured on H100s, which "
-        "are those of `configs/machine/h100.toml`. The last two rows have rates that were measured "
-        "on an H200, whose processor is the same. All other rates are those of h100.toml. No "
-        "constant was fitted on a row of this table. The file lacks these values, which the "
-        f"prediction replaces by peak rates or by no latency: {', '.join(missing)}.",
+        "The predictions of the first two rows use rates of matrix products measured on H100s, "
+        "from `configs/machine/h100.toml`. Those of the last two rows use rates measured on an "
+        "H200, which has the same processor as the H100. All other rates are those of h100.toml. No "
+        "constant was fitted on a row of this table. h100.toml lacks these values: "
+        f"{', '.join(missing)}. The prediction uses a peak rate instead of each missing rate, and "
+        "0 instead of each missing latency.",
         "",
         *table(head, rows),
         "",

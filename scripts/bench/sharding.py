@@ -103,7 +103,7 @@ def measure_peak(config: Config, small: Config, world: World) -> dict[str, Any]:
     Returns:
         A dict with three keys. `measured`: resident bytes at the peak of a training step, minus the
         resident bytes before the model was built, on the rank with the largest difference. `parts`:
-        bytes that this rank needs for the states, for the activations, and for two chunks of
+        bytes that the calling rank needs for the states, for the activations, and for two chunks of
         gradients. `formula`: sum of `parts`.
     """
     meter = common.MemoryMeter()

@@ -90,7 +90,8 @@ def rewrite_manifest(path: Path) -> None:
 
 
 def check_directory(path: Path, data: Path) -> None:
-    """Check padding, generation and the end of texts with transformers."""
+    """With transformers, check that texts are padded, that text is generated, and that generation
+    stops at the end token."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
     text_tokenizer, manifest = TextTokenizer(tokenizer_path(data)), read_data_manifest(data)
     assert tokenizer.eos_token_id == manifest.eos_id

@@ -1,5 +1,5 @@
-"""Lock file of a run directory: only its owner can open it, and it must not be a symbolic link. A
-run that cannot start leaves no file."""
+"""Lock file of a run directory. Only the user who owns the lock file can open it, and the lock file
+must not be a symbolic link. A run that cannot start removes the files that it has created."""
 
 from __future__ import annotations
 

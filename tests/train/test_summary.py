@@ -56,7 +56,7 @@ def test_start_summary_describes_the_run(tiny_data, tmp_path, capsys):
         "256 tokens per step: 2 microbatches of 1 instance on each of 4 data ranks"
     )
     assert rows["steps"] == "1 to 20, 5,120 tokens in all"
-    assert rows["checkpoints"] == "full every 6 steps and at the end, model only every 10 steps"
+    assert rows["checkpoints"] == "full every 6 steps and at the end, model-only every 10 steps"
     assert rows["files"] == str(tmp_path / "run")
 
 
