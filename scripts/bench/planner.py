@@ -460,8 +460,8 @@ def report_llama() -> list[str]:
         "",
         "The predictions of the first two rows use rates of matrix products measured on H100s, "
         "from `configs/machine/h100.toml`. Those of the last two rows use rates measured on an "
-        "H200, which has the same processor as the H100. All other rates are those of h100.toml. No "
-        "constant was fitted on a row of this table. h100.toml lacks these values: "
+        "H200, which has the same processor as the H100. All other rates are those of h100.toml. "
+        "No constant was fitted on a row of this table. h100.toml lacks these values: "
         f"{', '.join(missing)}. The prediction uses a peak rate instead of each missing rate, and "
         "0 instead of each missing latency.",
         "",
