@@ -134,8 +134,10 @@ def _warnings(train: Manifest, held_out_parts: Sequence[Manifest]) -> list[str]:
                 f"--instances {max_instances}"
             )
     for held_out in held_out_parts:
-        in_instances = held_out.num_instances * held_out.context
-        if _is_large_enough(held_out.documents, in_instances):
+        number, in_instances = held_out.documents, held_out.num_instances * held_out.context
+        if number >= MIN_HELD_OUT_DOCUMENTS and in_instances >= MIN_HELD_OUT_TOKENS:
+            continue
+        if number >= _MIN_LONG_DOCUMENTS and in_instances >= _MIN_TOKENS_OF_LONG_DOCUMENTS:
             continue
         documents, tokens = train.documents + held_out.documents, train.tokens + held_out.tokens
         # The suggested fraction holds out 1.5 times the minimum.
@@ -146,20 +148,12 @@ def _warnings(train: Manifest, held_out_parts: Sequence[Manifest]) -> list[str]:
         if fraction > _MAX_SUGGESTED_FRACTION:
             remedy = "give more text, or evaluate on a data set of other text (data.eval_path)"
         warnings.append(
-            f"the held-out split has {counted(held_out.documents, 'document')} with "
+            f"the held-out split has {counted(number, 'document')} with "
             f"{counted(in_instances, 'token')} in instances, too few for a meaningful loss (which "
             f"needs at least {MIN_HELD_OUT_DOCUMENTS} documents and {MIN_HELD_OUT_TOKENS:,} "
             f"tokens); {remedy}"
         )
     return warnings
-
-
-def _is_large_enough(documents: int, tokens: int) -> bool:
-    """Return True if a held-out split is large enough for a meaningful loss. The split has
-    `documents` documents, and its instances have `tokens` tokens."""
-    if documents >= _MIN_LONG_DOCUMENTS and tokens >= _MIN_TOKENS_OF_LONG_DOCUMENTS:
-        return True
-    return documents >= MIN_HELD_OUT_DOCUMENTS and tokens >= MIN_HELD_OUT_TOKENS
 
 
 MAX_BIGRAM_CELLS = 64_000_000
