@@ -88,10 +88,13 @@ def _measure_level(bench: RankTimer, group: Group, largest: int) -> LevelRates:
             messages.append(Message(name, sent, seconds / steps[name]))
     of_name = {name: [m for m in messages if m.operation == name] for name in OPERATIONS}
     latency_s = of_name["all_reduce"][0].seconds
-    rates = {
-        name: of_name[-1].num_bytes / _moving_s(of_name[-1].seconds, latency_s)
-        for name, of_name in of_name.items()
-    }
+    rates = {}
+    for name in OPERATIONS:
+        largest_message = of_name[name][-1]
+        seconds = largest_message.seconds
+        # Without the latency, but at least half of the time, because the measurement of the latency
+        # may be disturbed.
+        rates[name] = largest_message.num_bytes / max(seconds - latency_s, seconds / 2)
     return LevelRates(rates, latency_s, messages)
 
 
@@ -127,9 +130,3 @@ def _collectives(bench: RankTimer, group: Group, size: int) -> dict[str, Callabl
         "all_to_all": partial(all_to_all, other, whole, group),
         "send": pairs,
     }
-
-
-def _moving_s(seconds: float, latency_s: float) -> float:
-    """Return the seconds of a message without its latency, but at least half of `seconds`, because
-    the measurement of the latency may be disturbed."""
-    return max(seconds - latency_s, seconds / 2)

@@ -290,7 +290,8 @@ def _measure_fault(
     time.sleep(chance.random())
     launch.remember()
     at = _inject(launch, kind, node, chance.randrange(launch.shape.ranks_per_node))
-    history = launch.wait_until(lambda: _ended(launch, attempt.attempt), "the end of an attempt")
+    launch.wait_until(lambda: attempt.attempt in launch.history().ends, "the end of an attempt")
+    history = launch.history()
     if at is None:
         at = launch.plan.reports("fault")[-1]["time"]
     detection_s = history.ends[attempt.attempt].time - at
@@ -336,11 +337,6 @@ def _inject(launch: Launch, kind: str, node: str, local_rank: int) -> float | No
     at = time.time()
     kill(processes, _SIGNALS.get(kind, signal.SIGKILL if kind == "power" else signal.SIGSTOP))
     return at
-
-
-def _ended(launch: Launch, attempt: int) -> History | None:
-    history = launch.history()
-    return history if attempt in history.ends else None
 
 
 def marks_after(history: History, attempt: int) -> list[NodeMarked]:
