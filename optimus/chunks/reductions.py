@@ -434,13 +434,8 @@ def most_gradients(
     for _ in range(MAX_COPYING):
         largest = np.maximum.accumulate(others, axis=1)
         in_flight, before = in_flight + largest, in_flight
-        others = _without(others, largest)
+        # Replace each value that exceeds all earlier values of its row by the largest of them (0 if
+        # there is none).
+        earlier = np.concatenate([np.zeros_like(largest[:, :1]), largest[:, :-1]], axis=1)
+        others = np.minimum(others, earlier)
     return (now + np.maximum(in_flight, before + reduction)).max(axis=0, initial=reduction)
-
-
-def _without(values: np.ndarray, largest: np.ndarray) -> np.ndarray:
-    """Return a copy of `values` in which each value that exceeds all earlier values of its row is
-    replaced by the largest earlier value (0 if there is none). `largest` contains the cumulative
-    maxima of the rows."""
-    before = np.concatenate([np.zeros_like(largest[:, :1]), largest[:, :-1]], axis=1)
-    return np.minimum(values, before)
