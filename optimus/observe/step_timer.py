@@ -69,8 +69,14 @@ class StepTimer(Recorder):
         `time.perf_counter_ns`."""
         self._change(now_ns)
         self._phases = []
+        if self._device.type == "cpu":
+            intervals_s = [(end - start) / 1e9 for start, end in pairwise(self._times_ns)]
+        else:
+            events = self._events[: len(self._changes)]
+            events[-1].synchronize()  # the device is idle, so that this event is complete at once
+            intervals_s = [start.elapsed_time(end) / 1e3 for start, end in pairwise(events)]
         seconds: dict[str, float] = {}
-        for phase, interval_s in zip(self._changes, self._intervals_s(), strict=False):
+        for phase, interval_s in zip(self._changes, intervals_s, strict=False):
             seconds[phase] = seconds.get(phase, 0.0) + interval_s
         compute_s, bubble_s, optimizer_s, other_s = (
             seconds.pop(phase, 0.0) for phase in (COMPUTE, BUBBLE, OPTIMIZER, _OTHER)
@@ -87,11 +93,3 @@ class StepTimer(Recorder):
         if number == len(self._events):
             self._events.append(torch.Event(self._device, enable_timing=True))
         self._events[number].record()
-
-    def _intervals_s(self) -> list[float]:
-        """Return the seconds between successive changes."""
-        if self._device.type == "cpu":
-            return [(end - start) / 1e9 for start, end in pairwise(self._times_ns)]
-        events = self._events[: len(self._changes)]
-        events[-1].synchronize()  # the device is idle, so that this event is complete at once
-        return [start.elapsed_time(end) / 1e3 for start, end in pairwise(events)]
