@@ -11,7 +11,7 @@ This module imports torch only for the prediction.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -313,13 +313,9 @@ def _on_fullest(mesh: Mesh, capacity: Capacity, bytes_of: _Bytes) -> int:
         return max(
             cached(Coordinate(pp, 0, 0, tp)) for pp in range(mesh.pp) for tp in range(mesh.tp)
         )
-    return max(sum(map(cached, ranks)) for ranks in _nodes(mesh, capacity.ranks))
-
-
-def _nodes(mesh: Mesh, ranks_per_node: int) -> Iterator[list[Coordinate]]:
-    for first in range(0, mesh.world_size, ranks_per_node):
-        last = min(first + ranks_per_node, mesh.world_size)
-        yield [mesh.coordinate(rank) for rank in range(first, last)]
+    ranks = range(mesh.world_size)
+    nodes = [ranks[first : first + capacity.ranks] for first in ranks[:: capacity.ranks]]
+    return max(sum(cached(mesh.coordinate(rank)) for rank in node) for node in nodes)
 
 
 def _message(needed: int, capacity: Capacity, quality: str) -> str:

@@ -60,7 +60,12 @@ class Layout(NamedTuple):
     def apply(self, config: Config) -> Config:
         """Return the configuration with the values of the layout. A setting that has no effect with
         these values gets its default."""
-        parallel = config.parallel
+        parallel, offload = config.parallel, config.offload
+        if self.offload != offload.mode:
+            if self.offload == "off":  # the other settings have no meaning
+                offload = OffloadConfig()
+            else:
+                offload = offload.model_copy(update={"mode": self.offload})
         return config.model_copy(
             update={
                 "parallel": parallel.model_copy(
@@ -81,16 +86,9 @@ class Layout(NamedTuple):
                         "cache_chunks": self.slots(config),
                     }
                 ),
-                "offload": self._offload(config.offload),
+                "offload": offload,
             }
         )
-
-    def _offload(self, offload: OffloadConfig) -> OffloadConfig:
-        if self.offload == offload.mode:
-            return offload
-        if self.offload == "off":  # the other settings have no meaning
-            return OffloadConfig()
-        return offload.model_copy(update={"mode": self.offload})
 
     def slots(self, config: Config) -> int:
         """Return the value of `optim.cache_chunks` with this layout; 0 if the layout has no cache,
@@ -211,7 +209,9 @@ class LayoutChecks:
     def refusal_of_mesh(self, layout: Layout) -> str:
         """Return the reason why the sizes of the axes and the schedule are impossible; "" if they
         are possible."""
-        mesh = self._verdict(layout[:4], lambda: self._check_mesh(layout))
+        mesh = self._verdict(
+            layout[:4], lambda: check_divisible(layout.apply(self._config), layout.mesh)
+        )
         return mesh or self._verdict(layout[:6], lambda: self._check_parallel(layout))
 
     def refusal(self, layout: Layout) -> str:
@@ -245,9 +245,6 @@ class LayoutChecks:
 
     def _check(self, layout: Layout) -> None:
         check(layout.apply(self._config))
-
-    def _check_mesh(self, layout: Layout) -> None:
-        check_divisible(layout.apply(self._config), layout.mesh)
 
     def _check_parallel(self, layout: Layout) -> None:
         refuse_if(

@@ -138,8 +138,10 @@ class StateTraffic:
         totals: _Totals = {}
         for key, lengths in classes:
             chunks = _Chunks(key.groups, len(lengths), sum(lengths))
-            if not self._is_limited:
-                _add(totals, self._gathers(chunks))
+            if chunks.groups.shard and not self._is_limited:  # gathered once, at the first use
+                overlaps: Overlap = "forward" if self._overlaps else "nothing"
+                gather = _Kind(_name(chunks.groups.shard), "all_gather", overlaps)
+                _add(totals, [(gather, _Total(chunks.number, self._width * chunks.length))])
             if not key.options.frozen:
                 _add(totals, self._reductions(chunks, mesh, is_each))
         is_last, (key, lengths) = pp == mesh.pp - 1, classes[0]
@@ -181,14 +183,6 @@ class StateTraffic:
         if partial:
             yield _Kind(partial, "all_reduce", "nothing"), sums
 
-    def _gathers(self, chunks: _Chunks) -> Iterator[tuple[_Kind, _Total]]:
-        """Yield the gathers of updated parameters. With a cache without a limit, the parameters are
-        gathered at their first use."""
-        if chunks.groups.shard:
-            overlaps: Overlap = "forward" if self._overlaps else "nothing"
-            kind = _Kind(_name(chunks.groups.shard), "all_gather", overlaps)
-            yield kind, _Total(chunks.number, self._width * chunks.length)
-
     def _gathers_of_step(
         self, config: Config, mesh: Mesh, stages: Sequence[range], pp: int, microbatches: int
     ) -> Iterable[tuple[_Kind, _Total]]:
@@ -217,7 +211,9 @@ class StateTraffic:
         segments = sorted(set().union(*used), key=_position)
         needs = [frozenset(n for n in transient if s in used[n]) for s in segments]
         trains = [any(s in u for u, t in zip(used, is_trained, strict=True) if t) for s in segments]
-        of_segments = [_stage_of(segment, stages) for segment in segments]
+        stage_of = {layer: n for n, layers in enumerate(stages) for layer in layers}
+        stage_of |= {EMBEDDING: 0, HEAD: len(stages) - 1}
+        of_segments = [stage_of[segment] for segment in segments]
         learns = [stage > 0 or any(trains[: n + 1]) for n, stage in enumerate(of_segments)]
         schedule = schedule_of(config, mesh, microbatches)
         passes = [Pass(*each) for each in passes_of(schedule.ranks[pp])]
@@ -244,9 +240,3 @@ def _name(axes: Axes) -> str:
 def _position(segment: int) -> float:
     """Return a number that orders segments by first use."""
     return math.inf if segment == HEAD else segment
-
-
-def _stage_of(segment: int, stages: Sequence[range]) -> int:
-    if segment in (EMBEDDING, HEAD):
-        return 0 if segment == EMBEDDING else len(stages) - 1
-    return next(n for n, layers in enumerate(stages) if segment in layers)

@@ -182,15 +182,6 @@ _NUMBER = {"ha": "center", "va": "center", "fontsize": 7, "color": "white"}
 """Format of the number of a microbatch in a picture."""
 
 
-def _offload_lines(result: Mapping[str, Any]) -> list[tuple[str, str]]:
-    if "offload_s" not in result:
-        return []
-    seconds = (f"{name} {s:,.4g} s" for name, s in result["resources_s"].items())
-    share = result["offload_s"] / result["step_s"]
-    text = f"{result['offload_s']:,.4g} s, {share:.1%}; work in a step: {', '.join(seconds)}"
-    return [("  exposed offloading", text)]
-
-
 def step_lines(result: dict[str, Any], is_one_replica: bool = False) -> list[tuple[str, str]]:
     """Return the result of `plan_step` as pairs (name, value) for a table."""
     step_s = result["step_s"]
@@ -198,13 +189,18 @@ def step_lines(result: dict[str, Any], is_one_replica: bool = False) -> list[tup
     def share(seconds: float) -> str:
         return f"{seconds:,.4g} s, {seconds / step_s:.1%}"
 
+    offloading = []
+    if "offload_s" in result:
+        work = ", ".join(f"{name} {s:,.4g} s" for name, s in result["resources_s"].items())
+        text = f"{share(result['offload_s'])}; work in a step: {work}"
+        offloading.append(("  exposed offloading", text))
     lines = [
         (f"step on {result['machine']}", f"{step_s:,.4g} s on {counted(result['nodes'], 'node')}"),
         ("  compute", share(result["compute_s"])),
         *((f"  exposed {axis}", share(seconds)) for axis, seconds in result["exposed_s"].items()),
         ("  pipeline bubble", share(result["bubble_s"])),
         ("  optimizer", share(result["optimizer_s"])),
-        *_offload_lines(result),
+        *offloading,
         *(
             [("  checkpoints, in addition", share(result["checkpoint_s"]))]
             if result["checkpoint_s"] is not None
