@@ -314,7 +314,14 @@ class TensorTracker(TorchDispatchMode):
         launches, share = rows or (1, 1.0)
         self.flops += work.flops
         if packet in _GROUPED_PRODUCTS:
-            product = self._grouped_product(packet, *args)._replace(launches=launches)
+            a, b, offsets = args
+            experts = offsets.shape[0] - 1
+            expert_rows = (self._expert_rows or a.shape[0]) / experts
+            if packet is torch.ops.optimus.grouped_mm:
+                sizes = expert_rows, a.shape[1], b.shape[2]
+            else:
+                sizes = a.shape[1], expert_rows, b.shape[1]
+            product = Product(*sizes, experts, launches)
             self.flops += round(product.flops)
             self._operations.append(product)
         elif isinstance(work.operation, Product):
@@ -322,13 +329,6 @@ class TensorTracker(TorchDispatchMode):
         elif work.operation is not None:
             size = share * work.operation.num_bytes
             self._operations.append(Pass(size, launches * work.operation.launches))
-
-    def _grouped_product(self, packet: Any, a: Tensor, b: Tensor, offsets: Tensor) -> Product:
-        experts = offsets.shape[0] - 1
-        rows = (self._expert_rows or a.shape[0]) / experts
-        if packet is torch.ops.optimus.grouped_mm:
-            return Product(rows, a.shape[1], b.shape[2], experts)
-        return Product(a.shape[1], rows, b.shape[1], experts)
 
     def _add(self, tensor: Tensor, is_new: bool, rows: _ExpertRows | None = None) -> None:
         storage = tensor.untyped_storage()

@@ -135,7 +135,12 @@ class _Update:
                 self._engine.gradients.reduce(action.stage)
             elif kind is Kind.OPT_STEP:
                 self._update()
-        self._sum_figures()
+        # Add up the losses, and the tokens that each expert of each layer receives.
+        everyone, model = self._rank.groups.everyone, self._config.model
+        all_reduce_sum(torch.empty(_NUM_LOSSES, dtype=torch.int64, device=_META), everyone)
+        if sparse := model.sparse_layers:
+            shape = len(sparse), max(model.experts_by_layer)
+            all_reduce_sum(torch.empty(shape, dtype=torch.int64, device=_META), everyone)
 
     def _backward(self, action: Action) -> None:
         profile, gradients = self._profiles[action.stage], self._engine.gradients
@@ -173,11 +178,3 @@ class _Update:
         self._engine.gradients.finish()
         all_reduce_sum(new_total(self._config.train.deterministic, _META), everyone)
         self._engine.update(0.0)
-
-    def _sum_figures(self) -> None:
-        """Add up the losses, and the tokens that each expert of each layer receives."""
-        everyone, model = self._rank.groups.everyone, self._config.model
-        all_reduce_sum(torch.empty(_NUM_LOSSES, dtype=torch.int64, device=_META), everyone)
-        if sparse := model.sparse_layers:
-            shape = len(sparse), max(model.experts_by_layer)
-            all_reduce_sum(torch.empty(shape, dtype=torch.int64, device=_META), everyone)
