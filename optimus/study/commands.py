@@ -33,7 +33,10 @@ def add_to(commands: argparse._SubParsersAction) -> None:
     )
     show.add_argument("--json", action="store_true", help="one JSON object on standard output")
     _add_moe(studies)
-    _add_runs(studies)
+    text = "Print the planned memory, time and node-hours of runs as a Markdown page."
+    runs = add_command(studies, "runs", _runs, text)
+    _add_run_options(runs, "the paper's runs")
+    runs.add_argument("--out", metavar="FILE", help="also write the page to this file")
 
 
 def _add_run_options(parser: argparse.ArgumentParser, default: str) -> None:
@@ -71,13 +74,6 @@ def _add_moe(studies: argparse._SubParsersAction) -> None:
     ):
         parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=text)
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
-
-
-def _add_runs(studies: argparse._SubParsersAction) -> None:
-    text = "Print the planned memory, time and node-hours of runs as a Markdown page."
-    parser = add_command(studies, "runs", _runs, text)
-    _add_run_options(parser, "the paper's runs")
-    parser.add_argument("--out", metavar="FILE", help="also write the page to this file")
 
 
 def _add_scaling(studies: argparse._SubParsersAction) -> None:

@@ -300,8 +300,12 @@ class StudyDirectory:
             OptimusError: The scheduler does not answer.
         """
         folder = self.points / name
-        if (folder / "status").exists():
-            status = _read_text(folder / "status")
+        path = folder / "status"
+        if path.exists():
+            try:
+                status = read_regular(path, _MAX_BYTES).decode().strip()
+            except (OSError, ValueError) as error:
+                raise DataError(f"{path}: {one_line(error)}; remove this file") from None
             lines = len(read_metrics(folder / "run"))
             if status == "0" and lines >= steps:
                 return State("done")
@@ -516,13 +520,6 @@ def _read_json(path: Path, kind: type[_AnyFile]) -> _AnyFile:
             "measure this point"
         )
     raise DataError(f"{path}: {problem}, so this file of the study is damaged; {remedy}")
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return read_regular(path, _MAX_BYTES).decode().strip()
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path}: {one_line(error)}; remove this file") from None
 
 
 def _last_error(log: Path) -> str:

@@ -451,7 +451,11 @@ def _draw_points(
                 label=f"{name}, measured (quartiles){suffix}",
                 **style,
             )
-    _scale_tiles(axes, results)
+    tiles = sorted({result.ranks for result in results})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(tiles, [f"{ranks:,}" for ranks in tiles])
+    axes.minorticks_off()
+    axes.set_xlabel("tiles (ranks)")
 
 
 def _draw_components(axes: Any, results: Sequence[Result], routings: Sequence[str]) -> None:
@@ -491,14 +495,6 @@ def _draw_components(axes: Any, results: Sequence[Result], routings: Sequence[st
     axes.set_xlabel("tiles (ranks)")
     axes.set_ylabel("step time, s")
     axes.set_ylim(0, 1.4 * axes.get_ylim()[1])  # with space for the legend
-
-
-def _scale_tiles(axes: Any, results: Sequence[Result]) -> None:
-    tiles = sorted({result.ranks for result in results})
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(tiles, [f"{ranks:,}" for ranks in tiles])
-    axes.minorticks_off()
-    axes.set_xlabel("tiles (ranks)")
 
 
 def _label(routing: str, ranks: int) -> str:
