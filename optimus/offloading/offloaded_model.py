@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Collection, Container, Sequence
 from functools import partial
 from typing import Any
 
@@ -81,7 +81,9 @@ class OffloadedModel(NotCopied):
         }
         self._grads = {name: self.engine.gradient(name) for name in self.trained}
         self._open: list[nn.Parameter] = []
-        """Parameters on the host that the present segment may use. These are not guarded now."""
+        """Parameters on the host that the present segments may use. These are not guarded now."""
+        self._in_forward: list[int] = []
+        """Segments whose forward or hooks run now, with the outermost first."""
         self._uses: list[tuple[int, bool]] = []
         self._planned: list[tuple[int, bool]] = []
         self._in_step = False
@@ -214,8 +216,9 @@ class OffloadedModel(NotCopied):
 
     # -- uses of segments ------------------------------------------------------------------------
 
-    def use(self, index: int, backward: bool) -> None:
-        """Provide a segment with its parameters and, for a backward, its gradient buffers."""
+    def use(self, index: int, backward: bool, callers: Collection[int]) -> None:
+        """Provide a segment with its parameters and, for a backward, its gradient buffers. Provide
+        `callers`, the result of `callers` in forward, with theirs, too."""
         self.check_open()
         refuse_if(
             backward and torch.is_grad_enabled() and bool(self._guarded),
@@ -246,18 +249,53 @@ class OffloadedModel(NotCopied):
         if not self._guarded:
             return
         self._close_all()
+        # In this order, because a backward frees the gradient buffers of later segments.
+        together = sorted({index, *callers}) if callers else [index]
         with _raw(), guard.without_modes():  # the engine reads no freed memory
-            hooks.before(backward)
-        for parameter in hooks.needed:
+            for number in together:
+                self._hooks[number].before(backward)
+        self._open = hooks.needed if not callers else self._gather_together(index, together)
+        for parameter in self._open:
             guard.open_(parameter)
-        self._open = hooks.needed
+        if not backward and hooks.needed:
+            self._in_forward.append(index)
         if self._in_step and len(self._uses) < _MAX_USES:
-            self._uses.append((index, backward))
+            self._uses += ((number, backward) for number in together)
 
-    def close(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Guard `parameters` again, after their segment has computed."""
-        for parameter in parameters:
-            guard.close(parameter)
+    def callers(self, index: int) -> list[int]:
+        """Return the segments whose forward or hooks call a segment that does not have all their
+        parameters, as a module that they do not enclose. They may use these parameters before and
+        after the call, also in backward."""
+        names = self._hooks[index].names
+        return [i for i in self._in_forward if not self._hooks[i].names <= names]
+
+    def _gather_together(self, index: int, together: Sequence[int]) -> list[nn.Parameter]:
+        """Gather the parameters of several segments, and return them. `index` is the segment that
+        the others call."""
+        assert self.engine.params.plan is not None
+        slots = self.engine.params.plan.slots
+        needed = len({number for i in together for number in self._needs[i]})
+        outer = " and of ".join(self._hooks[i].name for i in together if i != index)
+        refuse_if(
+            needed > slots,
+            f"{self._hooks[index].name} is called by the forward or a hook of {outer}, inside of "
+            f"which it is not; together they need {counted(needed, 'chunk')}, but the cache has "
+            f"{slots}; use cache_chunks = {needed}, a larger device_memory, or leave out the call",
+        )
+        names = dict.fromkeys(name for i in together for name in sorted(self._hooks[i].names))
+        with _raw(), guard.without_modes():
+            self.engine.gather(names)
+        return [self._guarded[name] for name in names]
+
+    def close(self, index: int) -> None:
+        """Guard the parameters of a segment that has computed its forward."""
+        if index in self._in_forward:  # else a hook has failed before the use
+            while self._in_forward.pop() != index:
+                pass
+        others = [self._hooks[i].names for i in self.callers(index)]
+        for name, parameter in self._hooks[index].parameters.items():
+            if not any(name in names for names in others):
+                guard.close(parameter)
 
     def read(self, name: str) -> None:
         """Gather a parameter that code outside of its segment reads."""
@@ -284,7 +322,8 @@ class OffloadedModel(NotCopied):
                 self.engine.params.start_step()
 
     def _close_all(self) -> None:
-        self.close(self._open)
+        for parameter in self._open:
+            guard.close(parameter)
         self._open = []
 
     # -- gradients -------------------------------------------------------------------------------
@@ -345,6 +384,7 @@ class OffloadedModel(NotCopied):
         if not self._tasks:
             with _raw():
                 self._structure.check()
+            self._in_forward.clear()  # segments of a forward that was interrupted
         self._tasks.append(task)
         if len(self._tasks) > 1:  # inside of a reentrant checkpoint
             return

@@ -3,7 +3,7 @@ same time. Division of these parameters into classes that share chunks. Hooks of
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -177,11 +177,15 @@ def default_chunk_length(named: dict[str, nn.Parameter], segments: Sequence[Modu
 class Owner(Protocol):
     """The offloaded model."""
 
-    def use(self, index: int, backward: bool) -> None:
-        """Provide a segment with its parameters and, for a backward, its gradient buffers."""
+    def use(self, index: int, backward: bool, callers: Collection[int]) -> None:
+        """Provide a segment and `callers` with their parameters and, for a backward, their gradient
+        buffers."""
 
-    def close(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Guard parameters whose segment has computed its forward."""
+    def callers(self, index: int) -> list[int]:
+        """Return the segments that call a segment without all their parameters."""
+
+    def close(self, index: int) -> None:
+        """Guard the parameters of a segment that has computed its forward."""
 
     def keep(self, *handles: RemovableHandle) -> None:
         """Keep handles of hooks."""
@@ -208,12 +212,15 @@ class SegmentHooks(NotCopied):
         guarded: dict[str, nn.Parameter],
     ) -> None:
         self._owner, self._index, self._module = owner, index, segment.module
-        self.parameters = [guarded[name] for name in segment.parameters if name in guarded]
-        """Guarded parameters of the segment's module."""
+        self.name = segment.name or "model"
+        self.parameters = {name: guarded[name] for name in segment.parameters if name in guarded}
+        """Guarded parameters of the segment's module, by name."""
         self.needed = [guarded[n] for n in segment.parameters + segment.inherited if n in guarded]
         """Guarded parameters that the segment's computation can read: those of its module, and
         direct parameters of the modules around it."""
-        self._storages = guard.storages_of(self.parameters)
+        self.names = guarded.keys() & {*segment.parameters, *segment.inherited}
+        """Names of the parameters `needed`."""
+        self._storages = guard.storages_of([*self.parameters.values()])
         self._of_engine: tuple[Hook, Hook | None] = (lambda: None, None)
 
     def register(self, before_forward: Hook, before_backward: Hook | None) -> None:
@@ -221,13 +228,9 @@ class SegmentHooks(NotCopied):
         self._of_engine = before_forward, before_backward
         # This hook must be the first, because other hooks may read parameters, as torch's
         # weight_norm does.
-        has_others = bool(self._module._forward_pre_hooks)
         first = self._module.register_forward_pre_hook(self._before_forward, prepend=True)
         self._owner.keep(first)
-        if has_others:
-            last = self._module.register_forward_pre_hook(self._after_pre_hooks)
-            self._owner.keep(last)
-        if self.parameters:
+        if self.needed:
             hook = self._module.register_forward_hook(self._close, always_call=True)
             self._owner.keep(hook)
         self._owner.keep(self._module.register_forward_hook(self._after_forward))
@@ -241,15 +244,10 @@ class SegmentHooks(NotCopied):
     def _before_forward(self, module: nn.Module, inputs: Any) -> None:
         if torch.compiler.is_compiling():
             refuse_compiled()
-        self._owner.use(self._index, False)
-
-    def _after_pre_hooks(self, module: nn.Module, inputs: Any) -> None:
-        # Other hooks may have called modules of other segments, which guard these parameters again.
-        if any(type(parameter) is guard.GuardedParameter for parameter in self.needed):
-            self._owner.use(self._index, False)
+        self._owner.use(self._index, False, self._owner.callers(self._index))
 
     def _close(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
-        self._owner.close(self.parameters)
+        self._owner.close(self._index)
 
     def _after_forward(self, module: nn.Module, inputs: Any, outputs: Any) -> Any:
         tensors = list(guard.tensors_in(outputs))
@@ -263,7 +261,7 @@ class SegmentHooks(NotCopied):
             f"{type(module).__name__} returns a {type(outputs).__name__}, in which no tensor is "
             "found; return tensors, or tuples, lists, dicts or dataclasses of tensors",
         )
-        trigger = _BackwardTrigger(self._owner, self._index)
+        trigger = _BackwardTrigger(self._owner, self._index, self._owner.callers(self._index))
         # An in-place operation on a view removes the hooks of the view, but not the hooks of its
         # base.
         for tensor in [*tensors, *(t._base for t in tensors if t._base is not None)]:
@@ -286,12 +284,12 @@ class _BackwardTrigger:
     later segments is complete at the first call.
     """
 
-    def __init__(self, owner: Owner, index: int) -> None:
-        self._owner, self._index = owner, index
+    def __init__(self, owner: Owner, index: int, callers: Collection[int]) -> None:
+        self._owner, self._index, self._callers = owner, index, callers
         self._task = -1
 
     def __call__(self, grad: Tensor) -> None:
         self._owner.check_open()
         if self._task != (task := torch._C._current_graph_task_id()):
             self._task = task
-            self._owner.use(self._index, True)
+            self._owner.use(self._index, True, self._callers)

@@ -2,24 +2,42 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import itertools
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import optimus
+from optimus.errors import ConfigError
 from optimus.offloading.segments import find_segments
 from tests.offloading import models
-from tests.offloading.models import assert_equal, weights
-from tests.offloading.test_offload import SHARES, hostile_memory, pair
+from tests.offloading.models import adamw, assert_equal, weights
+from tests.offloading.test_offload import OPTIONS, SHARES, hostile_memory
 
 __all__ = ["hostile_memory"]
 
 
-def assert_trains_the_bits_of_adamw(model: nn.Module, share: float) -> None:
-    """Train a model, which is placed by `share`, and a copy of it."""
-    ours, optimizer, theirs, reference = pair(model, share)
+def assert_trains_the_bits_of_adamw(
+    model: nn.Module,
+    share: float = 1.0,
+    before: Callable[[nn.Module], None] = lambda model: None,
+    after: Callable[[nn.Module], None] = lambda model: None,
+    **cache: int,
+) -> None:
+    """Train a model, which is placed by `share`, and a copy of it. `before` and `after` change both
+    models before and after the call of `offload`."""
+    ours, theirs = model, copy.deepcopy(model)
+    before(ours)
+    before(theirs)
+    optimizer = optimus.offload(ours, host_share=share, **cache, **OPTIONS)
+    reference = adamw(theirs, **OPTIONS)
+    after(ours)
+    after(theirs)
     for trained, of_model in ((ours, optimizer), (theirs, reference)):
         for step, number in itertools.product(range(3), range(2)):
             trained(models.tokens(2 * step + number, (4, 32)) / 64).square().mean().backward()
@@ -69,3 +87,86 @@ def test_container_that_two_modules_share_equals_adamw_of_torch(kind, share):
     segments = find_segments(model)
     assert len({segment.module for segment in segments}) == len(segments)
     assert_trains_the_bits_of_adamw(model, share)
+
+
+class Group(nn.Module):
+    """Blocks around which the module uses a parameter and, with `scale`, its values twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((32,), 1.1))
+        self.blocks = nn.Sequential(*(nn.Linear(32, 32) for _ in range(3)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            scaled, again = x * self.scale, torch.tanh(x * self.scale)
+            x = block(scaled) + again
+        return x
+
+
+class Groups(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.side = Group(), Group(), nn.Linear(32, 32)
+        self.tied = nn.Linear(32, 32)
+        self.tied.weight = self.first.blocks[1].weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
+
+
+CALLED: dict[str, Callable[[Groups], nn.Module]] = {
+    "earlier block": lambda model: model.first.blocks[0],
+    "later block": lambda model: model.first.blocks[2],
+    "block of another module": lambda model: model.second.blocks[1],
+    "other module": lambda model: model.second,
+    "side": lambda model: model.side,
+    "tied to the caller": lambda model: model.tied,
+}
+CALLERS = ("pre-hook", "hook", "forward")
+
+
+def call(caller: str, called: str, model: nn.Module) -> None:
+    """Let the second block of a model call another module, in a hook or in its forward."""
+    block, other = model.first.blocks[1], CALLED[called](model)
+    if caller == "pre-hook":
+        block.register_forward_pre_hook(lambda _, inputs: inputs[0] + other(inputs[0]).tanh())
+    elif caller == "hook":
+        block.register_forward_hook(lambda _, inputs, output: output + other(inputs[0]).tanh())
+    else:
+        forward = type(block).forward
+        block.forward = lambda x: forward(block, forward(block, x) + other(x).tanh())
+
+
+@pytest.mark.parametrize("hostile_memory", ["random", "freed"], indirect=True)
+@pytest.mark.parametrize("is_after", [False, True])
+@pytest.mark.parametrize("called", CALLED)
+@pytest.mark.parametrize("caller", CALLERS)
+def test_module_called_by_a_module_that_does_not_enclose_it(
+    hostile_memory, caller, called, is_after
+):
+    """Backward uses parameters of the caller, and of the module around the caller, after the
+    backward of the called module. With `is_after`, hooks are registered after `offload`."""
+    change = {"after" if is_after else "before": partial(call, caller, called)}
+    assert_trains_the_bits_of_adamw(Groups(), **change, cache_chunks=5)
+
+
+@pytest.mark.parametrize("caller", CALLERS)
+def test_cache_that_is_too_small_for_a_module_and_its_caller_is_refused(caller):
+    before = partial(call, caller, "side")
+    with pytest.raises(ConfigError, match=r"side is called by .* of first and of first.blocks.1,"):
+        assert_trains_the_bits_of_adamw(Groups(), before=before, cache_chunks=2)
+
+
+def test_failed_call_of_a_module_leaves_the_caller_usable():
+    """A hook calls a module that fails, and ignores the error."""
+
+    def add_hook(model: nn.Module) -> None:
+        def ignore_errors(module: nn.Module, inputs: tuple[Tensor]) -> None:
+            with contextlib.suppress(RuntimeError):
+                model.side(torch.ones(3))
+
+        model.first.blocks[1].register_forward_pre_hook(ignore_errors)
+
+    assert_trains_the_bits_of_adamw(Groups(), before=add_hook)
