@@ -174,3 +174,73 @@ def test_selective_checkpoints_after_a_use_of_their_weights_need_no_cache(share)
         of_model.zero_grad()
         train_blocks(model, of_model, inside=False, cache=False)
     assert_equal(weights(ours), weights(theirs))
+
+
+class Uses(nn.Module):
+    """Blocks whose weights a forward uses once or several times.
+
+    Args:
+        kind: "once"; "loop" for several uses in each call of a block; "calls" for several calls of
+            each block; "shared" for a weight of two blocks; "direct" for a weight of the model that
+            is used before each block; "tied" for a weight of an embedding and of the last layer.
+    """
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.kind, self.embed = kind, nn.Embedding(models.VOCAB, 32)
+        self.blocks = nn.ModuleList(Looped(2 if kind == "loop" else 1) for _ in range(3))
+        self.head = nn.Linear(32, models.VOCAB, bias=False)
+        if kind == "shared":
+            self.blocks[2].linear.weight = self.blocks[0].linear.weight
+        elif kind == "direct":
+            self.weight = nn.Parameter(torch.randn(32, 32) / 6)
+        elif kind == "tied":
+            self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = nn.functional.linear(x, self.weight) if self.kind == "direct" else x
+            x = block(block(x)) if self.kind == "calls" else block(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1).float(), tokens.flatten())
+
+
+class Looped(nn.Module):
+    """A block that uses its weight `count` times."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.linear, self.count = nn.Linear(32, 32), count
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.count):
+            x = self.linear(x).tanh()
+        return x
+
+
+@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize("is_summed", [False, True])
+@pytest.mark.parametrize("kind", ["once", "loop", "tied", "calls", "shared", "direct"])
+def test_bits_within_autocast_differ_only_for_casts_that_several_calls_use(kind, is_summed, share):
+    """The documentation names the cases. With `is_summed`, a backward has two forwards."""
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer, cache: bool) -> dict[str, Tensor]:
+        for step in range(2):
+            with torch.autocast("cpu", torch.bfloat16, cache_enabled=cache):
+                losses = [model(models.tokens(2 * step + number)) for number in range(2)]
+            for loss in [sum(losses)] if is_summed else losses:
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return weights(model)
+
+    ours, theirs = {}, {}
+    for cache in (False, True):
+        model, optimizer, other, reference = pair(Uses(kind), share)
+        ours[cache], theirs[cache] = train(model, optimizer, cache), train(other, reference, cache)
+    assert_equal(ours[False], theirs[False])
+    is_equal = kind in ("once", "loop", "tied") and not is_summed
+    assert is_equal == all(map(torch.equal, ours[True].values(), theirs[True].values()))
+    if kind != "loop":
+        assert_equal(ours[True], theirs[False])
