@@ -519,7 +519,7 @@ class ChunkEngine:
         def renumber(chunks: frozenset[int]) -> frozenset[int]:
             return frozenset(numbers[chunk] for chunk in chunks)
 
-        costs, sizes = list(map(self._cost_of, self._all_by_first_use)), self.state_bytes()
+        costs, sizes = list(map(self.cost_of, self._all_by_first_use)), self.state_bytes()
         copied = max(cost.copied for cost in costs)
         return Workload(
             order,
@@ -544,7 +544,7 @@ class ChunkEngine:
         """The numbers of all chunks in order of first use."""
         return [chunk.chunk.number for chunk in self._all_by_first_use]
 
-    def _cost_of(self, chunk: ParamChunk) -> ChunkCost:
+    def cost_of(self, chunk: ParamChunk) -> ChunkCost:
         """Return the cost of a chunk whose home is the host."""
         assert chunk.home is not Tier.DEVICE
         unique = {t.untyped_storage()._cdata: t for _, t, _ in chunk.state_tensors()}

@@ -24,13 +24,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from optimus import platform
-from optimus.chunks.buffers import ChunkState
+from optimus.chunks.disk import staging_bytes
 from optimus.chunks.engine import ChunkEngine
 from optimus.chunks.groups import ParamProcessGroups
 from optimus.chunks.layout import Parameter, lay_out
 from optimus.chunks.memory import Tier
 from optimus.chunks.optimizer import Optimizer
-from optimus.chunks.placement import Early, NoPlacement, TierBytes, search
+from optimus.chunks.placement import Early, NoPlacement, TierBytes, search, spread_evenly
 from optimus.chunks.reductions import most_gradients
 from optimus.chunks.residency import Residency, Use
 from optimus.chunks.segments import ModelSegment, register_module
@@ -400,25 +400,13 @@ def _with_disk(
     Raises:
         ConfigError: The host memory or the space on disk is too small.
     """
-    engine = chunks.on_meta(placement, with_spare)
-    host = engine.state_bytes()["host"]
+    host = chunks.on_meta(placement, with_spare).state_bytes()["host"]
     if host <= limits.host or not placement.host_share:
         return placement._replace(host_bytes=host)
-    count = sum(
-        isinstance(chunk, ChunkState) and chunk.home is Tier.HOST for chunk in engine.chunks
-    )
-
-    def with_chunks(number: int) -> tuple[OffloadPlacement, int]:
-        """Return the placement with the states of `number` chunks on disk, and the bytes on
-        disk."""
-        # ChunkEngine rounds disk_share * count up, here to `number`.
-        changed = placement._replace(disk_share=max(0.0, number - 0.5) / count)
-        sizes = chunks.on_meta(changed, with_spare).state_bytes()
-        return changed._replace(host_bytes=sizes["host"]), sizes["disk"]
-
-    least, on_disk = with_chunks(count)
-    least_bytes = min(host, least.host_bytes)
-    if not limits.directory or least.host_bytes > limits.host:
+    sizes = _bytes_with_disk(chunks.on_meta(placement._replace(disk_share=0.0), with_spare))
+    count = len(sizes) - 1
+    least_bytes = min(sizes)
+    if not limits.directory or least_bytes > limits.host:
         missing = (least_bytes if limits.directory else host) - limits.host
         where = ", also with masters and moments on disk" if limits.directory else ""
         remedy = "" if limits.directory else "set disk to a directory on a local disk, "
@@ -429,14 +417,13 @@ def _with_disk(
             f"{where}, {counted(missing, 'byte')} more than the {limits.host:,} that they may use; "
             f"{remedy}use a machine with more memory, or freeze parameters"
         )
-    low, high = 0, count  # `low` chunks on disk are too few, and `high` are enough
-    while high - low > 1:
-        middle = (low + high) // 2
-        of_middle = with_chunks(middle)
-        if of_middle[0].host_bytes <= limits.host:
-            high, (least, on_disk) = middle, of_middle
-        else:
-            low = middle
+    number = next(number for number, size in enumerate(sizes) if size <= limits.host)
+    # ChunkEngine rounds disk_share * count up, so that `number` chunks are on disk.
+    share = max(0.0, number - 0.5) / count
+    least = placement._replace(disk_share=share, host_bytes=sizes[number])
+    of_tiers = chunks.on_meta(least, with_spare).state_bytes()
+    assert of_tiers["host"] == least.host_bytes, "the engine needs other bytes than the placement"
+    on_disk = of_tiers["disk"]
     if limits.disk is not None and on_disk > limits.disk:
         raise ConfigError(
             f"disk_memory = {limits.disk:,} bytes: the states that do not fit into host memory "
@@ -446,11 +433,30 @@ def _with_disk(
     logger.info(
         "the masters and moments of %d of %s are on disk (%.3g GB), because the states exceed the "
         "host memory",
-        high,
+        number,
         counted(count, "trained chunk"),
         on_disk / 1e9,
     )
     return least
+
+
+def _bytes_with_disk(engine: ChunkEngine) -> list[int]:
+    """Return the bytes in host memory with the states of 0, 1, ... chunks on disk, up to all
+    trained chunks on the host. More chunks on disk may need more memory, because the states of each
+    are updated in buffers of the size of the largest one.
+
+    Args:
+        engine: An engine without states on disk.
+    """
+    trained = {c.chunk.number: c for c in engine.chunks if c.home is Tier.HOST}
+    in_order = [trained[n] for n in engine.numbers_by_first_use if n in trained]
+    costs = [engine.cost_of(chunk) for chunk in in_order]
+    host, sizes = engine.state_bytes()["host"], []
+    for number in range(len(costs) + 1):
+        on_disk = [costs[index] for index in spread_evenly(number, len(costs))]
+        moved, staging = sum(c.moved for c in on_disk), staging_bytes([c.file for c in on_disk])
+        sizes.append(host - moved + staging)
+    return sizes
 
 
 def needs_of(

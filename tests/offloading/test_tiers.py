@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import errno
+import math
 import os
 import random
 import re
@@ -20,6 +21,7 @@ from optimus.chunks.memory import Tier
 from optimus.config.machine import Links
 from optimus.errors import ConfigError, NonFiniteError, OptimusError
 from optimus.offloading import OffloadOptimizer
+from optimus.offloading.placement import OffloadLimits, OffloadPlacement, _with_disk
 from tests.kit.faults.disk import small_disk
 from tests.offloading import models
 from tests.offloading.models import assert_equal, weights
@@ -297,6 +299,37 @@ def test_as_few_states_are_on_disk_as_the_host_memory_allows(tmp_path):
         optimus.offload(model, **arguments, disk_memory=on_disk[2] - 1)
     optimus.offload(model, **arguments, disk_memory=on_disk[2]).close()
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("with_spare", [False, True])
+@pytest.mark.parametrize("vocab", [64, 3000])
+def test_limit_of_the_host_memory_is_exact_for_each_number_of_chunks_on_disk(
+    tmp_path, vocab, with_spare
+):
+    """The limit is the bytes that a number of chunks on disk needs, or a byte less. With a large
+    embedding or spare buffers, more chunks on disk may need more host memory."""
+    blocks = nn.Sequential(*(nn.Linear(48, 48 + 8 * (n % 3)) for n in range(10)))
+    model = nn.ModuleDict({"blocks": blocks, "embed": nn.Embedding(vocab, 48)})
+    chunks = optimizer_module._chunks_of(model, dict(model.named_parameters()), 3000)
+    placement = OffloadPlacement(1.0, 3)
+    count = len(chunks.on_meta(placement).chunks)
+
+    def needed(number: int) -> int:
+        changed = placement._replace(disk_share=max(0.0, number - 0.5) / count)
+        return chunks.on_meta(changed, with_spare).state_bytes()["host"]
+
+    sizes = list(map(needed, range(count + 1)))
+    assert vocab < 3000 or min(sizes) < sizes[-1]
+    for limit in {size - missing for size in sizes for missing in (0, 1)}:
+        limits = OffloadLimits(None, limit, None, str(tmp_path))
+        if limit < min(sizes):
+            with pytest.raises(ConfigError, match=f"need {min(sizes):,} bytes .* 1 byte more"):
+                _with_disk(chunks, placement, limits, with_spare)
+            continue
+        selected = _with_disk(chunks, placement, limits, with_spare)
+        number = math.ceil(selected.disk_share * count)
+        assert number == next(n for n, size in enumerate(sizes) if size <= limit)
+        assert selected.host_bytes == sizes[number]
 
 
 ARGUMENTS = {
