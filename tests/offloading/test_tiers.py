@@ -21,6 +21,7 @@ from optimus.chunks.memory import Tier
 from optimus.config.machine import Links
 from optimus.errors import ConfigError, NonFiniteError, OptimusError
 from optimus.offloading import OffloadOptimizer
+from optimus.offloading import optimizer as optimizer_module
 from optimus.offloading.placement import OffloadLimits, OffloadPlacement, _with_disk
 from tests.kit.faults.disk import small_disk
 from tests.offloading import models
