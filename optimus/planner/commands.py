@@ -134,11 +134,17 @@ def check_options(args: argparse.Namespace) -> None:
 
 def write_hosts(config: Config, mesh: dict[str, int], allocation: Allocation, path: str) -> None:
     """Write the hosts of an allocation to the file `path`, in the order of `better_order` if it
-    is better."""
+    is better. Raises ConfigError if the host names do not contain the group."""
     from optimus.distributed.mesh import Mesh
     from optimus.planner.traffic import better_order, topology_of
 
-    order = better_order(config, Mesh(**mesh), allocation, topology_of(allocation))
+    topology = topology_of(allocation)
+    refuse_if(
+        topology.groups is None,
+        f"--write-hosts: the host names, such as {allocation.hosts[0]}, do not contain the group; "
+        "set host_group in the file of the machine, or leave --write-hosts out",
+    )
+    order = better_order(config, Mesh(**mesh), allocation, topology)
     hosts = allocation.hosts if order is None else order[0]
     write_bytes(path, "".join(f"{host}\n" for host in hosts).encode())
 

@@ -18,7 +18,7 @@ from optimus.errors import ConfigError, counted
 from optimus.launch.environment import available_cores
 from optimus.parallel.expert_load import largest_imbalance
 from optimus.parallel.pipeline.plan import schedule_of
-from optimus.planner.expert_loads import RunLoads, StepLoad
+from optimus.planner.expert_loads import RunLoads
 from optimus.planner.machine_rates import is_cpu
 from optimus.planner.memory import (
     RankMemory,
@@ -255,18 +255,16 @@ def plan_on_machine(
     microbatches = mesh.pp
     if train.global_batch_tokens:
         microbatches = plan_batch(train, mesh.num_data_ranks).microbatches_per_rank
+    run = config, mesh, machine, name
     limited = {"limited_by": "offload.device_memory"} if config.offload.device_memory else {}
     if config.offload.mode == "auto":
         assert loads is None, "a placement does not depend on loads"
-        placed = _placed(config, mesh, machine, name, topology)
-        return placed | limited | _mismatch(config, machine)
-    run = config, mesh, machine, name
+        return _placed(*run, topology) | limited | _mismatch(config, machine)
     profiled: Profiled = {}
     works = {False: profile_work(config, mesh, is_cpu(machine), profiled=profiled)}
     result: dict[str, Any] = _step(run, works, topology=topology) | _mismatch(config, machine)
     if better is not None and "step" in result:
-        step = plan_step(*run, works, topology=better)
-        result["better_step_s"] = step["step_s"]
+        result["better_step_s"] = plan_step(*run, works, topology=better)["step_s"]
     memory = _Memory(config, mesh, microbatches, machine, profiled)
     device = None if machine.device is None else int(machine.device.memory_bytes.value)
     result |= _needs(memory.kinds(), device)
@@ -275,12 +273,7 @@ def plan_on_machine(
     if config.model.sparse_layers and mesh.ep > 1:
         result["imbalance"] = _imbalance(run, works, memory, device, topology)
     if loads is not None:
-        result["load"] = {"run": loads.run_dir, "steps": len(loads.steps(mesh.ep))}
-        for key, of_step in loads.at(mesh.ep).items():
-            result["load"][key] = _of_load(of_step, memory)
-            if "step" in result:
-                step = plan_step(*run, works, of_step.fullest, topology=topology)
-                result["load"][key]["step_plan"] = step
+        result["load"] = _load(loads, run, works, memory, topology)
     return result
 
 
@@ -299,20 +292,28 @@ def _mismatch(config: Config, machine: Machine) -> dict[str, list[str]]:
     return {"mismatch": measured.differences(*now)}
 
 
-def _of_load(of_step: StepLoad, memory: _Memory) -> dict[str, Any]:
-    """Return the entry of `load` of `plan_on_machine` for the step `of_step`: the imbalance of the
-    expert loads, and the memory of the ranks with these loads."""
-    fullest = of_step.fullest
-    layer = max(fullest, key=lambda n: fullest[n])
-    kinds = memory.kinds(of_step.imbalances)
-    return {
-        "step": of_step.step,
-        "imbalance": fullest[layer],
-        "layer": layer,
-        "mean_imbalance": of_step.mean,
-        "kinds": kinds,
-        "needed": max(kind["total"] for kind in kinds),
-    }
+def _load(
+    loads: RunLoads, run: _Run, works: Works, memory: _Memory, topology: Topology | None
+) -> dict[str, Any]:
+    """Return `load` of `plan_on_machine`: the imbalance of the expert loads of two steps, and the
+    memory and the step time of the ranks with these loads."""
+    ep = run[1].ep
+    result: dict[str, Any] = {"run": loads.run_dir, "steps": len(loads.steps(ep))}
+    for key, of_step in loads.at(ep).items():
+        fullest, kinds = of_step.fullest, memory.kinds(of_step.imbalances)
+        layer = max(fullest, key=lambda n: fullest[n])
+        result[key] = {
+            "step": of_step.step,
+            "imbalance": fullest[layer],
+            "layer": layer,
+            "mean_imbalance": of_step.mean,
+            "kinds": kinds,
+            "needed": max(kind["total"] for kind in kinds),
+        }
+        timed = _step(run, works, fullest, topology=topology)
+        if "step" in timed:
+            result[key]["step_plan"] = timed["step"]
+    return result
 
 
 def needed_bytes(

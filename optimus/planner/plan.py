@@ -61,8 +61,7 @@ def plan(
     Raises:
         DoesNotFit: With offloading, a rank needs more memory than it may use.
         ConfigError: The mesh does not fit the allocation, the global batch cannot be divided over
-            the ranks of a given number of nodes, or as `plan_ranks`, `loads_for_plan` or
-            `topology_of`.
+            the ranks of a number of nodes, or as `plan_ranks`, `loads_for_plan`, `topology_of`.
     """
     train = config.train
     loads = loads_for_plan(load, config) if load else None
@@ -94,17 +93,15 @@ def plan(
         result["machine"] = allocation.machine
         result["ranks_per_node"] = allocation.ranks_per_node
         result["nodes"] = allocation.nodes or -(-mesh.world_size // allocation.ranks_per_node)
-        topology, better = topology_of(allocation), None
-        if topology.groups is not None:
-            order = better_order(config, mesh, allocation, topology)
-            better = None if order is None else order[1]
+        topology = topology_of(allocation)
+        better = better_order(config, mesh, allocation, topology)
         result["topology"] = plan_topology(config, mesh, allocation, topology, better)
         if train.seq_len:
             with without_collections():
                 from optimus.planner.machine_plan import plan_on_machine  # imports torch
 
-                machine = allocation.machine
-                result |= plan_on_machine(config, mesh, machine, loads, topology, better)
+                orders = topology, None if better is None else better[1]
+                result |= plan_on_machine(config, mesh, allocation.machine, loads, *orders)
     return result | _flops(config)
 
 

@@ -52,11 +52,11 @@ class SharedLevel(NamedTuple):
     """Number of ranks of a domain that can send through the links at the same time, each at the
     rate of its port."""
     loads: Sequence[Sequence[float]]
-    """`loads[d][s]` is the number of ranks in domain d that send when pipeline rank s sends: those
-    with the stages of s."""
+    """`loads[d][s]` is the number of ranks in domain d that have the stages of pipeline rank s.
+    These ranks send at the same time as rank s."""
     domains: Sequence[Sequence[int]] = ()
-    """The domains with ranks of each pipeline rank, of which the slowest determines its rate.
-    Empty: domain r has those of pipeline rank r."""
+    """For each pipeline rank, the domains that contain ranks of its stages. The slowest of them
+    determines its rate. Empty: only domain r for pipeline rank r."""
 
 
 class Transfers(NamedTuple):

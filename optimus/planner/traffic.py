@@ -13,7 +13,7 @@ from optimus.config.hardware import BYTES
 from optimus.config.machine import load_machine
 from optimus.data.batch import plan_batch
 from optimus.distributed.mesh import Mesh
-from optimus.errors import ConfigError, counted, refuse_if
+from optimus.errors import counted, refuse_if
 from optimus.parallel.pipeline.plan import stages_per_rank
 from optimus.planner.allocation import Allocation
 from optimus.planner.state_traffic import ENDS, StateTraffic
@@ -95,8 +95,16 @@ def topology_of(allocation: Allocation) -> Topology:
     return topology
 
 
+HostOrder = tuple[tuple[str, ...], Topology]
+"""Hosts in another order, and their topology."""
+
+
 def plan_topology(
-    config: Config, mesh: Mesh, allocation: Allocation, topology: Topology, better: Topology | None
+    config: Config,
+    mesh: Mesh,
+    allocation: Allocation,
+    topology: Topology,
+    better: HostOrder | None,
 ) -> dict[str, Any]:
     """Return a dict for JSON about the bytes that ranks send to other nodes and groups in a step.
 
@@ -105,7 +113,7 @@ def plan_topology(
         mesh: Sizes of all axes.
         allocation: The nodes of the run.
         topology: The result of `topology_of`.
-        better: The result of `better_order` without the hosts, if groups are known.
+        better: The result of `better_order`.
 
     Returns:
         - `crossings`: the result of `plan_crossings`.
@@ -124,7 +132,7 @@ def plan_topology(
         return {"crossings": crossings, "num_groups": None, "unknown": reason}
     gain = "no better order of the hosts is known"
     if better is not None:
-        before, after = (_group_bytes(config, mesh, each) for each in (topology, better))
+        before, after = (_group_bytes(config, mesh, each) for each in (topology, better[1]))
         gain = (
             f"another order of the hosts sends {100 * (1 - after / before):.0f} % fewer bytes "
             "across groups; --write-hosts FILE writes it"
@@ -134,20 +142,13 @@ def plan_topology(
 
 def better_order(
     config: Config, mesh: Mesh, allocation: Allocation, topology: Topology
-) -> tuple[tuple[str, ...], Topology] | None:
-    """Return the hosts of an allocation in the order of `best_order`, and their topology. In this
-    order, ranks send fewer bytes to other groups of nodes in a step than in the given order; None
-    if they do not.
-
-    Raises:
-        ConfigError: The host names do not contain the group.
-    """
+) -> HostOrder | None:
+    """Return the hosts of an allocation in the order of `best_order`. None if ranks do not send
+    fewer bytes to other groups of nodes in a step than in the given order, or if the groups are
+    unknown."""
     groups = topology.groups
     if groups is None:
-        raise ConfigError(
-            f"--write-hosts: the host names, such as {allocation.hosts[0]}, do not contain the "
-            "group; set host_group in the file of the machine, or leave --write-hosts out"
-        )
+        return None
     hosts, ordered = best_order(mesh, allocation.hosts, groups, allocation.ranks_per_node)
     better = replace(topology, groups=ordered)
     before, after = (_group_bytes(config, mesh, each) for each in (topology, better))
