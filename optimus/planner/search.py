@@ -397,19 +397,20 @@ def nearest_fitting(
     nodes: int,
     limit: int = 3,
     profiled: Profiled | None = None,
-) -> list[FittingLayout]:
-    """Return layouts that fit on nodes of a machine and differ little from a configuration.
+) -> Iterator[FittingLayout]:
+    """Yield layouts that fit on nodes of a machine and differ little from a configuration.
 
     Layouts with fewer changed settings come first. Of layouts with the same number of changes, the
     fastest come first. parallel.dp follows from the other axes and is not counted. At most
-    `_MOST_CHANGES` settings differ; the result is empty if no such layout fits.
+    `_MOST_CHANGES` settings differ; there is no result if no such layout fits. Layouts with more
+    changes are evaluated only when the caller asks for them.
 
     Args:
         config: The configuration, with its global batch.
         machine: The machine, with the memory of its device. If it has no rates, layouts are
             compared by `ComputeBound`.
         nodes: Number of nodes.
-        limit: Maximum number of layouts in the result.
+        limit: Maximum number of layouts.
         profiled: Known profiles of segments. Further profiles are added.
     """
     assert machine.device is not None, "the machine has no device"
@@ -423,7 +424,7 @@ def nearest_fitting(
     world_size = nodes * machine.ranks_per_node
     present = layout_of(config, world_size)
     space = space_of(config, world_size)
-    nearest: list[FittingLayout] = []
+    num_fitting = 0
     for count in range(1, _MOST_CHANGES + 1):
         fitting = []
         for layout in _changed_layouts(present, space, world_size, count):
@@ -433,10 +434,11 @@ def nearest_fitting(
                 if (used := memory(layout)) <= memory_bytes:
                     fitting.append(Evaluation(time(layout), used, layout))
         fitting.sort(key=_rank_key)
-        nearest += [FittingLayout(layout_changes(present, e.layout), e) for e in fitting]
-        if len(nearest) >= limit or (nearest and count > 1):
-            break
-    return nearest[:limit]
+        for evaluation in fitting[: limit - num_fitting]:
+            yield FittingLayout(layout_changes(present, evaluation.layout), evaluation)
+        num_fitting += len(fitting)
+        if num_fitting >= limit or (num_fitting and count > 1):
+            return
 
 
 _MOST_CHANGES = 3

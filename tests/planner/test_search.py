@@ -24,6 +24,7 @@ from optimus.distributed.mesh import Coordinate, make_mesh
 from optimus.errors import ConfigError, OptimusError
 from optimus.model.flops import flops_per_token, layer_multiply_adds
 from optimus.parallel.divisible import check_divisible
+from optimus.planner import search as search_module
 from optimus.planner import search_report
 from optimus.planner.layouts import (
     RECOMPUTE,
@@ -43,7 +44,14 @@ from optimus.planner.machine_plan import needed_bytes
 from optimus.planner.machine_rates import rates_of
 from optimus.planner.memory import rank_memory
 from optimus.planner.placement_search import with_offload
-from optimus.planner.search import _ONE_RANK, _SLOWER, Evaluation, nearest_fitting, search
+from optimus.planner.search import (
+    _ONE_RANK,
+    _SLOWER,
+    Evaluation,
+    _changed_layouts,
+    nearest_fitting,
+    search,
+)
 from optimus.planner.search_memory import LayoutMemory
 from optimus.planner.search_offload import (
     TOO_MANY_ACTIVATIONS,
@@ -282,9 +290,8 @@ def test_nearest_fitting_changes_the_fewest_settings():
     def fitting(limit: int) -> list:
         figure = machine.device.memory_bytes.model_copy(update={"value": float(limit)})
         device = machine.device.model_copy(update={"memory_bytes": figure})
-        return nearest_fitting(
-            config, machine.model_copy(update={"device": device}), 2, profiled=profiled
-        )
+        of_device = machine.model_copy(update={"device": device})
+        return list(nearest_fitting(config, of_device, 2, profiled=profiled))
 
     single = [
         memory(layout)
@@ -311,6 +318,24 @@ def test_nearest_fitting_changes_the_fewest_settings():
         assert needed_bytes(*of_mesh, machine, profiled) <= least - 1
     assert known == len(profiled)
     assert all(len(near.changes.keys() - {"parallel.dp"}) >= 1 for near in others)
+
+
+def test_layouts_with_more_changes_are_evaluated_only_if_needed(monkeypatch):
+    """The first layouts of `nearest_fitting` need no evaluation of pairs of changes."""
+    config = tiny_config("d", "r", **(BASE | DENSE))
+    machine = load_machine("a100-80").model_copy(update={"ranks_per_node": 4})
+    counts = []
+
+    def changed_layouts(present, space, world_size, count):
+        counts.append(count)
+        return _changed_layouts(present, space, world_size, count)
+
+    monkeypatch.setattr(search_module, "_changed_layouts", changed_layouts)
+    layouts = nearest_fitting(config, machine, 2, limit=1000)
+    first = [next(layouts) for _ in range(3)]
+    assert counts == [1]
+    assert [*first, *layouts] == list(nearest_fitting(config, machine, 2, limit=1000))
+    assert counts == [1, 2, 1, 2]
 
 
 def test_processes_do_not_change_the_result():
