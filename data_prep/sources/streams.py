@@ -226,4 +226,5 @@ def damage_of_gzip(name: str) -> tuple[int, str]:
                 line, block = line + more.count(b"\n"), more
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         return line + 1, one_line(error)
-    return line + (not block.endswith(b"\n")), "isal finds damage, Python's gzip does not"
+    reason = "the isal library finds damage that Python's gzip module does not find"
+    return line + (not block.endswith(b"\n")), reason

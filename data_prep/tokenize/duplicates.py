@@ -282,7 +282,7 @@ def read_duplicates(tokens_dir: Path, plan: TokenPlan, plan_xxh3: str) -> np.nda
     shape = (mark["count"], 4)
     size = layout.HEADER_BYTES + 4 * 8 * mark["count"]
     is_whole = size == len(data) and data.startswith(layout.npy_header(shape, "int64"))
-    layout.require(path, (is_whole, f"does not contain the number of rows in {_MARK}"))
+    layout.require(path, (is_whole, f"its number of rows is not that in {_MARK}"))
     table = np.frombuffer(data, layout.little_endian("int64"), offset=layout.HEADER_BYTES)
     table = table.reshape(shape)
     # Duplicates must be in the order of the documents, and after the document that they repeat.

@@ -280,8 +280,8 @@ def _product_tables(
 
 
 def _in_turn(runs: Sequence[Callable[[], Any]]) -> Callable[[], None]:
-    """Return a function whose calls run the functions in `runs`, one after the other, again and
-    again."""
+    """Return a function. Each call of it runs the next function in `runs`; after the last function,
+    it starts again with the first."""
     turns = itertools.cycle(runs)
     return lambda: next(turns)()
 

@@ -138,7 +138,7 @@ class GradReducer:
         """Buffers with memory whose reduction has not started in the present backward."""
         self._in_step = False
         self._is_reducing = False
-        """True if reductions have started since they were last completed."""
+        """True if a step or a reduction has started since the last call of `finish`."""
 
     # -- setup -----------------------------------------------------------------------------------
 

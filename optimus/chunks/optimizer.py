@@ -164,7 +164,8 @@ class UpdateQueue:
         begin."""
 
     def add_spare(self, buffers: ShardBuffers) -> None:
-        """Add spare buffers, so that one more chunk of the same size can be updated early."""
+        """Add spare buffers, so that one more chunk with the sizes of `buffers` can be updated
+        early."""
         self._keep_spare(buffers)
 
     def start_step(self, expected: tuple[float, float] | None) -> None:

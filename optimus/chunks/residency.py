@@ -58,8 +58,8 @@ class Residency:
     disk_key: str = "offload.disk"
     """Name of the setting with the directory, for messages."""
     slots: int = 0
-    """Number of slots of the cache, each of which has space for one chunk; 0 for as many slots as
-    chunks."""
+    """Number of slots of the cache, each of which has space for one chunk; 0: one slot for each
+    chunk that is not always on the device."""
     poison: bool = False
     """True to fill freed buffers with NaN, for tests."""
     copies: str = "early"

@@ -47,8 +47,7 @@ _STORE_S = 2.0
 """Time limit, in seconds, of the store operations in one call of an Agreement method. The time for
 which the method waits for other ranks is not counted."""
 _LEAVE_S = 5.0
-"""Longest time, in seconds, that rank 0 waits until the other ranks have called
-`RunEnded.leave`."""
+"""Longest time, in seconds, that rank 0 waits for the calls of `RunEnded.leave` on other ranks."""
 
 
 class RunEnded(OptimusError):

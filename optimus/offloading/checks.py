@@ -156,8 +156,8 @@ def _check_parameters(named: Mapping[str, nn.Parameter]) -> dict[int, str]:
         pointer = parameter.data_ptr()
         refuse_if(
             pointer in owners,
-            f"parameters {owners.get(pointer)} and {name} share memory, but are different "
-            "parameters; use the same nn.Parameter for both",
+            f"parameters {owners.get(pointer)} and {name} share memory, but are two "
+            "nn.Parameter objects; use one nn.Parameter for both",
         )
         if parameter.numel():
             owners[pointer] = name

@@ -82,7 +82,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="instead, search for the fastest layouts of the run that fit on the nodes",
     )
     for name, kind, metavar, text in (
-        ("top", int, "N", "number of layouts to print (10)"),
+        ("top", int, "N", "number of layouts to print (default: 10)"),
         ("memory", float, "GIB", "memory of a rank (default: that of the machine's device)"),
         ("out", str, "DIR", "write layouts.csv and pareto.png to this directory"),
         ("write", str, "FILE", "write the configuration of the first layout"),
@@ -127,7 +127,7 @@ def check_options(args: argparse.Namespace) -> None:
     for option in ("nodes", "hosts", "load"):
         refuse_if(
             args.against and getattr(args, option),
-            f"--{option} has no effect with --against, which plans the ranks of the run; remove "
+            f"--{option} has no effect with --against, which takes the ranks from the run; remove "
             f"--{option}",
         )
 

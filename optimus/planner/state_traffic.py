@@ -228,8 +228,8 @@ class StateTraffic:
 
 
 _OVERLAPS: tuple[Overlap, Overlap] = ("nothing", "passes")
-"""Computation that overlaps with a gather of the cache: first for a gather that begins at the use
-of its chunk, then for a gather that begins before this use."""
+"""Computation that overlaps with a gather into the cache. The first item is for a gather that
+begins at the use of its chunk, the second for one that begins before this use."""
 
 
 def _name(axes: Axes) -> str:

@@ -70,7 +70,7 @@ _COLUMNS = (
     "not GEMM",
     "saved B/token",
     "error",
-    "ours is faster (paired: least, median, most)",
+    "time / time of ours (ratios of rounds: min, median, max)",
 )
 _LIMITS = {"fp32": 1e-5, "bf16": 1e-2}
 

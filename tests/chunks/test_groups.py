@@ -1,4 +1,5 @@
-"""Checks that each parameter has groups, and that ranks of a group have the same parameters."""
+"""Tests of two checks: each parameter has process groups, and all ranks of a group have the same
+parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Tests of the figures of machines: sources, bounds, and messages for wrong files."""
+"""Tests of the figures (values with a source) in machine files: sources, bounds, and messages for
+wrong files."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def _with_transfers(
     actions: Sequence[Action], last_stage: int, activations: _Incoming, gradients: _Incoming
 ) -> list[Action]:
     """Return the actions of a rank with sends and receives inserted. A schedule of a large run has
-    more than a million actions. Therefore this function does not create temporary objects."""
+    more than a million actions. Therefore this function makes a single pass over them."""
     incoming = {Kind.F: activations, Kind.B: gradients, Kind.I: gradients}
     out: list[Action] = []
     if actions and actions[0].kind in incoming:

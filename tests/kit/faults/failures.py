@@ -107,7 +107,7 @@ def _freeze_all_ranks(launch: Launch, chance: random.Random) -> Expected:
 
 
 def _break_rank(kind: str) -> Fault:
-    """Return a fault inside of a rank (tests/kit/faults/site/sitecustomize.py)."""
+    """Return a fault that tests/kit/faults/site/sitecustomize.py causes inside of a random rank."""
 
     def fault(launch: Launch, chance: random.Random) -> Expected:
         node = _node(launch, chance)

@@ -23,7 +23,7 @@ RESOURCES = ("walltime", "place", "select", "filesystems")
 
 
 def install(folder: Path) -> None:
-    """Write the programs `qsub`, `qstat` and `mpiexec` to `folder`."""
+    """Write programs to `folder` that replace `qsub`, `qstat` and `mpiexec` in tests."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("qsub", "qstat", "mpiexec"):
         words = shlex.join([sys.executable, str(Path(__file__).resolve()), name])
