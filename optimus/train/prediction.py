@@ -1,9 +1,8 @@
 """Prediction of the memory and the step time of a run. A separate process makes the prediction
 after the first updates, so that no rank waits for it.
 
-The first rank starts the process, because no other process of Optimus runs while ranks train, unless
-`optimus launch` has started the ranks. The process has the lowest priority, and ends with the rank
-at the latest.
+The first rank starts the process, because only `optimus launch` has other processes while ranks
+train. The process has the lowest priority, and ends with the rank at the latest.
 """
 
 from __future__ import annotations
