@@ -32,11 +32,18 @@ _ELEMENTS = 1 << 14
 than emulated copies and updates."""
 _PARAM_BYTES, _GRAD_BYTES = 2 * _ELEMENTS, 4 * _ELEMENTS
 _STATE_BYTES = 12 * _ELEMENTS
+_USED_SEGMENTS = 16
+"""Number of segments with which the processor time of a use is measured."""
+_USED_ELEMENTS = 1 << 8
+"""Number of elements of their chunks. A copy of a chunk takes less than a microsecond."""
+_USED_STEPS = 30
 _WARMUP = 2
 _INSTANT_S = 1e-9
 _LR = 1e-3
 BAR = 1.10
 """Upper limit of a training step's time, as a multiple of the predicted time."""
+USE_BAR_S = 20e-6
+"""Upper limit of the processor time of a use of a segment, in seconds."""
 HIDDEN = 0.90
 """Lower limit of the share of the copies' time that computation hides, if computation takes longer
 than the copies."""
@@ -153,9 +160,9 @@ class _Sleep(torch.autograd.Function):
 class _Segment(nn.Module):
     """Segment of the model that multiplies its input by a weight, and sleeps."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, elements: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(_ELEMENTS, dtype=torch.bfloat16))
+        self.weight = nn.Parameter(torch.ones(elements, dtype=torch.bfloat16))
         self.seconds = seconds
 
     def forward(self, values: Tensor) -> Tensor:
@@ -190,6 +197,11 @@ def format_offload(result: dict[str, Any]) -> str:
             f"copies hidden where computation takes longer ({mixes}): "
             f"median {hidden['median']:.1%}, least {hidden['min']:.1%} (bar {hidden['bar']:.0%})"
         )
+    use, in_threads = result["use_s"], result["use_in_threads_s"]
+    lines.append(
+        f"processor time of a use of a segment: median {1e6 * use['median']:.1f} us (bar "
+        f"{1e6 * use['bar']:.0f} us), with copies in threads {1e6 * in_threads['median']:.1f} us"
+    )
     return "\n".join(lines)
 
 
@@ -204,43 +216,17 @@ def run_mix(mix: Mix, steps: int, disk: str = "") -> tuple[list[float], StepTime
     Returns:
         (seconds of each timed training step, prediction).
     """
-    model = nn.Sequential(*(_Segment(mix.forward_s) for _ in range(mix.segments)))
-    engine = ChunkEngine(
-        dict(model.named_parameters()),
-        lambda name: ParamProcessGroups(stage=mix.stages[int(name.partition(".")[0])]),
-        AdamW(OptimConfig()),
-        dtype=torch.bfloat16,
-        chunk_length=_ELEMENTS,
-        deterministic=True,
-        residency=Residency(
-            divides_gradients=True,
-            host_share=1.0,
-            disk_share=1.0 if mix.read_s else 0.0,
-            disk=disk,
-            slots=mix.slots,
-            links=mix.links,
-        ),
-    )
+    model, engine = _make_engine(mix, mix.links, _ELEMENTS, disk)
     segments = [
         ModelSegment(str(n), stage, (f"{n}.weight",), partial(register_module, model[n]))
         for n, stage in enumerate(mix.stages)
     ]
     engine.attach(segments, mix.passes, reduces_each=not mix.by_layer)
     engine.add_spare(math.inf if mix.early else 0)
-    values = torch.ones(_ELEMENTS, dtype=torch.bfloat16, requires_grad=True)
     times = []
     for step in range(steps + _WARMUP):
         start = time.perf_counter()
-        engine.start_step((_LR, 1.0))
-        if mix.by_layer:
-            _run_by_layer(model, engine, [values] * mix.microbatches)
-        else:
-            for _ in range(mix.microbatches):
-                model(values).sum().backward()
-                engine.gradients.reduce(0)
-        engine.gradients.finish()
-        engine.grad_norm()
-        engine.update(_LR, 0.5 if mix.clips else 1.0)
+        _run_step(mix, model, engine)
         if step >= _WARMUP:
             times.append(time.perf_counter() - start)
     engine.wait()
@@ -250,6 +236,86 @@ def run_mix(mix: Mix, steps: int, disk: str = "") -> tuple[list[float], StepTime
     copied = engine.memory.num_copied / (steps + _WARMUP)
     assert abs(copied - planned) < 0.5, f"a step copied {copied} bytes, not {planned}"
     return times, predicted
+
+
+def _make_engine(
+    mix: Mix, links: Links | None, elements: int, disk: str = ""
+) -> tuple[nn.Sequential, ChunkEngine]:
+    """Return the model of a mix, with a chunk of `elements` elements for each segment, and its
+    engine. `links` are the rates of its copies and updates; None for copies by the caller."""
+    model = nn.Sequential(*(_Segment(mix.forward_s, elements) for _ in range(mix.segments)))
+    return model, ChunkEngine(
+        dict(model.named_parameters()),
+        lambda name: ParamProcessGroups(stage=mix.stages[int(name.partition(".")[0])]),
+        AdamW(OptimConfig()),
+        dtype=torch.bfloat16,
+        chunk_length=elements,
+        deterministic=True,
+        residency=Residency(
+            divides_gradients=True,
+            host_share=1.0,
+            disk_share=1.0 if mix.read_s else 0.0,
+            disk=disk,
+            slots=mix.slots,
+            links=links,
+        ),
+    )
+
+
+def _run_step(mix: Mix, model: nn.Sequential, engine: ChunkEngine) -> None:
+    """Run a training step of a mix."""
+    values = torch.ones_like(next(model.parameters()), requires_grad=True)
+    engine.start_step((_LR, 1.0))
+    if mix.by_layer:
+        _run_by_layer(model, engine, [values] * mix.microbatches)
+    else:
+        for _ in range(mix.microbatches):
+            model(values).sum().backward()
+            engine.gradients.reduce(0)
+    engine.gradients.finish()
+    engine.grad_norm()
+    engine.update(_LR, 0.5 if mix.clips else 1.0)
+
+
+def measure_uses(steps: int, in_threads: bool) -> list[float]:
+    """Train without sleeping, and measure the bookkeeping of uses.
+
+    Args:
+        steps: Number of measured steps.
+        in_threads: True to let threads make the copies, as for an accelerator, without limits of
+            their rates. False to make the copies, which are small, in the calling thread.
+
+    Returns:
+        The processor time of each call of `ParamStore.use`, in seconds: the time in which the
+        calling thread frees chunks, starts copies in the order of the plan, and waits for copies.
+        The time in which it sleeps is not counted.
+    """
+    instant = _INSTANT_S, _INSTANT_S, _INSTANT_S
+    mix = Mix(_USED_SEGMENTS, _USED_SEGMENTS // 4, 1, 0.0, *instant)
+    model, engine = _make_engine(mix, mix.links if in_threads else None, _USED_ELEMENTS)
+    times = []
+
+    def use(segment: int, backward: bool) -> None:
+        if backward:
+            engine.gradients.before_segment_backward(segment)
+        start = time.thread_time()
+        engine.params.use(segment, backward)
+        times.append(time.thread_time() - start)
+
+    def register(segment: int, *hooks: Any) -> None:
+        register_module(model[segment], partial(use, segment, False), partial(use, segment, True))
+
+    segments = [
+        ModelSegment(str(n), 0, (f"{n}.weight",), partial(register, n))
+        for n in range(_USED_SEGMENTS)
+    ]
+    engine.attach(segments, mix.passes)
+    for _ in range(steps + _WARMUP):
+        _run_step(mix, model, engine)
+        assert not engine.params.num_unplanned, "a use is not in the plan"
+    engine.wait()
+    engine.close()
+    return times[-steps * 2 * _USED_SEGMENTS :]
 
 
 def _run_by_layer(model: nn.Sequential, engine: ChunkEngine, inputs: list[Tensor]) -> None:
@@ -284,7 +350,8 @@ def bench_offload(count: int, steps: int, seed: int, disk: str = "") -> dict[str
         schedule can hide, such as the first copy of a step, are not counted. `early` and `clipped`
         are figures of the same work with early updates of all chunks, if the norm is never clipped
         (`early`) or always clipped (`clipped`): `step_s`, `of_prediction`, and `of_late`, the time
-        of a step as a multiple of the first `step_s`.
+        of a step as a multiple of the first `step_s`. `use_s` and `use_in_threads_s` are the
+        processor times of `measure_uses`.
     """
     entries = []
     for mix in draw_mixes(count, seed, bool(disk)):
@@ -330,6 +397,8 @@ def bench_offload(count: int, steps: int, seed: int, disk: str = "") -> dict[str
             "bar": HIDDEN,
         },
         **early,
+        "use_s": _spread(measure_uses(_USED_STEPS, in_threads=False), USE_BAR_S),
+        "use_in_threads_s": _spread(measure_uses(_USED_STEPS, in_threads=True)),
     }
 
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
+import statistics
+import time
 
 import pytest
 
 from optimus.bench import disk, links
-from optimus.bench.offload import Mix, run_mix
+from optimus.bench.offload import Mix, measure_uses, run_mix
+from optimus.chunks.param_store import ParamStore
 from optimus.cli import main as optimus
 from optimus.config.machine import load_links
 from optimus.peak import Peak, setup_of
@@ -29,6 +33,29 @@ def test_step_with_states_on_disk_takes_at_least_the_time_of_the_disk(tmp_path, 
     assert min(times) >= 0.98 * predicted.shortest
 
 
+@pytest.mark.parametrize("in_threads", [False, True])
+def test_uses_are_measured_in_processor_time(monkeypatch, in_threads):
+    """All uses of the measured steps are planned and counted. Sleeps of a use are not counted, and
+    its work is."""
+    count, use = 2 * 2 * 16, ParamStore.use
+    before = measure_uses(2, in_threads)
+
+    def slow(store: ParamStore, segment: int, backward: bool) -> None:
+        use(store, segment, backward)
+        if backward:
+            time.sleep(0.005)
+        else:
+            end = time.thread_time() + 0.005
+            while time.thread_time() < end:
+                pass
+
+    monkeypatch.setattr(ParamStore, "use", slow)
+    after = measure_uses(2, in_threads)
+    assert len(before) == len(after) == count and min(before) > 0
+    assert sum(seconds >= 0.005 for seconds in after) >= count // 2
+    assert statistics.median(after[16:32]) < 0.004 < statistics.median(after[:16])
+
+
 def test_offload_prints_its_figures(tmp_path, capsys):
     command = ["bench", "offload", "--mixes", "1", "--steps", "1", "--disk", str(tmp_path)]
     assert optimus(command) == 0
@@ -37,8 +64,12 @@ def test_offload_prints_its_figures(tmp_path, capsys):
     assert optimus(["bench", "offload", "--mixes", "2", "--steps", "2", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert len(result["mixes"]) == 2 and result["of_prediction"]["bar"] == 1.1
+    use, in_threads = result["use_s"], result["use_in_threads_s"]
+    assert 0 < use["min"] <= use["median"] and use["bar"] == 2e-5 and in_threads["median"] > 0
     assert optimus(["bench", "offload", "--mixes", "1", "--steps", "1"]) == 0
-    assert "step by predicted step: median" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "step by predicted step: median" in text
+    assert re.search(r"use of a segment: median [0-9.]+ us \(bar 20 us\), with copies in", text)
 
 
 def test_links_are_written_to_a_file_that_a_run_reads(tmp_path, capsys):
