@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -235,6 +236,9 @@ class TensorTracker(TorchDispatchMode):
 
     def __init__(self, on_cpu: bool = False) -> None:
         super().__init__()
+        # torch imports this module in the first operation under a mode. In a profile, the import
+        # would delay the release of tensors, which then count for too long.
+        importlib.import_module("torch._dynamo")
         self._on_cpu = on_cpu
         self.live = self.peak = self.flops = 0
         self._operations: list[Operation] = []

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -217,3 +219,17 @@ def test_plan_prints_the_manual_placement_and_its_smallest_limits(capsys):
     out, error = capsys.readouterr()
     assert json.loads(out) == {"missing": {"device": 1}}
     assert "1 byte more than now; set a larger offload.device_memory" in error
+
+
+def test_the_first_plan_of_a_process_has_the_memory_of_the_second():
+    """The first operation under a torch mode imports a module. In a profile, this import kept
+    tensors alive: 134 MB of Mula-1B."""
+    code = (
+        "from optimus.config import load_config; from optimus.planner.allocation import allocate;"
+        "from optimus.planner.plan import plan;"
+        f"config = load_config({str(CONFIGS / 'run' / 'mula-1b.toml')!r}, []);"
+        "plans = [plan(config, allocate('aurora', None, None)) for _ in range(2)];"
+        "assert plans[0] == plans[1], [plan['kinds'] for plan in plans]"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
