@@ -84,6 +84,8 @@ class OffloadedModel(NotCopied):
         """Parameters on the host that the present segments may use. These are not guarded now."""
         self._in_forward: list[int] = []
         """Segments whose forward or hooks run now, with the outermost first."""
+        self._callers: dict[int, set[int]] = {}
+        """The results of `callers` in all forwards, for recomputations in backward."""
         self._uses: list[tuple[int, bool]] = []
         self._planned: list[tuple[int, bool]] = []
         self._in_step = False
@@ -259,6 +261,8 @@ class OffloadedModel(NotCopied):
             guard.open_(parameter)
         if not backward and hooks.needed:
             self._in_forward.append(index)
+            if callers:
+                self._callers.setdefault(index, set()).update(callers)
         if self._in_step and len(self._uses) < _MAX_USES:
             self._uses += ((number, backward) for number in together)
 
@@ -266,8 +270,10 @@ class OffloadedModel(NotCopied):
         """Return the segments whose forward or hooks call a segment that does not have all their
         parameters, as a module that they do not enclose. They may use these parameters before and
         after the call, also in backward."""
-        names = self._hooks[index].names
-        return [i for i in self._in_forward if not self._hooks[i].names <= names]
+        calling, names = self._in_forward, self._hooks[index].names
+        if index in self._callers and torch._C._current_graph_task_id() != -1:
+            calling = [*self._callers[index], *calling]
+        return [i for i in dict.fromkeys(calling) if not self._hooks[i].names <= names]
 
     def _gather_together(self, index: int, together: Sequence[int]) -> list[nn.Parameter]:
         """Gather the parameters of several segments, and return them. `index` is the segment that

@@ -11,13 +11,14 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import optimus
 from optimus.errors import ConfigError
 from optimus.offloading.segments import find_segments
 from tests.offloading import models
 from tests.offloading.models import adamw, assert_equal, weights
-from tests.offloading.test_offload import OPTIONS, SHARES, hostile_memory
+from tests.offloading.test_offload import CHECKPOINTS, OPTIONS, SHARES, hostile_memory
 
 __all__ = ["hostile_memory"]
 
@@ -27,10 +28,11 @@ def assert_trains_the_bits_of_adamw(
     share: float = 1.0,
     before: Callable[[nn.Module], None] = lambda model: None,
     after: Callable[[nn.Module], None] = lambda model: None,
+    count: int = 2,
     **cache: int,
 ) -> None:
-    """Train a model, which is placed by `share`, and a copy of it. `before` and `after` change both
-    models before and after the call of `offload`."""
+    """Train a model, which is placed by `share`, and a copy of it, with `count` microbatches.
+    `before` and `after` change both models before and after the call of `offload`."""
     ours, theirs = model, copy.deepcopy(model)
     before(ours)
     before(theirs)
@@ -39,9 +41,9 @@ def assert_trains_the_bits_of_adamw(
     after(ours)
     after(theirs)
     for trained, of_model in ((ours, optimizer), (theirs, reference)):
-        for step, number in itertools.product(range(3), range(2)):
+        for step, number in itertools.product(range(3), range(count)):
             trained(models.tokens(2 * step + number, (4, 32)) / 64).square().mean().backward()
-            if number:
+            if number == count - 1:
                 of_model.step()
                 of_model.zero_grad()
     assert_equal(weights(ours), weights(theirs))
@@ -127,9 +129,12 @@ CALLED: dict[str, Callable[[Groups], nn.Module]] = {
 CALLERS = ("pre-hook", "hook", "forward")
 
 
-def call(caller: str, called: str, model: nn.Module) -> None:
-    """Let the second block of a model call another module, in a hook or in its forward."""
+def call(caller: str, called: str, model: nn.Module, checkpoints: str = "") -> None:
+    """Let the second block of a model call another module, in a hook or in its forward. With
+    `checkpoints`, backward recomputes the other module."""
     block, other = model.first.blocks[1], CALLED[called](model)
+    if checkpoints:
+        other = partial(checkpoint, other, **CHECKPOINTS[checkpoints])
     if caller == "pre-hook":
         block.register_forward_pre_hook(lambda _, inputs: inputs[0] + other(inputs[0]).tanh())
     elif caller == "hook":
@@ -150,6 +155,17 @@ def test_module_called_by_a_module_that_does_not_enclose_it(
     backward of the called module. With `is_after`, hooks are registered after `offload`."""
     change = {"after" if is_after else "before": partial(call, caller, called)}
     assert_trains_the_bits_of_adamw(Groups(), **change, cache_chunks=5)
+
+
+@pytest.mark.parametrize("hostile_memory", ["random", "freed"], indirect=True)
+@pytest.mark.parametrize("checkpoints", CHECKPOINTS)
+@pytest.mark.parametrize("called", ["earlier block", "other module", "side"])
+@pytest.mark.parametrize("caller", CALLERS)
+def test_recomputed_module_called_by_a_module_that_does_not_enclose_it(
+    hostile_memory, caller, called, checkpoints
+):
+    before = partial(call, caller, called, checkpoints=checkpoints)
+    assert_trains_the_bits_of_adamw(Groups(), before=before, cache_chunks=5, count=1)
 
 
 @pytest.mark.parametrize("caller", CALLERS)
