@@ -69,8 +69,9 @@ class ParamChunk:
             this rank keeps only `shard`.
         shard_range: The elements of the chunk that are this rank's shard.
         params: [L] in the dtype of the parameters, on the device. Parameters are views of it.
+        local: [L / shards], the elements of `params` that are this rank's shard.
         shard: [L / shards], this rank's shard of the parameters: a separate tensor if
-            `is_transient`, else a view of `params`.
+            `is_transient`, else `local`.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class ParamChunk:
         self.params = memory.new(chunk.length, dtype)
         first = groups.shard_group.rank * chunk.shard_length
         self.shard_range = slice(first, first + chunk.shard_length)
-        self.shard = self.params[self.shard_range]
+        self.shard = self.local = self.params[self.shard_range]
         if self.is_transient:
             self.shard = memory.new(chunk.shard_length, dtype, home)
 

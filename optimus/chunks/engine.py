@@ -217,7 +217,7 @@ class ChunkEngine:
             del value  # free it before `initial` makes the next value
             self._named[slot.name].data = view
         if state.is_transient:
-            state.shard.copy_(state.params[state.shard_range])
+            state.shard.copy_(state.local)
             self.memory.free(state.params)
 
     # -- uses of the parameters ------------------------------------------------------------------

@@ -191,7 +191,8 @@ class ParamStore:
                 chunk = self._chunks[number]
                 self._uploads[number].wait()
                 del self._uploads[number]
-                all_gather(chunk.params, chunk.params[chunk.shard_range], chunk.groups.shard_group)
+                if chunk.groups.shard_group.size > 1:
+                    all_gather(chunk.params, chunk.local, chunk.groups.shard_group)
             if (transfer := self._in_flight.pop(number, None)) is not None:
                 transfer.wait()
 
@@ -207,13 +208,12 @@ class ParamStore:
 
     def _upload(self, state: ParamChunk) -> Copy:
         """Start to copy the shard of a chunk to the device, when its update is complete."""
-        number, into = state.chunk.number, state.params[state.shard_range]
-        after = None
+        number, after = state.chunk.number, None
         if self._updates.is_done(number):
             self._updates.wait(number)  # raises an error if an update has failed
         else:
             after = partial(self._updates.wait, number)
-        return self._memory.copy(into, state.shard, after)
+        return self._memory.copy(state.local, state.shard, after)
 
     def _start_gather(self, state: ParamChunk) -> None:
         """Start to gather the parameters of a chunk."""
