@@ -112,7 +112,7 @@ def test_pbs_job_that_cannot_start_prints_a_single_error(optimus, config, tmp_pa
     run = f"train.run_dir={tmp_path / 'run'}"
     done = pbs(optimus, config, run, "parallel.pp=8")
     (line,) = our_lines(done)
-    assert done.returncode == 2 and "start 8 ranks or change the sizes" in line
+    assert done.returncode == 2 and "such as 8, or change the sizes" in line
     done = pbs(optimus, config, run, MASTER_ADDR="nowhere.invalid")
     lines = our_lines(done)  # one line of each rank that reached the error
     assert done.returncode == 2 and "nowhere.invalid is not a host" in lines[0]
