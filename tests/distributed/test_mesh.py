@@ -26,7 +26,10 @@ def test_dp_takes_the_ranks_that_are_left():
 def test_sizes_that_do_not_fill_the_world_are_refused_with_a_remedy():
     with pytest.raises(ConfigError, match=r"parallel.dp = 3 .* set parallel.dp = 2"):
         make_mesh(ParallelConfig(dp=3), 2)
-    with pytest.raises(ConfigError, match=r"does not divide the world of 6 ranks; start 8"):
+    with pytest.raises(
+        ConfigError,
+        match=r"does not divide the world of 6 ranks; use a multiple of 4 ranks, such as 8",
+    ):
         make_mesh(ParallelConfig(pp=2, ep=2), 6)
 
 
