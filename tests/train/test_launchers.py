@@ -65,7 +65,7 @@ def test_configuration_error_is_printed_by_a_single_rank_of_mpiexec(config, tmp_
     run = f"train.run_dir={tmp_path}"
     done = train_by(mpiexec(kind, 3), config, run, "parallel.pp=2")
     (line,) = our_lines(done)
-    assert done.returncode == 2 and "world of 3 ranks; start 4 ranks" in line
+    assert done.returncode == 2 and "world of 3 ranks; use a multiple of 2 ranks, such as 4" in line
     done = train_by(mpiexec(kind, 2), config, run, WORLD_SIZE="7")
     (line,) = our_lines(done)
     assert done.returncode == 2 and "WORLD_SIZE=7, but the launcher has set" in line

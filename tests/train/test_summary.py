@@ -164,7 +164,11 @@ def dry(tmp_path, capfd, data, *options: str, **overrides) -> tuple[int, list[st
 @pytest.mark.parametrize(
     ("options", "overrides", "message"),
     [
-        (["--nodes", "3"], {"parallel__pp": 2}, "world of 3 ranks; start 4 ranks"),
+        (
+            ["--nodes", "3"],
+            {"parallel__pp": 2},
+            "world of 3 ranks; use a multiple of 2 ranks, such as 4",
+        ),
         (
             ["--nodes", "2", "--nproc", "8"],
             {"parallel__dp": 4},
