@@ -389,8 +389,8 @@ def _residency(optim: OptimConfig, train: TrainConfig, offload: OffloadConfig) -
     ):
         refuse_if(
             offload.mode == "auto" and value not in (0, "microbatch"),
-            f"{key} = {value!r}: offload.mode = 'auto' chooses it; leave it out, or use "
-            "offload.mode = 'manual'",
+            f"{key} = {value!r}: offload.mode = 'auto' chooses this value; leave the setting out, "
+            "or use offload.mode = 'manual'",
         )
     refuse_if(
         offload.host_share and offload.mode == "off",

@@ -55,8 +55,8 @@ def _refuse_above(name: str, achieved: float, limit: float) -> None:
 
 
 def size_factor(half_size: float, *sizes: float) -> float:
-    """Return the factor by which a matrix product of these sizes takes longer than at the rate of
-    very large products: the product of 1 + half_size / size (see `Products`)."""
+    """Return the time of a matrix product, divided by its time at the rate of very large products:
+    the product of (1 + half_size / size) over all `sizes`. `Products` describes this model."""
     return math.prod(1 + half_size / size for size in sizes)
 
 
@@ -82,7 +82,7 @@ class MeasuredAttention(Section):
 
 
 class Products(Section):
-    """Rates of matrix products in a dtype on one device, with all devices of a node busy.
+    """Rates of matrix products in a dtype on one device, while all devices of its node compute.
 
     The model of the rate is efficiency * peak, divided by (1 + half_size / size) for each of the
     sizes `rows`, `inner` and `columns` of the product.
@@ -170,7 +170,8 @@ class Device(Section):
     does on a CPU. Default: 0."""
     launch_s: Figure | None = None
     """Seconds that the host needs to launch one operation. The device runs earlier operations in
-    the meantime, so that launches take additional time only if operations are shorter than this."""
+    the meantime, so that launches take additional time only if operations take less time than
+    their launches."""
     threads: CountOrZero = 0
     """Number of threads of a rank during the measurement; 0 for accelerators."""
     products: Annotated[dict[Dtype, Products], Field(default_factory=dict)]
@@ -188,16 +189,16 @@ class Device(Section):
 
     @property
     def memory_rate(self) -> float | None:
-        """Bytes per second of element-wise operations; None if it is unknown."""
+        """`memory_achieved` or, if it is absent, `memory_peak`; None if both are absent."""
         figure = self.memory_achieved or self.memory_peak
         return None if figure is None else figure.value
 
 
 class MeasuredMessage(Section):
     """Duration of a step of a ring collective. In a step, each rank sends a message to the next
-    rank. An all_reduce of n ranks has 2 (n - 1) steps with messages of 1/n of the buffer. An
-    all_gather, reduce_scatter or all_to_all has n - 1 steps. A send has one step with the whole
-    buffer."""
+    rank. For n ranks, each message of a collective has 1/n of the buffer: an all_reduce has
+    2 (n - 1) steps, and an all_gather, reduce_scatter or all_to_all has n - 1 steps. A send has one
+    step, whose message is the whole buffer."""
 
     operation: Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
     num_bytes: Count
@@ -217,24 +218,24 @@ class Level(Section):
     ranks: CountOrZero = 0
     """Number of ranks in a domain; 0: all ranks of the machine."""
     peak: Figure
-    """Bytes per second that one rank sends to other domains of the previous level, if all ranks
-    send."""
+    """Bytes per second that one rank sends to other domains of the previous level, if all ranks in
+    its domain of the previous level send. `taper` is a further limit."""
     achieved: Figure | None = None
     """Measured value of the rate that `peak` describes. Default: `peak`."""
     taper: Figure | None = None
-    """Share of the rate, at most 1, that remains if all ranks send to other domains of the previous
-    level at the same time, because the domains have too few links. Default: 1."""
+    """Factor, at most 1, by which the other rates of this level decrease if the ranks of all
+    domains send at the same time, because few links connect the domains. Default: 1."""
     latency_s: Figure | None = None
     """Seconds that a step of a collective takes in addition to the transfer. Default: 0."""
     operations: Annotated[dict[str, Figure], Field(default_factory=dict)]
-    """Maps a collective (all_gather, reduce_scatter, all_to_all or send) to its measured value of
-    this rate. The value is below `achieved` if the collective waits, or transfers more bytes than
-    its algorithm needs. Default: `achieved`."""
+    """Maps a collective to the bytes per second that one rank was measured to send in it. The value
+    is below `achieved` if the collective waits, or transfers more bytes than its algorithm needs.
+    Default for a collective without a value: `achieved`."""
 
     messages: Annotated[tuple[MeasuredMessage, ...], Field(strict=False)] = ()
-    """Steps of collectives by operation and size of the message, in ascending order of the sizes.
-    Between two sizes, the logarithm of the seconds is linear in the logarithm of the size. Default:
-    `latency_s` and the time of the bytes at the rate of the operation."""
+    """Durations of the steps of collectives, by operation and size of the message, in ascending
+    order of the sizes. Between two sizes, the logarithm of the duration is linear in the logarithm
+    of the size. Default: `latency_s` plus the time of the message at the rate of the operation."""
 
     @model_validator(mode="after")
     def _check(self) -> Level:
@@ -254,7 +255,8 @@ class Level(Section):
 
     @property
     def rate(self) -> float:
-        """Bytes per second that one rank sends if all ranks send."""
+        """`achieved` (default: `peak`) times `taper`: the bytes per second that one rank sends if
+        the ranks of all domains send."""
         rate = (self.achieved or self.peak).value
         return rate if self.taper is None else rate * self.taper.value
 

@@ -1,5 +1,5 @@
-"""Definitions of machines in TOML: environment variables, core binding, queues, addresses and rates
-of the hardware.
+"""Definitions of machines in TOML: environment variables, core binding, queues, addresses of nodes,
+and rates of the hardware.
 
 `configs/machine/NAME.toml` defines the machine NAME. `optimus launch`, the job scripts for PBS and
 the planner read this file.
@@ -115,7 +115,7 @@ class Links(Section):
     disk_read: Rate = 5e9
     """Bytes per second that are read from the disk of `offload.disk`."""
     disk_write: Rate = 3e9
-    """Bytes per second that are written to this disk."""
+    """Bytes per second that are written to the disk of `offload.disk`."""
 
     def flops_of(self, dtype: str) -> float:
         """Return the FLOP/s of matrix products in a dtype, a value of `train.dtype`. If the rate in
@@ -184,9 +184,9 @@ class Machine(Section):
     """Suffix that makes MASTER_ADDR from the short name of a node (up to the first dot); empty:
     MASTER_ADDR is the name of the node, unchanged."""
     host_group: Annotated[str, AfterValidator(_check_host_group)] = ""
-    """Regular expression that matches the short name of a node. Its first group in parentheses is
-    the name of the rack or dragonfly group of the node, which has few links to other nodes; empty:
-    the names of nodes do not contain a group."""
+    """Regular expression that matches the short name of a node. Its first group in parentheses
+    matches the name of the node's rack or dragonfly group. Few links connect a rack or dragonfly
+    group to other nodes. Empty: the names of nodes do not contain such a group."""
     tolerate_node_failures: bool = True
     """Request that PBS does not end a supervised job when a node is lost."""
     heartbeat_s: Annotated[float, Field(gt=0)] = 3.0
@@ -204,7 +204,7 @@ class Machine(Section):
     the group. `halving`: recursive halving and doubling (Rabenseifner). `hierarchical`: first
     within the domains of each level, then between them."""
     host_memory_bytes: Figure | None = None
-    """Memory of a node's host."""
+    """Size in bytes of the host memory of a node."""
     storage: Annotated[tuple[Storage, ...], Field(strict=False)] = ()
     """File systems. The planner assumes that checkpoints are in the first file system."""
     failures_per_node_day: Figure | None = None
@@ -251,7 +251,7 @@ class Machine(Section):
             least, most = min(low for low, _ in limits), max(high for _, high in limits)
             raise ConfigError(
                 f"--nodes {nodes}: the queues of the machine take jobs of {least:,} to {most:,} "
-                "nodes, but none takes this number; change --nodes"
+                "nodes, but no queue takes a job of this size; change --nodes"
             )
 
     def check_job(self, queue: str, nodes: int, walltime: str, jobs: int = 1) -> None:

@@ -53,8 +53,8 @@ class RopeScaling(Section):
     """yarn: divide frequencies by `factor` if they make fewer than this number of rotations in the
     original context. The value 0 means the usual number, 1."""
     truncate: bool = True
-    """yarn: round the bounds of the transition from unchanged to divided frequencies to integer
-    indices of frequencies, the lower bound down and the upper bound up."""
+    """yarn: round the two bounds of the transition from unchanged to divided frequencies, which are
+    indices of frequencies, to integers: the lower bound down, the upper bound up."""
     attention_factor: NonNegative = 0.0
     """yarn: factor by which the rotated queries and keys are multiplied; 0: a factor derived from
     `factor`, `mscale` and `mscale_all_dim`."""
@@ -151,11 +151,14 @@ class ModelConfig(Section):
     max_position_embeddings: Count = 4096
     """Longest context, in tokens; `train.seq_len` must not exceed it."""
     pad_token_id: Annotated[int, Field(ge=-1)] = -1
-    """Padding token, whose embedding gets no gradient, as in transformers; -1: no such token."""
+    """Id of the padding token, whose embedding gets no gradient, as in transformers; -1: the model
+    has no padding token."""
     bos_token_id: Annotated[int, Field(ge=-1)] = -1
-    """Beginning-of-sequence token, written to Hugging Face directories; -1: no such token."""
+    """Id of the beginning-of-sequence token, written to Hugging Face directories; -1: the model has
+    no such token."""
     eos_token_ids: Annotated[tuple[int, ...], Field(strict=False)] = ()
-    """End-of-sequence tokens, at which generation stops; empty: no such tokens."""
+    """Ids of the end-of-sequence tokens, at which generation stops; empty: the model has no such
+    tokens."""
     init_std: InitStd = 0.02
     """Standard deviation of the initial weights. Their normal distribution is truncated at three
     standard deviations."""

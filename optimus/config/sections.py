@@ -110,24 +110,26 @@ class TrainConfig(Section):
     """Make training bitwise equal for all data- and pipeline-parallel layouts. Gradients are summed
     in the order of microbatches."""
     compile: bool = False
-    """Compile the blocks of the model with torch.compile; not possible with tp or ep. The
-    compilation of large blocks in the first step takes minutes."""
+    """Compile the blocks of the model with torch.compile. Not possible with tp or ep above 1, in
+    deterministic mode, with data.document_mask = true, with offloaded chunks or with
+    optim.resident = "cache". The compilation of large blocks in the first step takes minutes."""
     device: Literal["auto", "cpu", "cuda", "xpu"] = "auto"
     """Device type of all ranks; `auto`: the first available type of xpu, cuda, cpu."""
     threads: Annotated[int, Field(ge=0, le=1024)] = 0
     """Number of intra-op threads per rank. 0: 1 thread in deterministic mode. In other modes, 0
-    means OMP_NUM_THREADS or, if it is not set, the node's cores divided by its ranks."""
+    means OMP_NUM_THREADS or, if this variable is not set, the number of cores of the node divided
+    by the number of its ranks."""
     fit_check: Literal["refuse", "warn", "off"] = "refuse"
-    """Check, once before ranks start, that each rank fits in its memory. `refuse`: end with exit
-    status 2 if a lower bound of the needed memory exceeds the memory of the device (on a CPU, the
-    memory of the machine, which the ranks of a node share), and warn if only the prediction of
-    `optimus plan` exceeds it. `warn`: only warn. `off`: no check, and no comparison of predicted
-    and measured memory and step time after the first updates."""
+    """Check, once before ranks start, that each rank fits in the memory of its device (on a CPU, in
+    the memory of the machine, which the ranks of a node share). `refuse`: end with exit status 2 if
+    a lower bound of the needed memory exceeds this memory, and print a warning if only the
+    prediction of `optimus plan` exceeds it. `warn`: print a warning in both cases. `off`: no check,
+    and no comparison of predicted and measured memory and step time after the first updates."""
     machine: str = ""
     """Machine whose device `fit_check` and the predictions refer to: a name in configs/machine, or
-    the path of a TOML file. With offload.mode = "auto", its rates and links also select the
-    placement, as in a plan (unless `offload.links` is set). Empty: the device of the first rank,
-    without a predicted step time."""
+    the path of a TOML file. With offload.mode = "auto", the rates and links of this machine also
+    select the placement of model states, as in `optimus plan` (unless `offload.links` is set).
+    Empty: the device of the first rank, without a predicted step time."""
     deadline_s: NonNegative = 0.0
     """Seconds after the start of the process at which the run saves a checkpoint and ends with exit
     status 3; 0: no deadline."""
@@ -320,12 +322,13 @@ class ObserveConfig(Section):
     log_interval: Count = 1
     """Number of updates between progress lines, if standard error is not a terminal."""
     expert_load_interval: CountOrZero = 100
-    """Number of updates between expert loads in `expert_load.jsonl` in the run directory, which
-    `optimus plan --load` reads; 0: no file. The loads of the first update are also written."""
+    """Number of updates from one write of the expert loads to the next. The loads are written to
+    `expert_load.jsonl` in the run directory, a file that `optimus plan --load` reads. The loads of
+    the first update are also written. 0: no file."""
     step_components: bool = False
     """Write the components of the time of each update on the first rank to `metrics.jsonl`:
-    computation, exposed communication, pipeline bubble, optimizer, and the rest. The points of
-    `optimus study scaling` set it."""
+    computation, exposed communication, pipeline bubble, optimizer, and the rest. All runs of
+    `optimus study scaling` have the value true."""
 
 
 class OffloadConfig(Section):
@@ -333,10 +336,10 @@ class OffloadConfig(Section):
 
     mode: Literal["off", "auto", "manual"] = "off"
     """Placement of model states. `off`: all on the device. `manual`: as `host_share` states.
-    `auto`: on the device if they fit there together with activations and temporary tensors;
-    otherwise the placement with the shortest predicted step, for which `auto` sets `host_share`,
-    `order`, `optim.cache_chunks` and `optim.chunk_length`, and, if host memory is too small and
-    `disk` is set, `disk_share`. `optimus plan` prints the placement."""
+    `auto`: all on the device if the model states, activations and temporary tensors fit there;
+    otherwise the placement with the shortest predicted step. For this placement, `auto` sets
+    `host_share`, `order`, `optim.cache_chunks` and `optim.chunk_length`. It also sets `disk_share`
+    if host memory is too small and `disk` is set. `optimus plan` prints the placement."""
     device_memory: Size = ""
     """Device memory that a rank may use for model states, activations and temporary tensors, as a
     number with a unit, such as "20GB" or "20GiB". A run that needs more does not start. Empty: the
@@ -350,13 +353,14 @@ class OffloadConfig(Section):
     each use, unless they are still in the cache (`optim.cache_chunks`)."""
     disk_share: Annotated[float, Field(ge=0, le=1)] = 0.0
     """With mode = `manual`, the share of the chunks in host memory that have their fp32 master
-    weights and moments on disk. The host reads them for each update and writes them back. The
-    parameters in `train.dtype` and the sums of gradients stay in host memory. With `train.dtype` =
-    "fp32", the parameters are the master weights, and only the moments are on disk."""
+    weights and moments on disk. The host reads these states for each update and writes them back.
+    The parameters in `train.dtype` and the sums of gradients stay in host memory. With
+    `train.dtype` = "fp32", the parameters are the master weights, and only the moments are on
+    disk."""
     disk: str = ""
     """Directory for the states on disk, on a local disk of each node. At the start, each rank
-    creates a file with space for all its states on disk, and removes it at the end of the run.
-    Checkpoints contain these states, too. With mode = `auto`, as few states as possible are on
+    creates a file with space for all its states on disk, and removes the file at the end of the
+    run. Checkpoints contain these states, too. With mode = `auto`, as few states as possible are on
     disk."""
     disk_memory: Size = ""
     """Maximum size of the file of a rank in `disk`, as a number with a unit, such as "500GB" or
@@ -365,30 +369,34 @@ class OffloadConfig(Section):
     """With `parallel.ep` above 1, memory is left free for this imbalance: the number of tokens that
     the experts of an ep rank process in a layer, divided by the mean over the ep ranks. A token
     counts once for each of its experts. `optimus plan --load RUN_DIR` prints the imbalance of a
-    run. On accelerators, memory depends on it only with `parallel.ep_dispatch` = "alltoall"."""
+    run. On accelerators, the needed memory depends on the imbalance only with
+    `parallel.ep_dispatch` = "alltoall"."""
     order: Literal["microbatch", "layer"] = "microbatch"
     """Order of the microbatches of a step. `microbatch`: forward and backward of a microbatch, then
     forward and backward of the next microbatch. `layer`: all microbatches pass a layer before the
-    next layer begins, as in the schedule `gpipe` with one stage for each layer. Then each chunk is
-    copied to the device at most twice per step and its gradients to the host once, for any number
-    of microbatches, but the activations of all microbatches are kept; `recompute.modules` =
-    ["block"] keeps only the inputs of the blocks. In a pipeline, each rank then has every pp-th
-    layer, and `parallel.schedule` is not used."""
+    next layer begins, as in the schedule `gpipe` with one stage for each layer. With `layer`, for
+    any number of microbatches, each chunk is copied to the device at most twice per step, and its
+    gradients are copied to the host once per step. However, the activations of all microbatches
+    are kept until backward; with `recompute.modules` = ["block"], only the inputs of the blocks are
+    kept. In a pipeline with `layer`, each rank has every pp-th layer, and `parallel.schedule` is
+    not used."""
     grad_dtype: Literal["auto", "bf16", "fp32"] = "auto"
-    """Dtype in which gradients leave the device, once for each microbatch or, with order = `layer`,
-    once per step. `bf16` rounds them once, and the link carries at most 6 bytes per parameter; with
-    `fp32`, it carries 8. The host adds them in fp32. Gradients on the device, also with mode =
-    `off`, are rounded in the same way, so that results do not depend on the placement. `auto`:
+    """Dtype in which gradients are copied to the host, once for each microbatch or, with order =
+    `layer`, once per step. `bf16` rounds the gradients once, and the link between the device and
+    the host then carries at most 6 bytes per parameter instead of 8. The host adds gradients in
+    fp32. The gradients of chunks on the device are rounded in the same way, also with mode =
+    `off`, so that results do not depend on the placement. `auto`:
     `bf16` if mode is not `off`, `train.dtype` = "bf16" and `train.deterministic` = false; otherwise
     `fp32`."""
     early_adam: Literal["auto", "on", "off"] = "auto"
     """Updates of a chunk by the host during backward, as soon as the gradients of the chunk are
     complete. The new states are written to spare buffers of 14 bytes per parameter in host memory
     (12 with fp32 parameters). If the gradients must be clipped or are not finite, the buffers are
-    discarded, and clipped gradients are applied as with `off`. `on`: in each step, for all chunks.
-    `auto`: in steps without clipping and in steps after a step whose norm was not clipped, for as
-    many chunks as fit in half of the host memory that the states leave free; with mode = `auto`,
-    only if the predicted step is shorter. `off`: never. The results are the same."""
+    discarded, and clipped gradients are applied as with `off`. `on`: in each step, for all chunks
+    without states on disk. `auto`: in steps without clipping and in steps after a step whose norm
+    was not clipped, for as many chunks as fit in half of the host memory that the states leave
+    free. If mode is also `auto`, early updates are used only if the predicted step is shorter with
+    them. `off`: never. The results are the same."""
     links: str = ""
     """On a CPU, which emulates a device: the rates of the link between the device and the host, and
     of the updates on the host. Copies and updates then take the time that these rates determine.

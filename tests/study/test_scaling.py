@@ -144,7 +144,7 @@ def test_jobs_have_queues_and_share_those_with_a_limit(config):
         (("--nodes", "1,x"), "'x' is not a number of nodes"),
         (("--nodes", "2,2"), "--nodes 2,2: 2 occurs twice"),
         (("--machine", "nowhere"), "no such machine"),
-        (("--machine", "aurora", "--nodes", "32,20000"), "none takes this number"),
+        (("--machine", "aurora", "--nodes", "32,20000"), "no queue takes a job of this size"),
         (("--max-node-hours", "0.1"), "could use 0.75 node-hours"),
         (("--warmup", "6"), "leaves none of the 6 updates"),
         (("--routing", "random"), "use top-k or uniform"),
