@@ -30,8 +30,8 @@ _Pass = TypeVar("_Pass", bound=Callable[..., Any])
 
 
 def extra_rows(x: Tensor) -> int:
-    """Return the number of additional rows in a buffer for the rows of all experts. They contain
-    the padding of the last expert."""
+    """Return the number of rows to append to a buffer for the rows of all experts. The appended
+    rows contain the padding of the last expert."""
     return _MAX_PADDING - 1 if by_onednn(x) else 0
 
 
