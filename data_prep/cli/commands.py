@@ -116,7 +116,7 @@ def _add_steps(commands: Any) -> None:
 
 def _add_readers(commands: Any) -> None:
     """Add the subcommands that read a finished data set."""
-    text = "Check all files; exit status 1 if one is damaged."
+    text = "Check all files of a data set; the exit status is 1 if a file is damaged."
     _add(commands, "verify", _verify, text, options.add_dataset)
 
     text = "Show the text and the sources of an instance."

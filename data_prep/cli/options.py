@@ -186,7 +186,8 @@ def add_shuffle(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--carry-tails",
         action="store_true",
-        help="let an instance continue in the next token array, so that no tail is lost",
+        help="let an instance continue in the next token array, so that the last tokens of an "
+        "array are not left out",
     )
     parser.add_argument(
         "--shard-size",
@@ -216,7 +217,8 @@ def add_memory(parser: argparse.ArgumentParser) -> None:
         type=size,
         metavar="SIZE",
         help="memory limit of all processes of this rank together (default: to tokenize, half of "
-        "the machine's memory, at least 2GB; to shard, 2GB, or 135MB per worker)",
+        "the machine's memory, but at least 2GB; to shard, 135MB per process, but at most half of "
+        "the machine's memory and at least 2GB)",
     )
 
 

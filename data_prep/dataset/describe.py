@@ -432,10 +432,11 @@ def _decode(tokenizer_path: Path, ids: np.ndarray) -> str:
 def _segments(dataset: Path, order: Order | BlendOrder, source: int) -> list[dict[str, Any]]:
     """Return the documents in an instance, in order.
 
-    `source` is the number of the instance before the shuffle. Each document is described by a dict
-    with the keys `first`, `stop`, `input`, `line` and `document_token`: tokens [first, stop) of the
-    instance belong to the document in line `line` (0: the whole file) of the file `input`. Token
-    `first` of the instance is token `document_token` of that document.
+    `source` is the number of the instance before the shuffle. The result contains a dict with the
+    keys `first`, `stop`, `input`, `line` and `document_token` for each document. Tokens
+    [first, stop) of the instance belong to the document, which is in line `line` (0: the whole
+    file) of the file `input`. Token `first` of the instance is token `document_token` of the
+    document.
     """
     if isinstance(order, BlendOrder):
         number, _, numbers = next(order.split(np.array([source])))

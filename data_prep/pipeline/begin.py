@@ -80,7 +80,7 @@ def _check_output(
 
 def require_tokens(tokens_dir: Path) -> None:
     """Raise DataError if `--fused` has removed the token arrays, or if tokenization is not
-    finished. Its last step compares the ids of the documents."""
+    finished. The last step of tokenization compares the ids of the documents."""
     require_arrays(tokens_dir)
     require_distinct(tokens_dir)
 

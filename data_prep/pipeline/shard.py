@@ -148,8 +148,8 @@ def fewer_workers(step: str, memory_bytes: int, workers: int, asked: int, enough
     """Return the message that a step uses fewer workers than requested, because of its memory
     limit.
 
-    Only `workers` of the `asked` workers fit in `memory_bytes` bytes. All of them fit in `enough`
-    bytes.
+    Only `workers` of the `asked` workers fit in the limit of `memory_bytes` bytes. All `asked`
+    workers would fit in `enough` bytes.
     """
     return (
         f"{step}: uses {workers} of {counted(asked, 'worker')}, because more do not fit in "

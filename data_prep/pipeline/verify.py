@@ -286,7 +286,7 @@ def _check_unit(tokens_dir: Path, number: int, order: Order, plan: TokenPlan) ->
             yield f"{path}: {key} = {record.get(key)}, but {layout.ORDER} says {value}"
     array = array_path(tokens_dir, number)
     if (record["array"]["xxh3"], record["docs"]["xxh3"]) != (unit.xxh3, unit.docs_xxh3):
-        yield f"{array}: the hashes in its sidecar are not those in {layout.ORDER}"
+        yield f"{array}: the hashes in its sidecar differ from those in {layout.ORDER}"
     itemsize = layout.little_endian(plan.dtype).itemsize
     if record["array"]["size"] != layout.HEADER_BYTES + unit.tokens * itemsize:
         size = counted(record["array"]["size"], "byte")

@@ -47,7 +47,7 @@ class UnfinishedError(Exception):
 def run(
     call: Callable[[], object], *, limit_s: float, cpu_s: int = 0, memory_bytes: int = 0
 ) -> str | None:
-    """Call `call` in a forked child process. Its standard error is discarded.
+    """Call `call` in a forked child process. The standard error of the child is discarded.
 
     Args:
         call: The function. It must not use locks that other threads of this process may hold.

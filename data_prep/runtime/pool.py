@@ -54,7 +54,7 @@ def run_jobs(
         A dict that maps each index to the result of its job.
 
     Raises:
-        OptimusError: a worker process was killed, for example because memory was short.
+        OptimusError: a worker process was killed, for example because of too little memory.
     """
     if workers == 1 or len(order) <= 1:
         return {index: job(context, index, progress.advance) for index in order}

@@ -75,8 +75,8 @@ class Progress:
             self._line()
 
     def note(self, text: str) -> None:
-        """Print `text`, a description of the current work. Use this during work that does not call
-        `advance`."""
+        """Print `text`, a description of the current computation. Call this method during a
+        computation that does not call `advance`."""
         if self._bar is not None:
             self._bar.set_postfix_str(text)
         else:

@@ -117,9 +117,9 @@ class Mixing:
         return sources, rounds * self._weights[sources] + self._before[positions]
 
     def before_repeating(self, available: Sequence[int]) -> int:
-        """Return the largest number of instances of a mix without repeated instances.
+        """Return the number of instances of the mix before the first repeated instance.
 
-        Source i has available[i] instances.
+        Source i has available[i] different instances.
         """
         ends = []
         for source, (weight, count) in enumerate(zip(self.weights, available, strict=True)):

@@ -42,7 +42,7 @@ class Foreign:
     """[T] of any integer dtype, memory-mapped from the file."""
     ends: np.ndarray
     """int64 [D], ascending: the offset after the last token of each document. Empty if the file
-    does not list documents. Their ends are then marked only by EOS."""
+    does not list documents; then only EOS tokens mark the ends of documents."""
 
 
 def open_foreign(name: str, dtype: str | None) -> Foreign:

@@ -98,9 +98,9 @@ class _DistinctTask(UnitTask):
             make_unit(work, unit, _duplicates_of(work, unit, rows), advance)
             if work.plan.id_field and rows is None and not work.quarantine:
                 _compare_neighbours(work, unit)
-            # If the list of duplicates was written while this unit was made, the unit may contain
-            # duplicates. It is then made again. If the list is written later, `_RepeatTask` makes
-            # the unit again.
+            # If the list of duplicates was written while this unit was tokenized, the unit may
+            # contain duplicates. This loop then tokenizes the unit again. If the list is written
+            # later, `_RepeatTask` tokenizes the unit again.
             before, rows = rows, _read(work)
             if (before is None) == (rows is None):
                 return
@@ -282,7 +282,7 @@ def read_duplicates(tokens_dir: Path, plan: TokenPlan, plan_xxh3: str) -> np.nda
     shape = (mark["count"], 4)
     size = layout.HEADER_BYTES + 4 * 8 * mark["count"]
     is_whole = size == len(data) and data.startswith(layout.npy_header(shape, "int64"))
-    layout.require(path, (is_whole, f"its number of rows is not that in {_MARK}"))
+    layout.require(path, (is_whole, f"its number of rows differs from the count in {_MARK}"))
     table = np.frombuffer(data, layout.little_endian("int64"), offset=layout.HEADER_BYTES)
     table = table.reshape(shape)
     # Duplicates must be in the order of the documents, and after the document that they repeat.

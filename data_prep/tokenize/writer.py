@@ -326,7 +326,7 @@ class UnitWriter:
         return self._unsaved_bytes >= SEGMENT_BYTES
 
     def save(self, source: int, start: Position | None) -> None:
-        """Write a checkpoint. From it, a later run continues at the position `start` of the input
+        """Write a checkpoint from which a later run continues at the position `start` of the input
         `source`."""
         self.flush()
         state = State(source, start, self.hashes, self.set_aside)
@@ -361,6 +361,6 @@ class UnitWriter:
         self.quarantine(source, problem)
 
     def quarantine(self, source: int, problem: Problem) -> None:
-        """Add `problem` to the list of quarantined documents. It concerns a document or the whole
-        input `source`."""
+        """Add an entry to the list of quarantined documents. `problem` is the problem of a document
+        of the input `source`, or of the whole input."""
         self.set_aside.append(Quarantined(input=source, line=problem.line, reason=problem.reason))

@@ -252,7 +252,7 @@ def read_facts(path: str | os.PathLike, eos: str | None = None) -> TokenizerFact
 
     Raises:
         DataError: The file is not a tokenizer; `eos` is not one of its special tokens or control
-            symbols; or `eos` is None, and the file has no such default token or several.
+            symbols; or `eos` is None, and the file has no default token or several such tokens.
     """
     tokenizer = open_tokenizer(path)
     if isinstance(tokenizer, SentencePieceTokenizer):

@@ -125,7 +125,7 @@ def test_unit_whose_ids_are_all_duplicates_is_whole(made, tmp_path, fraction):
         (lambda rows: rows[:, [0, 1, 0, 1]], "not in the order of the documents"),
         (lambda rows: rows[:0], "tokenization is not complete"),
         (lambda rows: rows[:1], "tokenization is not complete"),
-        (lambda rows: rows[0], "its number of rows is not that"),
+        (lambda rows: rows[0], "its number of rows differs from the count"),
     ],
 )
 def test_forged_list_of_duplicates_is_refused(made, tmp_path, capsys, change, problem):
