@@ -37,8 +37,8 @@ class TracedAction(NamedTuple):
 
 
 class TracedWork(NamedTuple):
-    """Work of a resource of a rank on a chunk, such as a transfer. Times are in seconds from the
-    start of the training step."""
+    """An operation of a resource of a rank on a chunk, such as a transfer to the device. Times are
+    in seconds from the start of the training step."""
 
     kind: str
     """Name of the resource, such as `to device`."""
@@ -48,7 +48,7 @@ class TracedWork(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Name of the work in a trace."""
+        """Name of the operation in a trace."""
         return f"{self.kind} chunk {self.chunk}"
 
 
@@ -67,9 +67,9 @@ def write_trace(
         path: The file.
         ranks: The actions of each rank, in order.
         title: Name of the trace, such as `planned`.
-        others: The work of resources other than the device, such as transfers. Maps the name of
-            each resource to the work of the resource on each rank. In the trace, a resource is a
-            process that has a row for each rank, and more rows if transfers overlap.
+        others: Maps the name of each resource other than the device to the operations of this
+            resource, such as transfers, on each rank. In the trace, a resource is a process that
+            has a row for each rank, and more rows if operations of a rank overlap.
 
     Raises:
         ConfigError: The file cannot be written.

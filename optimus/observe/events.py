@@ -55,16 +55,17 @@ class StepComponents:
     `optimus.planner.step_plan.plan_step`. The sum of all values is the time of the update."""
 
     compute_s: float
-    """Forward and backward passes and local work of gradient reductions."""
+    """Forward passes, backward passes, and the computation of gradient reductions on this rank."""
     exposed_s: dict[str, float]
-    """Execution of collectives, and waiting for them, by the mesh axes of the process group."""
+    """Maps the mesh axes of a process group to the time in which this rank executes the collectives
+    of the group or waits for them."""
     bubble_s: float
-    """Waiting for messages of other pipeline stages. This includes the time of the transfers, which
-    a plan counts as exposed communication of pp."""
+    """Waiting for messages of other pipeline stages. The value includes the time of the transfers,
+    which a plan counts as exposed communication of pp."""
     optimizer_s: float
     """Clipping of the gradients and update of the states, without collectives."""
     other_s: float
-    """Rest of the update, such as reading of the data, which a plan does not contain."""
+    """Rest of the update, such as reading the data. A plan does not contain this component."""
 
     @property
     def total_s(self) -> float:

@@ -185,7 +185,7 @@ class _ExpertBalance:
 
     def __init__(self, model: ModelConfig) -> None:
         self._model = model
-        # A token selects an expert at most once, so an expert gets at most `_most` equal shares.
+        # Largest possible load of an expert in each layer: the expert gets all tokens.
         self._most = [model.experts_by_layer[n] / model.num_experts_per_tok
                       for n in model.sparse_layers]  # fmt: skip
         self._limits = [min(_OVERLOAD, (1 + most) / 2) for most in self._most]

@@ -69,7 +69,7 @@ def set_up_logging(rank: int = 0, program: str = "optimus") -> None:
 
     Args:
         rank: Global rank of this process. Each line of a rank above 0 names the rank.
-        program: Name of the command. Each line starts with it.
+        program: Name of the command, with which each line starts.
     """
     _LINES.program, _LINES.rank = program, rank
     logger = logging.getLogger("optimus")

@@ -100,15 +100,15 @@ class MetricsFiles(Recorder):
                         self._files[-1].append(line)
 
     def last_loss(self) -> float | None:
-        """Return the loss in the last line of metrics.jsonl; None if there is no line or no loss in
-        it."""
+        """Return the loss in the last line of metrics.jsonl; None if the file has no line, or the
+        last line has no loss."""
         if self._last_step is not None:
             return self._last_step.loss
         loss = self._metrics.read_last().get("loss")
         return loss if isinstance(loss, float) else None
 
     def last_evaluation(self) -> EvalRecord | None:
-        """Return the last evaluation in eval.jsonl; None if there is no evaluation, or if the line
+        """Return the last evaluation in eval.jsonl; None if the file has no line, or the last line
         has an invalid field."""
         return self._last_evaluation or EvalRecord.from_values(self._eval.read_last())
 
@@ -449,8 +449,8 @@ class TensorBoard(Recorder):
 def _prefixed(prefix: str, values: Mapping[str, Value]) -> dict[str, float]:
     """Return a dict that maps TensorBoard tags, such as `train/loss`, to numbers.
 
-    A tag consists of `prefix` and a key of `values`, and for a dict also of its key. The key `step`
-    and all values that are not numbers are omitted.
+    A tag is `prefix`/KEY for a number in `values`, and `prefix`/KEY/INNER for a number in a dict in
+    `values`. Other values and the key `step` are omitted.
     """
     scalars: dict[str, float] = {}
     for name, value in values.items():

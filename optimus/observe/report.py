@@ -25,9 +25,9 @@ from optimus.observe.events import StepComponents
 from optimus.observe.metrics import read_lines, spell_ranges
 
 _TOLERANCE = 0.05
-"""Largest relative difference between the time of an update and the sum of its components. Without
-damage, it is the time of a few lines of Python and, on an accelerator, the difference between the
-clocks of the host and the device."""
+"""Largest accepted relative difference between the time of an update and the sum of its components.
+In an undamaged file, the difference is the time of a few lines of Python and, on an accelerator,
+the difference between the clocks of the host and the device."""
 _Count = Annotated[int, Field(ge=0, lt=1 << 56)]
 _Figure = Annotated[float, Field(ge=0, lt=1e300)]
 
@@ -171,8 +171,8 @@ def _root_as_cwd() -> Iterator[None]:
     When matplotlib is imported, it prefers a file `matplotlibrc` in the working directory to the
     file that MATPLOTLIBRC names. Another user may have written the file in the working directory.
 
-    At its end, it returns to the original directory through a file descriptor, because a directory
-    that has been deleted does not have a path.
+    At its end, the context manager returns to the original directory through a file descriptor,
+    because a directory that has been deleted does not have a path.
     """
     cwd = os.open(".", os.O_PATH | os.O_CLOEXEC)
     try:
