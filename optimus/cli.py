@@ -290,7 +290,7 @@ def _add_plan(commands: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--resolved",
         action="store_true",
-        help="instead, print the mesh, batch, data, start and settings that `train` would use",
+        help="instead, print the mesh, batch, data, first step and settings of `train`",
     )
     add_options(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
@@ -473,7 +473,7 @@ def _add_kernels(commands: argparse._SubParsersAction) -> None:
     from optimus.train.commands import add_command
 
     parser = add_command(
-        commands, "kernels", _kernels, "Compile kernels ahead of time, or list what is compiled."
+        commands, "kernels", _kernels, "Compile kernels before a run, or list compiled kernels."
     )
     parser.add_argument("action", choices=("build", "status"))
     parser.add_argument(

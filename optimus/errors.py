@@ -100,13 +100,14 @@ class OptimusError(Exception):
 
 
 class ConfigError(OptimusError):
-    """Raised if a setting or argument is unknown, has a wrong type or contradicts another."""
+    """Raised if a setting or argument is unknown, has a wrong type or value, or contradicts another
+    setting or argument."""
 
     kind = OutcomeKind.USAGE
 
 
 class DoesNotFit(ConfigError):
-    """Raised if a run needs more memory than it may use.
+    """Raised if a run needs more device memory, host memory or disk space than it can use.
 
     Attributes:
         missing: Maps the name of a tier (device, host or disk) to the number of missing bytes.

@@ -198,8 +198,8 @@ CUDA would treat other memory at the same addresses as page-locked."""
 
 
 def host_zeros(length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return a 1-D tensor of zeros in host memory, from and to which `device` can copy in the
-    background.
+    """Return a 1-D tensor of zeros in host memory. Copies between this tensor and `device` can be
+    asynchronous.
 
     For an accelerator, the memory is page-locked until `free_host` or the end of the process. On
     CUDA, exactly the pages of the tensor are locked, whereas torch's allocator rounds up to a power

@@ -238,8 +238,8 @@ class Agreement:
                 self._store.set(_PRINTED, "1")
             else:
                 self._wait(_PRINTED, _OTHERS_S)
-            # A slow rank may learn of a lost rank only after the others have decided. This rank
-            # needs the store: without the store it would print the loss again.
+            # A slow rank may detect a lost rank only after the other ranks have decided. The slow
+            # rank then needs the store: without the store, it would print the loss again.
             joined = self._store.add(f"optimus/{self._round}", 0)
             if self._store.add(_LEFT, 1) >= max(joined, self.launch.world_size - 1):
                 self._store.set(_ALL_LEFT, "1")

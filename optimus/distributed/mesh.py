@@ -158,8 +158,8 @@ class GroupAxes(NamedTuple):
     """Axes of `reduce` along which ranks have the same shard of the states."""
     partial: Axes
     copy: Axes
-    """Axes along which ranks have the same shard, including axes along which ranks read the same
-    data."""
+    """Axes along which ranks have the same shard of the states: `replica`, and axes along which
+    ranks read the same data, such as tp for a parameter that tp does not divide."""
     stages: Axes
 
 

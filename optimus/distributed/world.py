@@ -132,8 +132,8 @@ def end_run(
     phase: Phase,
     step: int = 0,
 ) -> RunEnded:
-    """Return the RunEnded with which this rank ends after it has raised `error`. All ranks agree on
-    it.
+    """Return the RunEnded with which this rank ends after it has raised `error`. If `agreement` is
+    not None, the RunEnded has the Outcome on which all ranks agree.
 
     If `error` is a bug of Optimus, this function publishes it for the other ranks and raises it
     again, so that this rank prints a traceback.
@@ -205,7 +205,7 @@ def _connect(launch: LaunchEnv, store: distributed.Store, backend: str, timeout_
                 timeout=timedelta(seconds=timeout_s),
                 # No device_id: with a device_id, NCCL creates each later group by a split of this
                 # group, and all ranks must take part in a split. In Optimus, only the members of a
-                # group create it.
+                # group create the group.
             )
     except RuntimeError as error:
         raise _unconnected(error, backend, time.monotonic() - started) from error

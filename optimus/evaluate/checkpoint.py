@@ -129,7 +129,7 @@ def evaluate_checkpoint(
 @contextlib.contextmanager
 def _progress(compute: CrossEntropies, instances: int) -> Iterator[CrossEntropies]:
     """Yield a function that calls `compute` and advances a progress bar by the number of evaluated
-    instances. The length of the bar is `instances`. It is shown only on a terminal."""
+    instances. The length of the bar is `instances`. The bar is shown only on a terminal."""
     with (
         tqdm(total=instances, unit="instance", disable=None, **bar_size()) as bar,
         contextlib.ExitStack() as stack,

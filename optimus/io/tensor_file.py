@@ -117,7 +117,7 @@ class TensorFile:
 
 def _parse_entry(name: str, fields: dict[str, Any], data_start: int) -> TensorEntry:
     """Parse the header entry of the tensor `name`. `data_start` is the byte at which the tensors
-    begin. It is added to the offsets of the entry.
+    begin. This function adds it to the offsets of the entry.
 
     Raises ValueError, KeyError, TypeError or AttributeError if the entry is invalid.
     """

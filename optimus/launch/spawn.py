@@ -40,9 +40,9 @@ _STOPPED = OutcomeKind.STOPPED.exit_status
 _PR_SET_PDEATHSIG = 1
 NO_VARIABLES: Mapping[str, str] = {}
 _CAUSES = (OutcomeKind.NONFINITE, OutcomeKind.USAGE, OutcomeKind.STOPPED, OutcomeKind.FAILED)
-"""Kinds of outcome in order of precedence. If a rank has ended with one of these kinds, the run has
-the exit status of the first such kind. If not, but the exit status of a rank is not 0, the run has
-the exit status of LOST_PEER."""
+"""Kinds of outcome in order of precedence. The exit status of a run is that of the first kind with
+which a rank has ended. If no rank has ended with one of these kinds, but the exit status of a rank
+is not 0, the run has the exit status of LOST_PEER."""
 
 
 def spawn_local(
@@ -104,8 +104,8 @@ def _start(
 
 
 def prepare_rank(spawner: int) -> None:
-    # Until the rank installs its handlers, SIGTERM ends it and the other signals are ignored. By
-    # default, Python would print a traceback for SIGINT.
+    # Until the rank installs its handlers, SIGTERM ends the rank, and the rank ignores the other
+    # stop signals. By default, Python would print a traceback for SIGINT.
     for number in STOP_SIGNALS:
         if number != signal.SIGTERM:
             signal.signal(number, signal.SIG_IGN)
@@ -164,7 +164,7 @@ def _watch(ranks: list[subprocess.Popen], passed: list[int]) -> int:
             or now - failed_at > _GRACE_S
             # After a usage error there is no need to wait for the exit statuses of other ranks.
             or OutcomeKind.USAGE.exit_status in statuses
-            or _ended_early(passed, statuses)  # the other ranks would wait in vain for this rank
+            or _ended_early(passed, statuses)  # the other ranks would wait for the ended rank
             or passed.count(signal.SIGINT) > 1
         ):
             break

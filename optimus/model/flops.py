@@ -32,7 +32,7 @@ def flops_per_token(config: ModelConfig, seq_len: int) -> float:
 
     As in PaLM (arXiv 2204.02311, appendix B), the count includes all matrix products and all
     attention scores, even masked scores. The count does not include embedding look-ups, norms,
-    recomputation, and experts that the token does not use. A multiply-add is 2 FLOPs.
+    recomputation, or experts that the token does not use. A multiply-add is 2 FLOPs.
     """
     layers = sum(layer_multiply_adds(config, seq_len, n) for n in range(config.num_layers))
     # Backward counts as twice forward.

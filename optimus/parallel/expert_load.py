@@ -23,16 +23,18 @@ def rank_imbalances(rows: Sequence[int], ep: int) -> list[float]:
 
 
 def largest_imbalance(experts: int, experts_per_token: int, ep: int) -> float:
-    """Return the imbalance of a rank that gets the maximum number of rows of every token."""
+    """Return the largest possible imbalance of a rank, which it has if as many experts as possible
+    of every token are on the rank."""
     return ep * min(experts // ep, experts_per_token) / experts_per_token
 
 
 def arrivals(experts: int, experts_per_token: int, ep: int, imbalance: float = 1.0) -> float:
     """Return the share of tokens that have at least one expert on an ep rank.
 
-    Each set of experts of a token has a probability proportional to x^j, where j of its experts are
-    on the rank (Fisher's noncentral hypergeometric distribution). x follows from the imbalance. If
-    the imbalance is 1, all sets are equally likely.
+    The experts of a token form a set. The assumed probability of each set is proportional to x^j,
+    where j is the number of experts in the set that are on the rank (Fisher's noncentral
+    hypergeometric distribution). The imbalance determines x. If the imbalance is 1, all sets are
+    equally likely.
 
     Args:
         experts: Number of experts of the layer.

@@ -82,8 +82,8 @@ class TensorParallel:
     def leave(self, x: Tensor) -> Tensor:
         """Return the sum of x over all ranks.
 
-        x [B, S, D] is the result of a row-parallel layer on one rank, which is only a summand of
-        the layer's output. With sequence parallelism, return only this rank's share of the
+        x [B, S, D] is the result of a row-parallel layer on one rank. This result is only a summand
+        of the layer's output. With sequence parallelism, return only this rank's share of the
         sequence.
         """
         if self.sequence_parallel:
