@@ -193,8 +193,8 @@ def reference(
     x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor,
     offsets: Tensor, token: Tensor, slot: Tensor, row: Tensor, save_h: bool = True,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Compute the output [T, D] and the pre-activation h [N, 2F] in plain torch. If `save_h` is
-    False, h is empty."""
+    """Return the output [T, D] and the pre-activation h [N, 2F], computed in plain torch. If
+    `save_h` is False, h is empty."""
     h = grouped_reference(gather_reference(x, token, row), gate_up.mT, offsets)
     y = grouped_reference(swiglu_reference(h), down.mT, offsets)
     return reduce_reference(y, weights, row, slot), h if save_h else x.new_empty(0)
@@ -204,8 +204,8 @@ def reference_backward(
     grad: Tensor, x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor,
     offsets: Tensor, token: Tensor, slot: Tensor, row: Tensor, h: Tensor | None, with_weights: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Compute dx, dweights, dgate_up and ddown in plain torch. If `with_weights` is False, dgate_up
-    and ddown are empty."""
+    """Return the gradients dx, dweights, dgate_up and ddown, computed in plain torch. If
+    `with_weights` is False, dgate_up and ddown are empty."""
     copies, dy = gather_reference(x, token, row), gather_reference(grad, token, row)
     h = grouped_reference(copies, gate_up.mT, offsets) if h is None else h
     da = grouped_reference(dy, down, offsets)

@@ -95,7 +95,7 @@ OPTIMUS_API int optimus_cpu_square_bins(const float* x, int64_t size, int64_t* b
 }
 
 // Only in the CPU library: as optimus_adamw, but writes the states after the update to other
-// memory, with stores that do not read it into a cache.
+// memory, with stores that do not first read this memory into a cache.
 OPTIMUS_API int optimus_cpu_adamw_into(int grad_dtype, int param_dtype, const OptimusAdamw* with,
                                        int64_t size, const void* grad, const float* master,
                                        const float* exp_avg, const float* exp_avg_sq, void* param,
