@@ -161,7 +161,7 @@ def _counts(
 def take_sample(
     inputs: Sequence[InputFile], text_field: str, tokenizer: str, limits: Limits
 ) -> Sample:
-    """Estimate the bytes of text, documents and tokens of the inputs from a sample of the files.
+    """Return the bytes of text, documents and tokens of the inputs, estimated from a sample.
 
     Inputs with the same suffix and similar sizes form a stratum. The start of one file per stratum
     is read. Documents that cannot be used are left out. Raises DataError if no text can be sampled,

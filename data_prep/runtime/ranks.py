@@ -216,7 +216,8 @@ ALONE = WorkerGroup()
 @contextlib.contextmanager
 def failure_scope(group: WorkerGroup, out: Path) -> Iterator[WorkerGroup]:
     """Context manager for a command that writes to `out`. It yields the group that the command must
-    use. With several ranks, this is a copy of `group` that detects failures of other ranks.
+    use. With several ranks, the yielded group is a copy of `group` that detects failures of other
+    ranks.
 
     If a rank fails or is killed within the context, the other ranks finish their shares of the
     work, which a later run can use. These ranks then raise LostPeerError instead of waiting for the

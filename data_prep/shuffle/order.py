@@ -84,8 +84,8 @@ class Permutation:
         return out
 
     def _feistel(self, value: np.ndarray, rounds: Sequence[tuple[int, np.uint64]]) -> np.ndarray:
-        """Apply the Feistel network to uint64 values. If `rounds` are in reverse order, apply the
-        inverse of the network."""
+        """Return the results of the Feistel network for uint64 values. If `rounds` are in reverse
+        order, return the results of the inverse of the network."""
         right_bits = np.uint64(self._right_bits)
         left_drop = np.uint64(64 - self._left_bits)
         right_drop = np.uint64(64 - self._right_bits)

@@ -1,5 +1,5 @@
-"""Reader of the documents of one input file. For each document that cannot be used, it reports the
-file and the line.
+"""Reader of the documents of one input file. For each document that cannot be used, the reader
+reports the file and the line.
 
 A text or source file is one document; a file of JSON lines has a document per line, a Parquet file
 a document per row. Text is used byte for byte: newlines are not translated, and white space is not
