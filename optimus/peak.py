@@ -160,7 +160,7 @@ def setup_of(device: torch.device, dtype: torch.dtype, library: str) -> Setup:
 
 
 def measure(device: torch.device, dtype: torch.dtype, setup: Setup) -> Peak:
-    """Measure the peak: the rate of the fastest of many short matrix products on this rank.
+    """Measure and return the peak: the rate of the fastest of many short matrix products.
 
     On a CPU with several threads, products that other programs interrupted are ignored. If fewer
     than _MIN_RUNS products remain, the peak is the rate of one thread times the number of threads

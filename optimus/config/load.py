@@ -185,8 +185,8 @@ def _read_tree(path: Path, children: tuple[Path, ...], trees: dict[Path, Tree]) 
 
     Args:
         path: The TOML file.
-        children: Files that led to `path`. Each file has the next file in its key `base`, and the
-            last file has `path`.
+        children: Files that led to `path`. The key `base` of each file names the next file, and
+            the key `base` of the last file names `path`.
         trees: Results for the files that have been read, by path.
     """
     path = path.resolve()

@@ -401,7 +401,7 @@ class OffloadConfig(Section):
     """On a CPU, which emulates a device: the rates of the link between the device and the host, and
     of the updates on the host. Copies and updates then take the time that these rates determine.
     The value is the path of a file that `optimus bench links` has written, or the name of a file in
-    configs/machine. Empty: copies and updates are as fast as this machine."""
+    configs/machine. Empty: copies and updates are as fast as this machine permits."""
 
     def rounds_gradients(self, train: TrainConfig) -> bool:
         """Return True if gradients are rounded to bf16 before they are added to the sum of a

@@ -45,7 +45,7 @@ class BatchPlan:
 
 
 def plan_batch(train: TrainConfig, num_data_ranks: int) -> BatchPlan:
-    """Compute the batch sizes of an update (optimizer step).
+    """Return the batch sizes of an update (optimizer step).
 
     Args:
         train: Section `[train]` of the configuration.

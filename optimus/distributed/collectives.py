@@ -522,7 +522,7 @@ def barrier(group: Group) -> None:
 
 @_collective
 def send(tensor: torch.Tensor, group: Group, to: int) -> Transfer:
-    """Start to send `tensor` to the group's rank `to`.
+    """Start to send `tensor` to the group's rank `to`, and return the Transfer.
 
     Messages between two ranks arrive in the order in which they are sent.
     """
@@ -533,6 +533,7 @@ def send(tensor: torch.Tensor, group: Group, to: int) -> Transfer:
 
 @_collective
 def receive(tensor: torch.Tensor, group: Group, source: int) -> Transfer:
-    """Start to receive `tensor` from the group's rank `source`. The message overwrites `tensor`."""
+    """Start to receive a message from the group's rank `source`, and return the Transfer. The
+    message overwrites `tensor`."""
     peer = distributed.get_global_rank(group.process_group, source)
     return Transfer(tensor, distributed.irecv(tensor, peer, group.process_group), group, "receive")

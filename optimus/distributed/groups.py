@@ -94,8 +94,8 @@ class Groups:
 def join_groups(
     mesh: Mesh, world: World, is_ring: bool = False, recorder: Recorder = NO_RECORDER
 ) -> Groups:
-    """Create the process groups of this rank and its channels along pp. All ranks must call this
-    function.
+    """Create and return the process groups of this rank and its channels along pp. All ranks must
+    call this function.
 
     Args:
         mesh: Sizes of the axes.
@@ -160,8 +160,8 @@ def _label(axes: Axes, mesh: Mesh) -> str:
 
 
 def _make(ranks: tuple[int, ...], world: World, axes: str) -> weakref.ref:
-    """Create the torch process group of the global ranks `ranks`. All of these ranks must call this
-    function."""
+    """Create the torch process group of the global ranks `ranks`, and return a weak reference to
+    it. All of these ranks must call this function."""
     limit = timedelta(seconds=world.timeout_s)
     group = Group(len(ranks), ranks.index(world.rank), axes=axes)
     with raising_lost_peers("join_groups", group), silent_libraries():
@@ -172,8 +172,8 @@ def _make(ranks: tuple[int, ...], world: World, axes: str) -> weakref.ref:
 def _open_channels(
     line: Sequence[int], is_ring: bool, world: World, recorder: Recorder
 ) -> Channels:
-    """Create this rank's channels to its neighbours along pp. All ranks in `line` must call this
-    function.
+    """Create and return this rank's channels to its neighbours along pp. All ranks in `line` must
+    call this function.
 
     Args:
         line: Global ranks along pp. Before this call, all these ranks must have created the same

@@ -189,7 +189,7 @@ def _limit_s(timeout_s: float, failure: OptimusError | None) -> float:
 
 
 def _connect(launch: LaunchEnv, store: distributed.Store, backend: str, timeout_s: float) -> Group:
-    """Create the process group of all ranks. All ranks must have connected to `store` before."""
+    """Create and return the group of all ranks. All ranks must have connected to `store` before."""
     host = urlsplit(launch.init_method).hostname or os.environ.get("MASTER_ADDR", "")
     is_met = launch.init_method[:4] != "file" and is_loopback(host) and launch.is_single_machine
     if sys.platform == "linux" and is_met:  # all ranks are on this machine

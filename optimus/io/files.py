@@ -192,7 +192,7 @@ def write_json(path: str | os.PathLike, value: Any) -> None:
 
 
 def checked_json(value: dict[str, Any]) -> bytes:
-    """Encode `value` as indented JSON, with `self_xxh3` as an additional last key. The value of
+    """Return `value` as indented JSON, with `self_xxh3` as an additional last key. The value of
     this key is a hash of the JSON text before the key."""
     body = json.dumps(value, indent=1).encode()[:-2]  # without the closing "\n}"
     return body + _HASH_HEAD + xxh3_bytes(body).encode() + _HASH_TAIL

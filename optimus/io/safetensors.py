@@ -195,8 +195,8 @@ def plan_files(
     file_bytes: float = math.inf,
     metadata: Mapping[str, str] | None = None,
 ) -> FilePlan:
-    """Assign tensors to files in the given order. Compute the header of each file and the position
-    of each tensor.
+    """Assign tensors to files in the given order. Return the plan of the files, with the header of
+    each file and the position of each tensor.
 
     Args:
         tensors: All tensors to write.

@@ -104,7 +104,7 @@ class Workspace:
         """Move the content of the workspaces of earlier starts to this workspace, and remove the
         empty directories."""
         # Renames of earlier starts already fail. But a network file system's client may refer to a
-        # directory by its inode number. It can then create files in the directory until the
+        # directory by its inode number. Such a client can create files in the directory until the
         # directory is removed.
         end = time.monotonic() + _FENCE_S
         while old := list(self.path.glob(f"{_OLD}*")):
@@ -179,8 +179,8 @@ class Workspace:
 
         Returns:
             A file descriptor that appends to the new file. If another process later calls this
-            method with the same path, it replaces the file. Bytes that this descriptor appends
-            after that are lost.
+            method with the same path, that call replaces the file. Bytes that this descriptor
+            appends after the replacement are lost.
 
         Raises:
             OSError: The file cannot be written, or a process that started later has removed this

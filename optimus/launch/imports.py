@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def without_collections() -> Iterator[None]:
-    """Context manager that disables collections of garbage.
+    """Context manager that disables Python's garbage collection.
 
     Garbage collections take a tenth of the processor time of the imports of a run, and a fifth of
     the processor time of a memory profile, but they find little garbage.

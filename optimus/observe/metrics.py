@@ -345,8 +345,8 @@ def _others(lines: Iterable[bytes], kept: Iterable[bytes]) -> list[bytes]:
 
 
 def spell_steps(steps: Iterable[int]) -> str:
-    """Format steps as ranges, such as "steps 3-7, 9". If there are more than eight ranges, name the
-    first eight and the number of the remaining ranges."""
+    """Return a text with steps as ranges, such as "steps 3-7, 9". If there are more than eight
+    ranges, the text contains the first eight and the number of the remaining ranges."""
     ranges: list[list[int]] = []
     for step in sorted(set(steps)):
         if ranges and step == ranges[-1][1] + 1:
@@ -357,8 +357,9 @@ def spell_steps(steps: Iterable[int]) -> str:
 
 
 def spell_ranges(ranges: Sequence[Sequence[int]]) -> str:
-    """Format ascending ranges (first step, last step) as "steps 3-7, 9". If there are more than
-    eight ranges, name the first eight and the number of the remaining ranges."""
+    """Return a text for ascending ranges (first step, last step), such as "steps 3-7, 9". If there
+    are more than eight ranges, the text contains the first eight and the number of the remaining
+    ranges."""
     texts = [f"{low}" if low == high else f"{low}-{high}" for low, high in ranges]
     more = f" and {len(texts) - 8} more" if len(texts) > 8 else ""
     word = "steps" if ranges[-1][1] > ranges[0][0] else "step"

@@ -195,7 +195,7 @@ class RecomputeCost:
 def measure_recompute(
     model: Transformer, shape: tuple[int, int, int], dtype: torch.dtype, seed: int
 ) -> RecomputeCost:
-    """Measure the memory and the time of one microbatch with and without recomputation.
+    """Return the memory and the time of one microbatch, measured with and without recomputation.
 
     The `.grad` of parameters does not change. All ep and tp ranks that share blocks must call this
     function.

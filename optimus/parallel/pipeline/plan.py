@@ -52,7 +52,7 @@ def plan_stages(config: Config, num_ranks: int) -> tuple[range, ...]:
 def assign_layers(
     layer_costs: Sequence[float], num_stages: int, last_cost: float = 0.0
 ) -> tuple[range, ...]:
-    """Assign contiguous layers to stages. Minimise the cost of the most expensive stage.
+    """Return the layers of each stage: contiguous ranges that minimise the largest cost of a stage.
 
     Among equally good assignments, the result has the fewest layers on early stages, because early
     stages keep the activations of more microbatches.
