@@ -36,7 +36,7 @@ OPTIMUS_FN float product(float a, float b) {
 OPTIMUS_FN float quotient(float a, float b) { return a / b; }
 #endif
 
-// Updates master, m and v of one element with the gradient g, before its multiplication by
+// Updates master, m and v of one element. g is the gradient, which this function multiplies by
 // grad_scale. NaN and infinity propagate.
 OPTIMUS_FN void adamw_element(const OptimusAdamw& with, float g, float& master, float& m, float& v) {
   // As torch's lerp, start from the nearer of m and g.
