@@ -233,7 +233,7 @@ def _sample_stratum(
                 break
             if read >= _SAMPLE_DISK_BYTES:
                 break
-    except DamagedFile as error:  # the run will report it
+    except DamagedFile as error:  # the run will report the damage
         sample.problem = sample.problem or error.problem.at(file.name)
     scale = sum(other.size for other in stratum) / max(1, min(read, file.size))
     sample.documents += documents * (len(stratum) if read >= file.size else scale)

@@ -88,7 +88,7 @@ def verify(dataset: Path) -> Iterator[str]:
                 path = held_out / layout.ORDER
                 problem = f"{path}: has another plan than {dataset}, so it is not the held-out part"
         except DataError:
-            problem = ""  # the check of the held-out split reports it
+            problem = ""  # the check of the held-out split reports the problem
         if problem:
             remove = shlex.join(["rm", "-r", os.path.normpath(held_out)])
             yield f"{problem}; repair: {remove}; then {_again(_makers(dataset), dataset)}"
@@ -204,7 +204,7 @@ def _check_manifest(dataset: Path, manifest: Manifest, order: Order | BlendOrder
             read_plan(tokens_dir, source.plan)  # first, because order.json may name a wrong folder
             sources.append(read_source(dataset, source, not removed(tokens_dir)))
     except DataError:
-        return  # _check_tokens reports it
+        return  # _check_tokens reports the damage
     expected = make_manifest(order, order_xxh3, sources, manifest.shards)
     for field in dataclasses.fields(Manifest):
         value, right = getattr(manifest, field.name), getattr(expected, field.name)

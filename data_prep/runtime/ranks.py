@@ -157,7 +157,7 @@ class RankFiles:
 def _touch(path: Path) -> None:
     try:
         os.utime(path)
-    except FileNotFoundError:  # at the start, or if a run without locks removed it
+    except FileNotFoundError:  # at the start, or if a run without locks removed the file
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
 
 

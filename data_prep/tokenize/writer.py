@@ -108,7 +108,7 @@ class Segments:
             if size > _SOUND_BYTES:
                 self._limits.refuse(str(path), f"a checkpoint of {size} bytes", size, _REMOVE)
             data = files.read_regular(path, layout.ARRAY_BYTES)
-        except FileNotFoundError:  # or another run has just removed it
+        except FileNotFoundError:  # or another run has just removed the file
             return None
         except OSError as error:
             raise DataError(f"{path}: cannot be read: {error.strerror}") from None
