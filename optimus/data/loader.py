@@ -151,7 +151,7 @@ class Loader(files.Closing):
         while self._tickets.get() and not self._stopping:
             try:
                 result: list[list[Microbatch]] | BaseException = self._read(step, updates)
-            except BaseException as error:  # `microbatches` raises it
+            except BaseException as error:  # `microbatches` raises this error
                 if updates > 1:  # read single updates, so that only the damaged update raises
                     updates = 1
                     self._tickets.put(True)

@@ -88,7 +88,7 @@ def drop_cached(fd: int) -> None:
 def make_dirs(path: str | os.PathLike) -> None:
     """Create a directory and its missing parents, durably. Raises OSError."""
     os.makedirs(path, exist_ok=True)
-    # Sync all parents: a process that was killed may have created some of them without fsync.
+    # Sync all parents: a process that was killed may have created some parents without fsync.
     for parent in Path(path).resolve().parents:
         with contextlib.suppress(PermissionError):  # a directory that this user may not list
             fsync_dir(parent)

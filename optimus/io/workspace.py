@@ -315,7 +315,7 @@ def lock_run_dir(path: Path, owner: bytes = b"", replace: bool = False) -> Binar
         ) from None
     while True:
         file = _open_lock_file(path, replace)
-        with contextlib.suppress(OSError):  # earlier versions made it readable by others
+        with contextlib.suppress(OSError):  # earlier versions let others read it
             os.fchmod(file.fileno(), 0o600)
         _lock(file, path, fcntl.LOCK_EX)
         if os.fstat(file.fileno()).st_nlink:

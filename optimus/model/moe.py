@@ -123,7 +123,7 @@ class Experts(nn.Module):
         which backward must write, or None if autograd must accumulate the gradients into `.grad`.
         """
         # The op calls this method in backward, because the forward pass cannot know if a
-        # `DeferredGradients` context will be active.
+        # `DeferredGradients` context will be active in backward.
         deferred = deferred_gradients.active_deferral()
         if deferred is not None:
             weights = (self.gate_up, self.down)
