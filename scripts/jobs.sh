@@ -40,8 +40,8 @@ read_options() {
     command=("${@:2}")
 }
 
-# Arguments: OPTIONS VALUE... Refuses a value that is not a whole number above 0. An empty value, that of an
-# option that is not set, is accepted.
+# Arguments: OPTIONS VALUE... Refuses a value that is not a whole number above 0. An empty value is accepted:
+# it is the value of an option that is not set.
 need_whole_numbers() {
     local number
     for number in "${@:2}"; do
@@ -51,8 +51,8 @@ need_whole_numbers() {
 }
 
 # Variables that are exported to a job: paths of programs and libraries, variables that modules set, and
-# settings of Optimus and of the libraries it uses. No others are exported, because PBS shows the variables
-# of a job to every user who may query it, and secrets must not appear there.
+# settings of Optimus and of its libraries. Other variables are not exported, because they could contain
+# secrets: PBS shows the variables of a job to every user who is permitted to query the job.
 job_needs='PATH|LD_LIBRARY_PATH|LIBRARY_PATH|CPATH|PYTHON.*|VIRTUAL_ENV|CONDA_.*|LANG|LC_.*|TZ'
 job_needs+='|XDG_CACHE_HOME|CC|CXX|CUDA_.*|NVIDIA_.*|OCL_.*|ZE_.*|ZES_.*|SYCL_.*|ONEAPI_.*|IGC_.*|Neo.*|MASTER_.*'
 job_needs+='|LOADEDMODULES|_LMFILES_|MODULE.*|LMOD_.*|CMPLR_ROOT|MKLROOT|TBBROOT|CCL_.*|FI_.*|I_MPI_.*|MPI_.*'

@@ -27,7 +27,7 @@ if [ "$(wanted)" != "$(cat "$stamp" 2>/dev/null)" ]; then
     fi
     rm -f "$stamp"
     "${PYTHON:-python3.11}" -m venv "$VENV"
-    # The pinned versions, except those of torch and its dependencies, of which this script tests others.
+    # The pinned versions of all packages except torch and its dependencies, whose older versions are tested.
     grep -v -E '^(torch|sympy|networkx|fsspec|mpmath|Jinja2|MarkupSafe)==' constraints.txt \
         >"$VENV/constraints.txt"
     "$VENV/bin/python" -m pip install -c "$VENV/constraints.txt" "setuptools>=77"

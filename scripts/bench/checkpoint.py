@@ -359,7 +359,7 @@ def format_result(result: Mapping[str, Any]) -> str:
     the ratios (time of an alternative) / (time of Optimus). The second table contains the memory
     peaks."""
     lines = [
-        "| ranks | GB | what | ours, MB/s | ours by others: least, median, greatest |",
+        "| ranks | GB | operation | ours, MB/s | time / time of ours: min, median, max |",
         "|---|---|---|---|---|",
     ]
     for row in result["ranks"]:
@@ -373,7 +373,7 @@ def format_result(result: Mapping[str, Any]) -> str:
                 f"| {row['ranks']} | {row['bytes'] / 1e9:.2f} | {name} | {speeds[0]:.0f} to "
                 f"{speeds[-1]:.0f} | {others} |"
             )
-    lines += ["", "| ranks | MB a rank | peak above it, MB: save, load |", "|---|---|---|"]
+    lines += ["", "| ranks | MB a rank | memory increase, MB: save, load |", "|---|---|---|"]
     for row in result["ranks"]:
         peaks = "; ".join(
             f"{name} {peak['save'] / 1e6:.0f}, {peak['load'] / 1e6:.0f}"

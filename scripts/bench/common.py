@@ -21,7 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "kernels"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-# Waiting threads sleep, as in the command `optimus`. OpenMP reads this variable when torch is
+# Threads without work sleep, as in the command `optimus`. OpenMP reads this variable when torch is
 # imported.
 os.environ["OMP_WAIT_POLICY"] = os.environ.get("OMP_WAIT_POLICY", "passive")
 

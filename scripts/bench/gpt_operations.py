@@ -20,7 +20,7 @@ _BYTES = 2
 
 
 class Work(NamedTuple):
-    """Operations of a block or head in forward and in backward."""
+    """Operations in forward and in backward of one component of a block, or of the head."""
 
     modules: tuple[str, ...]
     """Names of the modules that contain the operations. If backward recomputes one of these
@@ -68,16 +68,16 @@ def _pass(
     launches: float = 1.0,
     more: float = 1,
 ) -> Work:
-    """Return element-wise work that moves `forward` bytes with `launches` kernel launches in
-    forward, and `backward` bytes with `more` launches in backward."""
+    """Return an element-wise operation. In forward, it moves `forward` bytes with `launches` kernel
+    launches; in backward, it moves `backward` bytes with `more` kernel launches."""
     return Work(modules, (Pass(forward, launches),), (Pass(backward, more),))
 
 
 def _exchange(
     modules: tuple[str, ...], forward: tuple[str, ...], backward: tuple[str, ...], size: float
 ) -> Work:
-    """Return collectives over tp with the names `forward` and `backward`. Each has a buffer of
-    `size` bytes."""
+    """Return the collectives over tp whose names are listed in `forward` and in `backward`. The
+    buffer of each collective has `size` bytes."""
     lists = ([Exchange("tp", name, size) for name in names] for names in (forward, backward))
     return Work(modules, *map(tuple, lists))
 

@@ -87,7 +87,7 @@ part() {
   fi
 }
 
-# Most time of the tests is the start of interpreters and compilers, so they run on several processes.
+# The tests run on several processes, because they wait mainly for interpreters and compilers to start.
 workers=$(nproc)
 ((workers < 6)) || workers=6
 tests=("$PYTHON" -m pytest -q -n "$workers" -k "not sycl" tests/kernels tests/model/test_moe.py

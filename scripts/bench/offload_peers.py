@@ -261,7 +261,7 @@ def run_point(point: Point, device: torch.device, steps: int) -> dict[str, Any]:
             step(batches)
             platform.synchronize(device)
             times.append(time.perf_counter() - start)
-    except Exception as error:  # of any kind; the table contains it
+    except Exception as error:  # of any type; the table contains its text
         return {"failed": f"{type(error).__name__}: {one_line(error)}"[:200]}
     tokens = point.batch * point.seq_len * point.microbatches
     return {

@@ -12,7 +12,8 @@ cpu_adam. `torch` and `deepspeed` need two additional ops, which cast the gradie
 parameters to bf16.
 
 `bound` is the limit by memory bandwidth: a simple in-place op of torch that reads and writes the
-same number of bytes as a step. Two such ops are timed, and the time of the faster op is used.
+same number of bytes as a step. Two ops of this type are timed, and `bound` is the time of the
+faster op.
 
 The script also measures the time to compute the exact norm of gradients.
 """
@@ -211,7 +212,8 @@ def _measure_case(
         except common.Absent as reason:
             absent[name] = str(reason)
     runs["bound"] = bound(chunk)
-    # On a busy machine, CPU time is more reliable than wall-clock time, but it adds up all threads.
+    # On a busy machine, CPU time is more reliable than wall-clock time, but CPU time is the sum
+    # over all threads.
     clock = int(device.type == "cpu" and threads == 1)
     times = _race(runs, max(1, _PARAMETERS_PER_SAMPLE // size), rounds, clock, device)
     return {

@@ -74,9 +74,10 @@ def _product_ratio(rates: Rates) -> float:
 
 
 def _with_efficiency(rates: Rates, value: float) -> Rates:
-    """Return the rates with the efficiency `value`. If the modelled rate of the measured product
-    would then have an error above PRODUCT_ERROR, the efficiency is the nearest value without this
-    error. It is at most MAX_SHARE."""
+    """Return the rates with the efficiency `value`. If the relative error of the modelled rate of
+    the measured product would then exceed PRODUCT_ERROR, the returned efficiency is the nearest
+    value for which the error is at most PRODUCT_ERROR. The returned efficiency is at most
+    MAX_SHARE."""
     changed = dataclasses.replace(rates, products=rates.products._replace(share=value))
     ratio = _product_ratio(changed)
     allowed = min(max(ratio, 1 - PRODUCT_ERROR), 1 + PRODUCT_ERROR)
@@ -201,7 +202,7 @@ def write_constants(rates: Rates, path: Path) -> None:
 
 
 class Bar(NamedTuple):
-    """Limits of the absolute relative errors of a table. None: no limit."""
+    """Required limits of the absolute relative errors in a table of results. None: no limit."""
 
     mean: float
     p90: float | None = None
@@ -324,9 +325,10 @@ def single_node_warning(rows: Sequence[Row]) -> str:
 
 
 def table_1_errors(rows: Sequence[Row], rates: Rates) -> dict[int, tuple[float, int]]:
-    """Return errors of the predicted TFLOP/s for a row of Table 1. `rows` contains the row with
-    each possible number of virtual stages and microbatch size. The result maps each number of
-    virtual stages to (relative error with the fastest microbatch size, this microbatch size)."""
+    """Return relative errors of the predicted TFLOP/s for a row of Table 1, which does not give the
+    number of virtual stages and the microbatch size. `rows` contains a copy of the row for each
+    possible pair of these two numbers. The result maps each number of virtual stages to (relative
+    error with the fastest microbatch size, this microbatch size)."""
     errors = {}
     for v in dict.fromkeys(row.virtual_stages for row in rows):
         candidates = [row for row in rows if row.virtual_stages == v]
@@ -428,7 +430,7 @@ def llama_tflops(dp: int, rates: Rates) -> float:
 
 def llama_variants() -> list[tuple[str, Rates]]:
     """Return two pairs (description, rates of an H100). In the second pair, the rates of matrix
-    products are those that were measured on an H200."""
+    products were measured on an H200."""
     rates, other = (rates_of(load_machine(name), "bf16", name) for name in ("h100", "h200"))
     return [
         ("H100, 5 shapes: 677 to 798 TFLOP/s", rates),
@@ -498,7 +500,8 @@ def report_constants(rates: Rates) -> list[str]:
 
 
 def at_limit(constant: Constant, rates: Rates) -> bool:
-    """Return True if a constant cannot be raised or lowered by 0.5 % because of a limit."""
+    """Return True if a constant is at a limit, so that a change by 0.5 % is not possible in one
+    direction."""
     value = constant.get(rates)
     for factor in (1.005, 1 / 1.005):
         allowed = min(max(value * factor, constant.low), constant.high)

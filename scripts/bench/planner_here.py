@@ -245,20 +245,20 @@ class Ranks:
 
 
 class Result(NamedTuple):
-    """Planned and measured figures of a case."""
+    """Planned and measured step times and memory of a case."""
 
     case: Case
     planned_s: float
     measured: list[list[float]]
     """For each round, the seconds of each update."""
     planned_bytes: int
-    """Planned memory of the rank with the largest measured peak."""
+    """Planned memory, in bytes, of the rank with the largest measured peak."""
     peak_bytes: int
-    """Largest measured peak memory of a rank."""
+    """Largest measured peak memory of a rank, in bytes."""
 
     @property
     def step_s(self) -> float:
-        """Median of all measured updates."""
+        """Median of the times of all measured updates, in seconds."""
         return statistics.median(s for of_round in self.measured for s in of_round)
 
     @property
@@ -271,14 +271,14 @@ class Result(NamedTuple):
 
     @property
     def spread(self) -> float:
-        """Difference between the largest and the smallest median of a round, divided by
+        """Relative spread of the rounds: (largest median of a round - smallest median of a round) /
         `step_s`."""
         medians = [statistics.median(of_round) for of_round in self.measured]
         return (max(medians) - min(medians)) / self.step_s
 
 
 def measure_peaks(case: Case, folder: Path) -> list[int]:
-    """Return the peak memory of each rank."""
+    """Return the peak memory of each rank, in bytes."""
     ranks = Ranks(case, "wall", True, folder)
     try:
         return [answer["peak"] for answer in ranks.answers()]
@@ -414,17 +414,20 @@ def report(results: Sequence[Result], machine: Machine, clock: str, load: str) -
             "# Planned and measured steps on a CPU",
             "",
             "`python scripts/bench/planner_here.py` writes this page. It first measures a machine "
-            "file with `optimus bench machine`; no layout of this page has set a figure of it.",
-            f"{conditions}; ranks of one thread. Median of {len(results[0].measured)} interleaved "
-            f"rounds of {UPDATES} updates, of {TOGETHER} layouts each.{note} {load}",
+            "file with `optimus bench machine`; no layout of this page was used to set a value in "
+            "the machine file.",
+            f"{conditions}; each rank has one thread. Measured times are medians over "
+            f"{len(results[0].measured)} rounds. A round runs the layouts of a group, up to "
+            f"{TOGETHER}, in turn, with {UPDATES} updates of each.{note} {load}",
             "",
             *table(head, rows),
             "",
             *verdict(results),
             "",
-            "Memory is that of the rank with the largest peak: measured, the growth of resident "
-            "memory from before the model exists, after updates of a tiny model of the same "
-            "layout, with a malloc that returns freed blocks at once.",
+            "The table shows the memory of the rank with the largest measured peak. The measured "
+            "memory is the increase of resident memory from before the model is built to its peak. "
+            "Before the measurement, a tiny model with the same layout is updated. malloc returns "
+            "freed blocks to the system at once.",
             "",
         ]
     )

@@ -90,8 +90,9 @@ def figure_4(taper: float, share: float = SHARE) -> list[float]:
 
 
 def epso_speedups(config: Config, mesh: Mesh) -> tuple[float, float]:
-    """Return two ratios of the number of parameters that a rank updates, with sharding along dp
-    alone ("so") to that with EPSO: of the maxima over pipeline ranks, and of the means."""
+    """Return two ratios (number of parameters that a rank updates with `optim.sharding` "so") /
+    (number with "epso"). The first is the ratio of the maxima over pipeline ranks, the second is
+    the ratio of the means."""
     weights = stage_weights(config, mesh)
     updated = {
         sharding: [updated_parameters(sharding, mesh, w) for w in weights]
@@ -102,8 +103,8 @@ def epso_speedups(config: Config, mesh: Mesh) -> tuple[float, float]:
 
 
 def optimizer_phase(config: Config, mesh: Mesh, rates: Rates, sharding: str) -> float:
-    """Return the seconds of the update, the reduction of gradients and the gather of parameters,
-    without overlap."""
+    """Return the total time of the update, the reduction of gradients and the gather of parameters,
+    without overlap, in seconds."""
     step = step_of(with_optim(config, sharding=sharding), mesh)
     return step.optimizer_bytes / rates.memory + reductions_s(step, rates)
 

@@ -131,13 +131,14 @@ def rank_flops(batch: int, seq_len: int, layers: int, hidden: int, ranks: int) -
 
 
 def table_1() -> list[tuple[list[Row], float]]:
-    """Return (configurations that the paper permits, FLOPs of a GPU in a step) for each row of
-    arXiv 2104.04473, Table 1. The FLOPs are computed by equation 3 of the paper, and the published
-    seconds of a step from the FLOPs and the published TFLOP/s.
+    """Return a pair (configurations that agree with the paper, FLOPs of a GPU in a step) for each
+    row of arXiv 2104.04473, Table 1. The FLOPs are computed by equation 3 of the paper. The seconds
+    of a step in the configurations are computed as FLOPs / published FLOP/s.
 
     Section 5.1 says that the table has the interleaved schedule. The paper gives neither the
-    microbatch nor the number v of virtual stages: v >= 2 divides the layers of a pipeline rank, and
-    the number of microbatches is a multiple of p. Without a pipeline, v = 1.
+    microbatch nor the number v of virtual stages. The configurations have all values for which v >=
+    2 divides the layers of a pipeline rank, and the number of microbatches is a multiple of p.
+    Without a pipeline, v = 1.
     """
     result = []
     for billions, heads, h, layers, tp, pp, gpus, batch, tflops in _TABLE_1:

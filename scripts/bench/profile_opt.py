@@ -25,7 +25,8 @@ SEQ_LEN, LAYERS, HIDDEN, HEADS, VOCAB = 2048, 96, 12288, 96, 50272
 
 
 def whole_model(recompute: bool) -> int:
-    """Profile a transformers model. Return the number of profiled uses of segments."""
+    """Profile a transformers model. Return the number of profiled uses of model segments (forward
+    or backward of a segment)."""
     config = OPTConfig(
         vocab_size=VOCAB,
         hidden_size=HIDDEN,

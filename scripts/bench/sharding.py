@@ -138,9 +138,10 @@ def compare_shardings(so: Config, epso: Config, world: World, rounds: int) -> di
 
     Returns:
         A dict with three keys. `update`: CPU seconds of the AdamW update of a rank's shard. `step`:
-        wall-clock seconds of all work between backward and the next forward: reduction, norm,
-        update and gather. `update` and `step` contain the seconds for each sharding and the ratios
-        "epso" / "so". `predicted`: ratio of the sizes of the shards, "epso" / "so".
+        wall-clock seconds between backward and the next forward, in which gradients are reduced,
+        the norm is computed, parameters are updated and parameters are gathered. `update` and
+        `step` contain the seconds for each sharding and the ratios "epso" / "so". `predicted`:
+        ratio of the sizes of the shards, "epso" / "so".
     """
     ranks = {"so": make_rank(so, world), "epso": make_rank(epso, world)}
     updates = {name: _make_update(rank.states, rank.config) for name, rank in ranks.items()}
@@ -229,8 +230,8 @@ def format_result(result: dict[str, Any]) -> str:
     """Return `result` as a Markdown table. For each ratio, the table contains the least, the median
     and the greatest value over all rounds."""
     lines = [
-        "| ranks | dp x ep | EPSO by SO: update alone (predicted) | with collectives | "
-        "ours by FSDP2, a step | peak by formula |",
+        "| ranks | dp x ep | EPSO / SO: update alone (predicted) | EPSO / SO: with collectives | "
+        "Optimus / FSDP2: a step | measured peak / formula |",
         "|---|---|---|---|---|---|",
     ]
     for measured in result["ranks"]:

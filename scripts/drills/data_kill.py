@@ -111,7 +111,7 @@ def differences(out: Path, expected: dict[str, bytes], whole: bool) -> list[str]
 
 def kill(process: subprocess.Popen[bytes], rng: random.Random) -> str:
     """Kill the main process of the command, a worker, or all its processes, chosen at random.
-    Return the choice: "command", "worker" or "all"."""
+    Return the killed processes: "command", "worker" or "all"."""
     target = rng.choice(("command", "command", "worker", "all"))
     children = children_of(process.pid)
     if target == "worker" and children:
@@ -127,8 +127,8 @@ def kill(process: subprocess.Popen[bytes], rng: random.Random) -> str:
 
 def start_and_kill(drill: Drill, out: Path, limit_s: float, rng: random.Random) -> str:
     """Start all ranks of the command, and kill each rank at a random moment within `limit_s`
-    seconds, unless it ends before. Return which process was killed last, as `kill` does: "command",
-    "worker" or "all"; "" if all ranks ended before."""
+    seconds, unless it ends before. Return the result of the last call of `kill` ("command",
+    "worker" or "all"); "" if all ranks ended before they were killed."""
     ranks = [drill.start(out, rank) for rank in range(drill.world)]
     target = ""
     for process in ranks:

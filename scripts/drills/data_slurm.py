@@ -156,8 +156,9 @@ def requeue(drill: Drill, out: Path) -> str:
     def how(job: str) -> None:
         jobs.output_of("scontrol", "requeue", job)
         jobs.wait_until(lambda: "PENDING" in states(job), f"job {job} in the queue")
-        # Start the job after 3 s. By default, Slurm would wait for two minutes. A start in the same
-        # second as the requeue would fail, because a node refuses it: "credential revoked".
+        # Start the requeued job after 3 s. By default, Slurm would start it after two minutes. A
+        # start in the same second as the requeue would fail, because a node refuses it: "credential
+        # revoked".
         jobs.output_of("scontrol", "update", f"JobId={job}", "StartTime=now+3")
 
     job = drill.disturb(out, how)

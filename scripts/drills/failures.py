@@ -11,8 +11,8 @@ agent starts. With --launcher srun, the nodes belong to a real Slurm installatio
 separate network, and a launch is a job. Each run trains a tiny model on 2 nodes of 2 ranks. The
 drill causes one fault of `tests/kit/faults/failures.py::CASES` (with srun:
 `tests/kit/faults/slurm.py::CASES`) at a random step of the run. With --sequences, the drill causes
-several random faults, each after the run has recovered from the previous fault. After the run, the
-drill checks that
+several random faults, each of them after the run has recovered from the previous fault. After the
+run, the drill checks that
 
 - the losses and norms of all steps are equal to the values of an unbroken run, and each step
   appears once;
@@ -65,7 +65,8 @@ def main() -> int:
         "--work", type=Path, help="folder for the runs; default: a temporary folder"
     )
     args = parser.parse_args()
-    # A shell starts a background process with SIGINT ignored, and the runs would inherit this.
+    # A shell starts a background process with SIGINT ignored. Without this line, the runs would
+    # inherit the ignored signal.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     cases, allocation, launch_type = failures.CASES, None, Launch
     if args.launcher == "srun":

@@ -160,7 +160,7 @@ def _in_copies(
     copies: Sequence[Path], tasks: Sequence[T], function: Callable[[T, Path], R]
 ) -> list[R]:
     """Call `function(task, copy)` for each task, in parallel threads. Return the results in the
-    order of `tasks`. A copy is used by at most one call at a time."""
+    order of `tasks`. At most one call at a time uses the same copy."""
     free: SimpleQueue[Path] = SimpleQueue()
     for copy in copies:
         free.put(copy)

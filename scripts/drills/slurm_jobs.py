@@ -100,7 +100,9 @@ def run_cases(
         The exit status: 0 if no case failed, else 1.
     """
     parser.add_argument(
-        "--cases", default=",".join(cases), help="cases in this order, also several times"
+        "--cases",
+        default=",".join(cases),
+        help="cases to run, in this order; a case may be repeated",
     )
     args = parser.parse_args()
     if unknown := set(args.cases.split(",")) - cases.keys():

@@ -6,15 +6,15 @@
 The drill trains with the configuration and the data set of the demo until train.deadline_s. The
 first run prepares the data set in --work. Once a second, the drill samples all processes of the
 run: resident memory (anonymous and shared, without pages of files), open files (without the shards
-of the data set, which remain open) and threads. The drill also records the time of each step, as
-wall-clock time and as processor time of all ranks, which other programs affect less. The time after
-the first fifth of the run is divided into twelve windows. For each quantity, a line is fitted to
-its medians in the twelve windows, and the rise of the line is printed with a 95 % confidence
-interval. Memory rises for some hundred updates until the caches of libraries are full. A run should
-therefore have thousands of updates. Exit status 0: each rise of memory, files, threads and
-processor time of a step is at most 1 % of the mean, or its confidence interval includes 0; the run
-ended with status 3, the status after a deadline, and with a valid checkpoint; processes and
-temporary files do not remain.
+of the data set, which remain open) and threads. The drill also records the wall-clock time of each
+step and the processor time of all ranks in each step. Other programs on the machine affect
+processor time less than wall-clock time. The time after the first fifth of the run is divided into
+twelve windows. For each quantity, a line is fitted to its medians in the twelve windows, and the
+rise of the line is printed with a 95 % confidence interval. Memory rises for some hundred updates
+until the caches of libraries are full. A run should therefore have thousands of updates. Exit
+status 0: each rise of memory, files, threads and processor time of a step is at most 1 % of the
+mean, or its confidence interval includes 0; the run ended with status 3, the status after a
+deadline, and with a valid checkpoint; no processes and no temporary files remain.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
 class Sample(NamedTuple):
-    """Resources of a process at one moment: memory, open files, threads, and the processor time
-    since the start of the process."""
+    """Resources of a process at one moment: memory in bytes, open files, threads, and the processor
+    time in seconds since the start of the process."""
 
     resident_bytes: int
     open_files: int
@@ -231,9 +231,9 @@ def _sample(pid: int, data: Path) -> Sample | None:
 
 
 def _trend(times: Sequence[float], values: Sequence[float]) -> Trend:
-    """Leave out the first fifth of the time, and divide the rest into WINDOWS windows. Return a
-    line fitted to the median values of the windows. `times[i]` is the time of `values[i]` in
-    seconds."""
+    """Leave out the first fifth of the time, and divide the rest into WINDOWS windows. Return the
+    line that is fitted to the median values of the windows. `times[i]` is the time of `values[i]`
+    in seconds."""
     start = min(times) + (max(times) - min(times)) / 5
     width = (max(times) - start) / WINDOWS
     windows: list[list[float]] = [[] for _ in range(WINDOWS)]

@@ -7,7 +7,7 @@ nodes    scripts/slurm/train.sh with 2 x 2 ranks, dp = 2 and pp = 2, determinist
          be bit-identical to a run on one process without Slurm
 world    a layout that 4 ranks cannot have: one error line, exit status 2
 address  a MASTER_ADDR that does not exist: one error line of each node, exit status 2, even though
-         srun ends one rank before its Python has started
+         srun ends one rank before Python has started in this rank
 rank     one of 4 ranks is killed: one error line, exit status 5
 study    a scaling study on one and two nodes, from generated jobs to pictures
 """

@@ -5,7 +5,7 @@
 #       run --input '/flare/text/*.json.gz' --tokenizer tokenizer.json --context 4096 --out OUT
 #
 # --nodes N        one job of N nodes, with one rank per node and a worker on each of its cores (1)
-# --array N        instead: an array of N one-node jobs, to submit again if they did not run at the same time
+# --array N        instead: an array of N one-node jobs; submit it again if they did not run at the same time
 # --account, --queue, --walltime, --filesystems      the options of qsub
 # --export NAMES   variables to export, such as A,B, as well as those a job needs (docs/launching.md)
 # --dry-run        print the commands that submit and launch the job, and run neither

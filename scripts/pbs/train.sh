@@ -8,7 +8,7 @@
 # --ranks R        ranks on each node, one for each of its devices (12 on Aurora)
 # --machine NAME   machine (environment, binding, queues): a name in configs/machine, or a TOML file (aurora)
 # --cpu-bind LIST  the option of mpiexec (the cores next to each tile of Aurora; more ranks: depth)
-# --buffer-nodes K request K more nodes; `optimus launch` replaces nodes that fail by them (0: it only restarts)
+# --buffer-nodes K request K spare nodes; `optimus launch` replaces failed nodes by them (0: it only restarts)
 # --chain M        with --buffer-nodes: continue in up to M further jobs, until the run is done or stops
 # --after JOB      begin after the job JOB, and end at once if the run is done (for the jobs of a chain)
 # --account, --queue, --walltime, --filesystems      the options of qsub (home:flare)

@@ -8,7 +8,7 @@
 # --ranks R        ranks on each node, one for each of its devices (1)
 # --gpus G         devices to request on each node; every rank sees all of them and uses one
 # --cpus C         number of cores to which each rank is bound; without --cpus, ranks are not bound
-# --buffer-nodes K request K more nodes; `optimus launch` replaces nodes that fail by them (0: it only restarts)
+# --buffer-nodes K request K spare nodes; `optimus launch` replaces failed nodes by them (0: it only restarts)
 # --chain M        with --buffer-nodes: continue in up to M further jobs, until the run is done or stops
 # --after JOB      begin after the job JOB, and end at once if the run is done (for the jobs of a chain)
 # --account, --partition, --time                     the options of sbatch
