@@ -1,8 +1,9 @@
 """Run commands on mutated files, in forked workers with limits of time and memory.
 
-`Arena` makes the samples and sends cases to workers that have imported all modules. If a case
-breaks a rule (a finding), `Arena` repeats the case in a new worker. judge.py has the rules, the
-cases, the verdicts and the check of file accesses.
+A case is a mutated file and a command that reads the file. `Arena` makes the samples and sends
+cases to workers that have imported all modules. If a case breaks a rule of judge.py (a finding),
+`Arena` repeats the case in a new worker. judge.py defines the rules, draws the cases, computes the
+verdicts and checks file accesses.
 """
 
 from __future__ import annotations
@@ -71,11 +72,11 @@ class Limits:
     """Limits of one case."""
 
     cpu_s: float = 5.0
-    """Processor seconds."""
+    """Maximum processor time, in seconds."""
     idle_s: float = 5.0
     """Seconds without processor time, after which the process counts as hanging."""
     clock_s: float = 60.0
-    """Wall-clock seconds, with a margin for a busy machine."""
+    """Maximum wall-clock time, in seconds, with a margin for a busy machine."""
     memory_bytes: int = 256 << 20
     """Maximum growth of resident memory, in bytes."""
 
@@ -91,8 +92,8 @@ class Arena:
     def __init__(self, folder: Path, limits: Limits | None = None) -> None:
         self.folder, self.samples = folder, folder / "samples"
         self.readers = dict(READERS)
-        """Functions that command lines can call by name, like programs. A change of this dict
-        applies to workers that start later."""
+        """Functions that command lines can call by name, in place of programs. A change of this
+        dict affects only workers that start later."""
         self._settings = _Settings(self.samples, limits or Limits(), self.readers)
         self.formats: list[Format] = []
         self.sound: dict[tuple[str, str], Any] = {}
@@ -133,7 +134,7 @@ class Arena:
         gc.freeze()
 
     def run(self, cases: Iterable[Case], jobs: int) -> Iterator[tuple[Case, Verdict]]:
-        """Yield cases and their verdicts in the order in which they end.
+        """Yield pairs (case, verdict) in the order in which the cases end.
 
         A case with a finding runs again in a new worker. If the second run has no finding, the
         `kind` of the verdict begins with "only after other cases".
@@ -225,7 +226,7 @@ class _Worker:
             data = data[os.write(self._orders, data) :]
 
     def finish(self) -> dict[str, Any]:
-        """Return the report on the case. If the worker died, the report has the cause."""
+        """Return the report on the case. If the worker died, the report contains the cause."""
         answer = os.read(self.results, 1)
         status = None
         if not answer:
@@ -275,8 +276,8 @@ class _Watch:
 
 
 def _work_of_group(group: int) -> tuple[int, bool]:
-    """Return the processor time of a process group in clock ticks, and True if all of its processes
-    sleep."""
+    """Return two values: the processor time of a process group in clock ticks, and True if all
+    processes of the group sleep."""
     ticks, sleeps = 0, True
     for entry in os.scandir("/proc"):
         if not entry.name.isdigit():
@@ -298,7 +299,8 @@ def _collect(
         folder: The folder of the case.
         before: Listing of the folder before the case.
         status: Wait status of the worker if it died; None if the worker still runs.
-        watch: The watch of the worker. If it has killed the worker, it has the reason.
+        watch: The watch of the worker. If the watch has killed the worker, the watch knows the
+            reason.
     """
     try:
         report = json.loads((folder / "report").read_text())
@@ -328,7 +330,8 @@ def _cause_of_death(status: int) -> str:
 
 
 def _serve(settings: _Settings, orders: int, results: int) -> None:
-    """Execute cases in the forked process and write their reports, until the pipe is closed."""
+    """Execute cases in the forked process and write their reports, until the pipe of orders is
+    closed."""
     code = 1
     try:
         os.setsid()
@@ -337,7 +340,7 @@ def _serve(settings: _Settings, orders: int, results: int) -> None:
             signal.signal(number, signal.SIG_DFL)
         # Bytecode next to our sources would be a write outside the directory of the case.
         sys.dont_write_bytecode = True
-        # Durability is not tested here, and takes most of the time.
+        # Durability is not tested here, and fsync would take most of the time.
         mock.patch.object(os, "fsync", lambda fd: None).start()
         audit = Audit()
         sys.addaudithook(audit)
@@ -404,7 +407,8 @@ def apply_change(case: Case, inside: Path) -> None:
     elif change.replacement == "endless":
         path.symlink_to("/dev/zero")
     elif change.replacement == "foreign":
-        # Use a file with a JSON object, too: readers of JSON refuse the other file, which has text.
+        # Half of the links refer to a file with a JSON object: readers of JSON would refuse a file
+        # with other text.
         path.symlink_to(outside / ("secret.json", "secret")[case.number % 2])
     elif change.replacement == "copy":
         with contextlib.suppress(FileExistsError):
@@ -415,7 +419,7 @@ def apply_change(case: Case, inside: Path) -> None:
         with contextlib.chdir(path.parent), socket.socket(socket.AF_UNIX) as server:
             server.bind(path.name)
     elif change.replacement == "large":
-        is_input = case.format.sample == "texts"  # the command reads the whole file
+        is_input = case.format.sample == "texts"  # such a command reads the whole file
         with open(path, "wb") as file:
             file.write(before)
             file.truncate(_INPUT_BYTES if is_input else LARGE_BYTES)
@@ -428,8 +432,8 @@ def _without_hash(content: bytes) -> bytes:
 
 
 def execute(case: Case, folder: Path, audit: Audit, settings: _Settings) -> dict[str, Any]:
-    """Run the command of a case in `folder`/inside. Return a report: the problem, the exit status,
-    and the content that the command read."""
+    """Run the command of a case in `folder`/inside. Return a report with the problem, the exit
+    status and the content that the command read."""
     inside, limits = folder / "inside", settings.limits
     os.chdir(inside)
     _redirect(folder)
@@ -487,7 +491,8 @@ def _redirect(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _limited(limits: Limits, are_set: bool) -> Iterator[None]:
-    """Limit processor seconds, address space and file sizes of this process in a `with` block."""
+    """Context manager that limits the processor time, the address space and the file sizes of this
+    process."""
     if not are_set:
         yield
         return
@@ -510,7 +515,8 @@ def _limited(limits: Limits, are_set: bool) -> Iterator[None]:
 
 
 def _run_lines(lines: Iterable[str], readers: Mapping[str, Reader]) -> Any:
-    """Run command lines until one fails. Return the exit status of this line; 0 if none fails."""
+    """Run command lines until one of them fails. Return the exit status of the failed line; 0 if no
+    line fails."""
     from data_prep.cli import main as optimus_data
     from optimus.cli import main as optimus
     from optimus.observe.log import set_up_logging
@@ -529,7 +535,8 @@ def _run_lines(lines: Iterable[str], readers: Mapping[str, Reader]) -> Any:
 
 
 def _explain(error: BaseException) -> str:
-    """Describe a traceback by the exception and the innermost line of code in our packages."""
+    """Return one line of text about an error: the type of the exception, and the innermost line of
+    code of Optimus in its traceback."""
     frames = traceback.extract_tb(error.__traceback__)
     packages = "optimus|data_prep|optimus_kernels"
     ours = [frame for frame in frames if re.search(rf"/({packages})/", frame.filename)]

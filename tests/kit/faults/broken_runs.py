@@ -1,5 +1,5 @@
-"""Train with a preloaded library that records the file calls of the ranks, lets some calls fail, or
-kills a rank at a call.
+"""Train with a preloaded library that records the file calls of the ranks, and that lets some calls
+fail or kills a rank at a call.
 
 disk.py builds the library from file_calls.c.
 """
@@ -38,14 +38,14 @@ from tests.kit.runs.training import run_tree
 RANKS = 2
 NOT_REACHED = "the call was not reached"
 STEPS = 8
-"""Number of updates of a run. It saves a full checkpoint every 2 updates, and a model-only
-checkpoint every 3."""
+"""Number of updates of a run. The run saves a full checkpoint every 2 updates, and a model-only
+checkpoint every 3 updates."""
 BASE, BROKEN = 5, 6
-"""Two steps. A run continues from step BASE. At step BROKEN, it saves a full and a model-only
-checkpoint: a file call of these saves fails, or a rank is killed."""
+"""Numbers of two steps. A run continues from step BASE. At step BROKEN, the run saves a full and a
+model-only checkpoint. A file call of these saves fails, or a rank is killed at the call."""
 
 BLOCK_BYTES = 1 << 14
-"""Block size of shard files. With it, about six calls write one shard file."""
+"""Block size of shard files in bytes. With this size, about six calls write one shard file."""
 GROWING = ("create", "mkdir", "write", "truncate", "extend", "rename", "link")
 """Kinds of file calls that fail on a full disk."""
 
@@ -84,8 +84,8 @@ def run_broken(
         breakage = None
     if log or breakage:
         # With saves in the background, the numbers of the calls differ between runs, so a single
-        # failure may break any save. It must not break the last one: that ends the run with an
-        # error.
+        # failure can break any save. The last save is excluded, because its failure would end the
+        # run with an error.
         is_single_failure = (
             breakage and breakage.first == breakage.last and breakage.action >= Action.ENOSPC
         )
@@ -111,7 +111,7 @@ def run_ranks(
     """Run `run_broken` on RANKS ranks. By default, `under` is the directory of the checkpoints.
 
     Returns:
-        The outcomes of the ranks; [] if all reached the end of the run.
+        The outcomes of the ranks; [] if all ranks reached the end of the run.
 
     Raises:
         RanksFailed: A rank ended for a reason other than SIGKILL or the loss of a peer.
@@ -163,7 +163,7 @@ class RecordedSave(NamedTuple):
     """For each rank, the file calls with which it changes files during the save."""
 
     def numbers(self, rank: int) -> range:
-        """Return the indices of all file calls of a rank during the save, also of those that only
+        """Return the indices of all file calls of a rank during the save, including calls that only
         read."""
         return range(self.calls[rank][0].number, self.calls[rank][-1].number + 1)
 
@@ -180,9 +180,10 @@ class RecordedSave(NamedTuple):
         return cases
 
     def errors(self) -> list[Breakage]:
-        """Return breakages that do not kill. For each call of each rank: EIO. For each call that
-        needs space: ENOSPC, for this call alone and for this and all later calls of the save. For
-        each write: a short write."""
+        """Return breakages that do not kill a rank. For each call of each rank, there is a breakage
+        with EIO. For each call that needs disk space, there are two with ENOSPC: for this call
+        alone, and for this and all later calls of the save. For each write, there is a short
+        write."""
         cases = []
         for rank in range(RANKS):
             ops = {call.number: call.op for call in self.calls[rank]}
@@ -273,7 +274,8 @@ def fail_save(
 
 
 def _resume(pool: RankPool, tree: dict[str, Any], run_dir: Path, save: RecordedSave) -> None:
-    """Run to the end, compare with the unbroken run, and remove the run directory."""
+    """Resume the run to its end, compare its result with the unbroken run, and remove the run
+    directory."""
     assert not run_ranks(pool, tree)
     assert_same_run(run_dir, save.unbroken)
     assert not list(checkpoints(tree).glob(".*"))
@@ -309,7 +311,8 @@ _PATHS = {"the full checkpoint": store.full_path, "the model": store.model_path}
 
 
 def newest_step(run_dir: Path) -> int:
-    """Verify all checkpoints with final names. Return the step of the newest one, 0 for none."""
+    """Verify all checkpoints with final names. Return the step of the newest checkpoint; 0 if there
+    is no checkpoint."""
     directory = store.checkpoints_dir(run_dir)
     for path in directory.glob("*-????????"):
         assert is_checkpoint(path), path

@@ -1,7 +1,8 @@
 """Faults of files and disks: damaged files, full and read-only disks, and broken file calls.
 
 A file call is a call of libc that reads or changes files. The preloaded library file_calls.c counts
-and records file calls. It breaks a call if it lets the call fail, or kills the process at the call.
+and records file calls. A call is broken if the library lets the call fail or kills the process at
+the call.
 """
 
 from __future__ import annotations
@@ -40,13 +41,13 @@ def flip_bit(content: bytearray, generator: random.Random) -> None:
 
 
 def truncate(content: bytearray, generator: random.Random) -> None:
-    """Remove all bytes from a random byte on."""
+    """Remove the end of `content`, from a random byte."""
     del content[generator.randrange(len(content)) :]
 
 
 def zero(content: bytearray, generator: random.Random) -> None:
-    """Set 512 bytes to zero. This also changes the padding in the header of a shard file, which
-    consists of spaces."""
+    """Set 512 bytes at a random position to zero. Zeros also change the padding in the header of a
+    shard file, which consists of spaces."""
     at = generator.randrange(max(1, len(content) - 512))
     content[at : at + 512] = bytes(len(content[at : at + 512]))
 
@@ -58,7 +59,8 @@ def lengthen(content: bytearray, generator: random.Random) -> None:
 
 @contextlib.contextmanager
 def small_disk(folder: Path, size: str) -> Iterator[Callable[[str], None]]:
-    """Mount a tmpfs of this size at a new folder. Skip the test if mounting is not permitted.
+    """Context manager that mounts a tmpfs of size `size` (an option of mount) at the new folder
+    `folder`. Skip the test if mounting is not permitted.
 
     Yields:
         A function that remounts the file system with other options, such as "ro".
@@ -98,7 +100,7 @@ def immutable(*paths: Path) -> Iterator[None]:
 
 
 class Action(IntEnum):
-    """Effect of file_calls.c on a file call. The values are those of its source."""
+    """Effect of file_calls.c on a file call. The values equal those in file_calls.c."""
 
     NONE = 0
     KILL_BEFORE = 1
@@ -126,8 +128,8 @@ class Call(NamedTuple):
     directory)."""
     pid: int
     number: int
-    """Number of the call in its process. Calls that only read and calls that fail are counted
-    too."""
+    """Number of the call among all file calls of its process, including calls that only read and
+    calls that fail."""
     path: str
     other: str
     """The new name of a rename or a link."""

@@ -1,7 +1,7 @@
 """Supervised runs with the faults of failures.py, and the checks at their end.
 
-`run_case` does one run with a fault, `run_sequence` one run with several faults, each after the run
-has recovered from the one before.
+`run_case` does one run with one fault. `run_sequence` does one run with several faults, each after
+the run has recovered from the previous fault.
 """
 
 from __future__ import annotations
@@ -77,17 +77,16 @@ def run_sequence(
     cases: Mapping[str, Case] = CASES,
     launch_type: type[Launch] = Launch,
 ) -> dict[str, Any]:
-    """Do one run with several faults, and check it at its end. The next fault begins when the run
-    has recovered from the one before.
+    """Do one run with several faults, and check its result. Each fault begins after the run has
+    recovered from the previous fault.
 
     Args:
         references: Curves of unbroken runs. The run is a folder next to theirs.
         seed: Seed of the run.
         allocation: Nodes; None for emulated ones.
-        names: Cases from which the faults are chosen; () for all that are possible.
+        names: Names of the cases from which the faults are chosen; () for all possible cases.
         steps: Number of updates.
-        most_faults: Maximum number of faults. In any case, no fault begins in the last _LAST_STEPS
-            updates.
+        most_faults: Maximum number of faults. No fault begins in the last _LAST_STEPS updates.
         cases: All cases.
         launch_type: Class of the launch.
 
@@ -103,8 +102,8 @@ def run_sequence(
     expected, played, problems = Expected(), list[str](), list[str]()
     try:
         while launch.process.poll() is None and len(played) < most_faults:
-            # Choose a step after that of the last failure, because the same failure at the same
-            # step on another node would be attributed to no node.
+            # Choose a step after the step of the last failure, because the supervisor attributes
+            # the same failure at the same step on another node to no node.
             failed = max((end.step for end in launch.history().ends.values()), default=0)
             at = max(launch.step(), failed) + chance.randrange(1, 12)
             if at > steps - _LAST_STEPS:
@@ -134,8 +133,9 @@ def run_sequence(
 
 
 def _wait_for_checkpoint(launch: Launch) -> None:
-    """Wait for a checkpoint of the present attempt, unless this or the previous attempt has
-    committed one. The supervisor stops a run whose attempts make no progress."""
+    """Wait until the current attempt commits a checkpoint, unless the current or the previous
+    attempt has already committed one. Without this wait, the supervisor could stop the run, because
+    its attempts make no progress."""
     history = launch.history()
     committed = [attempt.attempt in history.checkpoints for attempt in history.attempts[-2:]]
     if any(committed):

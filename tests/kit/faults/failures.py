@@ -39,8 +39,8 @@ END_MARGIN_S = 5.0
 BUFFER_NODES, SEQUENCE_BUFFER_NODES = 2, 4
 
 Fault = Callable[[Any, random.Random], Expected]
-"""Function that breaks processes of a running launch, its first argument, and returns what this
-must cause. The launch has the class that the case needs."""
+"""Function that breaks processes of a running launch (its first argument, of the class that the
+case needs), and returns the expected effects."""
 
 
 class Case(NamedTuple):
@@ -55,7 +55,8 @@ class Case(NamedTuple):
     nodes: Allocation = local_nodes(BUFFER_NODES)
     """Nodes of the run, unless the drill passes other nodes."""
     in_sequences: bool = True
-    """False if no other fault can follow, or if the run needs other settings."""
+    """True if the fault can occur in a sequence of faults. False if no other fault can follow it,
+    or if its run needs other settings."""
 
 
 def _excluded(*nodes: str, restarts: int = 1) -> Expected:
@@ -87,7 +88,8 @@ def _freeze_rank(launch: Launch, chance: random.Random) -> Expected:
 
 
 def _freeze_all_ranks(launch: Launch, chance: random.Random) -> Expected:
-    """Suspend all ranks during an update, so that none notices that others do not answer."""
+    """Suspend all ranks during an update, so that no rank notices that another rank does not
+    answer."""
     ended = len(launch.history().ends)
     ranks = [process for node in launch.active() for process in launch.ranks(node)]
 
@@ -95,7 +97,7 @@ def _freeze_all_ranks(launch: Launch, chance: random.Random) -> Expected:
         launch.freeze(ranks)
         if all(progress_of(rank).phase == "update" for rank in ranks):
             return True
-        launch.thaw()  # this limit does not cover saves
+        launch.thaw()  # the time limit of a collective does not apply to saves
         time.sleep(0.1 * chance.random())
         return False
 
@@ -157,7 +159,8 @@ def _repeat_failure(times: int) -> Fault:
 
 
 def _bad_checkpoint(launch: Launch, chance: random.Random) -> Expected:
-    """Let the newest checkpoint have weights that give NaN, and kill a rank."""
+    """Save a checkpoint whose weights give NaN, and kill a rank, so that the run resumes from
+    it."""
     first, second = launch.active()
     step = (launch.step() // _LONG_INTERVAL + 2) * _LONG_INTERVAL  # an older one exists
     launch.break_rank("bad-save", "*", "*", step)
@@ -250,7 +253,7 @@ def _kill_in_start(launch: Launch, chance: random.Random) -> Expected:
 
 
 def _kill_warm_process(launch: Launch, chance: random.Random) -> Expected:
-    """Kill the process that has forked the ranks of a node."""
+    """Kill the warm process of a node, from which the ranks of the node are forked."""
     node = _node(launch, chance)
     send(launch.agents()[node].children(), signal.SIGKILL)
     return _excluded(node)
@@ -366,7 +369,8 @@ def _pause_supervisor(launch: Launch, chance: random.Random) -> Expected:
 
 
 def _kill_supervisor_in_recovery(launch: Launch, chance: random.Random) -> Expected:
-    """Kill a rank, and then the supervisor while it handles this or starts the next attempt."""
+    """Kill a rank, and then kill the supervisor while it handles the failure or starts the next
+    attempt."""
     node = _node(launch, chance)
     send([chance.choice(launch.ranks(node))], signal.SIGKILL)
     time.sleep(2 * chance.random())
@@ -375,7 +379,8 @@ def _kill_supervisor_in_recovery(launch: Launch, chance: random.Random) -> Expec
 
 
 def _fill_disk_of_supervisor(launch: Launch, chance: random.Random) -> Expected:
-    """Let the writes of the supervisor fail at once or in the middle of a line, and kill a rank."""
+    """Let the writes of the supervisor fail (immediately or in the middle of a line), and kill a
+    rank."""
     supervisor = psutil.Process(launch.process.pid)
     _, hard = supervisor.rlimit(psutil.RLIMIT_FSIZE)
     size = (launch.run_dir / LEDGER).stat().st_size

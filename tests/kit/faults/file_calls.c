@@ -1,6 +1,6 @@
 /* Counts, records and breaks the calls with which a process changes files below a directory.
  *
- * A preloaded library; `file_calls_arm` starts to count. `action` applies to the calls `first` to
+ * The library is preloaded; `file_calls_arm` starts the count. `action` applies to the calls `first` to
  * `last` of this process: SIGKILL before or after the call or in the middle of a write; failure of
  * the call; or a short write. Calls that succeeded are appended to a log that several processes may
  * share: a line "op, pid, number, offset, length, inode, path, other path", separated by tabs, then
@@ -114,7 +114,7 @@ static void note_fd(const char *op, int fd, long offset, const void *data, size_
   char path[PATH_MAX];
   if (log_fd >= 0) note_all(op, offset, data, size, fd, path_of(fd, path), "");
 }
-/* What the kernel copied by itself, read back. */
+/* Records bytes that the kernel copied between files, after reading them from the target. */
 static void note_copied(int fd, long offset, size_t size) {
   char link[64], *data = malloc(size);
   if (log_fd < 0) return free(data);
@@ -167,7 +167,7 @@ int close(int fd) {
   return real(fd);
 }
 
-/* A call of a watched fd, or of a path inside: it is counted, made, noted and perhaps broken. */
+/* Counts a call on a watched descriptor or path, makes it or breaks it, and records it. */
 #define BREAKABLE(condition, grows, type, call, noting) \
   do { \
     if (!(condition)) return call; \
@@ -216,7 +216,7 @@ ssize_t copy_file_range(int from, off64_t *offset, int fd, off64_t *at, size_t s
   WRITE(is_watched(fd), real(from, offset, fd, at, size, how),
         note_copied(fd, at ? *at - result : AT, result));
 }
-/* One after the other: a short result is every caller's business anyway. */
+/* Writes only the first buffer. A short result is permitted: all callers must handle it. */
 ssize_t writev(int fd, const struct iovec *parts, int number) {
   REAL(writev);
   if (!is_watched(fd) || !number) return real(fd, parts, number);
@@ -255,7 +255,7 @@ SYNC(fdatasync)
   }
 FALLOCATE(fallocate, off_t)
 FALLOCATE(fallocate64, off64_t)
-/* These return the error. */
+/* These calls return the error number instead of setting errno. */
 #define POSIX_FALLOCATE(name, type) \
   int name(int fd, type offset, type length) { \
     REAL(name); \

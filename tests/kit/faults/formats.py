@@ -56,8 +56,8 @@ class Format:
     has_hash: bool = True
     """True if a hash in another file or in this file detects changes."""
     names_files: bool = False
-    """True if the file may contain paths of files in other directories. A configuration and the
-    order of a data set do (docs/trust.md)."""
+    """True if the file may contain paths of files in other directories. This is true for a
+    configuration and for the order of a data set (docs/trust.md)."""
     weight: int = 2
     """Relative frequency of cases of this format."""
     cpu_s: float = 0.0
@@ -192,8 +192,8 @@ returns the exit status."""
 def seal(folder: Path, file: Path, before: bytes) -> None:
     """Hide a change of a file from checks of hashes and sizes.
 
-    In all JSON files below `folder`, replace the old hash and size of the file by the new ones.
-    Then do the same for the JSON files that this has changed.
+    In all JSON files below `folder`, replace the old hash and size of `file` by the new hash and
+    size. Then do the same for the hash and size of each JSON file that was changed.
 
     Args:
         folder: The sample.
@@ -230,7 +230,8 @@ def seal(folder: Path, file: Path, before: bytes) -> None:
 
 
 def _seal_ledger(path: Path) -> None:
-    """Replace the hash of each line in a changed ledger, and the last hash in nodes.json."""
+    """Compute the hash of each line in a changed ledger again, and store the last hash in
+    nodes.json."""
     from optimus.resilience.supervision.ledger import NODES
 
     lines, last_hash = [], b""
@@ -288,7 +289,8 @@ def _checkpoint(path: str, run: bool, tensors: str = "intact") -> tuple[Command,
 
     Args:
         path: The checkpoint.
-        run: True to add commands that read the checkpoint as one of the run directory `run`.
+        run: True to add commands that read the run directory `run`, to which the checkpoint
+            belongs.
         tensors: Value of `Command.same` for commands that read the weights.
     """
     of_run = (

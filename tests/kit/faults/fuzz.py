@@ -2,8 +2,9 @@
 
 The first run trains under one layout until its end, for example a stop or a kill. The second run
 continues under the other layout to the last step. The results are compared with those of an
-uninterrupted run on one process. They must have the same bits if deterministic mode promises this.
-Otherwise, the errors of losses and of the first gradient norm must be below TOLERANCE.
+uninterrupted run on one process. If deterministic mode promises equal bits for the two layouts, the
+results must have the same bits. Otherwise, the errors of losses and of the first gradient norm must
+be below TOLERANCE.
 """
 
 from __future__ import annotations
@@ -104,10 +105,10 @@ def draw(number: random.Random) -> Case:
     sizes = _SIZES[:2] if exact else _SIZES
     worlds = {run: number.choice((1, 2, 2, 4, 4, 8, 8)) for run in RUNS}
     divided = {run: number.sample(sizes, number.choice((1, 2))) for run in worlds}
-    while True:  # until these worlds can divide the model and the batch
+    while True:  # until both worlds can divide the model and the batch
         case = {axis: number.choice(choices) for axis, choices in SHARED.items()}
         if not exact:
-            case["dtype"] = "fp32"  # in bf16, only exact cases have a promise
+            case["dtype"] = "fp32"  # in bf16, only exact cases can be compared
         for run, world in worlds.items():
             case |= {f"{run}.{axis}": choices[0] for axis, choices in LAYOUT.items()}
             while world_size(case, run) < world:
@@ -180,8 +181,8 @@ def simpler(case: Case) -> Iterator[Case]:
 
 
 def _steps() -> Iterator[Callable[[Case], Case]]:
-    """Yield functions that simplify some axes of a case. A function that cannot do this returns the
-    same case."""
+    """Yield functions that return a case with some axes simplified. A function that cannot simplify
+    a case returns the same case."""
     choices_of = axes()
 
     def take(choice: dict[str, Any]) -> Callable[[Case], Case]:
@@ -203,7 +204,7 @@ def _steps() -> Iterator[Callable[[Case], Case]]:
     for axis, choices in choices_of.items():
         for choice in choices:
             yield take({axis: choice})
-            if axis.startswith("first."):  # both layouts, since they may have to be equal
+            if axis.startswith("first."):  # in both layouts, since some cases need equal layouts
                 yield take({axis: choice, axis.replace("first", "second"): choice})
 
 
@@ -216,7 +217,7 @@ def shrink(judge: Callable[[Case], str], case: Case, limit_s: float) -> Case:
     """Return the simplest case that fails.
 
     Args:
-        judge: Returns a message for a case that fails, as `CaseRunner.judge`.
+        judge: Function that returns a message if a case fails, else "" (`CaseRunner.judge`).
         case: A case that fails.
         limit_s: Time limit, after which the simplest case so far is returned.
     """

@@ -1,8 +1,9 @@
 """Cases of scripts/drills/hostile_files.py, and the verdicts on their reports and file accesses.
 
-A command must accept the file, with exit status 0 and the content of the unchanged file, or refuse
-the file, with one line and the exit status of a refusal. There must be no traceback and no hang.
-Memory must be bounded. No file outside the directory may be read, made or changed.
+A command must either accept the mutated file, with exit status 0 and the content of the unchanged
+file, or refuse it, with one line and the exit status of a refusal. A traceback, a hang and memory
+above the limit are findings. The command must not read, create or change a file outside its
+directory.
 
 The folder of a case contains `inside`, in which the command runs, and `outside`, whose files
 contain CANARY. An audit hook records accesses to paths outside `inside`. Listings before and after
@@ -36,8 +37,8 @@ class Audit:
     """Audit hook that records forbidden accesses: opening a file by a name outside the folder,
     starting a program, and loading a pickle.
 
-    Links from the folder to other directories may be followed, since users store files there.
-    CANARY shows if a command prints or copies the content of such a file.
+    A command is permitted to follow links from the folder to other directories, since users store
+    files there. CANARY shows if a command prints or copies the content of such a file.
     """
 
     def __init__(self) -> None:
@@ -49,8 +50,9 @@ class Audit:
 
     @contextlib.contextmanager
     def watching(self, inside: Path, names_files: bool) -> Iterator[None]:
-        """Record the forbidden accesses in a `with` block. With `names_files`, a command may read
-        files in any directory, because the mutated file may contain their paths."""
+        """Context manager that records the forbidden accesses. With `names_files`, a command is
+        permitted to read files in any directory, because the mutated file can contain their
+        paths."""
         self.problem, self._is_on = "", True
         self._inside, self._names_files = os.path.normpath(inside), names_files
         try:
@@ -170,13 +172,13 @@ class Verdict:
 
 
 def draw(seed: int, number: int, formats: list[Format], samples: Path) -> Case:
-    """Return the case with this number. The number of cases of a format is proportional to its
-    weight."""
+    """Return the case with the number `number`. The number of cases of a format is proportional to
+    the format's weight."""
     turns = [entry for entry in formats for _ in range(entry.weight)]
     random.Random(0).shuffle(turns)
     offset = number * len(formats) // len(turns)
     generator = random.Random(f"{seed} {number}")
-    # The first cases have each format once, so that few cases reach all formats.
+    # The first cases contain each format once, so that a short drill tests all formats.
     format_ = formats[number] if number < len(formats) else turns[(number + offset) % len(turns)]
     content = (samples / format_.sample / format_.file).read_bytes()
     change = mutate(generator, content, format_.syntax)

@@ -1,4 +1,5 @@
-"""Random mutations of files, as damage or an attacker makes them. No file is read or written.
+"""Random mutations of files, as caused by damage or by an attacker. This module reads and writes no
+file.
 
 `mutate(random, content, syntax)` draws a `Change`: other content of a file, or a replacement of the
 file, such as a FIFO or a link. Generators with the same seed draw the same change on all machines.
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 CANARY = "optimus-canary-5b1e3d"
-"""Text of files outside the directory of a case. No command may print or copy it."""
+"""Text of files outside the directory of a case. A command that prints or copies it has a fault."""
 OUTSIDE = "../outside/secret"
 """Name of a file that contains CANARY, relative to the directory of the case."""
 LARGE_BYTES = 1 << 36
@@ -27,8 +28,8 @@ REPLACEMENTS = (
     *("fifo", "directory", "socket", "absent", "large"),
     *("dangling", "endless", "foreign", "copy"),
 )
-"""Kinds of replacements of a file. `large` is a sparse file. The last four are links: to nothing,
-to /dev/zero, to a file outside the directory, and to a copy of the file."""
+"""Kinds of replacements of a file. `large` is a sparse file. The last four are links: to a path
+that does not exist, to /dev/zero, to a file outside the directory, and to a copy of the file."""
 
 _DEEP, _DEEP_TABLE, _LONG, _HUGE, _POWER = (f"@{name}@" for name in "ABCDE")
 _RAW = {
@@ -86,8 +87,8 @@ def mutate(number: random.Random, content: bytes, syntax: str) -> Change:
 
 
 _MAX_KEYS, _MAX_ITEMS, _MAX_LINES = 20, 3, 12
-"""Maximum number of entries of a dict and a list, and of lines of a file, that `all_changes`
-changes. The last entry or line is one of them."""
+"""Maximum numbers of entries of a dict, of entries of a list and of lines of a file that
+`all_changes` changes. The changed entries and lines include the last one."""
 
 
 def all_changes(content: bytes, syntax: str) -> Iterator[Change]:
@@ -110,8 +111,8 @@ def all_changes(content: bytes, syntax: str) -> Iterator[Change]:
 
 
 def _changed_trees(tree: Any) -> Iterator[tuple[str, Any]]:
-    """Yield descriptions and trees: each node is deleted, renamed, wrapped, shifted and replaced by
-    each of _VALUES, and each dict gets an unknown key."""
+    """Yield pairs (description, changed tree). In each changed tree, one node is deleted, doubled,
+    renamed, wrapped, shifted or replaced by one of _VALUES, or one dict gets an unknown key."""
     holder = [tree]
     for container, key, name in _nodes(holder, (), is_limited=True):
         old = container[key]
@@ -177,8 +178,8 @@ def _change_bytes(number: random.Random, content: bytes) -> tuple[str, bytes]:
 
 
 def _position(number: random.Random, size: int) -> int:
-    """Draw the position of a byte, often near the start or the end, where headers and footers
-    are."""
+    """Draw the position of a byte. Positions near the start and the end, where headers and footers
+    are, are more frequent."""
     if not size:
         return 0
     near = min(size, 64)
@@ -265,7 +266,7 @@ def _change_node(
         container[name] = container.pop(key)
         return f"renamed {name!r}"[:80]
     else:
-        # A copy, since a later change of a list or dict of _VALUES would affect other cases.
+        # Copy the value, since a later change of a list in _VALUES would affect other cases.
         container[key] = new = copy.deepcopy(number.choice(_VALUES))
         return f"set to {new!r}"[:80]
     return kind
@@ -280,7 +281,7 @@ def _contains(tree: Any, node: Any) -> bool:
 
 
 def _change_lines(number: random.Random, content: bytes) -> tuple[str, bytes]:
-    """Change the tree of a JSON line, or add, remove or exchange lines."""
+    """Change the JSON value of one line, or add, remove or exchange lines."""
     lines = content.splitlines()
     at = number.randrange(len(lines))
     kind = number.choice(("tree", "tree", "tree", "double", "delete", "swap", "other"))

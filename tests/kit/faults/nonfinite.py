@@ -1,5 +1,5 @@
-"""Runs in which one rank computes NaN or gets a corrupted optimizer state, or in which data gives
-NaN."""
+"""Runs in which one rank computes NaN, one rank gets a corrupted optimizer state, or a training
+instance gives NaN on any rank."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _error_of(run: Run, update: Callable[[int], float]) -> str:
 
 
 def _break_output(module: Any, break_tensor: Callable[[Tensor], Tensor]) -> None:
-    if hasattr(module, "wiring"):  # break the product, a summand of the output of a tp rank
+    if hasattr(module, "wiring"):  # break the product of this tp rank, before the sum over tp ranks
         multiply = module.multiply
         module.multiply = lambda x, bias: break_tensor(multiply(x, bias))
     else:
@@ -139,8 +139,8 @@ def break_element(run: Run, state: str, value: float) -> str:
 
 @contextlib.contextmanager
 def bad_instance(run: Run, number: int, target: str = "output") -> Iterator[None]:
-    """Return a context manager. In its context, the training instance `number` gives NaN on any
-    rank of `run` that computes its embedding. `target` is a key of BROKEN_OUTPUTS."""
+    """Context manager in which the training instance `number` gives NaN on any rank of `run` that
+    computes its embedding. `target` is a key of BROKEN_OUTPUTS."""
     bad = torch.from_numpy(run.plan.data.training.read(number, number + 1))
     if run.rank_model.layout.coordinate.pp:
         yield

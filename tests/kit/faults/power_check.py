@@ -32,7 +32,8 @@ RUN = "run"
 """Name of the run directory below the root of the modelled disk."""
 _NAMES = re.compile(r"(step|model)-\d{8}")
 WINDOW = 12
-"""If at most this number of changes are pending, the check examines each subset of them."""
+"""If at most this number of changes is pending, the check examines each subset of the pending
+changes."""
 
 
 def is_examined(path: PurePath) -> bool:
@@ -70,7 +71,7 @@ class Summary:
 
     moments: int = 0
     windows: int = 0
-    """Number of calls after which 1 to WINDOW changes are pending."""
+    """Number of file calls after which 1 to WINDOW changes are pending."""
     most_pending: int = 0
     states: int = 0
     """Number of examined states of the checkpoints, summed over all moments."""
@@ -98,7 +99,7 @@ class Loader:
         self._scratch.cleanup()
 
     def load(self, tree: Tree) -> StartState:
-        """Verify all checkpoints. Return the state from which a run would start."""
+        """Verify all checkpoints in the tree. Return the state from which a run would start."""
         if tree not in self._known:
             self._write(tree)
             self._known[tree] = self._load()
@@ -194,7 +195,7 @@ def promises(calls: Sequence[Call], asynchronous: bool = False) -> Iterator[Prom
                 committed.append(number)
             else:
                 models[number] = False
-        if call.op == "rename" and _NAMES.fullmatch(name):  # the oldest is removed
+        if call.op == "rename" and _NAMES.fullmatch(name):  # the oldest checkpoint is removed
             step = committed[-1]
             if name.startswith("model-"):
                 models.pop(int(name[6:]), None)

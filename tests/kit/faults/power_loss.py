@@ -2,8 +2,8 @@
 
 An fsync of a file makes its bytes durable. An fsync of a directory makes its entries durable:
 creations, renames and removals. After a power cut, the disk may contain any subset of the later
-changes. A rename within a directory is one change. Of a written extent, the disk may contain all
-bytes, the first half, zeros, or nothing.
+changes. A rename within a directory is one change. For a written extent, the disk may contain all
+bytes, only the first half of the bytes, zeros, or the old content.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import TypeAlias
 from tests.kit.faults.disk import Call
 
 EXHAUSTIVE = 1 << 12
-"""All states of a disk at one moment are examined if there are at most this many. Otherwise random
-states are drawn."""
+"""Maximum number of states of a disk at one moment that are all examined. If there are more states,
+random states are drawn."""
 
 _LOSSES = ("nothing", "half", "zeros")
 
@@ -81,7 +81,8 @@ class Directory:
         self.pending: list[Mapping[str, Node | None]] = []
 
     def change(self, names: Mapping[str, Node | None]) -> None:
-        """Set the nodes of names; None removes a name."""
+        """Set the nodes of several names in the directory as one pending change; None removes a
+        name."""
         self.pending.append(names)
         _apply(self.entries, names)
 
@@ -89,7 +90,8 @@ class Directory:
         self.durable, self.pending = dict(self.entries), []
 
     def trees(self, path: PurePath, is_examined: PathFilter) -> Iterator[Tree]:
-        """Yield all possible states of the examined paths, some of them several times."""
+        """Yield all possible states of the examined paths. Some states are yielded several
+        times."""
         for entries in self._subsets(path, is_examined):
             below = [  # a limit, since the product may be too large
                 itertools.islice(node.trees(path / name, is_examined), EXHAUSTIVE + 1)
@@ -165,8 +167,8 @@ class Disk:
             self._write(node or self._renamed(folder, name, call), call)
 
     def _renamed(self, folder: Directory, name: str, call: Call) -> File:
-        """Apply a rename that the record lacks: rename the file of `call` to `name`. Return the
-        file."""
+        """Apply a rename that the record of calls does not contain: rename the file of `call` to
+        `name`. Return the file."""
         node = self._files[call.inode]
         old = next(entry for entry, other in folder.entries.items() if other is node)
         folder.change({old: None, name: node})
@@ -223,7 +225,7 @@ class Disk:
         return self.top.draw(rng, rng.choice((0.05, 0.3, 0.5, 0.7, 0.95)))
 
     def durable(self, path: PurePath) -> bytes:
-        """Return the durable bytes of a file, b"" if its name is not durable."""
+        """Return the durable bytes of a file; b"" if the name of the file is not durable."""
         node: Node | None = self.top
         for name in path.parts:
             node = node.durable.get(name) if isinstance(node, Directory) else None

@@ -111,7 +111,7 @@ def _copy_data(target: Path) -> None:
 
 
 def _write_run_toml(folder: Path) -> None:
-    """Write the configuration with which the run continues."""
+    """Write run.toml, the configuration with which the sample `run` continues."""
     text = (folder / "run/config.toml").read_text()
     (folder / "run.toml").write_text(re.sub(r'run_dir = ".*"', 'run_dir = "run"', text))
 

@@ -1,7 +1,7 @@
 """Faults of supervised runs in jobs of the Slurm that `scripts/drills/slurm.sh --networks` starts.
 
-Each node has a network and processes of its own, so that its power, its link and its slurmd can
-fail. Node n1 runs the job script and the supervisor.
+Each node has a separate network and separate processes, so that the power, the link and the slurmd
+of a node can fail. Node n1 runs the job script and the supervisor.
 """
 
 from __future__ import annotations
@@ -66,18 +66,19 @@ class Node:
         return int((self._state / f"{self.name}.pid").read_text())
 
     def cut(self, has_carrier: bool = False) -> None:
-        """Cut the node off from the network. With `has_carrier`, its own interface stays up, as
-        with a switch that drops everything."""
+        """Disconnect the node from the network. With `has_carrier`, the network interface of the
+        node stays up, as with a switch that drops all packets."""
         change = "nomaster" if has_carrier else "down"
         subprocess.run(["ip", "link", "set", self.name, change], check=True)
 
     def connect(self) -> None:
-        """Connect the node with the network again, if it runs."""
+        """Connect the node to the network again, if the node runs."""
         command = ["ip", "link", "set", self.name, "master", "bridge", "up"]
         subprocess.run(command, check=False, stderr=subprocess.DEVNULL)
 
     def power_off(self) -> None:
-        """Cut the node off and end all of its processes. To peers, its connections seem open."""
+        """Disconnect the node from the network and end all of its processes. Other nodes still see
+        its connections as open."""
         (self._state / f"{self.name}.off").touch()
         self.cut()
         os.kill(self._first_process(), signal.SIGKILL)
@@ -109,7 +110,7 @@ class _Job:
         self._asked_at = 0.0
 
     def poll(self) -> int | None:
-        """Return the exit status; None while the job exists."""
+        """Return the exit status; None while the job is queued or runs."""
         if self.returncode is None and time.monotonic() - self._asked_at > 0.5:
             self._asked_at = time.monotonic()
             command = ["squeue", "--noheader", f"--jobs={self.number}", "--format=%T"]
@@ -226,7 +227,7 @@ def _lose_power(launch: SlurmLaunch, chance: random.Random) -> Expected:
 
 
 def _lose_power_shortly(launch: SlurmLaunch, chance: random.Random) -> Expected:
-    """Let a node lose power and start again at once. Its agent does not start again."""
+    """Switch a node off and start it again at once. The agent of the node does not start again."""
     node = _other(launch, chance)
     node.power_off()
     node.power_on()
@@ -234,7 +235,8 @@ def _lose_power_shortly(launch: SlurmLaunch, chance: random.Random) -> Expected:
 
 
 def _cut(launch: SlurmLaunch, chance: random.Random) -> Expected:
-    """Cut a node off, and connect it some time after the other nodes train again."""
+    """Disconnect a node from the network, and connect it again some time after the other nodes have
+    continued to train."""
     node, ended, step = _other(launch, chance), len(launch.history().ends), launch.step()
     node.cut(has_carrier=chance.random() < 0.5)
     launch.wait_for_recovery(_excluded(node), ended)
@@ -245,8 +247,8 @@ def _cut(launch: SlurmLaunch, chance: random.Random) -> Expected:
 
 
 def _cut_first(launch: SlurmLaunch, chance: random.Random) -> Expected:
-    """Cut the node of the supervisor off for longer than the heartbeat limit. No node may be marked
-    for this. Attempts may fail, because ranks may lose their peers."""
+    """Disconnect the node of the supervisor for longer than the heartbeat limit. The supervisor
+    must not mark any node. Attempts can fail, because ranks can lose their peers."""
     node, step, ended = launch.nodes[NAMES[0]], launch.step(), len(launch.history().ends)
     node.cut(has_carrier=chance.random() < 0.5)
     time.sleep(HEARTBEAT_S + 2.0 + 2.0 * chance.random())
@@ -257,7 +259,7 @@ def _cut_first(launch: SlurmLaunch, chance: random.Random) -> Expected:
 
 
 def _flap(launch: SlurmLaunch, chance: random.Random) -> Expected:
-    """Cut a node off three times, each time for less than the heartbeat limit."""
+    """Disconnect a node three times, each time for less than the heartbeat limit."""
     node = chance.choice([node for node in launch.nodes.values() if node.processes()])
     for _ in range(3):
         node.cut(has_carrier=chance.random() < 0.8)
@@ -268,7 +270,8 @@ def _flap(launch: SlurmLaunch, chance: random.Random) -> Expected:
 
 
 def _freeze_node(launch: SlurmLaunch, chance: random.Random) -> Expected:
-    """Suspend all processes of a node, and let them continue after the other nodes train again."""
+    """Suspend all processes of a node, and let them continue after the other nodes have continued
+    to train."""
     node, ended, step = _other(launch, chance), len(launch.history().ends), launch.step()
     launch.freeze(node.processes())
     launch.wait_for_recovery(_excluded(node), ended)

@@ -65,24 +65,26 @@ def local_nodes(buffer_nodes: int, used: int = NODES) -> Allocation:
 
 
 class Expected(NamedTuple):
-    """Content that the ledger and the files of a run must have after a fault."""
+    """Expected content of the ledger and the files of a run after a fault, and the expected exit
+    status."""
 
     standings: Mapping[str, str] = {}
     """Expected standing of each node that the supervisor marks."""
     restarts: tuple[int, int] = (0, 0)
-    """Least and greatest number of attempts that fail or are interrupted."""
+    """Smallest and largest permitted number of attempts that fail or are interrupted."""
     verdict: str = "done"
     status: int = 0
     """Exit status of `optimus launch`."""
     unusable: Mapping[str, int] = {}
-    """Nodes that must not get ranks although they have no mark, each with the first attempt in
-    which this holds."""
+    """Maps each node that must not get ranks, although it has no mark, to the first attempt in
+    which it must not get ranks."""
     unbroken: tuple[str, ...] = ()
-    """Lines for the file of faults of the unbroken run. With these lines, the unbroken run has the
-    same curve, for example because both runs skip the same updates."""
+    """Lines for the file of faults of the unbroken run. With these lines, the curve of the unbroken
+    run equals the curve of the run with the fault, for example because both runs skip the same
+    updates."""
 
     def joined(self, later: Expected) -> Expected:
-        """Return what to expect after this fault and a later one."""
+        """Return the values that are expected after this fault and the fault of `later`."""
         least, most = (a + b for a, b in zip(self.restarts, later.restarts, strict=True))
         return Expected(
             {**self.standings, **later.standings},
@@ -198,7 +200,7 @@ class Launch:
             with contextlib.suppress(psutil.Error):
                 words = process.cmdline()
                 if words[2:4] != ["-m", "optimus.resilience.supervision.agent"]:
-                    continue  # such as srun, whose arguments contain this command
+                    continue  # for example srun, whose arguments contain the command of an agent
                 run_dir, *name = words[4:]
                 if run_dir == str(self.run_dir):
                     agents[name[0] if name else process.environ()["SLURMD_NODENAME"]] = process
@@ -214,7 +216,8 @@ class Launch:
         return sorted(ranks, key=lambda rank: rank.pid)
 
     def node(self, node: str) -> list[psutil.Process]:
-        """Return the agent, the ranks and all other processes of a node; [] if it has no agent."""
+        """Return the agent, the ranks and all other processes of a node; [] if the node has no
+        agent."""
         with contextlib.suppress(psutil.NoSuchProcess, KeyError):
             agent = self.agents()[node]
             return [agent, *agent.children(recursive=True)]
@@ -283,7 +286,7 @@ class Launch:
         """Wait until the supervisor has reacted to a fault and the run has done another update.
 
         Args:
-            expected: What the fault must cause.
+            expected: Effects that the fault must have.
             ended: Number of attempts that had ended before the fault.
         """
 
@@ -332,9 +335,10 @@ def progress_of(rank: psutil.Process) -> Progress:
 
 
 class Sleepers(Local):
-    """Launcher that starts processes that sleep, in place of agents.
+    """Launcher that starts sleeping processes in place of agents.
 
-    If `folder` is set, it first opens a workspace there, as another supervisor would do.
+    If `folder` is set, the launcher first opens a workspace in this folder, as another supervisor
+    would do.
     """
 
     folder: Path | None = None
@@ -404,17 +408,18 @@ class References:
 
 
 def curve(run_dir: Path) -> list[list[Any]]:
-    """Return step and exact figures of each line of metrics.jsonl."""
+    """Return, for each line of metrics.jsonl, a list with the step and the values that are exactly
+    reproducible."""
     return [[line["step"], *(line[key] for key in KEYS)] for line in metrics_of(run_dir)]
 
 
 def check(launch: Launch, status: int | None, expected: Expected, reference: Any) -> list[str]:
-    """Return what is wrong after the end of a launch.
+    """Check a launch that has ended. Return a list of messages about problems.
 
     Args:
         launch: The launch.
         status: Exit status of the launch; None if it did not end.
-        expected: What all faults together must cause.
+        expected: Effects that all faults together must have.
         reference: The curve of an unbroken run. If the verdict on the launched run is not "done",
             its curve must be the first part of `reference`.
     """
@@ -462,7 +467,7 @@ def _check_ledger(launch: Launch, expected: Expected) -> list[str]:
 def _check_assignments(
     allocation: Allocation, history: History, unusable: Mapping[str, int]
 ) -> list[str]:
-    """Return violations of the rule that assigns nodes to attempts.
+    """Return a message for each violation of the following rule, which assigns nodes to attempts.
 
     A node that can be used keeps its ranks. Each other node is replaced by the first free node of
     the allocation, suspect nodes last. After a verdict, or in a job with another number, all nodes
@@ -500,8 +505,8 @@ def _check_assignments(
 
 
 def check_checkpoints(run_dir: Path) -> list[str]:
-    """Return the checkpoints that are damaged or not finite. The run may remove checkpoints during
-    the check; these are ignored."""
+    """Return a message for each checkpoint that is damaged or contains values that are not finite.
+    Checkpoints that the run removes during the check are ignored."""
     problems = []
     for path in store.find_all(run_dir):
         try:

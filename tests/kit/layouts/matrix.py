@@ -1,6 +1,6 @@
 """Matrix of layouts: all legal layouts, and a sample that contains all pairs of choices.
 
-`check_case` compares the run of a layout with a run on one process. It checks the promises of
+`check_case` compares the run of a layout with a run on one process, and checks the promises of
 deterministic mode.
 """
 
@@ -133,7 +133,8 @@ def with_large_eps(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def all_cases() -> list[Case]:
-    """Return all legal cases: all factorisations of 2, 4 and 8 ranks, with all other choices."""
+    """Return all legal cases: all factorisations of 2, 4 and 8 ranks into pp, dp, ep and tp, each
+    with all combinations of the other choices."""
     shapes = [
         sizes
         for sizes in itertools.product((1, 2, 4, 8), repeat=4)
@@ -158,7 +159,7 @@ def _is_legal(case: Case) -> bool:
         or (case.tp == 1 and case.sequence_parallel)
         or (dense and case.ep > 1)
         or (grouped and case.tp == 8)
-        or (case.dtype == "bf16" and not case.is_exact)  # it has no promise
+        or (case.dtype == "bf16" and not case.is_exact)  # nothing is promised for it
         or case.batch % (case.dp * case.ep)
     )
 
@@ -166,8 +167,8 @@ def _is_legal(case: Case) -> bool:
 def pairwise(cases: Sequence[Case], seed: int = 0) -> list[Case]:
     """Return a small sample that contains each pair of choices that occurs in a case.
 
-    The sample grows by the case with the most missing pairs. The mesh is one choice, so the sample
-    contains all factorisations.
+    The sample is built greedily: each added case contains the largest number of pairs that the
+    sample lacks. The mesh counts as one choice, so the sample contains all factorisations.
     """
     order = list(cases)
     random.Random(seed).shuffle(order)
@@ -183,7 +184,8 @@ def pairwise(cases: Sequence[Case], seed: int = 0) -> list[Case]:
 
 def _pairs(case: Case) -> Iterator[tuple[Any, ...]]:
     fields = [("mesh", case[:4]), *zip(Case._fields[4:], case[4:], strict=True)]
-    # In pairs with other choices, the mesh counts by its axes above size 1, without sizes.
+    # In pairs with other choices, the mesh is represented by the names of its axes with a size
+    # above 1.
     axes = ("axes", tuple(size > 1 for size in case[:4]))
     yield fields[0]
     yield from itertools.combinations([axes, *fields[1:]], 2)
@@ -201,13 +203,13 @@ class Outcome(NamedTuple):
     gradients: dict[str, Tensor]
     """Whole gradients of the first update before clipping; {} on ranks other than the first."""
     routes: dict[tuple[int, int, int], tuple[Tensor, Tensor]]
-    """Keys: (step, layer, number of the microbatch in the step). Values: the chosen experts, int64
-    [T, K] in ascending order, and the gap, fp32 [T], between the lowest chosen probability and the
-    highest other probability."""
+    """Routes of all tokens. Keys: (step, layer, number of the microbatch in the step). Values: the
+    chosen experts, int64 [T, K] in ascending order, and the gap, fp32 [T], between the lowest
+    probability of a chosen expert and the highest probability of the other experts."""
 
 
 def run_case(tree: dict[str, Any], steps: int = STEPS) -> Outcome:
-    """Run updates on batches of `make_microbatch` on this rank. Return the results."""
+    """Run updates on this rank, on batches made by `make_microbatch`. Return the results."""
     return _run(start_world(device="cpu"), tree, False, steps)
 
 
@@ -255,7 +257,7 @@ def _digests(whole: dict[str, Tensor]) -> dict[str, str]:
 
 
 def _record_first_gradients(states: ChunkEngine, whole: WholeModel) -> dict[str, Tensor]:
-    """Return an empty dictionary. The first computation of the gradient norm fills it with the
+    """Return an empty dictionary, which the first computation of the gradient norm fills with the
     whole gradients."""
     gradients: dict[str, Tensor] = {}
     grad_norm = states.grad_norm
@@ -306,21 +308,22 @@ class Agreement(NamedTuple):
     loss_error: float
     """Largest absolute error of the cross-entropy and of the objective over all steps, in nats."""
     aux_error: float
-    """Largest error of the auxiliary loss and the z-loss, without their coefficients. It has no
-    bound, since AdamW enlarges rounding errors of gradients near its eps. With eps 1e-5, the same
-    runs agree to 2e-7."""
+    """Largest error of the auxiliary loss and the z-loss, without their coefficients. This error is
+    not limited, since AdamW enlarges rounding errors of gradients near its eps. With eps = 1e-5,
+    the errors in the same runs are at most 2e-7."""
     near_ties: int
     """Number of tokens with a gap below NEAR_TIE, over steps, layers and microbatches."""
     rerouted: int
-    """Number of tokens with other experts than in the run of one process. Only tokens with a gap
-    below NEAR_TIE may be rerouted."""
+    """Number of tokens whose experts differ from those in the run on one process. A rerouted token
+    with a gap of NEAR_TIE or more breaks the promise."""
     max_gap: float
     """Largest gap of a rerouted token."""
     may_be_adamw: bool
     """True if the only broken promise is that tokens were rerouted, all of them after an update and
     with gaps of at most `max_gap_of_adamw`."""
     by_adamw: tuple[str, ...] = ()
-    """Broken promises with the default eps, if all promises hold with `with_large_eps`."""
+    """Promises that were broken with the default eps, if no promise is broken with the eps of
+    `with_large_eps`."""
 
 
 Run = Callable[[int, dict[str, Any]], Outcome]
@@ -363,13 +366,13 @@ def max_gap_of_adamw(case: Case) -> float:
 
 
 def compare(case: Case, outcome: Outcome, alone: Outcome) -> Agreement:
-    """Compare a run with the run of one process, according to the promise of its layout.
+    """Compare a run with the run on one process, according to the promise for the layout.
 
-    Without tp and ep, all bits must be the same. With them, errors must be below TOLERANCE: for
-    each parameter, the relative norm of the error of its gradient; for each step, the errors of the
-    cross-entropy and of the objective in nats. At the initial loss, ln(VOCAB) = 5.8,
-    TOLERANCE is 1.7e-6 of the loss, or 21 times the distance of neighbouring fp32 values (4.8e-7).
-    A non-finite value in either run is an infinite error.
+    Without tp and ep, all bits must be the same. With tp or ep, these errors must be below
+    TOLERANCE: for each parameter, the relative norm of the error of its gradient; for each step,
+    the errors of the cross-entropy and of the objective in nats. At the initial loss, ln(VOCAB) =
+    5.8, TOLERANCE is 1.7e-6 of the loss, or 21 times the distance of neighbouring fp32 values
+    (4.8e-7). A non-finite value in either run is an infinite error.
     """
     broken = []
     if outcome.initial != alone.initial:
@@ -418,7 +421,7 @@ def _relative_error(gradient: Tensor, expected: Tensor) -> float:
 
 
 def _error(value: float, expected: float) -> float:
-    """Return the absolute error. NaN becomes infinity, because `max` could ignore NaN."""
+    """Return the absolute error; infinity if the error is NaN, because `max` could ignore NaN."""
     error = abs(value - expected)
     return error if math.isfinite(error) else math.inf
 

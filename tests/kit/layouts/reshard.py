@@ -1,7 +1,7 @@
 """Checkpoints that simulated ranks save under one layout and load under another, in one process.
 
-`Holdings` computes the shards of each rank, `save` and `assert_loads` write and read real shard
-files, `all_layouts` and `pairwise` list layouts of 1, 2, 4 and 8 ranks.
+`Holdings` computes the shards of each rank. `save` and `assert_loads` write and read real shard
+files. `all_layouts` and `pairwise` list layouts of 1, 2, 4 and 8 ranks.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ Array = NDArray[numpy.float32]
 
 
 class Holding(NamedTuple):
-    """Shards of a rank. `boxes` maps the name of each parameter of the rank to the rank's slice,
-    `shapes` to the whole shape."""
+    """Shards of a rank. For each parameter of the rank, `boxes` maps the parameter's name to the
+    slice on this rank, and `shapes` maps it to the whole shape."""
 
     shards: list[ChunkShard]
     boxes: dict[str, Box]
@@ -100,7 +100,7 @@ WholeStates = dict[str, dict[str, Array]]
 
 
 def whole_states(shapes: Mapping[str, tuple[int, ...]], seed: int = 0) -> WholeStates:
-    """Return random values of all states."""
+    """Return random values of all states, for parameters with the whole shapes `shapes`."""
     generator = numpy.random.default_rng(seed)
     return {
         state: {
@@ -125,8 +125,9 @@ def all_shapes(holdings: Holdings) -> dict[str, tuple[int, ...]]:
 
 
 def turns_of(config: Config, mesh: Mesh, coordinate: Coordinate) -> dict[str, Share]:
-    """Return the share of the tied embeddings that a rank writes to a checkpoint: the first and the
-    last stage write one half each. Return {} if a single stage has the embeddings."""
+    """Return a dict that maps the tied embeddings to the share that a rank writes to a checkpoint:
+    the first and the last stage write one half each. Return {} if only one stage has the
+    embeddings."""
     tied = config.model.tie_embeddings and mesh.pp > 1
     return {"embed.weight": Share(int(coordinate.pp > 0), 2)} if tied else {}
 
@@ -245,8 +246,8 @@ def all_layouts() -> list[Layout]:
 
 def pairwise(seed: int = 0) -> list[Pair]:
     """Return a small sample of pairs (saving layout, loading layout). Each mesh occurs on both
-    sides. For the other fields, each value on the saving side occurs with each value on the loading
-    side."""
+    sides. For each other field of Layout, each value on the saving side occurs together with each
+    value on the loading side."""
     generator, layouts = random.Random(seed), all_layouts()
     drawn = [(generator.choice(layouts), generator.choice(layouts)) for _ in range(2000)]
     features = {pair: set(_features(pair)) for pair in drawn}

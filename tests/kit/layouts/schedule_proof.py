@@ -1,11 +1,12 @@
 """Proof by simulation that a schedule completes at any speeds of its ranks.
 
 A rank executes its list of actions in order and waits only for the inputs of an action. After the
-last action, the rank waits until all its sends are complete. Each channel is a communicator. Its
-messages complete in the order in which they were posted, and a send completes only when its receive
-is posted, as with NCCL and large messages. Backends with more buffers complete too. The next action
-of a rank depends only on its list, and not on the speeds of other ranks. The proof therefore
-simulates only one order of execution: if this order completes, all orders complete.
+last action, the rank waits until all its sends are complete. Each channel is a communicator. The
+messages of a communicator complete in the order in which they were posted, and a send completes
+only when its receive is posted, as with NCCL and large messages. A schedule that completes under
+these rules also completes on backends with more buffers. The next action of a rank depends only on
+its list, and not on the speeds of other ranks. The proof therefore simulates only one order of
+execution: if this order completes, all orders complete.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from optimus.parallel.pipeline.actions import COMPUTE, RECEIVES, SENDS, Action, 
 from optimus.parallel.pipeline.communicate import WEIGHT_GRADIENT
 
 Communicator = Callable[[Action], Hashable]
-"""Returns the communicator of a send or receive."""
+"""Function that returns the communicator of a send or receive."""
 
 
 def validate(schedule: Schedule, communicator: Communicator | None = None) -> tuple[int, ...]:
@@ -134,7 +135,7 @@ def _check_channels(schedule: Schedule) -> None:
 
 def _check_ends(schedule: Schedule) -> None:
     """Assert that each reduction follows the last gradient that it reduces, and that the update is
-    the last action."""
+    the last action of each rank."""
     last = schedule.num_microbatches - 1
     final_kind = Kind.W if schedule.splits_backward else Kind.B
     for rank, actions in enumerate(schedule.ranks):
@@ -163,7 +164,7 @@ def _play(schedule: Schedule, communicator: Communicator) -> None:
     """Execute the lists of all ranks. Assert that all lists and messages complete, without a
     deadlock."""
     positions = [0] * schedule.num_ranks
-    available: set[Action] = set()  # received values, as receive actions
+    available: set[Action] = set()  # received values, identified by their receive actions
     messages = _Messages(schedule, communicator, available)
     moved = True
     while moved:
@@ -189,8 +190,8 @@ def _play(schedule: Schedule, communicator: Communicator) -> None:
 
 
 class _Messages:
-    """Sends and receives in progress. A message is delivered when its send and its receive are both
-    the first pending action of the communicator on their ranks."""
+    """Sends and receives in progress. A message is delivered when its send and its receive are each
+    the first pending action of the communicator on the respective rank."""
 
     def __init__(
         self, schedule: Schedule, communicator: Communicator, available: set[Action]
@@ -208,11 +209,11 @@ class _Messages:
         self._deliver(rank, communicator)
 
     def pending(self) -> list[str]:
-        """Return the first action of each rank and communicator that was not delivered."""
+        """Return texts with the first pending action of each rank and communicator."""
         return [f"rank {rank}: {queue[0]}" for (rank, _), queue in self._posted.items() if queue]
 
     def _deliver(self, rank: int, communicator: Hashable) -> None:
-        waiting = [rank]  # ranks whose first pending action may complete
+        waiting = [rank]  # ranks whose first pending action could complete now
         while waiting:
             queue = self._posted[waiting[-1], communicator]
             if queue:
@@ -237,8 +238,8 @@ def _as_receive(action: Action) -> Action:
 def _can_run(
     schedule: Schedule, rank: int, action: Action, available: set[Action], requested: set[Action]
 ) -> bool:
-    """Return True if the inputs of an action are available. Assert that their receives are
-    posted."""
+    """Return True if the inputs of an action are available. Assert that the receives of these
+    inputs are posted."""
     if action.kind not in COMPUTE:
         return True
     for need in needs_of(action, schedule.num_stages):

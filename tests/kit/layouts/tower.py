@@ -1,6 +1,6 @@
 """A tower: a stack of equal layers, each in a separate chunk, that the engine trains on ranks.
 
-The number of gathers of its chunks must follow the formulas in `optimus/chunks/residency.py`.
+The number of gathers of the chunks must equal the formulas in `optimus/chunks/residency.py`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ ALL_HOOKS = (-1, False)
 
 
 def planned_gathers(plan: ResidencyPlan) -> list[int]:
-    """Return the chunks that a step gathers, in the order in which the gathers begin."""
+    """Return the numbers of the chunks that a step gathers, in the order in which the gathers
+    begin."""
     return [chunk for step in plan.steps for chunk in (*step.gather, *step.prefetch)]
 
 
@@ -96,23 +97,24 @@ class Case(NamedTuple):
     host_share: float = 0.0
     """Share of the layers whose home is the host."""
     disk_share: float = 0.0
-    """Share of these layers that have their masters and moments on disk."""
+    """Share of the layers on the host that have their masters and moments on disk."""
     disk: str = ""
     """Directory of the states on disk."""
     copies: str = "early"
-    """Time of the copies between host and device."""
+    """Argument `copies` of optimus.chunks.memory.Memory: time of copies on a CPU without
+    `links`."""
     delay_s: float = 0.0
-    """Time that each update of a chunk takes in addition."""
+    """Seconds by which each update of a chunk is delayed."""
     links: Links | None = None
-    """Rates of an emulated device."""
+    """Rates of the links of an emulated device; None: no emulated device."""
     rounds: bool = False
-    """True if gradients are rounded to bf16."""
+    """True if gradients are rounded to bf16 when they leave the device."""
     early: bool = False
-    """True if all chunks on the host may be updated early."""
+    """True if all chunks on the host can be updated early (during backward)."""
     surprises: str = ""
-    """For each step, in `use_in_order`: "c" if the update has another factor of the gradient than
-    expected at the start of the step, as if the norm was clipped, "s" if there is no update, as if
-    a gradient was not finite, and any other character otherwise."""
+    """One character for each step of `use_in_order`. "c": the update multiplies gradients by
+    another factor than expected at the start of the step, as if the norm was clipped. "s": there is
+    no update, as if a gradient was not finite. Any other character: neither of them."""
 
 
 class Outcome(NamedTuple):
@@ -131,7 +133,7 @@ class Outcome(NamedTuple):
     plan: list[tuple[int, bool, int]]
     """The values of `trace` that the residency plan predicts."""
     between: dict[str, int]
-    """Resident bytes between updates, measured after the last update, by kind of memory."""
+    """Resident bytes after the last update, by kind of memory (see `resident_bytes`)."""
     gradients: list[int]
     """Resident bytes of gradients before each reduction of the last step."""
 
@@ -216,7 +218,8 @@ def make_engine(
 
 
 def resident_bytes(engine: ChunkEngine) -> dict[str, int]:
-    """Return the memory of whole chunks in bytes: "params" of parameters, "grads" of gradients."""
+    """Return the resident bytes of whole chunks: of parameters (key "params") and of gradients (key
+    "grads")."""
     params = [chunk.params for chunk in engine.chunks]
     grads = [chunk.grads for chunk in engine.chunks]
     grads += [buffer.grads for buffer in engine.gradients._uses]
@@ -312,9 +315,10 @@ def use_in_order(tower: Tower, engine: ChunkEngine, case: Case, order: str) -> l
     Args:
         tower, engine: The tower and its engine.
         case: Settings.
-        order: Order of the layers. "forward": the order of the plan; "reverse"; "twice": each layer
-            computes twice; "skip": each second layer computes; "alternate": all layers compute in
-            every second step, and only the first two in the others.
+        order: Order of the layers. "forward": the order of the plan. "reverse": the opposite order.
+            "twice": each layer computes twice. "skip": only every second layer computes.
+            "alternate": all layers compute in every second step, and only the first two layers
+            compute in the other steps.
     """
     layers = {
         "forward": range(case.n),

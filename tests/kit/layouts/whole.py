@@ -22,7 +22,7 @@ from optimus.parallel.placement import Intervals, Placement, whole_model
 def whole_of(engine: ChunkEngine, state: str) -> dict[str, Tensor]:
     """Return a state of all parameters of this rank, gathered from the ranks that have its shards.
 
-    A collective of these ranks.
+    All ranks that have shards must call this function (it is a collective).
 
     Args:
         engine: The engine of this rank.
@@ -63,9 +63,10 @@ class WholeModel:
         self.shapes = {name: p.shape for name, p in self._meta.named_parameters()}
 
     def gather(self, engine: ChunkEngine, state: str) -> dict[str, Tensor]:
-        """Return the whole tensors of a state on the first rank, {} on others.
+        """Return the whole tensors of a state, by parameter, on the first rank; {} on the other
+        ranks.
 
-        A collective of all ranks. Only the first replica of a tensor is sent.
+        All ranks must call this method. Only the first replica of a tensor is sent.
         """
         local = whole_of(engine, state)
         everyone, mesh = self._groups.everyone, self._layout.mesh

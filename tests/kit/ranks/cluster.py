@@ -1,10 +1,10 @@
 """A PBS with hosts that can die: replacements of qsub, qdel, qstat, pbsnodes and PALS's mpiexec.
 
-They follow the manual pages of OpenPBS (qsub(1B), qdel(1B), qstat(1B), pbsnodes(8B)) and of PALS:
-options, output, exit statuses, and what happens when a host or a job ends. An option that the
-programs do not know is an error. `Cluster` is the server. All hosts are this machine; a process
-belongs to the host in its environment variable FAKE_HOST, and dies with this host. Job scripts
-start real processes.
+The replacements follow the manual pages of OpenPBS (qsub(1B), qdel(1B), qstat(1B), pbsnodes(8B))
+and of PALS in their options, output, exit statuses, and behaviour at the end of a host or a job.
+Unknown options are errors. `Cluster` is the server. All hosts are emulated on this machine: the
+environment variable FAKE_HOST of a process is the name of its host, and the process is killed when
+this host is turned off. Job scripts start real processes.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Cluster:
     # -- What a test does -------------------------------------------------------------------------
 
     def limit_queued_jobs(self, number: int | None) -> None:
-        """Let qsub refuse jobs if `number` jobs are queued; None: no limit."""
+        """Set the number of queued jobs from which qsub refuses further jobs; None: no limit."""
         path = self.folder / "limit"
         path.unlink(missing_ok=True)
         if number is not None:
@@ -90,14 +90,15 @@ class Cluster:
         assert qdel(self.folder, [f"{number}.{SERVER}"]) == 0
 
     def job(self, number: int) -> Record:
-        """Return the state of a job: `state` is Q, R or F."""
+        """Return the record of a job. Its key `state` is Q (queued), R (running) or F
+        (finished)."""
         return _read(self.folder / "jobs" / f"{number}.json")
 
     def jobs(self) -> list[Record]:
         return _jobs(self.folder)
 
     def output(self, number: int) -> str:
-        """Return what a job has printed."""
+        """Return the output of a job so far."""
         path = self.folder / "jobs" / f"{number}.out"
         return path.read_text() if path.exists() else ""
 
@@ -159,7 +160,7 @@ class Cluster:
         down = [host for host in job["hosts"] if not self._is_up(host)]
         status = self._processes[job["id"]].poll()
         if job["hosts"][0] in down:
-            status = None  # nothing on the first host reports how the script has ended
+            status = None  # the exit status of a script on a dead host is not known
         is_over = time.time() > job["start"] + job["walltime"] or job.get("deleted", False)
         if is_over and job["id"] not in self._term_at:
             self._term_at[job["id"]] = time.time()
@@ -178,7 +179,7 @@ class Cluster:
 
 
 def _processes_with(name: str, value: str) -> Iterator[psutil.Process]:
-    """Yield the processes that were started with an environment variable."""
+    """Yield the processes whose environment variable `name` has the value `value`."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
             if process.environ().get(name) == value:
@@ -186,8 +187,8 @@ def _processes_with(name: str, value: str) -> Iterator[psutil.Process]:
 
 
 def _kill_all(name: str, value: str, number: int = signal.SIGKILL) -> None:
-    """Send a signal to all processes with an environment variable. Repeat SIGKILL until all have
-    ended."""
+    """Send a signal to all processes whose environment variable `name` has the value `value`.
+    Repeat SIGKILL until all of these processes have ended."""
     while processes := list(_processes_with(name, value)):
         for process in processes:
             with contextlib.suppress(psutil.Error):

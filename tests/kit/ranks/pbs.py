@@ -1,10 +1,10 @@
-"""Replacements of `qsub`, `qstat` and the `mpiexec` of PALS, as on Aurora. No package has the
-originals.
+"""Replacements of `qsub`, `qstat` and the `mpiexec` of PALS, as on Aurora. No package contains the
+original programs.
 
 `install(folder)` writes these programs. With this folder first on PATH, a job script of Optimus
-starts real processes. There are two differences to the real programs: `qsub` waits for the job,
-prints its output and returns its exit status; and all hosts are this machine. Options that the
-scripts of Optimus do not use are refused, so that a misspelled option is an error.
+starts real processes. There are two differences to the real programs. First, `qsub` waits for the
+job, prints the job's output and returns the job's exit status. Second, all hosts are this machine.
+Options that the scripts of Optimus do not use are refused, so that a misspelled option is an error.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ def qsub(argv: Sequence[str]) -> int:
 
 
 def qstat(argv: Sequence[str]) -> int:
-    """Answer as PBS does for a job that has ended long ago. `qsub` waits for the end of jobs."""
+    """Print the error with which PBS answers about a job that ended long ago. No job is in
+    progress, because `qsub` waits for the end of its job."""
     parser = argparse.ArgumentParser(prog="qstat", allow_abbrev=False)
     parser.add_argument("job")
     print(f"qstat: Unknown Job Id {parser.parse_args(argv).job}", file=sys.stderr)
@@ -79,8 +80,8 @@ def qstat(argv: Sequence[str]) -> int:
 
 
 def mpiexec(argv: Sequence[str]) -> int:
-    """Start the ranks with the variables that PALS sets. PMI_SIZE is not one of them. As with PALS,
-    the failure of a rank ends the others."""
+    """Start the ranks with the variables that PALS sets. PMI_SIZE is not set. As with PALS, the
+    failure of a rank ends the other ranks."""
     parser = argparse.ArgumentParser(prog="mpiexec", allow_abbrev=False)
     parser.add_argument("--envall", action="store_true", required=True)
     parser.add_argument("--line-buffer", action="store_true")

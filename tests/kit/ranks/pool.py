@@ -32,15 +32,15 @@ class RanksFailed(Exception):
     def __init__(self, title: str, outcomes: Sequence[Outcome]) -> None:
         self.outcomes = list(outcomes)
         failures = [outcome for outcome in outcomes if not outcome.returned]
-        # Ranks that only waited for others are last.
+        # The message lists ranks that only waited for other ranks last.
         failures.sort(key=lambda outcome: (outcome.how == "stopped", outcome.rank))
         lines = [f"{title}: {len(failures)} of {len(outcomes)} ranks failed"]
         super().__init__("\n".join(lines + [_describe(outcome) for outcome in failures]))
 
 
 class RankPool:
-    """Runs functions on ranks that a server forks. The first job starts the server, `close` ends
-    it.
+    """Runs functions on ranks that a server process forks. The first call of `run` starts the
+    server, and `close` ends the server.
 
     Args:
         scratch: A directory for files of the ranks.
@@ -74,9 +74,9 @@ class RankPool:
             size: Number of ranks.
             function: A function at the top level of a module, which the ranks import. Arguments and
                 results are pickled.
-            timeout_s: Time limit. After it, the stacks of all ranks are recorded and the ranks are
-                killed.
-            grace_s: Time that the other ranks have to end after the first failure.
+            timeout_s: Time limit in seconds. After this time, the stacks of all ranks are recorded
+                and the ranks are killed.
+            grace_s: Seconds in which the other ranks must end after the first failure.
             start_world: True to call `start_world()` before the function. With one rank,
                 `start_world` makes no process group.
 
@@ -125,7 +125,7 @@ class RankPool:
             assert self._control is not None
             self._control.send(job)
             return self._receive(job.timeout_s + job.grace_s + _SPARE_S)
-        except BaseException:  # with Ctrl-C: a job in progress ends with the server
+        except BaseException:  # including Ctrl-C: closing the server also ends a job in progress
             self.close()
             raise
 

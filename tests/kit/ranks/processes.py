@@ -1,4 +1,4 @@
-"""Helpers for tests: they start commands, wait until processes end, and measure memory."""
+"""Functions for tests that start commands, wait until processes end, and measure memory."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ def started(
 
 
 def write_hostile_modules(folder: Path) -> Path:
-    """Write modules to a folder. The import of one of them ends the process. Return the folder."""
+    """Write modules to a folder, each of which ends a process that imports it. Return the
+    folder."""
     for name in ("xxhash", "numpy", "multiprocessing", "optimus", "data_prep", "optimus_kernels"):
         (folder / name).mkdir(parents=True)
         message = f"code of the working directory runs: {name}"
@@ -72,7 +73,8 @@ def install(program: Path, module: str) -> Path:
 
 
 def children_of(pid: int) -> list[int]:
-    """Return the process IDs of the children of a process with one thread."""
+    """Return the process IDs of the children of the process `pid`, which must have only one
+    thread."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text()
     return [int(child) for child in children.split()]
 

@@ -4,8 +4,8 @@ An import of torch takes seconds, and longer if many processes do it at the same
 imports once and forks a child for each rank. Forking is safe only from a single thread. The server
 runs no torch operation, since the first one would start threads.
 
-The server ends when its control connection is closed. This also happens when the pytest process
-ends for any reason. The ranks end with the server.
+The server ends when its control connection is closed. The connection is also closed when the pytest
+process ends for any reason. When the server ends, its ranks end too.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True)
 class Job:
-    """A function for `size` ranks. `arguments` is pickled, so that only the ranks import its
-    types."""
+    """A function for `size` ranks. `arguments` is pickled, so that only the ranks import the types
+    of the arguments."""
 
     size: int
     module: str
@@ -63,8 +63,8 @@ class Outcome:
 
     rank: int
     how: str = "running"
-    """`returned`, `raised`, `died` (by a signal or an exit), `timed out`, or `stopped` because
-    another rank failed and this one did not end within the grace period."""
+    """`returned`, `raised`, `died` (by a signal or an exit), `timed out`, or `stopped` (killed
+    because another rank failed and this rank did not end within the grace period)."""
     payload: bytes | None = None
     """The pickled result or exception; None if there is none or it cannot be pickled."""
     text: str = ""
@@ -102,7 +102,7 @@ def _preload() -> None:
     for name in ("torch.distributed", "torch._dynamo", "pytest"):
         importlib.import_module(name)
     for module in pkgutil.walk_packages(optimus.__path__, "optimus."):
-        # If an import fails, tests that use the module fail in their ranks.
+        # Ignore failed imports: tests that use the module fail in their ranks.
         with suppress(Exception):
             importlib.import_module(module.name)
 
@@ -179,7 +179,8 @@ class _RunningJob:
             outcome.how, outcome.text = "died", f"ended with exit status {code}"
 
     def _end_all(self) -> None:
-        """After the deadline, record the stacks of the ranks that run and kill them."""
+        """After the deadline, record the stacks of the ranks that still run, and kill these
+        ranks."""
         for rank in self.live.values():
             os.kill(self.pids[rank], _SHOW_STACKS)
         time.sleep(_DUMP_S)
@@ -253,7 +254,7 @@ def _call(job: Job, rank: int, scratch: Path) -> bytes:
     from optimus.distributed.world import end_world, start_world
 
     if start_world(timeout_s=job.timeout_s, device="cpu").size > 1:
-        # If a rank ended before another has connected, the other could not start.
+        # If a rank ended before another rank has connected to it, the other rank could not start.
         distributed.barrier()
     result = pickle.dumps(function(*arguments))
     end_world()

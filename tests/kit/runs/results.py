@@ -1,4 +1,5 @@
-"""Results of runs that tests compare: metrics, whole states, and hashes of the golden corpus."""
+"""Results of runs that tests compare: metrics, whole states, and hashes as in the golden corpus
+(tests/golden)."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from optimus.io.safetensors import as_bytes, check_shapes
 from optimus.observe.metrics import read_json_lines
 
 TIMES = ("step_time_s", "tokens_per_s", "tflops_per_device", "mfu", "mem_bytes")
-"""Keys of metrics.jsonl whose values differ between any two runs."""
+"""Keys of metrics.jsonl whose values are measured and therefore differ between two equal runs."""
 
 
 def metrics_of(run_dir: Path) -> list[dict[str, Any]]:
@@ -129,7 +130,7 @@ def hash_files(folder: Path) -> dict[str, str]:
 
 
 def hash_instances(dataset: Path) -> str:
-    """Return xxh3-64 of the token ids of epochs 0 and 1 as uint32, in the order of training."""
+    """Return xxh3-64 of the token ids of epochs 0 and 1, as uint32 in the order of training."""
     source = TokenDataset(dataset)
     tokens = source.read(0, 2 * source.num_instances)
     return xxhash.xxh3_64_hexdigest(np.ascontiguousarray(tokens, dtype="<u4").tobytes())

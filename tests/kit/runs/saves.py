@@ -1,4 +1,5 @@
-"""Helpers that save three small parameters, delay the saves of runs, and read saved checkpoints."""
+"""Functions for tests that save three small parameters, delay the saves of runs, and read saved
+checkpoints."""
 
 from __future__ import annotations
 
@@ -115,8 +116,8 @@ def delay_writes(until: dict[int, int]) -> Hook:
     """Delay the writes of saves on this forked rank.
 
     Args:
-        until: For the step of each delayed save, the number of an update. The writes start just
-            before this update.
+        until: Maps the step of each delayed save to the number of an update. The writes of the save
+            start just before this update.
 
     Returns:
         The hook to call before each update.
@@ -136,7 +137,7 @@ def delay_writes(until: dict[int, int]) -> Hook:
             assert gates[step].wait(60)
         return write_model(saver, states, generation, step, stop)
 
-    # The patches are not undone: saves in the background may write until the rank ends.
+    # The patches are not undone, because saves in the background can write until the rank ends.
     mock.patch.object(save_module, "write_shard", write_shard_late).start()
     mock.patch.object(ModelSaver, "_write", write_model_late).start()
 
@@ -166,10 +167,10 @@ def wait_for_saves_after(steps: Collection[int]) -> Callable[[Run], None]:
 
 
 def full_states(run_dir: Path) -> dict[str, bytes]:
-    """Verify all checkpoints of a run. Return the state bytes in each shard file of the full
-    checkpoints. Keys are paths such as `step-00000004/shard-00000.bin`.
+    """Verify all checkpoints of a run. Return a dict that maps the path of each shard file of the
+    full checkpoints, such as `step-00000004/shard-00000.bin`, to its state bytes.
 
-    A run that ended with an error may leave its workspace, which must be empty.
+    Assert that no workspace remains, except an empty workspace of a run that ended with an error.
     """
     content = {}
     for path in sorted((run_dir / "checkpoints").iterdir()):

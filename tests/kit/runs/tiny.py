@@ -87,7 +87,7 @@ def tiny_tree(data: Path | str, run_dir: Path | str, **overrides: Any) -> dict[s
             "dtype": "fp32",
             "device": "cpu",
             "fit_check": "off",  # no process for a prediction
-            "eval_instances": 9,  # all 77 take as long as 30 microbatches; 9 is no multiple of 2
+            "eval_instances": 9,  # all 77 take as long as 30 microbatches; 2 does not divide 9
             "deterministic": True,
         },
         "optim": {"lr": 3e-3, "min_lr": 3e-4, "warmup_steps": 3},
@@ -101,8 +101,8 @@ def tiny_tree(data: Path | str, run_dir: Path | str, **overrides: Any) -> dict[s
 
 
 def small_batch_tree(data: Path | str, run_dir: Path | str, **overrides: Any) -> dict[str, Any]:
-    """Return the configuration of `tiny_tree` with 2 instead of 8 instances per update. For tests
-    of saves and disks, whose subject does not depend on the batch."""
+    """Return the configuration of `tiny_tree` with 2 instead of 8 instances per update. Tests of
+    saves and disks use it, because their results do not depend on the batch size."""
     return tiny_tree(data, run_dir, **{"train__global_batch_tokens": 2 * CONTEXT, **overrides})
 
 

@@ -48,7 +48,8 @@ def train_on(ranks: Callable[..., list[Any]], size: int, tree: dict[str, Any]) -
 
 
 def run_and_catch(tree: dict[str, Any]) -> tuple[int, str]:
-    """Return the exit status of a run and its error message, 0 and "" without an error."""
+    """Run the training of a configuration on this rank. Return the exit status and the error
+    message; 0 and "" if there is no error."""
     try:
         run_tree(tree)
     except RunEnded as ended:
@@ -58,7 +59,7 @@ def run_and_catch(tree: dict[str, Any]) -> tuple[int, str]:
 
 
 def printed_by(tree: dict[str, Any]) -> str:
-    """Return the standard error of a run on this rank."""
+    """Run the training of a configuration on this rank. Return its text on standard error."""
     with contextlib.redirect_stderr(io.StringIO()) as printed:
         run_tree(tree)
     return printed.getvalue()
@@ -80,7 +81,7 @@ def run_with(
 ) -> Ended:
     """Run the training of a configuration on this rank, with hooks before and after each update.
 
-    All ranks must end with the same error, except ranks that lose a peer.
+    All ranks must end with the same error, except ranks that end because they lost a peer.
     """
     plain_update, printed, launch = Run.update, io.StringIO(), read_launch_env()
 
@@ -102,7 +103,8 @@ def run_with(
 
 
 def make_run(tree: dict[str, Any]) -> Run:
-    """Return a run of this rank, which a test may change before it calls `go`."""
+    """Return a run of this rank that has not started. A test can change the run before it calls
+    `go`."""
     config, launch = make_config(tree), read_launch_env()
     plan = resolve(config, launch.world_size)
     assert isinstance(plan, RunPlan)
@@ -115,7 +117,7 @@ def make_run(tree: dict[str, Any]) -> Run:
 
 
 def make_microbatch(number: int, length: int = CONTEXT) -> Microbatch:
-    """Return one instance of random tokens [1, length]. The number is the seed."""
+    """Return a microbatch with one instance of random tokens, [1, length]. `number` is the seed."""
     generator = torch.Generator().manual_seed(number)
     return Microbatch(torch.randint(0, VOCAB, (1, length), generator=generator))
 

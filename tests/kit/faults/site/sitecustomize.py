@@ -4,7 +4,8 @@ Interpreters import this module if its folder is on PYTHONPATH.
 
 The variable OPTIMUS_TEST_FAULTS names a file. Each of its lines has a kind of fault, the name of a
 node, the number of a rank on this node ("g2": rank 2 of the run), and a step: the rank has the
-fault in this update, or in the next one that it does. "*" is any node or rank. The kinds are:
+fault in this update, or in its next update if it does not do this one. "*" is any node or rank. The
+kinds are:
 
 - nan: the output of the rank's first block is NaN;
 - data: the first microbatch of exactly this step gives NaN in its embedding;
@@ -96,8 +97,8 @@ def _change(loop: Any) -> None:
 
 
 def _due(launch: Any, step: int) -> dict[str, int]:
-    """Return the kinds of faults that this rank has in update `step`, with the first step of
-    each."""
+    """Return the faults that this rank has in update `step`: a dict from the kind of a fault to the
+    first step in which the fault can occur."""
     try:
         lines = Path(os.environ[_FAULTS]).read_text().splitlines()
     except OSError:
