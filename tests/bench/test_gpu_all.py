@@ -52,8 +52,8 @@ def test_mistakes_are_refused(tmp_path):
 
 
 def test_only_files_of_an_earlier_run_are_removed(tmp_path):
-    """A budget of 1 s ends the script before any benchmark. It removes the files of an earlier run,
-    but no other files."""
+    """A budget of 1 s ends the script before any benchmark. The script removes the files of an
+    earlier run, but no other files."""
     for name in ("notes.json", "train.log", "build.log", "step.json", "step.err.log", "parts.tsv"):
         (tmp_path / name).write_text("old\n")
     done = run("--rehearse", "--budget", "1", "--out", str(tmp_path))

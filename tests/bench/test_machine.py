@@ -1,4 +1,5 @@
-"""The command `optimus bench machine`: the file that it writes, the fit of products, mistakes."""
+"""The command `optimus bench machine`: the machine file that it writes, the fit of the rates of
+matrix products, and mistakes of users."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from optimus.planner.machine_rates import ProductRates, rates_of
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Shorten the measurement."""
+    """Replace constants of the measurement, so that it takes less time."""
     shorten(monkeypatch)
 
 
@@ -106,7 +107,7 @@ def test_two_ranks_measure_their_collectives(ranks, tmp_path):
 
 
 def test_ranks_of_two_nodes_measure_two_levels(ranks, tmp_path):
-    """The ranks of this machine act as two nodes of two ranks."""
+    """Four ranks on this machine emulate two nodes of two ranks each."""
     result, *_ = ranks(4, measure, str(tmp_path), 2, start_world=False)
     assert set(result["network"]) == {"node", "cluster"}
     write_machine(result, tmp_path / "m.toml")

@@ -1,4 +1,5 @@
-"""scripts/bench/moe.py: all blocks compute the same, and the figures are right."""
+"""scripts/bench/moe.py: all blocks compute the same results, and the reported sizes and speeds are
+right."""
 
 from __future__ import annotations
 

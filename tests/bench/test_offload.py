@@ -18,8 +18,8 @@ from optimus.peak import Peak, setup_of
 
 
 def test_step_of_a_mix_takes_at_least_the_shortest_time():
-    """The emulated device keeps the rates of the mix. The limit is 2 % lower, because a sleep may
-    end slightly early."""
+    """The emulated device keeps the rates of the mix. The measured step is at least 98 % of the
+    shortest possible step; the other 2 % allow for sleeps that end slightly early."""
     mix = Mix(3, 2, 2, forward_s=0.002, upload_s=0.004, download_s=0.003, adam_s=0.005)
     times, predicted = run_mix(mix, 2)
     assert min(times) >= 0.98 * predicted.shortest
@@ -35,8 +35,8 @@ def test_step_with_states_on_disk_takes_at_least_the_time_of_the_disk(tmp_path, 
 
 @pytest.mark.parametrize("in_threads", [False, True])
 def test_uses_are_measured_in_processor_time(monkeypatch, in_threads):
-    """All uses of the measured steps are planned and counted. Sleeps of a use are not counted, and
-    its work is."""
+    """All uses of the measured steps are planned and counted. Only the processor time of a use is
+    counted, not the time for which it sleeps."""
     count, use = 2 * 2 * 16, ParamStore.use
     before = measure_uses(2, in_threads)
 
@@ -117,7 +117,7 @@ def test_mistakes_are_refused(options, message, capsys):
 
 
 def test_json_of_links_is_the_only_output_on_a_busy_machine(monkeypatch, tmp_path, capsys):
-    """The line about a noisy peak goes to standard error."""
+    """The warning about other programs is printed on standard error, not on standard output."""
 
     def noisy(device, dtype, library, log):
         log("other programs use this machine")

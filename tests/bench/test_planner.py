@@ -45,13 +45,15 @@ def test_rows_of_table_5_have_the_ranks_of_the_paper():
 
 
 def test_selective_rows_of_table_5_are_predicted():
-    """They have fitted no constant: 5 % in the mean, 8 % at most."""
+    """No constant was fitted on these rows. The error is at most 5 % in the mean, and at most 8 %
+    for each row."""
     errors = sizes(planner.errors_of(planner_rows.table_5("selective"), a100()))
     assert sum(errors) / 4 <= 0.05 and errors[-1] <= 0.08
 
 
 def table_1_bands():
-    """Return the smallest and the largest error of each row."""
+    """Return the smallest and the largest relative error of each row of Table 1, over the possible
+    numbers of virtual stages."""
     errors = [planner.table_1_errors(rows, a100()) for rows, _ in planner_rows.table_1()]
     return [[choice(error for error, _ in row.values()) for row in errors] for choice in (min, max)]
 
@@ -67,7 +69,8 @@ def test_table_1_has_the_interleaved_schedule():
 
 
 def test_table_1_is_predicted():
-    """The bar of 8 % in the mean and 12 % at most is missed for every v, and the page says so."""
+    """The required errors (8 % in the mean, 12 % at most) are exceeded for every number v of
+    virtual stages, and the page reports this."""
     lowest, highest = map(sizes, table_1_bands())
     assert 0.08 < sum(lowest) / 10 < sum(highest) / 10 < 0.10
     assert 0.12 < lowest[-1] <= highest[-1] < 0.19
@@ -77,8 +80,8 @@ def test_table_1_is_predicted():
 
 
 def test_llama_is_predicted_with_its_ratio():
-    """The bar of 15 % is missed with the measured products of an H100 and met with those of an
-    H200, and the page says so."""
+    """The error exceeds the required 15 % with the matrix products measured on an H100, but not
+    with those measured on an H200. The page reports both."""
     for (_, rates), limit in zip(planner.llama_variants(), (0.22, 0.15), strict=True):
         small, large = planner.llama_tflops(64, rates), planner.llama_tflops(128, rates)
         assert (limit - 0.1) * 430 < small - 430 < limit * 430
@@ -115,7 +118,8 @@ def test_machine_file_has_the_constants_that_the_fit_finds():
 
 
 def test_fit_finds_constants_from_predicted_rows():
-    """Rows whose published times are predictions with another constant give this constant."""
+    """The published times of the rows are replaced by predictions with a known constant. The fit
+    returns this constant."""
     truth = planner.ON_TABLE_5[1].put(a100(), 1.2e12)
     rows = [
         row._replace(seconds=planner.predict(row, truth)) for row in planner_rows.table_5("full")
@@ -179,8 +183,9 @@ def test_figure_4_follows_from_the_share_and_the_taper():
 
 
 def test_pipeline_outermost_keeps_data_parallel_traffic_in_a_group():
-    """With dp outermost, each step of recursive halving with a large distance leaves the group; in
-    our order, only the last step does, and only on more than 64 nodes for each stage."""
+    """With dp as the outermost axis, each step of recursive halving with a large distance sends
+    data out of the group of nodes. In the order of Optimus, only the last step sends data out of
+    the group, and only on more than 64 nodes for each stage."""
     ours = planner_paper.modelled_figure_4(0.32, 8, ("pp", "dp", "ep", "tp"), "halving")
     other = planner_paper.modelled_figure_4(0.32, 8, ("dp", "pp", "ep", "tp"), "halving")
     assert ours[4] > 0.98 > 0.975 > other[4]  # 6,144 tiles: 64 nodes for each stage

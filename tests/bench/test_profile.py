@@ -1,4 +1,5 @@
-"""The profile of a step includes all its time, and each component in forward and backward."""
+"""The profile of a step includes the whole time of the step, and lists each component in forward
+and backward."""
 
 from __future__ import annotations
 

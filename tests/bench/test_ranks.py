@@ -13,7 +13,7 @@ from optimus.launch.environment import read_launch_env
 
 
 def refuse(folder: str) -> bool:
-    """Raise the same error on all ranks. Return whether this rank has to print it."""
+    """Raise the same error on all ranks. Return True if this rank must print the error."""
 
     def measure(*arguments: object) -> dict:
         raise ConfigError("no such size")

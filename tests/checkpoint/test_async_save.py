@@ -23,13 +23,13 @@ IMPOSSIBLE = {
     (State.CLEANING, Status.FAILED),
     *((State.ENDED, status) for status in Status),
 }
-"""Pairs (state, status) that cannot occur: a commit starts after WRITING, CLEANING cannot fail, and
-no rank reports a status of an ended save."""
+"""Pairs (state of the save, status of a rank) that cannot occur: a commit starts only after
+WRITING, CLEANING cannot fail, and ranks report no status of a save that has ended."""
 
 
 class Save:
-    """An AsyncSave in which each step waits until the test sets its event. Records the reports that
-    `commit` receives, and the cleanup."""
+    """Wrapper of an AsyncSave in which each step waits until the test sets the event of the step.
+    It records the reports that `commit` receives, and the cleanup."""
 
     def __init__(
         self, limit_s: float = 60.0, claims: bool = False, **raises: BaseException
@@ -78,7 +78,7 @@ class Save:
 
 
 def poll(save: Save) -> Outcome | None:
-    """Poll after the thread has ended."""
+    """Wait until the thread of the save has ended, then poll. Return the result of the poll."""
     save.save._task.wait(10)
     return save.save.poll()
 
@@ -189,8 +189,8 @@ def test_a_hanging_thread_fails_in_time_and_is_cleaned_after_it_ends(where):
 
 
 def test_time_of_training_between_two_polls_is_not_counted():
-    """The first poll comes after the time limit of the save, but the write ended before it. The
-    save is committed."""
+    """The first poll comes after the time limit of the save, but the write ended before the limit.
+    The save is committed."""
     save = Save(limit_s=0.3)
     save.write.set()
     time.sleep(0.5)

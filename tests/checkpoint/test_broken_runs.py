@@ -21,8 +21,8 @@ from tests.kit.faults.power_loss import Disk
 from tests.kit.ranks.pool import RankPool
 
 DEATHS = (2, 1)
-"""Number of tested cases in which the first rank is killed, and in which the second is killed.
-There are about 250 cases."""
+"""Number of tested cases in which the first rank is killed, and number of tested cases in which the
+second rank is killed. There are about 250 cases in total."""
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def save(request, pool, tiny_data, tmp_path_factory) -> RecordedSave:
 
 
 def sample(cases: list, count: int) -> list:
-    """Return `count` cases, one from each range of equal length."""
+    """Divide `cases` into `count` ranges of equal length. Return one case from each range."""
     rng, limits = random.Random(0), [n * len(cases) // count for n in range(count + 1)]
     return [cases[rng.randrange(low, high)] for low, high in itertools.pairwise(limits)]
 
@@ -67,7 +67,7 @@ def test_a_run_with_a_failed_save_continues_and_reports_it(pool, save, tiny_data
 
 @pytest.fixture(scope="module")
 def recorded(pool, tiny_data, tmp_path_factory) -> tuple[Path, list[Call]]:
-    """Return the directory of a run and its calls on files."""
+    """Return the directory of a run, and the recorded file calls of the run."""
     root = tmp_path_factory.mktemp("disk")
     return root, broken_runs.record_run(pool, tiny_data, root, root.parent / f"{root.name}.log")
 

@@ -24,7 +24,8 @@ from tests.kit.runs.training import train_on
 
 @pytest.fixture(scope="module")
 def trained(rank_pool, tiny_data, tmp_path_factory) -> Path:
-    """Return a run of two ranks with full checkpoints of steps 4 and 6 and models of 3 and 6."""
+    """Return the directory of a run on two ranks, with full checkpoints of steps 4 and 6 and
+    model-only checkpoints of steps 3 and 6."""
     path = tmp_path_factory.mktemp("commands") / "run"
     settings = {"train__max_steps": 6, "optim__sharding": "epso", "train__dtype": "bf16"}
     settings |= {"checkpoint__interval": 2, "checkpoint__model_interval": 3}

@@ -1,4 +1,4 @@
-"""Tests of damage to any file of the newest checkpoint: the older checkpoint is loaded."""
+"""If any file of the newest checkpoint is damaged, the older checkpoint is loaded."""
 
 from __future__ import annotations
 

@@ -132,7 +132,8 @@ def test_create_without_enough_space_is_refused(tmp_path):
 
 
 def test_a_commit_that_fails_after_the_rename_reverts_it(tmp_path, monkeypatch):
-    """The last fsync may fail: a save that is reported as failed must not have its final name."""
+    """The fsync after the rename fails. The commit reports an error, so the checkpoint must not
+    keep its final name."""
     plain = files.fsync_dir
 
     def fsync_dir(path):
@@ -147,7 +148,8 @@ def test_a_commit_that_fails_after_the_rename_reverts_it(tmp_path, monkeypatch):
 
 
 def test_a_stop_after_the_rename_is_refused(tmp_path, monkeypatch):
-    """After the rename, the manifest is not read, since this may fail, and a stop has no effect."""
+    """After the rename, a commit does not read the manifest, because a read could fail, and a
+    request to stop has no effect."""
     plain = store.read_manifest
 
     def read(path):

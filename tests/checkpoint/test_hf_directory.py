@@ -1,4 +1,5 @@
-"""Tests that exported directories have all that transformers needs to pad texts and to end them."""
+"""Exported directories contain all settings that transformers needs to pad texts and to end
+generated texts."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ transformers = pytest.importorskip("transformers")
 
 PROMPTS = ["abc", "a longer prompt: of several words, déjà vu  (x)"]
 VOCABULARY = VOCAB + 64
-"""Vocabulary of the models, larger than that of the tokenizers."""
+"""Vocabulary size of the models, larger than the vocabulary size of the tokenizers."""
 ADDED = ("tokenizer_config.json", "generation_config.json")
 
 
@@ -64,7 +65,8 @@ def sentencepiece_run(sentencepiece_data, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def old(run_dir, tmp_path) -> Path:
-    """Return a run as version 0.1.0 wrote it, without files and a setting of later versions."""
+    """Return a run directory as version 0.1.0 wrote it, without the files and the setting that
+    later versions add."""
     run_dir = Path(shutil.copytree(run_dir, tmp_path / "old"))
     for path in store.find_all(run_dir):
         if (path / "config.json").is_file():
@@ -77,7 +79,8 @@ def old(run_dir, tmp_path) -> Path:
 
 
 def rewrite_manifest(path: Path) -> None:
-    """Rewrite a manifest with the files that exist, and without `data.eos_token_id`."""
+    """Rewrite the manifest of a checkpoint so that it lists the existing files and has no
+    `data.eos_token_id`."""
     tree = json.loads((path / MANIFEST).read_text())
     del tree["self_xxh3"]
     tree["settings"].pop("data.eos_token_id", None)
@@ -131,7 +134,7 @@ def end_with(model: torch.nn.Module, following: dict[int, int]) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "o_proj" in name or "down_proj" in name:
-                parameter.zero_()  # only the last token selects the next
+                parameter.zero_()  # only the last token selects the next token
         table = model.model.embed_tokens.weight.normal_()
         model.lm_head.weight.zero_()
         for token, after in following.items():
@@ -224,7 +227,8 @@ def test_the_end_token_of_the_data_precedes_the_configured_tokens(run_dir):
 
 
 def source_directory(directory: Path, run: Path, **generation: object) -> dict[str, bytes]:
-    """Make a directory as it may be published. Return the files that a conversion must keep."""
+    """Make a Hugging Face directory like a published one. Return the files that a conversion must
+    keep, by name."""
     assert main(["convert", "to-hf", str(run), str(directory)]) == 0
     config = {"eos_token": {"content": "<|endoftext|>"}, "model_max_length": 77}
     config |= {"pad_token": "<|endoftext|>", "tokenizer_class": "GPTNeoXTokenizerFast", "x": 1}
@@ -254,7 +258,7 @@ def test_a_round_trip_keeps_the_files_of_the_source(run_dir, tmp_path, capsys):
 
 
 def test_warning_of_a_token_outside_the_vocabulary_is_short(run_dir, tmp_path, capsys):
-    """Another user's directory may contain a text of any length in place of a token id."""
+    """A directory of another user can contain a text of any length in place of a token id."""
     hf = tmp_path / "hf"
     source_directory(hf, run_dir, pad_token_id=["x" * 300_000])
     assert main(["convert", "to-hf", str(hf), str(tmp_path / "out")]) == 0
@@ -303,8 +307,8 @@ def test_a_round_trip_replaces_ids_outside_the_vocabulary(run_dir, tmp_path, cap
     ],
 )
 def test_a_sidecar_file_of_another_type_is_not_copied(tmp_path, name, content):
-    """The file may be a link out of a downloaded directory. Its target must not be published with
-    the model."""
+    """Such a file could be a link from a downloaded directory to another directory. The target of
+    the link must not be published with the model."""
     secret, source, target = tmp_path / "secret", tmp_path / "source", tmp_path / "target"
     secret.write_bytes(content)
     (source / name).parent.mkdir(parents=True)
@@ -372,7 +376,7 @@ def test_a_folder_replaced_by_a_link_meanwhile_is_not_followed(tmp_path, monkeyp
     ],
 )
 def test_a_link_out_of_a_hugging_face_directory_is_refused(run_dir, tmp_path, name, link):
-    """This includes a link that only the index of the weights names."""
+    """The refused links include links that are listed only in the index of the weights."""
     out = tmp_path / "hf"
     to_hf(run_dir, out)
     if link != name:

@@ -94,14 +94,14 @@ def checkpoint(valid, tmp_path) -> Path:
 
 
 def rewrite_manifest(path: Path, **fields: object) -> None:
-    """Change fields and correct the hash."""
+    """Change fields of a manifest, and store the correct hash of the changed manifest."""
     raw = json.loads((path / MANIFEST).read_bytes())
     raw.pop("self_xxh3")
     (path / MANIFEST).write_bytes(files.checked_json(raw | fields))
 
 
 def rewrite_index(path: Path, change) -> None:
-    """Change the parsed lines of the index, and correct all hashes."""
+    """Change the parsed lines of the index with the function `change`, and store correct hashes."""
     lines = [json.loads(line) for line in (path / INDEX).read_text().splitlines()]
     change(*lines)
     data = "\n".join([*map(json.dumps, lines), ""]).encode()
@@ -315,12 +315,12 @@ FIRST, SECOND = [0, 0, 0, 12, 4096, 4352, 4608], [0, 1, 0, 12, 4160, 4416, 4672]
     ],
 )  # fmt: skip
 def test_an_index_that_no_save_wrote_is_refused(checkpoint, capsys, change, message):
-    """`verify`, `show` and loads refuse it."""
+    """`verify`, `show` and a load refuse the checkpoint."""
     rewrite_index(checkpoint, change)
     assert message in problem_of(checkpoint, capsys)
     with pytest.raises(CheckpointError, match=message.partition("exp_avg")[0]):
         ShardWeights(read_manifest(checkpoint))  # reads every row, for conversions
-    # A load reads a single parameter and state: it cannot see faults across several.
+    # A load reads a single parameter and state. It cannot detect faults that concern several.
     if any(text in message for text in ("two rows", "lacks some of its", "two consecutive")):
         return
     with pytest.raises(CheckpointError, match=r"^/[^\n]*$"):
@@ -342,9 +342,9 @@ def test_bytes_that_belong_to_no_parameter_are_refused(checkpoint, capsys):
 
 @pytest.mark.parametrize("columns", [(5,), (5, 6)])
 def test_states_on_both_sides_of_a_frozen_row_are_not_exchanged(tmp_path, capsys, columns):
-    """In the index, exchange the offsets of moments of the two rows of head.weight. `verify`
-    detects this, although frozen masters are between the masters of these rows in the shard
-    file."""
+    """Exchange the offsets of the moments between the two rows of head.weight in the index.
+    `verify` detects this, although frozen masters are between the masters of these rows in the
+    shard file."""
     path = write_full(tmp_path / "c", frozen="embed.weight", order=(2, 0, 1, 3))
     read_manifest(path).verify()
 
@@ -358,7 +358,7 @@ def test_states_on_both_sides_of_a_frozen_row_are_not_exchanged(tmp_path, capsys
 
 
 def write_model(directory: Path, num_files: int) -> None:
-    """Write a model's weights: a tensor in each of its files."""
+    """Write a model's weights to `num_files` files, with one tensor in each file."""
     names = [f"model-{n + 1}.safetensors" for n in range(num_files)] if num_files > 1 else [MODEL]
     for n, name in enumerate(names):
         header = json.dumps({f"w{n}": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}})
@@ -466,7 +466,8 @@ def edit_config(path: Path, old: str, new: str) -> None:
 
 
 def update_manifest(path: Path, **settings: object) -> None:
-    """Correct the sizes and hashes of all files in the manifest, and change its `settings`."""
+    """Change `settings` of the manifest, and store the correct sizes and hashes of all files in the
+    manifest."""
     raw = json.loads((path / MANIFEST).read_bytes())
     entries = [
         {"name": name, "size": (path / name).stat().st_size, "xxh3": files.xxh3_file(path / name)}

@@ -59,7 +59,7 @@ def test_intersect_returns_the_common_elements_of_two_boxes(dims):
         shape = tuple(generator.randint(4, 9) for _ in range(dims))
         whole = numpy.arange(numpy.prod(shape)).reshape(shape)
         disk, box = random_box(shape, generator), random_box(shape, generator)
-        if generator.random() < 0.3:  # often they differ in one dim only
+        if generator.random() < 0.3:  # often the boxes differ in only one dim
             box = (box[0], *disk[1:])
         full = ParamSlice("p", disk, 0, 10**6)
         size = len(take(whole, full._replace(box=box)))
@@ -135,7 +135,7 @@ def test_weights_are_assembled_from_the_slices_of_all_ranks(tmp_path, monkeypatc
         for name, start, values in weights.ranges():
             result[name].reshape(-1)[start : start + len(values)] = values
     assert all(numpy.array_equal(result[name], whole) for name, whole in states["master"].items())
-    if open_files == 32:  # of small blocks few are read twice
+    if open_files == 32:  # with small blocks, few blocks are read twice
         assert shard_file.traffic["opens"] == 8
         blocks = sum(math.ceil(shard.size / 3 / BLOCK_BYTES) for shard in index.shards)
         assert shard_file.traffic["bytes"] <= 2 * blocks * BLOCK_BYTES + 8 * shard_file.HEADER_BYTES
@@ -146,7 +146,7 @@ def test_incomplete_weights_are_refused(tmp_path):
     holdings = Holdings(layout_config(mesh), mesh)
     index = save(tmp_path, holdings, whole_states(all_shapes(holdings)))
     raw = json.loads(index.lines["embed.weight"])
-    for rows in (raw["rows"][:-1], [*raw["rows"][:-1], raw["rows"][0]]):  # as many elements
+    for rows in (raw["rows"][:-1], [*raw["rows"][:-1], raw["rows"][0]]):  # equal number of elements
         line = json.dumps(raw | {"rows": rows})
         less = replace(index, lines={**index.lines, "embed.weight": line})
         with pytest.raises(CheckpointError, match="every element of parameter embed.weight"):
@@ -154,7 +154,7 @@ def test_incomplete_weights_are_refused(tmp_path):
 
 
 def simulated_report(holdings: Holdings, rank: int, slices: list[StateSlice]) -> ShardReport:
-    """Return the report of the writer of these slices, without a file."""
+    """Return the report that a writer of these slices would make, without writing a file."""
     at, boxes, rows, size = (
         4096,
         {},
@@ -171,15 +171,17 @@ def simulated_report(holdings: Holdings, rank: int, slices: list[StateSlice]) ->
 
 
 def processor_s(function, *arguments):
-    """The seconds of processor time that a call takes, and its result."""
+    """Call `function(*arguments)`. Return the processor time of the call in seconds, and its
+    result."""
     started = time.process_time()
     result = function(*arguments)
     return time.process_time() - started, result
 
 
 def test_planning_for_ten_thousand_ranks_opens_few_files_and_reads_no_more(capsys):
-    """Print the processor time of the plans of all writers, of the index, and of the reads of a
-    rank under another layout. It depends on the machine and is not compared."""
+    """Print the processor times for the plans of all writers, for the index, and for the reads of a
+    rank under another layout. These times depend on the machine, so the test does not check
+    them."""
     path = CONFIGS / "model" / "mula-220b-a10b.toml"
 
     def holdings(mesh: Mesh, sharding: str) -> Holdings:

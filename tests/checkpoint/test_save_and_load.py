@@ -74,7 +74,8 @@ def test_parameters_of_another_model_are_named(tmp_path):
 
 @pytest.mark.parametrize("harm", ["cut", "another"])
 def test_a_damaged_shard_file_is_not_committed(tmp_path, harm):
-    """The header and size of each file are checked before the commit. Earlier checkpoints stay."""
+    """A save checks the header and the size of each shard file before the commit. If a file is
+    damaged, the save fails, and earlier checkpoints remain."""
     for step in (1, 2):
         saves.save(tmp_path, step)
 

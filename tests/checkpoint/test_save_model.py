@@ -65,7 +65,8 @@ def masters_of(shapes: dict[str, tuple[int, ...]]) -> RankStates:
 
 
 def peak_of_saving(tree: dict[str, Any], folder: str, staged: bool) -> tuple[int, int]:
-    """Return the peak of additional memory of a saver, and the size of the model, in bytes."""
+    """Save a model. Return the peak increase of memory during the save and the size of the model,
+    in bytes."""
     config = make_config(tree).model
     shapes = {name: tuple(p.shape) for name, p in whole_model(config).named_parameters()}
     states, limits = masters_of(shapes), {"limit_s": 60.0, "begin_s": 60.0}
@@ -89,7 +90,8 @@ def test_a_rank_allocates_memory_for_a_batch_or_for_its_staged_slices(ranks, tmp
 
 
 def lose_a_write() -> None:
-    """Lose a write of the second rank, although it is reported as successful."""
+    """Patch the second rank so that one of its writes is lost, although the write is reported as
+    successful."""
     plain, lost = safetensors._write_at, []
 
     def put(fd: int, data: memoryview, at: int) -> None:
@@ -102,7 +104,7 @@ def lose_a_write() -> None:
 
 
 def leave_some_out() -> None:
-    """Leave out three slices of the second rank."""
+    """Patch the second rank so that it does not write three of its slices."""
     plain, left = weights._params_of, []
 
     def params_of(state_slice: StateSlice) -> Iterator[tuple[ParamSlice, int]]:
@@ -116,7 +118,8 @@ def leave_some_out() -> None:
 
 
 def break_file(how: Callable[[Path], None]) -> None:
-    """Damage the first model after all ranks have written."""
+    """Patch the commit so that `how` damages the file of the first model-only checkpoint after all
+    ranks have written."""
     plain, done = weights.write_hf_json, []
 
     def write(directory: Path, *arguments: Any) -> None:
@@ -129,7 +132,8 @@ def break_file(how: Callable[[Path], None]) -> None:
 
 
 def rewrite(change: Callable[[bytes, int], bytes]) -> Callable[[], None]:
-    """Return a function that changes a file. `change` gets the content and the header's end."""
+    """Return a function that replaces the content of a file by `change(content, offset of the end
+    of the header)`."""
 
     def how(path: Path) -> None:
         content = path.read_bytes()
@@ -247,7 +251,8 @@ def test_all_ranks_together_write_each_element_once(monkeypatch):
 
 
 def test_staged_states_may_be_freed_while_they_are_written(tmp_path, monkeypatch):
-    """A staged save keeps no reference to the states, such as fp32 copies of frozen parameters."""
+    """A staged save keeps no reference to the states, not even to fp32 copies of frozen
+    parameters."""
     config = make_config(tiny_tree("d", "r")).model
     shapes = {name: tuple(p.shape) for name, p in whole_model(config).named_parameters()}
     states, gate, plain = masters_of(shapes), threading.Event(), ModelSaver._write
@@ -281,9 +286,9 @@ def test_checksums_add_up_and_depend_on_positions():
 
 @pytest.mark.parametrize("is_nfs", [True, False])
 def test_only_nfs_writes_synchronously(tmp_path, monkeypatch, is_nfs):
-    """Only on NFS, a writer opens files with O_DSYNC. Otherwise an NFS client sends whole cached
-    pages, which may overwrite bytes of other writers. On no file system, a writer creates a
-    file."""
+    """A writer opens files with O_DSYNC only on NFS: without O_DSYNC, an NFS client would send
+    whole cached pages, which could overwrite bytes of other writers. A writer never creates a file,
+    on any file system."""
     command = ["stat", "-f", "-c", "%t", tmp_path]
     file_system = int(subprocess.run(command, capture_output=True, check=True).stdout, 16)
     assert safetensors._NFS_MAGIC == 0x6969 != file_system

@@ -72,7 +72,8 @@ def test_whole_blocks_are_written_directly_if_possible(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("direct", [True, False])
 def test_a_finished_file_is_durable_with_all_its_bytes(tmp_path, monkeypatch, direct):
-    """The commit follows as soon as all writers have finished: nothing else syncs the file."""
+    """`finish` must sync the file, because the commit follows as soon as all writers have finished
+    and does not sync shard files."""
     synced, fsync = [], os.fsync
 
     def look(fd):
@@ -110,9 +111,9 @@ def test_an_error_of_the_writing_thread_is_raised_by_the_writer(
     with pytest.raises(OSError) as raised:
         write(tmp_path, [os.urandom(36_864)], direct=False)
     assert raised.value.errno == error
-    assert set(seen) - {threading.current_thread()} == set(seen)  # another thread wrote
+    assert set(seen) - {threading.current_thread()} == set(seen)  # only another thread wrote
     assert threading.active_count() == before
-    assert (tmp_path / "shard-00000.bin").stat().st_size < 5000 * block  # and no later block
+    assert (tmp_path / "shard-00000.bin").stat().st_size < 5000 * block  # no later block is written
 
 
 def test_short_writes_are_continued(tmp_path, monkeypatch):
@@ -139,7 +140,8 @@ def test_a_stopped_writer_leaves_no_thread(tmp_path, how):
 
 
 def test_a_block_is_filled_while_another_is_written(tmp_path, monkeypatch):
-    """The caller waits while both buffers are in use."""
+    """A writer has two buffers. A caller that fills blocks waits only while both buffers are in
+    use."""
     started, resume, plain = threading.Event(), threading.Event(), os.write
 
     def slowly(fd, data):

@@ -37,8 +37,8 @@ def paint(counts, param):
 def assert_each_element_once(config, mesh, slices_of, alternates=False):
     """Check that the slices of all ranks together contain each element once.
 
-    A rank has at most one slice of each shard. If `alternates` is true, it may have several,
-    because two pipeline stages write the stripes of tied parameters in turn.
+    A rank has at most one slice of each shard. If `alternates` is true, a rank can have several
+    slices of a shard, because two pipeline stages write the stripes of tied parameters in turn.
     """
     holdings, counts = Holdings(config, mesh), {}
     for rank in range(mesh.world_size):
@@ -113,7 +113,8 @@ def test_shares_have_the_order_of_ranks():
 
 
 def written(config, mesh, scatter="balanced"):
-    """Yield the number of bytes that each rank writes of a state such as `master`."""
+    """Yield, for each rank, the number of bytes that it writes for a single state, such as
+    `master`."""
     holdings = Holdings(config, mesh)
     for rank in range(mesh.world_size):
         holding, coordinate = holdings.of(rank), mesh.coordinate(rank)
@@ -135,7 +136,8 @@ def written(config, mesh, scatter="balanced"):
     ids=str,
 )
 def test_writers_and_nodes_of_a_stage_write_about_as_much(model, mesh, sharding):
-    """Stages differ in size, since they have different parameters."""
+    """Bytes are compared only within a pipeline stage, because stages have different parameters and
+    sizes."""
     path = CONFIGS / "model" / f"{model}.toml"
     sizes = [f"parallel.{axis}={size}" for axis, size in mesh._asdict().items()]
     config = load_config(path, [*sizes, f"optim.sharding={sharding}"])

@@ -1,4 +1,5 @@
-"""Tests of the checkpoint from which a run starts, of retention and of quarantine."""
+"""Tests of the choice of the checkpoint from which a run starts, of the removal of old checkpoints,
+and of quarantine."""
 
 from __future__ import annotations
 
@@ -113,7 +114,7 @@ def test_remove_old_tries_all_checkpoints_and_returns_those_that_stay(tmp_path):
         save(tmp_path, step)
         save(tmp_path, step, "model")
     slot, model = store.full_path(tmp_path, 2), store.model_path(tmp_path, 3)
-    for number in range(20):  # some are listed after `data`
+    for number in range(20):  # so that some are listed after `data`
         (model / f"more-{number}").touch()
     with immutable(slot, model / "data"):
         workspace = store.open_workspace(tmp_path)
@@ -162,8 +163,9 @@ def test_an_unfinished_save_that_cannot_be_removed_is_named_and_the_run_starts(t
 
 
 def test_a_checkpoint_that_cannot_be_moved_to_quarantine_ends_the_start(tmp_path):
-    """With `checkpoint.load=none`, an old checkpoint cannot be moved away. The start must fail:
-    otherwise the next start would load this checkpoint, because its step is highest."""
+    """With `checkpoint.load=none`, a start moves old checkpoints to quarantine. If a checkpoint
+    cannot be moved, the start must fail. Otherwise the next start would load this checkpoint,
+    because it has the highest step."""
     later = save(tmp_path, 8).path
     words = f"{later}: cannot be moved to set-aside/: Operation not permitted"
     with immutable(later), pytest.raises(CheckpointError, match=words):
@@ -336,7 +338,7 @@ def test_a_run_that_went_back_to_a_model_does_not_start_again_unasked(tmp_path, 
 
 def test_a_run_without_its_full_checkpoints_does_not_start_again_unasked(tmp_path):
     save(tmp_path, 200, "model")
-    assert store.decide_start(tmp_path, "auto").step == 0  # killed before the first full one
+    assert store.decide_start(tmp_path, "auto").step == 0  # killed before its first full save
     save(tmp_path, 201, "model")
     with pytest.raises(CheckpointError, match=r"none of 0 full .* as model-00000201"):
         store.decide_start(tmp_path, "auto")
@@ -351,7 +353,7 @@ def test_steps_of_models_count_from_the_start_of_their_run(tmp_path):
     run, other = tmp_path / "run", tmp_path / "other"
     origin = str(save(other, 10_000).path)
     save(run, 10_200, "model", origin=origin)
-    assert store.decide_start(run, origin).step == 10_000  # killed before the first full one
+    assert store.decide_start(run, origin).step == 10_000  # killed before its first full save
     save(run, 10_201, "model", origin=origin)
     with pytest.raises(CheckpointError, match=r"none of 0 full .* as model-00010201"):
         store.decide_start(run, origin)

@@ -57,8 +57,8 @@ def run_step(
 
 
 def masters(case: Case, seed: int | None) -> torch.Tensor:
-    """Train, and return all master weights. With a seed, random steps are abandoned, and parameters
-    are used between steps."""
+    """Train, and return all master weights as one tensor. If `seed` is not None, errors end random
+    steps early, and parameters are used between steps."""
     tower, chance = Tower(case.n), random.Random(seed)
     engine = make_engine(tower, case, ALONE)
     for step in range(case.steps):

@@ -1,4 +1,5 @@
-"""States on disk: the bits of states on the device, errors of the disk, and the file."""
+"""States on disk: training gives the same bits as with states on the device, errors of the disk end
+a run, and the file is removed."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ CPU = torch.device("cpu")
 
 
 def make_tier(directory: Path, length: int = 5000, rank: int = 0) -> tuple[DiskTier, torch.Tensor]:
-    """Return a tier, and a buffer of `length` fp32 elements in it."""
+    """Return a DiskTier and a buffer of `length` fp32 elements that it stores."""
     size = file_bytes(length, [torch.float32])
     tier = DiskTier(Memory(CPU), str(directory), rank, [size])
     return tier, tier.new(length, torch.float32)
@@ -41,7 +42,7 @@ def make_tier(directory: Path, length: int = 5000, rank: int = 0) -> tuple[DiskT
 
 def random_case(generator: random.Random, directory: Path) -> Case:
     """Return a random plan of a tower with states on disk."""
-    n = generator.randint(2, 8)  # up to more than BUFFERS
+    n = generator.randint(2, 8)  # also more than BUFFERS
     rates = [CHUNK * 4 / generator.choice([1e-5, 1e-3, 3e-3]) for _ in range(5)]
     keys = ("to_device", "to_host", "host_adam", "disk_read", "disk_write")
     return Case(
@@ -75,7 +76,8 @@ def test_random_plans_train_to_the_bits_of_states_on_the_device(tmp_path, monkey
 
 
 def test_a_missing_wait_for_writes_changes_bits(tmp_path, monkeypatch):
-    """A write takes 30 ms. Without the wait, code that reads the masters gets older values."""
+    """Each write takes 30 ms. If code that reads the masters does not wait for the writes, it reads
+    old values."""
     links = Links(to_device=1e12, to_host=1e12, host_adam=1e12, disk_read=1e12, disk_write=4e5)
     case = Case(2, 2, parameters=False, steps=3, host_share=1.0, poison=True, links=links)
     case = case._replace(dtype=torch.bfloat16, disk_share=1.0, disk=str(tmp_path))
@@ -85,7 +87,8 @@ def test_a_missing_wait_for_writes_changes_bits(tmp_path, monkeypatch):
 
 
 def test_states_that_are_set_after_an_update_stay_set(tmp_path):
-    """An update takes 10 ms, and a write takes place when code waits for it."""
+    """Each update takes 10 ms, and a write is done only when code waits for it. Values that are set
+    after an update must not be overwritten by the update."""
     case = Case(3, parameters=False, host_share=1.0, disk_share=1.0, disk=str(tmp_path))
     case = case._replace(delay_s=0.01, copies="late", poison=True, dtype=torch.bfloat16)
     engine = make_engine(Tower(3), case, ALONE)
@@ -106,8 +109,8 @@ def test_states_that_are_set_after_an_update_stay_set(tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bytes_of_each_tier_are_counted(tmp_path, dtype):
-    """The file has masters and moments, or only moments if the parameters are the masters. The
-    memory for the updates does not depend on the number of chunks."""
+    """The file has masters and moments, or only moments if the parameters are the masters. The size
+    of the host memory for the updates does not depend on the number of chunks."""
     states, per_state = (2 if dtype is torch.float32 else 3), 4 * CHUNK
     for n, share, on_disk in ((4, 0.5, 2), (4, 1.0, 4), (6, 0.9, 6)):
         case = Case(n, parameters=False, host_share=1.0, disk_share=share, disk=str(tmp_path))
@@ -138,8 +141,8 @@ def test_bytes_of_each_tier_are_counted(tmp_path, dtype):
 
 @pytest.mark.parametrize("most", [4096, 1 << 20])
 def test_any_range_of_a_buffer_is_read_and_written(tmp_path, monkeypatch, most):
-    """Reads and writes of ranges that are not aligned change no other element, and those of two
-    buffers do not overlap. A system call moves at most `most` bytes."""
+    """Reads and writes of ranges that are not aligned change no other element. Reads and writes of
+    one buffer do not affect another buffer. A system call moves at most `most` bytes."""
 
     def move(call: Any, fd: int, buffers: list[memoryview], at: int) -> int:
         return call(fd, [buffers[0][:most]], at)
@@ -167,8 +170,8 @@ def test_any_range_of_a_buffer_is_read_and_written(tmp_path, monkeypatch, most):
 
 
 def failing(call: Any, fails: Any) -> Any:
-    """Return a function that calls `fails`, and then `call`, whose result it changes to that of
-    `fails` unless this is None."""
+    """Return a function that calls `fails` and then `call`. The function returns the result of
+    `fails`, or the result of `call` if the result of `fails` is None."""
 
     def function(fd: int, buffers: list[memoryview], at: int) -> int:
         changed = fails(fd)
@@ -216,7 +219,8 @@ def broken(fd: int) -> None:
     ids=["full", "write", "short-write", "read", "short-read"],
 )
 def test_an_error_of_the_disk_ends_the_updates(tmp_path, monkeypatch, name, fails, reason):
-    """The error names the file. States that are partly updated cannot be read any more."""
+    """The error contains the path of the file. States that are only partly updated cannot be read
+    after the error."""
     engine, message = run_with_failure(tmp_path, monkeypatch, name, fails)
     verb = "write" if name == "pwritev" else "read"
     assert message.startswith(f"offload.disk: cannot {verb} {tmp_path / 'optimus-states-rank'}")
@@ -234,7 +238,7 @@ def test_an_error_of_the_disk_ends_the_updates(tmp_path, monkeypatch, name, fail
 
 
 def test_an_error_of_the_last_write_is_raised_by_wait(tmp_path, monkeypatch):
-    """A late write of the last chunk begins after all updates are complete."""
+    """The write of the last chunk is late: it begins after all updates are complete."""
     case = Case(3, parameters=False, host_share=1.0, disk_share=0.3, disk=str(tmp_path))
     engine = make_engine(Tower(3), case._replace(copies="late"), ALONE)
     engine.start_step()
@@ -247,7 +251,8 @@ def test_an_error_of_the_last_write_is_raised_by_wait(tmp_path, monkeypatch):
 
 
 def test_close_of_a_file_waits_for_its_reads_and_writes(tmp_path, monkeypatch):
-    """Otherwise, they could read or write another file that gets the same descriptor."""
+    """Otherwise, a read or write could use the closed descriptor after another file has received
+    the same number."""
     file = StateFile(tmp_path, 0, 4096)
     begins, is_complete = threading.Event(), threading.Event()
 
@@ -268,7 +273,8 @@ def test_close_of_a_file_waits_for_its_reads_and_writes(tmp_path, monkeypatch):
 
 
 def test_an_error_of_a_block_waits_for_the_other_blocks(tmp_path, monkeypatch):
-    """Until then, they use the memory that the caller could free."""
+    """The caller can free the memory as soon as the error is raised, so no other block may be in
+    progress then."""
     monkeypatch.setattr(state_file, "BLOCK_BYTES", 4096)
     tier, flat = make_tier(tmp_path)
     active: list[int] = []
@@ -326,7 +332,7 @@ def test_a_second_run_is_refused(tmp_path, monkeypatch):
     tier.close()
     other.close()
     assert not list(tmp_path.iterdir())
-    with open(tmp_path / "optimus-states-rank00000", "wb") as file:  # as a process does
+    with open(tmp_path / "optimus-states-rank00000", "wb") as file:  # like another process
         fcntl.flock(file, fcntl.LOCK_EX)
         with pytest.raises(ConfigError) as refused:
             make_tier(tmp_path)
@@ -341,7 +347,8 @@ def test_files_of_users_are_kept_and_not_counted_as_free(tmp_path, monkeypatch):
     for name in users:
         (tmp_path / name).write_bytes(b"x" * 1000)
     disk = os.statvfs(tmp_path)
-    monkeypatch.setattr(os, "statvfs", lambda path: disk)  # other tests write to this disk
+    # Other tests write to this disk, so keep the reported free space constant.
+    monkeypatch.setattr(os, "statvfs", lambda path: disk)
     free = disk.f_bavail * disk.f_frsize
     assert state_file.free_bytes(tmp_path) == free
     stale = tmp_path / "optimus-states-rank00001"

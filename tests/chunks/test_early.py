@@ -1,4 +1,5 @@
-"""Updates of the host that begin during backward, and gradients that leave the device in bf16."""
+"""Early updates (updates on the host that begin during backward), and gradients that are copied
+from the device in bf16."""
 
 from __future__ import annotations
 
@@ -36,8 +37,8 @@ LINKS = Links(to_device=RATE, to_host=RATE, host_adam=CHUNK / 0.001)
 
 @pytest.mark.parametrize("seed", range(24))
 def test_random_plans_with_early_updates_change_no_bit(seed):
-    """Train with random plans, with NaN in freed and in spare buffers. Norms that are clipped, not
-    clipped and not finite follow each other."""
+    """Train with random plans, with NaN in freed and in spare buffers. The norms of successive
+    steps are clipped, not clipped and not finite, in any order."""
     chance = random.Random(seed)
     n, microbatches = chance.randint(2, 6), chance.choice((1, 2, 3))
     case = Case(
@@ -97,8 +98,8 @@ def test_updates_begin_in_backward_and_are_used_unless_the_norm_is_unexpected(mo
 
 
 def test_as_many_chunks_are_updated_early_as_have_spare_buffers():
-    """Only some of four chunks have spare buffers: those whose gradients backward completes
-    first."""
+    """Only some of four chunks have spare buffers: the chunks whose gradients are complete first in
+    backward. Only these chunks are updated early."""
     case = Case(4, 4, parameters=False, host_share=1.0, dtype=BF16)
     states, spare = 4 * CHUNK * (2 + 4 + 8 + 4), CHUNK * (2 + 4 + 8)
     for limit, count in ((0, 0), (spare - 1, 0), (2 * spare, 2), (9 * spare, 4)):
@@ -183,7 +184,7 @@ class GatedAdamW(AdamW):
 
 
 def run_to_norm(tower: Tower, engine: ChunkEngine, step: int, microbatches: int = 1) -> None:
-    """Run a step up to its norm."""
+    """Run forward and backward of a step, and compute the norm, without an update."""
     engine.start_step((LR, 0.5))
     for number in range(microbatches):
         (tower(batch(step + number, FP32)) - 1).square().float().mean().backward()
@@ -252,8 +253,8 @@ def test_an_error_of_an_early_update_is_raised():
 
 
 def test_more_microbatches_than_planned_discard_early_updates():
-    """After the planned microbatch, all chunks are updated early. The next microbatch changes their
-    gradients."""
+    """After the last planned microbatch, all chunks are updated early. A further microbatch changes
+    the gradients, so the early updates must not be used."""
     masters = []
     for early in (True, False):
         tower, engine, optimizer = make_gated(GATED._replace(early=early))
@@ -268,8 +269,9 @@ def test_more_microbatches_than_planned_discard_early_updates():
 
 
 def test_updates_leave_a_core_for_launches(monkeypatch):
-    """With an accelerator, the number of cores of the rank counts, not that of torch threads, which
-    is 1 in deterministic mode."""
+    """With an accelerator, the number of threads for updates follows from the number of cores of
+    the rank. It does not follow from the number of torch threads, which is 1 in deterministic
+    mode."""
     monkeypatch.setattr(memory, "available_cores", lambda: 16)
     monkeypatch.setattr(memory, "read_local_size", lambda: 2)
     cuda, cpu = torch.device("cuda"), torch.device("cpu")

@@ -1,4 +1,5 @@
-"""The engine on one rank: parameters as views, updates, fp32 gradients, tied uses, the norm."""
+"""The engine on one rank: parameters as views, updates, fp32 gradients, tied parameters, and the
+norm."""
 
 from __future__ import annotations
 
@@ -147,9 +148,9 @@ def test_bf16_accumulation_over_microbatches_is_fp32(monkeypatch, natively):
 
 
 def test_tied_embedding_gradients_of_both_uses_are_added_once():
-    """Run a step with tied embeddings. Each use has a gradient of its own, and the parameter has
-    their sum, which counts once in the norm. After the update, the model computes the same as a
-    model that loads its parameters."""
+    """Run a step with tied embeddings. Each use of the parameter has a separate gradient. The
+    parameter has the sum of the two gradients, and the norm counts this sum once. After the update,
+    the model computes the same output as a model that loads its parameters."""
     model = make_model(model__tie_embeddings=True)
     reference = copy.deepcopy(model)
     engine = make_engine(model)
@@ -162,7 +163,7 @@ def test_tied_embedding_gradients_of_both_uses_are_added_once():
     torch.testing.assert_close(
         whole_of(engine, "grad")["embed.weight"], expected, rtol=1e-5, atol=1e-6
     )
-    # The norm counts the sum of both uses, and not the gradient of the head.
+    # The norm counts the sum of the two gradients, and not only the gradient of the head.
     norm = math.sqrt(sum(float(p.grad.double().square().sum()) for p in reference.parameters()))
     assert engine.grad_norm() == pytest.approx(norm, rel=1e-6)
     engine.update(OPTIM.lr)
@@ -174,8 +175,8 @@ def test_tied_embedding_gradients_of_both_uses_are_added_once():
 
 def test_frozen_parameters_put_after_shards_keep_the_new_values():
     """`shards` makes an fp32 copy of a frozen parameter, and then `put` sets two elements of the
-    parameter. `settle` does not restore their old values from the copy. `sync_params` copies values
-    that a load has written to the copy."""
+    parameter. `settle` does not overwrite these two elements with their old values in the copy.
+    `sync_params` copies values that a load has written to the copy to the parameter."""
     named = {"a": nn.Parameter(torch.zeros(3))}
     groups = {"a": ParamProcessGroups(options=ParamOptions(frozen=True))}
     engine = ChunkEngine(named, groups.get, AdamW(OPTIM), dtype=torch.bfloat16, chunk_length=4)
@@ -190,8 +191,8 @@ def test_frozen_parameters_put_after_shards_keep_the_new_values():
 
 
 def test_initial_values_do_not_exist_together():
-    """The engine asks once for the value of each parameter, also of frozen parameters. Each value
-    is freed before the engine asks for the next one."""
+    """The engine requests the initial value of each parameter once, also of frozen parameters. Each
+    value is freed before the engine requests the next value."""
     model = make_model()
     values = {name: p.detach().clone() for name, p in model.named_parameters()}
     frozen = [name for name in values if name.endswith("norm.weight")]
@@ -226,7 +227,8 @@ def test_initial_values_do_not_exist_together():
 
 
 def test_sharded_chunks_do_not_exist_together(monkeypatch):
-    """While a chunk is filled, the unsharded buffers of earlier chunks have no memory."""
+    """While the engine fills a chunk with initial values, the unsharded buffers of earlier chunks
+    have no memory."""
     made: list[ChunkState] = []
     create = ChunkState.__init__
 

@@ -1,4 +1,5 @@
-"""Launches of gradient reductions: their time, order and checks. Hooks of segments."""
+"""Launches of gradient reductions: their time and order, and checks of gradients. Hooks of
+segments."""
 
 from __future__ import annotations
 
@@ -118,7 +119,8 @@ def test_a_bucket_without_gradient_is_launched_at_the_end_and_delays_later_bucke
 
 def test_buckets_without_deferred_gradients_are_launched_at_once():
     """Only the weight gradient of layer 1 is deferred. The bucket of layer 2 is launched at once.
-    The bucket of layer 1 waits for the gradient, and that of layer 0 for its turn."""
+    The bucket of layer 1 waits for the deferred gradient. The bucket of layer 0 waits too, because
+    buckets are launched in order."""
     net = Net()
     reducer, launched = make_reducer(net)
     with reducer.last_backward(0, expected=[net.layers[1].weight]):
@@ -191,8 +193,8 @@ def test_a_gradient_replaced_after_the_launch_is_an_error():
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_the_step_after_an_abandoned_step_launches_all_buckets(overlap):
-    """An error at the second bucket ends a step. The next step launches each bucket once, and none
-    before its backward."""
+    """An error at the second bucket ends a step. The next step launches each bucket once, and
+    launches no bucket before its backward."""
     net = Net()
     reducer, launched = make_reducer(net, overlap)
 

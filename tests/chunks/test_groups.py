@@ -40,7 +40,7 @@ def build(other: dict | None, options: ParamOptions | None) -> tuple[str, int]:
         options: Options of the parameters of the last rank; None: defaults, as on other ranks.
 
     Returns:
-        The message of the ConfigError, "" if there is none, and the number of collectives of
+        The message of the ConfigError ("" if there is no error), and the number of collectives on
         tensors.
     """
     meter = TrafficMeter()
@@ -87,13 +87,14 @@ def test_ranks_that_agree_exchange_only_hashes(ranks):
 
 
 def test_a_parameter_without_groups_is_named():
-    """One parameter has no groups. The error has its name."""
+    """One parameter has no process groups. The error contains the name of this parameter."""
     with pytest.raises(ConfigError, match="parameter orphan has no process groups"):
         make_engine(SHAPES | {"orphan": (3,)}, ParamProcessGroups(), Group(1, 0))
 
 
 def build_on_different_stages() -> str:
-    """Make an engine whose parameters are of another stage on each rank, and return the error.
+    """Make an engine whose parameters belong to a different pipeline stage on each rank. Return the
+    error message.
 
     Parameters of different stages are in different classes, so the ranks have no common class.
     """
@@ -107,7 +108,8 @@ def build_on_different_stages() -> str:
 
 
 def test_a_class_that_another_rank_lacks_is_an_error(ranks):
-    """Each of two ranks has a class of parameters that the other rank lacks, and would wait forever
-    in its collectives. Both ranks raise an error instead."""
+    """Each of two ranks has a class of parameters that the other rank lacks. Without the check,
+    each rank would wait forever in the collectives of its class. Both ranks raise an error
+    instead."""
     for text in ranks(2, build_on_different_stages):
         assert text.startswith("parameter first") and "not on all ranks" in text

@@ -98,8 +98,9 @@ def test_padding_of_real_models_is_at_most_max_waste(model, mesh, target):
 
 
 def test_best_length_with_little_padding_is_the_nearest_to_the_target():
-    """For 32,000 elements, less than 80 elements of padding count as none. So the target 16,032 is
-    selected with 32 elements of padding, although the length 16,000 needs no padding."""
+    """For 32,000 elements, less than 80 elements of padding count as none. The function therefore
+    returns the target 16,032, with 32 elements of padding, although the length 16,000 needs no
+    padding."""
     assert best_length([320] * 100, 16_032, 1) == 16_032  # 32 elements of padding
     assert best_length([320] * 100, 16_096, 1) == 16_000
 

@@ -32,7 +32,8 @@ def test_norms_of_blocks_are_those_of_the_slices(size: int, dtype: torch.dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_number_of_launches_does_not_grow_with_the_size(dtype: torch.dtype):
-    """The device "meta" takes the path of GPUs, where each launch takes about 10 us."""
+    """On the device "meta", the norm uses the same code as on GPUs, where each launch takes about
+    10 us."""
     counts = []
     for blocks in (2, 1000):
         with CountedOps() as ops:

@@ -1,4 +1,5 @@
-"""Overlap of communication with computation: the bits of results, and the time of launches."""
+"""Overlap of communication with computation: results keep their bits, and collectives are launched
+at the right time."""
 
 from __future__ import annotations
 
@@ -94,8 +95,8 @@ INTERLEAVED = {
     ],
 )
 def test_overlap_changes_no_bit(ranks, tiny_data, tmp_path, size, run):
-    """Train with and without overlap, in several layouts. Metrics, checkpoints and evaluations are
-    the same."""
+    """Train with and without overlap, in several layouts. Metrics, checkpoints and evaluations have
+    the same bits."""
     for name, overlap in (("overlap", True), ("serial", False)):
         settings = {**FAST, "train__eval_interval": 2, **run, "optim__overlap": overlap}
         train_on(ranks, size, tiny_tree(tiny_data, tmp_path / name, **settings))
@@ -179,7 +180,7 @@ def count_launches() -> dict:
     engine.start_step()
     with engine.gradients.last_backward(0):
         backward()
-    strategy._max_in_flight = 0  # as without `overlap`
+    strategy._max_in_flight = 0  # the value without `overlap`
     engine.start_step()  # the last step was abandoned
     counts["in flight"].append(len(strategy._in_flight))
     engine.gradients.reduce(0)
@@ -225,8 +226,9 @@ def test_reductions_begin_in_backward_and_gathers_end_in_forward(ranks):
 
 @pytest.mark.parametrize("layer", ["q_proj", "mlp_norm", "final_norm"])
 def test_nan_in_a_gradient_is_reported_with_its_rank(ranks, tiny_data, tmp_path, layer):
-    """A gradient of rank 1 is NaN. The error of both ranks has its rank, step and parameter: it is
-    found before the reduction spreads it."""
+    """A gradient of rank 1 is NaN. The error on both ranks contains rank 1, the step and the
+    parameter: the NaN is detected before the reduction adds it to the gradients of the other
+    rank."""
     run = {"parallel__schedule": "1f1b", "parallel__pp": 1, "optim__sharding": "epso"}
     tree = tiny_tree(tiny_data, tmp_path, **{**FAST, **run})
     errors = ranks(2, poison, tree, 1, "gradient", layer, 2, start_world=False)
@@ -237,8 +239,8 @@ def test_nan_in_a_gradient_is_reported_with_its_rank(ranks, tiny_data, tmp_path,
 
 
 def test_nan_in_a_gradient_under_zero_bubble_is_reported_with_its_rank(ranks, tiny_data, tmp_path):
-    """A gradient of rank 1 is NaN, and weight gradients are deferred. The error has its rank and
-    parameter."""
+    """A gradient of rank 1 is NaN, and weight gradients are deferred. The error contains rank 1 and
+    the parameter."""
     tree = tiny_tree(tiny_data, tmp_path, **{**FAST, **ZERO_BUBBLE})
     errors = ranks(4, poison, tree, 1, "gradient", "mlp_norm", 2, start_world=False)
     name, message = errors[1].split("|")

@@ -1,5 +1,5 @@
-"""Sharded parameters and gradients: the bits of whole states, the planned gathers, and the bytes of
-the Elixir papers."""
+"""Sharded and offloaded states: training gives the bits of whole states, with the planned gathers
+and with the numbers of bytes in the Elixir papers."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ def train_on_two(ranks, *cases: Case) -> list[list[Outcome]]:
 def test_sharded_states_train_to_the_bits_of_whole_states(
     ranks, tmp_path, dtype, slots, microbatches, region
 ):
-    """Train with whole states, with sharded gradients, also with sharded parameters, and with some
-    or all states on the host or on disk. Such training is repeated with NaN in freed buffers.
-    Losses and masters have the same bits."""
+    """Train with whole states, with sharded gradients, with sharded gradients and parameters, and
+    with some or all states on the host or on disk. Repeat the training with sharded or offloaded
+    states with NaN in freed buffers. Losses and masters have the same bits."""
     case = Case(6, slots, microbatches, region, dtype=dtype, steps=3)
     changes = (
         WHOLE,
@@ -82,8 +82,8 @@ def test_sharded_states_train_to_the_bits_of_whole_states(
 def test_a_single_rank_offloads_to_the_same_bits(
     ranks, tmp_path, dtype, slots, microbatches, region
 ):
-    """Train without other ranks, with whole states and with some or all states on the host or on
-    disk."""
+    """Train on a single rank, with whole states and with some or all states on the host or on disk.
+    Losses and masters have the same bits."""
     case = Case(6, slots, microbatches, region, dtype=dtype, steps=3)
     shares = [{"host_share": 0.33}, {"host_share": 1.0}]
     times = ("early", "late", "random")
@@ -106,7 +106,8 @@ def test_a_single_rank_offloads_to_the_same_bits(
 def test_copied_bytes_equal_the_formula(slots, microbatches, is_planned):
     """All states of n bf16 chunks are on the host. A step with k microbatches in turn and B slots
     copies 2kn - (2k-1)B chunks of parameters to the device and kn chunks of fp32 gradients to the
-    host, also if the order is not known. Afterwards, no chunk has memory on the device."""
+    host, also if the order of uses is not known. After the step, no chunk has memory on the
+    device."""
     n, k = 4, microbatches
     case = Case(n, slots, k, dtype=BF16, parameters=False, host_share=1.0)
     tower = Tower(n)
@@ -144,7 +145,8 @@ def test_another_order_of_use_costs_time_and_changes_no_bit(order, caplog):
 
 
 def test_a_recorded_order_replaces_the_plan():
-    """The layers compute in reverse. With a plan of the recorded uses, no use is unplanned."""
+    """The layers compute in reverse order. After the recorded uses have replaced the plan, no use
+    is unplanned."""
     case = Case(5, 2, 2, poison=True, parameters=False, steps=1)
     results = []
     for share in (0.0, 1.0):
@@ -165,8 +167,8 @@ def test_a_recorded_order_replaces_the_plan():
 
 @pytest.mark.parametrize("copies", ["early", "late"])
 def test_code_outside_of_segments_gathers_and_reads_sums_within_a_step(copies):
-    """After each microbatch, gather a parameter that the plan does not expect, and read the sums of
-    the gradients so far. The bits do not change."""
+    """After each microbatch, gather a parameter at a time that is not in the plan, and read the
+    sums of the gradients so far. The bits of the results do not change."""
     case = Case(4, 2, 3, poison=True, parameters=False, copies=copies)
     results = []
     for share in (0.0, 1.0):
@@ -189,7 +191,8 @@ def test_code_outside_of_segments_gathers_and_reads_sums_within_a_step(copies):
 
 @pytest.mark.parametrize("order", ["forward", "skip", "alternate"])
 def test_updates_of_the_host_in_the_background_change_no_bit(tmp_path, order):
-    """Each update of a chunk takes 10 ms in addition. The host updates during the next forward."""
+    """Each update of a chunk is delayed by 10 ms, so that the host still updates chunks during the
+    next forward."""
     case = Case(5, 2, 2, steps=3, poison=True, parameters=False)
     whole = train_in_order(case._replace(gradients=False), order)
     for share, copies, on_disk in ((0.4, "early", 0), (1.0, "late", 0.4), (1.0, "random", 1.0)):
@@ -215,8 +218,9 @@ def test_copies_of_an_emulated_link_change_no_bit(order, to_device_s, to_host_s)
 
 @pytest.mark.parametrize(("microbatches", "share"), [(1, 1.0), (3, 0.5)])
 def test_host_computes_the_squares_of_gradients_in_backward(microbatches, share):
-    """The squares of the chunks on the host are those of the whole sum of all microbatches. A step
-    with another number of microbatches than planned has none."""
+    """The squares that the host computes in backward are the squares of the gradients summed over
+    all microbatches. In a step with another number of microbatches than planned, the host computes
+    no squares in backward."""
     case = Case(4, 2, microbatches, parameters=False, host_share=share)
     tower = Tower(4)
     engine = make_engine(tower, case, Group(1, 0))
@@ -237,8 +241,8 @@ def test_host_computes_the_squares_of_gradients_in_backward(microbatches, share)
 
 
 def test_squares_of_a_chunk_without_backward_are_not_those_of_the_last_step(monkeypatch):
-    """Some layers do not compute in the third step. Their squares of the second step would change
-    the norm."""
+    """Some layers do not compute in the third step. If their squares of the second step were used,
+    the norm would be wrong."""
     case = Case(4, 2, parameters=False, host_share=1.0)
     tower = Tower(4)
     engine = make_engine(tower, case, Group(1, 0))
@@ -281,8 +285,8 @@ def numbered(number: int) -> Any:
 def start_waiting(
     queue: UpdateQueue, numbers: list[int]
 ) -> tuple[list[threading.Thread], list[BaseException]]:
-    """Start a thread for each of the chunks that waits for its update. Return the threads, and the
-    list to which they add their errors."""
+    """Start one thread for each chunk in `numbers`, which waits for the update of the chunk. Return
+    the threads, and the list to which the threads append their errors."""
     errors: list[BaseException] = []
 
     def wait(number: int) -> None:
@@ -342,8 +346,8 @@ FAST = Links(to_device=1e12, to_host=1e12)
 
 
 def test_sums_of_gradients_in_their_thread_are_waited_for(monkeypatch):
-    """Each sum begins 10 ms after its copy. The norm, the update and the next copy to the same
-    memory wait for it."""
+    """Each sum of gradients begins 10 ms after the copy of the gradients. The norm, the update and
+    the next copy to the same memory wait for the sum."""
     case = Case(4, 2, 2, parameters=False, host_share=1.0, poison=True, links=FAST)
     expected = train_in_order(case, "forward")
     add = ReducePerMicrobatch._add
@@ -384,7 +388,7 @@ def test_an_error_of_an_update_is_raised_at_each_later_wait():
     engine.start_step()
     engine.gradients.finish()
     engine.update(1.0)
-    engine._updates._pending[1].exception()  # the update has failed before the first use
+    engine._updates._pending[1].exception()  # wait until the update has failed
     with pytest.raises(ValueError, match="no update"):
         tower(batch(0, case.dtype))
     for use in (engine.wait, engine.shards, engine.sync_params, lambda: engine.update(1.0)):
@@ -396,7 +400,8 @@ def test_an_error_of_an_update_is_raised_at_each_later_wait():
     "user", ["shards", "first_shard", "put", "clear_moments", "first_parameter", "sync_params"]
 )
 def test_states_are_read_after_all_updates(user, monkeypatch):
-    """Each update of a chunk takes 20 ms in addition. Code that reads or writes states waits."""
+    """Each update of a chunk is delayed by 20 ms. Code that reads or writes states waits for the
+    updates."""
     case = Case(3, parameters=False, host_share=1.0, delay_s=0.02, dtype=BF16)
     engine = make_engine(Tower(3), case, Group(1, 0))
 
@@ -425,7 +430,7 @@ def test_wait_completes_copies_for_later_uses():
     engine = make_engine(tower, case, Group(1, 0))
     engine.start_step()
     tower.layers[0](batch(0, case.dtype))
-    assert engine.params._uploads  # of the next layers
+    assert engine.params._uploads  # uploads of the next layers
     engine.wait()
     assert not engine.params._uploads
 
@@ -436,8 +441,9 @@ def test_wait_completes_copies_for_later_uses():
 )
 def test_a_missing_wait_for_an_update_is_noticed(monkeypatch, user, order):
     """Without the wait of the parameters, a forward uses old parameters. Without the wait of the
-    gradients, an update reads gradients of the next step. A layer that computes waits for its
-    parameters, so only a layer that does not compute in the next step needs the second wait."""
+    gradients, an update reads gradients of the next step. A layer that computes in the next step
+    waits for its parameters, so the wait of the gradients matters only for a layer that does not
+    compute in the next step."""
     case = Case(5, 2, steps=3, parameters=False, host_share=1.0, delay_s=0.01)
     expected = train_in_order(case, order)
     wait = UpdateQueue.wait
@@ -457,8 +463,8 @@ SLOW = Links(to_device=4 * CHUNK / 0.02, to_host=4 * CHUNK / 0.02)
 @pytest.mark.parametrize("changes", [{"copies": "late"}, {"links": SLOW}], ids=["late", "link"])
 @pytest.mark.parametrize("user", ["optimus.chunks.param_store", "optimus.chunks.reductions"])
 def test_a_missing_wait_for_a_copy_changes_bits(monkeypatch, user, changes):
-    """Copies take place when they are waited for, or later on an emulated link. Without the wait, a
-    layer reads NaN, or the update begins before all gradients are on the host."""
+    """A copy is done when code waits for it, or in the background on an emulated link. If a wait is
+    removed, a layer reads NaN, or the update begins before all gradients are on the host."""
     case = Case(5, 2, 2, parameters=False, host_share=1.0, poison=True)._replace(**changes)
     expected = train_in_order(case, "forward")
     wait = Copy.wait
@@ -481,8 +487,8 @@ CASES = [
 
 def test_gathers_and_reductions_equal_the_formulas(ranks):
     """Train stacks of layers with several numbers of cache slots, microbatches and recomputed
-    layers. The traffic equals the formulas. Uses of chunks and resident bytes equal those of the
-    plan."""
+    layers. The traffic equals the formulas. The uses of chunks and the resident bytes equal the
+    values in the plan."""
     for case, outcomes in zip(CASES, train_on_two(ranks, *CASES), strict=True):
         n, slots, k, m = case.n, min(case.slots, case.n), case.microbatches, case.region
         gathers = 2 * k * n - (2 * k - 1) * slots
@@ -499,7 +505,7 @@ def test_gathers_and_reductions_equal_the_formulas(ranks):
 
 def test_forward_passes_outside_of_a_step_have_the_fewest_gathers(ranks):
     """Run three forward passes without a plan. The store assumes that each pass is followed by
-    another one, and the number of gathers is the minimum."""
+    another pass. The number of gathers is the possible minimum."""
     cases = [Case(n, slots) for n, slots in ((6, 1), (6, 3), (5, 4), (4, 4))]
     uses = [forward_uses([[segment] for segment in range(case.n)] * 3) for case in cases]
     fewest = [

@@ -1,5 +1,5 @@
-"""Tests of the search of the placement of chunks: it equals a full enumeration, and the benefits of
-Elixir equal those of the paper."""
+"""Tests of the search for the placement of chunks. Its result equals the best result of a full
+enumeration. The computed benefits equal the benefits in the Elixir paper."""
 
 from __future__ import annotations
 
@@ -111,7 +111,8 @@ def test_search_equals_a_full_enumeration(seed: int) -> None:
 
 def test_memory_of_a_placement_by_hand() -> None:
     work, size = workload(5, device_bytes=7), workload(5).chunk_length
-    # 3 resident chunks of 9 units, 1 slot, the gradients of a chunk, and those being copied.
+    # 3 resident chunks of 9 units, 1 slot, the gradients of one chunk, and the gradients that are
+    # being copied.
     assert work.device(2, 1) == 7 + size * (3 * 9 + 1 + 2 + 1)
     # A chunk of the present segment, and two whose gradients are being copied.
     assert work.device(5, 2) == 7 + size * (2 + 2 + 2 * 1)
@@ -156,7 +157,8 @@ def large_states(chunks: int, seed: int, sizes: tuple[int, ...]) -> Workload:
 
 
 def enumerate_disk(work: Workload, capacity: TierBytes) -> list[tuple[int, int, int]]:
-    """Return all placements that fit: chunks on the host, slots, and chunks on disk."""
+    """Return all placements that fit, as tuples (number of chunks on the host, number of slots,
+    number of chunks on disk)."""
     numbers = range(1, len(work.chunks) + 1)
     return [
         (num_host, slots, num_disk)

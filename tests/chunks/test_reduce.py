@@ -56,8 +56,8 @@ REDUCTIONS = [
 
 
 def pairs() -> tuple[Group, Group]:
-    """Return two groups of this rank. The first is {0, 1} or {2, 3}, the second is {0, 2} or
-    {1, 3}."""
+    """Return two groups of four ranks that contain this rank. The first is {0, 1} or {2, 3}, the
+    second is {0, 2} or {1, 3}."""
     rank = distributed.get_rank()
     groups = {pair: distributed.new_group(pair) for pair in ((0, 1), (2, 3), (0, 2), (1, 3))}
     near, across = (group for pair, group in groups.items() if rank in pair)
@@ -107,7 +107,8 @@ def contribution(rank: int, microbatch: int) -> torch.Tensor:
 
 
 def sums() -> list[tuple[torch.Tensor, float]]:
-    """Return the whole gradient after two microbatches, and its norm, for each reduction."""
+    """Return (whole gradient after two microbatches, norm of this gradient) for each of the tested
+    reductions."""
     torch.set_num_threads(1)
     world, of_name, results = everyone(), make_groups(), []
     for reduction in REDUCTIONS:
@@ -208,8 +209,9 @@ def tied_sums() -> list[tuple[torch.Tensor, torch.Tensor, float]]:
 
 
 def test_both_stages_of_a_tied_parameter_have_the_sum_of_its_gradients(ranks):
-    """The first stage uses a parameter as embedding, the last as head. Both have the sum of the
-    gradients, which counts once in the norm, and the same parameter after the update."""
+    """The first stage uses a parameter as embedding, the last as head. Both stages have the sum of
+    the two gradients, and the norm counts this sum once. After the update, both stages have the
+    same parameter."""
     expected = sum_of_contributions()
     of_ranks = ranks(4, tied_sums)
     for results in of_ranks:

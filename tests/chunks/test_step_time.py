@@ -16,8 +16,8 @@ F, B = Pass(0, False), Pass(0, True)
 
 
 def work_of(n: int, slots: int, microbatches: int = 1) -> StepWork:
-    """Return the work of n segments with a chunk each. A forward takes 1 s, a backward 2 s; a chunk
-    has 8 bytes of parameters, 16 bytes of gradients and 4 elements."""
+    """Return the StepWork of n segments with one chunk each. A forward takes 1 s, a backward takes
+    2 s. A chunk has 4 elements, 8 bytes of parameters and 16 bytes of gradients."""
     needs = [frozenset({segment}) for segment in range(n)]
     plan = plan_residency(use_order([F, B] * microbatches, [0] * n, needs, [True] * n), slots)
     return StepWork(plan, needs, [1.0] * n, [2.0] * n, [8] * n, [16] * n, [4] * n)
@@ -30,7 +30,7 @@ INSTANT = dict.fromkeys(("to_device", "to_host", "host_adam", "disk_read", "disk
     ("rates", "slots", "expected"),
     [
         ({}, 3, 9.0),
-        # All of 3 updates and copies are in a row before the forward of the last segment.
+        # All 3 updates and copies follow each other before the forward of the last segment.
         ({"host_adam": 1.0}, 3, 3 * 4 + 1 + 6),
         ({"to_device": 2.0}, 3, 3 * 4 + 1 + 6),
         ({"to_device": 2.0, "host_adam": 1.0}, 3, 4 + 3 * 4 + 1 + 6),
@@ -89,7 +89,7 @@ def test_prediction_of_early_updates_is_the_time_computed_by_hand(
     ("rates", "expected"),
     [
         ({}, 9.0),
-        # All chunks are read in a row before the forward of the last segment.
+        # All chunks are read one after the other before the forward of the last segment.
         ({"disk_read": 12.0}, 3 * 4 + 1 + 6),
         # The writes of an update end before the next update, and are hidden if computation is long.
         ({"disk_write": 24.0}, 9.0),
@@ -108,8 +108,8 @@ def test_prediction_with_states_on_disk_is_the_time_computed_by_hand(rates, expe
 
 
 def test_reads_wait_for_a_free_buffer():
-    """With 4 buffers, the read of the sixth chunk begins when the second chunk is written, at 7 s.
-    The forward of the last segment begins at 8 s."""
+    """With 4 buffers, the read of the sixth chunk begins when the write of the second chunk ends,
+    at 7 s. The forward of the last segment begins at 8 s."""
     work = replace(work_of(6, 6), disk_bytes=[48] * 6)
     predicted = predict_step(work, Links(**(INSTANT | {"disk_read": 48.0, "disk_write": 16.0})))
     assert predicted.step == pytest.approx(8 + 1 + 6 * 2)
@@ -140,8 +140,8 @@ def test_no_random_mix_is_faster_than_possible_and_most_are_as_fast(changes):
 
 
 def test_early_updates_save_time_where_updates_are_slow():
-    """In mixes whose updates take longer than their forward passes, early updates make a step
-    shorter. A clipped norm costs at most the time of one update."""
+    """If updates take longer than forward passes, early updates make a step shorter. If the norm is
+    clipped, the step is longer by at most the time of one update."""
     saved = []
     for mix in draw_mixes(200, seed=5):
         late = predict_step(mix.work, mix.links)
