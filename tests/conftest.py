@@ -37,12 +37,13 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
-# Collections of garbage take a third of the time of imports and collection of the tests.
+# Garbage collection would take a third of the time to import and collect the tests.
 gc.disable()
 
 
 def pytest_collection_finish() -> None:
-    """Enable collections, which ignore the objects of modules and of the list of tests."""
+    """Enable garbage collection again. It ignores the objects that exist now: modules and the list
+    of tests."""
     gc.enable()
     gc.freeze()
 

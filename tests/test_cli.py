@@ -148,8 +148,8 @@ main()"""
 
 
 def test_ctrl_c_ends_a_command_even_if_an_import_ignores_exceptions():
-    """The handler of the first Ctrl-C must end the process without an exception. The second Ctrl-C
-    arrives while this handler prints "interrupted"."""
+    """The handler of the first Ctrl-C must end the process without raising an exception, which an
+    import could ignore. The second Ctrl-C arrives while this handler prints "interrupted"."""
     code = """
 import logging, os, signal
 handler = logging.Handler()
@@ -253,8 +253,8 @@ def test_line_of_an_interrupt_starts_after_the_shown_key(number, start):
 
 @pytest.mark.parametrize("flush", [False, True])
 def test_output_that_nobody_reads_does_not_block(monkeypatch, flush):
-    """Nobody reads the pipe, so it becomes full. `_Stderr` must drop the lines that do not fit.
-    When there is space again, it must print the number of dropped lines."""
+    """No process reads the pipe, so the pipe becomes full. `_Stderr` must drop the lines that do
+    not fit. When the pipe has space again, `_Stderr` must print the number of dropped lines."""
     monkeypatch.setattr(optimus.cli, "_STALL_S", 0.2)
     reader, writer = os.pipe()
     with open(writer, "w") as stream, open(reader, "rb", buffering=0) as other:

@@ -57,7 +57,8 @@ def test_functions_that_a_page_names_exist(page):
     ids=lambda page: page.name,
 )
 def test_files_that_a_page_names_exist(page):
-    """docs/benchmarks is left out: its pages name the commit of a script that was removed."""
+    """Pages in docs/benchmarks are not checked, because they can name scripts that were removed
+    later, with the commit of the script."""
     paths = {path for path in _PATH.findall(page.read_text()) if "NAME" not in path}
     missing = sorted(path for path in paths if not (ROOT / path).exists())
     assert not missing, f"{page.name}: {missing}"

@@ -1,5 +1,5 @@
-"""Test that this version reads the files of earlier versions in tests/golden and continues their
-runs.
+"""This version of Optimus reads the files that earlier versions wrote to tests/golden, and
+continues the runs of these versions.
 
 Each directory was written by one version. Its `expected.json` has the results of that version.
 Tests work on copies.
@@ -54,8 +54,8 @@ OTHER_LAYOUTS: dict[str, tuple[int, list[str], bool]] = {
 results must be bitwise equal."""
 
 OTHER_ARITHMETIC: tuple[str, ...] = ()
-"""Old versions that added numbers in another order than this version. If this version continues
-their runs, metrics need to be equal only within the tolerances below."""
+"""Old versions that added numbers in another order than this version. If this version continues a
+run of such a version, metrics must be equal only within the tolerances below."""
 
 # Tolerances for processors and layouts whose matrix products add in another order. The tolerance of
 # fp32 is the bound of deterministic mode for tp and ep.
@@ -72,9 +72,10 @@ def copies(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def corpus(copies, tmp_path, monkeypatch):
-    """Return the function `corpus(version, *changed)`. The function makes a copy of the version's
-    files the working directory, and returns the content of expected.json. A test may write only to
-    the paths `changed`, because the other files are links to files that all tests share."""
+    """Return the function `corpus(version, *changed)`. The function creates a copy of the version's
+    files, makes it the working directory, and returns the content of expected.json. A test must
+    write only to the paths `changed`, because the other files are links to files that all tests
+    share."""
 
     def enter(version: str, *changed: str) -> dict:
         for name in changed:
@@ -131,7 +132,8 @@ def assert_near(lines: list[dict], expected_lines: list[dict], dtype: str) -> No
 
 
 def assert_same(lines: list[dict], expected: list[dict]) -> None:
-    """Assert that the values of `expected` are bitwise equal in `lines`. Other keys are ignored."""
+    """Assert that each value in `expected` is bitwise equal to the value in `lines`. Keys that
+    `expected` lacks are ignored."""
     known = [{key: line[key] for key in old} for line, old in zip(lines, expected, strict=True)]
     assert known == expected
 

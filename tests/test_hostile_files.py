@@ -1,6 +1,7 @@
 """Tests of scripts/drills/hostile_files.py, which gives mutated files to all readers.
 
-One test runs 100 cases. Other tests plant faults in readers. The drill must find these faults.
+One test runs 100 cases. Other tests plant faults in the code that reads files. The drill must
+detect these faults.
 """
 
 from __future__ import annotations
@@ -113,8 +114,8 @@ def test_seal_updates_the_hashes_of_a_changed_file(tmp_path):
     assert sealed == {"xxh3": files.xxh3_file(inner), "size": inner.stat().st_size}
 
 
-# Functions that read a JSON object, as a command would. Each except the first has a fault that a
-# command might have.
+# Functions that read a JSON object, as a command would. Each function except the first has a fault
+# that a command could have.
 
 
 def _read(words: Sequence[str]) -> int:

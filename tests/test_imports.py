@@ -116,7 +116,8 @@ class Import:
 
 
 def find_modules(root: Path) -> dict[str, Path]:
-    """Return our modules by dotted name; the name of a package has no `__init__`."""
+    """Return the path of each module of Optimus by dotted name. The name of a package is without
+    `__init__`."""
     modules = {}
     for package, folder in PACKAGES.items():
         top = root / folder if folder == package else root / folder / package
@@ -140,7 +141,8 @@ def read_imports(modules: Mapping[str, Path]) -> list[Import]:
 
 
 def find_cycle(imports: Iterable[Import]) -> list[str]:
-    """Return our modules in a cycle of imports, and the first module again; [] without a cycle."""
+    """Return the modules of Optimus in a cycle of imports, followed by the first of them again; []
+    if there is no cycle."""
     edges: dict[str, list[str]] = {}
     for statement in imports:
         edges.setdefault(statement.importer, []).append(statement.imported)

@@ -229,7 +229,8 @@ def test_resumed_run_keeps_its_peak(measured, cache, tmp_path):
 
 
 def test_resumed_run_does_not_keep_an_unreliable_peak(measured, cache, tmp_path):
-    """A peak of a busy machine may be too high, so that the MFU of the run would stay too low."""
+    """A peak that was measured on a busy machine can be too high. If a resumed run kept it, the MFU
+    of the run would remain too low."""
     lines: list[str] = []
     poor = Peak(setup_of(*FP32), 9e12, 1.0, "measured", "2026-01-01T00:00:00Z")
     write_peak(tmp_path / "peak.json", poor)

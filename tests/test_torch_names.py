@@ -1,5 +1,5 @@
-"""Test that the names of torch.cuda and torch.xpu in the code exist. Other tests run little of this
-code without a GPU."""
+"""Test that all names of torch.cuda and torch.xpu that the code uses exist. Without a GPU, other
+tests run only a small fraction of the code that uses these names."""
 
 from __future__ import annotations
 

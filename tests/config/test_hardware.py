@@ -1,5 +1,5 @@
-"""Tests of the figures (values with a source) in machine files: sources, bounds, and messages for
-wrong files."""
+"""Tests of the values in machine files, each of which has a source: their sources and bounds, and
+messages for wrong files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SOURCE = 'source = "a page", date = "2026-01"'
 
 
 def figures(section: object) -> list[Figure]:
-    """Return all figures in a section, at any depth."""
+    """Return all values with a source (type Figure) in a section, at any depth."""
     if isinstance(section, Figure):
         return [section]
     if isinstance(section, dict):
@@ -81,8 +81,9 @@ def test_model_of_products_has_the_measured_rates(name):
 
 
 def test_products_of_aurora_have_the_rate_of_a_layer():
-    """Predictions with oneMKL's rate of 8192^3 alone, 81 % of the peak, would be too fast: products
-    of a layer that 12 tiles divide take 7.54e12 FLOPs / 44.26 ms in torch."""
+    """Predictions that use only oneMKL's rate of an 8192^3 product (81 % of the peak) would be too
+    fast. In torch, the products of a layer that is divided over 12 tiles need 44.26 ms for 7.54e12
+    FLOPs."""
     device = load_machine("aurora").device
     assert device is not None
     products = device.products["bf16"]

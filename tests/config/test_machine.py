@@ -74,7 +74,8 @@ def test_aurora_has_the_limits_of_its_queues():
 
 
 def test_each_value_of_aurora_has_a_source_with_a_date():
-    """A source is above its values; after an empty line, the next values need another one."""
+    """A comment with the source is above the values. After an empty line, the next values need
+    another source."""
     blocks = (FOLDER / "aurora.toml").read_text().split("\n\n")
     for block in blocks[1:]:
         # The figures of the hardware have keys for the source and the date, which are required.

@@ -33,7 +33,8 @@ def dataset(tiny_data):
 
 @pytest.mark.parametrize(("size", "ranks"), [(1, 1), (3, 2), (2, 3), (1, 4)])
 def test_ranks_of_any_layout_together_read_the_instances_of_a_step(dataset, size, ranks):
-    """The ranks read all instances of a step in order, also at the end of an epoch."""
+    """Together, the ranks read all instances of a step in order, also in a step in which an epoch
+    ends."""
     per_step = 12
     wrap = dataset.num_instances // per_step + 1
     assert dataset.num_instances % per_step, "an epoch must end within a step"
@@ -88,7 +89,8 @@ def test_groups_of_updates_are_limited_in_bytes(dataset, monkeypatch):
 
 @pytest.mark.parametrize("document_mask", [False, True])
 def test_memory_of_a_referenced_batch_is_not_reused(dataset, monkeypatch, document_mask):
-    """The test keeps slices of some batches. The loader may reuse the memory of other batches."""
+    """The test keeps slices of some batches. The loader must not reuse the memory of these batches,
+    but reuses the memory of other batches."""
     monkeypatch.setattr("optimus.data.loader._GROUP_BYTES", 2 * 4 * dataset.context * 8)
     kept, addresses = {}, set()
     with Loader(dataset, 4, 2, 0, 1, document_mask) as loader:
@@ -108,7 +110,7 @@ def test_memory_of_a_referenced_batch_is_not_reused(dataset, monkeypatch, docume
 
 
 def test_read_error_is_raised_at_its_update(many_shards, tmp_path):
-    """A shard is damaged. Only a request for the update that needs it raises an error."""
+    """A shard is damaged. Only the request for the update that needs this shard raises an error."""
     data = tmp_path / "data"
     shutil.copytree(many_shards, data)
     intact, dataset = TokenDataset(many_shards), TokenDataset(data)

@@ -24,7 +24,8 @@ def sources(tiny_data, many_shards, few_instances) -> list[TokenDataset]:
 
 
 def test_share_and_order_of_each_source_are_exact(sources):
-    """The shares and orders are also exact in later epochs of a source."""
+    """The number of instances of each source and their order are exact, also in later epochs of a
+    source."""
     mix = MixedDataset(sources, [3, 1, 4])
     count = 8 * 40
     assert count // 2 > sources[2].num_instances, "the small source must repeat"
@@ -92,7 +93,7 @@ def test_held_out_data_are_not_mixed_with_training_data(tiny_data):
 
 def test_sources_with_different_held_out_fractions_are_refused(tiny_data, tmp_path):
     """One source is a blend of other data sets. The check uses the held-out fraction with which
-    those data sets were made."""
+    these other data sets were made."""
     plain, same = tmp_path / "plain", tmp_path / "same"
     text = tmp_path / "a.txt"
     text.write_text("some other text " * 500)

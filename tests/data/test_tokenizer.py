@@ -40,8 +40,8 @@ def test_a_name_that_is_not_text_has_no_token_id(tiny_data):
 
 
 def test_a_tokenizer_that_was_checked_is_opened_without_a_child_process(tiny_data, monkeypatch):
-    """Ranks open the tokenizer again to decode samples. By then they have used a GPU or the
-    network, so a fork is not safe."""
+    """Ranks open the tokenizer again to decode generated samples. At that time, they have already
+    used a GPU or the network, so a fork is not safe."""
     path, calls = tiny_data / "tokenizer.json", []
     monkeypatch.setattr(child, "run", lambda *_, **limits: calls.append(limits))
     TextTokenizer(path)

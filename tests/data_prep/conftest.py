@@ -1,4 +1,5 @@
-"""Fixtures: a corpus, its tokenizer and its data set, made once. Tests do not change them."""
+"""Fixtures: a corpus, its tokenizer and its data set, which are made once. Tests must not change
+these files."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ class Made:
 
 @pytest.fixture(scope="session")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
-    """A corpus, its tokenizer.json, and the data set that a run with one worker made from both."""
+    """Return a corpus, its tokenizer.json, and the data set that a run with one worker made from
+    the corpus and the tokenizer."""
     base = tmp_path_factory.mktemp("made")
     made = Made(base / "text", base / "tokenizer.json", base / "data")
     write_corpus(made.text)
@@ -33,6 +35,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
 @pytest.fixture
 def text(tmp_path) -> Path:
-    """Empty folder for text, which is the input of `arguments` in test_bad_input."""
+    """Return an empty folder for text files, which `arguments` in test_bad_input uses as input."""
     (tmp_path / "text").mkdir()
     return tmp_path / "text"

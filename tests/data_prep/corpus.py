@@ -77,7 +77,8 @@ def train_arguments(folder: Path, out: Path, vocab_size: int = 400) -> list[str]
 
 
 def run_arguments(folder: Path, tokenizer: Path, out: Path, *more: str) -> list[str]:
-    """Return arguments of `optimus-data run` that make several units of work and several shards."""
+    """Return arguments of `optimus-data run` with which the run has several units of work and
+    several shards."""
     return [
         *("run", "--input", str(folder), "--tokenizer", str(tokenizer), "--out", str(out)),
         *("--context", str(CONTEXT), "--eval-fraction", "0.15", "--seed", "5", "--workers", "1"),
@@ -181,9 +182,10 @@ def run_killed_at(arguments: Sequence[str], commit: int, before: bool) -> int:
 def killed_until_done(
     arguments: Sequence[str], observe: Callable[[], int] = lambda: 0, commits: int = 8
 ) -> tuple[int, int]:
-    """Repeat a command until a run ends without a kill, then run it once more with all work done.
-    Runs are killed at commits 1 to `commits`, before or after the rename. Return the number of
-    killed runs, and the largest result of `observe`, which is called after each killed run."""
+    """Repeat a command until a run ends without a kill. Then run the command once more, when no
+    work is left. Runs are killed at commits 1 to `commits`, before or after the rename. Return the
+    number of killed runs, and the largest result of `observe`, which is called after each killed
+    run."""
     kills = largest = 0
     while status := run_killed_at(arguments, 1 + kills % commits, kills // commits % 2 == 0):
         assert status == -signal.SIGKILL
@@ -199,7 +201,7 @@ def shards(dataset: Path) -> np.ndarray:
 
 
 def documents(folder: Path) -> Iterator[tuple[str, int, str]]:
-    """Yield file, line and text of each document of a corpus."""
+    """Yield (file, line number, text) of each document of a corpus."""
     for path in sorted(folder.rglob("*"), key=str):
         if path.is_dir():
             continue

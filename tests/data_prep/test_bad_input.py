@@ -51,8 +51,8 @@ def arguments(made, tmp_path: Path, *more: str) -> list[str]:
 
 def test_depth_limit_of_json_does_not_depend_on_the_process(made, tmp_path, text):
     """A worker refuses nested JSON at the same depth as the main process. The recursion limit of
-    the standard library, about 1000, would also count the calling frames, and a worker has more
-    frames."""
+    Python (about 1000) would not be the same depth, because it also counts the calling frames, and
+    a worker has more calling frames."""
     for name in "ab":
         lines = [
             json.dumps({"text": f'good {d} \\" [[[ ' + "[" * 600})[:-1]
@@ -105,7 +105,8 @@ def test_quarantine_lists_bad_input_and_keeps_good_documents(made, tmp_path, tex
 
 
 def test_documents_of_a_damaged_file_are_removed_from_an_array(made, tmp_path, text, capsys):
-    """The first documents of the file are written before the damage is detected."""
+    """The first documents of the file are written to the array before the damage is detected. They
+    must be removed."""
     (text / "a.jsonl").write_text(GOOD * 3)
     (text / "b.jsonl.gz").write_bytes(WHOLE_GZ[:-9])
     (text / "c.jsonl").write_text(GOOD * 2)
@@ -117,8 +118,8 @@ def test_documents_of_a_damaged_file_are_removed_from_an_array(made, tmp_path, t
 
 
 def test_failed_run_continues_with_quarantine_but_not_without(made, tmp_path, text, capsys):
-    """Completed work of a failed run is kept. A run without quarantine refuses quarantined
-    input."""
+    """Completed work of a failed run is kept. A later run with quarantine continues this work. A
+    later run without quarantine refuses the quarantined input."""
     (text / "a.jsonl").write_text(GOOD * 9)
     (text / "b.jsonl").write_text("nope\n")
     base = arguments(made, tmp_path, "--unit-size", "1")
@@ -140,8 +141,8 @@ def test_unsupported_kinds_of_files_are_refused_by_name(made, tmp_path, text, ca
 
 
 def test_an_input_that_grew_since_it_was_planned_is_refused(tmp_path):
-    """The plan divides the inputs into units of work by their sizes, so a file must have the size
-    in the plan."""
+    """The plan divides the inputs into units of work by file size, so each file must still have the
+    size that is recorded in the plan."""
     path = tmp_path / "a.txt"
     path.write_text("text")
     for size in (3, 5):

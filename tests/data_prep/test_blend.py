@@ -1,4 +1,5 @@
-"""Blends: exact quotas, the specified instances, and refused arguments."""
+"""Blends (data sets mixed from several sources): exact numbers of instances, the specified
+instances, and refused arguments."""
 
 from __future__ import annotations
 
@@ -50,9 +51,9 @@ def cut(dataset, sidecars: int) -> np.ndarray:
 
 @pytest.mark.parametrize("instances", [0, 9000])
 def test_rows_are_those_of_the_specification(made, second, tmp_path, instances):
-    """A complete pass over source s has its stored order. For the last, incomplete pass, the
-    permutation P for (seed, (s + 1) * 2^32 + pass) selects rows. P for (seed, 0) then orders the
-    rows of all sources. docs/formats/dataset.md defines P."""
+    """A complete pass over source s has the rows in the stored order of the source. In the last,
+    incomplete pass, the permutation P for (seed, (s + 1) * 2^32 + pass) selects rows. P for (seed,
+    0) then orders the rows of all sources. docs/formats/dataset.md defines P."""
     out = tmp_path / "blend"
     more = ["--instances", str(instances)] if instances else []
     assert main(blend_arguments(made.data, second, out, *more)) == 0

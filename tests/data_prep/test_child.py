@@ -39,8 +39,8 @@ def test_crash_and_end_without_a_result_are_different_errors(is_ignored):
 
 @pytest.mark.parametrize("has_pidfd", [False, True])
 def test_call_in_a_thread_with_sigchld_ignored_ends(monkeypatch, has_pidfd):
-    """Only the main thread may set the handler of SIGCHLD, so the exit status of the child is lost
-    here. The call raises UnfinishedError."""
+    """Only the main thread can set the handler of SIGCHLD, so in another thread the exit status of
+    the child is lost. The call raises UnfinishedError."""
     if not has_pidfd:
         monkeypatch.delattr(os, "pidfd_open", raising=False)
     errors: list[BaseException] = []
@@ -64,8 +64,8 @@ def test_call_in_a_thread_with_sigchld_ignored_ends(monkeypatch, has_pidfd):
 
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs pidfd_open (Linux)")
 def test_crash_is_seen_while_another_process_keeps_the_pipe_open(monkeypatch):
-    """Another thread may fork a process between the pipe and the fork of the child. That process
-    inherits the end of the pipe to which the child writes."""
+    """Another thread forks a process between the creation of the pipe and the fork of the child.
+    This process inherits the write end of the pipe and keeps it open."""
     fork, others = os.fork, []
 
     def fork_twice() -> int:

@@ -1,4 +1,5 @@
-"""The command line: imports, training of a tokenizer, JSON on standard output, progress."""
+"""The command line of optimus-data: its imports, training of a tokenizer, JSON on standard output,
+and progress lines."""
 
 from __future__ import annotations
 

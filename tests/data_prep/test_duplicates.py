@@ -1,4 +1,5 @@
-"""Duplicate ids are quarantined, or refused in a message with both lines, also by several ranks."""
+"""Documents with duplicate ids are quarantined, or refused in a message with the lines of both
+documents, also by several ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ from tests.data_prep.test_tokenize import stored_documents
 
 
 def write(folder: Path, **ids_of_files: list[object]) -> None:
-    """Write JSON lines files with documents that have these ids. `...`: a document without id."""
+    """Write JSON lines files, one for each keyword, with documents that have the given ids. `...`
+    means a document without id."""
     folder.mkdir(exist_ok=True)
     for name, ids in ids_of_files.items():
         rows = [{"text": f"good text {name} {n}"} for n in range(len(ids))]
@@ -142,7 +144,7 @@ def test_forged_list_of_duplicates_is_refused(made, tmp_path, capsys, change, pr
     write_checked_json(tokens / "duplicates.json", mark)
     lines = list(verify(tmp_path / "out"))
     assert any(problem in line and "duplicates" in line for line in lines), lines
-    if problem.startswith("tokenization"):  # a possible list, of other documents
+    if problem.startswith("tokenization"):  # a valid list, but of other documents
         return
     assert main(arguments(made, tmp_path, *more)) == 0  # ids are compared again
     assert list(verify(tmp_path / "out")) == []

@@ -1,4 +1,4 @@
-"""The fast encoder returns the ids of the library, or passes the text to it."""
+"""The fast encoder returns the same ids as the library, or passes the text to the library."""
 
 from __future__ import annotations
 

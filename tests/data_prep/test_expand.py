@@ -1,4 +1,5 @@
-"""The files that a pattern matches: links, loops, names with a leading dot, lists."""
+"""The files that an input pattern matches: links, loops of links, names with a leading dot, and
+lists of files."""
 
 from __future__ import annotations
 

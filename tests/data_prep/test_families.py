@@ -1,4 +1,5 @@
-"""Tokenizers with the configurations of published families: a run stores the ids of the library."""
+"""Tokenizers with the configurations of published model families: a run stores the same ids as the
+library."""
 
 from __future__ import annotations
 
@@ -96,7 +97,8 @@ def real_text() -> list[str]:
 
 
 def train_family(path: Path, family: str) -> bool:
-    """Train and write the tokenizer of a family. Return whether the encoder recognises it."""
+    """Train and write the tokenizer of a family. Return True if the fast encoder recognises the
+    tokenizer."""
     (model, trainer), normalizer, pre_tokenizer, added, known = FAMILIES[family]
     options = {"unk_token": "<unk>"} if model is not models.Unigram else {}
     if family in ("llama-2", "metaspace"):
@@ -128,7 +130,7 @@ def test_ids_of_a_run_are_the_librarys(tmp_path, made, family):
     assert (Encoder(tmp_path / "t.json").cutter is not None) == known
     (tmp_path / "text").mkdir()
     texts = [*HARD, *real_text()]
-    if family == "t5":  # its model encodes </s> as the piece of that name, which is refused
+    if family == "t5":  # its model has </s> as a piece, which is refused
         texts = [text for text in texts if EOS not in text]
     if known:
         texts.append("".join(real_text()) * 4)

@@ -15,7 +15,8 @@ from tests.kit.ranks.processes import ROOT, python
 
 @pytest.fixture
 def disk(tmp_path):
-    """A file system of 16 kB, and a function that remounts it."""
+    """Mount a file system of 16 kB. Return its path, and a function that remounts it with other
+    options."""
     with small_disk(tmp_path / "disk", "16k") as remount:
         yield tmp_path / "disk", remount
 

@@ -157,8 +157,9 @@ def written_and_peak(arguments: list[str]) -> tuple[int, int]:
 
 @pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="Linux counts the bytes")
 def test_fused_writes_less_and_needs_less_disk(tmp_path, monkeypatch):
-    """For 2.3 MB of Python code, a run with `--fused` wrote 0.75 times the bytes of a run without
-    it (0.65 with checkpoints within units), and needed 0.75 times the disk space."""
+    """In an earlier measurement with 2.3 MB of Python code, a run with `--fused` wrote 0.75 times
+    the bytes of a run without `--fused` (0.65 times with checkpoints within units), and needed 0.75
+    times the disk space."""
     texts, tokenizer = standard_library(24), str(tmp_path / "tokenizer.json")
     assert (
         main(["train-tokenizer", "--input", *texts, "--vocab-size", "3000", "--out", tokenizer])
@@ -190,8 +191,9 @@ def test_fused_killed_at_each_commit_has_the_same_bytes(made, tmp_path, monkeypa
 
 @pytest.mark.parametrize("first", [[], ["--fused"]])
 def test_killed_run_continues_with_or_without_fused(made, tmp_path, monkeypatch, first):
-    """The second command makes the packed arrays of a first command with `--fused` again. If only
-    the second command has `--fused`, it uses the plain arrays of the first one and removes them."""
+    """If only the first command has `--fused`, the second command makes the arrays that exist only
+    in packed form again. If only the second command has `--fused`, it uses the plain arrays of the
+    first command and then removes them."""
     monkeypatch.setattr(writer, "SEGMENT_BYTES", 3000)
     whole, out = tmp_path / "whole", tmp_path / "data"
     second = [] if first else ["--fused"]
@@ -252,7 +254,7 @@ def test_packed_array_has_the_ids_and_hash_of_npy(tmp_path, dtype):
 
 
 def test_fused_without_zstandard_is_refused(made, tmp_path):
-    """The message names the package; no file is written."""
+    """The message contains the name of the missing package, and no file is written."""
     script = "import sys; sys.modules['zstandard'] = None; from data_prep.cli import main; "
     arguments = run_arguments(made.text, made.tokenizer, tmp_path / "data", "--fused")
     script += f"sys.exit(main({arguments!r}))"
@@ -262,8 +264,8 @@ def test_fused_without_zstandard_is_refused(made, tmp_path):
 
 
 def test_fused_does_not_remove_a_damaged_plain_array(made, tmp_path, capsys, monkeypatch):
-    """The check at the start of a run reads only a sample and may miss damage. So `--fused` checks
-    all token arrays completely before it removes any of them."""
+    """The check at the start of a run reads only a sample of the arrays and can miss damage.
+    `--fused` therefore checks all token arrays completely before it removes one of them."""
     monkeypatch.setattr("data_prep.tokenize.tokenize.are_whole", lambda promised: True)
     monkeypatch.setattr("data_prep.pipeline.shard.damaged", lambda promised: [])
     out = tmp_path / "data"
@@ -291,7 +293,7 @@ def test_fused_does_not_remove_a_damaged_plain_array(made, tmp_path, capsys, mon
 
 
 def test_fused_quarantines_the_same_duplicates(made, tmp_path):
-    """Units with duplicates are packed again without them."""
+    """Units with duplicate documents are packed again without the duplicates."""
     text = tmp_path / "text"
     shutil.copytree(made.text, text)
     (text / "z.jsonl").write_text('{"id": "a.jsonl-3", "text": "again"}\n')

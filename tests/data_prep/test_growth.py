@@ -1,4 +1,5 @@
-"""Bound on the growth of texts: the tokenizers library never exceeds it."""
+"""Upper bound on the growth of a text by a tokenizer's steps: the tokenizers library never exceeds
+the bound."""
 
 from __future__ import annotations
 
@@ -112,7 +113,7 @@ def test_growth_is_a_bound_of_random_replacements():
         ]
         text = "".join(chance.choices("abc", k=300))
         longer = len(normalizers.Sequence(steps).normalize_str(text)) / len(text)
-        # A pattern of 0 bytes also matches at the end of the text.
+        # A pattern that matches 0 bytes also matches at the end of the text.
         assert longer <= 1.02 * growth(*steps), list(map(str, steps))
 
 

@@ -1,7 +1,7 @@
 """Files of a data set with wrong content and valid hashes, as after somebody changes a file and
 its hash.
 
-Each is refused with one line that names the file, and `verify` reports each as damaged.
+Each file is refused with one line that contains its path, and `verify` reports the file as damaged.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ DEEP = "[" * 200_000 + "]" * 200_000
 
 @pytest.fixture(scope="module")
 def copied(made, tmp_path_factory):
-    """A copy of the data set that tests change and restore."""
+    """Return a copy of the data set, which tests change and restore."""
     out = tmp_path_factory.mktemp("hostile") / "data"
     shutil.copytree(made.data, out)
     return out
@@ -47,7 +47,7 @@ def copied(made, tmp_path_factory):
 
 @pytest.fixture
 def restored(copied):
-    """The copy. Files that a test changes are restored after the test."""
+    """Return the copy `copied`. Files that a test changes are restored after the test."""
     names = ("manifest.json", "order.json", "tokens/plan.json", "tokens/unit-00000.json")
     before = {copied / name: (copied / name).read_bytes() for name in names}
     before |= {path: path.read_bytes() for path in (copied / "shards").iterdir()}
@@ -382,7 +382,8 @@ def test_an_order_of_another_length_is_refused_by_inspect(restored):
 
 
 def test_inspect_refuses_token_arrays_of_another_plan(restored):
-    """An order may name the token arrays of another data set. Their content must not be printed."""
+    """An order.json can contain the path of token arrays of another data set. The content of these
+    arrays must not be printed."""
     write(restored / "order.json", {"plan": "0" * 16})
     with pytest.raises(
         DamageError, match=r"plan.json: its hash differs from the hash in order.json"
@@ -397,8 +398,9 @@ SECRET = files.checked_json({"format": "a-secret", "version": "a-key"})
 def test_commands_do_not_print_files_of_a_folder_in_an_order(
     restored, capsys, monkeypatch, command
 ):
-    """The key `tokens_dir` of order.json may name any folder of the user. The commands do not print
-    the content of its files and do not propose to remove these files."""
+    """The key `tokens_dir` of order.json can be the path of any folder of the user. The commands
+    must not print the content of files in this folder, and must not propose to remove these
+    files."""
     outside = restored.parent / "outside"
     outside.mkdir(exist_ok=True)
     for name in ("plan.json", "removed.json", "unit-00000.json", "unit-00000.docs.npy"):

@@ -1,6 +1,6 @@
 """Hostile inputs of optimus-data: tokenizers, character maps, Parquet tables and .npy files.
 
-Each is refused with one line that names the file.
+Each input is refused with one line that contains the path of the file.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ with library_errors(sys.argv[1]):
 
 
 def test_output_before_an_exit_during_encoding_is_printed(tmp_path):
-    """The output may be the line about a signal, or the library's message that memory is full."""
+    """Such output can be the line about a signal, or the library's message that memory is full."""
     path = a_tokenizer(tmp_path / "tokenizer.json")
     done = python("-c", EXIT_WHILE_ENCODING, str(path))
     assert (done.returncode, done.stderr) == (3, "last words")
@@ -110,7 +110,8 @@ class FakeTable:
 
 @pytest.mark.parametrize("name", ["normalizer", "decoder"])
 def test_tokenizer_that_makes_texts_much_longer_is_refused(tmp_path, name):
-    """Steps that replace a letter by many letters take all memory, and the process is aborted."""
+    """Some steps replace a letter by many letters. Without the refusal, they would use all memory,
+    and the process would be aborted."""
     of, key = (normalizers, "normalizer") if name == "normalizer" else (decoders, "decoder")
     bomb = [of.Sequence([of.Replace("a", "a" * 1000)] * 2), of.Replace(Regex("a*"), "b" * 99)]
     path = tmp_path / "tokenizer.json"

@@ -42,8 +42,8 @@ def test_run_on_a_finished_data_set_changes_nothing(made):
 
 
 def test_kills_at_each_commit_change_no_byte(made, tmp_path):
-    """A unit takes six commits. A run that is killed before the sixth does not complete the unit,
-    and the next run makes it again."""
+    """A unit of work has six commits. A run that is killed before the sixth commit does not
+    complete the unit, and the next run makes the unit again."""
     out = tmp_path / "data"
 
     def damages() -> int:
@@ -89,7 +89,7 @@ def test_limit_of_file_size_leaves_no_wrong_file(made, tmp_path, capfd):
 
 @pytest.fixture
 def finished(made, tmp_path):
-    """A corpus, a tokenizer and a data set that the test may change."""
+    """Return a corpus, a tokenizer and a data set, which the test can change."""
     text, tokenizer, out = tmp_path / "text", tmp_path / "tokenizer.json", tmp_path / "data"
     shutil.copytree(made.text, text)
     shutil.copy(made.tokenizer, tokenizer)

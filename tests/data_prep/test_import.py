@@ -1,4 +1,5 @@
-"""Import of token files of other programs. The tests write such files by the format definition."""
+"""Import of token files of other programs. The tests write such files according to the definition
+of the format."""
 
 from __future__ import annotations
 
@@ -153,8 +154,8 @@ def test_imported_arrays_are_shuffled_sharded_and_repaired(made, tmp_path):
 
 
 def test_documents_are_held_out_by_their_ids(made, tmp_path, monkeypatch, capsys):
-    """The xxh3 hash of a document's ids decides, for all formats, dtypes and sizes of blocks. Each
-    document is stored once."""
+    """The xxh3 hash of a document's ids decides if the document is held out, for all formats,
+    dtypes and block sizes. Each document is stored once."""
     documents = [*some_documents(7, 200), *some_documents(8, 30)]
     write_megatron(tmp_path / "m", [[document] for document in documents[:200]], "i")
     flat = flatten(documents[200:])

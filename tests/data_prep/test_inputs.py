@@ -175,8 +175,8 @@ def test_damaged_column_names_of_a_table_are_refused(made, text, tmp_path, capsy
 
 
 def test_damaged_counts_of_a_table_lose_no_row(tmp_path):
-    """A table with a damaged row count is read completely or refused. pyarrow itself would return
-    as many rows as the count, and none if the count is negative."""
+    """A table with a damaged row count is read completely or refused. Without this check, pyarrow
+    would return only the number of rows in the count, and no rows if the count is negative."""
     path = tmp_path / "a.parquet"
     columns = pyarrow.table({"text": [f"good text {n}" for n in range(200)]})
     parquet.write_table(columns, path, row_group_size=100, write_statistics=False)

@@ -68,7 +68,7 @@ def test_inspect_numbers_continue_through_epochs(made):
 
 
 def test_inspect_of_a_missing_instance_is_refused(made, tmp_path):
-    """The number of the instance is after the last epoch, or the data set is empty."""
+    """The requested instance number is beyond the last epoch, or the data set is empty."""
     with pytest.raises(ConfigError, match="the last epoch is .*; give a smaller number"):
         inspect(made.data, 10**30)
     (tmp_path / "a.txt").write_text("words " * 99)
@@ -273,7 +273,7 @@ def test_few_long_held_out_documents_are_enough(made, documents, tokens, is_smal
 
 
 def test_stats_reads_a_long_instance_in_blocks(made, monkeypatch):
-    """A sparse shard may have an instance of 2^31 tokens."""
+    """A sparse shard can contain an instance of 2^31 tokens, which must not be read at once."""
     whole = stats(made.data, made.data / "eval")
     blocks = []
     for size in (7, CONTEXT - 1):
@@ -302,7 +302,8 @@ def test_inspect_refuses_a_text_that_is_too_long_to_show(made, monkeypatch):
 
 
 def test_inspect_refuses_an_id_that_a_sentencepiece_model_lacks(tmp_path):
-    """A manifest may allow ids that the model lacks. The library raises IndexError for them."""
+    """A manifest can permit ids that do not exist in the model. The library raises IndexError for
+    such ids."""
     pytest.importorskip("sentencepiece")
     write_sentencepiece(tmp_path / "tokenizer.model", ["abc def ghi jkl mno"] * 20)
     with pytest.raises(DamageError, match="tokenizer.model: has no piece with id 70000"):
@@ -310,7 +311,8 @@ def test_inspect_refuses_an_id_that_a_sentencepiece_model_lacks(tmp_path):
 
 
 def test_inspect_reads_a_table_of_documents_once(made, monkeypatch):
-    """An instance may have as many documents as tokens."""
+    """An instance can contain one document per token, so a table must not be read for each
+    document."""
     read, tables = data_prep.dataset.describe.read_docs, []
     monkeypatch.setattr(
         "data_prep.dataset.describe.read_docs", lambda *args: tables.append(args) or read(*args)
@@ -322,7 +324,8 @@ def test_inspect_reads_a_table_of_documents_once(made, monkeypatch):
 
 
 def test_memory_of_counts_depends_on_the_largest_id(made, monkeypatch):
-    """A manifest may have a vocabulary of 2^32 ids."""
+    """A manifest can have a vocabulary of 2^32 ids, but the memory for the counts depends only on
+    the largest id that occurs."""
     manifest = dataclasses.replace(read_manifest(made.data), vocab_size=1 << 32)
     counts, _ = _count(made.data, manifest, with_pairs=False)
     assert len(counts) == shards(made.data).max() + 1

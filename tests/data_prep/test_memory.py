@@ -118,7 +118,7 @@ characters."""
 
 @pytest.mark.parametrize("family", RECOGNISED)
 def test_sections_have_the_ids_of_the_text(tmp_path, monkeypatch, family):
-    """Text is cut at all positions where it is allowed."""
+    """The test cuts a text at each position where a cut is allowed, and compares the ids."""
     short_sections(monkeypatch, 2)
     train_family(path := tmp_path / "t.json", family)
     encoder, library = Encoder(path), open_tokenizer(path)
@@ -230,7 +230,8 @@ def test_text_without_a_cut_needs_memory_for_all_of_it(
 
 @pytest.fixture
 def long_documents(monkeypatch) -> None:
-    """Make all documents long: they are read in blocks and encoded in sections."""
+    """Lower the limits so that all documents count as long: they are read in blocks and encoded in
+    sections."""
     short_sections(monkeypatch)
     monkeypatch.setattr(documents, "LONG_BYTES", 30)
     monkeypatch.setattr(documents, "BLOCK_BYTES", 11)
@@ -271,7 +272,7 @@ def test_invalid_byte_late_in_a_long_text_is_refused_by_line(
 
 
 LONG = "return " * 6_000_000
-"""42 MB of text that is encoded in little time."""
+"""Text of 42 MB that is encoded in a short time."""
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
@@ -342,7 +343,7 @@ def test_large_value_of_a_table_is_refused_before_it_is_read(made, tmp_path, val
 
 
 VALUE = "return x " * 220_000
-"""2 MB."""
+"""Text of 2 MB, the value of a table."""
 READ = """
 import sys
 import pyarrow.parquet
@@ -377,8 +378,8 @@ print(memory("VmHWM") - before, count)
     ids=["a dictionary", "shared beginnings", "neighbours"],
 )
 def test_memory_limit_is_kept_for_any_row_groups(tmp_path, values, options):
-    """The number of rows in a read depends on the largest values. If it depended on the mean size,
-    a read would take 240 MB or more.
+    """The number of rows in a read depends on the largest values. If the number depended on the
+    mean size, a read would use 240 MB or more.
 
     Allocators keep some of the freed memory; a worker has a reserve for it.
     """

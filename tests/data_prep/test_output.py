@@ -1,4 +1,4 @@
-"""Commands with a closed output pipe, and the name of the copy of a tokenizer."""
+"""Commands whose output pipe is closed, and the name of the tokenizer's copy in a data set."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def run_into_closed_pipe(words: list[str]) -> tuple[int, str]:
 )
 def test_closed_pipe_ends_a_command_without_an_error(made, words):
     status, error = run_into_closed_pipe([str(made.data) if w == "DIR" else w for w in words])
-    # A shell reports 141 for a program that SIGPIPE ended. argparse ignores the error for --help.
+    # A shell reports status 141 for a program that SIGPIPE ended. With --help, argparse ignores the
+    # error.
     assert status == 141 or (words == ["--help"] and status == 0)
     assert not [line for line in error.splitlines() if "rror" in line or "xception" in line], error
 

@@ -64,8 +64,8 @@ def test_a_dry_run_prints_both_commands_and_runs_neither(tmp_path):
 
 
 def test_pbs_job_gets_only_named_variables(tmp_path):
-    """PBS shows the variables of a job to other users, so only named variables are passed. Their
-    values may contain commas and quotes."""
+    """PBS shows the variables of a job to other users, so the script passes only named variables.
+    The values of these variables can contain commas and quotes."""
     pbs.install(tmp_path / "bin")
     program = tmp_path / "optimus-data"
     program.write_text("#!/bin/sh\nenv > variables\n")

@@ -1,4 +1,5 @@
-"""`plan`: estimates close to the values of a real run, or the reason why it cannot estimate."""
+"""`optimus-data plan`: its estimates are close to the values of a real run, or it prints the reason
+why it cannot estimate."""
 
 from __future__ import annotations
 

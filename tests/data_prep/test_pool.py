@@ -79,7 +79,8 @@ def test_workers_end_if_their_parent_is_killed():
 
 
 def hold_and_die(context, index, advance):
-    """Kill the process of job 0 a second after its job, while it has the lock of the job queue."""
+    """Kill the process of job 0 one second after the end of the job, while the process holds the
+    lock of the job queue."""
     started, locked = context
     if index == 1:
         started.set()
@@ -104,8 +105,8 @@ def hold_and_die(context, index, advance):
 
 
 def test_worker_killed_at_the_end_leaves_no_worker_waiting():
-    """A worker is killed while it has the lock of the job queue. The other worker waits for the
-    lock, and the executor waits for this worker, but the command ends."""
+    """A worker is killed while it holds the lock of the job queue. The other worker waits for the
+    lock, and the executor waits for the other worker. The command must end nevertheless."""
     fork = multiprocessing.get_context("fork")
     arguments = (hold_and_die, (fork.Event(), fork.Event()), [0, 1], 2, Progress("work", 1, ""))
     command = fork.Process(target=run_jobs, args=arguments)

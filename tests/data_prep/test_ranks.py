@@ -69,7 +69,7 @@ def test_shares_are_complete_and_balanced():
 
 def test_largest_size_is_assigned_first():
     """If items were assigned in the order of their numbers, the rank with the large item would also
-    have half of the others."""
+    get half of the other items."""
     sizes = [1] * 8 + [8]
     assert [sorted(share(sizes, rank, 2)) for rank in (0, 1)] == [[8], list(range(8))]
 
@@ -168,7 +168,8 @@ class Items:
 
 
 def test_rank_waits_while_another_rank_sends_heartbeats(tmp_path):
-    """The other rank hashes for a long time and writes nothing. Then it is killed."""
+    """The other rank sends heartbeats but writes nothing, because it hashes for a long time. Then
+    the other rank is killed."""
     start, items = time.monotonic(), Items(tmp_path)
     pid = os.fork()
     if pid == 0:
@@ -211,7 +212,8 @@ def test_rank_whose_signs_stop_is_lost_though_others_make_progress(tmp_path):
 
 
 def test_files_of_killed_ranks_of_an_earlier_run_are_no_signs_of_life(tmp_path):
-    """The removal of these files by a starting rank is not a heartbeat, either."""
+    """Files that killed ranks of an earlier run have left must not count as heartbeats. The removal
+    of these files by a starting rank must not count either."""
     old = tmp_path / ".alive-rank-1.tmp"
     old.touch()
     watch = ranks_module._Watch(WorkerGroup(0, 3, files=RankFiles(tmp_path)))
@@ -232,7 +234,7 @@ def test_rank_that_was_killed_between_two_waits_is_lost(tmp_path):
 def test_each_waiting_rank_watches_the_ranks_after_it():
     left = Counter(range(0, 100, 2))
     watched = []
-    for rank in (0, 51, 98):  # without any heartbeat, all ranks that are watched are lost
+    for rank in (0, 51, 98):  # without heartbeats, all watched ranks are lost
         watch = ranks_module._Watch(WorkerGroup(rank, 100))
         watched.append([watch.look(left, lambda: None)[0] for _ in range(9)][-1])
     assert watched[0] == list(range(2, 34, 2)) and watched[1] == list(range(52, 84, 2))
@@ -336,7 +338,8 @@ def test_temporary_files_of_other_machines_are_kept_for_a_day(tmp_path):
 
 
 def test_reader_of_a_directory_cannot_stop_a_run(tmp_path):
-    """The lock is a file that only this user may read. A lock of the directory has no effect."""
+    """The lock of a run is on a file that only the user of the run can read. A lock on the
+    directory, which other users can read, has no effect."""
     fd = os.open(tmp_path, os.O_RDONLY)
     fcntl.flock(fd, fcntl.LOCK_EX)
     with working_in(tmp_path):
@@ -362,7 +365,7 @@ def test_lock_that_stays_locked_ends_a_run(tmp_path, monkeypatch):
 
 
 def test_run_with_a_foreign_lock_file_removes_nothing(tmp_path):
-    """Another run may be writing the temporary files."""
+    """The temporary files must not be removed, because another run may be writing them."""
     secret, mine = tmp_path / "secret", files.temporary_name(tmp_path / "a.npy")
     for path in (secret, mine):
         path.write_bytes(b"half")

@@ -15,7 +15,7 @@ from tests.data_prep.corpus import refused, run_arguments, train_arguments, tree
 
 @pytest.fixture(scope="module")
 def other(made, tmp_path_factory):
-    """Folder with another tokenizer and a data set of it."""
+    """Return a folder that contains another tokenizer and a data set made with this tokenizer."""
     base = tmp_path_factory.mktemp("other")
     assert main(train_arguments(made.text, base / "t.json", 300)) == 0
     assert main(run_arguments(made.text / "tree", base / "t.json", base / "data")) == 0

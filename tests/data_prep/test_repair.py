@@ -27,9 +27,9 @@ def damage(path, how: str) -> None:
 
 
 def follow_repairs(dataset: str | os.PathLike, commands: dict[str, list[list[str]]]) -> None:
-    """Run `verify` and do the repairs that it names, twice. If a file that lists other files is
-    damaged, the first `verify` may name only the repair of the list. `commands` has the commands
-    that made each directory."""
+    """Run `verify` and do the repairs that it names, twice. `verify` must run twice: if a file that
+    lists other files is damaged, the first `verify` may report only the repair of this file.
+    `commands` maps each directory to the commands that made it."""
     for _ in range(2):
         lines = [line.partition("; repair: ")[2] for line in verify(Path(dataset))]
         elsewhere = [re.fullmatch("optimus-data verify (.+), or the .+", line) for line in lines]
@@ -52,7 +52,7 @@ def follow_repairs(dataset: str | os.PathLike, commands: dict[str, list[list[str
 
 @pytest.fixture
 def kinds(all_kinds):
-    """The data sets of `all_kinds`, which are restored after each test."""
+    """Return the result of `all_kinds`. The data sets are restored after each test."""
     base, _ = all_kinds
     before = tree(base)
     yield all_kinds
@@ -65,7 +65,8 @@ def kinds(all_kinds):
 
 @pytest.fixture(scope="module")
 def all_kinds(made, tmp_path_factory):
-    """Folder with data sets of all kinds, and the commands that made each."""
+    """Return a folder with data sets of all kinds, and a dict that maps each data set to the
+    commands that made it."""
     base = tmp_path_factory.mktemp("kinds")
     text = base / "text"
     shutil.copytree(made.text, text)
@@ -147,7 +148,8 @@ def test_repair_of_imported_arrays_names_import(made, tmp_path):
 @pytest.mark.parametrize("at", [20, 0.7])
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_run_makes_a_damaged_file_again(made, tmp_path, capfd, name, at, workers):
-    """The damage is in the header or in the content of the file."""
+    """The damage is in the header or in the content of the file. The next run makes the file
+    again."""
     out = tmp_path / "data"
     shutil.copytree(made.data, out)
     flip(out / name, at)
@@ -208,7 +210,7 @@ def test_shards_are_not_made_from_a_damaged_token_array(made, tmp_path, capsys, 
         error = capsys.readouterr().err.splitlines()[-1]
         assert needle in error and f"run optimus-data verify {out} to see" in error
         assert not shard.exists()
-        shard.with_suffix(".json").unlink(missing_ok=True)  # the manifest knows the hash too
+        shard.with_suffix(".json").unlink(missing_ok=True)  # the manifest contains the hash too
         monkeypatch.setattr("data_prep.pipeline.shard.damaged", lambda promised: [])
 
 

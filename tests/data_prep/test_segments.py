@@ -30,7 +30,8 @@ from tests.data_prep.corpus import killed_until_done, run_arguments, run_killed_
 
 @pytest.fixture
 def text(tmp_path, monkeypatch) -> Path:
-    """Large files, alone in a unit or with others, with a checkpoint after each 3 kB."""
+    """Write large files, of which some are alone in a unit of work and others share a unit, and set
+    checkpoints after each 3 kB. Return the folder of the files."""
     monkeypatch.setattr(writer, "SEGMENT_BYTES", 3000)
     rng = random.Random(6)
     folder = tmp_path / "text"
@@ -137,7 +138,8 @@ def test_kill_during_the_removal_of_checkpoints(tmp_path, monkeypatch):
 
 
 def test_run_without_quarantine_fails_on_quarantined_input(made, text, tmp_path, capfd):
-    """The run fails even if only checkpoints of an incomplete unit have the quarantined input."""
+    """The run fails even if the quarantined input occurs only in checkpoints of an incomplete
+    unit."""
     out = tmp_path / "out"
     lines = (text / "a.jsonl").read_text()
     (text / "a.jsonl").write_text("no JSON\n" + lines)
@@ -252,7 +254,8 @@ def _forge(path, change_head=lambda head: None, blobs=None):
 
 @pytest.fixture
 def two_checkpoints(made, tmp_path):
-    """Two checkpoints of a unit of the inputs 0 to 4, and a function that opens its writer."""
+    """Return two checkpoints of a unit with the inputs 0 to 4, and a function that opens the writer
+    of the unit."""
     inputs, stack = range(5), contextlib.ExitStack()
 
     def open_writer(packed=False):

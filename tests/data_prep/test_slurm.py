@@ -48,7 +48,8 @@ def under_slurm(
 
 
 def processes_of(state: Path) -> list[str]:
-    """Return the command line of each process, if it contains the path of the directory `state`."""
+    """Return the command lines of all processes whose command line contains the path of the
+    directory `state`."""
     commands = []
     for process in Path("/proc").glob("[0-9]*"):
         try:

@@ -36,7 +36,8 @@ sys.exit(main())
 
 
 def start(words: list[str]) -> subprocess.Popen[str]:
-    """Start a command in a new session. Return its process when it handles signals."""
+    """Start a command in a new session, wait until its process has signal handlers, and return the
+    process."""
     process = subprocess.Popen(
         [sys.executable, *words],
         stdout=subprocess.PIPE,
@@ -51,7 +52,7 @@ def start(words: list[str]) -> subprocess.Popen[str]:
 
 
 def handles(pid: int, number: int) -> bool:
-    """Return whether a process has a handler for a signal."""
+    """Return True if a process has a handler for a signal."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("SigCgt:"):
             return bool(int(line.split()[1], 16) >> (number - 1) & 1)
@@ -80,8 +81,9 @@ def assert_stopped(process: subprocess.Popen[str], name: str) -> str:
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 def test_signal_at_any_time_ends_a_run_with_a_line(made, tmp_path, name):
-    """Signals arrive during imports, in workers and at the end. Half of them are sent to all
-    processes, as a terminal or a scheduler does, the others only to the command."""
+    """Signals arrive during imports, in workers and at the end of the run. Half of the signals are
+    sent to all processes, as a terminal or a scheduler does. The other half are sent only to the
+    main process of the command."""
     out = tmp_path / "data"
     arguments = run_arguments(made.text, made.tokenizer, out, "--workers", "2")
     number, stopped = getattr(signal, name), 0
@@ -112,11 +114,11 @@ def test_signal_during_a_write_leaves_no_temporary_file(made, tmp_path, name, wo
 
 
 def test_signal_during_a_long_call_of_a_library_ends_the_run(made):
-    """An example is the training of a tokenizer. Python calls no handler until the call returns to
-    the main thread."""
+    """During a long call of a library, such as the training of a tokenizer, Python calls no signal
+    handler until the call returns to the main thread."""
     code = "import hashlib, sys; from data_prep import cli; "
     code += "from data_prep.cli import commands; "
-    # A call of minutes, much longer than the test waits.
+    # The call takes minutes, much longer than the test waits.
     code += "long = lambda: hashlib.pbkdf2_hmac('sha256', b'', b'', 2_000_000_000); "
     code += "commands.run_command = lambda argv: (print('begins', flush=True), long()); "
     code += "sys.exit(cli.main())"
@@ -160,8 +162,8 @@ def test_ignored_interrupt_is_still_ignored(made):
 
 
 def test_closed_output_does_not_end_a_run(made, tmp_path):
-    """As with `optimus-data run ... 2>&1 | head -1`: all files are written, and the status is
-    141."""
+    """If the output is closed, as in `optimus-data run ... 2>&1 | head -1`, all files are written,
+    and the exit status is 141."""
     out = tmp_path / "data"
     read, write = os.pipe()
     os.close(read)

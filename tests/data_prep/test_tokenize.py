@@ -1,4 +1,5 @@
-"""Token arrays: the library's ids of each document, and the division by the held-out rule."""
+"""Token arrays: they contain the library's ids of each document, and the held-out rule divides the
+documents."""
 
 from __future__ import annotations
 
@@ -78,7 +79,8 @@ def test_dtype_follows_the_vocabulary(tmp_path, size, dtype):
 
 
 def test_truncation_padding_and_templates_of_a_tokenizer_are_ignored(tmp_path, made):
-    """They are for inference. In training data they would remove text or add tokens."""
+    """Truncation, padding and templates are for inference. In training data, they would remove text
+    or add tokens."""
     tokenizer = Tokenizer.from_file(str(made.tokenizer))
     tokenizer.enable_truncation(3)
     tokenizer.enable_padding(length=64)

@@ -22,7 +22,7 @@ def test_memory_of_training_does_not_depend_on_file_sizes(tmp_path):
         json.dumps({"text": f"{number} " + ("abcdefgh" * 40 + " ") * 8}) for number in range(100)
     ]
     small, large = tmp_path / "small.jsonl", tmp_path / "large.jsonl"
-    small.write_text("\n".join(lines * 30))  # more than is in memory at a time
+    small.write_text("\n".join(lines * 30))  # more text than is in memory at once
     large.write_text("\n".join(lines * 140))
 
     def peak(source: Path, *more: str) -> int:

@@ -47,8 +47,9 @@ def test_flipped_bit_in_each_file_is_detected(copy):
 
 
 def a_file_of_each_kind(dataset, rng):
-    """Return a random file of each kind, such as a shard or the sidecar of a unit, of the data set
-    and of its held-out split: a dictionary of contents by name."""
+    """Choose a random file of each kind (such as a shard, or the sidecar of a unit) in the data set
+    and in its held-out split. Return a dict that maps the relative path of each chosen file to its
+    content."""
     kinds = {}
     for name, content in tree(dataset).items():
         kinds.setdefault(re.sub(r"\d+", "", name), []).append((name, content))
@@ -93,7 +94,7 @@ def rewritten(path, **changes):
 
 
 def test_ids_outside_the_vocabulary_are_detected(copy):
-    """The id is detected although all hashes are valid."""
+    """`verify` detects the id, although all hashes are valid."""
     shard = copy / "shards" / "shard-00000.npy"
     content = bytearray(shard.read_bytes())
     content[-2:] = b"\xff\xff"

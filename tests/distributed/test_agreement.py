@@ -111,14 +111,14 @@ def test_a_rank_that_fails_later_adopts_the_decision(open_store, monkeypatch):
     monkeypatch.setattr(agreements, "_OTHERS_S", 60.0)
     start = time.monotonic()
     later = ended_with(open_store, {0: LostPeerError("rank 2 is gone")})[0]
-    assert time.monotonic() - start < 30  # it does not wait for the others
+    assert time.monotonic() - start < 30  # it does not wait for other ranks
     assert later.outcome.rank == 2 and later.exit_code == 4 and not later.prints
 
 
 @pytest.mark.parametrize("error", [LostPeerError("rank 0 is gone"), DataError("a.npy")])
 def test_error_after_the_end_of_rank_0_is_not_shared(open_store, monkeypatch, error):
-    """Rank 0 ends before rank 1 fails. `is_shared` is False on both ranks: rank 1 may wait in
-    collectives for rank 0."""
+    """Rank 0 ends with an error before rank 1 fails. `is_shared` is False on both ranks, because
+    rank 0 does not know if rank 1 waits for it in a collective."""
     monkeypatch.setattr(agreements, "_OTHERS_S", 0.3)
     assert not ended_with(open_store, {0: DataError("metrics.jsonl")}, size=2)[0].is_shared
     late = ended_with(open_store, {1: error}, size=2)[1]

@@ -172,7 +172,8 @@ def test_a_group_of_a_single_rank_changes_nothing():
 
 
 def start_all() -> dict:
-    """Start three collectives, wait for them in reverse order, and return results and traffic."""
+    """Start three collectives and wait for them in reverse order. Return their results and the
+    recorded traffic."""
     meter = TrafficMeter()
     group = everyone(recorder=meter)
     contribution = torch.tensor([float(group.rank + 1)])

@@ -23,8 +23,8 @@ GROUPS = (("pp",), ("dp",), ("ep",), ("tp",), ("dp", "ep"), ENDS)
 def gathered_ranks(sizes: tuple[int, ...]) -> dict[tuple[str, ...], list[int]]:
     """Return the global ranks of each group of this rank, with the group's axes as key.
 
-    The ranks are all-gathered over the group. Also check that no group with the axis dp uses the
-    same torch process group as a group without this axis.
+    The ranks of a group are collected by an all-gather over the group. The function also checks
+    that a group with the axis dp and a group without this axis never share a torch process group.
     """
     rank = torch.distributed.get_rank()
     groups = join_groups(Mesh(*sizes), make_world(timeout_s=600.0))
@@ -155,8 +155,8 @@ def sums_twice(sizes: tuple[int, ...]) -> bool:
 
 @pytest.mark.parametrize("sizes", [(3, 1, 1, 1), (4, 1, 1, 2), (5, 1, 1, 1)], ids=str)
 def test_groups_may_be_made_again(ranks, sizes):
-    """Groups and channels are made twice. This works only if all stages make the same number of
-    groups."""
+    """Groups and channels are made twice. The second time succeeds only if all stages make the same
+    number of groups."""
     assert all(ranks(Mesh(*sizes).world_size, sums_twice, sizes, timeout_s=40))
 
 

@@ -67,8 +67,8 @@ APART = {
     ("tp",): ("pp", "dp", "ep"),
     ("dp", "ep"): ("pp", "tp"),
 }
-"""Maps the axes of a group to the other axes. Along these, all ranks of the group have the same
-index."""
+"""Maps the axes of a group to the other axes. All ranks of a group have the same index along each
+of the other axes."""
 
 
 def gathered(mesh: Mesh) -> dict[tuple[str, ...], list[tuple[int, ...]]]:

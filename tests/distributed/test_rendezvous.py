@@ -48,7 +48,8 @@ def test_a_bad_meeting_point_is_refused_before_any_wait():
 
 
 def test_port_in_use_is_no_mistake_of_the_user_in_a_supervised_run(monkeypatch):
-    """The supervisor has found the port a moment before, and chooses another one."""
+    """In a supervised run, the supervisor chose a port that was free at that time. It chooses
+    another port, so the error is not a mistake of the user."""
     monkeypatch.setenv(ATTEMPT, "3")
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]

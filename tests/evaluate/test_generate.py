@@ -51,8 +51,9 @@ def test_sampling_depends_on_the_seed_alone_and_keeps_to_the_top():
 
 @pytest.mark.filterwarnings("error")
 def test_a_context_beyond_64_bits_is_all_tokens():
-    """A context of 2^64 tokens has the same result as a context that contains all tokens. A model
-    can have it, since `max_position_embeddings` in config.json can be any integer."""
+    """A context length of 2^64 gives the same result as a context length that covers all tokens. A
+    model can have such a length, since `max_position_embeddings` in config.json can be any
+    integer."""
     model, prompt = make_model(), torch.tensor([3, 1])
     new = generate(model, prompt, 3, context=1 << 64, temperature=0)
     assert torch.equal(new, generate(model, prompt, 3, context=32, temperature=0))
@@ -97,9 +98,9 @@ def test_a_sample_ends_at_the_stop_token(tiny_data):
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("temperature", [0, 0.8])
 def test_logits_that_are_not_finite_end_nothing(value, temperature):
-    """Sampling from infinite or NaN logits must draw tokens and raise no error.
+    """Sampling from infinite or NaN logits must return tokens and raise no error.
 
-    Other ranks wait for the tokens.
+    An error on this rank would leave other ranks waiting for the tokens.
     """
 
     def broken(tokens):

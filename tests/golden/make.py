@@ -2,9 +2,9 @@
 
     python tests/golden/make.py v1 COMMIT
 
-The script writes the directory tests/golden/v1, which must not exist. Its file `expected.json` has
-values such as hashes and losses. tests/test_golden.py checks that later versions of Optimus compute
-the same values from the other files of the directory.
+The script writes the directory tests/golden/v1, which must not exist before. The file
+`expected.json` in this directory has values such as hashes and losses. tests/test_golden.py checks
+that later versions of Optimus compute the same values from the other files of the directory.
 """
 
 from __future__ import annotations
@@ -307,8 +307,9 @@ def make_data() -> dict[str, dict]:
 def make_interrupted() -> dict[str, dict]:
     """Kill two commands of `optimus-data` before they finish.
 
-    Run each command again in a temporary copy of the working directory, where it finishes. Return
-    each command with the hashes of its finished files.
+    Then run each command again in a temporary copy of the working directory, where it finishes.
+    Return a dict that maps the name of each case to its command and the hashes of its finished
+    files.
     """
     writer.SEGMENT_BYTES = (
         400  # so that units have checkpoints, which otherwise need 16 MiB of text
@@ -324,7 +325,7 @@ def make_interrupted() -> dict[str, dict]:
         interrupted = Path("interrupted", name)
         for path in interrupted.rglob(".*"):
             assert files.is_temporary(path), path
-            path.unlink()  # its name contains the name of this machine
+            path.unlink()  # the file name contains the name of this machine
         with in_copy():
             optimus_data(*command)
             expected[name] = {"command": command, "files": results.hash_files(interrupted)}

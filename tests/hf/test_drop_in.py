@@ -130,8 +130,8 @@ def test_state_dicts_are_interchangeable(tmp_path):
 
 
 def test_assigned_weights_keep_their_dtype():
-    """`load_state_dict` with `assign=True` gives frozen parameters the dtype of the loaded tensors.
-    The parameters stay frozen."""
+    """`load_state_dict` with `assign=True` replaces frozen parameters by the loaded tensors, with
+    the dtype of these tensors. The parameters stay frozen."""
     theirs, ours = make_pair()
     for parameter in ours.parameters():
         parameter.requires_grad_(False)

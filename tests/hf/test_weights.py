@@ -56,8 +56,8 @@ def write_hf(path, config, state, dtype, file_bytes=1 << 40) -> None:
 
 
 def load_hf_model(path, dtype=None) -> Transformer:
-    """Load the model of a Hugging Face directory. Its weights get the dtype `dtype`, or keep their
-    stored dtypes if `dtype` is None."""
+    """Load the model of a Hugging Face directory. The weights of the model have the dtype `dtype`,
+    or their stored dtypes if `dtype` is None."""
     config = read_hf_config(path)
     model = Transformer(config)
     with open_weights(config, path) as weights:
@@ -190,7 +190,8 @@ def test_damaged_tensor_is_named(damage, tmp_path):
 
 
 def test_unused_tensors_are_ignored(tmp_path):
-    """The file contains rotary angles, and a head although the embeddings are tied."""
+    """The file contains two kinds of unused tensors: rotary angles, and a head although the
+    embeddings are tied."""
     hf_model = save_with_transformers(tmp_path, "olmo", tie_word_embeddings=True)
     angles = "model.layers.0.self_attn.rotary_emb.inv_freq"
     head = {"lm_head.weight": hf_model.state_dict()["lm_head.weight"].clone()}

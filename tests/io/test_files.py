@@ -109,7 +109,8 @@ def test_read_regular_of_a_file_with_more_bytes_than_its_metadata_says(
 
 
 def test_read_regular_of_a_file_without_bytes_yet_is_an_os_error(tmp_path, monkeypatch):
-    """A non-blocking read of /proc/kmsg returns None if the kernel has no messages."""
+    """A non-blocking read returns None if the file has no bytes yet, as for /proc/kmsg if the
+    kernel has no messages."""
 
     class Waiting(io.FileIO):
         def readinto(self, _):

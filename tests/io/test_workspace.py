@@ -55,7 +55,7 @@ def test_an_earlier_start_cannot_change_the_directory(tmp_path):
     ):
         with pytest.raises((OSError, store.CheckpointError)):
             change()
-    assert store.remove_old(tmp_path, earlier, keep_models=1)  # the reasons why all are left
+    assert store.remove_old(tmp_path, earlier, keep_models=1)  # the reasons why nothing is removed
     os.write(fd, b"2\n")
     os.close(fd)
     earlier.close()
@@ -101,7 +101,7 @@ def test_several_starts_at_the_same_time_keep_at_most_a_single_workspace(tmp_pat
 
         def start(opened=opened, barrier=barrier):
             barrier.wait()
-            with contextlib.suppress(OptimusError, OSError):  # another start has removed it
+            with contextlib.suppress(OptimusError, OSError):  # another start has removed the file
                 opened.append(store.open_workspace(tmp_path))
 
         threads = [threading.Thread(target=start) for _ in range(4)]

@@ -26,7 +26,8 @@ _CUDA = Path(__file__).resolve().parent / "cuda_on_cpu"
 
 
 class CudaOnCpu(Native):
-    """Launchers of kernels.cu for tensors in host memory. They wait for the end of the kernel."""
+    """Launchers of kernels.cu for tensors in host memory. A launcher returns after the kernel has
+    ended."""
 
     def __init__(self, source: Path, work: Path) -> None:
         library = work / "libcuda_on_cpu.so"
@@ -91,7 +92,7 @@ class SyclOnCpu(Native):
     """Launchers of csrc/sycl for tensors in host memory."""
 
     def __init__(self, prefix: Path, work: Path) -> None:
-        # The OpenCL loader reads it once, at the first use of the library.
+        # The OpenCL loader reads the variable once, at the first use of the library.
         os.environ["OCL_ICD_FILENAMES"] = str(prefix / "lib/libintelocl.so")
         self.source = build.csrc() / "sycl/kernels.sycl"
         self._proof = ctypes.CDLL(str(compile_launchers(prefix, build.csrc(), work)))
@@ -108,7 +109,8 @@ class SyclOnCpu(Native):
 
     @property
     def num_functors(self) -> int:
-        """Number of functors that the launchers use, by element type and width."""
+        """Number of functors that the launchers use. Each element type and each vector width has a
+        separate functor."""
         return self._proof.proof_num_functors()
 
     def compile(self, source: Path, more: Sequence[str] = ()) -> None:

@@ -1,9 +1,9 @@
 """Checks of the compiled kernels of all backends: each op against its reference in fp64.
 
 T tokens, K experts per token, E local experts, D hidden, F intermediate, N routed rows. The
-reference gets the same elements as fp64, so the difference is the error of the kernel: rounding to
-the element type, and fp32 arithmetic on values with a known `scale` (the sum of the absolute values
-of the terms).
+reference computes in fp64 from the same elements, so the difference of the results is the error of
+the kernel. This error has two causes: rounding to the element type, and fp32 arithmetic on values
+with a known `scale` (the sum of the absolute values of the terms).
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 SMALLEST = {torch.float32: 2.0**-149, torch.bfloat16: 2.0**-133, torch.float16: 2.0**-24}
 FP32 = 2.0**-23
-"""Maximum relative error of an fp32 operation, twice that of a correct rounding. Functions such as
-exp are not correctly rounded."""
+"""Maximum relative error of an fp32 operation: twice the maximum error of a correct rounding,
+because functions such as exp are not correctly rounded."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Routing:
     first: int = 0
     """The first local expert."""
     num_local: int | None = None
-    """Number of local experts; None: all from `first` on."""
+    """Number of local experts; None: all experts from number `first` to the last."""
     same_experts: bool = False
     """True if all tokens choose the same K experts."""
 
@@ -83,15 +83,16 @@ ROUTINGS = (
     Routing("no local expert", tokens=17, top_k=2, total=9, num_local=0),
     Routing("more blocks and experts than lanes", tokens=4211, top_k=4, total=67),
 )
-"""Odd, empty and unbalanced cases. The last has 33 blocks of 512 slots and over 64 experts."""
+"""Routings with odd sizes, without tokens or experts, and with unbalanced loads. The last routing
+has 33 blocks of 512 slots and more than 64 experts."""
 
 SIZES = (1, 7, 64, 136, 521, 1056)
 """Lengths of a row: below a sub-group, odd, multiples of 16 bytes, several sub-groups per row."""
 
 
 def case(routing: Routing, device: str) -> Rows:
-    """Return the rows of a routing from the reference implementation of `route`. So an error of the
-    `route` kernel does not affect the checks of other ops."""
+    """Return the rows of a routing, computed by the reference implementation of `route`. An error
+    of the `route` kernel therefore does not affect the checks of other ops."""
     return route_reference(routing.chosen(device), routing.first, routing.num_experts)
 
 
@@ -112,7 +113,7 @@ def assert_close(actual: Tensor, exact: Tensor, scale: Tensor, roundings: int) -
     that of `roundings` fp32 operations on values with the magnitude `scale`."""
     assert actual.shape == exact.shape, (actual.shape, exact.shape)
     allowed = ROUNDING[actual.dtype] * exact.abs() + SMALLEST[actual.dtype]
-    # The factor of 2: due to an fp32 error, the result may be the other neighbour.
+    # The factor of 2: with an fp32 error, the result can be rounded to the other neighbour.
     allowed = allowed + 2 * roundings * FP32 * scale.abs()
     error = (actual.double() - exact).abs()
     wrong = ~(error <= allowed)
@@ -153,7 +154,7 @@ def check_swiglu_backward(routing: Routing, size: int, dtype: torch.dtype, devic
     w = random(routing.tokens, routing.top_k, dtype=dtype, device=device, seed=2)
     wide = h.double(), da.double(), w.double()
     exact = swiglu_backward_reference(*wide, rows.slot)
-    # s + silu (1 - s) may cancel, so the absolute values of its terms bound the error.
+    # The terms of s + silu (1 - s) can cancel, so the absolute values of the terms bound the error.
     (g, u), weight = wide[0].chunk(2, dim=1), _of_rows(wide[2], rows.slot)
     s = g.sigmoid()
     slope = (weight * wide[1] * u).abs() * (s + (g * s).abs())
@@ -303,4 +304,5 @@ def in_form(name: str) -> Iterator[None]:
 
 
 FORMS = ("loop", pytest.param("torch", marks=needs_torch_form))
-"""Forms of grouped products on a CPU. torch 2.8 has none."""
+"""Names of the tested implementations of grouped products. torch 2.8 has no grouped product on a
+CPU."""

@@ -144,8 +144,8 @@ extern "C" __attribute__((visibility("default"))) int optimus_kernels_abi(void) 
 
 @needs_gxx
 def test_library_that_others_may_have_written_is_listed_and_never_loaded(small_csrc, tmp_path):
-    """The planted library is compatible and newer than the real one, but its file is writable by
-    the group. Its code must not run."""
+    """A planted library is compatible and newer than the real library, but its file is writable by
+    the group. The code of the planted library must not run."""
     entry = build.build("cpu")
     ran, planted = tmp_path / "ran", entry.path.with_name("cpu-0000000000000000")
     shutil.copytree(entry.path, planted)

@@ -80,7 +80,7 @@ def compile_slowly(log: Path, fails: bool, barrier: Barrier | None = None) -> No
         return write_library(work)
 
     if barrier is not None:
-        barrier.wait()  # all start at once, however long a fork takes
+        barrier.wait()  # all processes start together, even if forks are slow
     try:
         cache.install("cpu-1", compile_into, {"backend": "cpu"})
     except KernelError as error:
@@ -352,7 +352,7 @@ def test_cache_that_is_exchanged_after_its_check_is_not_used(exists):
 @pytest.mark.parametrize("owner", [65534, 1234], ids=["other user", "this user"])
 @pytest.mark.parametrize("mode", [0o2775, 0o1777, 0o777], ids=["group", "sticky", "open"])
 def test_writable_folder_between_two_links_is_detected(mode, owner):
-    """`.cache` is a link to project/v, which is a link to another user's cache. Another user may
+    """`.cache` is a link to project/v, which is a link to another user's cache. Another user can
     replace the second link, so the cache must not be trusted."""
     safe = next((path for path in map(Path, ("/opt", "/srv", "/var/lib")) if path.is_dir()), None)
     if safe is None:

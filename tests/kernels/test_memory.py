@@ -66,7 +66,7 @@ def test_buffer_is_not_used_for_other_sizes_or_small_tensors():
 
 @pytest.fixture
 def no_buffers(monkeypatch):
-    """Start the test without buffers, as in a new process."""
+    """Remove all buffers from the pool, so that the test starts as in a new process."""
     monkeypatch.setattr(memory, "_buffers", [])
     monkeypatch.setattr(memory, "_most_used", 0)
 
@@ -108,8 +108,8 @@ def test_repeated_steps_allocate_no_new_buffers(no_buffers):
 
 
 def test_total_is_bounded_by_1_5_times_the_memory_in_use(no_buffers):
-    """Sizes and lifetimes are random. The pool may use at most 1.5 times the largest memory in use
-    at one time."""
+    """Buffers of random sizes are used for random times. The memory of the pool must be at most 1.5
+    times the largest memory in use at one time."""
     draws, alive, most = random.Random(2), [], 0
     for _ in range(2000):
         size = draws.randint(memory.SMALLEST, 40 * MIB)

@@ -73,7 +73,7 @@ ARRAY = {
         ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}, (1, 2)),
         (SRUN, (5, 8)),
         (SRUN | {"PMIX_RANK": "5", "SLURM_STEP_NUM_TASKS": "7"}, (5, 7)),
-        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, (0, 1)),  # a batch script, not a step of srun
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, (0, 1)),  # in a batch script, outside of srun
         (ARRAY, (2, 4)),
         (ARRAY | SRUN, (2 * 8 + 5, 4 * 8)),
         ({"PBS_ARRAY_INDEX": "3", "OPTIMUS_ARRAY_SIZE": "4"}, (3, 4)),
@@ -186,8 +186,8 @@ def test_ports_differ_between_jobs_not_between_ranks():
         assert first != port(environ, **{job: "8"}) and 20000 <= int(first) < 30000
     assert port(STEP) == port(STEP, SLURM_PROCID="0", SLURM_NODEID="0")
     assert port(STEP) != port(STEP, SLURM_STEP_ID="1")
-    # Under Slurm, Open MPI's mpiexec starts its daemons on other nodes as a step of Slurm, but not
-    # the daemon on its own node. The variables of that step must not change the port.
+    # Under Slurm, Open MPI's mpiexec starts its daemons on other nodes as a step of Slurm, but
+    # starts the daemon on its node directly. The variables of the step must not change the port.
     assert port(OPEN_MPI) == port(OPEN_MPI, SLURM_STEP_ID="1", SLURM_STEP_NODELIST="x5")
 
 

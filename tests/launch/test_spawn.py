@@ -104,8 +104,8 @@ def test_stop_signal_ends_in_a_checkpoint_and_names_the_signal(
 
 @pytest.mark.parametrize(("lost", "status"), [(False, 130), (True, 5)])
 def test_second_ctrl_c_ends_all_ranks(tiny_data, tmp_path, lost, status):
-    """SIGSTOP simulates a step that does not end. The second Ctrl-C must end all ranks. If a rank
-    was killed before the second Ctrl-C, the error must report this rank."""
+    """SIGSTOP on the ranks simulates a step that does not end. The second Ctrl-C must end all
+    ranks. If a rank was killed before the second Ctrl-C, the error must report this rank."""
     tree = tiny_tree(tiny_data, tmp_path / "run", train__max_steps=100_000)
     process = start(write_config(tmp_path / "run.toml", tree), "--nproc", "2")
     wait_for_steps(tmp_path / "run", 1, process)
@@ -134,7 +134,8 @@ def start_scripts(*scripts: str) -> list[subprocess.Popen]:
 
 @pytest.mark.parametrize(("status", "result"), [(3, 3), (4, 4)])
 def test_ranks_that_end_late_after_a_stop_are_waited_for(monkeypatch, status, result):
-    """A late rank may end after a stop (status 3), but is killed after a failure (status 4)."""
+    """After a stop (status 3), the launcher waits for a rank that ends late. After a failure
+    (status 4), it kills this rank."""
     monkeypatch.setattr(spawn, "_GRACE_S", 0.1)
     late = f"import time; time.sleep(1.5); raise SystemExit({status})"
     ranks = start_scripts(late, f"raise SystemExit({status})")
@@ -232,7 +233,7 @@ def test_ranks_import_nothing_from_the_working_directory(ranks, tiny_data, tmp_p
     trees = [tiny_tree(tiny_data, tmp_path / name, **settings) for name in "ab"]
     train_on(ranks, 2, trees[0])
     config = write_config(tmp_path / "run.toml", trees[1])
-    # -P: the main process does not import from the working directory, like the command `optimus`.
+    # -P: like the command `optimus`, the main process imports nothing from the working directory.
     words = [sys.executable, "-P", "-m", "optimus.cli", "train", str(config), "--nproc", "2"]
     done = started(words, write_hostile_modules(tmp_path / "folder"))
     assert done.returncode == 0, done.stderr

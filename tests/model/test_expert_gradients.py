@@ -136,7 +136,7 @@ def test_hooks_after_accumulation_run_if_experts_add(deferred):
     if deferred:
         with deferred_gradients.DeferredGradients() as work:
             run_backward(experts, 0)
-        ran.clear()  # autograd ran them too early
+        ran.clear()  # computations that autograd started too early
         work.compute()
     else:
         run_backward(experts, 0)

@@ -40,7 +40,7 @@ def test_bf16_logits_are_widened_before_anything_is_summed():
     value, grad, expected, expected_grad = both(logits, targets)
     assert float(value) == pytest.approx(float(expected), rel=1e-6)
     assert grad.dtype is torch.bfloat16
-    assert relative(grad.float(), expected_grad.float()) < 2e-3  # only bf16's own rounding
+    assert relative(grad.float(), expected_grad.float()) < 2e-3  # only the rounding to bf16
 
 
 def test_large_logits_do_not_overflow():

@@ -203,7 +203,7 @@ def test_debug_mode_works_in_compiled_code(monkeypatch):
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_experts_compile_in_16_bit_in_both_forms(backend, form):
-    """Compiled experts agree with those that are not compiled."""
+    """Compiled experts give the same results as experts that are not compiled, up to rounding."""
     if backend == "inductor" and os.environ.get("OPTIMUS_TEST_COMPILE") != "1":
         pytest.skip("OPTIMUS_TEST_COMPILE=1 runs the C++ compiler of torch.compile")
     # Both forms share a cache of compiled code on disk, so an op must have the same output sizes.
@@ -280,8 +280,8 @@ def test_numbers_that_no_expert_has_add_nothing_and_are_refused_in_debug_mode(mo
 
 
 def test_autocast_is_that_of_a_linear_layer():
-    """Under autocast, matrix products use the autocast dtype and the result has the dtype of x.
-    fp64 inputs are not cast."""
+    """Under autocast, the matrix products of experts use the autocast dtype, and the result has the
+    dtype of x. As in a linear layer, fp64 inputs are not cast."""
     experts, chosen = make_experts(torch.float32), spread(12, 2)
     x, weights = torch.randn(12, D), torch.rand(12, 2)
     low = make_experts(torch.bfloat16)

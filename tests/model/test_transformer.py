@@ -39,7 +39,7 @@ def test_separated_uses_share_storage_after_changes_of_the_model(change):
         model.load_state_dict(small_model("olmo", seed=5, tie_embeddings=True).state_dict())
     else:
         model.embed.weight.data = model.embed.weight.data.clone()
-        with pytest.raises(AssertionError):  # the head has the old storage
+        with pytest.raises(AssertionError):  # the head still has the old storage
             model(some_tokens())
         model.separate_uses()
     use = model.separated_uses()["head.weight"]

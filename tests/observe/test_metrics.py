@@ -1,4 +1,5 @@
-"""Tests of metrics in files of JSON lines, and of the report of a run."""
+"""Tests of the files metrics.jsonl and eval.jsonl (their repair at a start), and of the report of a
+run."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ def opened(path, copy=None, step=1 << 60, log=None, expected=()):
 
 
 def cut_after(path, step, log, copy=None, expected=()):
-    """Repair a file as a start of a run does. Without `copy`, there is no copy of the file."""
+    """Repair a file as a start of a run does: remove the lines after `step`. `copy` is the copy of
+    the file, or None if there is no copy."""
     opened(path, copy or path.with_name("absent"), step, log, expected).close()
 
 
@@ -164,7 +166,8 @@ def test_report_of_an_empty_directory_is_refused(tmp_path):
 
 
 def kept_with_copy(tmp_path, steps=range(1, 9)):
-    """Write lines to a file and to its copy. Return both paths, and the content of both files."""
+    """Write the same lines to a file and to its copy. Return the path of the file, the path of the
+    copy, and their common content."""
     path, copy = tmp_path / "metrics.jsonl", tmp_path / ".metrics-copy.jsonl"
     lines = opened(path, copy)
     for step in steps:
@@ -184,7 +187,7 @@ def empty(path):
 
 
 def tear(path):
-    """Cut the file in the middle of line 3."""
+    """Truncate the file in the middle of line 3."""
     path.write_bytes(path.read_bytes()[:70])
 
 
@@ -194,7 +197,7 @@ def remove_lines(path):
 
 
 def write_nuls(path):
-    """Replace some bytes by zeros, as a power failure may do."""
+    """Replace some bytes of the file by zeros, as a power failure can do."""
     data = path.read_bytes()
     path.write_bytes(data[:40] + bytes(60) + data[100:])
 

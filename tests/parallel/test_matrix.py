@@ -31,10 +31,11 @@ _known: dict[str, Outcome] = {}
 
 
 def agreement_of(ranks, case: Case, **train: Any) -> Agreement:
-    """Compare the run of a case with the run of a single process.
+    """Compare the run of a case with the run of the same model on a single process. Return the
+    comparison.
 
-    `train` has settings of the section `[train]`. The case's run uses them, and the run of the
-    single process does not.
+    `train` has settings of the section `[train]`, which apply only to the run of the case and not
+    to the run on a single process.
     """
 
     def run_layout(size: int, tree: dict) -> Outcome:
@@ -59,7 +60,8 @@ def test_a_layout_trains_the_model_of_a_single_process(ranks, case):
 
 
 TIED = "pp2-dp2-ep1-tp2-sequence-1f1b-dense-tied-bias-fp32-m8"
-"""Case with tied embeddings, in which both stages add to the embedding's gradient."""
+"""Name of a case with tied embeddings, in which both stages contribute to the embedding's
+gradient."""
 OF_EACH_MESH = {tuple(size > 1 for size in case[:4]): case for case in SAMPLE if not case.is_exact}
 WITHOUT_THE_MODE = [*OF_EACH_MESH.values(), *(case for case in SAMPLE if str(case) == TIED)]
 
@@ -102,7 +104,7 @@ def outcome(
 
     Args:
         rerouted_at: the step at which the router chooses another expert, or 0 for never.
-        gap: the difference between the probabilities of the two experts.
+        gap: the difference between the probabilities of the chosen expert and the other expert.
     """
     routes = {
         (step, 0, 0): (torch.tensor([[step == rerouted_at]]).long(), torch.tensor([gap]))

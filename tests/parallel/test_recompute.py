@@ -33,7 +33,8 @@ def make(
 
 
 def run_pass(model: Transformer) -> tuple[int, dict[str, torch.Tensor]]:
-    """Return the number of bytes that forward keeps for backward, and the results.
+    """Run forward and backward. Return the number of bytes that forward keeps for backward, and the
+    results.
 
     The results are the gradients by parameter name, and the loss under the key "loss".
     """

@@ -1,6 +1,7 @@
 """Tests of the number of bytes that ranks communicate along each axis, against closed formulas.
 
-The planned collectives are those of a run (tests/rank/test_traffic.py).
+The bytes are taken from the planned collectives, which equal the collectives of a run
+(tests/rank/test_traffic.py).
 
 Symbols: T tokens of a microbatch, D hidden, K experts per token, L layers, N targets of a
 microbatch, n ranks. All floats are fp32.
@@ -41,8 +42,8 @@ def bench(tree: dict) -> dict | None:
 def traffic_of(size: int, **layout) -> dict[str, dict[str, int]]:
     """Return the bytes that the first rank of `size` ranks communicates in a step.
 
-    For each combination of mesh axes, the result has a dict from operation to number of bytes.
-    Collectives over all ranks do not count.
+    The result maps each combination of mesh axes to a dict from operation to number of bytes.
+    Collectives over all ranks are not counted.
     """
     config = make_config(tiny_tree("d", "r", **{**UNORDERED, **layout}))
     mesh, counted = make_mesh(config.parallel, size), dict[str, dict[str, int]]()
@@ -143,7 +144,8 @@ def test_auto_dispatch_is_chosen_before_traffic_is_counted(ranks):
 def test_expert_parallelism_by_alltoall():
     """A token has two experts. With uniform routing, both experts are on the same rank.
 
-    Each rank therefore sends each token once. Tokens that stay on the rank count too.
+    Each rank therefore sends each token once. The count includes tokens whose experts are on the
+    sending rank.
     """
     microbatches, n = 4, 2
     # Inputs and outputs of the experts, in forward and backward; routing weights and their
@@ -158,8 +160,8 @@ def test_expert_parallelism_by_alltoall():
 
 
 def test_axes_together_add_up():
-    """With dp = 2 and tp = 2, a rank has half as many microbatches as with tp = 2 alone. Its bytes
-    over tp must therefore be half as many."""
+    """With dp = 2 and tp = 2, a rank has half as many microbatches as with tp = 2 alone. The bytes
+    over tp must therefore be half of the bytes with tp = 2 alone."""
     alone = traffic_of(2, parallel__tp=2)["tp"]["all_reduce"]
     counted = traffic_of(4, parallel__tp=2, parallel__dp=2)
     assert counted["tp"] == {"all_reduce": alone // 2}

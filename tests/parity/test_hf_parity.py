@@ -93,7 +93,7 @@ def make_pair(kind: str, fields: dict):
         theirs = transformers.OlmoeForCausalLM(config)
     with torch.no_grad():
         for name, parameter in theirs.named_parameters():
-            # With their initial values, 0 and 1, a missing bias or norm weight would not be found.
+            # With the initial values 0 and 1, a missing bias or norm weight would not be detected.
             if "norm" in name or name.endswith("bias"):
                 parameter.add_(0.2 * torch.randn_like(parameter))
     return theirs.train(), adopt(theirs, theirs.state_dict())

@@ -43,7 +43,7 @@ def test_a_machine_without_nodes_counts_the_nodes_of_the_mesh():
     smaller = load_config(
         CONFIGS / "run" / "mula-220b-a10b.toml", ["parallel.dp=1", "parallel.ep=3"]
     )
-    assert plan(smaller, allocate("aurora", None, None))["nodes"] == 2  # 24 of 24 ranks
+    assert plan(smaller, allocate("aurora", None, None))["nodes"] == 2  # uses 24 of 24 ranks
 
 
 @pytest.mark.parametrize(

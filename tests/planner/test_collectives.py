@@ -30,7 +30,8 @@ def test_ring_within_a_node_has_the_closed_formula():
 
 
 def test_halving_has_log2_steps_and_the_bytes_of_a_ring():
-    """Rabenseifner 2004: log2(n) steps, (n - 1) / n of the buffer in all."""
+    """Rabenseifner 2004: an exchange has log2(n) steps, which send (n - 1) / n of the buffer in
+    total."""
     links = (Link("machine", 0, 10.0, 0.5),)
     for n in (2, 4, 8, 16):
         expected = (n - 1) / n * SIZE / 10.0 + math.log2(n) * 0.5
@@ -40,15 +41,17 @@ def test_halving_has_log2_steps_and_the_bytes_of_a_ring():
 
 
 def test_halving_sends_least_over_the_slowest_level():
-    """As in oneCCL, the distance of the ranks that exchange doubles, and the bytes halve. A ring
-    crosses between groups with the rate of all the ranks of a domain."""
+    """In each step of recursive halving, as in oneCCL, the distance of the ranks that exchange data
+    doubles and the number of bytes halves. A ring sends data between groups with the total rate of
+    all ranks of a domain."""
     ranks = row(32)
     halving = collective_s("reduce_scatter", SIZE, ranks, LINKS, "halving")
     # 1/2 and 1/4 within nodes at 100, 1/8 and 1/16 between nodes at 10, 1/32 between groups at 5.
     assert halving == pytest.approx(500 / 100 + 250 / 100 + 125 / 10 + 62.5 / 10 + 31.25 / 5)
     ring = collective_s("reduce_scatter", SIZE, ranks, LINKS)
     assert ring == pytest.approx(31 / 32 * SIZE / min(100.0, 4 * 10.0, 16 * 5.0))
-    # Of 6 ranks, 0 and 2 first send their buffers to 1 and 3, which exchange with 4 and 5.
+    # 6 ranks: ranks 0 and 2 first send their buffers to ranks 1 and 3. Then ranks 1, 3, 4 and 5
+    # exchange data.
     links = (Link("pair", 2, 100.0), Link("machine", 0, 10.0))
     halving = collective_s("reduce_scatter", SIZE, row(6), links, "halving")
     assert halving == pytest.approx(SIZE / 100 + 500 / 10 + 250 / 10)
@@ -95,7 +98,8 @@ def test_no_collective_is_faster_than_its_bytes_on_the_fastest_link():
 
 
 def test_measured_messages_replace_rate_and_latency():
-    """Messages of 10 and 1000 bytes take 1 s and 4 s, and one of 100 bytes their geometric mean."""
+    """Messages of 10 and 1000 bytes take 1 s and 4 s. A message of 100 bytes takes 2 s, the
+    geometric mean of the two times."""
     sizes = (("all_gather", 10.0, 1.0), ("all_gather", 1000.0, 4.0))
     links = (Link("node", 0, 1.0, 9.0, messages=(*sizes, ("send", 10.0, 3.0))),)
     gathers = {4: 3 * 1.0, 40: 3 * 1.0, 400: 3 * 2.0, 4000: 3 * 4.0, 8000: 3 * 8.0}
@@ -123,7 +127,8 @@ def test_paths_name_the_levels_that_a_group_crosses():
 
 
 def test_the_taper_of_a_machine_file_divides_the_rate_of_a_port():
-    """Between Aurora's groups, a rank sends 0.645 times what its port sends if all ranks send."""
+    """If all ranks send data between Aurora's groups, the rate of a rank is 0.645 times the rate of
+    its port."""
     group, machine = links_of(load_machine("aurora").levels)[-2:]
     assert (group.taper, machine.taper) == (1.0, 0.645)
     assert machine.rate == pytest.approx(0.645 * group.rate)

@@ -44,7 +44,8 @@ SKEWED = 4 * [220] + 12 * [60]  # 2.2 times an equal share on the first of 4 ran
 
 
 def write_run(run_dir: Path, *steps: tuple[int, list[int], list[int]], config=CONFIG) -> str:
-    """Write a run directory with these (step, rows of layer 0, rows of layer 1)."""
+    """Write a run directory with recorded expert loads. Each element of `steps` is (step, rows of
+    each expert in layer 0, rows of each expert in layer 1). Return the path of the directory."""
     run_dir.mkdir(exist_ok=True)
     (run_dir / "config.toml").write_text(dump_toml(config))
     lines = [
@@ -113,7 +114,8 @@ def test_a_directory_without_valid_loads_is_refused(tmp_path, capsys, damage, me
     "changes", [{}, {"pp": 2, "schedule": "zb-h1"}, {"pp": 2, "microbatch_size": 2, "ep": 2}]
 )
 def test_search_has_the_figures_of_a_plan_for_the_loads_of_a_run(tmp_path, changes) -> None:
-    """The time is that of the median update, the memory that of the worst update."""
+    """The search and the plan both use the time of the median update and the memory of the worst
+    update."""
     run = write_run(tmp_path, (1, SKEWED, SKEWED[::-1]), (2, EQUAL, SKEWED), (3, EQUAL, EQUAL))
     layout = layout_of(CONFIG, MESH.world_size)._replace(**changes)
     config, mesh, checks = layout.apply(CONFIG), layout.mesh, LayoutChecks(CONFIG)
@@ -167,7 +169,8 @@ def test_load_without_effect_is_refused(capsys) -> None:
 
 @pytest.mark.parametrize("options", [[], ["--search"]])
 def test_a_wrong_directory_is_refused_before_torch_is_imported(options) -> None:
-    """The import of torch and the profile of the model take seconds."""
+    """The command must check the directory first, because the import of torch and the profile of
+    the model take seconds."""
     words = ["plan", str(FOLDER.parent / "run" / "mula-7b-a1b.toml"), "--machine", "h200"]
     words += ["--nodes", "1", "--load", "missing", *options]
     code = f"import sys; from optimus.cli import main; s = main({words}); "
@@ -201,13 +204,14 @@ def test_plan_for_the_loads_of_a_run(tmp_path) -> None:
     without = {key: value for key, value in result.items() if key != "imbalance"}  # parallel.ep = 1
     alone = machine_lines(without | {"machine": "h200", "ranks": []})
     assert alone[-1][1].startswith("no effect: with parallel.ep = 1")
-    load["median"] = worst  # as with a single step
+    load["median"] = worst  # as in a record of one step
     names = [name for name, _ in machine_lines(result | {"machine": "h200", "ranks": []})]
     assert [name for name in names if "load" in name] == ["load, one sample, step 1"]
 
 
 def test_the_load_of_a_run_is_timed_for_the_order_of_the_hosts(tmp_path) -> None:
-    """The network adapters of ep ranks in different domains are slower than NVLink."""
+    """With ep ranks in different domains, dispatch uses the network, which is slower than NVLink
+    within a domain."""
     loads = RunLoads(write_run(tmp_path, (1, SKEWED, EQUAL)), CONFIG.model)
     topology = Topology(1, tuple(range(MESH.world_size)), (8,))
     near, far = (
@@ -226,8 +230,8 @@ def exchange_s(imbalance: float) -> float:
 
 
 def test_time_of_a_step_follows_the_fullest_rank() -> None:
-    """The experts' rows on the fullest rank are 1 to 4 times an equal share, and all tokens arrive
-    there if it has all rows."""
+    """The fullest rank (the rank whose experts process most rows) has 1 to 4 times an equal share
+    of the rows. If it has all rows, all tokens are sent to it."""
     machine = load_machine("h200")
     plans = [
         plan_step(CONFIG, MESH, machine, "h200", None, dict.fromkeys((0, 1), imbalance))
@@ -236,7 +240,7 @@ def test_time_of_a_step_follows_the_fullest_rank() -> None:
     assert plans[0] == plan_step(CONFIG, MESH, machine, "h200")
     times = [plan["compute_s"] for plan in plans]
     assert times[1] == pytest.approx((times[0] + times[2]) / 2) and times[2] > times[0]
-    # plan["exposed_s"] also has the reduction of the gradients, of which a longer pass hides more.
+    # plan["exposed_s"] also contains the reduction of gradients. A longer pass hides more of it.
     sent = [exchange_s(imbalance) for imbalance in (1.0, 2.5, 4.0)]
     assert sent[0] < sent[1] < sent[2]
     of_layer = step_of(CONFIG, MESH, imbalances=dict.fromkeys((0, 1), 4.0)).stages[0][:2]

@@ -28,8 +28,8 @@ UNBALANCED = {
 
 
 def measure(tree: dict) -> tuple[int, int, int, list[float]]:
-    """Return the activations of this rank as tracked in an update, as planned for the loads of the
-    update and for equal loads, and the loads."""
+    """Run an update on this rank. Return the measured bytes of activations, the bytes planned for
+    the expert loads of the update, the bytes planned for equal loads, and the loads."""
     config, _, groups, plan, _, states, updater = make_updater(tree)
     mesh, coordinate = groups.mesh, groups.coordinate
     count = plan.microbatches_per_rank
@@ -65,7 +65,8 @@ def test_planned_activations_of_an_unbalanced_run(ranks, size: int, settings: di
 
 
 def test_memory_on_accelerators_depends_on_the_tokens_that_arrive() -> None:
-    """With allgather, all tokens arrive at each rank, and the host does not know their experts."""
+    """With the dispatch `allgather`, all tokens are sent to each rank, and the host does not know
+    the experts of the tokens. The memory then does not depend on the loads."""
 
     def needed(dispatch: str, imbalance: float, device: str = "cuda") -> int:
         layout = {"parallel__ep": 2, "parallel__ep_dispatch": dispatch}
@@ -88,7 +89,7 @@ def test_loads_of_ranks_by_hand() -> None:
 
 
 def test_arrivals_by_hand() -> None:
-    # Of the 6 pairs of 4 experts, one has no expert of the rank.
+    # One of the 6 pairs of 4 experts contains no expert of the rank.
     assert arrivals(4, 2, 2) == pytest.approx(5 / 6)
     assert arrivals(240, 8, 12) == pytest.approx(1 - math.comb(220, 8) / math.comb(240, 8))
     # Weights x^2, 4x and 1 of pairs with 2, 1 and 0 experts; the mean 1.4 gives x = 3.3601.

@@ -49,7 +49,8 @@ def test_prediction_is_between_both_bounds(name, settings):
 
 
 def test_lower_bound_adds_the_inputs_of_all_layers_in_progress():
-    """Of 8 microbatches on 2 pipeline ranks, 1f1b keeps 2 on the first rank, gpipe all."""
+    """With 8 microbatches on 2 pipeline ranks, the first rank keeps the inputs of 2 microbatches
+    under 1f1b, and of all 8 microbatches under gpipe."""
     of_input = 32 * 32 * 4  # sequence, hidden size, bytes
     for schedule, kept in (("1f1b", 2), ("gpipe", 8)):
         layers = {"model__num_layers": 4, "parallel__stage_layers": [2, 2]}
@@ -80,7 +81,7 @@ def test_run_is_refused_only_if_the_lower_bound_exceeds_the_memory(caplog, monke
     (record,) = caplog.records
     assert record.levelno == logging.WARNING and "predicted" in record.getMessage()
     caplog.clear()
-    # Far from the limit, no model is profiled.
+    # If the memory is far from the limit, the check profiles no model.
     monkeypatch.setattr(fit, "predicted_bytes", None)
     check_fit(config, Mesh(), 8, EACH)
     assert not caplog.records
@@ -97,7 +98,8 @@ def test_check_can_warn_or_be_off(caplog):
 
 
 def test_ranks_of_a_node_share_the_memory_of_the_host():
-    """The node with the fullest ranks decides: the first rank of a pipeline keeps most inputs."""
+    """A run fits if the ranks of each node fit into the host memory of the node. The node with the
+    first pipeline ranks needs the most memory, because these ranks keep the most inputs."""
     config, mesh = tiny(parallel__pp=4, model__num_layers=4), Mesh(pp=4)
     bound = least_bytes(config, mesh, 8, "host")
     ranks = [bound(Coordinate(pp, 0, 0, 0)) for pp in range(4)]
@@ -115,7 +117,8 @@ def test_host_memory_is_the_limit_of_the_control_group(monkeypatch):
 
 
 def test_ranks_on_a_cpu_share_the_memory_of_the_machine_file():
-    """A file that was measured with 8 ranks has an eighth of the memory for each."""
+    """In a machine file that was measured on a CPU with 8 ranks, `memory_bytes` is an eighth of the
+    memory of the node."""
     size = {"value": 1000, "source": "a test", "date": "2026-11"}
     tree = {"ranks_per_node": 8, "device": {"name": "d", "memory_bytes": size, "threads": 1}}
     on_cpu = fit.capacity_of(Machine.model_validate(tree), 2)
@@ -134,7 +137,8 @@ def write_machine(folder: Path, memory: int) -> Path:
 
 
 def test_plan_that_does_not_fit_names_the_nearest_layouts_that_do(tmp_path, capsys):
-    """Each named layout fits in another plan, and differs in a single setting if one can."""
+    """Each layout that the error proposes fits according to a separate plan. It differs from the
+    refused layout in only one setting, if a change of one setting is enough."""
     machine = write_machine(tmp_path, 750_000)
     config = tmp_path / "c.toml"
     config.write_text(dump_toml(tiny(optim__chunk_length=5000, train__deterministic=False)))
@@ -156,7 +160,7 @@ def test_plan_that_does_not_fit_names_the_nearest_layouts_that_do(tmp_path, caps
 
 
 def test_plan_suggests_offloading_if_few_layouts_fit_without_it(tmp_path, capsys):
-    """On a single rank, no layout fits without it."""
+    """On a single rank, no layout fits without offloading."""
     machine = write_machine(tmp_path, 600_000)
     links = "[links]\nto_device = 1e10\nto_host = 1e10\nflops = 1e12\nmemory = 1e11\n"
     text = machine.read_text().replace("[device]", f"{links}[device]")
@@ -173,8 +177,9 @@ def test_plan_suggests_offloading_if_few_layouts_fit_without_it(tmp_path, capsys
 
 
 def test_plan_of_a_replica_names_a_command_that_fits(tmp_path, capsys):
-    """On 4 ranks, a sharded replica fits without another change, and a whole one with changes.
-    The option --nodes is there only if the plan of one replica has another layout."""
+    """On 4 ranks, a replica with sharded optimizer states fits without another change, and a
+    replica with whole states fits only with changes. The proposed command contains --nodes only if
+    the plan of one replica has another layout."""
     machine = write_machine(tmp_path, 750_000)
     config = tmp_path / "c.toml"
     config.write_text(dump_toml(tiny(optim__chunk_length=5000, train__deterministic=False)))

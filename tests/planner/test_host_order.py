@@ -1,4 +1,5 @@
-"""Time of a step for an order of the hosts."""
+"""Time of a step for a given order of the hosts, which determines the groups of nodes between which
+data is sent."""
 
 from __future__ import annotations
 
@@ -38,8 +39,8 @@ def rates(algorithm: Algorithm = "ring") -> Rates:
 
 
 def reduction_s(mesh: Mesh, letters: str, algorithm: Algorithm = "ring") -> float:
-    """Return the seconds of a step that only reduces 800 bytes over dp, which are those of its
-    simulation, too."""
+    """Return the seconds of a step that only reduces 800 bytes over dp. Assert that a simulation of
+    the step has the same time."""
     reductions = (Reduction("dp", "all_reduce", 800.0, "backward"),)
     groups = groups_of(mesh, topology(letters))
     step = Step(((),) * mesh.pp, 1, groups, reductions=reductions)
@@ -52,7 +53,7 @@ def reduction_s(mesh: Mesh, letters: str, algorithm: Algorithm = "ring") -> floa
 @pytest.mark.parametrize(
     ("letters", "rate"),
     [
-        # A ring leaves each group once, through the links of 4 ranks. The nodes limit it.
+        # A ring leaves each group once, through the links of 4 ranks, but the nodes limit its rate.
         ("AAAABBBB", 10.0),
         # Of the 4 ranks in a group, 2 send to the other group, and share the links of 4 ranks.
         ("AABBAABB", 10.0),
@@ -66,8 +67,8 @@ def test_a_ring_has_the_rate_of_the_edges_that_leave_its_groups(letters, rate):
 
 
 def test_halving_is_slow_in_the_steps_that_leave_groups():
-    """Steps send 1/2, 1/4 and 1/8 of 800 bytes over distances of 1, 2 and 4 nodes. The links
-    between groups carry half of the bytes that the ports of all ranks send."""
+    """The steps of recursive halving send 1/2, 1/4 and 1/8 of 800 bytes over distances of 1, 2 and
+    4 nodes. The links between groups have half of the total rate of the ports of all ranks."""
     mesh, whole = Mesh(dp=8, tp=2), 400 / 10 + 200 / 10 + 100 / 10
     for letters, seconds in (
         ("AAAABBBB", whole + 100 / 10),
@@ -82,7 +83,8 @@ def test_halving_is_slow_in_the_steps_that_leave_groups():
 
 @pytest.mark.parametrize("letters", ["AAAABCBC", "BCBCAAAA"])
 def test_the_slowest_process_group_determines_the_time(letters):
-    """The ranks of a stage are in one group, those of the other stage alternate."""
+    """The nodes of one stage are in one group. The nodes of the other stage alternate between
+    groups."""
     mesh = Mesh(pp=2, dp=4, tp=2)
     assert reduction_s(mesh, "AAAABBBB") == pytest.approx(2 * 3 / 4 * 800 / 10)
     of_groups = [
@@ -94,7 +96,7 @@ def test_the_slowest_process_group_determines_the_time(letters):
     step = Step(((),) * 2, 1, groups, reductions=(Reduction("dp", "all_reduce", 800.0),))
     assert step_time(step, rates()).total_s == pytest.approx(240)
     transfer = Network(groups, LINKS, "ring").collective("all_reduce", 800.0, "dp")
-    assert transfer == Transfer(120.0, (0, 1, 1))  # with the rate of the ports
+    assert transfer == Transfer(120.0, (0, 1, 1))  # at the rate of the ports
 
 
 def test_hosts_that_fill_groups_have_the_process_groups_of_a_plan_without_hosts():
@@ -106,7 +108,8 @@ def test_hosts_that_fill_groups_have_the_process_groups_of_a_plan_without_hosts(
 
 
 def test_half_full_groups_have_the_links_of_whole_groups():
-    """A stage of 2 nodes in each group: no collective of dp leaves a group, as in full groups."""
+    """Each group contains one stage of 2 nodes. As in full groups, no collective over dp leaves a
+    group."""
     mesh = Mesh(pp=4, dp=2, tp=2)
     assert reduction_s(mesh, "AABBCCDD") == reduction_s(mesh, "AAAABBBB")
 
@@ -155,7 +158,7 @@ def planned(capsys, *options: str) -> dict:
 
 
 def test_a_plan_has_the_step_time_of_the_hosts_and_of_a_better_order(tmp_path, capsys):
-    """256 nodes in 4 racks, a stage of 32 nodes."""
+    """The plan has 256 nodes in 4 racks, and stages of 32 nodes."""
     plain = planned(capsys, "--nodes", "256")
     ordered = planned(capsys, "--hosts", hosts_file(tmp_path / "ordered", 4, 256, False))
     assert ordered["step"] == plain["step"] and "better_step_s" not in ordered

@@ -1,4 +1,4 @@
-"""Tests of the planned memory of a training step: it equals that of real steps."""
+"""Tests of the planned memory of a training step: it equals the memory of real steps."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ SHORT = {"train__seq_len": 8, "train__global_batch_tokens": 4 * 8}
 
 
 class _Peak(TensorTracker):
-    """Largest number of bytes on the device: those of the buffers of `memory`, and those of all
-    tensors that operations create."""
+    """Tracker of the largest number of bytes on the device. It counts the buffers of `memory` and
+    all tensors that operations create."""
 
     def __init__(self, memory: Memory) -> None:
         super().__init__()
@@ -48,8 +48,8 @@ class _Peak(TensorTracker):
 
 
 def measure(tree: dict) -> tuple[int, int, int, int]:
-    """Return the lower bound, the planned bytes and the upper limit of this rank, and the most
-    bytes in two updates."""
+    """Run two updates. Return four numbers of bytes for this rank: the lower bound, the planned
+    bytes, the upper limit, and the measured maximum."""
     config, _, groups, plan, _, states, updater = make_updater(tree)
     planned = rank_memory(config, groups.mesh, groups.coordinate, plan.microbatches_per_rank, "cpu")
     peak = _Peak(states.memory)
@@ -58,7 +58,7 @@ def measure(tree: dict) -> tuple[int, int, int, int]:
             updater.run(step, local_batch(groups, 4, first=4 * step, length=config.train.seq_len))
     settings = config, groups.mesh, plan.microbatches_per_rank
     least = least_bytes(*settings, "device")(groups.coordinate)
-    # The tracker does not count the copies of gloo, which are no operations of torch.
+    # The tracker does not count the copies of gloo, because they are not operations of torch.
     return (
         least,
         planned.device - planned.copies,
@@ -108,8 +108,8 @@ def test_the_planned_memory_is_that_of_a_step(ranks, size: int, settings: dict) 
 
 
 def test_copies_of_gloo_are_those_of_whole_buffers() -> None:
-    """The only chunk is reduced after the backward, when no activations are left. Then the copy of
-    its fp32 gradients is larger than that of its gathered parameters."""
+    """The only chunk is reduced after the backward, when no activations are left. gloo's copy of
+    the fp32 gradients of the chunk is then larger than its copy of the gathered parameters."""
     settings = {**SHORT, "optim__chunk_length": 1 << 24}
     for resident, dtype in (("all", "fp32"), ("cache", "fp32"), ("all", "bf16")):
         optim = {"optim__sharding": "so", "optim__resident": resident}
@@ -126,7 +126,8 @@ def test_copies_of_gloo_are_those_of_whole_buffers() -> None:
 
 
 def test_copies_during_the_backward_are_added_to_activations() -> None:
-    """Gradients of the last blocks are reduced while the first blocks have activations."""
+    """Gradients of the last blocks are reduced while the activations of the first blocks still
+    exist, so gloo's copies are added to them."""
     optim = {"optim__sharding": "so", "optim__chunk_length": 100_000, "train__dtype": "bf16"}
     config = make_config(tiny_tree("d", "r", **{**WIDE, **DENSE, **SHORT, **optim}))
     without = config.model_copy(

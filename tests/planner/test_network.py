@@ -42,8 +42,9 @@ def test_a_collective_loads_the_levels_that_it_crosses(operation, ranks, loads):
 
 
 def test_each_send_uses_the_level_between_its_ranks():
-    """8 pipeline ranks of 4 ranks, 4 in each rack: the sends between ranks 3 and 4 leave the rack,
-    and so do those between the last and the first rank. They also use the port of the rack."""
+    """The pipeline has 8 stages of 4 ranks. Each rack contains 4 stages. Only the sends between
+    stages 3 and 4 and between the last and the first stage leave the rack, and use the links of the
+    rack in addition to the ports of the ranks."""
     sends = network(8, 4, 1, 1).sends(100.0)
     assert {sends[rank, True] for rank in (0, 1, 2, 4, 5, 6)} == {Transfer(10.0, (0, 1, 0))}
     assert sends[3, True] == sends[4, False] == sends[7, True] == Transfer(10.0, (0, 1, 1))
@@ -53,8 +54,9 @@ def test_each_send_uses_the_level_between_its_ranks():
 
 
 def test_ranks_of_a_rack_share_its_links():
-    """A rack has links for 8 of its 16 ranks. With 4 ranks of a stage in a rack, the ranks of two
-    stages can send at once; with 16, they have half of the rate of a port."""
+    """The links of a rack have the rate of 8 ports, for 16 ranks. If a rack contains 4 ranks of
+    each stage, the ranks of two stages can send at the full rate at the same time. If a rack
+    contains 16 ranks of one stage, each of them sends at half of the rate of its port."""
     loads = [[4.0 * (a // 4 == b // 4) for b in range(8)] for a in range(8)]
     assert network(8, 4, 1, 1).shared_levels({1, 2}) == {2: SharedLevel(8.0, loads)}
     whole = network(2, 16, 1, 1).shared_levels({2})[2]
@@ -66,8 +68,8 @@ def test_ranks_of_a_rack_share_its_links():
 
 
 def test_collectives_with_all_ranks_take_the_time_of_the_machine_file():
-    """Alone, a collective has the rate of the ports. With the load of all ranks of the domain, it
-    has the rate of the file, which is measured with all ranks busy."""
+    """A collective that runs alone has the rate of the ports. With the load of all ranks of the
+    domain, it has the rate in the machine file, which is measured while all ranks are busy."""
     whole = network(1, 32, 1, 1)
     (shared,) = whole.shared_levels({2}).values()
     transfer = whole.collective("all_to_all", 100.0, "dp")

@@ -54,7 +54,7 @@ def decide(
 
 
 def needed(**settings) -> int:
-    """Return the bytes that a run without offloading needs."""
+    """Return the bytes of device memory that a run without offloading needs."""
     config = make_config(tiny_tree("d", "r", **{**WIDE, **settings}))
     return rank_memory(config, make_mesh(config.parallel), FIRST, 4, "cpu").device
 
@@ -106,7 +106,8 @@ def test_memory_is_limited_down_to_the_smallest_limit(settings: dict) -> None:
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_the_device_computes_at_the_rate_of_the_dtype_of_the_run(dtype: str) -> None:
-    """Without other rates, those of the links determine the seconds of matrix products."""
+    """If no other rates are given, the FLOP rates in the links file determine the times of matrix
+    products."""
     settings = {"train__dtype": dtype, "offload__early_adam": "off"}
     limit = needed(train__dtype=dtype) * 6 // 10
 
@@ -162,11 +163,12 @@ PIPELINE = DENSE | {
     "recompute__modules": ["block"],
     "parallel__pp": 2,
 }
-"""A model with few activations, so that those of all microbatches fit."""
+"""Settings of a model with few activations, so that the activations of all microbatches fit."""
 
 
 def test_ranks_of_a_pipeline_agree_on_the_order_with_the_shortest_step() -> None:
-    """With few slots, 1F1B copies each chunk to the device for each microbatch."""
+    """With few cache slots, 1F1B copies each chunk to the device for each microbatch, so another
+    order can be faster."""
     config = make_config(tiny_tree("d", "r", **PIPELINE, **AUTO))
     mesh = make_mesh(config.parallel)
     orders = set()
@@ -234,8 +236,9 @@ def test_a_run_that_does_not_fit_is_refused_before_its_first_step(ranks, tiny_da
 
 @pytest.mark.parametrize("early", ["auto", "on"])
 def test_early_updates_use_host_memory_that_is_left_over(early: str) -> None:
-    """With "auto", spare buffers have half of the memory that the states leave free up to the
-    limit, and do not affect which placements fit. With "on", all chunks on the host need them."""
+    """With "auto", spare buffers use half of the host memory that remains below the limit after the
+    states, so they do not affect which placements fit. With "on", all chunks on the host need spare
+    buffers."""
     slow = LINKS.model_copy(update={"host_adam": 1e6})
     limit, settings = needed() * 6 // 10, {"train__dtype": "fp32", "links": slow}
     late = decide(limit, offload__early_adam="off", **settings).memory
@@ -257,8 +260,8 @@ def test_early_updates_use_host_memory_that_is_left_over(early: str) -> None:
 
 @pytest.mark.parametrize("copies", [{}, {"checkpoint__async_save": True}])
 def test_states_are_on_disk_where_the_host_is_too_small(tmp_path, copies: dict) -> None:
-    """The planned bytes of each tier are those of the states, and a limit that lacks a byte is
-    refused. Chunks are small, because updates of states on disk need four buffers."""
+    """The planned bytes of each tier equal the bytes of the states, and a limit that is one byte
+    too small is refused. Chunks are small, because updates of states on disk need four buffers."""
     settings = {"train__dtype": "bf16", "offload__disk": str(tmp_path), **copies}
     settings |= DENSE | {"optim__chunk_length": 20_000}
     limit = needed(train__dtype="bf16", **DENSE) * 7 // 10
@@ -312,7 +315,8 @@ def test_limits_of_a_manual_placement_are_exact() -> None:
 
 
 def run_with_little_memory(tree: dict) -> tuple[int, str]:
-    """Return the result of a run on a machine with 100 kB of memory."""
+    """Run a training on a simulated machine with 100 kB of memory. Return the exit status and the
+    error message."""
     with mock.patch.object(offload_module, "usable_memory", lambda: 100_000):
         return run_and_catch(tree)
 
@@ -342,7 +346,8 @@ def test_wrong_settings_are_refused(settings: dict, message: str) -> None:
 
 @pytest.mark.parametrize("machine", ["h200", ""])
 def test_a_run_decides_as_the_plan_of_its_machine(machine: str) -> None:
-    """With the rates of the machine, the time of a step has collectives and updates."""
+    """A run and a plan with the rates of the same machine choose the same placement. The time of a
+    step includes collectives and updates."""
     settings = {**WIDE, **AUTO, "train__dtype": "bf16", "parallel__dp": 2}
     limit = needed(train__dtype="bf16") * 6 // 10
     limits = {"offload__device_memory": str(limit), "offload__host_memory": str(HOST)}

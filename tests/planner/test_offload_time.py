@@ -44,8 +44,8 @@ def timed(links: Links, **settings) -> OffloadedStep:
 
 
 def plain_s(**settings) -> StepTime:
-    """Return the time of the same step with all states on the device, but with gradients that are
-    reduced after each microbatch."""
+    """Return the time of the same step with all states on the device, if gradients are reduced
+    after each microbatch as with offloading."""
     config, mesh = run_of(**settings, optim__resident="parameters")
     step, rates = step_of(config, mesh), rates_of(machine(UNLIMITED), "bf16")
     schedule = offload_time.schedule_of(config, mesh, step.microbatches)
@@ -56,8 +56,8 @@ def plain_s(**settings) -> StepTime:
 def test_a_rank_alone_takes_the_time_that_the_simulation_of_its_copies_predicts(
     settings, monkeypatch
 ):
-    """All chunks are on the host, so the device updates nothing. The resources work for the times
-    that the copied bytes and the updated elements give."""
+    """All chunks are on the host, so the device updates nothing. Each resource (link or host) is
+    busy for the time that follows from the copied bytes or the updated elements."""
     ranks, plan_ranks = [], offload_time._plan_ranks
 
     def spy(*arguments):
@@ -85,7 +85,8 @@ def test_a_rank_alone_takes_the_time_that_the_simulation_of_its_copies_predicts(
     ],
 )
 def test_with_unlimited_links_a_step_takes_the_time_without_offloading(settings):
-    """Only the update on the device is missing."""
+    """The time differs only by the update on the device, because all chunks are updated on the
+    host."""
     step, plain = timed(UNLIMITED, **MANUAL, **settings), plain_s(**settings)
     assert step.time.offload_s == pytest.approx(0, abs=1e-12)
     assert step.time.compute_s == pytest.approx(plain.compute_s)
@@ -95,7 +96,8 @@ def test_with_unlimited_links_a_step_takes_the_time_without_offloading(settings)
 
 
 def test_ranks_that_share_chunks_gather_each_copy():
-    """A rank of two copies half as many bytes, and then gathers whole chunks."""
+    """Each of two ranks copies half of the bytes of a chunk to the device. The ranks then gather
+    the whole chunk."""
     alone, both = (
         timed(SLOW, **MANUAL),
         timed(
@@ -105,14 +107,14 @@ def test_ranks_that_share_chunks_gather_each_copy():
     assert both.seconds["to device"] == pytest.approx(alone.seconds["to device"] / 2, rel=0.02)
     assert both.seconds["host Adam"] == pytest.approx(alone.seconds["host Adam"] / 2, rel=0.02)
     gathers = [r for r in both.step.reductions if r.name == "all_gather"]
-    assert not gathers  # those of the end of a step are for chunks on the device
+    assert not gathers  # at the end of a step, only chunks on the device are gathered
     config, mesh = run_of(parallel__dp=2, optim__sharding="so", train__global_batch_tokens=8 * 256)
     times = SegmentTimes(config, mesh, rates_of(machine(SLOW), "bf16"))
     assert both.time.exposed_s["dp"] > 1.2 * times.total_s(both.step.reductions) > 0
 
 
 def test_a_pipeline_waits_for_its_slowest_rank():
-    """Copies of a rank overlap with the time in which it waits for others."""
+    """The copies of a rank overlap with the time for which the rank waits for other ranks."""
     step = timed(SLOW, **MANUAL, parallel__pp=2)
     assert step.time.total_s == pytest.approx(step.played.end)
     assert len(step.spans) == 2
@@ -127,9 +129,9 @@ def test_a_pipeline_waits_for_its_slowest_rank():
 
 
 def test_automatic_placement_on_a_machine_is_within_its_limits():
-    """Device and host memory of a rank are those of the machine. The step time is that of the
-    placement, which the same rates determine. The update on the device overlaps with those on the
-    host."""
+    """The limits of device and host memory of a rank come from the machine file. The step time is
+    the time of the chosen placement, and the rates of the machine also determine the placement.
+    Updates on the device overlap with updates on the host."""
     config, mesh = run_of(offload__mode="auto")
     small = machine(SLOW)
     assert small.device is not None
@@ -152,7 +154,7 @@ def test_automatic_placement_on_a_machine_is_within_its_limits():
 
 
 def test_hosts_in_two_groups_slow_the_collectives_of_offloaded_states(tmp_path):
-    """The two data ranks are in one domain of 8 ranks, or in two."""
+    """The two data ranks are in the same domain of 8 ranks, or in two domains."""
     sharded = {"parallel__dp": 2, "optim__sharding": "so", "train__global_batch_tokens": 8 * 256}
     near, far = (Topology(1, groups, (8,)) for groups in ((0, 0), (0, 1)))
     run = *run_of(**MANUAL, **sharded), machine(UNLIMITED), "h200"

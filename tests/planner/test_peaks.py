@@ -1,4 +1,5 @@
-"""The peaks of a schedule by products equal those of a walk through its actions."""
+"""Peaks of memory in a schedule: the fast computation by matrix products gives the same peaks as a
+walk through all actions of the schedule."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ def test_peaks_equal_those_of_the_actions(name: str, virtual_stages: int) -> Non
                 peaks = peaks_of(*of_schedule, (rank,))
                 stage_bytes = [bytes_of_stage(profiles[s]) for s in of_rank]
                 assert peaks.bytes(stage_bytes, boundary) == expected.total
-            # Ranks with equal stages have the peak of the fullest of them.
+            # Ranks with equal stages are planned with the largest peak of these ranks.
             of_each = [
                 peaks_of(*of_schedule, (rank,)).bytes(stage_bytes, boundary)
                 for rank in range(num_ranks)

@@ -90,7 +90,7 @@ def test_plan_on_a_machine_has_activations_and_the_time_of_a_step(capsys):
 
 
 def test_kinds_of_ranks_have_the_memory_of_their_fullest_rank():
-    """Stages of 3, 4, 3 and 2 layers, of which the first layer of the model is dense."""
+    """The stages have 3, 4, 3 and 2 layers. The first layer of the model is dense."""
     settings = {
         "model__num_layers": 12,
         "model__num_experts": [0] + 11 * [4],
@@ -121,7 +121,7 @@ def test_states_larger_than_the_device_are_refused(capsys):
 
 
 def host_memory_of_rank(name):
-    """Return the bytes of host memory that the states of a rank may use on a machine."""
+    """Return the limit of host memory for the states of a rank on the machine `name`, in bytes."""
     machine = load_machine(name)
     assert machine.host_memory_bytes is not None
     share = int(machine.host_memory_bytes.value) // machine.ranks_per_node
@@ -159,8 +159,8 @@ def test_plan_prints_the_automatic_placement(tmp_path, capsys):
 
 
 def test_the_placement_has_the_step_time_of_the_plan(capsys):
-    """Gathers and reductions of gradients take longer than copies to the device and the host. So
-    the automatic placement is faster than a manual one with a larger cache."""
+    """Gathers and reductions of gradients take longer than copies between device and host. The
+    automatic placement is therefore faster than a manual placement with a larger cache."""
     command = ["plan", str(CONFIGS / "run" / "mula-7b-a1b.toml"), "--machine", "h200", "--nodes"]
     command += ["8", "offload.device_memory=20GB", "train.global_batch_tokens=1048576"]
     assert optimus([*command, "offload.mode=auto"]) == 0
@@ -198,7 +198,7 @@ def test_plan_without_a_machine_uses_that_of_the_run(capsys):
 
 
 def test_plan_prints_the_manual_placement_and_its_smallest_limits(capsys):
-    """The smallest limit of the host leaves no space for early updates."""
+    """With the smallest printed limit of host memory, no space is left for early updates."""
     command = ["plan", str(CONFIGS / "run" / "demo.toml"), "--machine", "h200", "--json"]
     command += ["offload.mode=manual", "offload.host_share=0.5"]
     assert optimus(command) == 0
@@ -222,8 +222,8 @@ def test_plan_prints_the_manual_placement_and_its_smallest_limits(capsys):
 
 
 def test_the_first_plan_of_a_process_has_the_memory_of_the_second():
-    """The first operation under a torch mode imports a module. In a profile, this import kept
-    tensors alive: 134 MB of Mula-1B."""
+    """The first operation under a torch mode imports a module. If this happened in a profile, the
+    import kept tensors alive (134 MB for Mula-1B)."""
     code = (
         "from optimus.config import load_config; from optimus.planner.allocation import allocate;"
         "from optimus.planner.plan import plan;"

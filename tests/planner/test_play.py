@@ -42,8 +42,8 @@ def test_transfers_that_do_not_share_a_port_delay_only_their_receivers(name, p, 
 
 
 def test_two_transfers_at_once_have_half_of_the_rate_each():
-    """Rank 0 sends two activations one after the other, which each take 2 s alone: the second
-    begins after 1 s. They share the port for 2 s, and end after 3 s and 4 s."""
+    """Rank 0 sends two activations. Each takes 2 s if it is sent alone. The second send begins 1 s
+    after the first. Both share the port for 2 s, and end after 3 s and 4 s."""
     first, second = Action(Kind.F, 0, 0), Action(Kind.F, 0, 1)
     sends = [Action(Kind.SEND_ACTIVATION, 0, number) for number in (0, 1)]
     receiver = [Action(Kind.F, 1, number) for number in (0, 1)]
@@ -69,12 +69,13 @@ def test_collectives_end_before_the_update_and_share_the_port_with_sends():
 
 
 FAST, SLOW = (1.0, 0.0), (0.0, 1.0)
-"""Loads of a transfer within a node, and of one between nodes."""
+"""Loads on the ports of the two levels: of a transfer within a node, and of a transfer between
+nodes."""
 
 
 def two_senders(first: Transfer, second: Transfer, shared: SharedLevel | None) -> list[float]:
-    """Return the ends of two transfers that begin at 1 s: an activation from rank 0 to rank 1, and
-    from rank 2 to rank 3."""
+    """Return the end times of two transfers that begin at 1 s: an activation from rank 0 to rank 1,
+    and an activation from rank 2 to rank 3."""
     sends = [Action(Kind.SEND_ACTIVATION, stage, 0) for stage in (0, 1, 2)]
     f = [Action(Kind.F, stage, 0) for stage in range(4)]
     ranks = ((f[0], sends[0]), (f[1],), (Action(Kind.F, 0, 1), sends[2]), (f[3],))
@@ -88,8 +89,8 @@ def two_senders(first: Transfer, second: Transfer, shared: SharedLevel | None) -
 
 
 def test_ranks_of_a_domain_share_the_links_that_leave_it():
-    """The links of the domain carry what a single port carries, so that two transfers over them
-    take twice as long."""
+    """The links of the domain have the rate of a single port, so two transfers over these links
+    take twice as long as one."""
     both = SharedLevel(1.0, [[1.0] * 4] * 4)
     transfer = Transfer(2.0, SLOW)
     assert two_senders(transfer, transfer, None) == [3.0, 3.0]
@@ -115,8 +116,9 @@ def test_ranks_of_a_domain_share_the_links_that_leave_it():
 
 
 def test_collectives_within_an_action_share_the_port_with_sends():
-    """Rank 0 sends the activation of the first microbatch while the second one computes 1 s and
-    then exchanges for 1 s: the send has used 1 s of 2 s, and both share the port for 2 s."""
+    """Rank 0 sends the activation of the first microbatch, which takes 2 s alone. At the same time,
+    the second microbatch computes for 1 s and then starts a collective that takes 1 s alone. After
+    1 s, the send and the collective share the port for 2 s."""
     f = [Action(Kind.F, 0, number) for number in (0, 1)]
     sends = [Action(Kind.SEND_ACTIVATION, 0, number) for number in (0, 1)]
     receiver = tuple(Action(Kind.F, 1, number) for number in (0, 1))

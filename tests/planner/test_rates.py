@@ -29,7 +29,7 @@ def test_a_measurement_frees_the_page_locked_memory(monkeypatch):
 
 
 def test_the_rate_of_products_is_that_of_the_dtype(monkeypatch, tmp_path):
-    """The rates of another dtype are not read from the cache."""
+    """Cached rates of another dtype are not used."""
     monkeypatch.setenv("OPTIMUS_PEAK_CACHE", str(tmp_path))
     peaks = {torch.float32: 1e10, torch.bfloat16: 1e11}
 

@@ -1,4 +1,5 @@
-"""Tests of the time of checkpoints and failures in a plan: by hand, and missing figures."""
+"""Tests of the time of checkpoints and failures in a plan: compared with values computed by hand,
+and with missing rates in the machine file."""
 
 from __future__ import annotations
 
@@ -27,8 +28,8 @@ COMPLETE = {
 
 
 def planned(machine: dict, **settings) -> tuple[dict, int, int, int]:
-    """Return the figures of a run of 400 steps of 2 s on 8 nodes, the sizes of both kinds of
-    checkpoints and the staging memory of a rank."""
+    """Plan a run of 400 steps of 2 s on 8 nodes. Return the planned times, the bytes of a full
+    checkpoint, the bytes of a model-only checkpoint, and the bytes of staging memory of a rank."""
     settings = {"train__max_steps": 400, "checkpoint__interval": 20, **settings}
     config = make_config(tiny_tree("d", "r", **settings))
     mesh = make_mesh(config.parallel)
@@ -75,7 +76,8 @@ def test_asynchronous_checkpoints_stop_the_training_for_the_copy() -> None:
 
 
 def test_checkpoints_are_not_written_faster_than_the_nodes_send() -> None:
-    """8 nodes of 2 ranks, each with 1e4 bytes per second between nodes, send 1.6e5."""
+    """8 nodes of 2 ranks, each with a rate of 1e4 bytes per second between nodes, send at most
+    1.6e5 bytes per second."""
     node = {"name": "node", "ranks": 2, "peak": figure(1e3)}
     network = {"name": "all", "peak": figure(1e4)}
     machine = COMPLETE | {"ranks_per_node": 2, "levels": [node, network]}

@@ -1,4 +1,5 @@
-"""Search over layouts: the result equals that of a full evaluation of each layout by itself."""
+"""Search over layouts: its result equals the result of a separate full evaluation of each
+layout."""
 
 from __future__ import annotations
 
@@ -86,8 +87,8 @@ BASE = {
 
 
 def memory_alone(config: Config, layout: Layout, world_size: int, profiled: Profiled) -> int | None:
-    """Return the memory of a layout from the functions that plan a whole configuration and each of
-    its ranks; None if they refuse it."""
+    """Return the memory of a layout in bytes, computed by the functions that plan a whole
+    configuration and each of its ranks. Return None if these functions refuse the layout."""
     if layout.pp == 1 and (layout.schedule, layout.virtual_stages) != ("1f1b", 1):
         return None  # the same run as with 1f1b
     try:
@@ -131,7 +132,8 @@ RATES = rates_of(load_machine("a100-80"), "bf16")
     ids=["moe", "cache", "bf16", "dense"],
 )
 def test_memory_of_random_layouts_is_that_of_the_fullest_rank(settings, number):
-    """Byte for byte, with every schedule, recomputation, sharding and residency."""
+    """The memory of a layout equals the memory of its fullest rank to the byte, with every
+    schedule, recomputation, sharding and residency."""
     config = tiny_config("d", "r", **(BASE | settings))
     checks, profiled = LayoutChecks(config), Profiled()
     memory = LayoutMemory(config, checks)
@@ -197,7 +199,7 @@ def test_search_equals_the_evaluation_of_each_layout():
     assert evaluations[0].time == pytest.approx(expected[0].time)
     assert len(expected) + ranking.rejected.total() == 3 * 2 * 3 * 2 * 2
     assert 20 < len(expected) < len(layouts)
-    # With a limit between the sizes, the first layout is the fastest of those that fit.
+    # With a limit between the sizes of layouts, the first result is the fastest layout that fits.
     limit = sorted(evaluation.memory for evaluation in expected)[len(expected) // 3]
     limited = LayoutMemory(config, checks, limit)
     fitting = search(config, 4, space, limited, time, checks, limit)
@@ -212,7 +214,8 @@ def test_search_equals_the_evaluation_of_each_layout():
 
 
 def test_offloaded_winner_is_that_of_an_evaluation_of_each_layout():
-    """No layout fits on the device. Bounds leave layouts out that are slower or cannot fit."""
+    """No layout fits on the device without offloading. The search skips layouts whose bounds show
+    that they are slower or cannot fit."""
     config = tiny_config("d", "r", **BASE, **DENSE, train__dtype="bf16", offload__mode="auto")
     checks, profiled = LayoutChecks(config), Profiled()
     space = Space(
@@ -269,7 +272,7 @@ def test_offloaded_winner_is_that_of_an_evaluation_of_each_layout():
         small.evaluate(best.layout)
     limit = max(functions[0].activations(best.layout))
     assert layouts_of()[0].candidate(best.layout) == TOO_MANY_ACTIVATIONS
-    # With a layout that is faster than all bounds, none is evaluated with offloading.
+    # If a layout is faster than the bounds of all others, none is evaluated with offloading.
     limit = functions[3]
     fast = (lambda layout: limit + (layout.sharding != "epso")), (lambda layout: 1e-9)
     ranking = search(config, 2, space, *fast, checks, limit, offloaded=offloaded)
@@ -348,7 +351,8 @@ def test_processes_do_not_change_the_result():
 
 
 def test_end_of_a_process_of_a_search_is_a_single_line():
-    """A killed process, and one without memory, end the search and its other processes."""
+    """If a process of the search is killed or runs out of memory, the search and its other
+    processes end, with a single line."""
     config = tiny_config("d", "r", train__deterministic=False)
     checks = LayoutChecks(config)
     space = dataclasses.replace(SPACE, microbatch_sizes=(1,), recompute=((),))
@@ -442,7 +446,7 @@ def test_seconds_are_those_of_the_step_model():
         expected = step_time(step_of(applied, layout.mesh), rates).total_s
         assert seconds(layout) == pytest.approx(expected), layout
         assert seconds(layout) >= seconds(layout._replace(resident="all"))
-    # A limited cache has other collectives than whole parameters in the same layout.
+    # With a limited cache, a layout has other collectives than with whole parameters.
     optim = config.optim.model_copy(update={"cache_chunks": 100})
     limited = config.model_copy(update={"optim": optim})
     seconds = StepSeconds(limited, checks, rates)

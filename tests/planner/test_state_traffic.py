@@ -1,5 +1,6 @@
-"""Tests of the number and bytes of collectives of model states: they equal those of the planned
-list, which is that of a run (tests/rank/test_traffic.py)."""
+"""Tests of the number and the bytes of collectives of model states. They equal the numbers and
+bytes in the planned list of collectives, which equals the collectives of a run
+(tests/rank/test_traffic.py)."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ def counted(config: Config, mesh: Mesh, pp: int, extrapolates: bool = False) -> 
 
 
 def listed(config: Config, mesh: Mesh, pp: int, profiled: Profiled) -> Totals:
-    """Return the same from the list of all collectives, without those of passes."""
+    """Return the same values as `counted`, computed from the list of all collectives without the
+    collectives of forward and backward passes."""
     coordinate = Coordinate(pp, 0, 0, 0)
     microbatches = plan_batch(config.train, mesh.num_data_ranks).microbatches_per_rank
     totals: Totals = Counter()

@@ -1,5 +1,5 @@
-"""The bytes that the planner computes by arithmetic equal those of the engine, for random layouts
-and settings."""
+"""The bytes of model states that the planner computes by arithmetic equal the bytes that the engine
+allocates, for random layouts and settings."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ PATTERNS = ("*norm*", "*experts*", "embed.*", "blocks.[01].*", "*bias", "*.o_pro
 
 
 def random_tree(choose: random.Random) -> dict[str, Any]:
-    """Return a configuration with random sizes of the axes. It may be impossible."""
+    """Return a configuration with random sizes of the axes, which is sometimes impossible
+    (refused)."""
     pp, tp, ep = choose.choice((1, 1, 2, 3)), choose.choice((1, 1, 2)), choose.choice((1, 1, 2, 4))
     schedule = choose.choice(("1f1b", "zb-h1", "gpipe", "interleaved"))
     layers = choose.randint(pp, 7)

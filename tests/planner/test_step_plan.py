@@ -1,4 +1,4 @@
-"""Tests of the figures of a step for `optimus plan`."""
+"""Tests of the planned times of a step in `optimus plan`."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ def test_figures_of_a_step_are_consistent(name):
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
 def test_trace_of_a_plan_has_the_actions_of_the_schedule(tmp_path, name):
-    """The names are those of `optimus bench step --trace`, which follow the same schedule."""
+    """The trace of a plan contains the actions of the schedule, with the same names as in a trace
+    of `optimus bench step --trace`."""
     path = tmp_path / "trace.json"
     run = RUN.with_name("mula-7b-a1b.toml")
     settings = [f"parallel.schedule={name}", "parallel.pp=4", "parallel.dp=2"]
@@ -90,8 +91,9 @@ def test_play_of_a_step_is_close_to_the_closed_formulas(name):
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
 def test_launches_make_a_step_longer_by_at_most_those_of_each_pass(name):
-    """If the host is ahead of the device, a pass may be shorter than its launches. So a step takes
-    at least the time without launches, and at most that of passes which begin with the host."""
+    """If the host is ahead of the device, a pass can be shorter than its kernel launches. A step
+    therefore takes at least the time without launches, and at most the time of a step in which host
+    and device begin each pass together."""
     settings = [f"parallel.schedule={name}", "parallel.pp=4", "parallel.dp=2"]
     settings += ["train.microbatch_size=1", "train.global_batch_tokens=65536"]
     config = load_config(RUN.with_name("mula-7b-a1b.toml"), settings)

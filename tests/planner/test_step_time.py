@@ -1,4 +1,5 @@
-"""Tests of the time of a step: bounds, closed formulas of pipelines, operations, monotony."""
+"""Tests of the time of a step: bounds, closed formulas of pipelines, numbers of operations, and
+monotonic dependence on rates."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ def demo(**parallel: object) -> tuple[Config, Mesh]:
 
 @pytest.mark.parametrize(("p", "v", "m"), [(1, 1, 3), (4, 1, 8), (4, 2, 8), (8, 4, 16), (3, 1, 1)])
 def test_span_of_equal_stages_equals_the_simulation(p, v, m):
-    """Forward takes 1/v, backward 2/v: the bubble is (p - 1) / v microbatches of 3."""
+    """An action takes 1/v in forward and 2/v in backward. The bubble is (p - 1) / v microbatches,
+    each of time 3."""
     name = "interleaved" if v > 1 else "1f1b"
     simulated = simulate(make_schedule(name, p, v, m), unit_costs(v)).end
     stages = p * v
@@ -94,7 +96,7 @@ def test_span_of_unequal_stages_is_close_to_the_simulation():
 
 @pytest.mark.parametrize("model", ["mula-1b", "mula-7b-a1b", "olmo-1b"])
 def test_products_of_a_layer_have_the_flops_of_the_model(model):
-    """Fused attention skips masked scores, which are half of all."""
+    """Fused attention skips masked scores, which are half of all scores."""
     settings = ["train.seq_len=2048", "train.microbatch_size=2", "model.num_layers=2"]
     config = load_config(FOLDER.parent / "model" / f"{model}.toml", settings)
     work = profile_work(config, Mesh(1, 1, 1, 1))
@@ -209,7 +211,8 @@ def test_step_is_the_sum_of_its_components_and_within_bounds():
 
 
 def test_the_bubble_has_no_rounding_errors():
-    """A rank alone never waits. The bubble of two ranks remains."""
+    """A single rank never waits, so its bubble is exactly 0. The bubble of two ranks is not rounded
+    away."""
     for m in (7, 11, 15):
         layers = Layers((Pass(7e8, 1),), (Pass(2.7 * 7e8, 3),))
         step = Step(((layers,),), m, {"pp": [(0,)]})

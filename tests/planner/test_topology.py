@@ -1,4 +1,4 @@
-"""Bytes that cross nodes and groups of nodes."""
+"""Bytes that collectives send between nodes and between groups of nodes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ RACKS = Mesh(pp=8, dp=16, ep=12)
 
 
 def racks(order) -> Topology:
-    """Return the topology if node n is node order(n) of the two racks."""
+    """Return the topology in which node n of the run is the physical node order(n) of two racks."""
     return Topology(12, tuple(order(node) // 64 for node in range(128)))
 
 
@@ -50,7 +50,8 @@ def test_edges_of_a_ring_that_cross_racks_depend_on_the_order(order, share):
 
 
 def test_halving_sends_least_over_the_largest_distance():
-    """Replicas in a row: the last step, with 1/16 of the buffer, crosses racks."""
+    """If the replicas of a stage are on successive nodes, only the last step, with 1/16 of the
+    buffer, sends data between racks."""
     topology = racks(lambda node: node % 16 * 8 + node // 16)
     crossing = all_reduce_crossing(RACKS, ("dp",), topology, "halving")
     assert crossing.groups == pytest.approx(1536 * 2 / 16)
@@ -61,7 +62,7 @@ def test_halving_sends_least_over_the_largest_distance():
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("size", [2, 3, 4, 7, 8, 12, 16])
 def test_an_all_reduce_sends_the_bytes_of_its_algorithm(algorithm, size):
-    """2 (n - 1) / n of the buffer from each rank is the least that an all-reduce sends."""
+    """In an all-reduce, each rank sends at least 2 (n - 1) / n of the buffer."""
     mesh, topology = Mesh(dp=size, tp=2), Topology(4, tuple(range(8)))
     crossing = all_reduce_crossing(mesh, ("dp",), topology, algorithm, [5.0])
     least = 2 * (size - 1) / size * size * 2 * 5.0
@@ -82,7 +83,8 @@ def test_a_collective_takes_the_time_of_the_bytes_that_cross_nodes(algorithm, si
 
 
 def brute_force(mesh: Mesh, axes, topology: Topology, per_stage) -> tuple[float, float, float]:
-    """Return what a ring all-reduce sends, from the groups of each rank."""
+    """Return the bytes that a ring all-reduce sends: in total, between nodes, and between groups.
+    They are added up over all ranks."""
     sent = nodes = groups = 0.0
     for rank in range(mesh.world_size):
         members = mesh.group_of(rank, axes)
@@ -108,7 +110,8 @@ def test_ring_equals_the_count_over_all_ranks(axes):
 
 
 def test_hierarchical_crosses_nodes_with_a_share_of_the_buffer():
-    """Each of 3 nodes has 4 ranks of the process group: 1/4 of the buffer crosses from each."""
+    """Each of 3 nodes has 4 ranks of the process group, and each rank sends 1/4 of the buffer to
+    other nodes."""
     crossing = all_reduce_crossing(Mesh(dp=12), ("dp",), Topology(4, (0, 0, 1)), "hierarchical")
     assert crossing.nodes == pytest.approx(12 * 2 * (2 / 3) / 4)
     # Groups have 8 and 4 ranks, so the rings over nodes are rings over groups: 2 of 3 edges cross.

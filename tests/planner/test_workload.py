@@ -1,4 +1,5 @@
-"""Tests of the work of a step: it equals the profile of the real stages on the meta device."""
+"""Tests of the workload of a step (operations, bytes and collectives): it equals the profile of the
+real stages on the meta device."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ RUNS = FOLDER.parent / "run"
     ],
 )
 def test_work_of_a_step_is_that_of_the_profile_of_its_stages(model, overrides):
-    """The memory of a plan comes from the profile of the stages: `profile_stages`."""
+    """The memory in a plan is computed from `profile_stages`, the profile of the real stages."""
     settings = ["parallel.dp=1", "model.num_layers=4", "train.global_batch_tokens=0", *overrides]
     config = load_config(RUNS / f"{model}.toml", settings)
     mesh = make_mesh(config.parallel)
@@ -80,8 +81,8 @@ def test_an_update_reads_and_writes_states_gradients_and_parameters():
 
 
 def reductions(*overrides: str) -> dict[tuple[str, str, str], float]:
-    """Return the collectives of a step of 8 microbatches, dp = 4 and ep = 2, by axis, name and
-    overlap, with their bytes for each parameter of their process group."""
+    """Return the collectives of a step with 8 microbatches, dp = 4 and ep = 2. Keys: (axes, name,
+    overlap). Values: bytes for each parameter that the process group shares."""
     settings = ["parallel.dp=4", "parallel.ep=2", "train.microbatch_size=1", *overrides]
     settings += ["optim.grad_reduce_dtype=fp32", "optim.grad_dtype=fp32"]
     batch = f"train.global_batch_tokens={8 * 8 * 2048}"
@@ -98,7 +99,8 @@ def reductions(*overrides: str) -> dict[tuple[str, str, str], float]:
 
 
 def both(name: str, overlaps: str, size: float) -> dict[tuple[str, str, str], object]:
-    """Return a collective of experts, and one of all other parameters. Chunks are padded."""
+    """Return two entries of the result of `reductions`: for expert parameters, and for all other
+    parameters. The values are approximate, because chunks are padded."""
     return {(axis, name, overlaps): pytest.approx(size, rel=0.02) for axis in ("dp", "dp x ep")}
 
 
@@ -115,12 +117,13 @@ def test_reductions_are_those_of_the_engine():
 
 
 def test_ranks_with_the_same_shard_gather_its_sum():
-    """With `so`, two ep ranks have the same shard: each receives half of its sum in the reduction
-    over dp x ep, and they gather the halves at the end."""
+    """With `so`, two ep ranks have the same shard. In the reduction over dp x ep, each of them
+    receives half of the summed gradients of the shard. The two ranks gather the halves at the
+    end."""
     sums = reductions("optim.sharding=so")
     # 4 bytes of 1/4 of the parameters
     assert sums.pop(("ep", "all_gather", "nothing")) == pytest.approx(1, rel=0.02)
-    del sums["dp", "all_gather", "forward"]  # of all parameters
+    del sums["dp", "all_gather", "forward"]  # gather of all parameters
     assert sums == both("reduce_scatter", "backward", 4)
 
 

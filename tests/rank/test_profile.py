@@ -1,4 +1,5 @@
-"""Tests of the profile on the meta device: it equals real runs, and bytes and FLOPs by hand."""
+"""Tests of the profile on the meta device: it equals profiles of real runs, and bytes and FLOPs
+that are computed by hand."""
 
 from __future__ import annotations
 
@@ -64,12 +65,12 @@ def test_bytes_and_flops_of_a_small_net_by_hand() -> None:
     first, relu, last, *backward = tracker.uses
     product, wide, narrow = 2 * B * D * F, 4 * B * F, 4 * B * D
     assert first[:5] == (0, False, wide, wide, product)
-    # ReLU keeps its output, which the last layer also needs; its input is freed after it.
+    # ReLU keeps its output, which the last layer also needs. The input of ReLU is freed after ReLU.
     assert relu[:5] == (1, False, 0, wide, 0)
     assert last[:5] == (2, False, narrow, narrow, product)
     assert [use.segment for use in backward] == [2, 1, 0]
     assert [use.flops for use in backward] == [2 * product, 0, 2 * product]
-    # The gradient of the last layer's weight and that of its input.
+    # The gradient of the last layer's weight, and the gradient of the last layer's input.
     assert backward[0].peak == 4 * F * D + wide
     assert sum(use.kept for use in tracker.uses) == narrow  # x.grad
 
@@ -200,9 +201,9 @@ def test_a_divided_backward_keeps_memory_until_the_weights_action() -> None:
 @pytest.mark.parametrize("on_cpu", [False, True])
 @pytest.mark.parametrize("dispatch", ["alltoall", "allgather"])
 def test_a_divided_backward_has_the_operations_of_the_whole(dispatch: str, on_cpu: bool) -> None:
-    """With ep > 1, operands of experts on accelerators also have rows of experts on other ranks.
-    The actions I and W together have the operations of the backward, and the action W gathers the
-    gradients of the rows again."""
+    """The actions I and W together have the operations of the undivided backward, but the action W
+    gathers the gradients of the rows of experts again. With ep > 1 on accelerators, the operands of
+    experts also contain rows for experts on other ranks."""
     settings = WIDE | {
         "train__deterministic": False,
         "parallel__pp": 2,
@@ -211,7 +212,8 @@ def test_a_divided_backward_has_the_operations_of_the_whole(dispatch: str, on_cp
     }
 
     def figures_of(*uses: UseProfile) -> tuple[float, float, float]:
-        """Return FLOPs, bytes of passes and kernel launches."""
+        """Return the FLOPs, the bytes moved by element-wise passes, and the number of kernel
+        launches, summed over `uses`."""
         operations = [op for use in uses for op in use.operations]
         moved = sum(op.num_bytes for op in operations if isinstance(op, Pass))
         return sum(use.flops for use in uses), moved, sum(op.launches for op in operations)
@@ -254,9 +256,9 @@ ATTENTION = {"recompute__modules": ["attention"]}
     ],
 )
 def test_a_stage_has_the_figures_of_a_run_of_all_its_layers(settings: dict) -> None:
-    """Each stage of three is composed of profiles of its segments. A run of the whole stage differs
-    by scalars of the objective and, during the backward, by at most the gradient that the stage
-    receives."""
+    """The profile of each of three stages is composed of the profiles of its segments. A profile of
+    a run of the whole stage differs only by scalars of the objective and, during the backward, by
+    at most the size of the gradient that the stage receives."""
     settings = WIDE | {"train__deterministic": False, "parallel__pp": 3} | settings
     settings["model__num_layers"] = 9
     config = make_config(tiny_tree("d", "r", **settings))
@@ -281,7 +283,8 @@ def test_a_stage_has_the_figures_of_a_run_of_all_its_layers(settings: dict) -> N
 
 
 def running(uses: list[UseProfile]) -> list[tuple[int, int]]:
-    """Return the peak of each use and the bytes after it, from the start of the microbatch."""
+    """Return (peak bytes during the use, bytes after the use) for each use, relative to the start
+    of the microbatch."""
     live = [*accumulate((use.kept for use in uses), initial=0)]
     return [
         (before + use.peak, after)
@@ -329,7 +332,8 @@ def run_whole_stage(config, mesh, coordinate) -> StageProfile:
 
 
 def test_known_operations_do_not_change_a_profile(monkeypatch) -> None:
-    """The figures of a profile whose operations are known are those of the first profile."""
+    """A later profile, whose operations are already cached, has the same values as the first
+    profile."""
     monkeypatch.setattr(tensor_tracker, "_known", {})
     settings = {"parallel__tp": 2, "parallel__ep": 2, "recompute__modules": ["norm", "moe"]}
     first = profile(0, 4, **settings)

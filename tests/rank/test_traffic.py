@@ -89,8 +89,8 @@ def tree_of(**settings: Any) -> dict[str, Any]:
 
 
 def record_updates(trees: list[dict[str, Any]]) -> list[list[tuple[str, str, int]]]:
-    """Return, for each configuration, the collectives of the second update of this rank. They are
-    those of the first."""
+    """Run two updates with each configuration on this rank. Return the collectives of the second
+    update, and assert that they equal the collectives of the first update."""
     world, result = start_world(device="cpu"), []
     for tree in trees:
         recorder = TrafficRecorder()

@@ -126,7 +126,8 @@ WAITING = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero
 
 
 def count_waits(trees: list[dict]) -> list[tuple[int, int]]:
-    """Return the number of chunks and the number of waits of an update, for each configuration."""
+    """Run updates with each configuration. Return, for each configuration, the number of chunks and
+    the number of times that an update waits for the device."""
     counts, world = [], start_world(device="cpu")
     for tree in trees:
         setup = make_updater(tree, world)

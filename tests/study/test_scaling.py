@@ -1,4 +1,5 @@
-"""Scaling studies: points and jobs, what is refused before a job, submission and results."""
+"""Scaling studies: their points and jobs, studies that are refused before a job is submitted,
+submission, and results."""
 
 from __future__ import annotations
 
@@ -60,12 +61,13 @@ def metrics(step_s: float, steps: int = STEPS, tokens: int = 256) -> str:
 
 
 def _local(components: StepComponents) -> tuple[float, ...]:
-    """Return the components that take time on each rank of each run."""
+    """Return the values of the components that take time on each rank in every run."""
     return components.compute_s, components.optimizer_s, components.other_s
 
 
 def with_components(text: str, shares: dict[str, float]) -> str:
-    """Return metrics with components that are shares of the step time, and waits over dp and ep."""
+    """Return the text of metrics `text` with step components added. `shares` are the shares of the
+    components in the step time. Waits over dp and ep are added, too."""
     lines = []
     for line in map(json.loads, text.splitlines()):
         values = {name: share * line["step_time_s"] for name, share in shares.items()}
@@ -79,7 +81,7 @@ SHARES |= {"optimizer_s": 0.125, "other_s": 0.0625}
 
 
 def complete(out: Path, name: str, text: str, status: str = "0") -> None:
-    """Write the files of a point that has run."""
+    """Write the files of the point `name`, as if it had run with the exit status `status`."""
     (out / "points" / name / "run").mkdir(parents=True)
     (out / "points" / name / "run" / "metrics.jsonl").write_text(text)
     (out / "points" / name / "status").write_text(status)
@@ -182,7 +184,8 @@ def test_mistake_is_refused_before_anything_is_written(
 
 
 def test_point_that_may_not_fit_gets_a_warning(config, tmp_path, capsys, caplog):
-    """The device has less memory than the lower bound, then less than predicted."""
+    """In the first case, the device has less memory than the lower bound. In the second case, it
+    has less than the prediction."""
     text = HERE.read_text()
     assert "value = 4e9" in text
     machine = tmp_path / "machine.toml"
@@ -310,7 +313,7 @@ def test_both_efficiencies_have_the_same_reference_if_a_point_failed(config, tmp
     assert table["00001-top-k"]["simulated_efficiency"] > 1  # less communication
     assert table["00004-top-k"]["measured_efficiency"] == pytest.approx(0.8)
     assert "of a rank, relative to 00002-top-k\n" in format_results(results)
-    # Without a point that has both, only the simulated points have an efficiency.
+    # If no point has both values, only the simulated points have an efficiency.
     first = dataclasses.replace(results[1], planned=None)
     assert list(efficiencies([results[0], first], planned_rate)) == ["00001-top-k"]
     assert not efficiencies([results[0], first], measured_rate)
@@ -337,8 +340,8 @@ def interrupt_after_output(log: Path) -> None:
 
 
 def test_local_points_run_again_after_an_interruption(config, tmp_path, capsys):
-    """The second command runs the point over the partial run directory of the first, and the third
-    has nothing to run."""
+    """The first command is interrupted. The second command runs the interrupted point again in the
+    same run directory, and the third command has nothing to run."""
     out = tmp_path / "out"
     command = [*study(config, out, nodes="1"), "--local"]
     assert main([*command, "--max-node-hours", "0.1"]) == 2
@@ -375,7 +378,7 @@ def test_local_points_run_again_after_an_interruption(config, tmp_path, capsys):
 
 
 def test_point_in_the_queue_is_not_submitted_again(config, tmp_path, monkeypatch, capsys):
-    """`show` also works on a machine without the scheduler, but no point is submitted there."""
+    """On a machine without the scheduler, `show` works, but no point is submitted."""
     out = tmp_path / "out"
     assert main(study(config, out)) == 0
     for point in ("00001-top-k", "00002-top-k"):
@@ -424,8 +427,8 @@ def test_show_names_the_remedy_for_a_damaged_point(config, tmp_path, capsys, cap
 
 
 def test_jobs_of_pbs_run_their_points(config, tmp_path, monkeypatch, capsys):
-    """Two points share a job, the larger first. The smaller one fails, and the same command runs
-    only this point again."""
+    """Two points share a job, which runs the larger point first. The smaller point fails, and the
+    same command then runs only this point again."""
     out = tmp_path / "out"
     fake_pbs.install(tmp_path / "bin")
     program, real = tmp_path / "bin" / "optimus", install(tmp_path / "real", "optimus.cli")

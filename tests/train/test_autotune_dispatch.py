@@ -27,8 +27,8 @@ EP2 = {
 
 
 def run_measured(tree: dict) -> str:
-    """Train and return the log. The run measures the dispatchers, but gets fixed times instead of
-    the measured ones. The fixed time of alltoall is the shortest."""
+    """Train and return the log. The run measures the dispatchers, but gets fixed times in place of
+    the measured times. The fixed time of alltoall is the shortest."""
     measure = autotune.time_dispatchers
 
     def measured(*arguments, **named):

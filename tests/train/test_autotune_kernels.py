@@ -37,8 +37,8 @@ FAST = {
 
 
 def run_with(tree: dict, environ: dict[str, dict[str, str]]) -> str:
-    """Train with the environment variables `environ[rank]`. Return the message of the usage error,
-    or "" without an error."""
+    """Train with the environment variables `environ[rank]`. Return the message of the usage error;
+    "" if there is no error."""
     os.environ.update(environ.get(os.environ.get("RANK", "0"), {}))
     try:
         train(make_config(tree), read_launch_env())

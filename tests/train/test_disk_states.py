@@ -49,8 +49,8 @@ def on_disk(directory: Path, share: float = 0.6) -> dict[str, Any]:
 
 
 def run_in_small_batches(tree: dict[str, Any]) -> tuple[int, str]:
-    """Run a training whose saves and loads move a few elements at a time. Return the result of
-    `run_and_catch`."""
+    """Run a training whose saves and loads copy a few elements at a time. Return (exit status,
+    error message), as `run_and_catch` does."""
     largest: list[int] = []
     read = DiskTier.read
 
@@ -70,8 +70,9 @@ def run_in_small_batches(tree: dict[str, Any]) -> tuple[int, str]:
 
 @pytest.mark.parametrize(("size", "async_save"), [(1, False), (2, True)])
 def test_runs_resume_with_and_without_states_on_disk(ranks, tiny_data, tmp_path, size, async_save):
-    """A run without states on disk continues with them, and the reverse. Its metrics, states and
-    checkpoints are those of a run on the device. No file is left."""
+    """A run without states on disk resumes with states on disk, and a run with states on disk
+    resumes without them. Metrics, states and checkpoints equal those of a run with all states on
+    the device. No file with states remains."""
     single, many, disk = tmp_path / "single", tmp_path / "many", tmp_path / "disk"
     run = RUN | {"checkpoint__async_save": async_save, "optim__sharding": "so"}
     train_on(ranks, size, tiny_tree(tiny_data, single, **run))
@@ -140,7 +141,7 @@ def test_a_run_ends_without_a_checkpoint_of_partly_updated_states(
 
 
 def test_states_of_a_model_checkpoint_start_a_run_on_disk(ranks, tiny_data, tmp_path):
-    """Weights alone are loaded: the moments are zero."""
+    """The run loads only the weights, and its moments are zero."""
     source = tmp_path / "source"
     train_on(ranks, 1, tiny_tree(tiny_data, source, **RUN))
     load = {"checkpoint__load": str(source / "checkpoints" / "model-00000004")}
@@ -166,7 +167,7 @@ def refused(ranks: Any, tree: dict[str, Any], size: int = 1) -> str:
 
 
 def test_a_directory_that_cannot_be_used_is_refused(ranks, tiny_data, tmp_path):
-    """The directory is missing, a file, or too small."""
+    """The directory does not exist, is a file, or has too little space."""
     settings = RUN | on_disk(tmp_path / "states")
     run, missing, file = tmp_path / "run", tmp_path / "missing", tmp_path / "file"
     file.touch()
@@ -191,7 +192,8 @@ def test_a_read_only_directory_is_refused(ranks, tiny_data, tmp_path):
 
 
 def run_in_use(tree: dict[str, Any]) -> tuple[int, str]:
-    """Return the result of a run whose directory another run uses."""
+    """Run a training whose directory `offload.disk` is used by another run. Return (exit status,
+    error message)."""
     state_file._LOCK_S = 0.1
     path = Path(tree["offload"]["disk"]) / "optimus-states-rank00000"
     fd = state_file.open_locked(path)
@@ -243,7 +245,7 @@ def test_settings_without_effect_are_refused(changes, words):
 
 @pytest.mark.parametrize("async_save", [False, True])
 def test_plan_counts_the_bytes_on_disk_and_refuses_a_byte_too_few(tmp_path, async_save):
-    """With checkpoint.async_save, copies of the states for checkpoints are on disk, too."""
+    """With checkpoint.async_save, the disk also contains copies of the states for checkpoints."""
     run = RUN | on_disk(tmp_path / "states", 1.0) | {"checkpoint__async_save": async_save}
     tree = tiny_tree("d", "r", **run)
     config = make_config(tree)
@@ -275,7 +277,7 @@ def test_plan_counts_the_bytes_on_disk_and_refuses_a_byte_too_few(tmp_path, asyn
 
 
 def file_size(tree: dict[str, Any]) -> int:
-    """Run a training. Return the largest size of the file with the states."""
+    """Run a training. Return the largest size of the file with the states, in bytes."""
     sizes: list[int] = []
     (directory,) = [Path(tree["offload"]["disk"])]
 
@@ -312,7 +314,7 @@ def test_dry_run_checks_the_disk_as_a_run_does(tiny_data, tmp_path, capfd, make,
     dry = ["train", str(tmp_path / "c.toml"), "--dry-run", "--nproc", "2"]
     assert optimus(dry) == (2 if message else 0)
     assert message in capfd.readouterr().err
-    assert optimus([*dry, "--nodes", "1"]) == 0  # the disk of another machine
+    assert optimus([*dry, "--nodes", "1"]) == 0  # the disk is on another machine
     if not message:
         assert not list((tmp_path / "disk").iterdir())
 

@@ -62,7 +62,8 @@ def count_early(trees: Sequence[dict[str, Any]]) -> tuple[list[Outcome], int]:
 def test_clipped_and_unclipped_steps_have_the_bits_of_states_on_the_device(
     ranks, size, layout, grad_dtype
 ):
-    """With bf16 gradients, the run on the device rounds them, too."""
+    """With `offload.grad_dtype` = "bf16", the reference run, with states on the device, also rounds
+    gradients to bf16."""
     run = {"train__dtype": "bf16", "model__tie_embeddings": True, "optim__sharding": "so"}
     run |= {"train__global_batch_tokens": 4 * CONTEXT, "optim__clip_norm": 0.815} | layout
     rounds = {"offload__grad_dtype": grad_dtype}
@@ -147,7 +148,8 @@ def slow_links(folder: Path) -> str:
 def test_saves_and_evaluations_right_after_an_update_see_all_chunks(
     ranks, tiny_data, tmp_path, early
 ):
-    """Checkpoints, evaluations and samples of each step wait for the updates of all chunks."""
+    """Checkpoints, evaluations and generated samples after each step wait until all chunks are
+    updated."""
     run = {"train__max_steps": 4, "train__eval_interval": 1, "train__sample_interval": 2}
     run |= CLIP | {"checkpoint__interval": 1, "optim__chunk_length": 2000}
     train_on(ranks, 1, tiny_tree(tiny_data, tmp_path / "whole", **run))
@@ -185,8 +187,8 @@ def run_while_busy(tree: dict[str, Any], reason: str) -> Ended:
 def test_a_run_that_ends_during_updates_resumes_with_the_same_bits(
     ranks, tiny_data, tmp_path, reason, status, kept
 ):
-    """The signal saves step 3 with the updates of all chunks. The error ends the run without a save
-    of step 3."""
+    """After the signal, the run saves step 3 with the updates of all chunks. After the error, the
+    run ends and does not save step 3."""
     run = {"train__max_steps": 5, "checkpoint__interval": 2, "optim__chunk_length": 2000} | CLIP
     train_on(ranks, 1, tiny_tree(tiny_data, tmp_path / "whole", **run))
     slow = MANUAL | {"offload__links": slow_links(tmp_path), "offload__early_adam": "on"}

@@ -138,7 +138,7 @@ def test_rank_that_fails_alone_does_not_wait(tmp_path):
 
 
 def fail_alone(rank: int) -> None:
-    """Raise a DataError on a rank while the other one waits for it in a barrier."""
+    """Raise a DataError on rank `rank` while the other rank waits for this rank in a barrier."""
     import optimus.cli
 
     def trouble(*args) -> None:
@@ -160,7 +160,8 @@ def fail_on_rank_0() -> None:
 
 
 def fail_on_rank_1() -> None:
-    """Without the time limit after which a rank no longer waits for the other ranks."""
+    """Raise an error on rank 1, as `fail_alone` does, but with a time limit of 120 s after which a
+    rank no longer waits for the other ranks. The test takes less time."""
     from optimus.distributed import agreement
 
     agreement._OTHERS_S = 120.0
@@ -168,7 +169,8 @@ def fail_on_rank_1() -> None:
 
 
 def run_ranks(function: str) -> tuple[list[int], list[str]]:
-    """Run two ranks whose first one has the store. Return their exit statuses and outputs."""
+    """Run two ranks that call `function`. The process of the first rank contains the store. Return
+    the exit statuses and the outputs of the ranks."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
     environ = os.environ | {

@@ -52,7 +52,7 @@ except RunEnded as ended:
 
 
 def files_of(folder):
-    """Return the contents of all files of a run except its lock, by path."""
+    """Return the contents of all files of a run except its lock file, by path."""
     paths = [path for path in folder.rglob("*") if path.is_file() and path.name != ".lock"]
     return {path.relative_to(folder): path.read_bytes() for path in paths}
 

@@ -1,5 +1,5 @@
-"""Tests of the check of the memory at the start of a run, and of the figures after its first
-updates."""
+"""Tests of the memory check at the start of a run, and of the comparison of predicted and measured
+values after its first updates."""
 
 from __future__ import annotations
 
@@ -118,7 +118,8 @@ def test_supervised_run_that_cannot_fit_is_refused_once(tiny_data, tmp_path, mon
 
 
 def test_run_shrinks_only_to_a_size_that_can_fit(tiny_data, tmp_path):
-    """With optim.sharding = "so", fewer nodes need more memory on each rank."""
+    """A supervised run continues on fewer nodes only if it can fit there: with optim.sharding =
+    "so", each rank needs more memory on fewer nodes."""
     settings = {"optim__sharding": "so", "resilience__on_exhausted": "shrink"}
     on_two = make_config(tiny_tree(tiny_data, tmp_path / "run", **settings))
     bound = least_bytes(on_two, Mesh(dp=2), 4, "device")(Coordinate(0, 0, 0, 0))
@@ -160,7 +161,7 @@ def printed_with_prediction(tree: dict) -> str:
 
 
 _RUNS: list[tuple[str, Path, str]] = []
-"""The run of `measured_run`, which the first test that needs it makes."""
+"""Cached result of `measured_run`. The first test that needs the run makes it."""
 
 
 @pytest.fixture
@@ -228,7 +229,8 @@ def test_prediction_of_another_process_or_directory_is_a_problem(tmp_path):
 
 
 def test_placement_of_a_run_is_predicted(tmp_path):
-    """With offload.mode = "auto", the placement is that in fit.json."""
+    """With offload.mode = "auto", the placement of the run equals the predicted placement in
+    fit.json."""
     settings = {"offload__mode": "manual", "offload__host_share": 1.0, "optim__chunk_length": 2000}
     placed = make_config(tiny_tree("d", tmp_path, **settings))
     auto = make_config(tiny_tree("d", tmp_path, offload__mode="auto"))

@@ -111,7 +111,8 @@ def load(tree: dict[str, Any], final: str) -> dict[str, int]:
 def test_each_byte_is_read_once_by_the_whole_job(
     ranks, tmp_path, size, sizes, sharding, distribute
 ):
-    """Several ranks need the same bytes, but only one of them may read the bytes."""
+    """Several ranks need the same bytes, but only one of these ranks reads the bytes from the
+    file."""
     settings = {f"parallel__{axis}": count for axis, count in sizes.items()}
     settings |= {"optim__sharding": sharding, "checkpoint__distribute": distribute}
     tree = tiny_tree("d", "r", **settings)

@@ -61,7 +61,8 @@ def test_a_run_on_a_gpu_has_the_losses_of_the_cpu(tiny_data, tmp_path, name):
     ids=["all", "half", "layer"],
 )
 def test_offloading_on_a_gpu_changes_no_bit(tiny_data, tmp_path, offload):
-    """The host updates chunks with the same bits as the device, and each copy is waited for."""
+    """The host updates chunks with the same bits as the device, and code waits for each copy
+    between host and device."""
     run = {"train__dtype": "bf16", "train__deterministic": True}
     expected = losses(tiny_data, tmp_path / "whole", DEVICE, run)
     assert losses(tiny_data, tmp_path / "off", DEVICE, run | offload | MANUAL) == expected

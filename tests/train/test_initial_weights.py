@@ -1,4 +1,5 @@
-"""Initial weights of a run: one rank reads them once, in pieces, and distributes them."""
+"""Initial weights of a run: one rank reads the weights once, in pieces, and sends the pieces to the
+other ranks."""
 
 from __future__ import annotations
 
@@ -205,7 +206,8 @@ def test_error_of_the_first_rank_is_raised_on_all_ranks(ranks):
 
 
 def peak_of_loading(tree: dict[str, Any], path: str) -> int:
-    """Read and distribute a model. Return the peak of the additional memory in bytes."""
+    """Read a model and distribute its weights. Return the peak increase of memory on this rank, in
+    bytes."""
     config, mesh = make_config(tree), Mesh()
     layout = make_layout(config, mesh, mesh.coordinate(0), 1)
     shapes = [p.shape for p in whole_model(config.model).parameters()]
@@ -214,7 +216,7 @@ def peak_of_loading(tree: dict[str, Any], path: str) -> int:
     opening, world = partial(open_weights, config.model, Path(path)), start_world(device="cpu")
     take = lambda name, values, start: sizes.append(values.numel())  # noqa: E731
     peak = peak_of(lambda: load_weights(layout, take, opening, world))
-    assert sum(sizes) == 2 * sum(map(math.prod, shapes))  # peak_of runs it twice
+    assert sum(sizes) == 2 * sum(map(math.prod, shapes))  # peak_of loads twice
     return peak
 
 

@@ -65,9 +65,9 @@ def test_other_types_have_no_scale():
 
 
 def run_updates(tree: dict, steps: int, poisoned: tuple[int, int] | None = None) -> dict:
-    """Run `steps` updates, all on the same microbatches. Return for each step the result of the
-    update, and this rank's masters and first moments after it. If `poisoned` is (step, rank), a
-    gradient of this rank is infinite in this step."""
+    """Run `steps` updates, all on the same microbatches. Return, for each step, the result of the
+    update, and the masters and first moments of this rank after the update. If `poisoned` is (step,
+    rank), a gradient of this rank is infinite in this step."""
     _, world, groups, _, shard, states, updater = make_updater(tree)
     batch = local_batch(groups)
     by_step = {}
@@ -201,7 +201,7 @@ def test_scale_and_counters_are_resumed_to_the_bit(ranks, tiny_data, tmp_path, s
         train_on(ranks, size, tree)
     lines = metrics_of(tmp_path / "whole")
     assert lines[0]["loss_scale"] == 2.0**36
-    assert lines[-1]["skipped_steps"] > 0  # else the test restores nothing
+    assert lines[-1]["skipped_steps"] > 0  # otherwise, nothing would be restored
     assert_same_run(tmp_path / "whole", tmp_path / "halves")
 
 

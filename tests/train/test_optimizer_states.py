@@ -72,7 +72,8 @@ def test_resumed_run_has_the_same_bits(ranks, tiny_data, tmp_path, monkeypatch, 
 
 
 def bytes_of_momentum(tree: dict[str, Any], dtype: torch.dtype) -> list[dict[str, int]]:
-    """Return, by kind of state, the planned bytes, and the actual bytes after an update."""
+    """Run an update. Return two dicts by kind of state: the planned bytes, and the actual bytes
+    after the update."""
     use_momentum(dtype)
     config, _, groups, batch, _, states, updater = make_updater(tree)
     updater.run(1, [make_microbatch(1)] * batch.microbatches_per_rank)

@@ -75,7 +75,8 @@ LAYOUTS = {
 
 
 def on_disk(share: float, directory: Path) -> dict:
-    """Return settings for the states of a share of the offloaded chunks on disk."""
+    """Return settings that put the states of the fraction `share` of the offloaded chunks on disk,
+    in `directory`."""
     return {"offload__disk_share": share, "offload__disk": str(directory)} if share else {}
 
 
@@ -127,7 +128,8 @@ LAYER_ORDER = {"offload__mode": "manual", "offload__order": "layer"}
 
 @pytest.mark.parametrize(("size", "pp", "layers"), [(1, 1, 3), (2, 1, 3), (2, 2, 4)])
 def test_layer_order_trains_to_the_same_bits(ranks, tmp_path, size, pp, layers):
-    """All microbatches of a rank pass a layer before its next layer begins."""
+    """With `offload.order = "layer"`, all microbatches of a rank compute a layer before the next
+    layer begins."""
     run = {"model__tie_embeddings": True, "model__num_layers": layers, "train__dtype": "bf16"}
     run["parallel__pp"] = pp
     changes: list[dict] = [
@@ -148,8 +150,8 @@ def test_layer_order_trains_to_the_same_bits(ranks, tmp_path, size, pp, layers):
 @pytest.mark.parametrize("microbatches", [1, 4])
 @pytest.mark.parametrize(("grad_dtype", "grad_bytes"), [("fp32", 4), ("bf16", 2)])
 def test_layer_order_copies_each_gradient_once(microbatches, grad_dtype, grad_bytes):
-    """A step copies each chunk to the device at most twice, and its gradients to the host once, for
-    any number of microbatches."""
+    """For any number of microbatches, a step copies each chunk to the device at most twice, and the
+    gradients of each chunk to the host once."""
     offload = LAYER_ORDER | {"offload__host_share": 1.0, "optim__cache_chunks": 8}
     offload |= {"offload__grad_dtype": grad_dtype}
     batch = {"train__global_batch_tokens": microbatches * CONTEXT, "optim__chunk_length": 2000}
@@ -216,8 +218,8 @@ def test_run_resumes_under_another_residency_with_equal_evaluations_and_samples(
 
 
 def host_tensors_in_collectives(tree: dict) -> list[str]:
-    """Run a training run. Return the collectives of which this rank passed a tensor in the memory
-    of the host's tier."""
+    """Run a training. Return the names of the collectives to which this rank passed a tensor in
+    host memory for offloaded states."""
     host, passed = {}, []
     record, new = collectives._record, Memory.new
 

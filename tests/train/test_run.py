@@ -34,7 +34,7 @@ from tests.kit.runs.training import printed_by, run_and_catch, train_on
     ],
 )
 def test_data_parallel_layouts_train_bit_identically(ranks, tiny_data, tmp_path, variant):
-    variant = variant | {"train__max_steps": 8, "train__eval_instances": 19}  # 16 and 3 at once
+    variant = variant | {"train__max_steps": 8, "train__eval_instances": 19}  # batches of 16 and 3
     for size in (1, 2, 4):
         train_on(ranks, size, tiny_tree(tiny_data, tmp_path / str(size), **variant))
     assert len(metrics_of(tmp_path / "1")) == 8

@@ -70,7 +70,8 @@ def test_run_that_cannot_start_removes_only_files_that_it_has_created(tmp_path):
 
 
 def test_lock_file_that_a_refused_run_removes_is_created_again(tmp_path):
-    """The file is removed after another start has opened it, and before it is locked."""
+    """A refused run removes the lock file after another start has opened the file and before this
+    start locks it."""
     lock = workspace._lock
 
     def remove_and_lock(file, path, kind):

@@ -71,10 +71,10 @@ STORED = {"lr": 4e-3, "min_lr": 4e-4, "warmup_steps": 5, "decay_steps": 0, "sche
             200,
             "optim.decay_steps=0 optim.schedule=constant",
         ),
-        # These schedules do not depend on the number of steps, which is all that changed.
+        # Only the number of steps changed, and these schedules do not depend on it.
         ({"decay_steps": 80}, {}, 300, None),
         ({"schedule": "constant"}, {}, 300, None),
-        # The rates of the next update are equal, but not those of later updates.
+        # The learning rates of the next update are equal, but those of later updates differ.
         ({"warmup_steps": 60}, {"warmup_steps": 60}, 200, "optim.decay_steps=100"),
         ({}, {"decay_steps": 100}, 300, None),
         ({}, {"weight_decay": 0.3}, 100, None),

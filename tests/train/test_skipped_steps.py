@@ -49,7 +49,8 @@ def test_run_without_the_skip_ends_at_the_bad_data(ranks, tiny_data, tmp_path):
 
 
 def test_skipped_update_changes_no_state_and_keeps_number_and_data(ranks, tiny_data, tmp_path):
-    """The run stops before and after the skipped step, to show its states."""
+    """The run is stopped before and after the skipped step, so that the states of both steps can be
+    compared."""
     states = {}
     for step in (2, 3, 4):
         tree = skipping_tree(tiny_data, tmp_path / "run", train__stop_at_step=step)
@@ -85,8 +86,8 @@ def test_skips_are_the_same_on_other_layouts_and_on_resume(ranks, tiny_data, tmp
 
 
 def skip_with_loss_scale(tree: dict) -> list[tuple[float, int, bool]]:
-    """Return scale, number of skipped updates and whether the update was skipped, for 3 updates of
-    which the second one is in the skipped steps."""
+    """Run 3 updates, of which the second is in the skipped steps. Return for each update: the loss
+    scale, the number of updates skipped so far, and True if this update was skipped."""
     setup = make_updater(tree)
     updater = Updater(
         setup.config,
@@ -102,7 +103,8 @@ def skip_with_loss_scale(tree: dict) -> list[tuple[float, int, bool]]:
 
 
 def test_skip_because_of_data_keeps_the_loss_scale(ranks):
-    """The scale is not the cause, and at its minimum it could not be halved."""
+    """The loss scale is not the cause of the skip, and a scale at its minimum could not be
+    halved."""
     half = {"train__dtype": "fp16", "optim__loss_scale": 4.0, "optim__min_loss_scale": 4.0}
     (results,) = ranks(1, skip_with_loss_scale, tiny_tree("d", "r", **half, **FAST))
     assert results == [(4.0, 0, False), (4.0, 1, True), (4.0, 1, False)]

@@ -29,13 +29,13 @@ from tests.launch.test_spawn import write_config
 SCRIPT = ROOT / "scripts" / "pbs" / "train.sh"
 STEPS, INTERVAL = 40, 4
 MARGIN_S = 12.0
-"""Time before the end of a job at which its ranks save and end."""
+"""Seconds before the end of a job at which its ranks save a checkpoint and end."""
 LIMIT_S = 150.0
-"""Longest time of all jobs of a test."""
+"""Time limit for all jobs of a test together, in seconds."""
 KEYS = ("step", "loss", "grad_norm", "tokens")
 
-# Several of these tests at the same time, or other load, make agents silent for longer than the
-# heartbeat.
+# If several of these tests or other programs run at the same time, agents are silent for longer
+# than the limit of the heartbeat.
 pytestmark = pytest.mark.skipif(
     "OPTIMUS_TEST_CHAINS" not in os.environ,
     reason="jobs of a mock PBS take minutes on a quiet machine; set OPTIMUS_TEST_CHAINS=1",
@@ -58,7 +58,8 @@ def settings(data: Path, run_dir: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def expected(rank_pool, tiny_data, tmp_path_factory) -> list[Any]:
-    """The curve of a run on one process."""
+    """Return the metrics of all steps of a run on one process, to which the supervised runs are
+    compared."""
     run_dir = tmp_path_factory.mktemp("unbroken") / "run"
     train_on(rank_pool.run, 1, settings(tiny_data, run_dir))
     return curve(run_dir)
@@ -119,7 +120,8 @@ class Submission:
         return "\n".join(f"job {job}:\n{self.cluster.output(job)}" for job in jobs)
 
     def states(self) -> list[tuple[bool, int | None]]:
-        """Return for each job whether it has run, and the exit status of its script."""
+        """Return a pair for each job: True if the job has run, and the exit status of its
+        script."""
         return [(bool(job["hosts"]), job.get("status")) for job in self.cluster.jobs()]
 
 
@@ -143,7 +145,8 @@ def test_job_survives_the_loss_of_a_node_and_removes_the_next_job(submission, ex
 
 
 def test_chain_continues_after_the_loss_of_the_first_node(submission, expected):
-    """Job 1 has no time for a verdict. Job 2 completes the run and removes job 3."""
+    """The first node, with the supervisor of job 1, is lost, so job 1 ends without a verdict. Job 2
+    completes the run and removes job 3."""
     cluster = submission.cluster
     submission.submit("--buffer-nodes", "0", "--chain", "5")
     submission.wait_for_step(6)
@@ -157,7 +160,7 @@ def test_chain_continues_after_the_loss_of_the_first_node(submission, expected):
 
 
 def test_ranks_save_and_end_before_the_walltime(submission):
-    """The run has more steps than the walltime permits."""
+    """The run has more steps than can be trained within the walltime."""
     cluster = submission.cluster
     submission.submit("--buffer-nodes", "0", "--walltime", "0:00:30", steps=100_000)
     cluster.wait_until_idle(LIMIT_S)
@@ -173,8 +176,8 @@ def test_ranks_save_and_end_before_the_walltime(submission):
 
 
 def test_refused_next_job_is_reported_and_submitted_again(submission, expected):
-    """PBS does not tolerate lost nodes. Its queue refuses the next job until job 1 ends, because
-    qdel ends it. Job 2 ends with the loss of its second node, and job 3 completes the run."""
+    """PBS does not tolerate lost nodes. The queue refuses the next job until qdel ends job 1. PBS
+    ends job 2 when its second node is lost, and job 3 completes the run."""
     cluster = submission.cluster
     cluster.limit_queued_jobs(1)  # job 1 itself
     options = ("--buffer-nodes", "1", "--chain", "2")
@@ -196,7 +199,8 @@ def test_refused_next_job_is_reported_and_submitted_again(submission, expected):
 
 
 def test_next_job_of_an_ended_run_ends_at_once(submission, expected):
-    """Job 1 cannot remove job 2, because qdel fails."""
+    """Job 1 completes the run, but cannot remove job 2, because qdel fails. Job 2 starts and ends
+    at once."""
     cluster = submission.cluster
     (cluster.bin / "qdel").write_text("#!/bin/sh\necho 'qdel: no server' >&2\nexit 1\n")
     submission.submit("--buffer-nodes", "0", "--chain", "1")

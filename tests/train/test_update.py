@@ -128,8 +128,8 @@ def moments_after_single_update(trees: list[dict]) -> list[dict[str, dict[str, t
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize(("dtype", "within"), [("fp32", 1e-5), ("fp16", 1e-2)])
 def test_moments_are_those_of_the_clipped_unscaled_gradient(ranks, size, dtype, within):
-    """Compare moments, because AdamW's update does not depend on the scale of gradients. `within`
-    is the relative tolerance."""
+    """Compare moments, because AdamW's update of parameters does not depend on the scale of
+    gradients. `within` is the relative tolerance."""
     numbers = TREE["train"] | {"dtype": dtype, "deterministic": dtype == "fp32", "threads": 1}
     trees = [
         TREE | {"train": numbers, "optim": TREE["optim"] | optim} for optim, _ in CLIPPING.values()

@@ -24,7 +24,7 @@ sycl::queue& queue() {
   return cpu;
 }
 
-// By the .sycl file that they were built from.
+// Maps the path of a .sycl file to the functors that were built from this file.
 std::map<std::string, Bundle>& bundles() {
   static std::map<std::string, Bundle> built;
   return built;
@@ -55,7 +55,7 @@ std::string kernel_name(int lanes, const std::string& functor) {
   return "run" + std::to_string(lanes) + "<" + functor + ">";
 }
 
-// Runs body; 0, or 1 with what was thrown and `words` in log [size].
+// Runs body. Returns 0, or 1 if body throws; the exception and `words` are then written to log [size].
 template <class Body>
 int guarded(char* log, int size, const std::string& words, const Body& body) {
   try {
@@ -89,7 +89,7 @@ extern "C" {
 PROOF_API void* proof_queue() { return &queue(); }
 PROOF_API int proof_num_functors() { return static_cast<int>(functors().size()); }
 
-// Launchers run from now on the functors built from `file`, in sub-groups of 16 or 32.
+// After this call, launchers run the functors that were built from `file`, in sub-groups of 16 or 32.
 PROOF_API void proof_use(const char* file, int lanes) {
   file_in_use = file;
   lanes_in_use = lanes;
@@ -136,7 +136,7 @@ PROOF_API int proof_compile(const char* file, const char* const* options, int co
   });
 }
 
-// Waits for all work. 0 if it ended without an error.
+// Waits until all kernels have ended. Returns 0 if no kernel had an error.
 PROOF_API int proof_wait(char* log, int size) {
   return guarded(log, size, "", [] { queue().wait_and_throw(); });
 }

@@ -85,7 +85,7 @@ def test_a_recorder_receives_the_phase_of_each_action(records_phases: bool):
 
     recorder = Phases()
     run(recorder=recorder)
-    passes = [COMPUTE, "end"] * 5  # F and B of two microbatches, REDUCE_GRAD
+    passes = [COMPUTE, "end"] * 5  # F and B of two microbatches, and REDUCE_GRAD
     assert recorder.seen == ([*passes, OPTIMIZER, "end"] if records_phases else [])
 
 

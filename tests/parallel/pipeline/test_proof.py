@@ -1,4 +1,5 @@
-"""Tests of the schedule proof (`validate`) against an independent player of schedules.
+"""Tests of the schedule proof (`validate`) against a `Player`, an independent implementation that
+executes schedules.
 
 The player runs the actions of all ranks in a random order. It must complete each schedule that the
 proof accepts, including randomly changed schedules.
@@ -72,7 +73,8 @@ class Player:
         return self.done.setdefault((kind, stage), [])
 
     def _line(self, action: Action) -> tuple[list, list]:
-        """Return the recorded sends and receives of the channel of a send or receive action."""
+        """Return two lists for the channel of `action`, a send or receive: the recorded sends and
+        the recorded receives."""
         forward = action.kind in (SEND_A, RECV_A)
         low = action.stage - (action.kind in (RECV_A, SEND_G))
         must(0 <= low < self.last, action)
@@ -155,7 +157,8 @@ def test_schedules_that_the_proof_accepts_play_to_their_end(name):
 
 
 def makespan(schedule: Schedule, cost: dict[tuple[Kind, int, int], float], wire: float) -> float:
-    """Return the time at which the last rank finishes: the longest path through the dependencies.
+    """Return the time at which the last rank finishes, which is the length of the longest path
+    through the dependencies.
 
     A compute action waits for the previous compute action of its rank and for its input. Input from
     another rank arrives with a delay of `wire`.

@@ -115,7 +115,8 @@ def test_a_large_schedule_is_made_and_timed_in_seconds(fresh_heap):
 
 
 def test_schedules_and_their_times_are_those_of_the_first_version():
-    """The digests are of the version that made each transfer from the action that needs it."""
+    """The schedules and times are compared with digests that the first version computed. In that
+    version, each transfer was derived from the action that needs the data."""
     lists, times = hashlib.sha256(), hashlib.sha256()
 
     def add(schedule: Schedule) -> None:
@@ -143,7 +144,7 @@ def test_schedules_and_their_times_are_those_of_the_first_version():
 def test_the_simulation_of_a_deadlock_fails():
     forwards = [Action(Kind.F, 0, 0), Action(Kind.RECV_GRADIENT, 0, 0), Action(Kind.B, 0, 0)]
     schedule = make_schedule("1f1b", 2, 1, 1)
-    with pytest.raises(AssertionError, match="deadlock"):  # rank 0 sends no activation
+    with pytest.raises(AssertionError, match="deadlock"):  # rank 0 sends nothing
         simulate(broken(schedule, 0, lambda a: a.__setitem__(slice(None), forwards)), unit_costs())
 
 

@@ -70,8 +70,9 @@ def watch_updates(schedule: str) -> Seen:
 def _watch(times: list[int], alive: list[int]) -> None:
     """Replace functions of the kernels by functions that record calls in `times` and `alive`.
 
-    Each weight-gradient computation appends its start time to `times`. Each newly deferred
-    computation appends the number of deferred computations that now exist to `alive`.
+    When a weight-gradient computation starts, its start time is appended to `times`. When a
+    computation is deferred, the number of deferred computations that then exist is appended to
+    `alive`.
     """
     take, works = experts_loop._Targets.take, weakref.WeakSet()
     # The attribute `experts` of the package is the function, not the module.

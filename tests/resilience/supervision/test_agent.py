@@ -31,7 +31,7 @@ def test_warm_process_survives_sigterm_and_its_ranks_do_not(tiny_data, tmp_path)
         variables = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
         rank = await warm.fork({**os.environ, **variables}, ["train", str(config)])
         rank_process = psutil.Process(rank.pid)
-        await asyncio.sleep(0.3)  # it waits for another rank
+        await asyncio.sleep(0.3)  # the rank waits for another rank
         rank_process.terminate()
         async with asyncio.timeout(10.0):
             status = await rank.wait()
@@ -43,7 +43,7 @@ def test_warm_process_survives_sigterm_and_its_ranks_do_not(tiny_data, tmp_path)
 
 
 def test_report_takes_many_short_lines_quickly(tmp_path):
-    """An agent that computes for seconds counts as lost."""
+    """A report must not take long, because an agent that is busy for seconds counts as lost."""
     agent = Agent(tmp_path, "a", tmp_path)
     agent.lines.extend(["x"] * 10_000 + ["y" * 16_000] * 20)
     start = time.process_time()

@@ -7,7 +7,8 @@ from optimus.resilience.supervision.attempt import ProgressPage, create_page, re
 
 
 def test_page_has_the_first_error_of_the_rank(tmp_path):
-    """A rank that has an error may lose the other ranks later."""
+    """The page keeps the first error. A rank that has an error can lose the other ranks later,
+    which is not the cause."""
     create_page(tmp_path / "page")
     page = ProgressPage(tmp_path / "page")
     assert read_page(tmp_path / "page").failure == 0

@@ -1,4 +1,5 @@
-"""Tests of the job that continues a run: its submission, its removal, and its event."""
+"""Tests of the next job of a chain, which continues a run: its submission, its removal, and its
+event in the ledger."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Tests of signed messages: peers without the secret, changed, repeated and endless messages."""
+"""Tests of signed messages. Refused are peers without the secret, and changed, repeated and endless
+messages."""
 
 from __future__ import annotations
 
@@ -57,7 +58,9 @@ def test_messages_arrive_in_order_on_both_sides():
 
 
 def test_suspended_process_acknowledges_all_bytes():
-    """A process that reads nothing is no cut of the network, also if its buffers are full."""
+    """A suspended process reads nothing, but its kernel acknowledges all bytes that it has
+    received, also if its buffers are full. A suspended process must not count as a cut of the
+    network."""
 
     async def run():
         server = socket.create_server(("127.0.0.1", 0))
@@ -83,7 +86,7 @@ def test_side_with_another_secret_is_refused():
 
 
 def test_two_agents_do_not_accept_each_other():
-    """An attacker may reflect the messages of an agent."""
+    """An attacker could send the messages of an agent back to this agent."""
 
     async def run():
         left, right = await streams()
@@ -127,7 +130,7 @@ REPORT = {"kind": "report", "attempt": 1, "ranks": [{"rank": 0, "pid": 7}], "lin
 
 
 def with_progress(index, value):
-    """Return a report with a progress in which a value is changed."""
+    """Return a report whose progress has `value` at position `index`."""
     progress = [*PROGRESS[:index], value, *PROGRESS[index + 1 :]]
     return REPORT | {"ranks": [{"rank": 0, "pid": 7, "progress": progress}]}
 
@@ -156,7 +159,7 @@ def with_progress(index, value):
     ],
 )
 def test_message_of_a_wrong_type_is_refused(content, problem):
-    """A signature does not make the fields of a message right."""
+    """A message with a valid signature can still have fields of a wrong type."""
 
     async def run():
         agent, supervisor = await channels()

@@ -1,4 +1,5 @@
-"""Tests of the cause of a failure and of the decision that follows from the ledger."""
+"""Tests of the cause that is attributed to a failure, and of the decision about the next attempt,
+which follows from the ledger."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ def node_of(rank):
 
 
 def ends(statuses, **more):
-    """Return the ends of ranks, in the order of the dict `statuses`."""
+    """Return the ends of ranks, in the order of `statuses`, a dict from rank to exit status."""
     return tuple(RankEnd(rank, node_of(rank), status, **more) for rank, status in statuses.items())
 
 
@@ -112,7 +113,8 @@ def test_outcome_without_a_failure(statuses, outcome):
 @pytest.mark.parametrize("gone", [{"unreachable": ("a",)}, {"restarted": ("b", "a")}])
 @pytest.mark.parametrize(("last", "outcome"), [(0, "done"), (3, "stopped"), (LOST, None)])
 def test_loss_of_agents_after_the_end_of_all_ranks_is_no_failure(gone, last, outcome):
-    """Slurm cancels a job: the ranks save a checkpoint and end, then the agents are killed."""
+    """Slurm cancels a job. The ranks save a checkpoint and end, and then the agents are killed. The
+    attempt must not count as a failure."""
     statuses = {0: 0, 1: 0, 2: 0, 3: last}
     evidence = Evidence(1, 9, ends(statuses), nodes=("a", "b"), **gone)
     end = find_cause(evidence, RANKS, 0.0)
@@ -121,7 +123,8 @@ def test_loss_of_agents_after_the_end_of_all_ranks_is_no_failure(gone, last, out
 
 @pytest.mark.parametrize(("rank", "outcome"), [(0, "usage"), (3, "failed")])
 def test_error_of_a_single_rank_at_the_start(rank, outcome):
-    """The first rank checks the settings; another rank may lack a file of the data set."""
+    """An error of the first rank is a mistake in the settings, which this rank checks. An error of
+    another rank is attributed to its node, which may lack a file of the data set."""
     others = ends(dict.fromkeys({*range(RANKS)} - {rank}, 2), was_adopted=True)
     evidence = Evidence(1, 0, (*others, *ends({rank: 2}, message="m")), nodes=("a", "b"))
     end = find_cause(evidence, RANKS, 0.0)
@@ -149,7 +152,8 @@ def test_error_of_an_ended_rank_is_the_cause_unless_another_rank_may_have_it():
     ],
 )
 def test_loss_of_all_nodes_at_once_is_attributed_to_none(gone):
-    """The network of the supervisor failed, or all agents ended before a takeover."""
+    """All nodes are lost at once if the network of the supervisor fails, or if all agents end
+    before another supervisor takes over."""
     end = find_cause(Evidence(1, 9, nodes=("a", "b"), **gone), RANKS, 0.0)
     assert (end.outcome, end.nodes) == ("interrupted", ())
 
@@ -168,7 +172,8 @@ def test_interrupted_attempt_is_started_again_without_marks():
 
 
 def test_failures_before_the_first_update_do_not_repeat_each_other():
-    """Two unrelated crashes at the start have the same signature and step 0."""
+    """Two unrelated crashes before the first update have the same signature and step 0. They must
+    not count as a repeated failure."""
     run = Run()
     run.start()
     run.end("a", step=0)
@@ -203,7 +208,7 @@ class Run:
         return decide(self.history, self.policy, self.reachable, self.remaining_s)
 
     def start(self):
-        """Start the attempt that the decision names. Return its nodes."""
+        """Start the attempt that the last decision describes. Return the names of its nodes."""
         decision = self.decide()
         assert decision.action == "start", decision
         for node, (standing, reason) in decision.marks.items():
@@ -275,7 +280,7 @@ def test_job_without_a_free_node(on_exhausted, action, status):
     assert (decision.action, decision.status) == (action, status)
     assert decision.marks == {"b": ("excluded", "x on b")}
     if action == "start":
-        assert run.start() == "ac"  # 3 nodes are no valid size
+        assert run.start() == "ac"  # 3 nodes are not a valid size
         run.end("c", step=6)
         assert run.start() == "ad"
         run.reachable += ["g", "h", "i"]
@@ -398,7 +403,8 @@ def test_stop_because_of_data_reports_instances_layers_and_marker():
 
 
 def test_refusal_after_an_update_is_a_failure_of_its_node():
-    """The data is not mounted on a replacement, although earlier attempts have read it."""
+    """The data is not mounted on a replacement node. Its error is not a mistake in the settings,
+    because earlier attempts have read the data."""
     refusing = ends({0: 2}) + ends({1: 2, 2: 2, 3: 2}, was_adopted=True)
     first = find_cause(Evidence(2, 0, refusing, nodes=("a", "b")), RANKS, 0.0)
     assert first.outcome == "usage"
@@ -417,7 +423,8 @@ def test_damaged_state_on_two_nodes_is_not_skipped():
 
 
 def test_nan_of_two_nodes_right_after_a_load_starts_from_the_older_checkpoint_once():
-    """The weights of the newest checkpoint may give NaN, although they are finite."""
+    """The weights of the newest checkpoint can give NaN although they are finite. The run therefore
+    starts once from the older checkpoint."""
     run = Run()
     run.start()
     run.end("b", "soft", signature="nonfinite i3", step=5, updates=0)
@@ -473,8 +480,8 @@ def test_outcomes_end_the_job(outcome):
 
 @pytest.mark.parametrize("seed", range(300))
 def test_random_failures_keep_the_rules(seed):
-    """Nodes with ranks are distinct, reachable and not excluded. Nodes that remain keep their
-    ranks, and each job ends."""
+    """After any failures, the nodes with ranks are distinct, reachable and not excluded. Nodes that
+    are used again keep their ranks, and each job ends."""
     chance = random.Random(seed)
     on_exhausted = chance.choice(["shrink", "requeue", "stop"])
     run = Run(on_exhausted=on_exhausted, on_repeat_nan=chance.choice(["stop", "skip"]))

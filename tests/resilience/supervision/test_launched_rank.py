@@ -30,7 +30,7 @@ def secret_file(tmp_path) -> Path:
 
 
 def start(secret_file: Path, rank: int, workspace: str = "w") -> subprocess.Popen[bytes]:
-    """Start the process that mpiexec would start."""
+    """Start the process that mpiexec would start for `rank`."""
     command = [sys.executable, "-P", "-m", launched_rank.MODULE, str(secret_file), workspace]
     return subprocess.Popen(command, env={**os.environ, "PMI_RANK": str(rank), "PMI_SIZE": "2"})
 
@@ -58,7 +58,8 @@ def test_agent_gets_output_and_status_before_mpiexec_notices_the_end(secret_file
 
 @pytest.mark.parametrize("fault", ["rank", "parent", "close"])
 def test_rank_ends_with_its_parent_and_its_agent(secret_file, monkeypatch, tmp_path, fault):
-    """Only the death of the rank itself is evidence: mpiexec ends parents for other reasons."""
+    """Only the death of the rank itself is evidence against its node: mpiexec can end the parent
+    process of a rank for other reasons."""
     (tmp_path / "sitecustomize.py").write_text("import time; time.sleep(60)\n")
 
     async def observe() -> None:
@@ -98,7 +99,8 @@ def test_process_of_another_attempt_or_secret_never_becomes_a_rank(
 
 
 def observers(run_dir: Path) -> list[psutil.Process]:
-    """Return mpiexec and the processes that it has started for the ranks of a run."""
+    """Return the process of mpiexec, and the processes that mpiexec has started for the ranks of a
+    run."""
     secret = str(run_dir / ".supervisor" / "secret")
     return [
         process
@@ -113,7 +115,8 @@ HAS_MPIEXEC = pytest.mark.skipif(
 
 
 def launch_command(tmp_path, tiny_data, monkeypatch, folder: Path) -> list[str]:
-    """Return a launch with two nodes and a buffer node, whose mpiexec is in `folder`."""
+    """Return the command of a launch with two nodes and a buffer node. The launch uses the mpiexec
+    in `folder`."""
     monkeypatch.setenv("HYDRA_LAUNCHER", "fork")  # nodes are loopback addresses
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     (tmp_path / "hosts").write_text("127.0.0.1\n127.0.0.2\n127.0.0.3\n")
@@ -128,8 +131,8 @@ def launch_command(tmp_path, tiny_data, monkeypatch, folder: Path) -> list[str]:
 def test_mpiexec_that_starts_no_rank_is_attributed_to_no_node(
     tiny_data, tmp_path, monkeypatch, fault
 ):
-    """The first mpiexec of ranks ends at once, or the supervisor is killed before it starts the
-    first one. Takes some seconds, because a real mpiexec starts agents and ranks."""
+    """The first mpiexec for ranks ends at once, or the supervisor is killed before it starts this
+    mpiexec. The test takes some seconds, because a real mpiexec starts agents and ranks."""
     script = tmp_path / "bin" / "mpiexec"
     script.parent.mkdir()
     script.write_text(
@@ -157,8 +160,9 @@ def test_mpiexec_that_starts_no_rank_is_attributed_to_no_node(
 
 @HAS_MPIEXEC
 def test_mpiexec_starts_the_ranks_of_each_attempt(tiny_data, tmp_path, monkeypatch):
-    """First a rank dies, then mpiexec, which is attributed to no node. Takes some seconds, because
-    a real mpiexec starts agents and the ranks of three attempts."""
+    """In the first attempt, a rank dies. In the second attempt, mpiexec dies, which is attributed
+    to no node. The test takes some seconds, because a real mpiexec starts agents and the ranks of
+    three attempts."""
     command = launch_command(tmp_path, tiny_data, monkeypatch, MPIEXEC.parent)
     run_dir = tmp_path / "run"
     with open(tmp_path / "out", "wb") as out:

@@ -113,7 +113,8 @@ def test_damaged_summary_is_no_evidence(tmp_path, events):
     ("name", "value"), [("unknown", 1), ("attempt", "2"), ("outcome", "great"), ("kind", "none")]
 )
 def test_event_with_another_field_or_type_is_refused(tmp_path, name, value):
-    """The line has a correct hash, so another version may have written it."""
+    """The hash of the line is correct, so the line is not damaged: another version of Optimus may
+    have written it."""
     fields = json.loads(EVENTS[3].model_dump_json()) | {name: value}
     body = json.dumps(fields)[:-1]
     line = f'{body}, "hash": "{files.xxh3_bytes(f"{chr(10)}{body}".encode())}"}}'
@@ -170,7 +171,7 @@ def test_text_that_is_not_utf_8_is_replaced(tmp_path):
 
 
 def seal(events):
-    """Return the text of a ledger with these objects, with matching hashes."""
+    """Return the text of a ledger with the events `events` and with correct hashes."""
     text, last = "", ""
     for event in events:
         body = event if isinstance(event, str) else json.dumps(event)[:-1]

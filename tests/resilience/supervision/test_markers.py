@@ -1,4 +1,5 @@
-"""Tests of markers: the supervisor reads what ranks write, and ignores damaged files."""
+"""Tests of markers, the files in which ranks report errors. The supervisor reads the markers, and
+ignores damaged files."""
 
 from __future__ import annotations
 

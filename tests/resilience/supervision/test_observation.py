@@ -1,4 +1,5 @@
-"""Tests of observations on an attempt: ends, silence, cuts of the network and hanging ranks."""
+"""Tests of the observation of an attempt: ends of ranks, silent agents, cuts of the network, and
+hanging ranks."""
 
 from __future__ import annotations
 
@@ -21,14 +22,15 @@ from tests.kit.faults.supervised import make_job
 
 
 def hello(name: str, attempt: int = 0, pid: int = 5) -> Hello:
-    """Return the first message of an agent. The machine of node a is that of the supervisor."""
+    """Return the first message of the agent on the node `name`. The supervisor runs on the machine
+    of node a."""
     host = socket.gethostname() if name == "a" else name
     figures = {"code": hash_code(), "time": time.time(), "open_files": 4096}
     return Hello(node=name, host=host, attempt=attempt, pid=pid, **figures)
 
 
 def test_agents_that_ended_with_their_supervisor_are_no_failure_of_their_node(tmp_path):
-    """A machine with the only node of a run is started again."""
+    """The machine with the only node and the supervisor of a run was started again."""
     watcher = supervisor.Supervisor(make_job(tmp_path))
     attempt = AttemptStarted(time=2, attempt=1, nodes=("a",), ranks_per_node=1, port=1)
     assert find_cause(watcher._observer.evidence(attempt, 0.0), 1, 0.0).outcome == "interrupted"
@@ -44,7 +46,7 @@ def test_agents_that_ended_with_their_supervisor_are_no_failure_of_their_node(tm
         ({"a": 9.9, "b": 5.0, "c": 2.0}, False),  # c was lost earlier
         ({"a": 9.9, "b": 5.0, "c": 2.0, "d": 5.5}, True),
         ({"a": 5.0, "b": 5.0, "c": 5.0}, False),  # this machine does not answer either
-        ({"a": 9.9, "b": 5.0}, False),  # one other node may be the lost one
+        ({"a": 9.9, "b": 5.0}, False),  # with one other node, this node may be lost
     ],
 )
 def test_supervisor_notices_that_its_node_is_cut_off(tmp_path, heard_at, is_cut_off):
@@ -97,7 +99,8 @@ def test_ranks_that_all_hang_have_a_limit(tmp_path, phases, collectives, is_stal
 
 
 def test_ends_of_ranks_are_in_the_order_in_which_they_were_reported(tmp_path):
-    """A rank of the second node crashes. Then a rank of the first node ends with an error."""
+    """A rank of the second node crashes, and then a rank of the first node ends with an error. The
+    order of the reports is kept."""
     watcher = supervisor.Supervisor(make_job(tmp_path))
     attempt = AttemptStarted(time=1, attempt=1, nodes=("a", "b"), ranks_per_node=1, port=1)
     watcher._history.add(attempt)
@@ -134,7 +137,8 @@ def test_no_node_is_blamed_if_it_connects_again_after_others(tmp_path):
 def test_agents_that_are_lost_shortly_after_each_other_are_lost_together(
     tmp_path, silent_s, is_connected, nodes
 ):
-    """`scancel` ends the steps of agents in turn."""
+    """`scancel` ends the job steps of the agents one after the other, so agents are lost within a
+    short time."""
     watcher = supervisor.Supervisor(make_job(tmp_path))
     attempt = AttemptStarted(time=1, attempt=1, nodes=("a", "b"), ranks_per_node=1, port=1)
     for node, heard_at in zip(watcher._agents.nodes.values(), (5.8, 5.0), strict=True):
@@ -152,7 +156,8 @@ def test_agents_that_are_lost_shortly_after_each_other_are_lost_together(
 
 @pytest.mark.parametrize(("attempt", "is_known"), [(2, True), (1, False)])
 def test_reports_count_before_a_takeover_is_complete(tmp_path, attempt, is_known):
-    """Slurm ends a job while a supervisor takes over: the ranks end, and then the agents."""
+    """Slurm ends a job while a supervisor takes over. The ranks end first, and then the agents.
+    Reports of the ranks that arrive before the takeover is complete count."""
     watcher = supervisor.Supervisor(make_job(tmp_path))
     started = AttemptStarted(time=1, attempt=2, nodes=("a", "b"), ranks_per_node=1, port=1)
     watcher._history.add(started)
@@ -167,7 +172,7 @@ def test_reports_count_before_a_takeover_is_complete(tmp_path, attempt, is_known
 
 @pytest.mark.parametrize(("attempt", "answer"), [(0, End), (1, End), (2, EOFError)])
 def test_second_agent_of_a_node_ends_unless_its_ranks_may_run(tmp_path, attempt, answer):
-    """A node was suspended while another job began. Attempt 1 has ended, attempt 2 runs."""
+    """A node was suspended, and then another job began. Attempt 1 has ended, and attempt 2 runs."""
     watcher = supervisor.Supervisor(make_job(tmp_path))
     for number in (1, 2):
         more = {"nodes": ("a", "b"), "ranks_per_node": 1, "port": 1}
@@ -196,7 +201,8 @@ def test_second_agent_of_a_node_ends_unless_its_ranks_may_run(tmp_path, attempt,
 
 
 def test_agent_with_a_wrong_clock_may_try_again(tmp_path):
-    """Its attempt has ended, and no other agent runs on its node."""
+    """The attempt of the agent has ended, and no other agent runs on its node, so the supervisor
+    asks the agent to try again."""
     watcher = supervisor.Supervisor(make_job(tmp_path))
     started = {"nodes": ("a", "b"), "ranks_per_node": 1, "port": 1}
     watcher._history.add(AttemptStarted(time=1, attempt=1, **started))

@@ -19,7 +19,8 @@ from optimus.resilience.supervision.agent import Agent
 
 @pytest.fixture
 def environment(tmp_path, monkeypatch) -> Path:
-    """A small virtual environment that counts as that of this interpreter."""
+    """Make a small virtual environment, and pretend that this interpreter runs in it. Return its
+    path."""
     folder = tmp_path / "venv"
     venv.create(folder, symlinks=True)
     (site,) = folder.glob("lib/python*/site-packages")

@@ -134,7 +134,7 @@ def test_ledger_secret_and_status_of_a_run(tiny_data, tmp_path, capsys):
 
 
 class WithoutNode(Local):
-    """Emulates nodes of which node1 does not answer."""
+    """Launcher of emulated nodes, in which node1 does not answer."""
 
     def agent_commands(self, nodes, run_dir):
         commands = zip(nodes, super().agent_commands(nodes, run_dir), strict=True)
@@ -142,7 +142,7 @@ class WithoutNode(Local):
 
 
 class WithFewFiles(Local):
-    """Emulates nodes of which node1 permits too few open files."""
+    """Launcher of emulated nodes, in which node1 permits too few open files."""
 
     def agent_commands(self, nodes, run_dir):
         limit = ["bash", "-c", 'ulimit -n 512 && exec "$@"', "bash"]
@@ -173,7 +173,7 @@ def test_dead_node_does_not_delay_the_start(tiny_data, tmp_path, monkeypatch):
     history = read_history(tmp_path / "run")
     (attempt,) = history.attempts
     assert attempt.nodes == ("node0", "node2")
-    # Without an answer, the supervisor waits for 120 s.
+    # The agent of node1 ends at once. For a running agent, the supervisor would wait for 120 s.
     assert attempt.time - history.events[0].time < 60.0
 
 
@@ -197,7 +197,8 @@ def test_replaced_supervisor_does_not_end_the_agents_of_its_successor(
 
 
 def test_run_without_a_supervisor_keeps_its_directory(tmp_path):
-    """The files of an earlier launch do not show that a supervisor has the lock."""
+    """The directory contains files of an earlier launch. They do not mean that a supervisor has the
+    lock."""
     earlier = supervisor.Supervisor(make_job(tmp_path))
     earlier._workspace.write_bytes(tmp_path / ".supervisor" / "address.json", b"{}")
     earlier._lock.close()
@@ -248,7 +249,8 @@ def test_output_goes_only_to_a_regular_file(tmp_path, kind, capsys):
 
 
 def test_attempt_on_other_nodes_is_not_continued(tmp_path):
-    """After its supervisor was killed, a run is launched on fewer nodes."""
+    """The supervisor of a run was killed, and the run is launched again on fewer nodes. The new
+    supervisor must not continue the old attempt."""
     job = make_job(tmp_path)
     killed = supervisor.Supervisor(job)
     killed._ledger.add(
@@ -297,7 +299,8 @@ def test_refused_configuration_leaves_only_files_that_existed(tiny_data, tmp_pat
 
 @pytest.mark.parametrize("cause", ["secret", "listen", "replaced"])
 def test_supervisor_that_cannot_start_leaves_no_file(tmp_path, monkeypatch, cause):
-    """A supervisor that takes over in the meantime keeps its files."""
+    """If another supervisor takes over in the meantime, the files of this other supervisor
+    remain."""
 
     def fail(*args: Any) -> None:
         raise OSError("no space")
@@ -354,7 +357,8 @@ def test_nohup_keeps_a_supervised_run(tiny_data, tmp_path, is_ignored):
 
 
 def test_second_agent_of_a_node_ends(tiny_data, tmp_path):
-    """The files of Optimus may change while a run trains, for example by `git pull`."""
+    """A second agent ends without harm to the run, even if the files of Optimus change while the
+    run trains, for example by `git pull`."""
     config = write_config(tmp_path, tiny_data, "run")
     arguments = ["launch", str(config), "--launcher", "local", "--nodes", "2"]
     command = [sys.executable, "-P", "-m", "optimus.cli", *arguments]
@@ -374,7 +378,8 @@ def test_second_agent_of_a_node_ends(tiny_data, tmp_path):
 
 
 def test_decision_waits_for_an_agent_that_connects_again(tmp_path):
-    """Node a has failed. The connection of the buffer node c is made again at this moment."""
+    """Node a has failed, and the agent of the buffer node c connects again at this moment. The
+    decision waits for this agent."""
     job = make_job(tmp_path, nodes=("a", "b", "c"), heartbeat_s=3.0)
     watcher = supervisor.Supervisor(job)
     attempt = AttemptStarted(time=1, attempt=1, nodes=("a", "b"), ranks_per_node=1, port=1)
@@ -418,7 +423,7 @@ def test_ranks_of_a_node_that_answers_again_are_killed(tmp_path):
     report = Report(attempt=1, ranks=(RankReport(rank=1, pid=3),), lines=())
 
     async def run() -> None:
-        await watcher._kill(attempt)  # no agent is heard
+        await watcher._kill(attempt)  # no agent answers
         for clock_s in (0.0, 1.0, 20.0):  # the request may be lost
             watcher._agents.clock_s = clock_s
             watcher._agents._receive(node, report)
@@ -445,7 +450,7 @@ while time.monotonic() < end:
 
 
 def test_flood_of_connections_takes_few_open_files(tmp_path):
-    """The process knows the port only."""
+    """The process that opens the connections knows only the port, not the secret."""
     watcher = supervisor.Supervisor(make_job(tmp_path))
     most = 0
 
