@@ -95,8 +95,8 @@ def train(
     after: Callable[[int], None] = lambda step: None,
     first: int = 0,
 ) -> list[float]:
-    """Train with another number of microbatches in each step. Return the losses and, with
-    `max_norm`, the gradient norms of torch's clip_grad_norm_."""
+    """Train steps whose numbers of microbatches are `microbatches`. Return the losses and, unless
+    `max_norm` is None, the gradient norms that torch's clip_grad_norm_ returns."""
     values = []
     for step, count in enumerate(microbatches, first):
         for number in range(count):

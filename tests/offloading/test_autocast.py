@@ -38,9 +38,9 @@ class Casts(TorchDispatchMode):
 
 @pytest.mark.parametrize("share", SHARES)
 def test_autocast_keeps_no_copies_of_weights(share):
-    """A single context contains an evaluation and several forwards. torch would keep the casts of
-    all weights, and use the graphs of the first casts again. Without gradients, casts are kept if
-    no weight is offloaded."""
+    """A single autocast context contains an evaluation and several forwards. In torch, autocast
+    would keep the bf16 casts of all weights until the context ends, and use the graphs of the first
+    casts again. In the evaluation, casts are kept only if no weight is offloaded."""
     ours, optimizer, theirs, reference = pair(
         nn.Sequential(*(nn.Linear(32, 32) for _ in range(5))), share
     )
@@ -62,8 +62,8 @@ def test_autocast_keeps_no_copies_of_weights(share):
 
 @pytest.mark.parametrize("share", SHARES)
 def test_autocast_uses_the_weights_after_each_update(share):
-    """A single context contains a step, an evaluation and a load of weights. torch would use the
-    casts before the step again."""
+    """A single autocast context contains a step, an evaluation and a load of weights. In torch,
+    autocast would use casts of the old weights again."""
     ours, optimizer, theirs, reference = pair(nn.Sequential(nn.Linear(32, 32)), share)
     batch = torch.randn(8, 32, generator=torch.Generator().manual_seed(0))
     loaded = weights(ours)
@@ -97,8 +97,8 @@ class Checkpointed(nn.Module):
 
     Args:
         saved: The functions whose results the checkpoint saves.
-        use: "block" for a checkpoint of the whole block, "inner" for a checkpoint in its forward,
-            "before" if the forward uses a weight before this checkpoint, too.
+        use: "block" for a checkpoint of the whole block, "inner" for a checkpoint in the forward of
+            the block, "before" for the same checkpoint if the forward also uses a weight before it.
     """
 
     def __init__(self, saved: Any, use: str) -> None:
@@ -134,8 +134,8 @@ class Blocks(nn.Module):
 def train_blocks(
     model: nn.Module, optimizer: torch.optim.Optimizer, inside: bool, cache: bool
 ) -> None:
-    """Train for two steps of two microbatches. With `inside`, backward runs within the context. If
-    `cache` is False, the context keeps no casts."""
+    """Train for two steps of two microbatches. With `inside`, backward runs within the autocast
+    context. If `cache` is False, the context keeps no casts."""
     for step in range(2):
         losses = []
         with torch.autocast("cpu", torch.bfloat16, cache_enabled=cache):
@@ -155,8 +155,9 @@ def train_blocks(
 @pytest.mark.parametrize("saved", [(_CASTS,), _PRODUCTS, (_CASTS, *_PRODUCTS)])
 @pytest.mark.parametrize("share", SHARES)
 def test_selective_checkpoints_save_casts(share, saved, use, inside):
-    """torch raises an error for most of these cases, because its casts are in the cache in forward
-    or in the recomputation. Without the cache, it trains the same bits."""
+    """torch raises an error in most of these cases, because casts are in the cache of autocast only
+    in the forward or only in the recomputation. Without the cache, torch trains to the same bits as
+    the offloaded model."""
     ours, optimizer, theirs, reference = pair(Blocks(saved, use), share)
     train_blocks(ours, optimizer, inside, cache=True)
     train_blocks(theirs, reference, inside, cache=False)
@@ -177,12 +178,13 @@ def test_selective_checkpoints_after_a_use_of_their_weights_need_no_cache(share)
 
 
 class Uses(nn.Module):
-    """Blocks whose weights a forward uses once or several times.
+    """Blocks whose weights are used once or several times in a forward.
 
     Args:
         kind: "once"; "loop" for several uses in each call of a block; "calls" for several calls of
-            each block; "shared" for a weight of two blocks; "direct" for a weight of the model that
-            is used before each block; "tied" for a weight of an embedding and of the last layer.
+            each block in a forward; "shared" for a weight of two blocks; "direct" for a weight of
+            the model that is used before each block; "tied" for a weight of an embedding and of the
+            last layer.
     """
 
     def __init__(self, kind: str) -> None:
@@ -223,7 +225,8 @@ class Looped(nn.Module):
 @pytest.mark.parametrize("is_summed", [False, True])
 @pytest.mark.parametrize("kind", ["once", "loop", "tied", "calls", "shared", "direct"])
 def test_bits_within_autocast_differ_only_for_casts_that_several_calls_use(kind, is_summed, share):
-    """The documentation names the cases. With `is_summed`, a backward has two forwards."""
+    """The documentation lists the cases in which the bits differ from torch. With `is_summed`, one
+    backward follows two forwards."""
 
     def train(model: nn.Module, optimizer: torch.optim.Optimizer, cache: bool) -> dict[str, Tensor]:
         for step in range(2):

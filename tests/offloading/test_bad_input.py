@@ -1,4 +1,5 @@
-"""Models and arguments that `optimus.offload` refuses, each with one line that names the remedy."""
+"""Models and arguments that `optimus.offload` refuses, each with one line that contains the
+remedy."""
 
 from __future__ import annotations
 
@@ -127,7 +128,7 @@ def test_a_compiled_model_is_refused():
         with pytest.raises(ConfigError, match="use the model without torch.compile") as error:
             torch.compile(model, backend="eager")(torch.ones(1, 32))
         assert "\n" not in str(error.value)
-        torch.compiler.reset()  # it runs code without compilation that has failed before
+        torch.compiler.reset()  # otherwise, code whose compilation failed runs uncompiled
         with pytest.raises(Exception, match="offloaded model does not support torch.compile; use"):
             torch.compile(model, backend="eager", fullgraph=True)(torch.ones(1, 32))
         with pytest.raises(ConfigError, match="does not support torch.func.grad") as error:
@@ -192,7 +193,7 @@ def test_argument_is_refused_in_a_single_line_and_the_model_is_unchanged(case):
         optimus.offload(model, **arguments)
     assert "\n" not in str(error.value)
     assert_equal(weights(model), before)
-    optimus.offload(model, host_share=1.0)  # the refusal has left nothing
+    optimus.offload(model, host_share=1.0)  # the refusal has not changed the model
 
 
 def test_a_bad_state_dict_is_refused_and_changes_nothing():
@@ -242,8 +243,9 @@ def test_the_refusal_of_a_memory_names_the_smallest_that_suffices():
 
 
 def test_more_states_than_host_memory_are_refused_with_the_missing_bytes(monkeypatch):
-    """Three chunks of 1,056 elements of 16 bytes, and two buffers for gradients in fp32. A quarter
-    of the memory is left to Python, unless `host_memory` is set."""
+    """The states are three chunks of 1,056 elements, with 16 bytes for each element, and two
+    buffers for gradients in fp32. Unless `host_memory` is set, a quarter of the host memory is
+    reserved for Python."""
     monkeypatch.setattr(optimizer_module, "usable_memory", lambda: 78_846)
     model = layers()
     with pytest.raises(ConfigError, match="need 59,136 bytes of host memory, 1 byte more"):
@@ -296,7 +298,8 @@ def test_an_output_without_tensors_is_refused(output):
     ("case", "share"), [("method", 0.0), ("method", 1.0), ("list", 0.0), ("list", 1.0)]
 )
 def test_a_gradient_from_outside_of_a_module_is_refused(case, share, clears):
-    """The first module is used without a call, or has another output than the returned tensor."""
+    """A parameter gets a gradient that does not come through the output of its module: the module
+    is used without a call, or the loss uses another tensor than the output of the module."""
 
     class First(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

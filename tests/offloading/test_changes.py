@@ -1,5 +1,5 @@
-"""Changes of the parameters of an offloaded model, and of the model itself, have the effect of a
-plain model or are refused."""
+"""A change of the parameters of an offloaded model, or of the model itself, has the same effect as
+in a model without offloading, or is refused."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ CHANGED_VALUES = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("change", CHANGED_VALUES)
 def test_changed_values_of_a_parameter_on_the_device_are_trained(change, dtype):
-    """The changed values are also those of the fp32 masters. Other masters keep their bits."""
+    """The changed values are copied to the fp32 masters. Masters of unchanged parameters keep their
+    bits."""
     model = models.llama().to(dtype)
     optimizer = optimus.offload(model, lr=1e-3, host_share=0.0)
     with torch.enable_grad():
@@ -95,7 +96,7 @@ def test_a_change_inplace_has_an_effect_or_is_refused(change, share):
     ours, theirs = Normed(max_norm), Normed(max_norm)
     theirs.load_state_dict(ours.state_dict())
     optimizer, reference = optimus.offload(ours, host_share=share), adamw(theirs)
-    if change == "module":  # a user may also set it, or call F.embedding
+    if change == "module":  # a user can also set `max_norm`, or call F.embedding
         ours.blocks[0].max_norm = theirs.blocks[0].max_norm = 0.5
     for model in (ours, theirs):
         if change == "state_dict":
@@ -113,7 +114,7 @@ def test_a_change_inplace_has_an_effect_or_is_refused(change, share):
 
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
 def test_an_offloaded_embedding_with_max_norm_is_refused_before_any_change(kind):
-    """Of two chunks, only the second is on the host with host_share = 0.5."""
+    """With host_share = 0.5, only the second of two chunks is on the host."""
     layers = [kind(8, 32, max_norm=2.0), nn.Linear(32, 32)]
     optimus.offload(nn.Sequential(*layers), host_share=0.5)
     model = nn.Sequential(nn.Linear(32, 32), kind(8, 32, max_norm=2.0).requires_grad_(False))
@@ -124,7 +125,7 @@ def test_an_offloaded_embedding_with_max_norm_is_refused_before_any_change(kind)
 
 
 def test_views_of_an_offloaded_parameter_are_read_after_later_steps():
-    """A view that was made before a step has the values after the step, as in torch."""
+    """A view that was made before a step shows the values after the step, as in torch."""
     ours, optimizer, theirs, reference = pair("llama", 1.0, cache={"cache_chunks": 2})
     views = [m.model.layers[0].mlp.up_proj.weight.data[:3] for m in (ours, theirs)]
     train(ours, optimizer)
@@ -156,7 +157,7 @@ def test_a_changed_model_is_refused(change, share):
         CHANGES[change](ours)
         optimizer.step()
     assert "\n" not in str(error.value)
-    if change == "add":  # the check has not recorded the refused module
+    if change == "add":  # the refused module is not recorded by the check
         with pytest.raises(ConfigError, match="parameter weight of Linear was added"):
             optimizer.step()
 

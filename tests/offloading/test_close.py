@@ -23,8 +23,8 @@ from tests.offloading.models import assert_equal, weights
 
 @pytest.mark.parametrize("closes", [True, False])
 def test_an_offloaded_model_is_freed(closes, monkeypatch):
-    """With `close`, locked memory is unlocked, and gradients that user code still has keep no
-    other state."""
+    """After `close`, page-locked memory is unlocked. Gradients to which user code still refers do
+    not keep the memory of other states alive."""
     unlocked: list[bool] = []
     monkeypatch.setattr(Memory, "close", lambda self: unlocked.append(True))
     model = models.llama().bfloat16()
@@ -44,7 +44,7 @@ def test_an_offloaded_model_is_freed(closes, monkeypatch):
     del model, optimizer, chunk, states, loss
     gc.collect()
     alive = [reference() for reference in references if reference() is not None]
-    # The graph of the loss has the parameters.
+    # The graph of the loss refers to the parameters.
     assert all(isinstance(value, nn.Parameter) for value in alive) if kept else not alive
 
 
@@ -70,8 +70,8 @@ def test_memory_unlocks_its_host_buffers(monkeypatch):
 def test_a_closed_model_has_the_last_update_and_can_be_offloaded_again(
     tmp_path, monkeypatch, dtype
 ):
-    """The update is in progress when `close` is called. The model is then equal to a model that was
-    not offloaded."""
+    """An update is in progress when `close` is called. After `close`, the model equals a model that
+    was trained without offloading."""
     expected = models.llama().to(dtype)
     reference = optimus.offload(expected, host_share=0.0)
     links = Links(to_device=1e10, to_host=1e10, host_adam=1e10, disk_read=1e9, disk_write=1e9)

@@ -1,4 +1,5 @@
-"""Tests of placements from an example batch: they keep the limit and train the same bits."""
+"""Tests of placements that are chosen with an example batch: they need no more device memory than
+the limit, and training gives the same bits."""
 
 from __future__ import annotations
 

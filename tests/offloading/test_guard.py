@@ -1,5 +1,5 @@
-"""Functions of torch on parameters and gradients of an offloaded model return the values of a plain
-model, in random placements, or are refused."""
+"""With random placements, torch functions on parameters and gradients of an offloaded model return
+the same values as for a model without offloading, or are refused."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ PLACEMENTS = [(share, seed) for seed in range(2) for share in SHARES]
 
 
 def models_of(share: float, seed: int):
-    """Return a model in a random placement, its optimizer, a copy of the model, and AdamW."""
+    """Return an offloaded model with a random placement, its optimizer, a copy of the model without
+    offloading, and torch's AdamW for the copy."""
     draw = random.Random(seed)
     ours = models.llama()
     theirs = copy.deepcopy(ours)
@@ -42,7 +43,8 @@ def models_of(share: float, seed: int):
 
 
 def read(model: nn.Module) -> list[Tensor]:
-    """Read parameters of all chunks by single calls of functions."""
+    """Read parameters of all chunks with calls that each take several parameters. Return the
+    results."""
     parameters = list(model.parameters())
     layers = [layer.mlp.up_proj.weight for layer in model.model.layers]
     return [
@@ -74,7 +76,8 @@ def test_a_function_reads_parameters_of_more_chunks_than_the_cache_has(share, se
 
 
 def test_functions_of_several_parameters_with_gradients_or_views_are_refused():
-    """A gradient of the second parameter only, and views of parameters of two chunks."""
+    """Two cases are refused: a function of two parameters that needs a gradient for only the
+    second, and a function that returns views of parameters in two chunks."""
     ours = models.llama()
     first, second = (layer.mlp.up_proj.weight for layer in ours.model.layers[:2])
     first.requires_grad_(False)
@@ -86,7 +89,8 @@ def test_functions_of_several_parameters_with_gradients_or_views_are_refused():
 
 
 def update_averages(averages: dict[str, dict[str, Tensor]], model: nn.Module) -> None:
-    """Update moving averages of the weights by functions in place, which only read the weights."""
+    """Update moving averages of the weights by in-place functions on the averages. These functions
+    only read the weights."""
     if not averages:
         for kind in ("lerp", "copy", "add", "index", "plus", "out", "foreach"):
             averages[kind] = {n: p.detach().clone() for n, p in model.named_parameters()}
@@ -124,7 +128,7 @@ HIDDEN_WRITES = {
 
 @pytest.mark.parametrize("write", HIDDEN_WRITES)
 def test_a_write_that_the_name_of_the_function_does_not_show_is_refused(write):
-    """The copy on the device is restored."""
+    """After the refusal, the copy of the parameter on the device has its old values."""
     ours, optimizer, theirs, reference = models_of(1.0, 0)
     layers = [layer.mlp.up_proj.weight for layer in ours.model.layers[:2]]
     with torch.no_grad(), pytest.raises(ConfigError, match="is offloaded and cannot be changed"):
@@ -135,7 +139,8 @@ def test_a_write_that_the_name_of_the_function_does_not_show_is_refused(write):
 
 
 def change_gradients(model: nn.Module) -> list[Tensor]:
-    """Change gradients by operators and functions in place, and read them with parameters."""
+    """Change gradients by in-place operators and functions, and read the gradients together with
+    parameters. Return the results."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.grad *= 0.5
@@ -180,7 +185,8 @@ def test_functions_of_a_parameter_and_its_gradient_that_lose_values_are_refused(
 @pytest.mark.parametrize("hostile_memory", ["freed"], indirect=True)
 @pytest.mark.parametrize(("share", "seed"), PLACEMENTS)
 def test_arrays_of_parameters_and_gradients_have_their_values(share, seed):
-    """Also in hooks during backward, where gradients are on the device."""
+    """The arrays have the right values, also in hooks during backward, when gradients are on the
+    device."""
     ours, optimizer, theirs, reference = models_of(share, seed)
     results = []
     for model, of_model in ((ours, optimizer), (theirs, reference)):
@@ -206,7 +212,8 @@ def test_arrays_of_parameters_and_gradients_have_their_values(share, seed):
 
 
 class Lists(list):
-    """A list with an attribute, whose constructor has other arguments than that of list."""
+    """A list with an attribute. Its constructor has other arguments than the constructor of
+    `list`."""
 
     def __init__(self, scale: float, *elements: Tensor) -> None:
         super().__init__(elements)
@@ -276,7 +283,8 @@ def test_returned_collections_keep_their_class_and_attributes(kind):
 
 
 def test_exports_and_views_of_freed_memory_are_refused():
-    """An array is a copy, so a change of it is refused, too."""
+    """An array would be a copy, so a change of the array, which would not change the parameter, is
+    refused, too."""
     ours, *_ = models_of(1.0, 0)
     weight, views = ours.lm_head.weight, []
     array = weight.detach().cpu().numpy()
@@ -324,7 +332,7 @@ def assigned(weight: Tensor) -> Tensor:
     ids=["tensor", "data", "view", "write"],
 )
 def test_accesses_that_python_does_not_see_are_refused(read):
-    """After the refusal, training continues to the bits of torch."""
+    """After the refusal, training continues and gives the bits of torch."""
     models = [nn.Sequential(*(KeepsView(8, 8) for _ in range(3))) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
     ours = optimus.offload(models[0], host_share=1.0, **OPTIONS)
@@ -364,7 +372,7 @@ def test_gradients_of_chosen_parameters_are_those_of_torch(share):
 def test_functions_that_read_no_values_accept_freed_parameters():
     model, *_ = models_of(1.0, 0)
     parameter = dict(model.named_parameters())["model.layers.0.mlp.up_proj.weight"]
-    list(model.parameters())[-1].detach().clone()  # the cache has another chunk now
+    list(model.parameters())[-1].detach().clone()  # now the cache contains another chunk
     assert torch.zeros_like(parameter, requires_grad=True).shape == parameter.shape
     assert parameter.new_ones(2, requires_grad=True).tolist() == [1.0, 1.0]
     freed = 0

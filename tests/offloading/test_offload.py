@@ -1,4 +1,5 @@
-"""`optimus.offload` trains the bits of torch.optim.AdamW, whatever the placement of the states."""
+"""With any placement of the states, training with `optimus.offload` gives the bits of
+torch.optim.AdamW."""
 
 from __future__ import annotations
 
@@ -34,8 +35,8 @@ MODELS_AND_SHARES = [*((name, 1.0) for name in MODELS), ("llama", 0.0), ("gpt2",
 
 @pytest.fixture(autouse=True, params=["random"])
 def hostile_memory(request, monkeypatch):
-    """Fill freed memory with NaN, and copy at random times between start and wait. With "freed",
-    really free the memory."""
+    """Fill freed memory with NaN, and do each copy at a random time between its start and the wait
+    for it. With "freed", free the memory instead of filling it."""
     torch.set_num_threads(1)
     poison, copies = request.param != "freed", request.param.replace("freed", "late")
     models.set_residency(monkeypatch, poison=poison, copies=copies)
@@ -52,7 +53,8 @@ def pair(name: str, share: float, **options):
 
 @pytest.mark.parametrize("hostile_memory", ["random", "freed"], indirect=True)
 def test_these_tests_use_the_settings_of_hostile_memory(request):
-    """In `hostile_memory` itself, a wrong patch would have no effect."""
+    """Check that the patches of `hostile_memory` take effect, because a wrong patch would not be
+    noticed in other tests."""
     memory = pair("llama", 1.0)[1]._offloaded.engine.memory
     is_freed = "freed" in request.node.name
     assert memory.poison != is_freed and memory.copies == ("late" if is_freed else "random")
@@ -61,7 +63,8 @@ def test_these_tests_use_the_settings_of_hostile_memory(request):
 @pytest.mark.parametrize("share", SHARES)
 @pytest.mark.parametrize("name", MODELS)
 def test_training_equals_adamw_of_torch_bit_for_bit(name, share):
-    """The number of microbatches differs between steps. torch's clip_grad_norm_ clips both."""
+    """The number of microbatches differs between steps. torch's clip_grad_norm_ clips the gradients
+    of both models."""
     ours, optimizer, theirs, reference = pair(name, share)
     assert train(ours, optimizer) == train(theirs, reference)
     assert_equal(weights(ours), weights(theirs))
@@ -131,7 +134,7 @@ def smallest_cache(model: nn.Module, length: int) -> int:
 
 
 def test_emulated_links_change_no_bit(monkeypatch):
-    """Copies and updates take place in threads, at the rates of a slow link and host."""
+    """Copies and updates run in background threads, at the rates of a slow link and a slow host."""
     links = Links(to_device=2e7, to_host=2e7, host_adam=2e7)
     models.set_residency(monkeypatch, poison=True, links=links)
     ours, optimizer, theirs, reference = pair("llama", 1.0, cache={"cache_chunks": 2})
@@ -155,7 +158,7 @@ def enable(model: nn.Module, reentrant: bool) -> None:
     ],
 )
 def test_gradient_checkpointing_changes_no_bit(name, reentrant, slots):
-    """With None, checkpointing has the default of transformers."""
+    """If `reentrant` is None, checkpointing uses the default of transformers."""
     ours, optimizer, theirs, reference = pair(name, 1.0, cache={"cache_chunks": slots})
     for model in (ours, theirs):
         if reentrant is None:
@@ -177,8 +180,9 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
 
 
 class Tower(nn.Module):
-    """Blocks in regions that backward recomputes together, direct parameters, a block that is used
-    twice, one that is not used, and a parameter of another dtype of block."""
+    """A model with blocks in regions that backward recomputes together, direct parameters of the
+    model, a block that is used twice, an unused block, and a block with a parameter of another
+    dtype."""
 
     def __init__(self, checkpoints: str = "", region: int = 2) -> None:
         super().__init__()
@@ -227,9 +231,10 @@ def train_tower(model: Tower, optimizer: torch.optim.Optimizer, count: int) -> l
 def test_plain_modules_equal_adamw_of_torch(checkpoints, region, share):
     """The module `unused` has no gradient: as in torch, it is not updated, and does not decay.
 
-    Several reentrant checkpoints use `scale`, and each adds to its gradient separately. torch adds
-    them to the sum of the earlier microbatches, and the engine adds the sum of each microbatch.
-    These sums round differently if there are several microbatches.
+    Several reentrant checkpoints use `scale`, and each of them adds a separate contribution to the
+    gradient of `scale`. torch adds each contribution directly to the sum of the earlier
+    microbatches. The engine first sums the contributions of a microbatch, and then adds this sum.
+    With several microbatches, the two results are rounded differently.
     """
     ours, optimizer, theirs, reference = pair(Tower(checkpoints, region), share)
     before = weights(ours.unused)
@@ -270,7 +275,7 @@ class Scaled(nn.Module):
 @pytest.mark.parametrize("slots", [2, 3])
 @pytest.mark.parametrize("last", [False, True])
 def test_inplace_blocks_and_direct_parameters_equal_adamw_of_torch(last, slots):
-    """Without `last`, the output of the model is that of the last block: the same tensor."""
+    """Without `last`, the model returns the output tensor of its last block without a change."""
     ours, optimizer, theirs, reference = pair(Scaled(last), 1.0, cache={"cache_chunks": slots})
     for step, (model, of_model) in itertools.product(
         range(4), ((ours, optimizer), (theirs, reference))
@@ -333,7 +338,8 @@ class Views(nn.Module):
 @pytest.mark.parametrize("is_view", [False, True])
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 def test_views_that_modules_return_equal_adamw_of_torch(is_view, share):
-    """In-place operations on the views, and uses of the parameter after its module."""
+    """The model changes the returned views in place, and uses the parameter after the call of its
+    module."""
     ours, optimizer, theirs, reference = pair(Views(is_view), share)
     results = []
     for model, of_model in ((ours, optimizer), (theirs, reference)):
@@ -375,7 +381,7 @@ def with_lora(dtype: torch.dtype = torch.float32) -> nn.Module:
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_lora_trains_the_bits_of_torch_and_never_copies_frozen_weights_back(dtype, checkpointing):
-    """Frozen weights are in fp32 or bf16, and the trained ones in fp32."""
+    """Frozen weights are in fp32 or bf16, and trained weights are in fp32."""
     ours, optimizer, theirs, reference = pair(with_lora(dtype), 1.0)
     for model in (ours, theirs):
         if checkpointing:
@@ -401,7 +407,8 @@ def test_lora_trains_the_bits_of_torch_and_never_copies_frozen_weights_back(dtyp
 
 
 def test_bf16_placements_train_equal_bits_with_fp32_masters():
-    """torch's AdamW has bf16 states, so that only placements are compared."""
+    """The test compares only placements with each other, because torch's AdamW would have bf16
+    states."""
     results = []
     for share in SHARES:
         model = models.llama().bfloat16()
@@ -419,8 +426,8 @@ def test_bf16_placements_train_equal_bits_with_fp32_masters():
 
 
 def test_clip_norm_equals_torch_to_rounding_and_all_placements_to_the_bit():
-    """The engine's norm is exact, and torch's is rounded, so that the factors differ by at most a
-    few units in the last place."""
+    """The engine's norm is exact, and torch's norm has rounding errors. The two clipping factors
+    therefore differ by at most a few units in the last place."""
     results = []
     for share in SHARES:
         ours, optimizer, theirs, reference = pair("llama", share, clip_norm=0.5)
@@ -451,7 +458,8 @@ def test_a_gradient_that_is_not_finite_changes_nothing(share):
 
 @pytest.mark.parametrize("share", SHARES)
 def test_groups_and_a_scheduler_equal_torch(share):
-    """Two groups differ in all options, and a scheduler changes the learning rate and beta1."""
+    """The two parameter groups differ in all options, and a scheduler changes the learning rate and
+    beta1."""
     ours = models.gpt2()
     theirs = copy.deepcopy(ours)
     losses = []

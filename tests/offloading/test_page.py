@@ -1,4 +1,4 @@
-"""The code of docs/offload_one_gpu.md runs, and its table has all arguments."""
+"""The code in docs/offload_one_gpu.md runs, and the table of this page lists all arguments."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ NEEDS = Needs(states=1000, chunk=10, num_chunks=20, chunks_per_use=2, gradients=
     ("memory", "expected"),
     [
         (None, OffloadPlacement(1.0, 6)),
-        (2000, OffloadPlacement(0.0, 6)),  # half of it holds all states
+        (2000, OffloadPlacement(0.0, 6)),  # half of the memory is enough for all states
         (1999, OffloadPlacement(1.0, 20)),
         (400, OffloadPlacement(1.0, 10)),
         (240, OffloadPlacement(1.0, 2)),
@@ -144,7 +144,8 @@ def test_states_on_the_device_stay_in_half_of_the_smallest_memory():
 
 
 def test_after_the_first_step_uploads_follow_the_plan_and_are_the_fewest():
-    """n blocks of one chunk each, a cache of B chunks and k microbatches: 2kn - (2k-1)B uploads."""
+    """With n blocks of one chunk each, a cache of B chunks and k microbatches, a step has 2kn -
+    (2k-1)B uploads."""
     n, slots, count = 6, 2, 3
     model = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(n)))
     optimizer = optimus.offload(model, host_share=1.0, cache_chunks=slots)

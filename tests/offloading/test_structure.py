@@ -1,4 +1,5 @@
-"""Models whose modules are shared, or call each other in unusual ways, train the bits of AdamW."""
+"""Training of models whose modules are shared, or call each other in unusual ways, gives the bits
+of torch's AdamW."""
 
 from __future__ import annotations
 
@@ -31,8 +32,9 @@ def assert_trains_the_bits_of_adamw(
     count: int = 2,
     **cache: int,
 ) -> None:
-    """Train a model, which is placed by `share`, and a copy of it, with `count` microbatches.
-    `before` and `after` change both models before and after the call of `offload`."""
+    """Train a model with the placement `share`, and a copy of the model with torch's AdamW, with
+    `count` microbatches in each step. Assert that both have the same bits. `before` and `after` are
+    called with each of the two models, before and after the call of `offload`."""
     ours, theirs = model, copy.deepcopy(model)
     before(ours)
     before(theirs)
@@ -50,7 +52,8 @@ def assert_trains_the_bits_of_adamw(
 
 
 class Container(nn.Module):
-    """A module without a forward, whose list and parameter enclosing modules use."""
+    """A module without a forward. The modules that contain it use its list of blocks and its
+    parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +85,8 @@ CONTAINERS: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("kind", CONTAINERS)
 @pytest.mark.parametrize("share", SHARES)
 def test_container_that_two_modules_share_equals_adamw_of_torch(kind, share):
-    """Its blocks compute between uses of the parameters of both modules."""
+    """The blocks of the container compute between uses of the parameters of the two modules that
+    share it."""
     torch.manual_seed(0)
     shared = CONTAINERS[kind]()
     model = nn.Sequential(Parent(shared), Parent(shared), nn.Linear(32, 32))
@@ -92,7 +96,8 @@ def test_container_that_two_modules_share_equals_adamw_of_torch(kind, share):
 
 
 class Group(nn.Module):
-    """Blocks around which the module uses a parameter and, with `scale`, its values twice."""
+    """A module that uses a parameter before and after its blocks and, with `scale`, uses the values
+    of the parameter twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -176,7 +181,8 @@ def test_cache_that_is_too_small_for_a_module_and_its_caller_is_refused(caller):
 
 
 def test_failed_call_of_a_module_leaves_the_caller_usable():
-    """A hook calls a module that fails, and ignores the error."""
+    """A hook of a module calls another module, whose forward raises an error, and ignores the
+    error."""
 
     def add_hook(model: nn.Module) -> None:
         def ignore_errors(module: nn.Module, inputs: tuple[Tensor]) -> None:

@@ -1,4 +1,5 @@
-"""`optimus.offload` with states on disk and with early updates: bits, files, and refusals."""
+"""`optimus.offload` with states on disk and with early updates: equal bits, files, and refused
+arguments."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ LINKS = Links(to_device=RATE, to_host=RATE, host_adam=RATE, disk_read=RATE, disk
 
 
 def make_model(dtype: torch.dtype = torch.float32) -> nn.Module:
-    """Return a model of twelve chunks: four buffers for states on disk are smaller than these."""
+    """Return a model of twelve chunks, so that the four buffers for states on disk are smaller than
+    the states."""
     torch.manual_seed(0)
     blocks = nn.Sequential(*(nn.Linear(64, 64, bias=n % 2 == 0) for n in range(11)))
     return nn.Sequential(nn.Embedding(models.VOCAB, 64), blocks).to(dtype)
@@ -44,8 +46,8 @@ def patch(monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
 
 
 def bytes_of(model: nn.Module, disk: str = "") -> int:
-    """Return the host memory for all states: with a disk, also if all masters and moments are
-    there."""
+    """Return the bytes of host memory that the model needs if all states are on the host or, with
+    `disk`, if all masters and moments are on disk."""
     with pytest.raises(ConfigError) as refused:
         optimus.offload(model, host_share=1.0, host_memory=1, disk=disk)
     assert "\n" not in str(refused.value)
@@ -80,8 +82,9 @@ def states(optimizer: OffloadOptimizer) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("seed", range(16))
 def test_random_tiers_and_early_updates_change_no_bit(tmp_path, monkeypatch, seed):
-    """Draw the placement, the moments of copies, the numbers of microbatches, and what happens to
-    the gradients: nothing, a norm that is clipped or not finite, or a change by the user."""
+    """Draw at random: the placement, the times of copies, the numbers of microbatches, and the
+    gradients of each step (unchanged, with a norm that is clipped or not finite, or changed by user
+    code)."""
     draw = random.Random(seed)
     dtype = draw.choice([torch.float32, torch.bfloat16])
     options: dict[str, Any] = {"lr": 1e-2, "clip_norm": draw.choice([0.05, 0.5, 1e9])}
@@ -114,8 +117,9 @@ def test_random_tiers_and_early_updates_change_no_bit(tmp_path, monkeypatch, see
 
 
 def test_early_updates_are_used_if_gradients_passes_and_the_norm_are_as_expected(monkeypatch):
-    """Each chunk is updated early in a step with as many backward passes as the last one, unless
-    the norm is clipped, a learning rate changes during the step, or user code uses a gradient."""
+    """Each chunk is updated early in a step with the same number of backward passes as the previous
+    step, unless the norm is clipped, a learning rate changes during the step, or user code uses a
+    gradient."""
     used: list[int] = []
     exchange = ChunkState.exchange
 
@@ -129,7 +133,7 @@ def test_early_updates_are_used_if_gradients_passes_and_the_norm_are_as_expected
     optimizer = optimus.offload(model, host_share=1.0, early_adam="on", clip_norm=1e9)
     everything = [chunk.chunk.number for chunk in optimizer._offloaded.engine.chunks]
     for count, change, expected in (
-        (1, "", []),  # the first step has no expectation
+        (1, "", []),  # before the first step, nothing is expected
         (1, "", everything),
         (1, "lr", everything),  # between two steps, as a scheduler does
         (2, "", []),
@@ -159,7 +163,8 @@ def test_early_updates_are_used_if_gradients_passes_and_the_norm_are_as_expected
 
 
 def test_early_updates_need_a_second_copy_of_the_states_within_the_host_memory():
-    """By default there is none. With "auto", it has at most half of what is left over."""
+    """By default, there is no second copy. With "auto", it uses at most half of the host memory
+    that the states leave free."""
     model = make_model()
     whole, sizes = bytes_of(model), []
     optimizer: Any = None
@@ -175,8 +180,8 @@ def test_early_updates_need_a_second_copy_of_the_states_within_the_host_memory()
 
 
 def test_early_updates_of_all_chunks_are_within_the_host_memory(tmp_path):
-    """With a byte less than the states and the spare buffers need, states are on disk, where chunks
-    have no spare buffers. Without a disk, the model is refused."""
+    """If the limit is one byte less than the states and the spare buffers need, some states are
+    placed on disk. Chunks on disk have no spare buffers. Without a disk, the model is refused."""
     on = {"host_share": 1.0, "early_adam": "on"}
     engine = optimus.offload(make_model(), **on)._offloaded.engine
     whole = engine.state_bytes()["host"]
@@ -197,7 +202,8 @@ def test_early_updates_of_all_chunks_are_within_the_host_memory(tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_states_on_disk_are_saved_and_loaded(tmp_path, dtype):
-    """A saved state dict is that of states in memory, and is loaded under both placements."""
+    """A saved state dict equals the state dict of states in memory, and is loaded with both
+    placements."""
     model = make_model(dtype)
     disk = tmp_path / "disk"
     disk.mkdir()
@@ -228,7 +234,7 @@ def test_states_on_disk_are_saved_and_loaded(tmp_path, dtype):
 
 
 def test_a_state_dict_has_the_last_update(monkeypatch):
-    """The host needs 50 ms for an update."""
+    """An update on the host takes 50 ms, and `state_dict` waits for it."""
     expected = make_model()
     reference = optimus.offload(expected, host_share=0.0)
     patch(monkeypatch, links=Links(to_device=1e10, to_host=1e10, host_adam=1e6))
@@ -240,7 +246,8 @@ def test_a_state_dict_has_the_last_update(monkeypatch):
 
 
 def test_a_step_keeps_the_last_update_of_parameters_without_a_gradient(monkeypatch):
-    """The second step uses only chunks that the host updates before those of the first step."""
+    """The second step uses only chunks whose updates precede the updates of the other chunks of the
+    first step."""
     results = []
     patch(monkeypatch, links=Links(to_device=1e10, to_host=1e10, host_adam=1e6))
     for share in (0.0, 1.0):
@@ -257,7 +264,7 @@ def test_a_step_keeps_the_last_update_of_parameters_without_a_gradient(monkeypat
 
 @pytest.mark.parametrize("loads", ["weights", "states"])
 def test_loaded_values_replace_early_updates(loads):
-    """A load in the middle of a step, after its gradients are complete."""
+    """Values are loaded in the middle of a step, after the gradients of the step are complete."""
     results = []
     for early in ("off", "on"):
         model = make_model(torch.bfloat16)
@@ -267,7 +274,7 @@ def test_loaded_values_replace_early_updates(loads):
             if number == 1:
                 saved = copy.deepcopy(optimizer.state_dict())
         for state in saved["state"].values():
-            state["step"] += 1  # that of the states now
+            state["step"] += 1  # the current step of the states
         model(models.tokens(1)).square().mean().backward()
         if loads == "weights":
             model.load_state_dict(make_model(torch.bfloat16).state_dict())
@@ -279,8 +286,8 @@ def test_loaded_values_replace_early_updates(loads):
 
 
 def test_as_few_states_are_on_disk_as_the_host_memory_allows(tmp_path):
-    """With one byte more, fewer chunks are on disk; with one byte less than all of them need there,
-    the model is refused."""
+    """If the limit is one byte larger, fewer chunks are on disk. If the limit is one byte less than
+    the memory that is needed with all chunks on disk, the model is refused."""
     model = make_model()
     whole, least = bytes_of(model), bytes_of(model, str(tmp_path))
     on_disk = []
@@ -307,8 +314,9 @@ def test_as_few_states_are_on_disk_as_the_host_memory_allows(tmp_path):
 def test_limit_of_the_host_memory_is_exact_for_each_number_of_chunks_on_disk(
     tmp_path, vocab, with_spare
 ):
-    """The limit is the bytes that a number of chunks on disk needs, or a byte less. With a large
-    embedding or spare buffers, more chunks on disk may need more host memory."""
+    """The limit is the host memory that is needed with a given number of chunks on disk, or one
+    byte less. With a large embedding or spare buffers, more chunks on disk can need more host
+    memory."""
     blocks = nn.Sequential(*(nn.Linear(48, 48 + 8 * (n % 3)) for n in range(10)))
     model = nn.ModuleDict({"blocks": blocks, "embed": nn.Embedding(vocab, 48)})
     chunks = optimizer_module._chunks_of(model, dict(model.named_parameters()), 3000)
@@ -354,12 +362,12 @@ def test_arguments_are_refused_in_a_single_line(case):
     with pytest.raises(ConfigError, match=message) as error:
         optimus.offload(model, host_share=1.0, **arguments)
     assert "\n" not in str(error.value)
-    optimus.offload(model, host_share=1.0)  # the refusal has left nothing
+    optimus.offload(model, host_share=1.0)  # the refusal has not changed the model
 
 
 def refused(disk: Path, memory: int) -> str:
-    """Return the message with which a model that needs the disk is refused. The model is not
-    changed."""
+    """Offload a model whose states need the disk. Return the message of the refusal, and assert
+    that the model is not changed."""
     model = make_model()
     before = weights(model)
     with pytest.raises(ConfigError) as error:
@@ -397,7 +405,7 @@ def test_a_full_or_read_only_disk_and_that_of_another_run_are_refused(tmp_path):
     ids=["short read", "full"],
 )
 def test_an_error_of_the_disk_ends_the_training(tmp_path, monkeypatch, name, fails, reason):
-    """No values that are partly updated can be read afterwards."""
+    """After the error, states that are only partly updated cannot be read."""
     model = make_model()
     memory = bytes_of(model, str(tmp_path))
     optimizer = optimus.offload(model, host_share=1.0, disk=tmp_path, host_memory=memory)

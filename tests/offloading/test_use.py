@@ -23,7 +23,8 @@ __all__ = ["hostile_memory"]
 
 @pytest.mark.parametrize(("name", "share"), MODELS_AND_SHARES)
 def test_evaluation_and_generation_see_all_updates(name, share):
-    """Between steps and between microbatches, evaluate and generate. Training does not change."""
+    """Evaluate and generate text between steps and between microbatches. This does not change the
+    bits of the training."""
     ours, optimizer, theirs, reference = pair(name, share)
 
     def use(model: nn.Module) -> list:
@@ -120,7 +121,8 @@ def test_a_step_without_gradients_does_nothing(share):
 
 @pytest.mark.parametrize("share", SHARES)
 def test_gradients_of_zero_update_the_parameters_that_had_a_gradient(share):
-    """As in torch, moments and weight decay change the weights. The last norm has no gradient."""
+    """As in torch, moments and weight decay change a parameter whose gradient is zero. The last
+    norm has no gradient, so its parameters do not change."""
     ours, optimizer, theirs, reference = pair("gpt2", share)
     for model, of_model in ((ours, optimizer), (theirs, reference)):
         for step in range(3):
@@ -135,7 +137,8 @@ def test_gradients_of_zero_update_the_parameters_that_had_a_gradient(share):
 
 @pytest.mark.parametrize("share", SHARES)
 def test_a_failed_or_abandoned_step_leaves_no_trace(share):
-    """An exception in forward, one in backward, and cleared gradients."""
+    """Steps end by an exception in forward, by an exception in backward, or by a call that clears
+    the gradients. The next steps have the bits of a model without these steps."""
     ours, optimizer, theirs, reference = pair("llama", share)
 
     def fail(*_):
@@ -238,7 +241,8 @@ class Functional(nn.Module):
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize(("after", "name"), [(False, "embed.weight"), (True, "blocks.0.weight")])
 def test_a_parameter_used_outside_of_its_module_is_refused_in_training(slots, frozen, after, name):
-    """Without gradients, the use is possible. The refusal does not depend on the cache."""
+    """Without gradients, the use is permitted. With gradients, it is refused, independent of the
+    content of the cache."""
     ours = Functional(after)
     (ours.blocks[0] if after else ours.embed).requires_grad_(not frozen)
     theirs = copy.deepcopy(ours)
@@ -368,8 +372,8 @@ class Scaled(nn.Linear):
 
 
 def test_backward_passes_that_need_freed_memory_are_refused():
-    """If weights of an earlier forward are used again, their gradients come after the backward of
-    all segments."""
+    """If weights that were computed in an earlier forward are used again, their gradients are
+    computed after the backward of all segments."""
     ours, *_ = pair("llama", 1.0)
     with pytest.raises(ConfigError, match="leave create_graph out"):
         torch.autograd.grad(loss_of(ours, 0), ours.lm_head.weight, create_graph=True)
@@ -389,8 +393,9 @@ def test_an_update_by_another_optimizer_is_refused():
 
 
 def test_the_state_of_the_optimizer_has_the_options_of_torch():
-    """An AdamW of torch that loads it stays fused. All options are loaded back. With bf16 as the
-    default dtype, numbers of updates are exact."""
+    """A torch AdamW that loads the state dict stays fused. The offloading optimizer loads all
+    options from its state dict. With bf16 as torch's default dtype, the numbers of updates remain
+    exact."""
     ours, optimizer, theirs, reference = pair("llama", 1.0)
     for model, of_model in ((ours, optimizer), (theirs, reference)):
         train(model, of_model, (1,))
@@ -428,7 +433,8 @@ def test_a_wrong_state_dict_changes_nothing():
 
 @pytest.mark.parametrize("share", [0.5, 1.0])
 def test_gradients_are_changed_after_the_updates_that_read_them(share, monkeypatch):
-    """The update of a chunk takes some milliseconds."""
+    """The update of a chunk takes some milliseconds. A change of a gradient must wait until the
+    update has read it."""
     links = Links(to_device=1e9, to_host=1e9, host_adam=1e6)
     models.set_residency(monkeypatch, poison=True, links=links)
     ours, optimizer, theirs, reference = pair("llama", share)
@@ -442,7 +448,8 @@ def test_gradients_are_changed_after_the_updates_that_read_them(share, monkeypat
 
 @pytest.mark.parametrize("share", SHARES)
 def test_grad_scaler_unscales_and_skips_as_with_torch(share):
-    """The scale is too large for the first steps, whose gradients are infinite."""
+    """The loss scale is too large in the first steps, so their gradients are infinite and their
+    updates are skipped."""
     results = []
     for index in range(2):
         ours, optimizer, theirs, reference = pair("llama", share)

@@ -144,7 +144,7 @@ def test_outputs_gradients_rows_and_bytes(ranks, size, dispatch, dtype):
             if uneven:
                 assert result["rows"] == arriving, "a token goes once to each rank that needs it"
                 # Another collective exchanges the counts of rows, 8 * (n - 1) bytes. `Traffic` does
-                # not count it.
+                # not count this collective.
                 assert result["arrived"] == (
                     2 * (arriving_from_others + away) * D * b
                     + arriving_from_others * (K * b + 8 * K)
