@@ -29,8 +29,8 @@ os.environ.setdefault("OPTIMUS_IPEX", "0")
 if "OPTIMUS_PEAK_CACHE" not in os.environ:
     os.environ["OPTIMUS_PEAK_CACHE"] = tempfile.mkdtemp(prefix="optimus-peaks-")
     atexit.register(shutil.rmtree, os.environ["OPTIMUS_PEAK_CACHE"], ignore_errors=True)
-# A shell makes its background processes ignore these signals, and child processes inherit this.
-# Tests send the signals, so restore their handlers.
+# A shell can start this process with SIGINT or SIGHUP ignored, and child processes would inherit
+# this. Tests send these signals, so restore the default handlers.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:

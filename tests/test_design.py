@@ -71,7 +71,8 @@ def test_a_name_that_is_gone_is_missed():
 
 
 def test_packages_page_has_the_graph_of_the_import_table():
-    """`python scripts/package_picture.py` prints the graph."""
+    """docs/design/packages.md contains the graph that `python scripts/package_picture.py`
+    prints."""
     page = (ROOT / "docs/design/packages.md").read_text()
     assert f"```mermaid\n{picture()}\n```" in page
 

@@ -1,8 +1,8 @@
 """This version of Optimus reads the files that earlier versions wrote to tests/golden, and
 continues the runs of these versions.
 
-Each directory was written by one version. Its `expected.json` has the results of that version.
-Tests work on copies.
+Each directory in tests/golden was written by one version. The file `expected.json` in a directory
+has the results of this version. Tests work on copies of the directories.
 """
 
 from __future__ import annotations

@@ -288,7 +288,7 @@ def test_correct_reader_has_no_finding(arena):
 
 def test_reader_that_imports_a_new_module_has_no_finding(arena, tmp_path, monkeypatch):
     """Python stores the bytecode of a module next to its source, outside the directory of the case,
-    when the first process imports it."""
+    when the first process imports the module. This must not be a finding."""
 
     def imports(words: Sequence[str]) -> int:
         importlib.import_module("module_of_a_reader")

@@ -1,7 +1,7 @@
 """Helpers for the benchmark scripts in this folder, which compare Optimus with other libraries.
 
-Import this module before `optimus` and `optimus_kernels`. It adds the folders of this checkout that
-contain these packages to sys.path.
+Import this module before the packages `optimus` and `optimus_kernels`: it adds the folders of this
+checkout that contain the two packages to sys.path.
 """
 
 from __future__ import annotations

@@ -3,8 +3,9 @@
     python scripts/bench/moe_step.py --model configs/model/mula-7b-a1b.toml --layers 1
 
 Our experts and the experts of each other library (peer) run in turn in the same model. A pass is
-forward, loss and backward of one microbatch. The script also predicts the speed-up of a pass from
-the times of single MoE blocks with our experts and with the peer's experts.
+forward, loss and backward of one microbatch. The script also predicts the speed-up of a pass. The
+prediction is computed from the times of single MoE blocks with our experts and with the experts of
+the peer.
 """
 
 from __future__ import annotations
@@ -93,8 +94,8 @@ class Contest:
 
 
 def measure(contest: Contest, batch: tuple[int, int], rounds: int) -> dict[str, dict[str, list]]:
-    """Time a pass of the whole model and a pass of a single MoE block, in each round and with the
-    experts of each library.
+    """In each round, measure the time of a pass of the whole model and of a pass of a single MoE
+    block, with the experts of each library in turn.
 
     Returns:
         A dict `times`. `times[name][span]` is a list of pairs (wall-clock seconds, CPU seconds),

@@ -210,9 +210,9 @@ class Bar(NamedTuple):
 
 
 def verdict(errors: Sequence[float], bar: Bar) -> str:
-    """Return a line with the mean, the 90th percentile and the maximum of the absolute errors. For
-    each of them that has a limit in `bar`, the line says if the limit is met. The percentile is
-    interpolated linearly between rows."""
+    """Return a line with the mean, the 90th percentile and the maximum of the absolute errors. If
+    one of these values has a limit in `bar`, the line also says if the limit is met. The percentile
+    is interpolated linearly between rows."""
     sizes = sorted(map(abs, errors))
     p90 = statistics.quantiles(sizes, n=10, method="inclusive")[-1]
     figures = [("mean", statistics.mean(sizes), bar.mean), ("90th percentile", p90, bar.p90)]
@@ -301,7 +301,7 @@ def report_vtrain(rates: Rates, single_node: Sequence[Row], many: Sequence[Row])
 
 
 def single_node_warning(rows: Sequence[Row]) -> str:
-    """Return a text that says for how many triples of one-node rows the step time is an exactly
+    """Return a warning with the number of triples of one-node rows whose step times are an exactly
     linear function of the number of microbatches. Such times are computed, not measured."""
     series: dict[tuple, dict[int, float]] = {}
     for row in rows:

@@ -1,4 +1,4 @@
-"""scripts/bench/optimizer.py and scripts/bench/sharding.py."""
+"""Tests of scripts/bench/optimizer.py and scripts/bench/sharding.py."""
 
 from __future__ import annotations
 

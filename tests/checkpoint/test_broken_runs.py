@@ -90,7 +90,8 @@ def test_a_run_resumes_after_any_power_cut(recorded):
 
 @pytest.mark.parametrize("op", ["shard", "model", "directory"])
 def test_power_cuts_detect_a_missing_fsync(recorded, op):
-    """Remove the fsyncs of one kind of file from the recorded calls. `replay` finds a fault."""
+    """Remove the fsyncs of one kind of file from the recorded calls. `replay` must then report a
+    fault."""
     root, calls = recorded
     end = {"shard": ".bin", "model": ".safetensors", "directory": "/checkpoints"}[op]
     forgotten = {n for n, c in enumerate(calls) if c.op == "fsync" and c.path.endswith(end)}

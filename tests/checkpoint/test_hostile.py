@@ -114,7 +114,7 @@ def rewrite_index(path: Path, change) -> None:
 
 
 def problem_of(path: Path, capsys) -> str:
-    """Return the line in which `verify` refuses a checkpoint. Check that `show` refuses it, too."""
+    """Assert that `verify` and `show` refuse a checkpoint. Return the error line of `verify`."""
     capsys.readouterr()
     assert main(["checkpoint", "verify", str(path)]) == 1
     lines = capsys.readouterr().out.splitlines()

@@ -66,7 +66,8 @@ def random_case(generator: random.Random, directory: Path) -> Case:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_random_plans_train_to_the_bits_of_states_on_the_device(tmp_path, monkeypatch, seed):
-    """Reads and writes take place early, late or at random, in one block or in several."""
+    """Training with states on disk gives the same bits as with states on the device. Reads and
+    writes are done early, late or at random times, in one block or in several blocks."""
     monkeypatch.setattr(state_file, "BLOCK_BYTES", random.Random(seed).choice([4096, 4 << 20]))
     case = random_case(random.Random(seed), tmp_path)
     order = random.Random(seed).choice(["forward", "skip", "alternate"])
@@ -394,8 +395,8 @@ def test_a_file_ends_with_its_process(tmp_path):
 
 
 def test_close_ends_an_update_that_waits_for_a_cancelled_read(tmp_path):
-    """The first read is late, and occupies the thread of reads. The update of the second chunk
-    waits for the read of that chunk, which `close` cancels."""
+    """The read of the first chunk is late and blocks the only thread for reads. The update of the
+    second chunk waits for the read of the second chunk, which `close` cancels."""
     size = file_bytes(5000, [torch.float32])
     tier = DiskTier(Memory(CPU, copies="late"), str(tmp_path), 0, [size] * 2)
     for number in range(2):
@@ -438,7 +439,8 @@ worker("optimizer", 1).submit(update)
 
 
 def test_a_process_with_updates_in_progress_ends(tmp_path):
-    """Its main thread ends without waiting for the updates, whose writes cannot start then."""
+    """The main thread of the process ends while updates are in progress. The writes of these
+    updates can no longer start, and the process must still end."""
     command = [sys.executable, "-c", UNFINISHED, str(tmp_path)]
     subprocess.run(command, cwd=Path(__file__).parents[2], timeout=25, check=True)
     assert not list(tmp_path.iterdir())

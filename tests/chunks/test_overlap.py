@@ -126,8 +126,8 @@ def four_layers(group: Group) -> tuple[torch.nn.Sequential, ChunkEngine]:
 
 
 def count_launches() -> dict:
-    """Run a step on `four_layers`, and an update. Return the collectives that each phase launches,
-    and checks of the values."""
+    """Run a step and an update on `four_layers`. Return a dict with the collectives that each phase
+    launches, and with the results of checks of gradients and parameters."""
     meter = TrafficMeter()
     group = everyone(recorder=meter)
     model, engine = four_layers(group)

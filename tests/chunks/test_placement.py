@@ -254,7 +254,7 @@ def test_layer_order_is_chosen_for_many_microbatches_on_a_slow_link() -> None:
 
 
 SERVERS = {
-    # to_device, to_host, device_update, host_update of 1, 2 and 4 processes; Tables 4 and 5.
+    # (to_device, to_host, device_update, host_update) for 1, 2 and 4 processes (Tables 4 and 5).
     "development": [(22, 16, 50, 5), (50, 40, 100, 6.5), (70, 60, 200, 7.5)],
     "aws": [(12, 13, 44, 3.7), (12, 13, 86, 5.6), (25, 26, 171, 5)],
 }

@@ -190,8 +190,8 @@ def test_stats_refuses_another_tokenizer(made, tmp_path):
 
 
 def test_stats_refuses_held_out_data_with_more_ids(made, tmp_path):
-    """The vocabulary of the held-out data is larger than that of the training data, which
-    determines the size of the table of id pairs."""
+    """The vocabulary of the training data determines the size of the table of id pairs. Held-out
+    data with a larger vocabulary is refused."""
     shutil.copytree(made.data / "eval", tmp_path / "eval")
     path = tmp_path / "eval" / "manifest.json"
     manifest = parse_checked_json(path.read_bytes())

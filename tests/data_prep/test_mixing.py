@@ -16,7 +16,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "formats" / "dataset.md"
 
 
 def order_by_definition(weights: list[int], count: int) -> list[int]:
-    """Return the sources of the first `count` instances by the definition, in exact fractions."""
+    """Return the source of each of the first `count` instances, computed by the definition with
+    exact fractions."""
     picked, total, picks = [0] * len(weights), sum(weights), []
     for n in range(count):
         lags = [Fraction(w * (n + 1), total) - g for w, g in zip(weights, picked, strict=True)]

@@ -91,7 +91,8 @@ def test_gatherer_reads_the_same_rows_by_any_strategy(
 
 
 def test_instances_may_span_several_arrays(tmp_path, made):
-    """With `--carry-tails`, an instance may also span empty arrays."""
+    """With `--carry-tails`, an instance can consist of the tokens of several arrays, with empty
+    arrays between them."""
     for number, text in enumerate(["one two", "", "three", "", "six " * 50, "x", "y", "z " * 50]):
         (tmp_path / f"{number}.txt").write_text(text)
     out = tmp_path / "out"

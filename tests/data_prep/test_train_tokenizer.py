@@ -46,7 +46,8 @@ def test_impossible_output_of_training_is_refused_first(tmp_path, capsys):
 
 
 def test_quarantined_file_does_not_change_the_tokenizer(tmp_path):
-    """The quarantined file is truncated. Training uses no text of its readable first half."""
+    """The quarantined file is truncated. Training must use no text of the file, not even of its
+    readable first half."""
     (tmp_path / "a.txt").write_text("some text " * 99)
     packed = gzip.compress(b"quite other words " * 9999)
     assert main(train(tmp_path, tmp_path / "out" / "one.json")) == 0

@@ -333,7 +333,8 @@ def make_interrupted() -> dict[str, dict]:
 
 
 def make_run(name: str) -> dict:
-    """Train a run to update STEP, and continue it in temporary copies of the working directory.
+    """Train a run to update STEP, and continue the run in temporary copies of the working
+    directory.
 
     Return the values for `expected.json`.
     """

@@ -109,8 +109,8 @@ def unaligned(tensor: Tensor) -> Tensor:
 
 
 def assert_close(actual: Tensor, exact: Tensor, scale: Tensor, roundings: int) -> None:
-    """Assert that `actual` is `exact` (fp64) rounded to its dtype. An additional error is allowed:
-    that of `roundings` fp32 operations on values with the magnitude `scale`."""
+    """Assert that `actual` is `exact` (fp64) rounded to its dtype. An additional error is
+    permitted: the error of `roundings` fp32 operations on values with the magnitude `scale`."""
     assert actual.shape == exact.shape, (actual.shape, exact.shape)
     allowed = ROUNDING[actual.dtype] * exact.abs() + SMALLEST[actual.dtype]
     # The factor of 2: with an fp32 error, the result can be rounded to the other neighbour.

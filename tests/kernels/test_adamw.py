@@ -210,7 +210,8 @@ def test_fused_rounds_once():
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not on PATH")
 def test_gpu_kernel_gives_the_same_bits(monkeypatch, reference, tmp_path):
-    """Emulate the CUDA kernel on a CPU. Some sizes and addresses do not fit vector loads."""
+    """Emulate the CUDA kernel on a CPU, and compare its results with the reference. Some tensors
+    have sizes or addresses that vector loads do not support."""
     emulated = CudaOnCpu(build.csrc() / "cuda/kernels.cu", tmp_path)
     for size, shift in ((0, 0), (3, 0), (1027, 0), (1024, 1)):
         tensors = [*make_states(size + shift, torch.bfloat16), torch.zeros(size + shift).bfloat16()]

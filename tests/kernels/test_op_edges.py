@@ -47,7 +47,7 @@ def test_rows_padded_for_onednn_are_within_their_buffers(tokens, dtype, monkeypa
         if not product.onednn_is_exact():
             pytest.skip("oneDNN is not available for fp32 products")
         monkeypatch.setattr(product, "_onednn_is_better", lambda: True)
-    for module in (experts_loop, product):  # as without AMX, whose kernel needs no padding
+    for module in (experts_loop, product):  # disable the AMX kernel, which needs no padding
         monkeypatch.setattr(module, "amx_kernel", lambda like: None)
     chosen = torch.full((tokens, 1), 1)
     rows = kernels.route(chosen, 0, 2)

@@ -60,7 +60,8 @@ def case(name, dtype=torch.float32):
 
 
 def arguments(name, dtype) -> dict[str, tuple]:
-    """Return the arguments of each op in a dict. `name` selects the sizes in SHAPES."""
+    """Return a dict that maps each op to a tuple of its arguments. `name` selects the sizes in
+    SHAPES."""
     c = case(name, dtype)
     rows = c["rows"]
     weights, x, y, h, da = (c[key] for key in ("weights", "x", "y", "h", "da"))

@@ -130,7 +130,7 @@ def not_of_intel(monkeypatch):
 @needs_onednn
 def test_onednn_computes_fp32_products_of_experts_where_it_is_faster():
     """On processors that are not from Intel, oneDNN must compute the fp32 products of the op
-    `experts`, and no other products. On Intel processors, it must compute no products."""
+    `experts`, and no other products. On Intel processors, oneDNN must compute no products."""
     code = """
 import types, torch, optimus_kernels as kernels
 from optimus_kernels import product

@@ -89,7 +89,7 @@ def test_functions_of_several_parameters_with_gradients_or_views_are_refused():
 
 
 def update_averages(averages: dict[str, dict[str, Tensor]], model: nn.Module) -> None:
-    """Update moving averages of the weights by in-place functions on the averages. These functions
+    """Update moving averages of the weights with in-place functions, which change the averages and
     only read the weights."""
     if not averages:
         for kind in ("lerp", "copy", "add", "index", "plus", "out", "foreach"):

@@ -144,7 +144,8 @@ def test_ranks_of_all_stages_in_a_group_share_its_links():
 
 
 def hosts_file(path, racks: int, count: int, shuffled: bool) -> str:
-    """Write the names of `count` nodes of Aurora to a file."""
+    """Write the names of `count` nodes in `racks` racks of Aurora to a file. Return the path of the
+    file."""
     hosts = [f"x{4000 + r}c{c}s{s}b0n0" for r in range(racks) for c in range(8) for s in range(8)]
     if shuffled:
         random.Random("hosts").shuffle(hosts)

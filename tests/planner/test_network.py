@@ -43,8 +43,8 @@ def test_a_collective_loads_the_levels_that_it_crosses(operation, ranks, loads):
 
 def test_each_send_uses_the_level_between_its_ranks():
     """The pipeline has 8 stages of 4 ranks. Each rack contains 4 stages. Only the sends between
-    stages 3 and 4 and between the last and the first stage leave the rack, and use the links of the
-    rack in addition to the ports of the ranks."""
+    stages 3 and 4 and between the last and the first stage leave a rack. These sends use the links
+    of the rack in addition to the ports of the ranks."""
     sends = network(8, 4, 1, 1).sends(100.0)
     assert {sends[rank, True] for rank in (0, 1, 2, 4, 5, 6)} == {Transfer(10.0, (0, 1, 0))}
     assert sends[3, True] == sends[4, False] == sends[7, True] == Transfer(10.0, (0, 1, 1))

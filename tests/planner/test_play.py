@@ -1,4 +1,5 @@
-"""Tests of the event simulator: bubbles, shared ports, collectives that computation hides."""
+"""Tests of the event simulator of a step: bubbles, transfers that share a port, and collectives
+that computation hides."""
 
 from __future__ import annotations
 
@@ -159,7 +160,7 @@ def test_a_host_that_is_slower_than_the_device_delays_it():
     # The second forward takes 1 s: its launches end at 8 s. Without this, a step takes 16 s.
     assert ends(launches) == [3.0, 8.0, 9.0, 14.0]
     assert ends({Kind.F: 8.0, Kind.B: 8.0}) == [8.0, 16.0, 24.0, 32.0]
-    # A collective within an action begins when the device has computed.
+    # A collective within an action begins when the device has computed its input.
     exchange = Transfers(exchanges={(Kind.F, 0): Transfer(1.0)})
     played = play(
         schedule,

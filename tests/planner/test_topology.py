@@ -213,7 +213,8 @@ def test_plan_says_that_groups_are_unknown(tmp_path, capsys):
 
 @pytest.mark.parametrize("sharding", ["none", "so", "epso"])
 def test_bytes_of_a_step_are_those_of_the_chunks(sharding):
-    """A rank sends (n - 1) / n of a buffer in a reduce-scatter and in an all-gather."""
+    """In a reduce-scatter and in an all-gather over n ranks, each rank sends (n - 1) / n of the
+    buffer."""
     settings = [f"optim.sharding={sharding}", "parallel.dp=2", "parallel.ep=2", "parallel.pp=2"]
     config = load_config(RUN, ["model.num_layers=4", "model.hidden_size=48", *settings])
     mesh = Mesh(2, 2, 2, 1)

@@ -127,7 +127,8 @@ def peak_of(uses: list[UseProfile]) -> int:
 
 
 def profile_real_run(tree: dict) -> list[UseProfile]:
-    """Profile a forward and a backward of one microbatch on the CPU, with memory."""
+    """Profile a real forward and a real backward of one microbatch on the CPU. Return the profile
+    of each use of a segment."""
     setup = make_updater(tree)
     tracker = UseTracker()
     register_uses(segments_of(setup.model.model, setup.model.layout), tracker.use, True)

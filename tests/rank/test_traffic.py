@@ -1,4 +1,5 @@
-"""Tests of the planned collectives of an update: on each rank, they equal those of a run."""
+"""Tests of the planned collectives of an update: on each rank, they equal the collectives of a
+run."""
 
 from __future__ import annotations
 

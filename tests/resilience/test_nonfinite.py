@@ -1,4 +1,5 @@
-"""Non-finite optimizer states: errors name the state and its rank, and no run loads the state."""
+"""Non-finite optimizer states: an error contains the name of the state and the rank that has it,
+and no run loads such a state."""
 
 from __future__ import annotations
 

@@ -259,9 +259,9 @@ def run_on_a_filling_disk(tree: dict[str, Any], folder: str) -> Ended:
 
 @SYNC_AND_ASYNC
 def test_undeletable_checkpoints_do_not_keep_others(ranks, tiny_data, tmp_path, async_save):
-    """Two old checkpoints cannot be deleted. The run must still delete other old checkpoints. It
-    must print one warning about each of the two, and must mention them when it warns that space is
-    low."""
+    """Two old checkpoints cannot be deleted. The run must still delete other old checkpoints. The
+    run must print one warning about each of these two checkpoints, and must mention both when it
+    warns that space is low."""
     settings = {"train__max_steps": 12, "checkpoint__interval": 2, "checkpoint__model_interval": 2}
     settings |= {"checkpoint__keep_models": 1, "checkpoint__async_save": async_save}
     with small_disk(tmp_path / "disk", "4m"):

@@ -169,7 +169,8 @@ def test_ranks_save_and_end_before_the_walltime(submission):
     assert history.verdict.verdict == "continue" and history.verdict.status == 3
     (end,) = history.ends.values()
     assert end.outcome == "stopped" and end.time < job["start"] + job["walltime"]
-    # qstat prints the start of a job in whole seconds, and the supervisor computes the end from it.
+    # qstat prints the start of a job in whole seconds. The supervisor computes the end of the job
+    # from this start.
     assert end.time > int(job["start"]) + job["walltime"] - MARGIN_S
     steps = [line["step"] for line in metrics_of(submission.run_dir)]
     assert steps and (submission.run_dir / f"checkpoints/step-{steps[-1]:08d}").exists()

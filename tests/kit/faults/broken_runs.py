@@ -168,8 +168,8 @@ class RecordedSave(NamedTuple):
         return range(self.calls[rank][0].number, self.calls[rank][-1].number + 1)
 
     def kills(self) -> list[Breakage]:
-        """Return breakages that kill a rank: one before and one after each call of each rank, and
-        one in the middle of each write."""
+        """Return breakages that kill a rank. For each call of each rank, there is a kill before and
+        a kill after the call. For each write, there is also a kill in the middle of the write."""
         cases = []
         for rank in range(RANKS):
             writes = {call.number for call in self.calls[rank] if call.op == "write"}

@@ -361,7 +361,7 @@ def _kill_all(launch: Launch, chance: random.Random) -> Expected:
 
 
 def _pause_supervisor(launch: Launch, chance: random.Random) -> Expected:
-    """Suspend the supervisor for longer than agents may be silent."""
+    """Suspend the supervisor for longer than the time after which silent agents count as lost."""
     launch.process.send_signal(signal.SIGSTOP)
     time.sleep(HEARTBEAT_S + 2 * chance.random())
     launch.process.send_signal(signal.SIGCONT)

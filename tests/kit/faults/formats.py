@@ -257,7 +257,8 @@ def _json_files(folder: Path, excluded: Path) -> Iterator[Path]:
 
 
 def _replace(tree: Any, hashes: dict[str, str], old_size: int, new_size: int) -> None:
-    """Replace hashes, and the size in each dict or list that contains a replaced hash."""
+    """In `tree`, replace each hash that is a key of `hashes` by its value. In each dict or list
+    that contains such a hash, replace `old_size` by `new_size`."""
     items = list(tree.items() if isinstance(tree, dict) else enumerate(tree))
     has_hash = any(isinstance(value, str) and value in hashes for _, value in items)
     for key, value in items:

@@ -163,8 +163,9 @@ class Verdict:
     """The verdict on a case."""
 
     outcome: str
-    """"same": the command accepted the file and read the content of the unchanged file. "other": it
-    read other content, which is permitted. "refused": it refused the file. "finding": a fault."""
+    """"same": the command accepted the file and read the content of the unchanged file. "other":
+    the command accepted the file and read other content, which is permitted. "refused": the command
+    refused the file. "finding": the command has a fault."""
     kind: str = ""
     """One line that describes a finding."""
     output: str = ""

@@ -64,7 +64,7 @@ def poison(
                 named[name].data.view(-1)[0] = torch.nan
             elif target == "gradient":
                 named[name].register_hook(lambda gradient: gradient * torch.nan)
-            elif target == "gradient once":  # a transient error of a device
+            elif target == "gradient once":  # like a transient error of a device
                 factors = iter([torch.nan])
                 named[name].register_hook(lambda gradient: gradient * next(factors, 1.0))
             else:

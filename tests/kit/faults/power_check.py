@@ -132,7 +132,8 @@ class Loader:
         self._fill(self._disk, tree)
 
     def _fill(self, path: Path, tree: Tree) -> None:
-        """Write a tree. Each different content is written once, and files are hard links to it."""
+        """Write a tree. Each file content is written only once, and files with equal content are
+        hard links to the same file."""
         if isinstance(tree, tuple):
             path.mkdir()
             for name, below in tree:

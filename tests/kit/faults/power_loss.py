@@ -140,7 +140,7 @@ def _apply(entries: dict[str, Node], names: Mapping[str, Node | None]) -> None:
 
 
 class Disk:
-    """A file system below `root`, to which calls are applied."""
+    """Model of a file system below `root`, which applies recorded file calls."""
 
     def __init__(self, root: str) -> None:
         self._root, self.top = PurePath(root), Directory()

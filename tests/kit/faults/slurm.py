@@ -42,7 +42,7 @@ _DOWN_S = 14.0
 
 
 class Node:
-    """A node of the Slurm of scripts/drills/slurm.sh --networks."""
+    """A node of the Slurm installation that scripts/drills/slurm.sh --networks starts."""
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -371,7 +371,7 @@ def make_job(run_dir: Path, **more: Any) -> Job:
 
 
 class References:
-    """Curves of unbroken runs, each of which is trained once."""
+    """Curves (metrics by step) of unbroken runs. Each of these runs is trained only once."""
 
     def __init__(self, work: Path, data: Path) -> None:
         self.work, self.data = work, data

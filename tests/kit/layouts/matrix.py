@@ -299,7 +299,7 @@ class _RouteRecorder:
 
 
 class Agreement(NamedTuple):
-    """Comparison of a run with the run of one process."""
+    """Result of the comparison of a run with the run on one process."""
 
     broken: list[str]
     """Broken promises."""

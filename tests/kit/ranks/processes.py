@@ -29,7 +29,7 @@ def started(
 
     Args:
         words: The command.
-        folder: Its working directory; None: that of this process.
+        folder: Working directory of the command; None: the working directory of this process.
         environ: Additional environment variables.
     """
     before = os.environ.get("PYTHONPATH")

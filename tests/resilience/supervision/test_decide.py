@@ -413,7 +413,8 @@ def test_refusal_after_an_update_is_a_failure_of_its_node():
 
 
 def test_damaged_state_on_two_nodes_is_not_skipped():
-    """A skip of the update would not repair the state."""
+    """A state is damaged on two nodes. The update must not be skipped, because this would not
+    repair the state."""
     run = Run(on_repeat_nan="skip")
     for node in "be":
         run.start()
