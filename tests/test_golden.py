@@ -150,8 +150,8 @@ def test_corpus_is_complete():
 @pytest.mark.parametrize("other_layout", [False, True], ids=["its-layout", "another-layout"])
 def test_run_is_continued(ranks, corpus, version, name, other_layout):
     """Continue a run of an old version. Loaded states must be bitwise equal to the saved states.
-    Later metrics must equal those of the old version: bitwise if the layout, the machine and this
-    version allow it, and otherwise within tolerances."""
+    Later metrics must be bitwise equal to the metrics of the old version if the layout, the machine
+    and this version allow it. Otherwise they must be equal within tolerances."""
     facts = corpus(version, f"runs/{name}")
     expected, run_dir = facts["runs"][name], Path("runs", name)
     size, layout, bits = OTHER_LAYOUTS[name] if other_layout else (expected["ranks"], [], True)

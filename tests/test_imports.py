@@ -78,7 +78,7 @@ BANNED = {
     **dict.fromkeys(("model", "data", "kernels"), ("torch.distributed",)),
 }
 ENTRANCES = {"data_prep": "data_prep.dataset"}
-"""Packages with a single module that other packages may import, and the name of this module."""
+"""Maps a package to the only module of this package that other packages are permitted to import."""
 LAYERS = [
     "layout",
     "runtime",
@@ -90,8 +90,8 @@ LAYERS = [
     "pipeline",
     "cli",
 ]
-"""Modules and folders of data_prep. The code of an entry may import only from the same entry and
-from earlier entries."""
+"""Modules and folders of data_prep, in layers. The code of an entry is permitted to import only
+from the same entry and from earlier entries."""
 OURS = ("optimus", "data_prep", "optimus_kernels")
 OUTSIDE = ("tests", "scripts")
 """Folders whose code imports the packages, but which the packages may not import."""

@@ -1,5 +1,5 @@
 """Tests with Intel's extension for PyTorch (IPEX): commands import it, `optimus doctor` shows its
-version, and losses differ only by rounding from those of a run without IPEX."""
+version, and losses differ only by rounding from the losses of a run without IPEX."""
 
 from __future__ import annotations
 

@@ -297,7 +297,7 @@ def _check(
     for name, block in list(blocks.items()):
         try:
             outputs = _outputs(block, x, grad)
-            # Time the second pass, because Triton may compile kernels in the first pass. On a CPU,
+            # Time the second pass, because Triton can compile kernels in the first pass. On a CPU,
             # use the processor time, else the wall-clock time.
             first[name] = clocked(functools.partial(block, x), x.device, grad)[1][x.is_cpu]
         except Exception as error:

@@ -171,9 +171,10 @@ def split_single_node(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
 def fit_a100(rates: Rates, single_node: Sequence[Row]) -> Rates:
     """Return the rates with fitted constants.
 
-    Eight rounds fit the constants of the one-node rows first, and then those of arXiv 2205.05198,
-    Table 5. `half_size` affects both sets of rows. A round sets it to the geometric mean of its
-    value before and its fitted value; with the fitted values, the rounds do not converge.
+    Each of eight rounds fits the constants of the one-node rows first, and then the constants of
+    arXiv 2205.05198, Table 5. `half_size` affects both sets of rows. A round sets `half_size` to
+    the geometric mean of its previous value and its fitted value, because rounds that set it to the
+    fitted value do not converge.
     """
     products = rates.products._replace(half_size=50.0)
     rates = dataclasses.replace(rates, products=products)

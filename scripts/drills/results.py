@@ -12,7 +12,7 @@ class Results:
     """The records of a drill, in a file with one JSON object per line.
 
     Args:
-        path: The file, which may contain records of earlier runs. With "-", the records are not
+        path: The file, which can contain records of earlier runs. With "-", the records are not
             written to a file.
     """
 

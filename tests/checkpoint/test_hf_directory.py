@@ -331,7 +331,8 @@ def test_a_sidecar_file_of_another_type_is_not_copied(tmp_path, name, content):
 
 @pytest.mark.parametrize("name", SIDECARS)
 def test_a_link_out_of_the_directory_is_not_copied(tmp_path, name):
-    """The target of a link may be a JSON file of the user with a key, a session or a password."""
+    """The target of a link can be a JSON file of the user that contains a secret, such as a key or
+    a password."""
     secrets, source, target = tmp_path / "secrets", tmp_path / "source", tmp_path / "target"
     for folder in (secrets, source, target):
         folder.mkdir()

@@ -298,7 +298,7 @@ def test_an_error_of_a_block_waits_for_the_other_blocks(tmp_path, monkeypatch):
 
 
 def test_an_error_of_an_update_ends_the_reads(tmp_path, monkeypatch):
-    """The error is that of the update. No thread waits for a free buffer afterwards."""
+    """The raised error is the error of the update. After it, no thread waits for a free buffer."""
     case = Case(8, parameters=False, host_share=1.0, disk_share=1.0, disk=str(tmp_path))
     engine = make_engine(Tower(8), case, ALONE)
     engine.start_step()

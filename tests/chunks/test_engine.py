@@ -266,8 +266,8 @@ def test_norm_of_gradients_whose_squares_overflow_is_finite():
 
 def test_parameters_of_several_dtypes_train_in_their_dtypes():
     """Train a bf16 model with an fp32 output layer and a frozen fp16 input layer, with all states
-    on the device and with states on the host. Each parameter keeps its dtype, the bits are equal,
-    and the fp32 layer equals that of torch's AdamW."""
+    on the device and with states on the host. Each parameter keeps its dtype, and both placements
+    give the same bits. The fp32 layer equals the layer that torch's AdamW trains."""
     finals = []
     for share in (0.0, 0.7, 1.0):
         torch.manual_seed(3)

@@ -262,8 +262,8 @@ def test_squares_of_a_chunk_without_backward_are_not_those_of_the_last_step(monk
 
 
 class ScriptedUpdate:
-    """Optimizer whose updates do nothing, except that of chunk 1, which fails when `failing` is
-    set, and that of chunk 2, which waits for `last`."""
+    """Optimizer whose updates change nothing. The update of chunk 1 fails if `failing` is set, and
+    the update of chunk 2 waits for the event `last`."""
 
     def __init__(self) -> None:
         self.moments: dict = {}
@@ -381,7 +381,8 @@ class FailingAdamW(AdamW):
 
 
 def test_an_error_of_an_update_is_raised_at_each_later_wait():
-    """The states are partly updated. No code may use them after the first error."""
+    """After the error of an update, states are only partly updated. Each later use of the states
+    raises the error again."""
     tower, case = Tower(3), Case(3, parameters=False, host_share=1.0)
     engine = make_engine(tower, case, Group(1, 0))
     engine.optimizer = engine._updates._optimizer = FailingAdamW(OptimConfig(lr=1.0))
@@ -544,9 +545,9 @@ def test_only_shards_have_memory_between_updates(ranks):
 
 @pytest.mark.parametrize("region", [0, 3])
 def test_a_use_of_an_evicted_chunk_has_nan_results(ranks, region):
-    """Freed buffers are filled with NaN. With all hooks, outputs and gradients are finite. Without
-    the forward hook of a layer, both contain NaN. Without its backward hook, the gradients contain
-    NaN."""
+    """Freed buffers are filled with NaN. With all hooks, outputs and gradients are finite. If the
+    forward hook of a layer is missing, outputs and gradients contain NaN. If the backward hook of a
+    layer is missing, only gradients contain NaN."""
     case = Case(6, 1, region=region, poison=True)
     missing_hooks = [ALL_HOOKS, (1, False), (1, True)]
     is_finite = ranks(2, run_with_missing_hooks, case, missing_hooks, start_world=False)[0]

@@ -76,8 +76,8 @@ def imported(out: Path) -> list[list[int]]:
 
 @pytest.mark.parametrize("code", ["H", "i", "q", "h"])
 def test_import_of_megatron_files(made, tmp_path, monkeypatch, capsys, code):
-    """Half of the documents are single sequences without EOS, the others are several sequences with
-    EOS. Documents cross the ends of the blocks that are read."""
+    """Half of the documents consist of one sequence without EOS. The other half consist of several
+    sequences with EOS. Documents cross the ends of the blocks that are read."""
     monkeypatch.setattr(importing, "_BLOCK_TOKENS", 37)
     documents = some_documents(1)
     stored = [

@@ -153,7 +153,8 @@ def test_characters_that_nfc_replaces_by_ascii():
 
 def test_character_after_a_cut_is_not_white_space():
     """`NOT_SPACE` matches no character that is white space for the library, before or after NFC.
-    The library may have another version of Unicode than Python."""
+    The test compares with the library itself, because the library can have another version of
+    Unicode than Python."""
     chars = [chr(code) for code in range(0x20000) if not 0xD800 <= code < 0xE000]
     allowed = [char for char in chars if re.match(encoder.NOT_SPACE, char)]
     assert len(allowed) > 0x1F000

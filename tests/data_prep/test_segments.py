@@ -155,8 +155,8 @@ def test_run_without_quarantine_fails_on_quarantined_input(made, text, tmp_path,
 
 
 def test_checkpoints_of_a_damaged_input_are_removed(made, tmp_path):
-    """Checkpoints may contain documents of the damaged input. The next checkpoint contains all
-    documents of the other inputs."""
+    """All checkpoints of the unit are removed, because they can contain documents of the damaged
+    input. The next checkpoint contains all documents of the other inputs."""
     with open(tmp_path / "array", "wb") as file:
         array = TokenArrayWriter(file, 400, "uint16", 0, packed=False)
         encoder, checkpoints = Encoder(made.tokenizer), Segments(tmp_path, 0, "plan")

@@ -36,7 +36,7 @@ def test_ids_outside_the_vocabulary_are_refused(array):
 
 
 def test_eos_within_a_document_is_refused(array):
-    """Documents end at EOS, so EOS may not be at another position."""
+    """Documents end at EOS, so an EOS at another position is an error."""
     for text in ([EOS], [1, EOS], [EOS, EOS, 2]):
         with pytest.raises(DataError, match="returned the EOS id for plain text"):
             array.append([ids(*text)], [(0, 0)])

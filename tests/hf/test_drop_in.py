@@ -94,7 +94,7 @@ def test_outputs_and_gradients_equal_those_of_transformers(norm_topk_prob, padde
 
 
 def test_bf16_blocks_equal_those_of_transformers():
-    """Single blocks are compared, because in a whole model rounding may change the selected
+    """The test compares single blocks, because rounding in a whole model could change the selected
     experts."""
     theirs, ours = make_pair(torch.bfloat16)
     x = torch.randn(2, 24, 32, generator=torch.Generator().manual_seed(2)).bfloat16()

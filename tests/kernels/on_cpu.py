@@ -85,7 +85,7 @@ def compile_launchers(prefix: Path, csrc: Path, into: Path) -> Path:
 
 
 class DeviceCodeError(Exception):
-    """DPC++ refuses the source. The message is that of DPC++."""
+    """DPC++ refuses the source code. The message is DPC++'s message."""
 
 
 class SyclOnCpu(Native):

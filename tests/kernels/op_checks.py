@@ -124,7 +124,7 @@ def assert_close(actual: Tensor, exact: Tensor, scale: Tensor, roundings: int) -
 
 
 def check_route(routing: Routing, device: str) -> None:
-    """Assert that all outputs of `route` equal those of its reference implementation."""
+    """Assert that all outputs of `route` equal the outputs of its reference implementation."""
     actual = route(routing.chosen(device), routing.first, routing.num_experts)
     for name, ours, theirs in zip(actual._fields, actual, case(routing, device), strict=True):
         assert ours.dtype is torch.int32

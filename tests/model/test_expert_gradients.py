@@ -104,7 +104,7 @@ def test_sums_have_the_bits_of_separate_gradients(dtype, form, products):
 @pytest.mark.parametrize("input_only", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_deferred_gradients_have_the_same_bits(dtype, input_only, inner, to_sums, form, products):
-    """Deferred gradients are bit-identical to those of autograd."""
+    """Deferred gradients are bit-identical to the gradients that autograd computes."""
     if form == "torch" and (dtype is torch.float16 or inner * dtype.itemsize % 16):
         pytest.skip("torch has no grouped product for it")
     of_inputs, sums = by_autograd(dtype, inner=inner)

@@ -157,7 +157,7 @@ def test_a_changed_model_is_refused(change, share):
         CHANGES[change](ours)
         optimizer.step()
     assert "\n" not in str(error.value)
-    if change == "add":  # the refused module is not recorded by the check
+    if change == "add":  # refused again: the check has not recorded the module
         with pytest.raises(ConfigError, match="parameter weight of Linear was added"):
             optimizer.step()
 

@@ -363,7 +363,8 @@ def test_mistakes_are_refused_in_a_single_line(mistake, share):
 
 
 class Scaled(nn.Linear):
-    """A layer that computes its weight in the first forward and uses it again in later ones."""
+    """A layer that computes a weight in its first forward and uses the same weight again in later
+    forwards."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not hasattr(self, "scaled"):

@@ -20,8 +20,8 @@ from tests.kit.runs.tiny import DENSE, tiny_tree
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("optimus/parallel", "optimus/rank")
 OWNERS = ("self", "ctx")
-"""Names of variables whose attributes the checked code may set. `ctx` is the context of an autograd
-function."""
+"""Names of variables whose attributes the checked code is permitted to set. `ctx` is the context of
+an autograd function."""
 SWAPS = ("__class__", "forward")
 CALLS = ("setattr", "vars", "__setattr__", "register_forward_hook")
 """Functions that can change a module without an assignment."""

@@ -81,7 +81,8 @@ def test_without_deterministic_mode_the_bounds_hold(ranks, case):
     ],
 )
 def test_a_divided_backward_keeps_microbatches_separate(ranks, name):
-    """With zb-h1, the action I of a microbatch may run before the W of an earlier microbatch.
+    """With zb-h1, the action I of a microbatch can run before the action W of an earlier
+    microbatch.
 
     Gradients must nevertheless be added microbatch by microbatch.
     """

@@ -143,7 +143,8 @@ def check(theirs, ours) -> None:
 
 @pytest.mark.parametrize("top_k", [1, 2, 6])
 def test_auxiliary_loss_in_transformers_form(top_k):
-    """With `output_router_logits`, our auxiliary loss equals that of transformers."""
+    """With `output_router_logits`, the auxiliary loss of Optimus equals the auxiliary loss of
+    transformers."""
     theirs, ours = make_pair(
         "olmoe",
         {

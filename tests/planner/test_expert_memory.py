@@ -1,5 +1,5 @@
-"""Tests of the planned memory of ranks whose experts have unequal loads: it equals that of real
-steps."""
+"""Tests of the planned memory of ranks whose experts have unequal loads: it equals the memory of
+real steps."""
 
 from __future__ import annotations
 

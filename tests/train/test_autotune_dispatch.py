@@ -113,7 +113,8 @@ def test_auto_on_other_devices_is_measured_or_kept(device_type):
 
 
 def model_on(device_type: str) -> SimpleNamespace:
-    """Return a stub of a model whose parameter is on a device that this machine may not have."""
+    """Return a stub of a model whose parameter is on a device of type `device_type`. The machine
+    need not have such a device."""
     parameter = SimpleNamespace(device=torch.device(device_type))
     return SimpleNamespace(parameters=lambda: iter([parameter]), modules=list)
 

@@ -139,7 +139,7 @@ def test_tied_embeddings_of_both_end_stages_are_loaded_bit_for_bit(ranks, tmp_pa
 
 def test_damage_during_loading_makes_a_run_load_the_older_checkpoint(ranks, tiny_data, tmp_path):
     """The checkpoint of step 3 is damaged, so the run resumes from step 2. The result must equal
-    that of an uninterrupted run."""
+    the result of an uninterrupted run."""
     few = {"train__max_steps": 4, "checkpoint__interval": 1, "optim__sharding": "so"}
     train_on(ranks, 2, small_batch_tree(tiny_data, tmp_path / "unbroken", **few))
     run = tmp_path / "run"

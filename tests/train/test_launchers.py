@@ -1,5 +1,5 @@
-"""Runs of `optimus train` under cluster launchers: metrics equal those of one process, and one rank
-prints an error."""
+"""Runs of `optimus train` under cluster launchers: metrics equal the metrics of a run on one
+process, and an error is printed by one rank only."""
 
 from __future__ import annotations
 
@@ -302,9 +302,9 @@ def test_job_script_refuses_wrong_options_in_a_line(fake_optimus, script, option
     ],
 )
 def test_slurm_job_has_the_status_of_the_rank_that_failed(tmp_path, failures, status, expected):
-    """A fake srun prints messages as the real one, and returns the highest status of all ranks. The
-    job must have the status of the rank that caused the failure, and must wait for srun when it
-    receives SIGTERM. No output may be lost."""
+    """A fake srun prints the same messages as the real srun, and returns the highest exit status of
+    all ranks. The job must have the status of the rank that caused the failure, and must wait for
+    srun when it receives SIGTERM. No output may be lost."""
     lines = "".join(f"echo 'srun: error: {failure}' >&2\n" for failure in failures)
     (tmp_path / "srun").write_text(
         f"#!/bin/bash\necho out\nkill -TERM $PPID\nsleep 0.2\n{lines}"

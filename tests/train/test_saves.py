@@ -53,7 +53,7 @@ def run_with_delayed_writes(tree: dict[str, Any], until: dict[int, int]) -> Ende
 )
 def test_async_saves_write_the_files_of_sync_saves(ranks, tiny_data, tmp_path, size, variant):
     """The write of step 4 ends after later updates have changed the states. The files must equal
-    those of synchronous saves."""
+    the files that synchronous saves write."""
     both = {"train__max_steps": 8, "checkpoint__interval": 4, "optim__sharding": "so"} | variant
     both |= {"checkpoint__model_interval": 4}
     train_on(ranks, size, small_batch_tree(tiny_data, tmp_path / "sync", **both))
@@ -181,8 +181,9 @@ def run_and_record_starts(tree: dict[str, Any]) -> list[str]:
 def test_full_checkpoint_starts_before_the_model_of_its_step(
     ranks, tiny_data, tmp_path, async_save
 ):
-    """A run may be killed between the two saves. A model-only checkpoint can be written from a full
-    checkpoint, but not the reverse."""
+    """The full checkpoint must be first, because a run can be killed between the two saves. A
+    missing model-only checkpoint can be written from a full checkpoint, but a missing full
+    checkpoint cannot be written from a model-only checkpoint."""
     settings = {"train__max_steps": 6, "checkpoint__interval": 4, "checkpoint__model_interval": 2}
     tree = small_batch_tree(tiny_data, tmp_path, **settings, checkpoint__async_save=async_save)
     (started,) = ranks(1, run_and_record_starts, tree, start_world=False)

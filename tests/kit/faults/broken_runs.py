@@ -287,8 +287,8 @@ def _run_with_errors(
 ) -> tuple[str, bool, int]:
     """Run the training with broken calls.
 
-    The run may only end with an error if the disk remains full. Then all ranks must report that the
-    last step is not saved.
+    Assert that the run ends with an error only if the disk remains full, and that all ranks then
+    report that the last step is not saved.
 
     Returns:
         The messages of the first rank, True if the run reached its end, and the number of broken

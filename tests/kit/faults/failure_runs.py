@@ -38,18 +38,18 @@ def run_case(
     cases: Mapping[str, Case] = CASES,
     launch_type: type[Launch] = Launch,
 ) -> dict[str, Any]:
-    """Do one run with one fault.
+    """Do one run with one fault, and check its result.
 
     Args:
-        references: Curves of unbroken runs. The run is a folder next to theirs.
-        name: The case.
-        seed: Seed of the run.
-        allocation: Nodes; None for emulated ones.
-        cases: All cases.
-        launch_type: Class of the launch.
+        references: Curves of unbroken runs. The directory of this run is next to their directories.
+        name: Name of the case (fault).
+        seed: Seed of the random choices.
+        allocation: Nodes of the run; None for emulated nodes.
+        cases: All cases by name.
+        launch_type: Class that launches the run.
 
     Returns:
-        The result; `problems` is empty if all is right.
+        The record of the run. Its list `problems` is empty if all checks have passed.
     """
     case, chance = cases[name], random.Random(f"{name} {seed}")
     config = write_config(
@@ -81,17 +81,17 @@ def run_sequence(
     recovered from the previous fault.
 
     Args:
-        references: Curves of unbroken runs. The run is a folder next to theirs.
-        seed: Seed of the run.
-        allocation: Nodes; None for emulated ones.
+        references: Curves of unbroken runs. The directory of this run is next to their directories.
+        seed: Seed of the random choices.
+        allocation: Nodes of the run; None for emulated nodes.
         names: Names of the cases from which the faults are chosen; () for all possible cases.
         steps: Number of updates.
         most_faults: Maximum number of faults. No fault begins in the last _LAST_STEPS updates.
-        cases: All cases.
-        launch_type: Class of the launch.
+        cases: All cases by name.
+        launch_type: Class that launches the run.
 
     Returns:
-        The result; `problems` is empty if all is right.
+        The record of the run. Its list `problems` is empty if all checks have passed.
     """
     chance = random.Random(f"sequence {seed}")
     allocation = allocation or local_nodes(SEQUENCE_BUFFER_NODES)

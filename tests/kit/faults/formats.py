@@ -56,8 +56,8 @@ class Format:
     has_hash: bool = True
     """True if a hash in another file or in this file detects changes."""
     names_files: bool = False
-    """True if the file may contain paths of files in other directories. This is true for a
-    configuration and for the order of a data set (docs/trust.md)."""
+    """True if the file is permitted to contain paths of files in other directories. This is true
+    for a configuration and for the order of a data set (docs/trust.md)."""
     weight: int = 2
     """Relative frequency of cases of this format."""
     cpu_s: float = 0.0

@@ -136,8 +136,8 @@ def _choose_rest(case: Case, number: random.Random, exact: bool) -> bool:
 
 
 def is_legal(case: Case) -> bool:
-    """Return True if Optimus accepts both runs, and their results can be compared with those of a
-    run on one process."""
+    """Return True if Optimus accepts both runs, and if their results can be compared with the
+    results of a run on one process."""
     if case["dtype"] == "bf16" and not is_exact(case):
         return False
     if case["end"] == "last" and _layout(case, "first") != _layout(case, "second"):
@@ -426,7 +426,7 @@ def compare(case: Case, many: Path, alone: Path) -> str:
     lines, expected = (read_json_lines(run_dir / "eval.jsonl") for run_dir in (many, alone))
     if len(lines) > len({line["step"] for line in lines}):
         return "a step is evaluated twice in eval.jsonl"
-    if not all(line in lines for line in expected):  # the first run may add one at its end
+    if not all(line in lines for line in expected):  # the first run can add one at its end
         return "the evaluations are not the same bits"
     ours, theirs = weights_of(many), weights_of(alone)
     if ours.keys() != theirs.keys():

@@ -96,8 +96,8 @@ def _is_below(path: str, root: str) -> bool:
 
 
 def make_folder(folder: Path) -> list[tuple[str, int, int, int]]:
-    """Make the folder of a case: `inside` for its files, `outside` for files that no command may
-    access. Return its listing."""
+    """Make the folder of a case, with the subfolders `inside` for the files of the case and
+    `outside` for files that no command is permitted to access. Return the listing of the folder."""
     (folder / "outside").mkdir(parents=True)
     (folder / "inside").mkdir(mode=0o700)
     for name in ("secret", "secret.json", "secret.npy"):
@@ -155,7 +155,7 @@ class Case:
     command: Command
     change: Change
     is_sealed: bool
-    """True if the stored hashes were replaced by those of the changed file."""
+    """True if the stored hashes of the file were replaced by the hashes of the changed file."""
 
 
 @dataclass(frozen=True)

@@ -157,8 +157,8 @@ def bad_instance(run: Run, number: int, target: str = "output") -> Iterator[None
 
 
 def train_on_bad_instance(tree: dict[str, Any], number: int, target: str = "output") -> Ended:
-    """Run the training of a configuration on this rank, with data that gives NaN on any rank. The
-    arguments are those of `bad_instance`."""
+    """Run the training of a configuration on this rank, with data that gives NaN on any rank.
+    `number` and `target` are the arguments of `bad_instance`."""
     go = Run.go
 
     def go_on_bad_instance(run: Run) -> None:

@@ -1,4 +1,5 @@
-"""Check that a run can resume from each state in which a power cut may leave its checkpoints."""
+"""Check that a run can resume from each state of its checkpoints that is possible after a power
+cut."""
 
 from __future__ import annotations
 

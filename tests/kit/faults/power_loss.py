@@ -1,9 +1,9 @@
 """Model of a disk: its possible contents after a power cut, from a record of file calls.
 
 An fsync of a file makes its bytes durable. An fsync of a directory makes its entries durable:
-creations, renames and removals. After a power cut, the disk may contain any subset of the later
-changes. A rename within a directory is one change. For a written extent, the disk may contain all
-bytes, only the first half of the bytes, zeros, or the old content.
+creations, renames and removals. After a power cut, the disk can contain any subset of the changes
+after the last fsync. A rename within a directory is one change. For a written extent, the disk can
+contain all bytes, only the first half of the bytes, zeros, or the old content.
 """
 
 from __future__ import annotations
@@ -236,7 +236,8 @@ class Disk:
         return _current(self.top, PurePath(), is_examined)
 
     def num_pending(self) -> int:
-        """Return the number of pending changes of all nodes that may exist after a power cut."""
+        """Return the number of pending changes of all files and directories that can exist after a
+        power cut."""
         reached: dict[int, Node] = {}
         remaining: list[Node] = [self.top]
         while remaining:

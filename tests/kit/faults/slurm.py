@@ -95,8 +95,8 @@ class Node:
 
 
 class _Job:
-    """A job of Slurm, with the methods of a process that a `Launch` needs. The exit status is that
-    of `optimus launch`, or 5 if the job ended without one."""
+    """A job of Slurm, with the methods of a process that a `Launch` needs. The exit status of the
+    job is the exit status of `optimus launch`, or 5 if the job ended without this status."""
 
     def __init__(self, script: str, out: Path, environ: Mapping[str, str], options: list[str]):
         self._status = out.with_suffix(f".status{time.monotonic_ns()}")
@@ -316,7 +316,7 @@ def _cancel_steps(launch: SlurmLaunch, chance: random.Random) -> Expected:
 
 
 def _cancel_job(launch: SlurmLaunch, chance: random.Random) -> Expected:
-    """Cancel the job: the ranks save a checkpoint. The next job continues."""
+    """Cancel the job. The ranks save a checkpoint, and the next job continues the run."""
     subprocess.run(["scancel", launch.job], check=True)
     expected = _next_job(launch, None)
     ends = [*launch.history().ends.values()]

@@ -30,7 +30,7 @@ from tests.kit.runs.training import local_batch, make_updater
 
 STEPS = 5
 NEAR_TIE = 1e-6
-"""If two router probabilities differ by less than this gap, rounding may exchange their order."""
+"""If two router probabilities differ by less than this gap, rounding can exchange their order."""
 TOLERANCE = 1e-5
 """Largest accepted error of a gradient (relative norm) and of a loss (nats) in a layout for which
 equal bits are not promised."""
@@ -354,7 +354,8 @@ def check_case(case: Case, run: Run, run_alone: Callable[[dict[str, Any]], Outco
 
 
 def max_gap_of_adamw(case: Case) -> float:
-    """Return the largest gap at which an enlarged rounding error of AdamW may reroute a token.
+    """Return the largest gap between router probabilities at which a rounding error that AdamW has
+    enlarged can reroute a token.
 
     The error changes one weight of a router by lr. This changes the logit by about lr, because the
     norm before the router scales the router's input to about 1. A probability near 1 / num_experts

@@ -32,9 +32,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 _SHOW_STACKS = signal.SIGRTMAX - 1
-"""Signal that makes a rank write its stacks. It is not SIGUSR1, which a trainer may handle."""
+"""Signal that makes a rank write its stacks. It is not SIGUSR1, because a trainer can have a
+handler for SIGUSR1."""
 _DUMP_S = 0.3
-"""Seconds for which a rank may write its stacks before it is killed."""
+"""Seconds in which a rank can write its stacks before it is killed."""
 _PR_SET_PDEATHSIG = 1
 
 

@@ -64,8 +64,9 @@ def read_whole(manifest: Manifest, into: Mapping[str, torch.Tensor], state: str 
 
     Args:
         manifest: The checkpoint.
-        into: For each parameter, a contiguous fp32 tensor on the host with its whole shape: for
-            "master" all parameters, for "exp_avg" and "exp_avg_sq" only the trained ones.
+        into: Maps the name of each parameter to a contiguous fp32 tensor on the host with the whole
+            shape of the parameter: all parameters for the state "master", only trained parameters
+            for "exp_avg" and "exp_avg_sq".
         state: The state.
 
     Raises:

@@ -1,6 +1,6 @@
 """Test that zb-h1 defers the weight gradients of experts.
 
-After training, the losses and weights are bit-identical to those of 1f1b.
+After training, the losses and weights are bit-identical to the results with 1f1b.
 """
 
 from __future__ import annotations

@@ -39,8 +39,8 @@ def test_two_stages_have_the_loss_and_gradients_of_the_model(architecture: str, 
 
 @pytest.mark.parametrize("architecture", ["olmo", "olmoe"])
 def test_all_loss_terms_are_on_the_device_of_the_tokens(architecture: str):
-    """A dense model has no router losses, but their empty tensors are sent with those of other
-    ranks."""
+    """A dense model has no router losses, but empty tensors in their place are sent together with
+    the loss terms of other ranks."""
     model = small_model(architecture).to("meta")
     objective = Objective(1, 1, 1, aux_coef=0.01, z_coef=0.001)
     stage = Stage(model, range(model.config.num_layers), True, True, objective)

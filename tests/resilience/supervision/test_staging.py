@@ -72,7 +72,7 @@ def test_agent_reports_why_it_cannot_unpack(packed, tmp_path, monkeypatch, fault
     theirs, rename = staging.staged_folder(disk, digest), os.rename
 
     def make_theirs(*names: object) -> None:
-        """Make a folder with the name of the copy, as another user may do at any time."""
+        """Make a folder with the name of the copy, as another user could do at any time."""
         (theirs / "prefix").mkdir(parents=True)
         theirs.chmod(0o777)
         if names:
