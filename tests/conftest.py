@@ -42,8 +42,8 @@ gc.disable()
 
 
 def pytest_collection_finish() -> None:
-    """Enable garbage collection again. It ignores the objects that exist now: modules and the list
-    of tests."""
+    """Enable garbage collection again. Objects that already exist (modules and the list of tests)
+    are excluded from it."""
     gc.enable()
     gc.freeze()
 

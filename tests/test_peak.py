@@ -75,8 +75,8 @@ def test_measurement_restores_the_threads_and_is_positive(dtype, threads):
 
 
 def test_time_of_other_programs_does_not_count(monkeypatch):
-    """A wall clock that runs ten times as fast must not change the peak. It simulates other
-    programs that use 90 % of the time."""
+    """A wall clock that runs ten times as fast must not change the peak. Such a clock simulates
+    other programs that use 90 % of the time."""
     setup, plain = setup_of(*FP32), time.perf_counter
     quiet = peak.measure(*FP32[:2], setup)
     monkeypatch.setattr(time, "perf_counter", lambda: 10 * plain())

@@ -74,10 +74,10 @@ SHARE = 0.26
 def figure_4(taper: float, share: float = SHARE) -> list[float]:
     """Return the efficiency for each number in TILES, relative to the first number.
 
-    Under weak scaling, only the time of the optimizer's communication changes. It is proportional
-    to (g - 1) / g with g = dp, and is divided by `taper` if the tiles exceed a group of the
-    dragonfly network. `share` is the share of this communication in the time of a step on 3,072
-    tiles.
+    Under weak scaling, only the time of the optimizer's communication changes. This time is
+    proportional to (g - 1) / g with g = dp, and is divided by `taper` if the tiles exceed a group
+    of the dragonfly network. `share` is the share of this communication in the time of a step on
+    3,072 tiles.
     """
 
     def traffic(tiles: int) -> float:

@@ -348,8 +348,9 @@ def test_a_run_without_its_full_checkpoints_does_not_start_again_unasked(tmp_pat
 
 
 def test_steps_of_models_count_from_the_start_of_their_run(tmp_path):
-    """A run started from step 10,000 of another run. Its full checkpoints are missing if it has a
-    model-only checkpoint of more than two checkpoint.interval (200 steps) after this step."""
+    """A run started from step 10,000 of another run. If the newest model-only checkpoint of the run
+    is more than two checkpoint.interval (200 steps) after step 10,000 and no full checkpoint
+    exists, full checkpoints are missing, and a start is refused."""
     run, other = tmp_path / "run", tmp_path / "other"
     origin = str(save(other, 10_000).path)
     save(run, 10_200, "model", origin=origin)

@@ -203,8 +203,9 @@ GATED = Case(4, 4, parameters=False, host_share=1.0, early=True, poison=True)
 
 
 def test_early_updates_that_have_not_started_are_cancelled(monkeypatch):
-    """Chunk 3 is being updated when the norm is known. Before the first other chunk is added to the
-    queue, all others are cancelled. They are updated in forward order afterwards."""
+    """Chunk 3 is being updated when the norm is known. The early updates of all other chunks are
+    cancelled before the first of these chunks is added to the queue again. The chunks are then
+    updated in forward order."""
     expected = use_in_order(tower := Tower(4), make_engine(tower, GATED, ALONE), GATED, "forward")
     tower, engine, optimizer = make_gated(GATED)
     add = UpdateQueue.add

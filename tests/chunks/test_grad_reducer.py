@@ -80,8 +80,9 @@ def make_reducer(
 
 
 def test_buckets_are_launched_in_the_last_backward_as_soon_as_they_are_complete():
-    """Run two backwards of a step. Only the last one launches buckets, in the order of backward. It
-    launches the first two before all gradients are computed. `reduce` launches no bucket again."""
+    """Run two backwards of a step. Only the last backward launches buckets, in the order of
+    backward. The first two buckets are launched before all gradients are computed. `reduce`
+    launches no bucket again."""
     net = Net()
     reducer, launched = make_reducer(net)
     run_backward(net)
@@ -134,8 +135,8 @@ def run_backward_of(layer: nn.Linear) -> None:
 
 
 def test_a_gradient_after_the_launch_of_its_bucket_is_an_error():
-    """Run a backward after the last backward of a step. It raises an error that names a parameter.
-    A backward in the next step raises no error."""
+    """Run a further backward after the last backward of a step. The further backward raises an
+    error that names a parameter. A backward in the next step raises no error."""
     net = Net()
     reducer, _ = make_reducer(net)
     with reducer.last_backward(0):

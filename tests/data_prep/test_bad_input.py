@@ -105,8 +105,8 @@ def test_quarantine_lists_bad_input_and_keeps_good_documents(made, tmp_path, tex
 
 
 def test_documents_of_a_damaged_file_are_removed_from_an_array(made, tmp_path, text, capsys):
-    """The first documents of the file are written to the array before the damage is detected. They
-    must be removed."""
+    """The first documents of the file are written to the array before the damage is detected. These
+    documents must be removed."""
     (text / "a.jsonl").write_text(GOOD * 3)
     (text / "b.jsonl.gz").write_bytes(WHOLE_GZ[:-9])
     (text / "c.jsonl").write_text(GOOD * 2)

@@ -128,8 +128,9 @@ def standard_library(count: int) -> list[str]:
 
 
 def written_and_peak(arguments: list[str]) -> tuple[int, int]:
-    """Run a command in a new process. Return how many bytes it writes, and the largest size of its
-    output directory. This size is measured before token arrays are removed."""
+    """Run a command in a new process. Return the number of bytes that the process writes, and the
+    largest size of its output directory in bytes. The size is measured each time before token
+    arrays are removed."""
     out = Path(arguments[arguments.index("--out") + 1])
     measured = out.with_name(f"{out.name}.json")
 

@@ -135,8 +135,8 @@ def test_experts_may_be_merged_on_disk(tmp_path):
 
 
 def test_files_are_those_of_safetensors_for_any_order_of_slices(tmp_path):
-    """`write_slices` gets the slices in reverse order. Its file has the same bytes as the file that
-    the safetensors library writes for the same tensors."""
+    """`write_slices` gets the slices in reverse order. It writes a file with the same bytes as the
+    file that the safetensors library writes for the same tensors."""
     model = small_model()
     state, generator = model.state_dict(), random.Random(0)
     file_dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

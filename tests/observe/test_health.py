@@ -121,8 +121,8 @@ def test_dense_model_is_checked_by_its_norm_only():
 
 
 def test_run_that_collapses_warns_and_healthy_run_does_not(tiny_data, tmp_path, capsys):
-    """Only the run `collapsing` must warn about unbalanced experts. Its learning rate is high, and
-    it has no auxiliary loss."""
+    """Only the run `collapsing`, which has a high learning rate and no auxiliary loss, must warn
+    about unbalanced experts."""
     settings = {"model__num_experts": 8, "train__max_steps": 14, "train__microbatch_size": 8,
                 "checkpoint__interval": 0, "optim__warmup_steps": 0}  # fmt: skip
     healthy = {"optim__lr": 1e-3, "model__embedding_init_std": 1.0}

@@ -395,7 +395,7 @@ def test_search_for_missing_steps_is_limited(tmp_path, capsys, monkeypatch):
 
 
 def test_cut_does_not_follow_a_link(tmp_path):
-    """The file for removed lines is a symbolic link. Its target must not change."""
+    """The file for removed lines is a symbolic link. The target of the link must not change."""
     path, log, victim = tmp_path / "metrics.jsonl", tmp_path / "cut.jsonl", tmp_path / "victim"
     path.write_text('{"step": 1}\n{"step": 2}\n')
     victim.write_text("x")

@@ -166,8 +166,9 @@ def test_selective_checkpoints_save_casts(share, saved, use, inside):
 
 @pytest.mark.parametrize("share", SHARES)
 def test_selective_checkpoints_after_a_use_of_their_weights_need_no_cache(share):
-    """With the cache, the recomputation casts a weight that the forward has not cast. torch raises
-    the same error."""
+    """With the cache of autocast, the recomputation in backward casts a weight that the
+    checkpointed forward took from the cache. This raises an error, as in torch. Without the cache,
+    training gives the bits of torch."""
     ours, optimizer, theirs, reference = pair(Blocks(_PRODUCTS, "before"), share)
     for model, of_model in ((ours, optimizer), (theirs, reference)):
         with pytest.raises(RuntimeError, match="encountered during backward but not found"):

@@ -57,8 +57,9 @@ def bytes_of(model: nn.Module, disk: str = "") -> int:
 
 
 def step(model: nn.Module, optimizer: OffloadOptimizer, number: int, count: int, kind: str) -> None:
-    """Train a step of `count` microbatches. Its gradients are changed by the code of the user
-    ("write"), not finite ("inf"), or as they are."""
+    """Train a step of `count` microbatches. With `kind` "write", user code changes the gradients of
+    the step. With "inf", a gradient is not finite. Other values of `kind` do not change the
+    gradients."""
     for microbatch in range(count):
         out = model(models.tokens(10 * number + microbatch)).float()
         loss = (out - number % 3).square().mean() / count

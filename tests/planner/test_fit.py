@@ -137,8 +137,8 @@ def write_machine(folder: Path, memory: int) -> Path:
 
 
 def test_plan_that_does_not_fit_names_the_nearest_layouts_that_do(tmp_path, capsys):
-    """Each layout that the error proposes fits according to a separate plan. It differs from the
-    refused layout in only one setting, if a change of one setting is enough."""
+    """Each layout that the error proposes fits according to a separate plan. A proposed layout
+    differs from the refused layout in only one setting, if a change of one setting is enough."""
     machine = write_machine(tmp_path, 750_000)
     config = tmp_path / "c.toml"
     config.write_text(dump_toml(tiny(optim__chunk_length=5000, train__deterministic=False)))

@@ -85,7 +85,7 @@ def test_clipped_and_unclipped_steps_have_the_bits_of_states_on_the_device(
 @pytest.mark.parametrize(("early", "clip_norm"), [("auto", 0.58), ("auto", 0.0), ("on", 0.58)])
 def test_auto_begins_no_early_update_after_a_clipped_norm(monkeypatch, early, clip_norm):
     """With clipping, `auto` expects a clipped norm in the first step and after a step whose norm
-    was clipped. It then begins no early update."""
+    was clipped. In these steps, it begins no early update."""
     expected: list[Any] = []
     start = UpdateQueue.start_step
 

@@ -64,7 +64,8 @@ def test_samples_are_the_same_on_all_layouts(ranks, tiny_data, tmp_path):
 
 
 def test_document_mask_changes_losses(ranks, tiny_data, tmp_path):
-    """`data.document_mask` changes the losses of training and evaluation. It is off by default."""
+    """`data.document_mask` changes the losses of training and evaluation. The setting is off by
+    default."""
     short = {"train__max_steps": 5}  # some of the 40 instances contain an EOS
     for name, mask in (("off", {}), ("also-off", {"data__document_mask": False})):
         train_on(ranks, 1, tiny_tree(tiny_data, tmp_path / name, **short, **mask))

@@ -267,7 +267,7 @@ def _kill_nodes(launch: Launch, chance: random.Random) -> Expected:
 
 
 def _freeze_node_to_the_end(launch: Launch, chance: random.Random) -> Expected:
-    """Suspend a node. It continues after the run has ended."""
+    """Suspend a node until the run has ended."""
     node = _node(launch, chance)
     launch.freeze(launch.node(node))
     return _excluded(node)

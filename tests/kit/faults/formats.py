@@ -22,12 +22,13 @@ from tests.kit.runs.results import hash_files
 
 Content = Callable[[str], Any]
 """Function that returns the content that a command read, from the standard output of the command or
-from files in the working directory. It returns None if the command reports damaged input."""
+from files in the working directory. The function returns None if the command reports damaged
+input."""
 
 
 @dataclass(frozen=True)
 class Command:
-    """Command that reads a sample. Its command lines run in order until one of them fails."""
+    """Command that reads a sample. The command lines run in order until one of them fails."""
 
     lines: tuple[str, ...]
     content: Content

@@ -333,7 +333,8 @@ class CaseRunner:
         self.pool.run(size, run_tree, tree, start_world=False, timeout_s=_LIMIT_S)
 
     def _run_first(self, case: Case, tree: dict[str, Any]) -> None:
-        """Execute the first run. It ends as the case defines."""
+        """Execute the first run, which ends as the case defines, for example by a stop or a
+        kill."""
         size = world_size(case, "first")
         if case["end"] == "stop":
             return self._run(size, tree)

@@ -149,8 +149,8 @@ class Case:
 
     seed: int
     number: int
-    """Number of the case. It is negative for the unchanged sample, which is read without limits of
-    time and memory."""
+    """Number of the case. The number is negative for an unchanged sample, which is read without
+    limits of time and memory."""
     format: Format
     command: Command
     change: Change

@@ -167,7 +167,8 @@ def _make_peak(folder: Path) -> None:
 
 
 def _make_kernel(folder: Path) -> None:
-    """Make an entry of the kernel cache. Its library only returns the version of its interface."""
+    """Make an entry of the kernel cache. The library in this entry contains only a function that
+    returns the version of the kernel interface."""
     from optimus_kernels import build
 
     target, _ = build.plan("cpu")

@@ -89,7 +89,7 @@ class Node:
             (self._state / f"{self.name}.{suffix}").unlink(missing_ok=True)
 
     def end_slurmd(self) -> None:
-        """Kill slurmd. It does not start again before `power_on`."""
+        """Kill the slurmd of the node. slurmd does not start again before `power_on`."""
         (self._state / f"{self.name}.no-slurmd").touch()
         send([p for p in self.processes() if p.name() == "slurmd"], signal.SIGKILL)
 

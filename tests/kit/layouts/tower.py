@@ -185,7 +185,8 @@ class _SlowAdamW(AdamW):
 def make_engine(
     tower: Tower, case: Case, world: Group, missing_hook: tuple[int, bool] = ALL_HOOKS
 ) -> ChunkEngine:
-    """Return the engine of a tower. It reduces gradients and shards states over all ranks."""
+    """Return an engine for a tower. The engine reduces gradients and shards states over all
+    ranks."""
     groups = ParamProcessGroups(
         reduce_group=replace(world, axes="dp"), shard_group=replace(world, axes="dp")
     )

@@ -33,8 +33,8 @@ def metrics_of(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def weights_of(run_dir: Path) -> dict[str, torch.Tensor]:
-    """Return all states of the newest full checkpoint as whole fp32 tensors. Their names are
-    `state.parameter`, for example `master.embed.weight`."""
+    """Return all states of the newest full checkpoint as whole fp32 tensors. The keys of the result
+    are `state.parameter`, for example `master.embed.weight`."""
     newest = store.newest_valid(run_dir)
     assert newest is not None, f"{run_dir} has no valid checkpoint"
     index = newest.index()

@@ -403,8 +403,8 @@ def test_stop_because_of_data_reports_instances_layers_and_marker():
 
 
 def test_refusal_after_an_update_is_a_failure_of_its_node():
-    """The data is not mounted on a replacement node. Its error is not a mistake in the settings,
-    because earlier attempts have read the data."""
+    """The data is not mounted on a replacement node. The error of this node is not a mistake in the
+    settings, because earlier attempts have read the data."""
     refusing = ends({0: 2}) + ends({1: 2, 2: 2, 3: 2}, was_adopted=True)
     first = find_cause(Evidence(2, 0, refusing, nodes=("a", "b")), RANKS, 0.0)
     assert first.outcome == "usage"

@@ -408,7 +408,8 @@ def test_decision_waits_for_an_agent_that_connects_again(tmp_path):
 
 
 def test_ranks_of_a_node_that_answers_again_are_killed(tmp_path):
-    """Node b was suspended. Its attempt has ended without it."""
+    """Node b was suspended, and the attempt ended without an answer of node b. When node b answers
+    again, its ranks of this attempt are killed."""
     watcher = supervisor.Supervisor(make_job(tmp_path))
     attempt = AttemptStarted(time=1, attempt=1, nodes=("a", "b"), ranks_per_node=1, port=1)
     watcher._history.add(attempt)
