@@ -2,9 +2,9 @@
 
 Megatron-LM: `NAME.bin` contains the ids of all sequences; `NAME.idx` contains the dtype of the ids,
 the length of each sequence and the first sequence of each document (version 1 of
-megatron/core/datasets/indexed_dataset.py). dolma and OLMo: a `.npy` without a header contains only
-ids, with EOS after each document. A .npy file with a header can also be read if it has one
-dimension.
+the format in megatron/core/datasets/indexed_dataset.py). dolma and OLMo: a `.npy` without a header
+contains only ids, with EOS after each document. A .npy file with a header can also be read if it
+has one dimension.
 """
 
 from __future__ import annotations

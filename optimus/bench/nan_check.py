@@ -69,7 +69,8 @@ def measure_nan_check(config: Config | None, updates: int, bar: float) -> dict[s
 
 
 def share_figure(shares: list[float], bar: float) -> dict[str, Any]:
-    """Return statistics of the NaN check's shares in several updates.
+    """Return statistics of `shares`: for each of several updates, the share of its time that the
+    NaN check takes. `bar` is the largest permitted share.
 
     `value` is the mean share. `is_met` is None, which means not decidable, if the 95 % confidence
     interval of the mean contains `bar` or is wider than `bar`. Otherwise, `is_met` is True if the

@@ -268,7 +268,11 @@ class DiskTier(Closing):
 
     def close(self) -> None:
         """End the threads and remove the file. The states must not be used afterwards."""
-        self.fail(OptimusError("the states on disk are closed"))
+        self.fail(
+            OptimusError(
+                "the file of the states on disk is closed; the states can no longer be used"
+            )
+        )
         for pool in (self._reader, self._writer):
             pool.shutdown(cancel_futures=True)
         if self._file is not None:

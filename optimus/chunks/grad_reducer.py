@@ -138,7 +138,8 @@ class GradReducer:
         """Buffers with memory whose reduction has not started in the present backward."""
         self._in_step = False
         self._is_reducing = False
-        """True if a step or a reduction has started since the last call of `finish`."""
+        """True if a step or a reduction has started since reductions were last completed, by
+        `finish` or `sum_so_far`."""
 
     # -- setup -----------------------------------------------------------------------------------
 

@@ -355,7 +355,7 @@ def _init_method(
     if not address:
         raise LaunchError(
             f"a run of {counted(world, 'rank')} needs MASTER_ADDR, since neither Slurm nor PBS "
-            "provides a node list here; export MASTER_ADDR=HOST with the machine of rank 0"
+            "provides a node list here; export MASTER_ADDR=HOST, the machine of rank 0"
         )
     host = f"[{address}]" if ":" in address else address  # IPv6
     return f"tcp://{host}:{_port(environ, launcher)}"

@@ -95,14 +95,14 @@ class Guard(NotCopied):
         owner = self._owner()
         if owner is None:
             raise ConfigError(
-                f"the offloaded model of parameter {self.name} was deleted; keep a reference to "
-                "the model"
+                f"the offloaded model that has parameter {self.name} was deleted; keep a reference "
+                "to the model"
             )
         return owner
 
 
 class GuardedParameter(nn.Parameter):
-    """A parameter whose segment does not compute now."""
+    """An offloaded parameter while its segment does not compute."""
 
     @classmethod
     def __torch_function__(

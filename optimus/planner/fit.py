@@ -88,8 +88,8 @@ def capacity_of_machine(name: str, ranks_on_node: int) -> Capacity:
 
 
 def capacity_of_host(ranks: int) -> Capacity:
-    """Return the memory of this machine, at most the limit of its control group, which `ranks`
-    ranks on the CPU share."""
+    """Return the memory that `ranks` ranks share if they run on the CPU of this machine: the memory
+    of the machine or, if it is smaller, the limit of this process's control group."""
     return Capacity(usable_memory(), "this machine", ranks, "host")
 
 

@@ -107,11 +107,13 @@ class Network:
         return transfers
 
     def exchanges(self, seconds: Mapping[str, float], levels: Collection[int]) -> Transfer:
-        """Return the collectives within a pass that compete with transfers.
+        """Return one transfer that represents all collectives within a pass that use a level of
+        `levels`.
 
         Args:
-            seconds: Seconds of the collectives within the pass by axis, if all ranks send.
-            levels: The levels of the transfers.
+            seconds: For each axis, the seconds that its collectives in the pass take while all
+                ranks send at the same time.
+            levels: The levels that transfers use.
         """
         total_s, used_s = 0.0, [0.0] * len(self._links)
         for axes, exposed_s in seconds.items() if levels else ():

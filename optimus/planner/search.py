@@ -118,8 +118,8 @@ def search(
     for key in ("seq_len", "global_batch_tokens"):
         refuse_if(
             not getattr(config.train, key),
-            f"train.{key} = 0: a search compares steps with the same number of tokens; set "
-            f"train.{key}",
+            f"train.{key} = 0: a search needs it, to compare steps with the same number of tokens; "
+            f"set train.{key}",
         )
     refuse_if(
         config.offload.mode == "manual",

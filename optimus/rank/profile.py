@@ -53,7 +53,7 @@ class Gradient(NamedTuple):
     name: str
     """Name of the parameter, relative to its block."""
     position: int
-    """Number of collectives that the use runs before this event."""
+    """Number of collectives that this backward starts before this event."""
 
 
 class UseProfile(NamedTuple):

@@ -1,5 +1,5 @@
-"""Detection of non-finite values before any reduction and before the optimizer step, and the search
-for the rank and layer that computed them."""
+"""Detects non-finite values: gradients are examined before they are reduced, and all ranks know the
+result before the optimizer step. Also searches for the rank and layer that computed the values."""
 
 from __future__ import annotations
 

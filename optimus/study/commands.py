@@ -1,4 +1,5 @@
-"""The command `optimus study`. This module imports no torch until a point is planned."""
+"""The command `optimus study`. This module imports torch only in the functions that need it: to
+plan a point or a run, and for `optimus study moe`."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ class _RankFigures(NamedTuple):
     process_bytes: int
     """On a CPU, bytes of the process before its model was created; otherwise 0."""
     peak_bytes: int
-    """Peak memory in bytes after the first updates, from `peak_memory_bytes`."""
+    """Peak memory in bytes up to the end of the first updates (`peak_memory_bytes`)."""
 
 
 class FirstUpdates:

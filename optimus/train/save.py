@@ -321,7 +321,7 @@ class Saves:
             # `after` raises this error when all saves of the last step have ended.
             self._end_failed = self._end_failed or f"{message}; {again}"
         elif pending.failures == limit and not self._last_step:
-            message += f"; checkpoint.max_failures = {limit} saves in a row have failed"
+            message += f"; {limit} saves in a row have failed, the limit of checkpoint.max_failures"
             self.end()
             raise OptimusError(f"{message}; {again}")
         else:

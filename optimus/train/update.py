@@ -30,7 +30,10 @@ from optimus.train.schedule import learning_rate
 @dataclass(frozen=True)
 class UpdateResult:
     """Losses, gradient norm and other results of one update (optimizer step), over all ranks.
-    Losses are means over the global batch, in nats."""
+
+    `loss` is the mean cross-entropy over the global batch, in nats. `aux_loss` and `z_loss` are
+    means over the microbatches and the MoE layers.
+    """
 
     step: int
     loss: float

@@ -411,7 +411,7 @@ def test_close_ends_an_update_that_waits_for_a_cancelled_read(tmp_path):
         while 1 in tier._reads:
             time.sleep(0.001)
         tier.close()
-        with pytest.raises(OptimusError, match="the states on disk are closed"):
+        with pytest.raises(OptimusError, match="the file of the states on disk is closed"):
             job.result(timeout=5)
 
 

@@ -176,8 +176,8 @@ def status_of(pid: int, field: str) -> str:
 
 
 def is_stopped(pid: int) -> bool:
-    """Return True if SIGSTOP took effect. Until then, a signal with a lower number, such as
-    SIGTERM, could be delivered first."""
+    """Return True if SIGSTOP has taken effect. Before that, a signal with a lower number, such as
+    SIGTERM, could be delivered before SIGSTOP."""
     return status_of(pid, "State") == "T"
 
 

@@ -171,8 +171,8 @@ def test_hosts_in_two_groups_slow_the_collectives_of_offloaded_states(tmp_path):
 
 
 def test_hosts_in_two_groups_change_the_automatic_placement():
-    """Collectives between domains take longer than updates on the host, so early updates do not
-    help."""
+    """If the two hosts are in different groups, collectives take longer than the updates on the
+    host, so early updates do not make the step shorter, and the placement has none."""
     sharded = {"parallel__dp": 2, "optim__sharding": "so", "train__global_batch_tokens": 8 * 256}
     settings = {"offload__mode": "auto", "offload__device_memory": "7500000"}
     run = *run_of(**settings, **sharded), load_machine("h200"), "h200"

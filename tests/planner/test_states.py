@@ -81,7 +81,7 @@ def random_tree(choose: random.Random) -> dict[str, Any]:
 
 @cache
 def random_layouts(seed: int) -> list[tuple[Config, Mesh, list]]:
-    """Return possible configurations with their meshes and the results of `plan_ranks`."""
+    """Return random valid configurations, each with its mesh and the result of `plan_ranks`."""
     choose, layouts = random.Random(seed), []
     while len(layouts) < LAYOUTS_OF_A_SEED:
         tree = random_tree(choose)
