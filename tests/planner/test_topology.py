@@ -75,8 +75,8 @@ def test_an_all_reduce_sends_the_bytes_of_its_algorithm(algorithm, size):
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("size", [8, 16, 64])
 def test_a_collective_takes_the_time_of_the_bytes_that_cross_nodes(algorithm, size):
-    """`optimus plan` prints the share of the bytes that cross nodes. This share and the planned time
-    of a collective must come from the same algorithm."""
+    """`optimus plan` prints the share of the bytes that cross nodes. This share and the
+    planned time of a collective must come from the same algorithm."""
     links = (Link("node", 4, 1e12), Link("machine", 0, 1.0))
     crossing = all_reduce_crossing(Mesh(dp=size), ("dp",), Topology(4), algorithm)
     seconds = collective_s("all_reduce", 1.0, tuple(range(size)), links, algorithm)
