@@ -52,8 +52,8 @@ class Topology:
         is its number divided by the number of ranks in a domain.
 
         Returns:
-            None if these numbers are those of the ranks: the hosts fill group after group, the
-            groups are unknown, or the network has no level for them.
+            None if the groups are unknown or the network has no level for them. If the hosts fill
+            group after group, these numbers are those of the ranks.
         """
         if self.groups is None or not self.sizes or self.sizes[-1] <= self.ranks_per_node:
             return None
@@ -62,8 +62,7 @@ class Topology:
         for group in self.groups:
             nodes.append(free.setdefault(group, len(free) * self.sizes[-1]))
             free[group] += self.ranks_per_node
-        positions = numpy.add.outer(nodes, numpy.arange(self.ranks_per_node)).ravel()
-        return None if (positions == numpy.arange(len(positions))).all() else positions
+        return numpy.add.outer(nodes, numpy.arange(self.ranks_per_node)).ravel()
 
 
 class Crossing(NamedTuple):

@@ -61,7 +61,8 @@ def step_of(
             then have no effect.
         traffic: Object that counts the collectives of gradients and parameters, from a
             configuration that may differ only in `[parallel]`; None to create it.
-        topology: The order of the hosts; None: hosts that fill group after group.
+        topology: The order of the hosts; None: hosts that fill group after group, with the process
+            groups of the first rank.
 
     Raises:
         ConfigError: train.seq_len is not set, the global batch is not a multiple of the tokens of
@@ -99,8 +100,8 @@ def step_of(
 @lru_cache(maxsize=1 << 6)
 def groups_of(mesh: Mesh, topology: Topology | None = None) -> Groups:
     """Return the process groups by the names of their axes: those of the first rank, which
-    represent all process groups, or the result of `placed_groups` if the order of the hosts in
-    `topology` changes the domains of ranks."""
+    represent all process groups, or the result of `placed_groups` if `topology` has the groups of
+    the hosts."""
     axes: tuple[Axes, ...] = ("pp",), ("tp",), ("ep",), ("dp",), ("dp", "ep")
     positions = None if topology is None else topology.positions()
     groups: dict[str, Sequence[tuple[int, ...]]]

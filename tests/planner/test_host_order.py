@@ -13,12 +13,12 @@ from optimus.cli import main
 from optimus.config.machine import load_machine
 from optimus.distributed.mesh import Mesh
 from optimus.parallel.pipeline.schedules import make_schedule
-from optimus.planner.collectives import Algorithm, Link, collective_s
+from optimus.planner.collectives import Algorithm, Link, collective_s, slowest_s
 from optimus.planner.machine_rates import Rates, rates_of
 from optimus.planner.network import Network
 from optimus.planner.play import SharedLevel, Transfer
 from optimus.planner.step_time import Reduction, Step, played_time, step_time
-from optimus.planner.topology import Topology
+from optimus.planner.topology import STAGES, Topology
 from optimus.planner.workload import groups_of
 from tests.planner.test_plan import CONFIGS
 
@@ -99,12 +99,26 @@ def test_the_slowest_process_group_determines_the_time(letters):
     assert transfer == Transfer(120.0, (0, 1, 1))  # at the rate of the ports
 
 
-def test_hosts_that_fill_groups_have_the_process_groups_of_a_plan_without_hosts():
+def test_aligned_hosts_that_fill_groups_have_the_process_groups_of_a_plan_without_hosts():
+    """The process groups are aligned to nodes and groups, so that the first is like all others."""
     for mesh in (Mesh(dp=8, tp=2), Mesh(pp=2, dp=2, ep=2, tp=2), Mesh(pp=4, ep=4)):
-        assert groups_of(mesh, topology("AAAABBBB")) == groups_of(mesh)
+        groups = dict(groups_of(mesh, topology("AAAABBBB")))
+        del groups[STAGES]
+        assert groups == groups_of(mesh)
         assert groups_of(mesh, Topology(2, None, (2, 8))) == groups_of(mesh)  # groups are unknown
         assert groups_of(mesh, Topology(2, (0, 1, 0, 1, 0, 1, 0, 1), (2,))) == groups_of(mesh)
         assert groups_of(mesh, topology("ABABABAB")) != groups_of(mesh)
+
+
+def test_process_groups_that_are_not_aligned_count_in_any_order_of_the_hosts():
+    """A group of nodes has 8 ranks. With ep = 3, the first process group is within a node and its
+    neighbour, and the third crosses groups of nodes, also if the hosts fill group after group."""
+    mesh, seconds = Mesh(dp=4, ep=3), []
+    for letters in ("AAAABB", "AABABA"):
+        groups = groups_of(mesh, topology(letters))["ep"]
+        seconds.append(slowest_s("all_to_all", 300.0, groups, LINKS))
+    assert seconds == pytest.approx([100 / 5, 100 / 5])
+    assert slowest_s("all_to_all", 300.0, groups_of(mesh)["ep"], LINKS) == pytest.approx(10)
 
 
 def test_half_full_groups_have_the_links_of_whole_groups():
