@@ -180,6 +180,21 @@ def check_output(path: str | os.PathLike, option: str) -> None:
         raise ConfigError(f"{option} {path}: {os.strerror(code)}; use another file")
 
 
+def check_output_dir(path: str | os.PathLike, option: str) -> None:
+    """Check that a directory with its missing parents can be created, and files in it. Arguments
+    and exception as for `check_output`."""
+    existing = Path(path)
+    while not os.path.lexists(existing) and existing != existing.parent:
+        existing = existing.parent
+    code = 0
+    if not existing.is_dir():
+        code = errno.ENOTDIR
+    elif not os.access(existing, os.W_OK | os.X_OK):
+        code = errno.EACCES
+    if code:
+        raise ConfigError(f"{option} {path}: {os.strerror(code)}; use another directory")
+
+
 def write_bytes(path: str | os.PathLike, data: bytes) -> None:
     """Write `data` to `path`, atomically and durably. Raises OSError."""
     with atomic_writer(path) as file:

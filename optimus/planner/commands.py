@@ -11,15 +11,15 @@ import logging
 import math
 import os
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from optimus.config import Config
 from optimus.config.machine import Machine
 from optimus.config.sizes import parse_bytes
-from optimus.errors import ConfigError, counted, refuse_if
-from optimus.io.files import check_output, write_bytes
+from optimus.errors import ConfigError, counted, reason_of, refuse_if
+from optimus.io.files import check_output, check_output_dir, write_bytes
 from optimus.planner.allocation import Allocation
 
 if TYPE_CHECKING:
@@ -97,14 +97,21 @@ def check_options(args: argparse.Namespace) -> None:
     for name in ("trace", "picture", "load"):
         needs_machine = getattr(args, name) and not args.machine
         refuse_if(needs_machine, f"--{name} needs --machine NAME; add it")
-    for name in ("trace", "picture"):
-        if path := getattr(args, name):
-            check_output(path, f"--{name}")
     for name in ("top", "memory", "out", "write"):
         value = getattr(args, name)
         refuse_if(
             value is not None and not args.search, f"--{name} {value} has no effect; add --search"
         )
+    for option, path in (
+        ("--trace", args.trace),
+        ("--picture", args.picture),
+        ("--write-hosts", args.write_hosts),
+        ("--write", args.write),
+    ):
+        if path is not None:
+            check_output(path, option)
+    if args.out is not None:
+        check_output_dir(args.out, "--out")
     for name in ("top", "memory"):
         value = getattr(args, name)
         is_wrong = value is not None and not 0 < value < math.inf
@@ -146,7 +153,17 @@ def write_hosts(config: Config, mesh: dict[str, int], allocation: Allocation, pa
     )
     order = better_order(config, Mesh(**mesh), allocation, topology)
     hosts = allocation.hosts if order is None else order[0]
-    write_bytes(path, "".join(f"{host}\n" for host in hosts).encode())
+    with _output("--write-hosts", path):
+        write_bytes(path, "".join(f"{host}\n" for host in hosts).encode())
+
+
+@contextlib.contextmanager
+def _output(option: str, path: str) -> Iterator[None]:
+    """Raise an OSError of the block, which writes the output `path` of `option`, as ConfigError."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{option} {path}: {reason_of(error)}; use another path") from error
 
 
 def write_planned_step(
@@ -352,9 +369,11 @@ def run_search(args: argparse.Namespace, config: Config, allocation: Allocation 
         )
     best = ranking.evaluations[0].layout
     if args.out is not None:
-        write_report(ranking, unit, Path(args.out))
+        with _output("--out", args.out):
+            write_report(ranking, unit, Path(args.out))
     if args.write is not None:
-        write_config(best.apply(config), args.write)
+        with _output("--write", args.write):
+            write_config(best.apply(config), args.write)
     top = args.top or 10
     if args.json:
         result: dict[str, Any] = {"world": world_size} | report(ranking, top, unit)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 
 import pytest
 
@@ -97,3 +99,45 @@ def test_number_of_hosts_must_be_that_of_the_nodes(tmp_path):
         allocate("aurora", 3, str(file))
     with pytest.raises(ConfigError, match="cannot|No such file"):
         read_hosts(str(tmp_path / "absent"))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--hosts", "HOSTS", "--write-hosts"],
+        ["--nodes", "1", "--search", "--write"],
+        ["--nodes", "1", "--search", "--out"],
+        ["--nodes", "1", "--trace"],
+        ["--nodes", "1", "--picture"],
+    ],
+)
+def test_a_file_that_cannot_be_written_is_refused_before_the_plan(
+    options, tmp_path, capsys, monkeypatch
+):
+    def refuse(*args):
+        raise AssertionError("the plan began")
+
+    file = tmp_path / "file"
+    file.write_text("x4000c0s0b0n0\n")
+    options = [str(file) if option == "HOSTS" else option for option in options]
+    monkeypatch.setattr("optimus.planner.allocation.allocate", refuse)
+    path = file / "inner" / "output"
+    assert main(["plan", str(RUN), "--machine", "aurora", *options, str(path)]) == 2
+    error = capsys.readouterr().err
+    assert f"{options[-1]} {path}: " in error and "; use another" in error
+    assert error.count("\n") == 1
+
+
+def test_a_full_file_system_is_a_single_line_with_the_option_and_status_2(
+    tmp_path, capsys, monkeypatch
+):
+    def refuse(*args):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(tmp_path / ".temporary"))
+
+    (tmp_path / "hosts").write_text("x4000c0s0b0n0\nx4000c0s0b0n1\n")
+    monkeypatch.setattr("optimus.planner.commands.write_bytes", refuse)
+    options = ["--hosts", str(tmp_path / "hosts"), "--write-hosts", str(tmp_path / "written")]
+    assert main(["plan", str(RUN), "--machine", "aurora", *options]) == 2
+    error = capsys.readouterr().err
+    assert f"--write-hosts {tmp_path / 'written'}: No space left on device; use another" in error
+    assert ".temporary" not in error and error.count("\n") == 1
