@@ -143,14 +143,16 @@ def write_hosts(config: Config, mesh: dict[str, int], allocation: Allocation, pa
     """Write the hosts of an allocation to the file `path`, in the order of `better_order` if it
     is better. Raises ConfigError if the host names do not contain the group."""
     from optimus.distributed.mesh import Mesh
+    from optimus.planner.topology import first_without_group
     from optimus.planner.traffic import better_order, topology_of
 
     topology = topology_of(allocation)
-    refuse_if(
-        topology.groups is None,
-        f"--write-hosts: the host names, such as {allocation.hosts[0]}, do not contain the group; "
-        "set host_group in the file of the machine, or leave --write-hosts out",
-    )
+    if topology.groups is None:
+        host = first_without_group(allocation.hosts, allocation.host_group)
+        raise ConfigError(
+            f"--write-hosts: host names, such as {host}, do not contain the group; correct the "
+            "list, set host_group in the file of the machine, or leave --write-hosts out"
+        )
     order = better_order(config, Mesh(**mesh), allocation, topology)
     hosts = allocation.hosts if order is None else order[0]
     with _output("--write-hosts", path):

@@ -91,14 +91,20 @@ def groups_of_hosts(hosts: Sequence[str], pattern: str) -> tuple[int, ...] | Non
     Returns:
         None if the name of a host does not match.
     """
-    numbers: dict[str, int] = {}
-    groups = []
-    for host in hosts:
-        match = re.fullmatch(pattern, host.partition(".")[0]) if pattern else None
-        if match is None:
-            return None
-        groups.append(numbers.setdefault(match[1], len(numbers)))
-    return tuple(groups)
+    names = [_group_name(host, pattern) for host in hosts]
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    return None if None in numbers else tuple(numbers[name] for name in names)
+
+
+def first_without_group(hosts: Sequence[str], pattern: str) -> str:
+    """Return the first host whose name does not contain the group. Arguments as for
+    `groups_of_hosts`, which must return None for them."""
+    return next(host for host in hosts if _group_name(host, pattern) is None)
+
+
+def _group_name(host: str, pattern: str) -> str | None:
+    match = re.fullmatch(pattern, host.partition(".")[0]) if pattern else None
+    return match and match[1]
 
 
 STAGES = "stages"

@@ -25,6 +25,7 @@ from optimus.planner.topology import (
     Topology,
     all_reduce_crossing,
     best_order,
+    first_without_group,
     groups_of_hosts,
     pipeline_crossing,
 )
@@ -125,9 +126,10 @@ def plan_topology(
     if topology.groups is None:
         reason = "--hosts FILE names the nodes"
         if hosts:
+            host = first_without_group(hosts, allocation.host_group)
             reason = (
-                f"the host names, such as {hosts[0]}, do not contain the group; the step time "
-                "assumes that consecutive ranks fill group after group"
+                f"host names, such as {host}, do not contain the group; the step time assumes that "
+                "consecutive ranks fill group after group"
             )
         return {"crossings": crossings, "num_groups": None, "unknown": reason}
     gain = "no better order of the hosts is known"

@@ -202,7 +202,7 @@ def test_plan_says_that_groups_are_unknown(tmp_path, capsys):
     lines = [line.split(maxsplit=3) for line in capsys.readouterr().out.splitlines()]
     assert ["groups", "of", "nodes", "unknown: --hosts FILE names the nodes"] in lines
     assert main([*options, "--hosts", str(file)]) == 0
-    assert "unknown: the host names, such as node0, do not contain" in capsys.readouterr().out
+    assert "unknown: host names, such as node0, do not contain" in capsys.readouterr().out
     assert main([*options, "--hosts", str(file), "--write-hosts", str(tmp_path / "w")]) == 2
     assert "do not contain the group" in capsys.readouterr().err
     assert main([*options, "--write-hosts", str(tmp_path / "w")]) == 2
@@ -210,6 +210,17 @@ def test_plan_says_that_groups_are_unknown(tmp_path, capsys):
     file.write_text("node0\n")
     assert main([*options, "--hosts", str(file)]) == 2
     assert "does not divide the world of 12 ranks" in capsys.readouterr().err
+
+
+def test_plan_names_the_first_host_without_a_group(tmp_path, capsys):
+    hosts = shuffled_hosts(tmp_path / "hosts")
+    (tmp_path / "hosts").write_text("\n".join([*hosts[:200], "login1", *hosts[201:]]))
+    options = ["plan", str(RUN), "--machine", "aurora", "--hosts", str(tmp_path / "hosts")]
+    assert main(options) == 0
+    message = "host names, such as login1, do not contain the group"
+    assert f"unknown: {message}" in capsys.readouterr().out
+    assert main([*options, "--write-hosts", str(tmp_path / "w")]) == 2
+    assert f"--write-hosts: {message}; correct the list" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("sharding", ["none", "so", "epso"])
