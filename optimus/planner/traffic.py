@@ -14,6 +14,7 @@ from optimus.config.machine import load_machine
 from optimus.data.batch import plan_batch
 from optimus.distributed.mesh import Mesh
 from optimus.errors import counted, refuse_if
+from optimus.parallel.expert_load import arrivals
 from optimus.parallel.pipeline.plan import stages_per_rank
 from optimus.planner.allocation import Allocation
 from optimus.planner.state_traffic import ENDS, StateTraffic
@@ -135,9 +136,11 @@ def plan_topology(
     gain = "no better order of the hosts is known"
     if better is not None:
         before, after = (_group_bytes(config, mesh, each) for each in (topology, better[1]))
+        # The share of the axes whose bytes are not known counts only if the known bytes are equal.
+        old, new = next((b, a) for b, a in zip(before, after, strict=True) if a < b)
         gain = (
-            f"another order of the hosts sends {100 * (1 - after / before):.0f} % fewer bytes "
-            "across groups; --write-hosts FILE writes it"
+            f"another order of the hosts sends {100 * (1 - new / old):.0f} % fewer bytes across "
+            "groups; --write-hosts FILE writes it"
         )
     return {"crossings": crossings, "num_groups": len(set(topology.groups)), "gain": gain}
 
@@ -145,26 +148,56 @@ def plan_topology(
 def better_order(
     config: Config, mesh: Mesh, allocation: Allocation, topology: Topology
 ) -> HostOrder | None:
-    """Return the hosts of an allocation in the order of `best_order`. None if ranks do not send
-    fewer bytes to other groups of nodes in a step than in the given order, or if the groups are
-    unknown."""
+    """Return the hosts of an allocation in the order of `best_order`. None if the groups are
+    unknown, or if this order does not have fewer bytes of `_group_bytes` than the given order."""
     groups = topology.groups
     if groups is None:
         return None
     hosts, ordered = best_order(mesh, allocation.hosts, groups, allocation.ranks_per_node)
     better = replace(topology, groups=ordered)
     before, after = (_group_bytes(config, mesh, each) for each in (topology, better))
-    return (tuple(hosts), better) if after < before else None
+    is_better = after != before and all(a <= b for a, b in zip(after, before, strict=True))
+    return (tuple(hosts), better) if is_better else None
 
 
-def _group_bytes(config: Config, mesh: Mesh, topology: Topology) -> float:
+def _group_bytes(config: Config, mesh: Mesh, topology: Topology) -> tuple[float, float]:
     """Return the bytes that cross groups with ring collectives: those of a step over all axes for
-    which they are known. If they are known for no axis, the bytes are those of an all-reduce of 1
-    byte over each axis."""
-    crossings = axis_crossings(config, mesh, topology, "ring").values()
-    known = [crossing for crossing, is_step in crossings if is_step]
-    some = known or [crossing for crossing, _ in crossings]
-    return sum(crossing.groups or 0.0 for crossing in some)
+    which they are known or estimated, and those of an all-reduce of 1 byte over each other axis."""
+    crossings = axis_crossings(config, mesh, topology, "ring")
+    for axis, sizes in _activation_bytes(config, mesh).items():
+        crossings[axis] = all_reduce_crossing(mesh, (axis,), topology, "ring", sizes), True
+    of_step = sum(crossing.groups or 0.0 for crossing, is_step in crossings.values() if is_step)
+    others = sum(crossing.groups or 0.0 for crossing, is_step in crossings.values() if not is_step)
+    return of_step, others
+
+
+def _activation_bytes(config: Config, mesh: Mesh) -> dict[str, list[float]]:
+    """Return the estimated bytes of the buffers of an all-reduce over ep and over tp that sends as
+    much as all collectives of activations and of their gradients in a step, for each pipeline rank.
+
+    Over ep, each MoE layer gathers and reduces the tokens of all ep ranks in the forward and in the
+    backward, with `parallel.ep_dispatch` = "alltoall" only those that have an expert on the rank.
+    Over tp, each layer has two all-reduces in the forward and two in the backward. Recomputation is
+    not included. The result is empty without `train.seq_len`.
+    """
+    train, model, ep = config.train, config.model, mesh.ep
+    if not train.seq_len:
+        return {}
+    microbatches = plan_batch(train, mesh.num_data_ranks).microbatches_per_rank
+    rows = microbatches * train.microbatch_size * train.seq_len
+    size, stages = rows * model.hidden_size * BYTES[train.dtype], stages_of(config, mesh)
+    layers = [[n for stage in stages[pp :: mesh.pp] for n in stage] for pp in range(mesh.pp)]
+    result = {}
+    if mesh.tp > 1:
+        result["tp"] = [4.0 * size * len(of_rank) for of_rank in layers]
+    if ep > 1 and model.sparse_layers:
+        experts, k = model.experts_by_layer, model.num_experts_per_tok
+        is_sparse = config.parallel.ep_dispatch == "alltoall"
+        result["ep"] = [
+            2.0 * size * ep * sum(arrivals(experts[n], k, ep) if is_sparse else 1.0 for n in sparse)
+            for sparse in ([n for n in of_rank if experts[n]] for of_rank in layers)
+        ]
+    return result
 
 
 def _pipeline(config: Config, mesh: Mesh, topology: Topology) -> tuple[Crossing, bool]:

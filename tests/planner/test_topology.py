@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import random
@@ -13,6 +14,8 @@ from optimus.cli import main
 from optimus.config import load_config
 from optimus.config.machine import load_machine
 from optimus.distributed.mesh import Coordinate, Mesh
+from optimus.planner import traffic
+from optimus.planner.allocation import Allocation
 from optimus.planner.collectives import Link, collective_s
 from optimus.planner.topology import (
     ALGORITHMS,
@@ -22,7 +25,9 @@ from optimus.planner.topology import (
     groups_of_hosts,
     pipeline_crossing,
 )
-from optimus.planner.traffic import axis_crossings
+from optimus.planner.traffic import axis_crossings, better_order, plan_topology, topology_of
+from optimus.planner.workload import step_of
+from optimus.rank.operations import Exchange
 from optimus.rank.states import plan_rank
 from tests.planner.test_plan import CONFIGS
 
@@ -168,6 +173,7 @@ def test_best_order_keeps_stages_within_groups():
 
 
 RUN = CONFIGS / "run" / "mula-220b-a10b.toml"
+SMALLER = CONFIGS / "run" / "mula-7b-a1b.toml"
 
 
 def shuffled_hosts(file) -> list[str]:
@@ -210,6 +216,44 @@ def test_plan_says_that_groups_are_unknown(tmp_path, capsys):
     file.write_text("node0\n")
     assert main([*options, "--hosts", str(file)]) == 2
     assert "does not divide the world of 12 ranks" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("dispatch", ["allgather", "alltoall"])
+def test_a_better_order_sends_fewer_bytes_of_ep_across_groups(dispatch):
+    """Both orders send the same bytes of dp across groups. Process groups of ep = 8 cross the
+    boundaries of nodes of 12 ranks, and in the second order those of groups of nodes."""
+    settings = ["model.num_layers=2", "parallel.ep=8", f"parallel.ep_dispatch={dispatch}"]
+    config = load_config(SMALLER, [*settings, "train.global_batch_tokens=393216"])
+    hosts = tuple(f"x{rack}c0s{slot}b0n0" for rack, slot in ((1, 0), (2, 0), (2, 1), (1, 1)))
+    machine, mesh = load_machine("aurora"), Mesh(dp=6, ep=8)
+    allocation = Allocation("aurora", machine.ranks_per_node, 4, hosts, machine.host_group)
+    topology = topology_of(allocation)
+    better = better_order(config, mesh, allocation, topology)
+    assert better is not None and better[0] == tuple(sorted(hosts))
+    before, after = (axis_crossings(config, mesh, each, "ring") for each in (topology, better[1]))
+    assert before["dp"][0].groups == after["dp"][0].groups
+    assert before["ep"][0].groups > after["ep"][0].groups
+    gain = plan_topology(config, mesh, allocation, topology, better)["gain"]
+    assert "another order of the hosts sends" in gain
+    sorted_hosts = dataclasses.replace(allocation, hosts=better[0])
+    assert better_order(config, mesh, sorted_hosts, better[1]) is None
+
+
+@pytest.mark.parametrize("dispatch", ["allgather", "alltoall"])
+def test_estimated_bytes_of_ep_are_those_of_the_operations(dispatch):
+    settings = ["model.num_layers=2", "parallel.ep=8", f"parallel.ep_dispatch={dispatch}"]
+    config = load_config(SMALLER, [*settings, "train.global_batch_tokens=393216"])
+    mesh = Mesh(dp=6, ep=8)
+    step = step_of(config, mesh)
+    operations = [
+        (op.num_bytes, layers.number)
+        for layers in step.stages[0]
+        for op in (*layers.forward, *layers.backward)
+        if isinstance(op, Exchange) and op.axis == "ep"
+    ]
+    sent = step.microbatches * sum(size * number for size, number in operations) / 2
+    estimate = traffic._activation_bytes(config, mesh)
+    assert list(estimate) == ["ep"] and estimate["ep"] == pytest.approx([sent], rel=0.1)
 
 
 def test_plan_names_the_first_host_without_a_group(tmp_path, capsys):
