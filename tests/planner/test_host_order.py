@@ -17,6 +17,7 @@ from optimus.planner.collectives import Algorithm, Link, collective_s, slowest_s
 from optimus.planner.machine_rates import Rates, rates_of
 from optimus.planner.network import Network
 from optimus.planner.play import SharedLevel, Transfer
+from optimus.planner.state_traffic import ENDS
 from optimus.planner.step_time import Reduction, Step, played_time, step_time
 from optimus.planner.topology import STAGES, Topology
 from optimus.planner.workload import groups_of
@@ -97,6 +98,30 @@ def test_the_slowest_process_group_determines_the_time(letters):
     assert step_time(step, rates()).total_s == pytest.approx(240)
     transfer = Network(groups, LINKS, "ring").collective("all_reduce", 800.0, "dp")
     assert transfer == Transfer(120.0, (0, 1, 1))  # at the rate of the ports
+
+
+def test_the_order_of_ranks_in_a_ring_matters():
+    """The process groups of both stages have two nodes in each group. In the ring of the second
+    stage, each rank sends to the other group."""
+    mesh = Mesh(pp=2, dp=4, tp=2)
+    assert reduction_s(mesh, "AABBAABB") == pytest.approx(2 * 3 / 4 * 800 / 10)
+    assert reduction_s(mesh, "AABBABAB") == pytest.approx(2 * 3 / 4 * 800 / 5)
+
+
+def test_process_groups_within_a_group_differ_by_their_nodes():
+    """With nodes of 4 ranks and ep = 3, the first process group is in a node, the second is not."""
+    groups = groups_of(Mesh(dp=2, ep=3), Topology(4, (0, 0), (4, 8)))["ep"]
+    assert groups == ((0, 1, 2), (3, 4, 5))
+    links = Link("node", 4, 100.0), Link("group", 8, 10.0)
+    of_groups = [collective_s("all_reduce", 300.0, ranks, links) for ranks in groups]
+    assert of_groups == pytest.approx([2 * 2 / 3 * 300 / 100, 2 * 2 / 3 * 300 / 10])
+
+
+def test_the_ends_of_all_pipelines_count():
+    """The pipelines of the first node are in a group, those of the second node cross groups."""
+    ends = groups_of(Mesh(pp=2, dp=2, tp=2), topology("AAAB"))[ENDS]
+    assert ends == ((0, 4), (2, 8))
+    assert slowest_s("all_reduce", 800.0, ends, LINKS) == pytest.approx(800 / 5)
 
 
 def test_aligned_hosts_that_fill_groups_have_the_process_groups_of_a_plan_without_hosts():
