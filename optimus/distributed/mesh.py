@@ -142,7 +142,7 @@ def make_mesh(parallel: ParallelConfig, world_size: int | None = None) -> Mesh:
     refuse_if(
         dp and dp != left,
         f"parallel.dp = {dp} needs a world of {counted(dp * model_ranks, 'rank')}, "
-        f"but this run has {world_size}; set parallel.dp = {left}, or 0 to use all ranks",
+        f"but this run has {world_size:,}; set parallel.dp = {left}, or 0 to use all ranks",
     )
     return mesh._replace(dp=left)
 

@@ -4,6 +4,7 @@ the times of a step and of the run."""
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -239,7 +240,6 @@ def plan_on_machine(
           `needed` with this load; and `step_plan`, the result of `plan_step`, if there is one.
         - `reserve`: only with offloading on an accelerator. The bytes of the device memory that a
           placement leaves unused (`reserve_of`).
-
         - `placements`: only with offloading, the placements of the first and the last pipeline rank
           as text. `ranks` and `memory` are those of the placements. With offload.mode = "auto",
           `ranks` and `kinds` have only these ranks.
@@ -490,7 +490,9 @@ def machine_lines(result: dict[str, Any]) -> list[tuple[str, str]]:
         lines += step_lines(result["step"], result.get("is_one_replica", False))
     if "better_step_s" in result:
         better_s, step_s = result["better_step_s"], result["step"]["step_s"]
-        gain = f"{abs(step_s - better_s):,.4g} s {'less' if better_s <= step_s else 'more'}"
+        gain = f"{abs(step_s - better_s):,.4g} s {'less' if better_s < step_s else 'more'}"
+        if math.isclose(step_s, better_s, rel_tol=1e-6):
+            gain = "as long as in the given order"
         text = f"{better_s:,.4g} s, {gain}, with the hosts of --write-hosts FILE"
         lines.append(("step with better hosts", text))
     return lines + _load_lines(result)

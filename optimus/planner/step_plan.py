@@ -164,6 +164,7 @@ class StepTrace(NamedTuple):
                     axes.text((start_s + stop_s) / 2, rank, str(microbatch), **_NUMBER)
         axes.set_xlim(0, end_s)
         axes.set_ylim(rows - 0.5, -0.5)
+        axes.yaxis.set_major_locator(pyplot.MaxNLocator(integer=True, min_n_ticks=1))
         axes.set_xlabel("seconds")
         axes.set_ylabel("pipeline rank")
         axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))

@@ -68,8 +68,8 @@ class Step:
     microbatches: int
     """Number of microbatches of each data rank."""
     groups: Groups
-    """Global ranks of the process groups of each axis that the operations name. Each group `pp` has
-    the ranks of a pipeline."""
+    """The process groups of each axis that the operations name. Each group `pp` has the ranks of a
+    pipeline."""
     dtype: Dtype = "bf16"
     schedule: str = "1f1b"
     virtual_stages: int = 1

@@ -26,6 +26,8 @@ def test_dp_takes_the_ranks_that_are_left():
 def test_sizes_that_do_not_fill_the_world_are_refused_with_a_remedy():
     with pytest.raises(ConfigError, match=r"parallel.dp = 3 .* set parallel.dp = 2"):
         make_mesh(ParallelConfig(dp=3), 2)
+    with pytest.raises(ConfigError, match="of 3,072 ranks, but this run has 1,536; set"):
+        make_mesh(ParallelConfig(dp=3072), 1536)
     with pytest.raises(
         ConfigError,
         match=r"world of 6 ranks; use a multiple of 4 ranks, such as 8",

@@ -209,6 +209,13 @@ def test_plan_for_the_loads_of_a_run(tmp_path) -> None:
     assert [name for name in names if "load" in name] == ["load, one sample, step 1"]
 
 
+def test_a_better_order_of_the_hosts_without_a_shorter_step_has_no_gain() -> None:
+    order = Topology(1, tuple(range(MESH.world_size)), (8,))
+    result = plan_on_machine(CONFIG, MESH, "h200", topology=order, better=order)
+    line = dict(machine_lines(result | {"machine": "h200", "ranks": []}))["step with better hosts"]
+    assert "s, as long as in the given order, with the hosts of --write-hosts FILE" in line
+
+
 def test_the_load_of_a_run_is_timed_for_the_order_of_the_hosts(tmp_path) -> None:
     """With ep ranks in different domains, dispatch uses the network, which is slower than NVLink
     within a domain."""

@@ -118,6 +118,24 @@ def test_launches_make_a_step_longer_by_at_most_those_of_each_pass(name):
     assert launched < played.total_s
 
 
+@pytest.mark.parametrize("pp", [1, 2, 3])
+def test_picture_has_whole_numbers_of_ranks(tmp_path, monkeypatch, pp):
+    from matplotlib.figure import Figure
+
+    ticks: list[float] = []
+    monkeypatch.setattr(
+        Figure, "savefig", lambda figure, *args, **settings: ticks.extend(shown(figure.axes[0]))
+    )
+
+    def shown(axes) -> list[float]:
+        low, high = sorted(axes.get_ylim())
+        return [tick for tick in axes.get_yticks() if low <= tick <= high]
+
+    rank = [TracedAction("F", 0, 0, 0.0, 1.0)]
+    StepTrace([rank] * pp, {}).draw(tmp_path / "p.png")
+    assert ticks == list(range(pp))
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_picture_has_the_actions_of_the_schedule(tmp_path, monkeypatch, schedule):
     """Each action that takes time is a box in the row of its rank."""
