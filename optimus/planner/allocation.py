@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,7 +67,8 @@ def read_hosts(path: str) -> tuple[str, ...]:
     lines with the same name, such as one for each rank of the host, give one name.
 
     Raises:
-        ConfigError: The file cannot be read, has no host, or has a host again after another host.
+        ConfigError: The file cannot be read, has no host, or has a host again after another host or
+            with and without its domain.
     """
     try:
         lines = Path(path).read_text(encoding="utf-8").split("\n")
@@ -78,10 +78,18 @@ def read_hosts(path: str) -> tuple[str, ...]:
     names = [line.strip() for line in lines if line.strip()]
     refuse_if(not names, f"--hosts {path} has no host; write a host name in each line")
     hosts = [name for name, before in zip(names, ["", *names], strict=False) if name != before]
-    for name, count in Counter(hosts).items():
+    first: dict[str, str] = {}  # by the name up to the first dot
+    for name in hosts:
         refuse_if(
-            len(name.split()) > 1 or count > 1,
-            f"--hosts {path}: {name!r} is not a single host name, or occurs twice; write each host "
-            "once, in the order of the ranks",
+            len(name.split()) > 1,
+            f"--hosts {path}: {name!r} is not a single host name; write a host name in each line",
         )
+        short = name.partition(".")[0]
+        if short in first:
+            same = first[short]
+            again = "occurs twice" if same == name else f"is the same host as {same}"
+            raise ConfigError(
+                f"--hosts {path}: {name} {again}; write each host once, in the order of the ranks"
+            )
+        first[short] = name
     return tuple(hosts)

@@ -81,7 +81,13 @@ def test_hosts_are_read_once_in_order(tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("\n", "has no host"), ("a b\n", "not a single host"), ("a\nb\na\n", "'a' is not a single")],
+    [
+        ("\n", "has no host"),
+        ("a b\n", "'a b' is not a single host"),
+        ("a\nb\na\n", "a occurs twice; write each host once"),
+        ("a\na.site.org\n", "a.site.org is the same host as a; write"),
+        ("a.site.org\nb\na\n", "a is the same host as a.site.org"),
+    ],
 )
 def test_files_that_are_no_list_of_hosts_are_refused(text, message, tmp_path):
     file = tmp_path / "hosts"
