@@ -340,11 +340,11 @@ def _plan(args: argparse.Namespace, arguments: list[str]) -> int:
         if args.json:
             print(json.dumps({"missing": error.missing}))
         raise
-    if args.write_hosts and allocation is not None:
-        write_hosts(config, result["mesh"], allocation, args.write_hosts)
     if (args.trace or args.picture) and allocation is not None:
         write_planned_step(config, result["mesh"], allocation, args.trace, args.picture)
     misfit = find_misfit(config, result, arguments)
+    if args.write_hosts and allocation is not None and misfit is None:
+        write_hosts(config, result["mesh"], allocation, args.write_hosts)
     print(json.dumps(result) if args.json else format_plan(result))
     if misfit is not None:
         raise misfit

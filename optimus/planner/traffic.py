@@ -142,6 +142,8 @@ def plan_topology(
             f"another order of the hosts sends {100 * (1 - new / old):.0f} % fewer bytes across "
             "groups; --write-hosts FILE writes it"
         )
+        if topology.positions() is None:
+            gain += "; the machine file has no level for groups, so the step time ignores them"
     return {"crossings": crossings, "num_groups": len(set(topology.groups)), "gain": gain}
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from optimus.cli import main
 from optimus.config import load_config
-from optimus.config.machine import load_machine
+from optimus.config.machine import FOLDER, load_machine
 from optimus.distributed.mesh import Coordinate, Mesh
 from optimus.planner import traffic
 from optimus.planner.allocation import Allocation
@@ -254,6 +254,28 @@ def test_estimated_bytes_of_ep_are_those_of_the_operations(dispatch):
     sent = step.microbatches * sum(size * number for size, number in operations) / 2
     estimate = traffic._activation_bytes(config, mesh)
     assert list(estimate) == ["ep"] and estimate["ep"] == pytest.approx([sent], rel=0.1)
+
+
+def test_a_plan_that_does_not_fit_writes_no_hosts(tmp_path, capsys):
+    shuffled_hosts(tmp_path / "hosts")
+    options = ["--hosts", str(tmp_path / "hosts"), "--write-hosts", str(tmp_path / "written")]
+    settings = ["parallel.pp=1", "parallel.dp=0", "train.global_batch_tokens=0"]
+    assert main(["plan", str(RUN), "--machine", "aurora", *options, *settings]) == 2
+    assert "more than its device has" in capsys.readouterr().err
+    assert not (tmp_path / "written").exists()
+
+
+def test_a_machine_without_a_level_for_groups_says_that_the_time_ignores_them(tmp_path, capsys):
+    shuffled_hosts(tmp_path / "hosts")
+    text = (FOLDER / "aurora.toml").read_text()
+    level = text.index('[[levels]]\nname = "group"')
+    machine = tmp_path / "machine.toml"
+    machine.write_text(text[:level] + text[text.index("[[levels]]", level + 1) :])
+    options = ["--machine", str(machine), "--hosts", str(tmp_path / "hosts")]
+    assert main(["plan", str(RUN), *options]) == 0
+    printed = capsys.readouterr().out
+    assert "the machine file has no level for groups, so the step time ignores them" in printed
+    assert "s, as long as in the given order, with the hosts of --write-hosts FILE" in printed
 
 
 def test_plan_names_the_first_host_without_a_group(tmp_path, capsys):
