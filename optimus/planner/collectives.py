@@ -211,7 +211,7 @@ def collective_s(
         return halves * _ring(size_bytes, len(ranks), paths)
     if algorithm == "halving":
         return halves * _halving(size_bytes, ranks, links)
-    return halves * _hierarchical(size_bytes, paths)
+    return halves * _hierarchical(size_bytes, ranks, links)
 
 
 def slowest_s(
@@ -294,15 +294,35 @@ def _levels_of_steps(
     return tuple(steps)
 
 
-def _hierarchical(size_bytes: float, paths: Sequence[GroupPath]) -> float:
+def _hierarchical(size_bytes: float, ranks: tuple[int, ...], links: Links) -> float:
     """Return the seconds of a reduce_scatter that proceeds from level to level. At each level, d
-    domains exchange shards, after which the buffer of a rank is 1/d as large."""
+    domains exchange shards in a ring, after which the buffer of a rank is 1/d as large."""
     seconds, sent = 0.0, size_bytes
-    for path in paths:
-        d = path.domains
-        seconds += (d - 1) * path.link.seconds(sent / d)
+    for d, rings in _rings_by_level(ranks, links):
+        seconds += max(_ring(sent, d, paths) for paths in rings)
         sent /= d
     return seconds
+
+
+@lru_cache(maxsize=1024)
+def _rings_by_level(
+    ranks: tuple[int, ...], links: Links
+) -> tuple[tuple[int, frozenset[tuple[GroupPath, ...]]], ...]:
+    """Return, for each level at which domains exchange shards, the number of ranks in a ring and
+    the different paths of the rings. A level is left out if the ranks are divided unequally over
+    its domains; the rings of the next level then cross both levels."""
+    levels, members = [], ranks
+    for link in links:
+        rings: dict[int, list[int]] = {}
+        for rank in members:
+            rings.setdefault(rank // link.ranks if link.ranks else 0, []).append(rank)
+        sizes = {len(ring) for ring in rings.values()}
+        if sizes == {1} or len(sizes) > 1:
+            continue
+        paths = frozenset(paths_of(tuple(ring), links) for ring in rings.values())
+        levels.append((sizes.pop(), paths))
+        members = tuple(ring[0] for ring in rings.values())
+    return tuple(levels)
 
 
 def _all_to_all(size_bytes: float, n: int, paths: Sequence[GroupPath]) -> float:

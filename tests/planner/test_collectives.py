@@ -8,8 +8,10 @@ from typing import get_args
 import pytest
 
 from optimus.config.machine import load_machine
+from optimus.distributed.mesh import Mesh
 from optimus.errors import ConfigError
 from optimus.planner.collectives import Link, Operation, collective_s, links_of, of_ports, paths_of
+from optimus.planner.topology import Topology, all_reduce_crossing
 
 # Nodes of 4 ranks, groups of 16 ranks, a machine of any size.
 LINKS = (Link("node", 4, 100.0), Link("group", 16, 10.0), Link("machine", 0, 5.0))
@@ -60,6 +62,21 @@ def test_halving_sends_least_over_the_slowest_level():
 def test_ring_of_a_rank_of_each_node_has_the_rate_of_a_rank():
     assert collective_s("all_gather", SIZE, row(4, 4), LINKS) == pytest.approx(3 / 4 * SIZE / 10)
     assert collective_s("all_gather", SIZE, row(2, 16), LINKS) == pytest.approx(1 / 2 * SIZE / 5)
+
+
+def test_hierarchical_leaves_out_a_level_with_unequal_domains():
+    """The links have the time of the bytes that `all_reduce_crossing` counts between nodes."""
+    links = (Link("node", 4, 1e12), Link("group", 8, 1.0), Link("machine", 0, 1.0))
+    # 3 nodes of 4 ranks, groups of 2 and 1 nodes: a ring of 3 nodes sends a quarter of the buffer.
+    seconds = collective_s("all_reduce", 12.0, row(12), links, "hierarchical")
+    assert seconds == pytest.approx(2 * (3 - 1) / 3 * 12 / 4)
+    crossing = all_reduce_crossing(
+        Mesh(dp=12), ("dp",), Topology(4, (0, 0, 1)), "hierarchical", [12.0]
+    )
+    assert seconds == pytest.approx(crossing.nodes / 12)
+    # Nodes with 3 and 2 ranks of the process group: a ring over all 5.
+    uneven = collective_s("all_reduce", 10.0, (0, 1, 2, 4, 5), links, "hierarchical")
+    assert uneven == collective_s("all_reduce", 10.0, (0, 1, 2, 4, 5), links, "ring")
 
 
 def test_hierarchical_shrinks_the_buffer_at_each_level():
