@@ -10,6 +10,9 @@ from optimus.planner.collectives import Algorithm, Links, loads_of, of_ports, pa
 from optimus.planner.play import SharedLevel, Transfer, Transfers
 from optimus.planner.topology import STAGES
 
+_WITH_STEPS = ("all_reduce", "all_gather", "reduce_scatter")
+"""Operations for which `Network` uses the algorithm of the machine file."""
+
 
 class Network:
     """The network of a machine, and the groups of ranks that use it.
@@ -32,6 +35,7 @@ class Network:
         self._groups, self._links, self._algorithm = groups, links, algorithm
         self._ports = of_ports(links)
         self._pipelines = groups.get("pp", [(0,)])
+        self._links_of_steps = self._ports if algorithm == "ring" else self._shared_links()
 
     def collective(self, operation: str, size_bytes: float, axes: str) -> Transfer:
         """Return the transfer of a collective of the slowest group of `axes`. Other arguments as
@@ -41,17 +45,37 @@ class Network:
     def _transfer(
         self, operation: str, size_bytes: float, groups: Sequence[tuple[int, ...]]
     ) -> Transfer:
-        seconds = slowest_s(operation, size_bytes, groups, self._ports, self._algorithm)
-        return Transfer(seconds, self._loads(operation, groups)) if seconds else Transfer(0.0)
+        links = self._links_of_steps if operation in _WITH_STEPS else self._ports
+        seconds = slowest_s(operation, size_bytes, groups, links, self._algorithm)
+        return Transfer(seconds, self._loads(operation, groups, links)) if seconds else Transfer(0)
 
-    def _loads(self, operation: str, groups: Sequence[tuple[int, ...]]) -> tuple[float, ...]:
+    def _loads(
+        self, operation: str, groups: Sequence[tuple[int, ...]], links: Links
+    ) -> tuple[float, ...]:
         """Return `Transfer.loads` of a collective: at each level, the largest load of a group."""
-        of_groups = (loads_of(operation, ranks, self._ports, self._algorithm) for ranks in groups)
-        loads = [max(of_level) for of_level in zip(*of_groups, strict=True)]
+        of_groups = (loads_of(operation, ranks, links, self._algorithm) for ranks in groups)
+        largest = (max(of_level) for of_level in zip(*of_groups, strict=True))
+        loads = [load * link.taper for load, link in zip(largest, links, strict=True)]
         for level in reversed(range(1, len(loads))):
             if self._links[level].taper < 1:
                 loads[level - 1] = max(loads[level - 1], loads[level])
         return tuple(loads)
+
+    def _shared_links(self) -> Links:
+        """Return the links with the rates of ranks if all ranks of a stage send at the same time.
+
+        Algorithms other than a ring use the levels one after the other. The mean load of a level is
+        therefore less than its load in the steps that use it, in which ranks share the links.
+        """
+        links = []
+        for level, (link, port) in enumerate(zip(self._links, self._ports, strict=True)):
+            if link.taper < 1:
+                capacity, loads, _ = self._shared(level)
+                taper = min(1.0, capacity / max(map(max, loads)))
+                rates = tuple((name, taper * rate) for name, rate in port.rates)
+                port = port._replace(rate=taper * port.rate, rates=rates, taper=taper)
+            links.append(port)
+        return tuple(links)
 
     def transfers(
         self,
@@ -118,7 +142,7 @@ class Network:
         total_s, used_s = 0.0, [0.0] * len(self._links)
         for axes, exposed_s in seconds.items() if levels else ():
             operation = "all_to_all" if axes == "ep" else "all_reduce"
-            loads = self._loads(operation, self._groups[axes]) if exposed_s else ()
+            loads = self._loads(operation, self._groups[axes], self._ports) if exposed_s else ()
             if not any(loads[level] for level in levels if loads):
                 continue
             total_s += exposed_s

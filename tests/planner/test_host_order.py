@@ -67,6 +67,17 @@ def test_a_ring_has_the_rate_of_the_edges_that_leave_its_groups(letters, rate):
     assert reduction_s(Mesh(dp=8, tp=2), letters) == pytest.approx(2 * 7 / 8 * 800 / rate)
 
 
+@pytest.mark.parametrize(
+    ("letters", "halving_s"),
+    [("AAAABBBB", 160), ("AABBAABB", 180), ("ABABABAB", 220), ("AABBABAB", 280)],
+)
+def test_simulated_steps_that_leave_groups_have_the_rate_of_the_shared_links(letters, halving_s):
+    """Only some steps of the collective leave groups. `reduction_s` compares the simulation with
+    the formula."""
+    assert reduction_s(Mesh(dp=8, tp=2), letters, "halving") == pytest.approx(halving_s)
+    assert reduction_s(Mesh(dp=8, tp=2), letters, "hierarchical") == pytest.approx(160)
+
+
 def test_halving_is_slow_in_the_steps_that_leave_groups():
     """The steps of recursive halving send 1/2, 1/4 and 1/8 of 800 bytes over distances of 1, 2 and
     4 nodes. The links between groups have half of the total rate of the ports of all ranks."""
