@@ -135,8 +135,8 @@ def make_mesh(parallel: ParallelConfig, world_size: int | None = None) -> Mesh:
         sizes = " * ".join(str(getattr(mesh, axis)) for axis in MODEL)
         raise ConfigError(
             f"parallel.{' * '.join(MODEL)} = {sizes} = {model_ranks} does not divide the world "
-            f"of {counted(world_size, 'rank')}; use a multiple of {counted(model_ranks, 'rank')}, such "
-            f"as {nearest}, or change the sizes"
+            f"of {counted(world_size, 'rank')}; use a multiple of {counted(model_ranks, 'rank')}, "
+            f"such as {nearest}, or change the sizes"
         )
     left = world_size // model_ranks
     refuse_if(
