@@ -21,7 +21,7 @@ from optimus.errors import ConfigError, counted, one_line, refuse_if
 from optimus.offloading import guard
 from optimus.offloading.checks import DDP_IGNORED, MARK, NotCopied, RefuseDDP, Structure
 from optimus.offloading.placement import ModelChunks, ReleasedValues
-from optimus.offloading.segments import SegmentHooks
+from optimus.offloading.segments import SegmentHooks, ids_of_running_modules
 from optimus.offloading.state_dicts import StateDictHooks
 
 logger = logging.getLogger(__name__)
@@ -83,7 +83,8 @@ class OffloadedModel(NotCopied):
         self._open: list[nn.Parameter] = []
         """Parameters on the host that the present segments may use. These are not guarded now."""
         self._in_forward: list[int] = []
-        """Segments whose forward or hooks run now, with the outermost first."""
+        """Segments whose forward or hooks run now, with the outermost first. A forward that
+        KeyboardInterrupt has ended, for which torch calls no hook, also stays here."""
         self._callers: dict[int, set[int]] = {}
         """The results of `callers` in all forwards, for recomputations in backward."""
         self._uses: list[tuple[int, bool]] = []
@@ -270,10 +271,14 @@ class OffloadedModel(NotCopied):
         """Return the segments whose forward or hooks call a segment that does not have all their
         parameters, as a module that they do not enclose. They may use these parameters before and
         after the call, also in backward."""
-        calling, names = self._in_forward, self._hooks[index].names
+        names = self._hooks[index].names
+        calling = [i for i in self._in_forward if not self._hooks[i].names <= names]
+        if calling:
+            running = ids_of_running_modules()
+            calling = [i for i in calling if id(self._hooks[i].module) in running]
         if index in self._callers and torch._C._current_graph_task_id() != -1:
             calling = [*self._callers[index], *calling]
-        return [i for i in dict.fromkeys(calling) if not self._hooks[i].names <= names]
+        return list(dict.fromkeys(calling))
 
     def _gather_together(self, index: int, together: Sequence[int]) -> list[nn.Parameter]:
         """Gather the parameters of several segments, and return them. `index` is the segment that
@@ -351,6 +356,7 @@ class OffloadedModel(NotCopied):
         if self._received and not self._is_updated:
             self._in_step = False  # the step is abandoned
         self._tasks.clear()
+        self._in_forward.clear()
         self._close_all()
         with _raw():
             zero = {n for n in self._received if not (set_to_none or self.named[n].grad is None)}
@@ -390,7 +396,6 @@ class OffloadedModel(NotCopied):
         if not self._tasks:
             with _raw():
                 self._structure.check()
-            self._in_forward.clear()  # segments of a forward that was interrupted
         self._tasks.append(task)
         if len(self._tasks) > 1:  # inside of a reentrant checkpoint
             return

@@ -3,6 +3,7 @@ same time. Division of these parameters into classes that share chunks. Hooks of
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -20,6 +21,8 @@ from optimus.offloading import guard
 from optimus.offloading.checks import NotCopied, refuse_compiled
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential)
+_CALL = nn.Module._call_impl.__code__
+"""Code that calls the forward and the hooks of a module."""
 _OBSERVED = "_optimus_observed"
 """Name of an attribute of output tensors. Its value is the `grad_fn` that the tensor had when a
 `_BackwardTrigger` was registered. After an in-place operation, the `grad_fn` differs from this
@@ -211,7 +214,7 @@ class SegmentHooks(NotCopied):
         segment: ModuleSegment,
         guarded: dict[str, nn.Parameter],
     ) -> None:
-        self._owner, self._index, self._module = owner, index, segment.module
+        self._owner, self._index, self.module = owner, index, segment.module
         self.name = segment.name or "model"
         self.parameters = {name: guarded[name] for name in segment.parameters if name in guarded}
         """Guarded parameters of the segment's module, by name."""
@@ -228,12 +231,12 @@ class SegmentHooks(NotCopied):
         self._of_engine = before_forward, before_backward
         # This hook must be the first, because other hooks may read parameters, as torch's
         # weight_norm does.
-        first = self._module.register_forward_pre_hook(self._before_forward, prepend=True)
+        first = self.module.register_forward_pre_hook(self._before_forward, prepend=True)
         self._owner.keep(first)
         if self.needed:
-            hook = self._module.register_forward_hook(self._close, always_call=True)
+            hook = self.module.register_forward_hook(self._close, always_call=True)
             self._owner.keep(hook)
-        self._owner.keep(self._module.register_forward_hook(self._after_forward))
+        self._owner.keep(self.module.register_forward_hook(self._after_forward))
 
     def before(self, backward: bool) -> None:
         """Call the engine's hook for a forward or, with `backward`, for a backward."""
@@ -274,6 +277,16 @@ class SegmentHooks(NotCopied):
                 setattr(tensor, _OBSERVED, tensor.grad_fn)
                 tensor.register_hook(trigger)
         return outputs
+
+
+def ids_of_running_modules() -> set[int]:
+    """Return the ids of the modules whose forward or hooks run in this thread."""
+    ids, frame = set(), sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code is _CALL:
+            ids.add(id(frame.f_locals["self"]))
+    return ids
 
 
 class _BackwardTrigger:

@@ -192,3 +192,67 @@ def test_failed_call_of_a_module_leaves_the_caller_usable():
         model.first.blocks[1].register_forward_pre_hook(ignore_errors)
 
     assert_trains_the_bits_of_adamw(Groups(), before=add_hook)
+
+
+class Blocks(nn.Module):
+    """Blocks that together need more chunks than the cache has in the tests."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)) for _ in range(4)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x
+
+
+@pytest.mark.parametrize("hostile_memory", ["random", "freed"], indirect=True)
+@pytest.mark.parametrize("then", ["train", "evaluate", "call a block", "clear", "ignore"])
+def test_interrupted_forward_leaves_the_model_usable(hostile_memory, then):
+    """torch calls no hook after KeyboardInterrupt. The cache has space for a single block. With
+    "ignore", a hook of another block calls a block that is interrupted."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    def use(model: nn.Module) -> None:
+        handle = model.blocks[2][1].register_forward_pre_hook(interrupt)
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                model(torch.ones(4, 32))
+        handle.remove()
+        if then == "evaluate":
+            with torch.no_grad():
+                model(torch.ones(4, 32))
+        elif then == "call a block":
+            model.blocks[0](torch.ones(4, 32))
+        elif then == "clear":
+            model.zero_grad()
+
+    def ignore(model: nn.Module) -> None:
+        def call_interrupted(module: nn.Module, inputs: tuple[Tensor]) -> None:
+            handle = model.blocks[2][1].register_forward_pre_hook(interrupt)
+            with contextlib.suppress(KeyboardInterrupt):
+                model.blocks[2](inputs[0])
+            handle.remove()
+
+        model.blocks[1].register_forward_pre_hook(call_interrupted)
+
+    if then == "ignore":
+        assert_trains_the_bits_of_adamw(Blocks(), after=ignore, cache_chunks=2)
+    else:
+        assert_trains_the_bits_of_adamw(Blocks(), after=use, cache_chunks=1)
+
+
+def test_parameter_is_guarded_after_a_failed_forward():
+    """Its use with gradients would need the parameter in backward."""
+    model = Blocks()
+    optimus.offload(model, host_share=1.0, **OPTIONS)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        model.blocks[0](torch.ones(3, 3))
+    with pytest.raises(ConfigError, match="used with gradients outside of the forward"):
+        model.blocks[0][0].weight.square()
