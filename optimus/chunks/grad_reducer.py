@@ -10,6 +10,7 @@ the gradients.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -37,6 +38,7 @@ from optimus.distributed.collectives import (
     Group,
     all_reduce_sum,
 )
+from optimus.errors import ConfigError, counted
 
 _WIDENS_NATIVELY = hasattr(torch.Tensor, "grad_dtype")
 """True for torch 2.9 and later, where a bf16 parameter may have an fp32 `.grad`."""
@@ -136,6 +138,9 @@ class GradReducer:
         self._frees_early, self._reduces_each = False, True
         self.allocated: dict[GradBuffer, None] = {}
         """Buffers with memory whose reduction has not started in the present backward."""
+        self.limit_bytes = math.inf
+        """Largest number of bytes on the device of gradients that are freed after a reduction. Near
+        the limit, `before_segment_backward` waits for copies to the host."""
         self._in_step = False
         self._is_reducing = False
         """True if a step or a reduction has started since reductions were last completed, by
@@ -461,8 +466,26 @@ class GradReducer:
     def _allocate(self, buffers: Sequence[GradBuffer]) -> None:
         assert isinstance(self._strategy, ReducePerMicrobatch)
         for buffer in buffers:
+            if self.limit_bytes < math.inf and self._strategy.frees(buffer):
+                self._make_space(buffer)
             self._strategy.allocate(buffer)
             self.allocated[buffer] = None
+
+    def _make_space(self, buffer: GradBuffer) -> None:
+        """Wait for copies of gradients to the host until `buffer` can be allocated. Raise
+        ConfigError if its memory would exceed `limit_bytes`."""
+        assert isinstance(self._strategy, ReducePerMicrobatch)
+        together = [b for b in {**self.allocated, buffer: None} if self._strategy.frees(b)]
+        needed = sum(b.grads.nbytes for b in together)
+        if needed > self.limit_bytes:
+            missing = counted(needed - int(self.limit_bytes), "byte")
+            raise ConfigError(
+                f"backward adds to {counted(len(together), 'chunk')} of gradients at the same time "
+                f"(one has {next(iter(buffer.grad_views))}), because a module calls another one "
+                f"or is called again; this exceeds device_memory by {missing}; leave out the call, "
+                "or use host_share and cache_chunks instead of device_memory"
+            )
+        self._strategy.limit_copies(self.limit_bytes - needed)
 
     def _reduce_allocated(self, buffers: Sequence[GradBuffer]) -> None:
         for buffer in buffers:

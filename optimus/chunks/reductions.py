@@ -282,6 +282,12 @@ class ReducePerMicrobatch:
             self.memory.allocate(buffer.grads)
             buffer.grads.zero_()
 
+    def limit_copies(self, num_bytes: float) -> None:
+        """Wait for copies of gradients to the host until those in progress have at most `num_bytes`
+        bytes on the device."""
+        while sum(copying.values.nbytes for copying in self._copying) > num_bytes:
+            self._complete_copies(len(self._copying) - 1)
+
     def reduce(self, buffer: GradBuffer) -> None:
         """Reduce a buffer after a backward pass, add the result to this rank's piece of the sum of
         gradients, and free the buffer."""

@@ -163,6 +163,12 @@ class OffloadedModel(NotCopied):
             guard.watch(self.named[name])
         return names
 
+    def limit_states(self, device_bytes: float) -> None:
+        """Refuse a backward whose gradients, with the other states and the cache of parameters,
+        would need more than `device_bytes` on the device."""
+        spare = device_bytes - self.engine.state_bytes()["total"] - self.engine.cache_bytes
+        self.engine.gradients.limit_bytes = max(spare, self.engine.temporary_bytes)
+
     def keep(self, *handles: RemovableHandle) -> None:
         """Keep handles of hooks, so that `release` can remove the hooks."""
         self._handles += handles

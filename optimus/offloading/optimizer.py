@@ -124,7 +124,7 @@ def offload(
     spare = {"off": 0.0, "on": math.inf, "auto": (limits.host - placement.host_bytes) / 2}
     optimizer = OffloadOptimizer(model, chunks, groups, defaults, clip_norm, residency, on)
     optimizer.allow_early_updates(early_adam, spare[early_adam])
-    _enforce_limits(optimizer, model, on, limits.device, example)
+    _enforce_limits(optimizer._offloaded, model, on, limits.device, placement.device_bytes, example)
     return optimizer
 
 
@@ -145,20 +145,21 @@ def _chunks_of(model: nn.Module, named: dict[str, nn.Parameter], chunk_length: i
 
 
 def _enforce_limits(
-    optimizer: OffloadOptimizer,
+    offloaded: OffloadedModel,
     model: nn.Module,
     device: torch.device,
     limit: int | None,
+    planned: float,
     example: Mapping[str, Any] | None,
 ) -> None:
-    """Make allocations above `limit` bytes, and batches larger than `example`, raise errors."""
+    """Make more than `limit` bytes, of which `planned` are states, and larger batches errors."""
     if limit is not None:
         platform.limit_device_memory(device, limit)
+        offloaded.limit_states(planned)
     if example is not None:
         # This hook runs before the hooks of segments, so that a refused batch begins no step.
         hook = partial(check_batch, shapes_of(example))
-        handle = model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
-        optimizer._offloaded.keep(handle)
+        offloaded.keep(model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True))
 
 
 def _limits_of(

@@ -63,6 +63,8 @@ class OffloadPlacement(NamedTuple):
     """As `Residency.disk_share`."""
     host_bytes: int = 0
     """Bytes of the states in host memory, including the spare buffers of `early_adam` = "on"."""
+    device_bytes: float = math.inf
+    """Largest number of bytes of the states and of the cache on the device."""
 
     def residency(self, directory: str) -> Residency:
         """Return the settings of the chunk engine. `directory` is for the states on disk."""
@@ -314,7 +316,7 @@ def choose_placement(needs: Needs, device_memory: int | None) -> OffloadPlacemen
             f"{least - device_memory:,} bytes for the segment {needs.largest or 'model'!r}: half "
             f"is left to activations; use {least:,} bytes or more"
         )
-    return OffloadPlacement(1.0, slots)
+    return OffloadPlacement(1.0, slots, device_bytes=available)
 
 
 def _by_search(
@@ -384,6 +386,7 @@ def _by_search(
         (best.num_host - 0.5) / len(work.chunks),
         best.slots,
         max(0.0, best.num_disk - 0.5) / max(1, work.num_trained(best.num_host)),
+        device_bytes=memory - activations,
     )
 
 

@@ -3,7 +3,10 @@ the limit, and training gives the same bits."""
 
 from __future__ import annotations
 
+import copy
 import re
+from collections.abc import Sequence
+from functools import partial
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ import optimus
 from optimus.chunks.memory import Tier
 from optimus.errors import ConfigError
 from optimus.offloading.placement import profile_step
+from tests.offloading import models
 from tests.planner.test_memory import _Peak
 
 TOKENS = torch.randint(256, (4, 32), generator=torch.Generator().manual_seed(0))
@@ -148,3 +152,57 @@ def test_wrong_examples_are_refused_and_leave_the_model_unchanged(arguments, mes
         optimus.offload(model, **{"example": EXAMPLE, **arguments})
     after = model.state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def add_output(called: nn.Module, module: nn.Module, inputs: tuple[Tensor]) -> Tensor:
+    return inputs[0] + called(inputs[0]).tanh()
+
+
+def peak_with_calls(calls: Sequence[tuple[int, int]], limit: int) -> tuple[int, int, bool]:
+    """Train six blocks with `limit` bytes of device memory, in which pre-hooks, registered after
+    `offload`, let blocks call others. Return the largest number of bytes of states on the device,
+    the slots of the cache, and True if the weights are those of AdamW of torch."""
+    torch.manual_seed(0)
+    layers = ((nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32)) for _ in range(6))
+    ours = nn.Sequential(*(nn.Sequential(*layer) for layer in layers))
+    theirs, example = copy.deepcopy(ours), {"input": torch.ones(1, 32)}
+    optimizer = optimus.offload(ours, device_memory=limit, example=example, weight_decay=0.0)
+    engine, reference = optimizer._offloaded.engine, models.adamw(theirs, weight_decay=0.0)
+    allocate, most = engine.memory.allocate, 0
+
+    def count(flat: Tensor) -> None:
+        nonlocal most
+        allocate(flat)
+        most = max(most, engine.memory.num_bytes[Tier.DEVICE])
+
+    engine.memory.allocate = count
+    for model, of_model in ((ours, optimizer), (theirs, reference)):
+        for caller, called in calls:
+            model[caller].register_forward_pre_hook(partial(add_output, model[called]))
+        for _ in range(3):
+            model(torch.ones(1, 32)).square().mean().backward()
+            of_model.step()
+            of_model.zero_grad()
+    is_equal = all(map(torch.equal, ours.state_dict().values(), theirs.state_dict().values()))
+    return most, engine.residency.slots, is_equal
+
+
+@pytest.mark.parametrize("calls", [[(3, 0)], [(5, 0), (4, 1)]])
+def test_the_limit_holds_if_blocks_call_others(calls):
+    """The gradients of a called block are on the device until the block itself has computed its
+    backward. Copies of gradients to the host then leave them the memory."""
+    slots_seen = set()
+    for limit in range(96_000, 126_000, 6_000):
+        most, slots, is_equal = peak_with_calls(calls, limit)
+        slots_seen.add(slots)
+        assert most <= limit and is_equal, limit
+    assert 2 in slots_seen
+
+
+def test_calls_whose_gradients_exceed_the_limit_are_refused():
+    calls = [(5, 4), (5, 3), (5, 2), (5, 1)]
+    with pytest.raises(ConfigError, match="exceeds device_memory by") as refused:
+        peak_with_calls(calls, 96_000)
+    assert "\n" not in str(refused.value)
+    most, _, is_equal = peak_with_calls(calls, 600_000)  # all states are on the device
+    assert most <= 600_000 and is_equal
