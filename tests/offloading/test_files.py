@@ -120,3 +120,15 @@ def test_state_dicts_keep_their_values_after_the_model(share, dtype):
     for number, state in states["optimizer"]["state"].items():
         assert_equal(state, expected["optimizer"]["state"][number])
     assert all(other.isnan().all() for other in others)
+
+
+@pytest.mark.parametrize("early_adam", ["off", "on", "auto"])
+def test_state_dict_after_each_step_has_the_updated_weights(early_adam):
+    """An early update that is used replaces the memory of the weights."""
+    ours, optimizer, theirs, reference = pair("llama", 1.0, early_adam=early_adam)
+    for step in range(4):
+        for model, of_model in ((ours, optimizer), (theirs, reference)):
+            models.loss_of(model, step).backward()
+            of_model.step()
+            of_model.zero_grad()
+        assert_equal(ours.state_dict(), theirs.state_dict())

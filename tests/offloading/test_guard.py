@@ -220,6 +220,13 @@ class Lists(list):
         self.scale = scale
 
 
+class ReadOnlyLists(Lists):
+    """A list whose elements cannot be replaced."""
+
+    def __setitem__(self, *_: Any) -> None:
+        raise TypeError("the list is read-only")
+
+
 class Tuples(tuple):
     def __new__(cls, scale: float, *elements: Tensor) -> Tuples:
         created = super().__new__(cls, elements)
@@ -255,7 +262,9 @@ class Returns(nn.Module):
         return result
 
 
-@pytest.mark.parametrize("kind", [Lists, Tuples, Pair, PairWithDict, torch.return_types.max])
+@pytest.mark.parametrize(
+    "kind", [Lists, ReadOnlyLists, Tuples, Pair, PairWithDict, torch.return_types.max]
+)
 def test_returned_collections_keep_their_class_and_attributes(kind):
     class Model(nn.Module):
         def __init__(self) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import re
 from collections.abc import Callable
 from functools import partial
 
@@ -82,14 +83,18 @@ CONTAINERS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+def with_shared_container(kind: str) -> nn.Module:
+    torch.manual_seed(0)
+    shared = CONTAINERS[kind]()
+    return nn.Sequential(Parent(shared), Parent(shared), nn.Linear(32, 32))
+
+
 @pytest.mark.parametrize("kind", CONTAINERS)
 @pytest.mark.parametrize("share", SHARES)
 def test_container_that_two_modules_share_equals_adamw_of_torch(kind, share):
     """The blocks of the container compute between uses of the parameters of the two modules that
     share it."""
-    torch.manual_seed(0)
-    shared = CONTAINERS[kind]()
-    model = nn.Sequential(Parent(shared), Parent(shared), nn.Linear(32, 32))
+    model = with_shared_container(kind)
     segments = find_segments(model)
     assert len({segment.module for segment in segments}) == len(segments)
     assert_trains_the_bits_of_adamw(model, share)
@@ -121,6 +126,28 @@ class Groups(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.second(self.first(x))
+
+
+@pytest.mark.parametrize("kind", ["direct parameters", *CONTAINERS])
+def test_later_steps_use_planned_parameters_only(kind):
+    """No segment counts as the caller of the modules that it encloses. Containers may be shared."""
+    model = Groups() if kind == "direct parameters" else with_shared_container(kind)
+    optimizer = optimus.offload(model, host_share=1.0, **OPTIONS)
+    unplanned = []
+    for _ in range(3):
+        model(torch.ones(4, 32)).square().mean().backward()
+        unplanned.append(optimizer._offloaded.engine.params.num_unplanned)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert unplanned[0] > 0 and unplanned[1:] == [0, 0]
+
+
+@pytest.mark.parametrize("kind", CONTAINERS)
+def test_smallest_accepted_cache_suffices_for_a_shared_container(kind):
+    with pytest.raises(ConfigError, match=r"use (\d+) or more") as refused:
+        optimus.offload(with_shared_container(kind), host_share=1.0, cache_chunks=1)
+    least = int(re.findall(r"use (\d+) or more", str(refused.value))[0])
+    assert_trains_the_bits_of_adamw(with_shared_container(kind), cache_chunks=least)
 
 
 CALLED: dict[str, Callable[[Groups], nn.Module]] = {
@@ -176,8 +203,12 @@ def test_recomputed_module_called_by_a_module_that_does_not_enclose_it(
 @pytest.mark.parametrize("caller", CALLERS)
 def test_cache_that_is_too_small_for_a_module_and_its_caller_is_refused(caller):
     before = partial(call, caller, "side")
-    with pytest.raises(ConfigError, match=r"side is called by .* of first and of first.blocks.1,"):
+    message = r"side is called by .* of first and of first.blocks.1,"
+    with pytest.raises(ConfigError, match=message) as refused:
         assert_trains_the_bits_of_adamw(Groups(), before=before, cache_chunks=2)
+    least = int(re.findall(r"use cache_chunks = (\d+)", str(refused.value))[0])
+    assert least == 3  # the direct parameters of first, which both need, and a chunk for each block
+    assert_trains_the_bits_of_adamw(Groups(), before=before, cache_chunks=least)
 
 
 def test_failed_call_of_a_module_leaves_the_caller_usable():
