@@ -130,28 +130,39 @@ def paths_of(ranks: tuple[int, ...], links: Links) -> tuple[GroupPath, ...]:
     remedy = "add it with its source, or measure it with optimus bench machine on several nodes"
     if not links:
         raise ConfigError(f"the machine file has no levels; {remedy}")
-    paths, size = [], 1
-    for link in links:
+    levels = _levels_of(ranks, tuple(link.ranks for link in links))
+    if levels is not None:
+        return tuple(GroupPath(links[n], domains, smallest) for n, domains, smallest in levels)
+    raise ConfigError(
+        f"levels of the machine file: the last level, {links[-1].name}, connects only "
+        f"{counted(links[-1].ranks, 'rank')}, but process groups of the plan need a further level; "
+        f"{remedy}"
+    )
+
+
+@lru_cache(maxsize=4096)
+def _levels_of(
+    ranks: tuple[int, ...], sizes: tuple[int, ...]
+) -> tuple[tuple[int, int, float], ...] | None:
+    """Return the index of each level that a group crosses, and `domains` and `per_domain` of its
+    `GroupPath`; None if a domain of the last level does not hold all ranks. `sizes` has the number
+    of ranks in a domain of each level, 0: all ranks."""
+    levels, size = [], 1
+    for level, outer_size in enumerate(sizes):
         outer: dict[int, dict[int, int]] = {}
         for rank in ranks:
-            domain = rank // link.ranks if link.ranks else 0
-            inner = outer.setdefault(domain, {})
+            inner = outer.setdefault(rank // outer_size if outer_size else 0, {})
             inner[rank // size] = inner.get(rank // size, 0) + 1
         domains = max(len(inner) for inner in outer.values())
         if domains > 1:
             edges = pairwise((*ranks, ranks[0]))
             sends = Counter(a // size for a, b in edges if a // size != b // size)
             counts = (pair for inner in outer.values() for pair in inner.items())
-            smallest = min(count / sends[domain] for domain, count in counts)
-            paths.append(GroupPath(link, domains, smallest))
+            levels.append((level, domains, min(count / sends[n] for n, count in counts)))
         if len(outer) == 1:
-            return tuple(paths)
-        size = link.ranks
-    raise ConfigError(
-        f"levels of the machine file: the last level, {links[-1].name}, connects only "
-        f"{counted(links[-1].ranks, 'rank')}, but process groups of the plan need a further level; "
-        f"{remedy}"
-    )
+            return tuple(levels)
+        size = outer_size
+    return None
 
 
 @lru_cache(maxsize=4096)

@@ -18,6 +18,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple, get_args
 
 import numpy
@@ -45,7 +46,11 @@ class Topology:
         """Return the node of each rank and, if the groups are known, the group of each rank, as
         arrays with the shape of `ranks`."""
         nodes = ranks // self.ranks_per_node
-        return [nodes] if self.groups is None else [nodes, numpy.asarray(self.groups)[nodes]]
+        return [nodes] if self.groups is None else [nodes, self._groups[nodes]]
+
+    @cached_property
+    def _groups(self) -> ndarray:
+        return numpy.array(self.groups)
 
     def positions(self) -> ndarray | None:
         """Return a number for each rank that shows its domains: at each level, the domain of a rank

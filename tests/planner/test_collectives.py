@@ -10,6 +10,7 @@ import pytest
 from optimus.config.machine import load_machine
 from optimus.distributed.mesh import Mesh
 from optimus.errors import ConfigError
+from optimus.planner import collectives
 from optimus.planner.collectives import Link, Operation, collective_s, links_of, of_ports, paths_of
 from optimus.planner.topology import Topology, all_reduce_crossing
 
@@ -77,6 +78,14 @@ def test_hierarchical_leaves_out_a_level_with_unequal_domains():
     # Nodes with 3 and 2 ranks of the process group: a ring over all 5.
     uneven = collective_s("all_reduce", 10.0, (0, 1, 2, 4, 5), links, "hierarchical")
     assert uneven == collective_s("all_reduce", 10.0, (0, 1, 2, 4, 5), links, "ring")
+
+
+def test_links_with_other_rates_do_not_count_the_domains_of_a_group_again():
+    """A plan of many hosts has process groups with thousands of ranks."""
+    collectives._levels_of.cache_clear()
+    for links in (LINKS, of_ports(LINKS), (LINKS[0]._replace(rate=7.0), *LINKS[1:])):
+        collectives.loads_of("all_reduce", row(24, 5), links)
+    assert collectives._levels_of.cache_info().misses == 1
 
 
 def test_hierarchical_shrinks_the_buffer_at_each_level():

@@ -144,6 +144,16 @@ def test_aurora_s_host_names_contain_the_rack():
     assert groups_of_hosts(hosts, "") is None
 
 
+def test_the_groups_of_all_nodes_are_converted_once(monkeypatch):
+    """A hierarchical collective asks for the domains of each process group."""
+    topology, calls, convert = Topology(2, (0, 0, 1, 1)), [], numpy.array
+    monkeypatch.setattr(numpy, "array", lambda value: calls.append(value) or convert(value))
+    for _ in range(3):
+        nodes, groups = topology.domains(convert([0, 3, 4]))
+    assert nodes.tolist() == [0, 1, 2] and groups.tolist() == [0, 0, 1]
+    assert calls == [(0, 0, 1, 1)]
+
+
 def test_unknown_groups_stay_unknown():
     crossing = all_reduce_crossing(Mesh(dp=4), ("dp",), Topology(2), "ring")
     assert crossing.groups is None and crossing.nodes == pytest.approx(crossing.sent / 2)
