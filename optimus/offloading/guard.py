@@ -37,7 +37,7 @@ from torch._C import _len_torch_dispatch_stack
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from optimus.errors import ConfigError, refuse_if
+from optimus.errors import ConfigError, one_line, refuse_if
 from optimus.offloading.checks import NotCopied
 
 _NEEDS_NO_VALUES = frozenset(
@@ -65,6 +65,9 @@ _CONVERSIONS = frozenset(("to", "cpu", "cuda", "xpu", "float", "half", "bfloat16
 
 class Owner(Protocol):
     """The optimizer that manages a guarded tensor."""
+
+    segment_of: dict[str, str]
+    """Name of the first segment that has a parameter, by the name of the parameter."""
 
     def read(self, name: str) -> None:
         """Gather the parameter `name`, which stays whole until the next use of a segment."""
@@ -276,8 +279,8 @@ def _run_on_gradients(
         if not torch.equal(copy, before):  # the function has changed it, as GradScaler does
             tensor.copy_(copy)
     for tensor, copy, version in read:
-        parameter = _guard_of(tensor).name
-        refuse_if(copy._version != version, _WRITE.format(parameter, name))
+        parameter = _guard_of(tensor)
+        refuse_if(copy._version != version, _WRITE.format(parameter.name, name))
         _refuse_recorded(result, parameter, name)
     # A function in place returns its first argument, to which `p.grad *= 2` sets `p.grad`.
     originals = {id(replaced[id(tensor)]): tensor for tensor in tensors if id(tensor) in replaced}
@@ -312,7 +315,7 @@ def _run_on_parameters(
     func: Any, args: tuple, kwargs: dict[str, Any], parameters: Sequence[Tensor]
 ) -> Any:
     """Call a function with the values of `parameters`, which are in its arguments."""
-    name, first = _name_of(func), _guard_of(parameters[0]).name
+    name, first = _name_of(func), _guard_of(parameters[0])
     refuse_if(name == "__deepcopy__", "an offloaded model cannot be copied; copy its state_dict()")
     if name in _ARRAYS:  # a storage that NumPy refers to cannot be freed
         return _array_of(func, args, kwargs, {id(p): _copy(p, p.device) for p in parameters})
@@ -330,7 +333,7 @@ def _run_on_parameters(
     storages = {_guard_of(parameter).storage: _guard_of(parameter) for parameter in parameters}
     refuse_if(
         any(_storage_of(tensor) in copied for tensor in tensors_in(result)),
-        f"{name} returns views of several offloaded parameters, of which {first} is the first; "
+        f"{name} returns views of several offloaded parameters, such as {first.name}; "
         "call it with their copies (parameter.detach().clone())",
     )
     _guard_views(result, GuardedView, storages)
@@ -380,14 +383,15 @@ def _storage_of(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata if is_plain else 0
 
 
-def _refuse_recorded(result: Any, parameter: str, function: str) -> None:
+def _refuse_recorded(result: Any, parameter: Guard, function: str) -> None:
     """Raise ConfigError if autograd has recorded a function of a parameter."""
+    name, segment = parameter.name, parameter.owner.segment_of[parameter.name]
     refuse_if(
         torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors_in(result)),
-        f"offloaded parameter {parameter} is used with gradients outside of the forward of its "
-        f"module (in {function}), where backward could not read it; call a module that has the "
-        "parameter (its weight can be shared with another nn.Linear), or only read it in "
-        "torch.no_grad()",
+        f"offloaded parameter {name} is used with gradients outside of the forward of {segment}, "
+        f"or after a backward in it (in {function}), where backward could not read it; call "
+        f"{segment}, or a module that shares the parameter (such as another nn.Linear), or only "
+        "read it in torch.no_grad()",
     )
 
 
@@ -431,12 +435,12 @@ def _replace(value: Any, copies: dict[int, Tensor]) -> Any:
     if isinstance(value, Tensor):
         return copies.get(id(value), value)
     if isinstance(value, dict):
-        replaced: Any = copy.copy(value)  # has the same class, such as one of transformers
+        replaced = _copied(value)  # has the same class, such as one of transformers
         for key, element in value.items():
             replaced[key] = _replace(element, copies)
         return replaced
     if isinstance(value, list):
-        replaced = copy.copy(value)  # has the same class and attributes
+        replaced = _copied(value)  # has the same class and attributes
         list.__setitem__(replaced, slice(None), [_replace(element, copies) for element in value])
         return replaced
     if isinstance(value, tuple):
@@ -448,12 +452,24 @@ def _replace(value: Any, copies: dict[int, Tensor]) -> Any:
             vars(replaced).update(vars(value))
         return replaced
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        replaced = copy.copy(value)
+        replaced = _copied(value)
         for field in dataclasses.fields(value):
             element = _replace(getattr(value, field.name), copies)
             object.__setattr__(replaced, field.name, element)  # the class may be frozen
         return replaced
     return value
+
+
+def _copied(value: Any) -> Any:
+    """Return a shallow copy of a collection. Raise ConfigError if its class does not allow it."""
+    try:
+        return copy.copy(value)
+    except Exception as error:  # the code of the class may raise any error
+        kind, reason = type(value).__name__, one_line(error)[:200]
+        raise ConfigError(
+            f"an offloaded parameter in a {kind} must be replaced, but the {kind} cannot be copied "
+            f"({type(error).__name__}: {reason}); use a list, a tuple or a dict"
+        ) from error
 
 
 def _needs_values(func: Any, args: tuple, kwargs: dict[str, Any]) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Container, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,12 @@ from optimus.errors import ConfigError, counted, one_line, refuse_if
 from optimus.offloading import guard
 from optimus.offloading.checks import DDP_IGNORED, MARK, NotCopied, RefuseDDP, Structure
 from optimus.offloading.placement import ModelChunks, ReleasedValues
-from optimus.offloading.segments import SegmentHooks, ids_of_running_modules
+from optimus.offloading.segments import (
+    SegmentHooks,
+    check_gradient_buffer,
+    is_recomputation,
+    record_gradient,
+)
 from optimus.offloading.state_dicts import StateDictHooks
 
 logger = logging.getLogger(__name__)
@@ -29,10 +34,6 @@ logger = logging.getLogger(__name__)
 _MAX_USES = 1_000_000
 """Largest number of uses of segments that are recorded in a step. Later uses are not recorded, so
 that the plan of the next step does not contain them."""
-_OUTSIDE = (
-    "parameter {} has a gradient from outside of the forward of its module; call the module for "
-    "each use of the parameter, return all its outputs, and use no results of an earlier forward"
-)
 _VMAP = torch._C._functorch.TransformType.Vmap
 _raw = torch._C.DisableTorchFunctionSubclass
 """Context manager in which functions on guarded tensors are not intercepted."""
@@ -87,6 +88,8 @@ class OffloadedModel(NotCopied):
         KeyboardInterrupt has ended, for which torch calls no hook, also stays here."""
         self._callers: dict[int, set[int]] = {}
         """The results of `callers` in all forwards, for recomputations in backward."""
+        self._in_backward: Sequence[int] = ()
+        """Segments of the last use in backward, whose backward may still run."""
         self._uses: list[tuple[int, bool]] = []
         self._planned: list[tuple[int, bool]] = []
         self._in_step = False
@@ -107,11 +110,14 @@ class OffloadedModel(NotCopied):
         # contain such a hook.
         self._handles: list[RemovableHandle] = [
             self.named[name].register_post_accumulate_grad_hook(
-                partial(_receive, self._received, self._tasks, name)
+                partial(record_gradient, self._received, self._tasks, name)
             )
             for name in self.trained
         ]
         self._device_views: dict[str, Tensor] = {}
+        segments = reversed(chunks.segments)
+        self.segment_of = {name: s.name or "model" for s in segments for name in s.parameters}
+        """Name of the first segment that has a parameter, by the name of the parameter."""
         self._guarded = self._guard_tensors()
         self._versions = {name: parameter._version for name, parameter in self.named.items()}
         """Version counters of the parameters when their values were last set."""
@@ -144,7 +150,7 @@ class OffloadedModel(NotCopied):
                 continue
             parameter = guarded[name] = self.named[name]
             if isinstance(chunk, ChunkState):
-                check = partial(_check_buffer, self.engine.gradients.allocated, chunk, name)
+                check = partial(check_gradient_buffer, self.engine.gradients.allocated, chunk, name)
                 self._handles.append(parameter.register_hook(check))
             self._device_views[name] = parameter.detach()
             guard.guard(parameter, guard.GuardedParameter, name, self)
@@ -266,9 +272,11 @@ class OffloadedModel(NotCopied):
         self._open = hooks.needed if not callers else self._gather_together(index, together)
         for parameter in self._open:
             guard.open_(parameter)
-        if not backward and hooks.needed:
+        if backward:
+            self._in_backward = together
+        elif hooks.needed:
             self._in_forward.append(index)
-            if callers:
+            if callers and task == -1:
                 self._callers.setdefault(index, set()).update(callers)
         if self._in_step and len(self._uses) < _MAX_USES:
             self._uses += ((number, backward) for number in together)
@@ -279,11 +287,12 @@ class OffloadedModel(NotCopied):
         after the call, also in backward."""
         names = self._hooks[index].names
         calling = [i for i in self._in_forward if not self._hooks[i].names <= names]
-        if calling:
-            running = ids_of_running_modules()
-            calling = [i for i in calling if id(self._hooks[i].module) in running]
-        if index in self._callers and torch._C._current_graph_task_id() != -1:
-            calling = [*self._callers[index], *calling]
+        calling = [i for i in calling if self._hooks[i].num_running()]
+        if torch._C._current_graph_task_id() != -1:
+            calling = [*self._callers.get(index, ()), *calling]
+            others = [i for i in self._in_backward if not self._hooks[i].names <= names]
+            if others and not is_recomputation():
+                calling += others  # a hook of backward calls the module
         return list(dict.fromkeys(calling))
 
     def _gather_together(self, index: int, together: Sequence[int]) -> list[nn.Parameter]:
@@ -309,6 +318,8 @@ class OffloadedModel(NotCopied):
         if index in self._in_forward:  # else a hook has failed before the use
             while self._in_forward.pop() != index:
                 pass
+            if index in self._in_forward and self._hooks[index].num_running() > 1:
+                return  # the module has called itself
         others = [self._hooks[i].names for i in self.callers(index)]
         for name, parameter in self._hooks[index].parameters.items():
             if not any(name in names for names in others):
@@ -436,6 +447,7 @@ class OffloadedModel(NotCopied):
             return
         self._close_all()
         self._tasks.clear()
+        self._in_backward = ()
         self.num_backwards += 1
         missing = self._without_gradient()
         if missing:
@@ -581,17 +593,3 @@ class OffloadedModel(NotCopied):
                 self.engine.put("master", name, torch.where(is_same, master, values.float()))
         self.engine.expect_update(None)
         self.engine.params.invalidate()
-
-
-def _receive(received: set[str], tasks: list[int], name: str, parameter: Tensor) -> None:
-    """Record in a hook that the parameter `name` has received a gradient."""
-    if not tasks:  # no segment has started its backward
-        raise ConfigError(_OUTSIDE.format(name))
-    received.add(name)
-
-
-def _check_buffer(allocated: Container[Any], chunk: ChunkState, name: str, grad: Tensor) -> None:
-    """Raise ConfigError in a hook if the memory to which backward adds a gradient is freed, or is
-    being copied to the host."""
-    if chunk not in allocated:
-        raise ConfigError(_OUTSIDE.format(name))

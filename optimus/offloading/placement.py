@@ -546,10 +546,12 @@ def profile_step(model: nn.Module, example: Mapping[str, Any]) -> list[UseProfil
             loss.backward()
             del out, loss
     except Exception as error:  # the code of the model may raise any error
+        hooked = any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+        hooks = ", or register hooks that call modules after optimus.offload" if hooked else ""
         raise ConfigError(
             "example: the model cannot be profiled with these arguments on torch's meta device "
             f"({type(error).__name__}: {one_line(error)[:200]}); correct the example, or leave it "
-            "out"
+            f"out{hooks}"
         ) from error
     return tracker.uses
 

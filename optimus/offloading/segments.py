@@ -4,25 +4,37 @@ same time. Division of these parameters into classes that share chunks. Hooks of
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import _engine_run_backward
+from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
+from optimus.chunks.buffers import ChunkState
 from optimus.chunks.groups import ParamProcessGroups
 from optimus.chunks.layout import ALIGNMENT
 from optimus.chunks.options import ParamOptions
 from optimus.chunks.segments import Hook
-from optimus.errors import refuse_if
+from optimus.errors import ConfigError, refuse_if
 from optimus.offloading import guard
 from optimus.offloading.checks import NotCopied, refuse_compiled
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential)
 _CALL = nn.Module._call_impl.__code__
 """Code that calls the forward and the hooks of a module."""
+_BACKWARD = BackwardCFunction.apply.__code__
+"""Code that calls the backward of an autograd function, such as a reentrant checkpoint."""
+_RUN_BACKWARD = _engine_run_backward.__code__
+"""Code that runs a backward pass."""
+_OUTSIDE = (
+    "parameter {} has a gradient from outside of the forward of its module; call the module for "
+    "each use of the parameter, return all its outputs, and use no results of an earlier forward"
+)
 _OBSERVED = "_optimus_observed"
 """Name of an attribute of output tensors. Its value is the `grad_fn` that the tensor had when a
 `_BackwardTrigger` was registered. After an in-place operation, the `grad_fn` differs from this
@@ -214,7 +226,7 @@ class SegmentHooks(NotCopied):
         segment: ModuleSegment,
         guarded: dict[str, nn.Parameter],
     ) -> None:
-        self._owner, self._index, self.module = owner, index, segment.module
+        self._owner, self._index, self._module = owner, index, segment.module
         self.name = segment.name or "model"
         self.parameters = {name: guarded[name] for name in segment.parameters if name in guarded}
         """Guarded parameters of the segment's module, by name."""
@@ -231,18 +243,26 @@ class SegmentHooks(NotCopied):
         self._of_engine = before_forward, before_backward
         # This hook must be the first, because other hooks may read parameters, as torch's
         # weight_norm does.
-        first = self.module.register_forward_pre_hook(self._before_forward, prepend=True)
+        first = self._module.register_forward_pre_hook(self._before_forward, prepend=True)
         self._owner.keep(first)
         if self.needed:
-            hook = self.module.register_forward_hook(self._close, always_call=True)
+            hook = self._module.register_forward_hook(self._close, always_call=True)
             self._owner.keep(hook)
-        self._owner.keep(self.module.register_forward_hook(self._after_forward))
+        self._owner.keep(self._module.register_forward_hook(self._after_forward))
 
     def before(self, backward: bool) -> None:
         """Call the engine's hook for a forward or, with `backward`, for a backward."""
         hook = self._of_engine[backward]
         assert hook is not None
         hook()
+
+    def num_running(self) -> int:
+        """Return the number of calls of the module that run in this thread."""
+        count, frame = 0, sys._getframe()
+        while frame.f_back is not None:
+            frame = frame.f_back
+            count += frame.f_code is _CALL and frame.f_locals["self"] is self._module
+        return count
 
     def _before_forward(self, module: nn.Module, inputs: Any) -> None:
         if torch.compiler.is_compiling():
@@ -279,16 +299,6 @@ class SegmentHooks(NotCopied):
         return outputs
 
 
-def ids_of_running_modules() -> set[int]:
-    """Return the ids of the modules whose forward or hooks run in this thread."""
-    ids, frame = set(), sys._getframe()
-    while frame.f_back is not None:
-        frame = frame.f_back
-        if frame.f_code is _CALL:
-            ids.add(id(frame.f_locals["self"]))
-    return ids
-
-
 class _BackwardTrigger:
     """Tensor hook of the outputs of a forward. In each backward pass, the first call of the hook
     calls `Owner.use` for the backward of the segment.
@@ -306,3 +316,30 @@ class _BackwardTrigger:
         if self._task != (task := torch._C._current_graph_task_id()):
             self._task = task
             self._owner.use(self._index, True, self._callers)
+
+
+def is_recomputation() -> bool:
+    """Return True if code of this thread runs in the recomputation of a checkpoint or in the
+    backward of an autograd function, and False if it runs in a hook of the present backward."""
+    frame = sys._getframe()
+    while frame.f_back is not None and frame.f_code is not _RUN_BACKWARD:
+        frame = frame.f_back
+        if frame.f_code is _BACKWARD or frame.f_globals.get("__name__") == checkpoint.__module__:
+            return True
+    return False
+
+
+def record_gradient(received: set[str], tasks: list[int], name: str, parameter: Tensor) -> None:
+    """Record in a hook that the parameter `name` has received a gradient."""
+    if not tasks:  # no segment has started its backward
+        raise ConfigError(_OUTSIDE.format(name))
+    received.add(name)
+
+
+def check_gradient_buffer(
+    allocated: Container[Any], chunk: ChunkState, name: str, grad: Tensor
+) -> None:
+    """Raise ConfigError in a hook if the memory to which backward adds a gradient is freed, or is
+    being copied to the host."""
+    if chunk not in allocated:
+        raise ConfigError(_OUTSIDE.format(name))

@@ -206,3 +206,21 @@ def test_calls_whose_gradients_exceed_the_limit_are_refused():
     assert "\n" not in str(refused.value)
     most, _, is_equal = peak_with_calls(calls, 600_000)  # all states are on the device
     assert most <= 600_000 and is_equal
+
+
+def test_example_of_a_model_whose_hook_calls_a_module_is_refused_with_the_remedy():
+    """torch copies no functions. The hook therefore calls the module that is not on the meta
+    device."""
+    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(3)))
+    example = {"input": torch.ones(1, 32)}
+
+    def hook(module: nn.Module, inputs: tuple[Tensor]) -> Tensor:
+        return add_output(model[0], module, inputs)
+
+    handle = model[1].register_forward_pre_hook(hook)
+    with pytest.raises(ConfigError, match="register hooks that call modules after optimus.offload"):
+        optimus.offload(model, device_memory=30_000, example=example)
+    handle.remove()
+    optimus.offload(model, device_memory=30_000, example=example)
+    model[1].register_forward_pre_hook(hook)
+    model(torch.ones(1, 32)).sum().backward()

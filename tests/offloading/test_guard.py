@@ -262,6 +262,21 @@ class Returns(nn.Module):
         return result
 
 
+class UniqueLists(Lists):
+    """A list that cannot be copied."""
+
+    def __copy__(self) -> UniqueLists:
+        raise TypeError("the list is unique")
+
+
+def test_returned_collection_that_cannot_be_copied_is_refused():
+    model = nn.Sequential(Returns(UniqueLists))
+    optimus.offload(model, host_share=1.0)
+    with pytest.raises(ConfigError, match="UniqueLists cannot be copied .*; use a list") as refused:
+        model[0]()
+    assert "\n" not in str(refused.value)
+
+
 @pytest.mark.parametrize(
     "kind", [Lists, ReadOnlyLists, Tuples, Pair, PairWithDict, torch.return_types.max]
 )

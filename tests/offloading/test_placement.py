@@ -95,9 +95,9 @@ NEEDS = Needs(states=1000, chunk=10, num_chunks=20, chunks_per_use=2, gradients=
     [
         (None, OffloadPlacement(1.0, 6)),
         (2000, OffloadPlacement(0.0, 6)),  # half of the memory is enough for all states
-        (1999, OffloadPlacement(1.0, 20)),
-        (400, OffloadPlacement(1.0, 10)),
-        (240, OffloadPlacement(1.0, 2)),
+        (1999, OffloadPlacement(1.0, 20, device_bytes=999)),
+        (400, OffloadPlacement(1.0, 10, device_bytes=200)),
+        (240, OffloadPlacement(1.0, 2, device_bytes=120)),
     ],
 )
 def test_states_are_on_the_device_if_all_fit_and_otherwise_the_cache_fills_its_half(

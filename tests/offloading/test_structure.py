@@ -287,3 +287,107 @@ def test_parameter_is_guarded_after_a_failed_forward():
         model.blocks[0](torch.ones(3, 3))
     with pytest.raises(ConfigError, match="used with gradients outside of the forward"):
         model.blocks[0][0].weight.square()
+
+
+class Recursive(nn.Module):
+    """A block that calls itself or, with `other`, a block that calls this one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(32, 32), nn.Linear(32, 32)
+        self.other = self.__call__
+
+    def forward(self, x: Tensor, depth: int = 2) -> Tensor:
+        x = torch.tanh(self.first(x))
+        if depth:
+            x = x + self.other(x, depth - 1)
+        return torch.tanh(self.second(x))
+
+
+@pytest.mark.parametrize("hostile_memory", ["random", "freed"], indirect=True)
+@pytest.mark.parametrize("is_mutual", [False, True])
+def test_modules_that_call_themselves(hostile_memory, is_mutual):
+    """A block uses its parameters after the call of itself."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Recursive(), nn.Linear(32, 32), Recursive())
+
+    def link(model: nn.Module) -> None:
+        blocks = (model[0], model[2])
+        for block, other in zip(blocks, blocks[::-1] if is_mutual else blocks, strict=True):
+            block.other = other.__call__
+
+    assert_trains_the_bits_of_adamw(model, before=link)
+
+
+class InnerGradient(nn.Module):
+    """A block that computes a gradient of another module in its forward."""
+
+    def __init__(self, side: nn.Module) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(32, 32), nn.Linear(32, 32)
+        self.side = [side]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        leaf = x.detach().requires_grad_()
+        (gradient,) = torch.autograd.grad(self.side[0](leaf).square().sum(), leaf)
+        return self.second(x + gradient)
+
+
+@pytest.mark.parametrize("use", ["inner module", "inner gradient"])
+def test_unsupported_uses_in_a_forward_are_refused_with_the_name_of_the_segment(use):
+    side = nn.Linear(32, 32)
+    blocks = [nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), InnerGradient(side), side]
+    model = nn.Sequential(*blocks)
+    optimus.offload(model, host_share=1.0, **OPTIONS)
+    if use == "inner module":
+        called, parameter, segment = model[0][1], "0.1.weight", "0"
+    else:
+        called, parameter, segment = model[1], "1.second.weight", "1"
+    message = f"{parameter} is used with gradients outside of the forward of {segment}, or after"
+    with pytest.raises(ConfigError, match=message) as refused:
+        called(torch.ones(4, 32))
+    assert f"call {segment}, or" in str(refused.value) and "\n" not in str(refused.value)
+
+
+def call_in_backward(kind: str, called: str, checkpoints: str, model: nn.Module) -> None:
+    """Let a hook in the backward of the second block of a model change a gradient by the output of
+    another module. With `checkpoints`, backward recomputes the block."""
+    block, other = model.first.blocks[1], CALLED[called](model)
+
+    @torch.no_grad()
+    def changed(gradient: Tensor) -> Tensor:
+        return gradient + other(gradient).tanh()
+
+    if kind == "backward hook":
+        block.register_full_backward_hook(lambda _, inputs, outputs: (changed(inputs[0]),))
+    elif kind == "backward pre-hook":
+        block.register_full_backward_pre_hook(lambda _, outputs: (changed(outputs[0]),))
+    else:
+        forward = type(block).forward
+
+        def with_hook(x: Tensor) -> Tensor:
+            y = torch.tanh(forward(block, x))
+            if y.requires_grad:
+                y.register_hook(changed)
+            return forward(block, y)
+
+        block.forward = with_hook
+    if checkpoints:
+        block.forward = partial(checkpoint, block.forward, **CHECKPOINTS[checkpoints])
+
+
+@pytest.mark.parametrize("hostile_memory", ["random", "freed"], indirect=True)
+@pytest.mark.parametrize("called", ["earlier block", "block of another module", "side"])
+@pytest.mark.parametrize("checkpoints", ["", *CHECKPOINTS])
+@pytest.mark.parametrize("kind", ["backward hook", "backward pre-hook", "tensor hook"])
+def test_module_called_by_a_hook_in_backward(hostile_memory, kind, checkpoints, called):
+    """The backward of the block then still needs its parameters."""
+    change = partial(call_in_backward, kind, called, checkpoints)
+    assert_trains_the_bits_of_adamw(Groups(), before=change, cache_chunks=4, count=1)
+
+
+def test_cache_that_is_too_small_for_a_module_and_a_backward_hook_is_refused():
+    before = partial(call_in_backward, "backward hook", "side", "")
+    with pytest.raises(ConfigError, match=r"side is called by .*; use cache_chunks = 3"):
+        assert_trains_the_bits_of_adamw(Groups(), before=before, cache_chunks=2)
