@@ -36,6 +36,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
+# Taken here and not before each test, because a fixture of a module may have trained before.
+HANDLERS = {number: signal.getsignal(number) for number in STOP_SIGNALS}
 
 # Garbage collection would take a third of the time to import and collect the tests.
 gc.disable()
@@ -56,9 +58,8 @@ def process_settings() -> Iterator[None]:
     """Restore two settings of the process after a test that trains in this process: torch's
     deterministic mode (optimus.train.loop.fix_arithmetic) and the handlers of the stop signals
     (optimus.train.stop.StopRequest)."""
-    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     yield
-    for number, handler in before.items():
+    for number, handler in HANDLERS.items():
         if signal.getsignal(number) is not handler:
             signal.signal(number, handler)
     if torch := sys.modules.get("torch"):
