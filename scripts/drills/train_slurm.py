@@ -94,7 +94,7 @@ def nodes(drill: Drill, out: Path) -> str:
 def world(drill: Drill, out: Path) -> str:
     command = drill.command(out, "parallel.pp=8")  # refused before it is submitted
     done = subprocess.run(command, capture_output=True, text=True)
-    message = "start 8 ranks or change the sizes"
+    message = "such as 8, or change the sizes"
     assert done.returncode == 2 and message in done.stderr, f"{done.returncode}: {done.stderr}"
     return f"exit status 2: {done.stderr.strip()}"
 
