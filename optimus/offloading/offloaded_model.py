@@ -22,9 +22,10 @@ from optimus.offloading import guard
 from optimus.offloading.checks import DDP_IGNORED, MARK, NotCopied, RefuseDDP, Structure
 from optimus.offloading.placement import ModelChunks, ReleasedValues
 from optimus.offloading.segments import (
+    ModuleSegment,
+    SegmentCalls,
     SegmentHooks,
     check_gradient_buffer,
-    is_recomputation,
     record_gradient,
 )
 from optimus.offloading.state_dicts import StateDictHooks
@@ -83,13 +84,6 @@ class OffloadedModel(NotCopied):
         self._grads = {name: self.engine.gradient(name) for name in self.trained}
         self._open: list[nn.Parameter] = []
         """Parameters on the host that the present segments may use. These are not guarded now."""
-        self._in_forward: list[int] = []
-        """Segments whose forward or hooks run now, with the outermost first. A forward that
-        KeyboardInterrupt has ended, for which torch calls no hook, also stays here."""
-        self._callers: dict[int, set[int]] = {}
-        """The results of `callers` in all forwards, for recomputations in backward."""
-        self._in_backward: Sequence[int] = ()
-        """Segments of the last use in backward, whose backward may still run."""
         self._uses: list[tuple[int, bool]] = []
         self._planned: list[tuple[int, bool]] = []
         self._in_step = False
@@ -126,12 +120,8 @@ class OffloadedModel(NotCopied):
             SegmentHooks(self, index, segment, self._guarded)
             for index, segment in enumerate(chunks.segments)
         ]
-        of_engine = [
-            ModelSegment(s.name, 0, s.parameters + s.inherited, hooks.register)
-            for s, hooks in zip(chunks.segments, self._hooks, strict=True)
-        ]
-        self.engine.attach(of_engine, passes=())
-        self._needs = self.engine.transient_needs(of_engine)
+        self.calls = SegmentCalls(self._hooks)
+        self._needs = self._attach(chunks.segments)
         self.clear_gradients(set_to_none=True)
         StateDictHooks(self, model).register()
         self._mark = NotCopied()
@@ -140,6 +130,16 @@ class OffloadedModel(NotCopied):
         self._ignored = vars(model).get(DDP_IGNORED)
         setattr(model, DDP_IGNORED, RefuseDDP())
         self._structure = Structure(model, self.named, self._mark)
+
+    def _attach(self, segments: Sequence[ModuleSegment]) -> Sequence[frozenset[int]]:
+        """Register the hooks of all segments with the engine. Return, for each segment, the numbers
+        of the transient chunks that it needs."""
+        of_engine = [
+            ModelSegment(s.name, 0, s.parameters + s.inherited, hooks.register)
+            for s, hooks in zip(segments, self._hooks, strict=True)
+        ]
+        self.engine.attach(of_engine, passes=())
+        return self.engine.transient_needs(of_engine)
 
     def _guard_tensors(self) -> dict[str, nn.Parameter]:
         """Guard the parameters and gradients whose home is the host. Return the guarded parameters
@@ -233,7 +233,7 @@ class OffloadedModel(NotCopied):
 
     def use(self, index: int, backward: bool, callers: Collection[int]) -> None:
         """Provide a segment with its parameters and, for a backward, its gradient buffers. Provide
-        `callers`, the result of `callers` in forward, with theirs, too."""
+        `callers`, its callers in the forward (`SegmentCalls`), with theirs, too."""
         self.check_open()
         refuse_if(
             backward and torch.is_grad_enabled() and bool(self._guarded),
@@ -273,27 +273,11 @@ class OffloadedModel(NotCopied):
         for parameter in self._open:
             guard.open_(parameter)
         if backward:
-            self._in_backward = together
+            self.calls.begin_backward(together)
         elif hooks.needed:
-            self._in_forward.append(index)
-            if callers and task == -1:
-                self._callers.setdefault(index, set()).update(callers)
+            self.calls.begin_forward(index, callers)
         if self._in_step and len(self._uses) < _MAX_USES:
             self._uses += ((number, backward) for number in together)
-
-    def callers(self, index: int) -> list[int]:
-        """Return the segments whose forward or hooks call a segment that does not have all their
-        parameters, as a module that they do not enclose. They may use these parameters before and
-        after the call, also in backward."""
-        names = self._hooks[index].names
-        calling = [i for i in self._in_forward if not self._hooks[i].names <= names]
-        calling = [i for i in calling if self._hooks[i].num_running()]
-        if torch._C._current_graph_task_id() != -1:
-            calling = [*self._callers.get(index, ()), *calling]
-            others = [i for i in self._in_backward if not self._hooks[i].names <= names]
-            if others and not is_recomputation():
-                calling += others  # a hook of backward calls the module
-        return list(dict.fromkeys(calling))
 
     def _gather_together(self, index: int, together: Sequence[int]) -> list[nn.Parameter]:
         """Gather the parameters of several segments, and return them. `index` is the segment that
@@ -315,12 +299,9 @@ class OffloadedModel(NotCopied):
 
     def close(self, index: int) -> None:
         """Guard the parameters of a segment that has computed its forward."""
-        if index in self._in_forward:  # else a hook has failed before the use
-            while self._in_forward.pop() != index:
-                pass
-            if index in self._in_forward and self._hooks[index].num_running() > 1:
-                return  # the module has called itself
-        others = [self._hooks[i].names for i in self.callers(index)]
+        if not self.calls.end_forward(index):
+            return  # the module has called itself
+        others = [self._hooks[i].names for i in self.calls.callers_of(index)]
         for name, parameter in self._hooks[index].parameters.items():
             if not any(name in names for names in others):
                 guard.close(parameter)
@@ -373,7 +354,7 @@ class OffloadedModel(NotCopied):
         if self._received and not self._is_updated:
             self._in_step = False  # the step is abandoned
         self._tasks.clear()
-        self._in_forward.clear()
+        self.calls.clear()
         self._close_all()
         with _raw():
             zero = {n for n in self._received if not (set_to_none or self.named[n].grad is None)}
@@ -447,7 +428,7 @@ class OffloadedModel(NotCopied):
             return
         self._close_all()
         self._tasks.clear()
-        self._in_backward = ()
+        self.calls.begin_backward(())
         self.num_backwards += 1
         missing = self._without_gradient()
         if missing:

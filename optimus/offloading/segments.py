@@ -196,8 +196,9 @@ class Owner(Protocol):
         """Provide a segment and `callers` with their parameters and, for a backward, their gradient
         buffers."""
 
-    def callers(self, index: int) -> list[int]:
-        """Return the segments that call a segment without all their parameters."""
+    @property
+    def calls(self) -> SegmentCalls:
+        """The record of the segments that compute."""
 
     def close(self, index: int) -> None:
         """Guard the parameters of a segment that has computed its forward."""
@@ -267,7 +268,7 @@ class SegmentHooks(NotCopied):
     def _before_forward(self, module: nn.Module, inputs: Any) -> None:
         if torch.compiler.is_compiling():
             refuse_compiled()
-        self._owner.use(self._index, False, self._owner.callers(self._index))
+        self._owner.use(self._index, False, self._owner.calls.callers_of(self._index))
 
     def _close(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
         self._owner.close(self._index)
@@ -284,7 +285,8 @@ class SegmentHooks(NotCopied):
             f"{type(module).__name__} returns a {type(outputs).__name__}, in which no tensor is "
             "found; return tensors, or tuples, lists, dicts or dataclasses of tensors",
         )
-        trigger = _BackwardTrigger(self._owner, self._index, self._owner.callers(self._index))
+        callers = self._owner.calls.callers_of(self._index)
+        trigger = _BackwardTrigger(self._owner, self._index, callers)
         # An in-place operation on a view removes the hooks of the view, but not the hooks of its
         # base.
         for tensor in [*tensors, *(t._base for t in tensors if t._base is not None)]:
@@ -318,7 +320,65 @@ class _BackwardTrigger:
             self._owner.use(self._index, True, self._callers)
 
 
-def is_recomputation() -> bool:
+class SegmentCalls(NotCopied):
+    """Records which segments compute now, to find the callers of a segment.
+
+    The callers of a segment are the segments whose forward or hooks call it as a module that they
+    do not enclose, so that it does not have all their parameters. They may use these parameters
+    before and after the call, also in backward.
+
+    Args:
+        hooks: Hooks of all segments.
+    """
+
+    def __init__(self, hooks: Sequence[SegmentHooks]) -> None:
+        self._hooks = hooks
+        self._in_forward: list[int] = []
+        """Segments whose forward or hooks run now, with the outermost first. A forward that
+        KeyboardInterrupt has ended, for which torch calls no hook, also stays here."""
+        self._recorded: dict[int, set[int]] = {}
+        """Callers of each segment in all forwards, for recomputations in backward."""
+        self._in_backward: Sequence[int] = ()
+        """Segments of the last use in backward, whose backward may still run."""
+
+    def callers_of(self, index: int) -> list[int]:
+        """Return the segments that call a segment now. In a recomputation, also return those that
+        called it in a forward, and in a hook of backward, those whose backward may still run."""
+        names = self._hooks[index].names
+        calling = [i for i in self._in_forward if not self._hooks[i].names <= names]
+        calling = [i for i in calling if self._hooks[i].num_running()]
+        if torch._C._current_graph_task_id() != -1:
+            calling = [*self._recorded.get(index, ()), *calling]
+            others = [i for i in self._in_backward if not self._hooks[i].names <= names]
+            if others and not _is_recomputation():
+                calling += others  # a hook of backward calls the module
+        return list(dict.fromkeys(calling))
+
+    def begin_forward(self, index: int, callers: Collection[int]) -> None:
+        """Record the start of a segment's forward, with its callers."""
+        self._in_forward.append(index)
+        if callers and torch._C._current_graph_task_id() == -1:
+            self._recorded.setdefault(index, set()).update(callers)
+
+    def end_forward(self, index: int) -> bool:
+        """Record the end of a segment's forward. Return False if an outer call of the same module
+        still runs."""
+        if index not in self._in_forward:  # a hook has failed before the use
+            return True
+        while self._in_forward.pop() != index:
+            pass
+        return index not in self._in_forward or self._hooks[index].num_running() <= 1
+
+    def begin_backward(self, indices: Sequence[int]) -> None:
+        """Record that the backward of the segments `indices` begins; () after a backward pass."""
+        self._in_backward = indices
+
+    def clear(self) -> None:
+        """Forget the forwards that run."""
+        self._in_forward.clear()
+
+
+def _is_recomputation() -> bool:
     """Return True if code of this thread runs in the recomputation of a checkpoint or in the
     backward of an autograd function, and False if it runs in a hook of the present backward."""
     frame = sys._getframe()
