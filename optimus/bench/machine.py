@@ -22,11 +22,13 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from optimus import platform
 from optimus.bench.links import bench_links
 from optimus.bench.network import OPERATIONS, LevelRates, measure_network
 from optimus.bench.rank_timer import RankTimer
+from optimus.chunks.norm import squares_of
 from optimus.config import make_config
 from optimus.config.hardware import size_factor
 from optimus.config.machine import Machine
@@ -160,7 +162,8 @@ def _measure(world: World, threads: int, folder: Path) -> dict[str, Any]:
             products[name] = _product_tables(bench, dtype, figure)
     code = _product_code_bytes(bench)
     memory, launch_s = _memory_rate(bench), _launch_s(bench)
-    activations, new_memory = min(memory, _activations_rate(bench)), _new_memory_rate(bench)
+    activations, gradients = min(memory, _activations_rate(bench)), _gradients_rate(bench)
+    new_memory = _new_memory_rate(bench)
     network = measure_network(bench, world, _tensor_bytes(world.device))
     disk = bench.slowest(_disk_s(folder, world.rank))
     links = bench_links(world.device, threads)["links"]
@@ -192,6 +195,7 @@ def _measure(world: World, threads: int, folder: Path) -> dict[str, Any]:
             "memory_bytes": figure(device_bytes),
             "memory_achieved": figure(memory),
             "activations_achieved": figure(activations),
+            "gradients_achieved": figure(min(memory, gradients)),
             **({} if new_memory is None else {"new_memory_achieved": figure(new_memory)}),
             **({} if code is None else {"product_code_bytes": figure(code)}),
             "launch_s": figure(launch_s),
@@ -244,22 +248,16 @@ def _product_tables(
     the table is at least as large as all rates."""
     device, products = bench.device, {}
     for shape in shapes_for(device.type):
-        a = torch.randn(shape.rows, shape.inner, device=device).to(dtype)
-        # As in a step, the caches do not contain the weight of a product.
-        size = shape.inner * shape.columns * dtype.itemsize
-        weights = torch.randn(
-            _copies(size, bench.device), shape.columns, shape.inner, device=device
-        ).to(dtype)
-        out = torch.empty(shape.rows, shape.columns, device=device, dtype=dtype)
-        runs = [partial(torch.mm, a, weight.t(), out=out) for weight in weights]
-        products[shape] = _in_turn(runs)
+        products[shape] = _layer_products(shape, dtype, device)
     times: dict[Shape, list[float]] = {shape: [] for shape in products}
     for _ in range(_ROUNDS):
         for shape, product in products.items():
             times[shape] += bench.times(product)
     medians = {shape: bench.slowest(statistics.median(times[shape])) for shape in times}
-    rates = [(shape, shape.flops / seconds) for shape, seconds in medians.items()]
-    fastest = max(shape.flops / -bench.slowest(-min(seconds)) for shape, seconds in times.items())
+    rates = [(shape, 3 * shape.flops / seconds) for shape, seconds in medians.items()]
+    fastest = max(
+        3 * shape.flops / -bench.slowest(-min(seconds)) for shape, seconds in times.items()
+    )
     peak = fastest
     if device.type != "cpu" and dtype is torch.bfloat16:  # if known, from the data sheet
         peak = max(peak, find_peak(device, dtype, "torch", lambda line: None).flops)
@@ -277,6 +275,27 @@ def _product_tables(
         "measured": [shape._asdict() | {"flops": figure(rate)} for shape, rate in rates],
         "attention": attention,
     }
+
+
+def _layer_products(shape: Shape, dtype: torch.dtype, device: torch.device) -> Callable[[], None]:
+    """Return a function that computes the three products of a linear layer in a training step:
+    those of the output, of the gradient of the input, and of the gradient of the weight. The three
+    products have the same FLOPs. Libraries have different rates for them, because different
+    operands are transposed. As in a step, the caches do not contain the operands, and each product
+    writes a new tensor."""
+    rows, inner, columns = shape
+    number = _copies(inner * columns * dtype.itemsize, device)
+    sizes = (rows, inner), (columns, inner), (rows, columns)
+    layers = zip(
+        *(torch.randn(number, *size, device=device).to(dtype) for size in sizes), strict=True
+    )
+
+    def products(x: Tensor, weight: Tensor, grad: Tensor) -> None:
+        torch.mm(x, weight.t())
+        torch.mm(grad, weight)
+        torch.mm(grad.t(), x)
+
+    return _in_turn([partial(products, *layer) for layer in layers])
 
 
 def _in_turn(runs: Sequence[Callable[[], Any]]) -> Callable[[], None]:
@@ -356,6 +375,14 @@ def _memory_rate(bench: RankTimer) -> float:
     # the cache lines that it overwrites.
     total, values = (torch.ones(length, device=bench.device) for _ in range(2))
     return 3 * 4 * length / bench.median(lambda: total.add_(values))
+
+
+def _gradients_rate(bench: RankTimer) -> float:
+    """Return the rate of passes over gradients, in bytes of gradients per second: the mean rate of
+    the norm, of the check for values that are not finite, and of filling with zeros."""
+    grads = torch.ones(_tensor_bytes(bench.device) // 4, device=bench.device)
+    passes = partial(squares_of, grads, False), partial(torch.aminmax, grads), grads.zero_
+    return len(passes) * grads.nbytes / sum(bench.median(run) for run in passes)
 
 
 def _new_memory_rate(bench: RankTimer) -> float | None:
@@ -510,9 +537,8 @@ def format_machine(result: dict[str, Any]) -> str:
                 f"  attention of {attention['seq_len']:<6} {', '.join(texts)} TFLOP/s in forward "
                 "and backward"
             )
-    activations = device["activations_achieved"]["value"] / 1e9
-    lines.append(f"activations: {activations:.4g} GB/s")
-    lines.append(f"memory: {device['memory_achieved']['value'] / 1e9:.4g} GB/s")
+    for name in ("activations", "gradients", "memory"):
+        lines.append(f"{name}: {device[f'{name}_achieved']['value'] / 1e9:.4g} GB/s")
     if "product_code_bytes" in device:
         code = device["product_code_bytes"]["value"] / 1e3
         lines.append(f"code of a product's shape: {code:.4g} kB")

@@ -161,6 +161,9 @@ class Device(Section):
     activations_achieved: Figure | None = None
     """Bytes per second that element-wise operations and norms of activations transfer, which write
     new tensors and also compute. Default: `memory_achieved`."""
+    gradients_achieved: Figure | None = None
+    """Bytes per second of passes that read gradients, for their norm and for the check for values
+    that are not finite, or fill them with zeros. Default: `memory_achieved`."""
     new_memory_achieved: Figure | None = None
     """Bytes per second of new memory whose pages the operating system provides at the first write,
     without the time of the write itself. Default: new memory takes no additional time, as with the
@@ -179,12 +182,10 @@ class Device(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Device:
-        if self.memory_achieved is not None and self.memory_peak is not None:
-            achieved, peak = self.memory_achieved.value, self.memory_peak.value
-            _refuse_above("memory_achieved", achieved, peak)
-        if self.activations_achieved is not None and self.memory_peak is not None:
-            achieved, peak = self.activations_achieved.value, self.memory_peak.value
-            _refuse_above("activations_achieved", achieved, peak)
+        for name in ("memory_achieved", "activations_achieved", "gradients_achieved"):
+            achieved = getattr(self, name)
+            if achieved is not None and self.memory_peak is not None:
+                _refuse_above(name, achieved.value, self.memory_peak.value)
         return self
 
     @property

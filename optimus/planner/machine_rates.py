@@ -44,6 +44,24 @@ class ProductRates(NamedTuple):
         return self.peak * self.share / size_factor(self.half_size, rows, inner, columns)
 
 
+class UpdateBytes(NamedTuple):
+    """Bytes that a rank transfers in the update of a step."""
+
+    optimizer: float = 0.0
+    """Bytes that the optimizer reads and writes."""
+    gradients: float = 0.0
+    """Bytes of gradients that are read for their norm and for the check for values that are not
+    finite, or filled with zeros."""
+    new: float = 0.0
+    """Bytes of gradients and parameters that a rank frees within a step and therefore allocates
+    again in each step."""
+
+    def share(self, updated: float) -> UpdateBytes:
+        """Return the bytes if a rank updates only this share of its states on the device. The host
+        computes the norm of the other gradients, and copies overwrite them."""
+        return self._replace(optimizer=updated * self.optimizer, gradients=updated * self.gradients)
+
+
 @dataclass(frozen=True)
 class Rates:
     """The rates of a machine for steps in one dtype."""
@@ -73,9 +91,13 @@ class Rates:
     new_memory: float = math.inf
     """Bytes per second at which the operating system maps new memory."""
 
-    def update_s(self, optimizer_bytes: float, new_bytes: float) -> float:
-        """Return `StepTime.optimizer_s` of a step with these values of `Step`."""
-        return optimizer_bytes / self.memory + new_bytes / self.new_memory
+    gradients: float | None = None
+    """Bytes per second of passes over gradients; None: `memory`."""
+
+    def update_s(self, update: UpdateBytes) -> float:
+        """Return the seconds of the update of a rank."""
+        gradients_s = update.gradients / (self.gradients or self.memory)
+        return update.optimizer / self.memory + gradients_s + update.new / self.new_memory
 
 
 def is_cpu(machine: Machine) -> bool:
@@ -137,6 +159,7 @@ def rates_of(machine: Machine, dtype: Dtype, name: str = "the machine file") -> 
         None if device.activations_achieved is None else device.activations_achieved.value,
         device.launch_s is not None and not device.launch_s.fitted_on and not is_cpu(machine),
         math.inf if device.new_memory_achieved is None else device.new_memory_achieved.value,
+        None if device.gradients_achieved is None else device.gradients_achieved.value,
     )
 
 

@@ -278,7 +278,7 @@ def time_offloaded(
         schedule=schedule.name,
         virtual_stages=schedule.virtual_stages,
         reductions=max((rank.reductions for rank in ranks), key=times.total_s),
-        optimizer_bytes=step.optimizer_bytes * max(rank.updated_share for rank in ranks),
+        update=step.update.share(max(rank.updated_share for rank in ranks)),
     )
     rates = replace(rates, runs_ahead=False)
     without = played_time(step, rates, schedule)

@@ -35,10 +35,9 @@ from optimus.planner.workload import (
     fullest_rank,
     groups_of,
     microbatches_of,
-    new_bytes,
-    optimizer_bytes,
     segment_layers,
     step_of,
+    update_bytes,
 )
 from optimus.rank.profile import Profiled, profile_work
 
@@ -215,10 +214,7 @@ class StepSeconds:
             reductions = traffic.of_rank(config, mesh, stages, pp, microbatches)
             self._updates[key] = _Update(
                 [*collective_times(reductions, groups_of(mesh), self._rates)],
-                self._rates.update_s(
-                    optimizer_bytes(config, mesh, weights),
-                    new_bytes(config, mesh, weights, microbatches),
-                ),
+                self._rates.update_s(update_bytes(config, mesh, weights, microbatches)),
             )
         return self._updates[key]
 

@@ -16,7 +16,7 @@ from optimus.parallel.pipeline.actions import Action, Kind, Schedule
 from optimus.parallel.pipeline.schedules import make_schedule
 from optimus.parallel.pipeline.simulate import simulate
 from optimus.planner.collectives import Operation, slowest_s
-from optimus.planner.machine_rates import Rates
+from optimus.planner.machine_rates import Rates, UpdateBytes
 from optimus.planner.network import Network
 from optimus.planner.play import Device as PlayedDevice
 from optimus.planner.play import Played, play
@@ -78,11 +78,8 @@ class Step:
     transfers_block: bool = False
     """True if a rank waits for its transfers (Megatron-LM); False if they overlap with compute."""
     reductions: tuple[Reduction, ...] = ()
-    optimizer_bytes: float = 0.0
-    """Bytes that the optimizer reads and writes on a rank."""
-    new_bytes: float = 0.0
-    """Bytes of gradients and parameters that a rank frees within a step and therefore allocates
-    again in each step."""
+    update: UpdateBytes = field(default_factory=UpdateBytes)
+    """Bytes of the update of a rank."""
 
 
 @dataclass(frozen=True)
@@ -96,8 +93,7 @@ class StepTime:
     bubble_s: float
     """Seconds for which the rank waits for other ranks of the pipeline."""
     optimizer_s: float
-    """Seconds of the update of the states, and of mapping the memory that each step allocates
-    again."""
+    """Seconds of `Step.update`."""
     offload_s: float = 0.0
     """Seconds for which the device waits for copies, for updates on the host and for the disk."""
     missing: tuple[str, ...] = field(default=())
@@ -328,9 +324,7 @@ def play_step(
                 gather.append(transfer.times(reduction.repeats))
             else:
                 reduce.append(transfer.times(reduction.repeats / step.virtual_stages))
-    optimizer_s = (
-        rates.update_s(step.optimizer_bytes, step.new_bytes) + blocking_s + max(0.0, ahead_s)
-    )
+    optimizer_s = rates.update_s(step.update) + blocking_s + max(0.0, ahead_s)
 
     # Collectives within a pass compete with transfers. Exceptions are a device that waits for
     # chunks, and a divided backward.
@@ -448,7 +442,7 @@ def collective_times(
 
 def step_time(step: Step, rates: Rates) -> StepTime:
     """Return the time of a step by component, from closed formulas."""
-    optimizer_s = rates.update_s(step.optimizer_bytes, step.new_bytes)
+    optimizer_s = rates.update_s(step.update)
     collectives = collective_times(step.reductions, step.groups, rates)
     return pipeline_time(step, rates).with_update(collectives, optimizer_s, rates.missing)
 

@@ -14,6 +14,7 @@ from optimus.distributed.mesh import Mesh
 from optimus.errors import ConfigError, refuse_if
 from optimus.parallel.expert_load import arrivals
 from optimus.parallel.pipeline.plan import plan_stages
+from optimus.planner.machine_rates import UpdateBytes
 from optimus.planner.state_traffic import ENDS, StateTraffic
 from optimus.planner.step_time import Groups, Layers, Step
 from optimus.planner.topology import Topology, placed_groups
@@ -92,8 +93,7 @@ def step_of(
         virtual_stages=parallel.virtual_stages,
         transfer_bytes=e * tokens * model.hidden_size / sequence_shares,
         reductions=traffic.of_rank(config, mesh, stages, pp, microbatches),
-        optimizer_bytes=optimizer_bytes(config, mesh, fullest),
-        new_bytes=new_bytes(config, mesh, fullest, microbatches),
+        update=update_bytes(config, mesh, fullest, microbatches),
     )
 
 
@@ -296,21 +296,20 @@ def updated_parameters(sharding: str, mesh: Mesh, weights: Weights) -> float:
     return weights.experts / mesh.dp + weights.others / divided
 
 
-def optimizer_bytes(config: Config, mesh: Mesh, weights: Weights) -> float:
-    """Return `Step.optimizer_bytes` of a rank that has `weights` parameters."""
-    optim, dtype = config.optim, config.train.dtype
-    of_parameter = _STATE_BYTES + BYTES[dtype] + 2 * BYTES[optim.grad_reduce_dtype]
-    return updated_parameters(optim.sharding, mesh, weights) * of_parameter
-
-
-def new_bytes(config: Config, mesh: Mesh, weights: Weights, microbatches: int) -> float:
-    """Return `Step.new_bytes` of a rank that has `weights` parameters: gradients once for each
-    backward, unless they stay in memory, and parameters once in a step."""
-    optim = config.optim
-    if optim.resident == "all" or mesh.num_data_ranks == 1:
-        return 0.0
-    params = BYTES[config.train.dtype] if optim.resident == "cache" else 0
-    return sum(weights) * (microbatches * BYTES[optim.grad_dtype] + params)
+def update_bytes(config: Config, mesh: Mesh, weights: Weights, microbatches: int) -> UpdateBytes:
+    """Return the bytes of an update on a rank that has `weights` parameters."""
+    optim, param_bytes = config.optim, BYTES[config.train.dtype]
+    grad_bytes, reduced_bytes = BYTES[optim.grad_dtype], BYTES[optim.grad_reduce_dtype]
+    updated, of_rank = updated_parameters(optim.sharding, mesh, weights), sum(weights)
+    new = 0
+    if optim.resident != "all" and mesh.num_data_ranks > 1:
+        # Gradients once for each backward, and parameters once in a step
+        new = microbatches * grad_bytes + (param_bytes if optim.resident == "cache" else 0)
+    return UpdateBytes(
+        updated * (_STATE_BYTES + param_bytes + reduced_bytes),
+        updated * reduced_bytes + of_rank * 2 * grad_bytes,
+        float(of_rank * new),
+    )
 
 
 def _refuse_not_modelled(config: Config) -> None:

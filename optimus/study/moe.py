@@ -30,7 +30,7 @@ from optimus.model.moe import Experts
 from optimus.model.router import uniform
 from optimus.parallel.pipeline.plan import plan_stages
 from optimus.planner.collectives import slowest_s
-from optimus.planner.machine_rates import Rates, is_cpu, rates_of
+from optimus.planner.machine_rates import Rates, UpdateBytes, is_cpu, rates_of
 from optimus.planner.step_time import Layers, Step, step_time
 from optimus.planner.workload import Works, stage_weights, step_of, updated_parameters
 from optimus.rank.operations import Operation, Pass, Product
@@ -267,7 +267,7 @@ def _speedups(
     slow = _step_with("so", config, mesh, works)
     passes_s = _passes_s(fast, rates)
     loop_s = _passes_s(_with_slower_experts(fast, config, mesh, experts), rates)
-    update_s = rates.update_s(fast.optimizer_bytes, fast.new_bytes)
+    update_s = rates.update_s(fast.update)
     epso_s = update_s + reductions_s(fast, rates)
     so_s = update * update_s + reductions_s(slow, rates)
     return {
@@ -290,7 +290,7 @@ def _step_with(sharding: str, config: Config, mesh: Mesh, works: Works) -> Step:
 
 def _passes_s(step: Step, rates: Rates) -> float:
     """Return the seconds of all forwards and backwards of a step, including the pipeline bubble."""
-    passes = dataclasses.replace(step, reductions=(), optimizer_bytes=0.0, new_bytes=0.0)
+    passes = dataclasses.replace(step, reductions=(), update=UpdateBytes())
     return step_time(passes, rates).total_s
 
 

@@ -106,7 +106,7 @@ def optimizer_phase(config: Config, mesh: Mesh, rates: Rates, sharding: str) -> 
     """Return the total time of the update, the reduction of gradients and the gather of parameters,
     without overlap, in seconds."""
     step = step_of(with_optim(config, sharding=sharding), mesh)
-    return step.optimizer_bytes / rates.memory + reductions_s(step, rates)
+    return step.update.optimizer / rates.memory + reductions_s(step, rates)
 
 
 def with_optim(config: Config, **values: object) -> Config:
@@ -202,7 +202,7 @@ def _report_epso() -> list[str]:
         for value in (slowest, mean, phases[0] / phases[1]):
             cells += [f"{value:.2f}", _verdict(value / row.optimizer - 1, 0.10)]
         step = step_of(with_optim(config, sharding="epso"), mesh)
-        cells.append(f"{step.optimizer_bytes / rates.memory / phases[1]:.2%}")
+        cells.append(f"{step.update.optimizer / rates.memory / phases[1]:.2%}")
         lines.append(_row(*cells))
     return [*lines, ""]
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from gpt_operations import Split, gpt_block, gpt_head, layers_of
 
+from optimus.planner.machine_rates import UpdateBytes
 from optimus.planner.step_time import Reduction, Step
 
 VOCABULARY = 51200
@@ -80,7 +81,7 @@ def gpt_step(row: Row) -> Step:
         transfer_bytes=2 * tokens * row.hidden / tp,
         transfers_block=True,
         reductions=(Reduction("dp", "all_reduce", 2 * parameters),),
-        optimizer_bytes=OPTIMIZER_BYTES * parameters,
+        update=UpdateBytes(OPTIMIZER_BYTES * parameters),
     )
 
 

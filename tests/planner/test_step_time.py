@@ -256,7 +256,7 @@ def test_new_memory_of_freed_gradients_and_parameters_takes_time():
         grads = 4 * step.microbatches if resident != "all" else 0
         params = 2 if resident == "cache" else 0
         size = (grads + params) * sum(stage_weights(config, mesh)[0])
-        assert step.new_bytes == pytest.approx(size)
+        assert step.update.new == pytest.approx(size)
         times = (
             step_time(step, dataclasses.replace(a100(), new_memory=rate)).optimizer_s
             for rate in (1e9, math.inf)

@@ -73,11 +73,14 @@ def test_parameters_of_the_stages_are_those_of_the_model(run):
 
 
 def test_an_update_reads_and_writes_states_gradients_and_parameters():
-    """For each of its parameters, a rank reads and writes the fp32 master and two moments (24
-    bytes), writes the bf16 parameter, and writes and reads the bf16 gradient."""
-    config = load_config(RUNS / "mula-7b-a1b.toml", [])
-    size = step_of(config, Mesh(dp=384)).optimizer_bytes
-    assert size == pytest.approx(30 * count_parameters(config.model)[0] / 384, rel=1e-3)
+    """For each parameter that it updates, a rank reads and writes the fp32 master and two moments
+    (24 bytes), writes the bf16 parameter, and reads the bf16 gradient for the update and for the
+    norm. It checks and clears the fp32 gradients of all parameters."""
+    config = load_config(RUNS / "mula-7b-a1b.toml", ["optim.sharding=epso"])
+    update = step_of(config, Mesh(dp=384)).update
+    parameters = count_parameters(config.model)[0]
+    assert update.optimizer == pytest.approx(28 * parameters / 384, rel=1e-3)
+    assert update.gradients == pytest.approx((2 / 384 + 8) * parameters, rel=1e-3)
 
 
 def reductions(*overrides: str) -> dict[tuple[str, str, str], float]:
