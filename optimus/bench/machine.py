@@ -47,9 +47,6 @@ from optimus.train.malloc_trim import private_bytes
 from optimus_kernels import fastest_library
 
 SOURCE = "optimus bench machine"
-_ROUNDS = 3
-"""Number of rounds. In each round, the products of all shapes are timed, so that the load of other
-programs affects all shapes."""
 _STEADY = 0.7
 """If `steadiness` (see `bench_machine`) is below this number, the result warns that other programs
 use the machine."""
@@ -156,15 +153,24 @@ def _measure(world: World, threads: int, folder: Path) -> dict[str, Any]:
     def figure(value: float) -> dict[str, Any]:
         return {"value": float(f"{value:.4g}"), "source": SOURCE, "date": day}
 
-    products = {}
-    for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
-        with fastest_library(torch.empty(0, dtype=dtype, device=world.device)):
-            products[name] = _product_tables(bench, dtype, figure)
+    times = {
+        "bf16": _ProductTimes(bench, torch.bfloat16),
+        "fp32": _ProductTimes(bench, torch.float32),
+    }
+
+    def add_round() -> None:
+        for of_dtype in times.values():
+            of_dtype.add_round()
+
+    add_round()
     code = _product_code_bytes(bench)
     memory, launch_s = _memory_rate(bench), _launch_s(bench)
     activations, gradients = min(memory, _activations_rate(bench)), _gradients_rate(bench)
     new_memory = _new_memory_rate(bench)
+    add_round()
     network = measure_network(bench, world, _tensor_bytes(world.device))
+    add_round()
+    products = {name: of_dtype.tables(figure) for name, of_dtype in times.items()}
     disk = bench.slowest(_disk_s(folder, world.rank))
     links = bench_links(world.device, threads)["links"]
     torch.set_num_threads(threads)
@@ -241,40 +247,47 @@ def _message_rates(level: LevelRates) -> Iterator[float]:
     yield from (message.num_bytes / message.seconds for message in level.messages)
 
 
-def _product_tables(
-    bench: RankTimer, dtype: torch.dtype, figure: Callable[[float], dict[str, Any]]
-) -> dict[str, Any]:
-    """Return the table `products` of a dtype, which contains the tables of attention. The peak in
-    the table is at least as large as all rates."""
-    device, products = bench.device, {}
-    for shape in shapes_for(device.type):
-        products[shape] = _layer_products(shape, dtype, device)
-    times: dict[Shape, list[float]] = {shape: [] for shape in products}
-    for _ in range(_ROUNDS):
-        for shape, product in products.items():
-            times[shape] += bench.times(product)
-    medians = {shape: bench.slowest(statistics.median(times[shape])) for shape in times}
-    rates = [(shape, 3 * shape.flops / seconds) for shape, seconds in medians.items()]
-    fastest = max(
-        3 * shape.flops / -bench.slowest(-min(seconds)) for shape, seconds in times.items()
-    )
-    peak = fastest
-    if device.type != "cpu" and dtype is torch.bfloat16:  # if known, from the data sheet
-        peak = max(peak, find_peak(device, dtype, "torch", lambda line: None).flops)
-    attention = _attention_tables(bench, dtype, figure)
-    peak = max(
-        peak, *(table[name]["value"] for table in attention for name in ("forward", "backward"))
-    )
-    # Rates are rounded to four digits, and a rounded rate must not exceed the peak.
-    peak *= 1.0005
-    efficiency, half_size = fit_products(peak, rates)
-    return {
-        "peak": figure(peak),
-        "efficiency": figure(efficiency),
-        "half_size": figure(half_size),
-        "measured": [shape._asdict() | {"flops": figure(rate)} for shape, rate in rates],
-        "attention": attention,
-    }
+class _ProductTimes:
+    """Times of the products of all shapes in a dtype."""
+
+    def __init__(self, bench: RankTimer, dtype: torch.dtype) -> None:
+        self.bench, self.dtype = bench, dtype
+        self.times: dict[Shape, list[float]] = {}
+        """Seconds of the three products of a layer on this rank, by shape."""
+
+    def add_round(self) -> None:
+        """Time the products of all shapes."""
+        with fastest_library(torch.empty(0, dtype=self.dtype, device=self.bench.device)):
+            for shape in shapes_for(self.bench.device.type):
+                products = _layer_products(shape, self.dtype, self.bench.device)
+                self.times.setdefault(shape, []).extend(self.bench.times(products))
+
+    def tables(self, figure: Callable[[float], dict[str, Any]]) -> dict[str, Any]:
+        """Return the table `products` of the dtype, which contains the tables of attention. The
+        peak in the table is at least as large as all rates."""
+        bench, device = self.bench, self.bench.device
+        rates, fastest = [], 0.0
+        for shape, times in self.times.items():
+            seconds = bench.slowest(statistics.median(times))
+            rates.append((shape, 3 * shape.flops / seconds))
+            fastest = max(fastest, 3 * shape.flops / -bench.slowest(-min(times)))
+        peak = fastest
+        if device.type != "cpu" and self.dtype is torch.bfloat16:  # if known, from the data sheet
+            peak = max(peak, find_peak(device, self.dtype, "torch", lambda line: None).flops)
+        with fastest_library(torch.empty(0, dtype=self.dtype, device=device)):
+            attention = _attention_tables(bench, self.dtype, figure)
+        both = ("forward", "backward")
+        peak = max(peak, *(table[name]["value"] for table in attention for name in both))
+        # Rates are rounded to four digits, and a rounded rate must not exceed the peak.
+        peak *= 1.0005
+        efficiency, half_size = fit_products(peak, rates)
+        return {
+            "peak": figure(peak),
+            "efficiency": figure(efficiency),
+            "half_size": figure(half_size),
+            "measured": [shape._asdict() | {"flops": figure(rate)} for shape, rate in rates],
+            "attention": attention,
+        }
 
 
 def _layer_products(shape: Shape, dtype: torch.dtype, device: torch.device) -> Callable[[], None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -25,11 +26,11 @@ from optimus.distributed.world import World
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
 _SMALLEST, _RATIO = 1 << 10, 8
 """Bytes of the smallest buffer, and the ratio of a size to the next smaller one."""
-_RUNS, _FEW_RUNS = 24, 8
+_RUNS, _FEW_RUNS = 32, 8
 """Number of runs of a collective with a small and with a large buffer."""
 _LARGE = 1 << 24
 """Bytes of a large buffer."""
-_COMPUTED = {"cpu": 512}
+_COMPUTED = {"cpu": 768}
 """Sizes of the matrix product that a rank computes before a collective, by type of device. The
 product takes about as long as a training step computes between two collectives of tp."""
 _COMPUTED_ON_DEVICE = 4096
@@ -81,9 +82,16 @@ def _measure_level(bench: RankTimer, group: Group, largest: int) -> LevelRates:
     while sizes[-1] * _RATIO < largest:
         sizes.append(sizes[-1] * _RATIO)
     steps = dict.fromkeys(OPERATIONS, n - 1) | {"all_reduce": 2 * (n - 1), "send": 1}
+    times: dict[str, list[_Times]] = {name: [] for name in OPERATIONS}
     for size in (*sizes, largest):
         for name, run in _collectives(bench, group, size).items():
-            seconds = _collective_s(bench, run, _RUNS if size < _LARGE else _FEW_RUNS)
+            times[name].append(_measure(bench, run, size))
+    for index, size in enumerate((*sizes, largest)):
+        for name, of_sizes in times.items():
+            # The ranks wait for the slowest rank and for threads of the backend, which does not
+            # depend on the size. Single runs of it differ much, so that all small sizes count.
+            waits = [each.after - each.alone for each in of_sizes if each.size < _LARGE]
+            seconds = of_sizes[index].alone + max(0.0, statistics.fmean(waits))
             sent = size if name == "send" else size // n
             messages.append(Message(name, sent, seconds / steps[name]))
     of_name = {name: [m for m in messages if m.operation == name] for name in OPERATIONS}
@@ -98,13 +106,26 @@ def _measure_level(bench: RankTimer, group: Group, largest: int) -> LevelRates:
     return LevelRates(rates, latency_s, messages)
 
 
-def _collective_s(bench: RankTimer, run: Callable[[], Any], runs: int) -> float:
-    """Return the seconds of a collective. It is measured alone and after a computation, and the
-    longer time is returned. After a computation, threads of the backend must wake up, and ranks
-    wait for the slowest rank."""
-    size = _COMPUTED.get(bench.device.type, _COMPUTED_ON_DEVICE)
-    a = torch.ones(size, size, device=bench.device)
-    return max(bench.together(run, runs), bench.together(run, runs, lambda: torch.mm(a, a)))
+class _Times(NamedTuple):
+    """Measured seconds of a collective."""
+
+    size: int
+    """Bytes of the buffer."""
+    alone: float
+    """Median without computation."""
+    after: float
+    """Mean after a computation, without the time of the computation. Threads of the backend must
+    wake up, and ranks wait for the slowest rank."""
+
+
+def _measure(bench: RankTimer, run: Callable[[], Any], size: int) -> _Times:
+    """Measure a collective with buffers of `size` bytes."""
+    runs = _RUNS if size < _LARGE else _FEW_RUNS
+    length = _COMPUTED.get(bench.device.type, _COMPUTED_ON_DEVICE)
+    a = torch.ones(length, length, device=bench.device)
+    alone, _ = bench.together(run, runs)
+    _, after = bench.together(run, runs, lambda: torch.mm(a, a))
+    return _Times(size, alone, after)
 
 
 def _collectives(bench: RankTimer, group: Group, size: int) -> dict[str, Callable[[], Any]]:

@@ -62,19 +62,21 @@ class RankTimer:
 
     def together(
         self, run: Callable[[], Any], runs: int, compute: Callable[[], Any] | None = None
-    ) -> float:
-        """Return the mean of the elapsed seconds of an operation in which all ranks take part,
-        without the slowest run. The result is a mean and no median, because the time of a step is
-        the sum of many such operations. Some of them take longer than the median, since threads of
-        a backend use the cores of other ranks.
+    ) -> tuple[float, float]:
+        """Measure an operation in which all ranks take part.
 
         Args:
             run: The operation.
             runs: Number of runs.
-            compute: Computation of a rank before the operation; None for no computation. The result
-                is then the time of computation and operation together, less the time of the
-                computation alone. As in a step, the result includes the time for which a rank waits
+            compute: Computation of a rank before the operation; None for no computation. The
+                results are then the time of computation and operation together, less the time of
+                the computation alone. As in a step, they include the time for which a rank waits
                 for other ranks that compute longer.
+
+        Returns:
+            The median and the mean of the elapsed seconds. The mean excludes the slowest run. The
+            time of a step is the sum of many such operations, some of which take longer than the
+            median, since threads of a backend use the cores of other ranks.
         """
         run()
         both, alone = list[float](), list[float]()
@@ -92,8 +94,11 @@ class RankTimer:
                 compute()
                 platform.synchronize(self.device)
                 alone.append(time.perf_counter() - start)
-        seconds = self.slowest(_mean(both))
-        return seconds - (self.slowest(_mean(alone)) if alone else 0.0)
+        median, mean = (
+            self.slowest(of(both)) - (self.slowest(of(alone)) if alone else 0.0)
+            for of in (statistics.median, _mean)
+        )
+        return median, mean
 
     @property
     def processor_share(self) -> float | None:

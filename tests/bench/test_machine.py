@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from optimus.bench import machine as bench
 from optimus.bench import network, rank_timer
@@ -31,7 +32,6 @@ def shorten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_timer, "_BUDGET_S", 0.001)
     monkeypatch.setattr(network, "_RUNS", 2)
     monkeypatch.setattr(network, "_COMPUTED", {"cpu": 64})
-    monkeypatch.setattr(bench, "_ROUNDS", 1)
     monkeypatch.setattr(bench, "_DISK_BYTES", 1 << 20)
     monkeypatch.setattr(bench, "_CPU_BYTES", 1 << 20)
     monkeypatch.setattr(planner_rates, "_RUNS", 3)
@@ -59,6 +59,7 @@ def test_a_single_rank_writes_a_machine_file(quick, tmp_path, capsys):
     machine = load_machine(str(path))
     assert machine.model_dump(exclude_none=True)["device"]["name"] == machine.measured.device
     rates = rates_of(machine, "fp32", str(path))
+    assert rates.gradients == machine.device.gradients_achieved.value <= rates.memory
     assert 0 < rates.products.rate(512, 512, 512) < rates.products.peak
     assert len(machine.device.products["bf16"].measured) == 8
     assert load_links(str(path)) == machine.links
@@ -78,6 +79,19 @@ def test_a_single_rank_writes_a_machine_file(quick, tmp_path, capsys):
     assert 0 < result["steadiness"] <= 1
     assert "warning" not in format_machine(result | {"steadiness": 0.9})
     assert "ranks reach only 30% of their speed" in format_machine(result | {"steadiness": 0.3})
+
+
+def test_products_of_a_shape_are_those_of_a_linear_layer(monkeypatch):
+    """The products have the operands, transposed or not, of the forward and backward of a layer."""
+    calls = []
+    monkeypatch.setattr(torch, "mm", lambda a, b: calls.append((a.shape, b.shape, a.stride())))
+    run = bench._layer_products(Shape(8, 16, 32), torch.float32, torch.device("cpu"))
+    run()
+    assert calls == [
+        ((8, 16), (16, 32), (16, 1)),  # output
+        ((8, 32), (32, 16), (32, 1)),  # gradient of the input
+        ((32, 8), (8, 16), (1, 32)),  # gradient of the weight
+    ]
 
 
 def measure(folder: str, ranks_per_node: int) -> dict | None:

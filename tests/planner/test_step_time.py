@@ -18,7 +18,7 @@ from optimus.model.flops import head_multiply_adds, layer_multiply_adds
 from optimus.parallel.pipeline.actions import Action, Kind
 from optimus.parallel.pipeline.schedules import make_schedule
 from optimus.parallel.pipeline.simulate import simulate, unit_costs
-from optimus.planner.machine_rates import ProductRates, Rates, rates_of
+from optimus.planner.machine_rates import ProductRates, Rates, UpdateBytes, rates_of
 from optimus.planner.step_time import (
     Layers,
     Reduction,
@@ -246,6 +246,12 @@ def test_epso_updates_fewer_parameters_than_so():
     assert updated_parameters("none", mesh, weights) == 1120
     assert updated_parameters("so", mesh, weights) == 280
     assert updated_parameters("epso", mesh, weights) == 210
+
+
+def test_passes_over_gradients_have_a_rate_of_their_own():
+    rates = dataclasses.replace(a100(), memory=4e9, gradients=1e9)
+    assert rates.update_s(UpdateBytes(optimizer=8e9, gradients=3e9)) == 2 + 3
+    assert dataclasses.replace(rates, gradients=None).update_s(UpdateBytes(8e9, 4e9)) == 3
 
 
 def test_new_memory_of_freed_gradients_and_parameters_takes_time():
