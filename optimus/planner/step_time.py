@@ -352,6 +352,10 @@ def play_step(
     }
     for (kind, stage), transfer in transfers.exchanges.items():
         costs[kind][stage] -= transfer.seconds
+    if sends:
+        for stage, seconds in enumerate(_host_transfers_s(step, rates)):
+            for kind in (Kind.F, Kind.B, Kind.I):
+                costs[kind][stage] += seconds
 
     def cost(action: Action) -> float:
         if action.kind in costs:
@@ -487,6 +491,7 @@ def pipeline_time(step: Step, rates: Rates, times: PassTimes | None = None) -> P
     forward, backward = _pass_times(step, times)
     transfer_s = _transfer_s(step, rates)
     blocking_s = transfer_s if step.transfers_block else 0.0
+    host_s = _host_transfers_s(step, rates)
     weights_s: Sequence[float] = ()
     if step.schedule == "zb-h1":
         inputs = _input_times(step, backward, times)
@@ -496,17 +501,18 @@ def pipeline_time(step: Step, rates: Rates, times: PassTimes | None = None) -> P
         p,
         v,
         m,
-        [time.total_s + blocking_s for time in forward],
-        [time.total_s + blocking_s for time in backward],
+        [time.total_s + blocking_s + s for time, s in zip(forward, host_s, strict=True)],
+        [time.total_s + blocking_s + s for time, s in zip(backward, host_s, strict=True)],
         weights_s,
     )
     busiest = _busiest(forward, backward, p)
     exposed_s = {axis: m * seconds for axis, seconds in busiest.exposed_s.items()}
-    busy_s = m * (busiest.total_s + 2 * v * blocking_s)
+    of_transfers_s = 2 * (v * blocking_s + max(sum(host_s[rank::p]) for rank in range(p)))
+    busy_s = m * (busiest.total_s + of_transfers_s)
     bubble_s = max(0.0, span_s - busy_s)  # without rounding errors
     if p > 1:
         filling_s = 2 * (p - 1) * transfer_s if not step.transfers_block else 0.0
-        exposed_s["pp"] = m * 2 * v * blocking_s + filling_s
+        exposed_s["pp"] = m * of_transfers_s + filling_s
     window_s: dict[Overlap, float] = {
         "nothing": 0.0,
         "forward": sum(time.total_s for time in forward[0::p]),
@@ -529,6 +535,17 @@ def _busiest(forward: Sequence[PassTime], backward: Sequence[PassTime], p: int) 
     is largest. `forward` and `backward` have the times of all stages of p pipeline ranks."""
     of_ranks = [_sum((*forward[rank::p], *backward[rank::p])) for rank in range(p)]
     return max(of_ranks, key=lambda time: time.total_s)
+
+
+def _host_transfers_s(step: Step, rates: Rates) -> list[float]:
+    """Return the seconds for which the transfers of a forward, or of a backward, occupy the cores
+    of the rank of each stage: on a CPU half of the time of each transfer that the rank sends or
+    receives, and none on an accelerator, where transfers overlap with computation."""
+    last = len(step.stages) - 1
+    if rates.launches_queue or step.transfers_block or not last:
+        return [0.0] * (last + 1)
+    half_s = _transfer_s(step, rates) / 2
+    return [half_s * ((stage > 0) + (stage < last)) for stage in range(last + 1)]
 
 
 def _transfer_s(step: Step, rates: Rates) -> float:

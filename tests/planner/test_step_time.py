@@ -66,6 +66,32 @@ def test_span_of_gpipe_and_of_zero_bubble():
     assert 18 < pipeline_s("zb-h1", 4, 1, 6, [1.0] * 4, [2.0] * 4) < plain_s
 
 
+@pytest.mark.parametrize("formula", [False, True])
+def test_transfers_occupy_the_cores_of_a_cpu(formula):
+    """In each pass, a stage of a pipeline of two ranks sends or receives one transfer, which
+    occupies its cores for half of the time of the transfer: in both passes of 4 microbatches on a
+    rank, and of one microbatch on the other rank."""
+    layers = (Layers((Pass(1e11),), (Pass(2e11),)),)
+    step = Step((layers,) * 2, 4, {"pp": [(0, 8)]}, transfer_bytes=1e8)
+    cpu = dataclasses.replace(a100(), launches_queue=False)
+    schedule = make_schedule("1f1b", 2, 1, 4)
+
+    def added(rates: Rates) -> tuple[float, float]:
+        """Return the seconds that transfers add to the step and to its communication and bubble."""
+        times = []
+        for each in (step, dataclasses.replace(step, transfer_bytes=0.0)):
+            time = step_time(each, rates) if formula else played_time(each, rates, schedule)
+            times.append((time.total_s, time.exposed_s["pp"] + time.bubble_s))
+        (total_s, waiting_s), (total_without_s, waiting_without_s) = times
+        return total_s - total_without_s, waiting_s - waiting_without_s
+
+    on_gpu, on_cpu = added(a100()), added(cpu)
+    transfer_s = 1e8 / 24e9
+    assert on_gpu[0] >= 2 * transfer_s * (1 - 1e-9)  # the pipeline fills and drains
+    for gpu_s, cpu_s in zip(on_gpu, on_cpu, strict=True):
+        assert cpu_s - gpu_s == pytest.approx(2 * (4 + 1) / 2 * transfer_s)
+
+
 def test_span_of_zero_bubble_is_close_to_the_simulation():
     choose = random.Random("zb-h1")
     for _ in range(60):
