@@ -274,7 +274,7 @@ def test_epso_updates_fewer_parameters_than_so():
     assert updated_parameters("epso", mesh, weights) == 210
 
 
-def test_passes_over_gradients_have_a_rate_of_their_own():
+def test_passes_over_gradients_have_another_rate_than_the_optimizer():
     rates = dataclasses.replace(a100(), memory=4e9, gradients=1e9)
     assert rates.update_s(UpdateBytes(optimizer=8e9, gradients=3e9)) == 2 + 3
     assert dataclasses.replace(rates, gradients=None).update_s(UpdateBytes(8e9, 4e9)) == 3
