@@ -328,7 +328,9 @@ class ReducePerMicrobatch:
             self._clear(buffer)
 
     def _add(self, buffer: GradBuffer, contributions: Sequence[Tensor], is_last: bool) -> None:
-        """Add contributions on the host to a piece. `is_last` is True if the sum is complete."""
+        """Add contributions, which are in host memory, to this rank's piece of the sum of `buffer`.
+        `is_last` is True if these are known to be the last contributions of the step (see
+        `expect`)."""
         piece = self._pieces[buffer]
         if self._is_outdated(buffer):
             # Write 0 + x: the bits of a sum that begins with zeros, without a pass that sets them.

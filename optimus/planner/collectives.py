@@ -66,8 +66,8 @@ Links = tuple[Link, ...]
 
 
 def links_of(levels: Sequence[Level]) -> Links:
-    """Return a Link for each level of a machine file. The taper of the level is a factor of its
-    rates."""
+    """Return a Link for each level of a machine file. Its rates are those of the level
+    multiplied by the taper of the level."""
     links = []
     for level in levels:
         taper = 1.0 if level.taper is None else level.taper.value

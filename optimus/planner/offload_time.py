@@ -418,7 +418,8 @@ class _OffloadedDevice:
         self.start_s = 0.0
         """Start of the current step."""
         self.norm_s = 0.0
-        """Time at which all gradients of the rank are on the host."""
+        """Time at which all gradients of the rank are on the host, and the states of its previous
+        update on the disk."""
 
     def run(self, action: Action, start: float, seconds: float) -> float:
         """Return the time at which an action ends. Call this for the rank's actions in order.

@@ -215,8 +215,9 @@ class RawFile:
 
 
 def disk_rates(directory: Path, runs: int = 7) -> dict[str, list[float]]:
-    """Measure a disk. Return the bytes per second of each run, with the keys of the table `links`
-    in a machine file. Raises OSError if the directory cannot be used, or has no O_DIRECT."""
+    """Measure a disk. Return two lists, `disk_read` and `disk_write`, with the bytes per second of
+    each run. These are keys of the table `links` in a machine file. Raises OSError if the directory
+    cannot be used, or has no O_DIRECT."""
     size = 32 * BLOCK_BYTES
     with tempfile.NamedTemporaryFile(dir=directory, prefix="optimus-bench-") as file:
         os.posix_fallocate(file.fileno(), 0, size)

@@ -447,12 +447,12 @@ class _Tally:
         return settings.divides_gradients and is_added
 
     def _add(self, buffers: Sequence[tuple[str, int, bool]], is_on_host: bool) -> int:
-        """Add the buffers of a chunk to the totals. Return the sum of their bytes. An element of
-        `buffers` has the kind and the bytes of a buffer, and False if the buffer is on the device
-        even if the states of the chunk are in host memory (`is_on_host`)."""
-        for kind, size, is_at_home in buffers:
+        """Add the buffers of a chunk to the totals. Return the sum of their bytes. `buffers` has
+        tuples (kind, bytes, follows). If `is_on_host`, the states of the chunk are in host memory,
+        with those buffers for which `follows` is True. The other buffers are on the device."""
+        for kind, size, follows in buffers:
             self._sizes[kind] += size
-            if is_on_host and is_at_home:
+            if is_on_host and follows:
                 self._host += size
         return sum(size for _, size, _ in buffers)
 

@@ -282,8 +282,8 @@ def _form_before_start(config: Config, stored: Mapping[str, Any]) -> str:
 def _agree_on_form(config: Config, world: World, stored: Mapping[str, Any]) -> str:
     """Activate the same implementation of the grouped GEMM on all ranks and return its name,
     "torch" or "loop". `stored` has the settings of the checkpoint from which the run resumes.
-    Raises ConfigError if the configurations of ranks differ, or if the device does not support the
-    implementation."""
+    Raises ConfigError if the values of `kernels.grouped_gemm` differ between ranks, or if the
+    device does not support the implementation."""
     requested = all_gather_objects(config.kernels.grouped_gemm, world.everyone, str)
     others = [rank for rank, form in enumerate(requested) if form != requested[0]]
     if others:

@@ -295,7 +295,7 @@ def _train(case: Case, world: Group, meter: TrafficMeter) -> Outcome:
 
 
 def train_in_order(case: Case, order: str) -> tuple[list[float], str, int]:
-    """Train a tower on this rank, whose layers compute in the order of `use_in_order`.
+    """Train a tower on this rank. Its layers compute in the order `order` (see `use_in_order`).
 
     Returns:
         The losses, the SHA-256 of the master parameters, and the number of unplanned uses in the
