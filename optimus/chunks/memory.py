@@ -41,6 +41,9 @@ class Tier(Enum):
     HOST = "host"
     DISK = "disk"
 
+    # Enum computes the hash of a member from its name, in Python code.
+    __hash__ = object.__hash__
+
 
 class Copy:
     """A copy between the device and the host, which may be in progress."""
@@ -204,6 +207,8 @@ class Memory:
         links: Links | None = None,
     ) -> None:
         self._device = device
+        self._has_threads = device.type != "meta" and (device.type != "cpu" or links is not None)
+        """True if threads make the copies, False if the caller of `copy` makes them."""
         self.poison = poison
         self.copies, self._chance = copies, random.Random(0)
         self._links = links
@@ -256,25 +261,27 @@ class Memory:
     def free(self, flat: Tensor) -> None:
         """Free the memory of a buffer; its values are lost."""
         storage = flat.untyped_storage()
-        assert storage._cdata not in self._freed, "the buffer is freed already"
-        self._freed.add(storage._cdata)
-        self.num_bytes[self._tiers[storage._cdata]] -= flat.nbytes
+        key = storage._cdata
+        assert key not in self._freed, "the buffer is freed already"
+        self._freed.add(key)
+        self.num_bytes[self._tiers[key]] -= flat.nbytes
         if self.poison:
             flat.fill_(torch.nan)
         else:
             storage.resize_(0)
             if CAN_REFUSE_ACCESS:
-                torch._C._set_storage_data_ptr_access_error_msg(storage._cdata, _IS_FREED)
+                torch._C._set_storage_data_ptr_access_error_msg(key, _IS_FREED)
 
     def allocate(self, flat: Tensor) -> None:
         """Allocate memory for a freed buffer; its values are undefined."""
         storage = flat.untyped_storage()
-        self._freed.remove(storage._cdata)
-        self.num_bytes[self._tiers[storage._cdata]] += flat.nbytes
+        key, num_bytes = storage._cdata, flat.nbytes
+        self._freed.remove(key)
+        self.num_bytes[self._tiers[key]] += num_bytes
         if not self.poison:
             if CAN_REFUSE_ACCESS:
-                torch._C._clear_storage_data_ptr_access_error_msg(storage._cdata)
-            storage.resize_(flat.nbytes)
+                torch._C._clear_storage_data_ptr_access_error_msg(key)
+            storage.resize_(num_bytes)
 
     def copy(
         self,
@@ -296,10 +303,10 @@ class Memory:
                 `Copy.wait` waits for it.
         """
         self.num_copied += values.nbytes
-        if (thread := self._thread_of(values)) is not None:
+        if self._has_threads:
             if self.poison:
                 into.fill_(torch.nan)
-            return thread.copy(into, values, after, then)
+            return self._thread_of(values).copy(into, values, after, then)
 
         def complete() -> None:
             if after is not None:
@@ -316,20 +323,16 @@ class Memory:
             into.fill_(torch.nan)
         return copy
 
-    def _thread_of(self, values: Tensor) -> _CopyThread | None:
-        """Return the thread for a copy of `values`; None if the caller makes the copy itself."""
-        device = self._device
-        if device.type == "meta" or (device.type == "cpu" and self._links is None):
-            return None
+    def _thread_of(self, values: Tensor) -> _CopyThread:
+        """Return the thread for a copy of `values`."""
         is_on_host = self._tiers.get(values.untyped_storage()._cdata) is Tier.HOST
         target = Tier.DEVICE if is_on_host else Tier.HOST
-        if target not in self._threads:
+        if (thread := self._threads.get(target)) is None:
             rates = self._links or Links()
             rate = rates.to_device if target is Tier.DEVICE else rates.to_host
-            self._threads[target] = _CopyThread(
-                f"to {target.value}", device, rate, self.num_threads
-            )
-        return self._threads[target]
+            thread = _CopyThread(f"to {target.value}", self._device, rate, self.num_threads)
+            self._threads[target] = thread
+        return thread
 
     def on_device(self, flat: Tensor) -> Tensor:
         """Return the buffer `flat` itself if it is on the device, otherwise a copy of it on the
