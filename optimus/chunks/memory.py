@@ -9,11 +9,14 @@ the links determine. `optimus.chunks.disk` reads and writes buffers on disk.
 from __future__ import annotations
 
 import random
+import threading
 import time
+import weakref
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
 from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -108,6 +111,73 @@ def update_threads(threads: int, device: torch.device) -> int:
     return max(1, cores - 1)
 
 
+class _Job:
+    """A function that a `_JobThread` runs."""
+
+    def __init__(self, function: Action) -> None:
+        self._function = function
+        self._result: Any = None
+        self._error: BaseException | None = None
+        self._unfinished = threading.Lock()
+        self._unfinished.acquire()
+
+    def run(self) -> None:
+        """Run the function. Other threads may then continue in `result`."""
+        try:
+            self._result = self._function()
+        except BaseException as error:  # `result` raises it
+            self._error = error
+        self._unfinished.release()
+
+    def result(self) -> Any:
+        """Wait for the end of the function. Return its result, or raise its error."""
+        with self._unfinished:
+            pass
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+
+class _JobThread:
+    """Thread that runs jobs one after the other. A job takes less processor time than with
+    `worker`, but cannot be cancelled.
+
+    The thread completes the submitted jobs and ends when `close` is called, this object is deleted
+    or the process ends.
+    """
+
+    def __init__(self, name: str, threads: int) -> None:
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        # The process waits for threads that are not daemons before it calls finalizers.
+        thread = threading.Thread(
+            target=_run_jobs, args=(self._jobs, threads), name=name, daemon=True
+        )
+        thread.start()
+        self.close = weakref.finalize(self, _end_thread, self._jobs, thread)
+
+    def submit(self, function: Action) -> _Job:
+        """Let the thread run a function."""
+        assert self.close.alive, "the thread has ended"
+        job = _Job(function)
+        self._jobs.put(job)
+        return job
+
+
+def _run_jobs(jobs: SimpleQueue[_Job | None], threads: int) -> None:
+    """Run jobs up to the first None. Operations of torch use `threads` threads."""
+    torch.set_num_threads(threads)
+    while (job := jobs.get()) is not None:
+        job.run()
+        del job  # so that its tensors can be freed while this thread waits
+
+
+def _end_thread(jobs: SimpleQueue[_Job | None], thread: threading.Thread) -> None:
+    """End a thread that runs `_run_jobs`, after all of its jobs."""
+    jobs.put(None)
+    if thread is not threading.current_thread():
+        thread.join()
+
+
 class _CopyThread:
     """One direction of the link between the device and the host. It has a thread that makes copies
     one after the other, and a second thread for the functions that run after a copy (`then`).
@@ -117,7 +187,9 @@ class _CopyThread:
     """
 
     def __init__(self, name: str, device: torch.device, rate: float, threads: int) -> None:
-        self._copies, self._followers = worker(name, threads), worker(f"after {name}", threads)
+        self._name, self._num_threads = name, threads
+        self._copies = _JobThread(name, threads)
+        self._followers: _JobThread | None = None
         self._device = device
         self._pace = Pace(rate) if device.type == "cpu" else None
         self._stream = None if device.type == "cpu" else torch.Stream(device)
@@ -126,25 +198,30 @@ class _CopyThread:
         """Start a copy. The arguments are those of `Memory.copy`."""
         if self._stream is None:
             now = time.monotonic()
-            job = self._copies.submit(self._copy_at_rate, into, values, after, now)
+            copy = partial(self._copy_at_rate, into, values, after, now)
         else:
             ready = torch.Event(self._device)
             ready.record()
-            job = self._copies.submit(self._copy_on_stream, into, values, after, ready)
-        follower = None if then is None else self._followers.submit(self._follow, job, then)
+            copy = partial(self._copy_on_stream, into, values, after, ready)
+        job, follower = self._copies.submit(copy), None
+        if then is not None:
+            if self._followers is None:
+                self._followers = _JobThread(f"after {self._name}", self._num_threads)
+            follower = self._followers.submit(partial(self._follow, job, then))
         return Copy(partial(self._wait_for, job, follower))
 
     def close(self) -> None:
         """End both threads, after all copies."""
-        for pool in (self._copies, self._followers):
-            pool.shutdown()
+        self._copies.close()
+        if self._followers is not None:
+            self._followers.close()
 
     @staticmethod
-    def _follow(job: Future[torch.Event | None], then: Action) -> None:
+    def _follow(job: _Job, then: Action) -> None:
         job.result()
         then()
 
-    def _wait_for(self, job: Future[torch.Event | None], follower: Future | None) -> None:
+    def _wait_for(self, job: _Job, follower: _Job | None) -> None:
         done = job.result()
         if follower is not None:
             follower.result()
