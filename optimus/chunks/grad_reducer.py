@@ -140,7 +140,10 @@ class GradReducer:
         """Buffers with memory whose reduction has not started in the present backward."""
         self.limit_bytes = math.inf
         """Largest number of bytes on the device of gradients that are freed after a reduction. Near
-        the limit, `before_segment_backward` waits for copies to the host."""
+        the limit, `before_segment_backward` reduces the buffers that the present backward does not
+        need, and waits for copies to the host."""
+        self._needed: set[GradBuffer] = set()
+        """Buffers that the present backward needs, if `limit_bytes` is finite."""
         self._in_step = False
         self._is_reducing = False
         """True if a step or a reduction has started since reductions were last completed, by
@@ -322,6 +325,12 @@ class GradReducer:
                 if segment_stage == stage:
                     self._allocate(buffers)
 
+    def need(self, segments: Sequence[int]) -> None:
+        """Set the segments whose backward runs now: a segment and its callers. Call this before
+        `before_segment_backward` for each of them."""
+        if self.limit_bytes < math.inf:
+            self._needed = {b for number in segments for b in self._segments[number][1]}
+
     def before_segment_backward(self, segment: int) -> None:
         """Reduce the buffers that are complete before the backward of a segment, and allocate those
         of the segment."""
@@ -473,17 +482,25 @@ class GradReducer:
 
     def _make_space(self, buffer: GradBuffer) -> None:
         """Wait for copies of gradients to the host until `buffer` can be allocated. Raise
-        ConfigError if its memory would exceed `limit_bytes`."""
+        ConfigError if its memory would exceed `limit_bytes`.
+
+        A buffer that the present backward does not need is still allocated if its segment is used
+        again, or if the order of use is not that of the segments.
+        """
         assert isinstance(self._strategy, ReducePerMicrobatch)
-        together = [b for b in {**self.allocated, buffer: None} if self._strategy.frees(b)]
-        needed = sum(b.grads.nbytes for b in together)
+        freed = [b for b in {**self.allocated, buffer: None} if self._strategy.frees(b)]
+        needed = sum(b.grads.nbytes for b in freed)
+        if needed > self.limit_bytes:
+            self._reduce_allocated([b for b in freed if b not in self._needed])
+            freed = [b for b in freed if b in self._needed]
+            needed = sum(b.grads.nbytes for b in freed)
         if needed > self.limit_bytes:
             missing = counted(needed - int(self.limit_bytes), "byte")
             raise ConfigError(
-                f"backward adds to {counted(len(together), 'chunk')} of gradients at the same time "
-                f"(one has {next(iter(buffer.grad_views))}), because a module calls another one "
-                f"or is called again; this exceeds device_memory by {missing}; leave out the call, "
-                "or use host_share and cache_chunks instead of device_memory"
+                f"backward adds to {counted(len(freed), 'chunk')} of gradients at the same time "
+                f"(one has {next(iter(buffer.grad_views))}), because a module calls another "
+                f"module; this exceeds device_memory by {missing}; leave out the call, or use "
+                "host_share and cache_chunks instead of device_memory"
             )
         self._strategy.limit_copies(self.limit_bytes - needed)
 

@@ -266,6 +266,8 @@ class OffloadedModel(NotCopied):
         self._close_all()
         # In this order, because a backward frees the gradient buffers of later segments.
         together = sorted({index, *callers}) if callers else [index]
+        if backward:
+            self.engine.gradients.need(together)
         with _raw(), guard.without_modes():  # the engine reads no freed memory
             for number in together:
                 self._hooks[number].before(backward)

@@ -7,6 +7,7 @@ import copy
 import re
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -158,15 +159,35 @@ def add_output(called: nn.Module, module: nn.Module, inputs: tuple[Tensor]) -> T
     return inputs[0] + called(inputs[0]).tanh()
 
 
-def peak_with_calls(calls: Sequence[tuple[int, int]], limit: int) -> tuple[int, int, bool]:
-    """Train six blocks with `limit` bytes of device memory, in which pre-hooks, registered after
-    `offload`, let blocks call others. Return the largest number of bytes of states on the device,
-    the slots of the cache, and True if the weights are those of AdamW of torch."""
+class Ordered(nn.Sequential):
+    """A Sequential that calls its blocks in the order `order`."""
+
+    order: Sequence[int] = range(6)
+
+    def forward(self, input: Tensor) -> Tensor:
+        for number in self.order:
+            input = self[number](input)
+        return input
+
+
+def peak_with_calls(
+    calls: Sequence[tuple[int, int]],
+    limit: int,
+    order: Sequence[int] = range(6),
+    microbatches: int = 1,
+    **options: Any,
+) -> tuple[int, int, bool]:
+    """Train six blocks, which are called in the order `order`, with `limit` bytes of device memory.
+    Pre-hooks, registered after `offload`, let blocks call others. Return the largest number of
+    bytes of states on the device, the slots of the cache, and True if the weights are those of
+    AdamW of torch. `options` are options of `offload`."""
     torch.manual_seed(0)
     layers = ((nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32)) for _ in range(6))
-    ours = nn.Sequential(*(nn.Sequential(*layer) for layer in layers))
-    theirs, example = copy.deepcopy(ours), {"input": torch.ones(1, 32)}
-    optimizer = optimus.offload(ours, device_memory=limit, example=example, weight_decay=0.0)
+    ours = Ordered(*(nn.Sequential(*layer) for layer in layers))
+    ours.order = order
+    theirs, options = copy.deepcopy(ours), {"weight_decay": 0.0, **options}
+    example = {"input": torch.ones(1, 32)}
+    optimizer = optimus.offload(ours, device_memory=limit, example=example, **options)
     engine, reference = optimizer._offloaded.engine, models.adamw(theirs, weight_decay=0.0)
     allocate, most = engine.memory.allocate, 0
 
@@ -180,7 +201,8 @@ def peak_with_calls(calls: Sequence[tuple[int, int]], limit: int) -> tuple[int, 
         for caller, called in calls:
             model[caller].register_forward_pre_hook(partial(add_output, model[called]))
         for _ in range(3):
-            model(torch.ones(1, 32)).square().mean().backward()
+            for number in range(microbatches):
+                model(torch.full((1, 32), 1.0 + number)).square().mean().backward()
             of_model.step()
             of_model.zero_grad()
     is_equal = all(map(torch.equal, ours.state_dict().values(), theirs.state_dict().values()))
@@ -199,10 +221,27 @@ def test_the_limit_holds_if_blocks_call_others(calls):
     assert 2 in slots_seen
 
 
+@pytest.mark.parametrize("early_adam", ["off", "on"])
+@pytest.mark.parametrize("order", [[5, 4, 3, 2, 1, 0], [3, 4, 5, 0, 1, 2], [0, 5, 1, 4, 0, 2, 3]])
+def test_the_limit_holds_if_blocks_are_not_called_in_the_order_of_registration(order, early_adam):
+    """Backward then reaches a block before the blocks whose gradients would otherwise be copied to
+    the host first."""
+    for limit in (102_000, 114_000, 126_000):
+        for count in (1, 2):
+            most, _, is_equal = peak_with_calls([], limit, order, count, early_adam=early_adam)
+            assert most <= limit and is_equal, (limit, count)
+
+
+def test_gradients_of_called_blocks_leave_the_device_before_the_limit_is_exceeded():
+    """Block 5 calls four blocks, one after the other. At most two need gradients at a time."""
+    most, slots, is_equal = peak_with_calls([(5, 4), (5, 3), (5, 2), (5, 1)], 96_000)
+    assert most <= 96_000 and slots == 2 and is_equal
+
+
 def test_calls_whose_gradients_exceed_the_limit_are_refused():
-    calls = [(5, 4), (5, 3), (5, 2), (5, 1)]
+    calls = [(5, 4), (4, 3), (3, 2), (2, 1)]  # block 5 calls a block that calls a block, and so on
     with pytest.raises(ConfigError, match="exceeds device_memory by") as refused:
-        peak_with_calls(calls, 96_000)
+        peak_with_calls(calls, 150_000)
     assert "\n" not in str(refused.value)
     most, _, is_equal = peak_with_calls(calls, 600_000)  # all states are on the device
     assert most <= 600_000 and is_equal
