@@ -343,13 +343,15 @@ class SegmentCalls(NotCopied):
 
     def callers_of(self, index: int) -> list[int]:
         """Return the segments that call a segment now. In a recomputation, also return those that
-        called it in a forward, and in a hook of backward, those whose backward may still run."""
+        called it in a forward and whose backward may still run. In a hook of backward, also return
+        all segments whose backward may still run."""
         names = self._hooks[index].names
         calling = [i for i in self._in_forward if not self._hooks[i].names <= names]
         calling = [i for i in calling if self._hooks[i].num_running()]
         if torch._C._current_graph_task_id() != -1:
-            calling = [*self._recorded.get(index, ()), *calling]
             others = [i for i in self._in_backward if not self._hooks[i].names <= names]
+            recorded = self._recorded.get(index, set())
+            calling = [*(i for i in others if i in recorded), *calling]
             if others and not _is_recomputation():
                 calling += others  # a hook of backward calls the module
         return list(dict.fromkeys(calling))

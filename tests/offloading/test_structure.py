@@ -200,6 +200,35 @@ def test_recomputed_module_called_by_a_module_that_does_not_enclose_it(
     assert_trains_the_bits_of_adamw(Groups(), before=before, cache_chunks=5, count=1)
 
 
+@pytest.mark.parametrize("hostile_memory", ["random", "freed"], indirect=True)
+@pytest.mark.parametrize("checkpoints", CHECKPOINTS)
+@pytest.mark.parametrize("recomputed", ["callers", "called module"])
+def test_recomputed_module_that_several_blocks_call_needs_a_single_caller(
+    hostile_memory, recomputed, checkpoints
+):
+    """The cache has space for the called block and a single caller."""
+    options = CHECKPOINTS[checkpoints]
+
+    def call_last(model: nn.Module) -> None:
+        *callers, called = model.blocks
+        if recomputed == "called module":
+            called = partial(checkpoint, called, **options)
+
+        def forward(block: nn.Module, x: Tensor) -> Tensor:
+            y = torch.tanh(block[0](x))
+            return block[1](y + called(y).tanh())
+
+        for block in callers:
+            block.forward = partial(forward, block)
+            if recomputed == "callers":
+                block.forward = partial(checkpoint, block.forward, **options)
+
+    model = Blocks()
+    model.scale = nn.Parameter(torch.ones(32))  # so that the first checkpoint has a gradient
+    model.register_forward_pre_hook(lambda module, inputs: inputs[0] * module.scale)
+    assert_trains_the_bits_of_adamw(model, before=call_last, cache_chunks=3, count=1)
+
+
 @pytest.mark.parametrize("caller", CALLERS)
 def test_cache_that_is_too_small_for_a_module_and_its_caller_is_refused(caller):
     before = partial(call, caller, "side")
