@@ -302,7 +302,7 @@ class OffloadedModel(NotCopied):
     def close(self, index: int) -> None:
         """Guard the parameters of a segment that has computed its forward."""
         if not self.calls.end_forward(index):
-            return  # the module has called itself
+            return
         others = [self._hooks[i].names for i in self.calls.callers_of(index)]
         for name, parameter in self._hooks[index].parameters.items():
             if not any(name in names for names in others):

@@ -364,11 +364,14 @@ class SegmentCalls(NotCopied):
 
     def end_forward(self, index: int) -> bool:
         """Record the end of a segment's forward. Return False if an outer call of the same module
-        still runs."""
+        still runs, or if its backward runs: a nested checkpoint may then recompute the forward
+        without hooks."""
         if index not in self._in_forward:  # a hook has failed before the use
             return True
         while self._in_forward.pop() != index:
             pass
+        if index in self._in_backward and torch._C._current_graph_task_id() != -1:
+            return False
         return index not in self._in_forward or self._hooks[index].num_running() <= 1
 
     def begin_backward(self, indices: Sequence[int]) -> None:

@@ -200,6 +200,13 @@ def test_recomputed_module_called_by_a_module_that_does_not_enclose_it(
     assert_trains_the_bits_of_adamw(Groups(), before=before, cache_chunks=5, count=1)
 
 
+def train_scale(model: nn.Module) -> None:
+    """Multiply the input of a model by a parameter, because a reentrant checkpoint needs an input
+    that requires a gradient."""
+    model.scale = nn.Parameter(torch.ones(32))
+    model.register_forward_pre_hook(lambda module, inputs: inputs[0] * module.scale)
+
+
 @pytest.mark.parametrize("hostile_memory", ["random", "freed"], indirect=True)
 @pytest.mark.parametrize("checkpoints", CHECKPOINTS)
 @pytest.mark.parametrize("recomputed", ["callers", "called module"])
@@ -210,6 +217,7 @@ def test_recomputed_module_that_several_blocks_call_needs_a_single_caller(
     options = CHECKPOINTS[checkpoints]
 
     def call_last(model: nn.Module) -> None:
+        train_scale(model)
         *callers, called = model.blocks
         if recomputed == "called module":
             called = partial(checkpoint, called, **options)
@@ -223,10 +231,24 @@ def test_recomputed_module_that_several_blocks_call_needs_a_single_caller(
             if recomputed == "callers":
                 block.forward = partial(checkpoint, block.forward, **options)
 
-    model = Blocks()
-    model.scale = nn.Parameter(torch.ones(32))  # so that the first checkpoint has a gradient
-    model.register_forward_pre_hook(lambda module, inputs: inputs[0] * module.scale)
-    assert_trains_the_bits_of_adamw(model, before=call_last, cache_chunks=3, count=1)
+    assert_trains_the_bits_of_adamw(Blocks(), before=call_last, cache_chunks=3, count=1)
+
+
+@pytest.mark.parametrize("hostile_memory", ["random", "freed"], indirect=True)
+@pytest.mark.parametrize("checkpoints", CHECKPOINTS)
+def test_nested_checkpoints_of_forwards_equal_adamw_of_torch(hostile_memory, checkpoints):
+    """As in Zamba2 of transformers, checkpoints are inside of the calls of modules. Backward
+    recomputes the outer forward with the hooks of the blocks. It then recomputes the forward of the
+    last block without hooks."""
+
+    def add_checkpoints(model: nn.Module) -> None:
+        train_scale(model)
+        # Without an operation after the last block whose backward would recompute first.
+        model.forward = lambda x: nn.Sequential.forward(model.blocks, x)
+        for module in (model, *model.blocks):
+            module.forward = partial(checkpoint, module.forward, **CHECKPOINTS[checkpoints])
+
+    assert_trains_the_bits_of_adamw(Blocks(), before=add_checkpoints, cache_chunks=2, count=1)
 
 
 @pytest.mark.parametrize("caller", CALLERS)
