@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import optimus
 from optimus.errors import ConfigError
+from optimus.offloading.checks import MARK
 from optimus.offloading.segments import find_segments
 from tests.offloading import models
 from tests.offloading.models import adamw, assert_equal, weights
@@ -328,6 +329,32 @@ def test_interrupted_forward_leaves_the_model_usable(hostile_memory, then):
         assert_trains_the_bits_of_adamw(Blocks(), after=ignore, cache_chunks=2)
     else:
         assert_trains_the_bits_of_adamw(Blocks(), after=use, cache_chunks=1)
+
+
+@pytest.mark.parametrize("hostile_memory", ["random", "freed"], indirect=True)
+def test_failed_backward_has_no_effect_on_later_forwards(hostile_memory):
+    """The cache has space for a single block. A forward guards its parameters again."""
+
+    def fail(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    def use(model: nn.Module) -> None:
+        handle = model.blocks[2].register_full_backward_hook(fail)
+        with pytest.raises(KeyboardInterrupt):
+            model(torch.ones(4, 32)).sum().backward()
+        handle.remove()
+        model(torch.ones(4, 32))
+        model.blocks[2](torch.ones(4, 32))
+        if is_offloaded(model.blocks[2][0].weight):
+            with pytest.raises(ConfigError, match="used with gradients outside of the forward"):
+                model.blocks[2][0].weight.square()
+        model.zero_grad()
+
+    assert_trains_the_bits_of_adamw(Blocks(), after=use, cache_chunks=1)
+
+
+def is_offloaded(parameter: nn.Parameter) -> bool:
+    return hasattr(parameter, MARK)
 
 
 def test_parameter_is_guarded_after_a_failed_forward():
