@@ -174,8 +174,11 @@ def loads_of(
     as for `collective_s`."""
 
     def seconds(limiting: int | None) -> float:
+        # Measured steps would determine the time of a level also with an unlimited rate.
         rates = tuple(
-            link if limiting in (None, index) else link._replace(rate=_UNLIMITED, rates=())
+            link._replace(messages=())
+            if limiting in (None, index)
+            else link._replace(rate=_UNLIMITED, rates=(), messages=())
             for index, link in enumerate(links)
         )
         return collective_s(operation, _LARGE, ranks, rates, algorithm)
