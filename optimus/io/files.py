@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, Self
 
 import xxhash
 
-from optimus.errors import CheckpointError, ConfigError
+from optimus.errors import CheckpointError, ConfigError, reason_of
 
 logger = logging.getLogger(__name__)
 
@@ -163,21 +163,17 @@ def check_output(path: str | os.PathLike, option: str) -> None:
         option: Command-line option with the value `path`, for messages.
 
     Raises:
-        ConfigError: The folder of the file does not exist or is not writable, or `path` is itself a
-            folder.
+        ConfigError: No file can be created in the folder of the file, or `path` is itself a folder,
+            a device or a pipe, which `atomic_writer` would replace by a file.
     """
-    file = Path(path)
-    code = 0
-    if not file.parent.exists():
-        code = errno.ENOENT
-    elif not file.parent.is_dir():
-        code = errno.ENOTDIR
-    elif file.is_dir():
-        code = errno.EISDIR
-    elif not os.access(file.parent, os.W_OK | os.X_OK):
-        code = errno.EACCES
-    if code:
-        raise ConfigError(f"{option} {path}: {os.strerror(code)}; use another file")
+    if os.path.isdir(path):
+        problem = os.strerror(errno.EISDIR)
+    elif os.path.exists(path) and not os.path.isfile(path):
+        problem = "not a regular file"
+    else:
+        problem = _problem_of(Path(path))
+    if problem:
+        raise ConfigError(f"{option} {path}: {problem}; use another file")
 
 
 def check_output_dir(path: str | os.PathLike, option: str) -> None:
@@ -186,13 +182,19 @@ def check_output_dir(path: str | os.PathLike, option: str) -> None:
     existing = Path(path)
     while not os.path.lexists(existing) and existing != existing.parent:
         existing = existing.parent
-    code = 0
-    if not existing.is_dir():
-        code = errno.ENOTDIR
-    elif not os.access(existing, os.W_OK | os.X_OK):
-        code = errno.EACCES
-    if code:
-        raise ConfigError(f"{option} {path}: {os.strerror(code)}; use another directory")
+    if problem := _problem_of(existing / "file"):
+        raise ConfigError(f"{option} {path}: {problem}; use another directory")
+
+
+def _problem_of(path: Path) -> str:
+    """Create a temporary file next to `path` and remove it. Return "", or the cause of an error."""
+    temporary = temporary_name(path)
+    try:
+        temporary.touch(exist_ok=False)
+        temporary.unlink()
+    except OSError as error:
+        return reason_of(error)
+    return ""
 
 
 def write_bytes(path: str | os.PathLike, data: bytes) -> None:

@@ -102,6 +102,7 @@ def check_options(args: argparse.Namespace) -> None:
         refuse_if(
             value is not None and not args.search, f"--{name} {value} has no effect; add --search"
         )
+    outputs: dict[str, str] = {}  # from the absolute path to the option
     for option, path in (
         ("--trace", args.trace),
         ("--picture", args.picture),
@@ -110,6 +111,8 @@ def check_options(args: argparse.Namespace) -> None:
     ):
         if path is not None:
             check_output(path, option)
+            other = outputs.setdefault(os.path.abspath(path), option)
+            refuse_if(other != option, f"{other} and {option} name the same file; use two files")
     if args.out is not None:
         check_output_dir(args.out, "--out")
     for name in ("top", "memory"):

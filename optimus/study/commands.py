@@ -155,6 +155,7 @@ def _add_scaling(studies: argparse._SubParsersAction) -> None:
 def _scaling(args: argparse.Namespace, arguments: list[str]) -> int:
     from optimus.config import load_config
     from optimus.config.machine import load_machine
+    from optimus.io.files import check_output_dir
     from optimus.study.directory import StudyDirectory, local_threads
     from optimus.study.scaling import (
         check_point_fit,
@@ -167,6 +168,7 @@ def _scaling(args: argparse.Namespace, arguments: list[str]) -> int:
     )
 
     _check_options(args)
+    check_output_dir(args.out, "--out")
     config, machine = load_config(args.config, args.overrides), load_machine(args.machine)
     nodes, routings = parse_nodes(args.nodes), parse_routings(args.routing, config)
     limit_s = parse_limit(args.walltime)
@@ -449,9 +451,12 @@ def _run_locally(
 
 
 def _show(args: argparse.Namespace, arguments: list[str]) -> int:
+    from optimus.io.files import check_output_dir
     from optimus.study.directory import StudyDirectory
     from optimus.study.results import collect, format_results, rows, write_results
 
+    if args.out is not None:
+        check_output_dir(args.out, "--out")
     directory = StudyDirectory(Path(args.dir))
     results = collect(directory)
     paths = write_results(results, Path(args.out) if args.out else directory.path)

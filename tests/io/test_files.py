@@ -7,6 +7,7 @@ import os
 import pytest
 import xxhash
 
+from optimus.errors import ConfigError
 from optimus.io import files
 
 
@@ -125,3 +126,27 @@ def test_read_regular_of_a_file_without_bytes_yet_is_an_os_error(tmp_path, monke
     with pytest.raises(BlockingIOError) as refused:
         files.read_regular(path, 10)
     assert refused.value.filename == str(path)
+
+
+def test_outputs_that_cannot_be_created_are_refused(tmp_path):
+    """A pipe and a device have a name, but a rename would replace them by a file. In /proc, nobody
+    can create a file, although its mode permits it."""
+    os.mkfifo(tmp_path / "pipe")
+    for path, problem in (
+        (tmp_path, "Is a directory; use another file"),
+        (tmp_path / "absent" / "f", "No such file or directory; use another file"),
+        (tmp_path / "pipe", "not a regular file; use another file"),
+        (tmp_path / "pipe" / "f", "Not a directory; use another file"),
+        ("/proc/f", "use another file"),
+    ):
+        with pytest.raises(ConfigError, match=f"^--out {path}: .*{problem}$"):
+            files.check_output(path, "--out")
+    for path in (tmp_path / "pipe", tmp_path / "pipe" / "a" / "b", "/proc/a/b"):
+        with pytest.raises(ConfigError, match=f"^--out {path}: .*; use another directory$"):
+            files.check_output_dir(path, "--out")
+    (tmp_path / "f").write_text("old")
+    for path in (tmp_path / "f", tmp_path / "new"):
+        files.check_output(path, "--out")
+    files.check_output_dir(tmp_path / "a" / "b", "--out")
+    assert sorted(os.listdir(tmp_path)) == ["f", "pipe"]
+    assert (tmp_path / "f").read_text() == "old"

@@ -183,6 +183,22 @@ def test_mistake_is_refused_before_anything_is_written(
     assert not (tmp_path / "out").exists() and not (tmp_path / "submitted").exists()
 
 
+def test_output_that_cannot_be_written_is_refused_at_once(config, tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").touch()
+    with monkeypatch.context() as patched:
+        patched.setattr("optimus.study.scaling.make_point", None)  # nothing is planned
+        assert main(study(config, tmp_path / "file" / "out")) == 2
+    text = f"optimus: error: --out {tmp_path}/file/out: Not a directory; use another directory\n"
+    assert capsys.readouterr().err == text
+    assert main(study(config, tmp_path / "out")) == 0
+    capsys.readouterr()
+    assert main(["study", "show", str(tmp_path / "out"), "--out", str(tmp_path / "file")]) == 2
+    text = f"optimus: error: --out {tmp_path}/file: Not a directory; use another directory\n"
+    assert capsys.readouterr().err == text
+    assert main(["study", "runs", "--out", "/proc/f"]) == 2
+    assert "--out /proc/f: No such file or directory; use another" in capsys.readouterr().err
+
+
 def test_point_that_may_not_fit_gets_a_warning(config, tmp_path, capsys, caplog):
     """In the first case, the device has less memory than the lower bound. In the second case, it
     has less than the prediction."""
