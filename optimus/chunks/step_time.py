@@ -288,9 +288,10 @@ class TierSimulation:
 
     def _update_early(self, norm: float) -> set[int]:
         """Simulate the early updates that begin before `norm`, the time at which the norm is known.
-        Return their chunks."""
+        Return their chunks. A chunk that no backward uses has no gradients and no early update."""
         early = set()
-        for chunk in sorted(self._work.early, key=self._arrived.__getitem__):
+        chunks = self._work.early & self._arrived.keys()
+        for chunk in sorted(chunks, key=self._arrived.__getitem__):
             if max(self._ends["host Adam"], self._arrived[chunk]) >= norm:
                 break
             seconds = self._work.elements[chunk] / self._links.host_adam

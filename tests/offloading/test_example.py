@@ -232,6 +232,14 @@ def test_the_limit_holds_if_blocks_are_not_called_in_the_order_of_registration(o
             assert most <= limit and is_equal, (limit, count)
 
 
+@pytest.mark.parametrize("early_adam", ["on", "auto"])
+def test_example_without_uses_of_some_blocks(early_adam):
+    """The blocks that are not used have no gradients and are not updated."""
+    for limit in (96_000, 120_000):
+        most, _, is_equal = peak_with_calls([], limit, [0, 2, 4], early_adam=early_adam)
+        assert most <= limit and is_equal, limit
+
+
 def test_gradients_of_called_blocks_leave_the_device_before_the_limit_is_exceeded():
     """Block 5 calls four blocks, one after the other. At most two need gradients at a time."""
     most, slots, is_equal = peak_with_calls([(5, 4), (5, 3), (5, 2), (5, 1)], 96_000)
