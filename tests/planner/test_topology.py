@@ -266,6 +266,38 @@ def test_estimated_bytes_of_ep_are_those_of_the_operations(dispatch):
     assert list(estimate) == ["ep"] and estimate["ep"] == pytest.approx([sent], rel=0.1)
 
 
+def test_estimated_bytes_of_tp_are_those_of_the_operations_of_the_layers():
+    settings = ["model.num_layers=2", "parallel.tp=2", "train.global_batch_tokens=393216"]
+    config, mesh = load_config(SMALLER, settings), Mesh(dp=6, tp=2)
+    step = step_of(config, mesh)
+    operations = [
+        op.num_bytes * layers.number
+        for layers in step.stages[0]
+        for op in (*layers.forward, *layers.backward)
+        if isinstance(op, Exchange) and op.axis == "tp" and layers.number == 2
+    ]
+    estimate = traffic._activation_bytes(config, mesh)
+    sent = step.microbatches * sum(operations)
+    assert list(estimate) == ["tp"] and estimate["tp"] == pytest.approx([sent], rel=0.01)
+
+
+def test_an_order_that_sends_more_known_bytes_is_no_better_order(monkeypatch):
+    """An order with fewer bytes over axes whose bytes are not known, but with more known bytes,
+    may be slower."""
+    config, mesh = load_config(SMALLER), Mesh(dp=48)
+    hosts = tuple(f"x{rack}c0s{slot}b0n0" for rack, slot in ((1, 0), (2, 0), (2, 1), (1, 1)))
+    machine = load_machine("aurora")
+    allocation = Allocation("aurora", machine.ranks_per_node, 4, hosts, machine.host_group)
+    topology = topology_of(allocation)
+    for after, is_better in (((2.0, 0.0), False), ((1.0, 0.0), True), ((0.0, 2.0), False)):
+        of_order = {topology.groups: (1.0, 1.0)}
+        monkeypatch.setattr(
+            traffic, "_group_bytes", lambda *a, d=of_order, b=after: d.get(a[2].groups, b)
+        )
+        better = better_order(config, mesh, allocation, topology)
+        assert (better is not None) == is_better
+
+
 def test_a_plan_that_does_not_fit_writes_no_hosts(tmp_path, capsys):
     shuffled_hosts(tmp_path / "hosts")
     options = ["--hosts", str(tmp_path / "hosts"), "--write-hosts", str(tmp_path / "written")]

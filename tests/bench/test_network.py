@@ -1,0 +1,67 @@
+"""Tests of the measurement of collectives with given times."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from optimus.bench import network, rank_timer
+from optimus.bench.network import OPERATIONS
+from optimus.bench.rank_timer import RankTimer
+
+SMALL_WAIT_S, LARGE_WAIT_S = 2e-4, 1.0
+
+
+def alone_s(size: int) -> float:
+    return 1e-6 + 1e-9 * size
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_step_has_the_mean_wait_after_computations_of_small_buffers(monkeypatch, sign):
+    """With a negative wait, which noise can give, the time is that without computation."""
+
+    def together(size, runs, compute=None):
+        """Return the median and the mean. Only the first without and the second with `compute` is
+        used."""
+        if compute is None:
+            return alone_s(size), 9.0
+        wait_s = LARGE_WAIT_S if size >= 1 << 24 else SMALL_WAIT_S
+        return 9.0, alone_s(size) + sign * wait_s
+
+    monkeypatch.setattr(
+        network, "_collectives", lambda _, __, size: dict.fromkeys(OPERATIONS, size)
+    )
+    bench = SimpleNamespace(device=torch.device("cpu"), together=together)
+    level = network._measure_level(bench, SimpleNamespace(size=4), 1 << 26)
+    steps = dict.fromkeys(OPERATIONS, 3) | {"all_reduce": 6, "send": 1}
+    wait_s = SMALL_WAIT_S if sign == 1 else 0.0
+    for message in level.messages:
+        size = message.num_bytes * (1 if message.operation == "send" else 4)
+        expected_s = (alone_s(size) + wait_s) / steps[message.operation]
+        assert message.seconds == pytest.approx(expected_s)
+    assert {message.num_bytes for message in level.messages} >= {256, 1 << 24, 1 << 26}
+    assert level.latency_s == pytest.approx((alone_s(1 << 10) + wait_s) / 6)
+
+
+def test_time_of_an_operation_excludes_the_computation_and_the_slowest_run(monkeypatch):
+    now = 0.0
+    times: Iterator[float] = iter((7.0, 1.0, 1.0, 5.0, 2.0))
+
+    def run() -> None:
+        nonlocal now
+        now += next(times)
+
+    def compute() -> None:
+        nonlocal now
+        now += 10.0
+
+    clock = SimpleNamespace(perf_counter=lambda: now, thread_time=lambda: now)
+    monkeypatch.setattr(rank_timer, "time", clock)
+    monkeypatch.setattr(rank_timer, "barrier", lambda group: None)
+    monkeypatch.setattr(RankTimer, "slowest", lambda _, seconds: seconds)
+    timer = RankTimer(SimpleNamespace(device=torch.device("cpu"), everyone=None), 1)
+    # The first run is not timed. The others take 1, 1, 5 and 2 s.
+    assert timer.together(run, 4, compute) == (pytest.approx(1.5), pytest.approx(4 / 3))
