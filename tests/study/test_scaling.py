@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,6 +20,7 @@ from optimus.config import load_config
 from optimus.config.machine import Queue, load_machine
 from optimus.errors import ConfigError
 from optimus.observe.events import StepComponents
+from optimus.study.commands import _submit
 from optimus.study.directory import StudyDirectory
 from optimus.study.results import (
     collect,
@@ -28,7 +30,7 @@ from optimus.study.results import (
     planned_rate,
     rows,
 )
-from optimus.study.scaling import Point, Settings, make_point, pack_jobs
+from optimus.study.scaling import Job, Point, Settings, make_point, pack_jobs
 from tests.kit.ranks import pbs as fake_pbs
 from tests.kit.ranks.processes import install
 from tests.kit.runs.tiny import CONTEXT, DENSE, tiny_tree
@@ -413,6 +415,18 @@ def test_point_in_the_queue_is_not_submitted_again(config, tmp_path, monkeypatch
     assert "cannot query job 17: qstat 17 ended with exit status 255" in capsys.readouterr().err
     assert main(["study", "show", str(out)]) == 0
     assert "00001-top-k submitted: cannot query job 17" in capsys.readouterr().out
+
+
+def test_a_queue_gets_at_most_the_jobs_that_it_takes_from_a_user(capsys):
+    machine = load_machine("aurora")
+    (limited,) = {queue.name for queue in machine.queues if queue.max_jobs == 1} & {"debug-scaling"}
+    jobs = [Job(name, queue, (), 60) for name, queue in (("a", limited), ("b", limited), ("c", ""))]
+    submitted: list[str] = []
+    directory = SimpleNamespace(submit=lambda job, *_: submitted.append(job.name))
+    args = SimpleNamespace(submit="pbs", json=False)
+    assert _submit(args, directory, jobs, [["qsub"]] * 3, machine) == 0
+    assert submitted == ["a", "c"]
+    assert "1 job not submitted, because the queue takes no more" in capsys.readouterr().out
 
 
 def test_damaged_metrics_are_refused(config, tmp_path, capsys):
