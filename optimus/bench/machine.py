@@ -15,7 +15,7 @@ import os
 import statistics
 import time
 import tomllib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -208,18 +208,7 @@ def _measure(world: World, threads: int, folder: Path) -> dict[str, Any]:
             "threads": threads if is_cpu else 0,
             "products": products,
         },
-        "levels": [
-            {
-                "name": name,
-                "ranks": local if name == "node" else 0,
-                "peak": figure(1.0005 * max(_message_rates(level))),
-                "achieved": figure(level.rates["all_reduce"]),
-                "latency_s": figure(level.latency_s),
-                "operations": {name: figure(level.rates[name]) for name in OPERATIONS[1:]},
-                "messages": [m._asdict() | {"seconds": figure(m.seconds)} for m in level.messages],
-            }
-            for name, level in network.items()
-        ],
+        "levels": _level_tables(network, local, figure),
         "host_memory_bytes": figure(host_bytes),
         "storage": [{"name": "disk", "write": figure(world.size * _DISK_BYTES / disk)}],
     }
@@ -233,6 +222,24 @@ def _measure(world: World, threads: int, folder: Path) -> dict[str, Any]:
         "network": {name: level._asdict() for name, level in network.items()},
         "steadiness": min(1.0, steadiness),
     }
+
+
+def _level_tables(
+    network: Mapping[str, LevelRates], local: int, figure: Callable[[float], dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return the tables `levels` of a machine file, for nodes of `local` ranks."""
+    return [
+        {
+            "name": name,
+            "ranks": local if name == "node" else 0,
+            "peak": figure(1.0005 * max(_message_rates(level))),
+            "achieved": figure(level.rates["all_reduce"]),
+            "latency_s": figure(level.latency_s),
+            "operations": {name: figure(level.rates[name]) for name in OPERATIONS[1:]},
+            "messages": [m._asdict() | {"seconds": figure(m.seconds)} for m in level.messages],
+        }
+        for name, level in network.items()
+    ]
 
 
 def _accelerator_bytes(device: torch.device) -> int:

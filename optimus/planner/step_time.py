@@ -336,20 +336,8 @@ def play_step(
     def seconds_of(time: PassTime) -> float:
         return time.on_device_s if rates.runs_ahead else time.total_s
 
-    # For each kind of action, the seconds and the launches of each stage
-    weights = list(zip(backward, inputs, strict=True))
-    costs = {
-        Kind.F: [seconds_of(time) for time in forward],
-        Kind.B: [seconds_of(time) for time in backward],
-        Kind.I: [seconds_of(time) for time in inputs],
-        Kind.W: [seconds_of(whole) - seconds_of(time) for whole, time in weights],
-    }
-    launches = {
-        Kind.F: [time.launch_s for time in forward],
-        Kind.B: [time.launch_s for time in backward],
-        Kind.I: [time.launch_s for time in inputs],
-        Kind.W: [whole.launch_s - time.launch_s for whole, time in weights],
-    }
+    costs = _by_kind(forward, backward, inputs, seconds_of)
+    launches = _by_kind(forward, backward, inputs, lambda time: time.launch_s)
     for (kind, stage), transfer in transfers.exchanges.items():
         costs[kind][stage] -= transfer.seconds
     if sends:
@@ -368,6 +356,21 @@ def play_step(
     if not (rates.runs_ahead and any(map(any, launches.values()))):
         return play(schedule, cost, transfers, devices)
     return play(schedule, cost, transfers, devices, launch)
+
+
+def _by_kind(
+    forward: Sequence[PassTime],
+    backward: Sequence[PassTime],
+    inputs: Sequence[PassTime],
+    seconds_of: Callable[[PassTime], float],
+) -> dict[Kind, list[float]]:
+    """Return the seconds of each stage for each kind of action that computes. `inputs` has the
+    times of the action I; the action W takes the remaining time of the backward."""
+    forward_s, backward_s, inputs_s = (
+        [seconds_of(time) for time in times] for times in (forward, backward, inputs)
+    )
+    weights_s = [whole_s - input_s for whole_s, input_s in zip(backward_s, inputs_s, strict=True)]
+    return {Kind.F: forward_s, Kind.B: backward_s, Kind.I: inputs_s, Kind.W: weights_s}
 
 
 def _input_times(step: Step, backward: Sequence[PassTime], of_pass: PassTimes) -> list[PassTime]:
