@@ -94,6 +94,8 @@ class OffloadedModel(NotCopied):
         self._is_complete = True
         """False from the start of a backward until the backward is complete. After a backward that
         fails, it stays False."""
+        self._selects_cache = False
+        """True if `device_memory` has selected the size of the cache of parameters."""
         self.num_backwards = 0
         self._first_backward = 0
         """Value of `num_backwards` before the present step."""
@@ -169,9 +171,11 @@ class OffloadedModel(NotCopied):
             guard.watch(self.named[name])
         return names
 
-    def limit_states(self, device_bytes: float) -> None:
+    def limit_states(self, device_bytes: float, selects_cache: bool) -> None:
         """Refuse a backward whose gradients, with the other states and the cache of parameters,
-        would need more than `device_bytes` on the device."""
+        would need more than `device_bytes` on the device. With `selects_cache`, the limit has also
+        selected the size of the cache."""
+        self._selects_cache = selects_cache
         spare = device_bytes - self.engine.state_bytes()["total"] - self.engine.cache_bytes
         self.engine.gradients.limit_bytes = max(spare, self.engine.temporary_bytes)
 
@@ -288,25 +292,36 @@ class OffloadedModel(NotCopied):
         slots = self.engine.params.plan.slots
         needed = len({number for i in together for number in self._needs[i]})
         outer = " and of ".join(self._hooks[i].name for i in together if i != index)
+        remedy = "a larger device_memory" if self._selects_cache else f"cache_chunks = {needed}"
         refuse_if(
             needed > slots,
             f"{self._hooks[index].name} is called by the forward or a hook of {outer}, inside of "
             f"which it is not; together they need {counted(needed, 'chunk')}, but the cache has "
-            f"{slots}; use cache_chunks = {needed}, a larger device_memory, or leave out the call",
+            f"{slots}; use {remedy}, or leave out the call",
         )
-        names = dict.fromkeys(name for i in together for name in sorted(self._hooks[i].names))
+        return self._gather_all(together)
+
+    def _gather_all(self, indices: Sequence[int]) -> list[nn.Parameter]:
+        """Gather the parameters of the segments `indices` at the same time, and return them."""
+        names = dict.fromkeys(name for i in indices for name in sorted(self._hooks[i].names))
         with _raw(), guard.without_modes():
             self.engine.gather(names)
         return [self._guarded[name] for name in names]
 
     def close(self, index: int) -> None:
-        """Guard the parameters of a segment that has computed its forward."""
+        """Guard the parameters of a segment that has computed its forward. If a backward continues
+        after this forward, provide its segments with their parameters again."""
         if not self.calls.end_forward(index):
             return
         others = [self._hooks[i].names for i in self.calls.callers_of(index)]
         for name, parameter in self._hooks[index].parameters.items():
             if not any(name in names for names in others):
                 guard.close(parameter)
+        if interrupted := self.calls.interrupted_backward():
+            self._close_all()
+            self._open = self._gather_all(interrupted)
+            for parameter in self._open:
+                guard.open_(parameter)
 
     def read(self, name: str) -> None:
         """Gather a parameter that code outside of its segment reads."""

@@ -124,7 +124,14 @@ def offload(
     spare = {"off": 0.0, "on": math.inf, "auto": (limits.host - placement.host_bytes) / 2}
     optimizer = OffloadOptimizer(model, chunks, groups, defaults, clip_norm, residency, on)
     optimizer.allow_early_updates(early_adam, spare[early_adam])
-    _enforce_limits(optimizer._offloaded, model, on, limits.device, placement.device_bytes, example)
+    offloaded = optimizer._offloaded
+    if limits.device is not None:
+        platform.limit_device_memory(on, limits.device)
+        offloaded.limit_states(placement.device_bytes, selects_cache=not cache_chunks)
+    if example is not None:
+        # This hook runs before the hooks of segments, so that a refused batch begins no step.
+        hook = partial(check_batch, shapes_of(example))
+        offloaded.keep(model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True))
     return optimizer
 
 
@@ -142,24 +149,6 @@ def _chunks_of(model: nn.Module, named: dict[str, nn.Parameter], chunk_length: i
     segments = find_segments(model)
     length = check_count("chunk_length", chunk_length) or default_chunk_length(named, segments)
     return ModelChunks(named, segments, chunk_keys(named, segments), length, GroupAdamW())
-
-
-def _enforce_limits(
-    offloaded: OffloadedModel,
-    model: nn.Module,
-    device: torch.device,
-    limit: int | None,
-    planned: float,
-    example: Mapping[str, Any] | None,
-) -> None:
-    """Make more than `limit` bytes, of which `planned` are states, and larger batches errors."""
-    if limit is not None:
-        platform.limit_device_memory(device, limit)
-        offloaded.limit_states(planned)
-    if example is not None:
-        # This hook runs before the hooks of segments, so that a refused batch begins no step.
-        hook = partial(check_batch, shapes_of(example))
-        offloaded.keep(model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True))
 
 
 def _limits_of(

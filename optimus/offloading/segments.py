@@ -340,6 +340,8 @@ class SegmentCalls(NotCopied):
         """Callers of each segment in all forwards, for recomputations in backward."""
         self._in_backward: Sequence[int] = ()
         """Segments of the last use in backward, whose backward may still run."""
+        self._recomputed_for: Any = None
+        """Autograd node for which a checkpoint recomputes the forward of such a segment."""
 
     def callers_of(self, index: int) -> list[int]:
         """Return the segments that call a segment now. In a recomputation, also return those that
@@ -371,12 +373,28 @@ class SegmentCalls(NotCopied):
         while self._in_forward.pop() != index:
             pass
         if index in self._in_backward and torch._C._current_graph_task_id() != -1:
+            self._recomputed_for = torch._C._current_autograd_node()
             return False
         return index not in self._in_forward or self._hooks[index].num_running() <= 1
 
     def begin_backward(self, indices: Sequence[int]) -> None:
         """Record that the backward of the segments `indices` begins; () after a backward pass."""
-        self._in_backward = indices
+        self._in_backward, self._recomputed_for = indices, None
+
+    def interrupted_backward(self) -> Sequence[int]:
+        """Return the segments whose backward continues after a forward that has just ended, without
+        a further use in backward.
+
+        A recomputation interrupts the backward of a segment. If it computes other segments after
+        this segment, such as a block under `torch.no_grad()`, the last use is not the segment whose
+        backward continues.
+        """
+        node = torch._C._current_autograd_node()
+        if node is None or node is not self._recomputed_for:
+            return ()
+        if any(self._hooks[i].num_running() for i in self._in_forward):
+            return ()
+        return self._in_backward
 
     def clear(self) -> None:
         """Forget the forwards that run."""

@@ -13,7 +13,7 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import optimus
 from optimus.errors import ConfigError
@@ -252,6 +252,60 @@ def test_nested_checkpoints_of_forwards_equal_adamw_of_torch(hostile_memory, che
     assert_trains_the_bits_of_adamw(Blocks(), before=add_checkpoints, cache_chunks=2, count=1)
 
 
+@pytest.mark.parametrize("hostile_memory", ["random", "freed"], indirect=True)
+@pytest.mark.parametrize("checkpoints", CHECKPOINTS)
+@pytest.mark.parametrize("kind", ["no gradients", "detached", "detached, with an inner block"])
+def test_checkpoint_with_a_block_after_the_block_whose_backward_continues(
+    hostile_memory, kind, checkpoints
+):
+    """Backward first enters the second block, and then recomputes both blocks and another block,
+    for which the cache replaces the second block."""
+
+    def function(model: nn.Module, number: int, x: Tensor) -> Tensor:
+        first, second, *others = model.blocks
+        y = second(first(x))
+        with torch.no_grad() if kind == "no gradients" else contextlib.nullcontext():
+            z = others[number](y)
+        return y + z.detach().tanh()
+
+    def add_checkpoint(model: nn.Module) -> None:
+        train_scale(model)
+        if "inner" in kind:
+            for block in model.blocks[2:]:
+                block.forward = lambda x, block=block: block[1](model.blocks[1](block[0](x)))
+
+        def forward(x: Tensor) -> Tensor:
+            with set_checkpoint_early_stop(False):
+                for number in range(2):
+                    x = checkpoint(function, model, number, x, **CHECKPOINTS[checkpoints])
+            return x
+
+        model.forward = forward
+
+    chunks = 3 if "inner" in kind else 2
+    assert_trains_the_bits_of_adamw(Blocks(), before=add_checkpoint, cache_chunks=chunks, count=1)
+
+
+def test_recomputation_before_the_backward_of_its_block_copies_no_other_block():
+    """The checkpoints of two blocks contain a further operation, so that backward recomputes these
+    blocks while the later block is the last one whose backward has begun."""
+    model, copied = Blocks(), []
+
+    def forward(x: Tensor) -> Tensor:
+        for number, block in enumerate(model.blocks):
+            function = block if number % 2 else nn.Sequential(block, nn.Tanh())
+            x = checkpoint(function, x, use_reentrant=False)
+        return x
+
+    model.forward = forward
+    optimizer = optimus.offload(model, host_share=1.0, cache_chunks=2, **OPTIONS)
+    engine = optimizer._offloaded.engine
+    gather = engine.gather
+    engine.gather = lambda names: copied.append(names) or gather(names)
+    model(torch.ones(4, 32)).square().mean().backward()
+    assert not copied
+
+
 @pytest.mark.parametrize("caller", CALLERS)
 def test_cache_that_is_too_small_for_a_module_and_its_caller_is_refused(caller):
     before = partial(call, caller, "side")
@@ -261,6 +315,20 @@ def test_cache_that_is_too_small_for_a_module_and_its_caller_is_refused(caller):
     least = int(re.findall(r"use cache_chunks = (\d+)", str(refused.value))[0])
     assert least == 3  # the direct parameters of first, which both need, and a chunk for each block
     assert_trains_the_bits_of_adamw(Groups(), before=before, cache_chunks=least)
+
+
+@pytest.mark.parametrize("is_cache_given", [False, True])
+def test_refusal_of_a_cache_names_the_argument_that_has_selected_its_size(is_cache_given):
+    with pytest.raises(ConfigError, match="use") as refused:
+        optimus.offload(Groups(), device_memory=1)
+    least = int(re.findall(r"use ([\d,]+) bytes", str(refused.value))[0].replace(",", ""))
+    cache = {"cache_chunks": 2} if is_cache_given else {}
+    model = Groups()
+    call("forward", "side", model)
+    optimus.offload(model, device_memory=least, **cache)
+    remedy = "cache_chunks = 3" if is_cache_given else "a larger device_memory"
+    with pytest.raises(ConfigError, match=f"; use {remedy}, or leave out the call"):
+        model(torch.ones(4, 32))
 
 
 def test_failed_call_of_a_module_leaves_the_caller_usable():
