@@ -150,6 +150,19 @@ def _after(module: str, size: float, split: Split) -> tuple[Work, ...]:
     return (_exchange(names, ("reduce_scatter",), ("all_gather",), size),)
 
 
+def gpt_receive(
+    hidden: int, tokens: int, split: Split, forward: bool, backward: bool
+) -> tuple[Work, ...]:
+    """Return the collectives of a stage that receives activations in forward, or gradients in
+    backward. Each tp rank receives 1/tp of the values and gathers the others (arXiv 2104.04473,
+    section 4.1). With sequence parallelism, a rank keeps its 1/tp of the tokens."""
+    if split.tp == 1 or split.sequence_parallel:
+        return ()
+    gather = ("all_gather",)
+    size = _BYTES * tokens * hidden
+    return (_exchange(("receive",), gather * forward, gather * backward, size),)
+
+
 def gpt_head(hidden: int, vocabulary: int, tokens: int, split: Split) -> tuple[Work, ...]:
     """Return the operations of the output head and the cross-entropy. The vocabulary is divided
     over the tp ranks.

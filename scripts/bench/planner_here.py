@@ -3,11 +3,11 @@
 
     python scripts/bench/planner_here.py [--machine FILE] [--out FILE]
 
-Without --machine, the script first measures a machine file with `optimus bench machine`. Then it
-runs each layout of `CASES` in five rounds. No value of the machine file was derived from these
-layouts. The layouts are divided into groups of six. In a round, the layouts of a group run one
-after the other. Each rank has one thread. The result is a Markdown page,
-docs/benchmarks/planner_here.md by default.
+The layouts of `CASES` are divided into groups of six. Without --machine, the script measures a
+machine file with `optimus bench machine` before each group, because the speed of a virtual machine
+changes within minutes. Then it plans the layouts of the group and runs them in five rounds. In a
+round, they run one after the other. No value of the machine file was derived from these layouts.
+Each rank has one thread. The result is a Markdown page, docs/benchmarks/planner_here.md by default.
 
 Peak memory is the increase of a rank's resident memory, from before the model is built to its peak
 in two updates. It is measured in a separate process, whose malloc returns freed memory to the
@@ -324,19 +324,32 @@ def planned(case: Case, machine: Machine) -> tuple[float, list[int]]:
     return plan_step(config, mesh, machine, "this machine")["step_s"], sizes
 
 
-def run(cases: Sequence[Case], machine: Machine, clock: str, rounds: int) -> list[Result]:
-    """Plan and measure all cases. Return a result for each case."""
+def run(
+    cases: Sequence[Case], machine_file: str | None, clock: str, rounds: int
+) -> tuple[list[Result], Machine]:
+    """Plan and measure all cases. Return a result for each case, and the last machine.
+
+    Args:
+        cases: The cases.
+        machine_file: Name or path of the machine file; None: measure one before each group.
+        clock: Clock of the measured times: "wall" or "processor".
+        rounds: Number of rounds.
+    """
     results = []
     with tempfile.TemporaryDirectory() as name:
-        plans = [planned(case, machine) for case in cases]  # before any measurement
-        peaks = [measure_peaks(case, Path(name)) for case in cases]
-        seconds: dict[str, list[list[float]]] = {}
+        folder = Path(name)
+        peaks = [measure_peaks(case, folder) for case in cases]
         for first in range(0, len(cases), TOGETHER):  # in groups, so that the memory is enough
-            seconds |= measure_times(cases[first : first + TOGETHER], clock, rounds, Path(name))
-    for case, (step_s, sizes), of_ranks in zip(cases, plans, peaks, strict=True):
-        fullest = of_ranks.index(max(of_ranks))
-        results.append(Result(case, step_s, seconds[case.name], sizes[fullest], max(of_ranks)))
-    return results
+            group = cases[first : first + TOGETHER]
+            machine = load_machine(machine_file or str(measure_machine(folder)))
+            plans = [planned(case, machine) for case in group]  # before the measurement
+            seconds = measure_times(group, clock, rounds, folder)
+            of_group = zip(group, plans, peaks[first:], strict=False)
+            for case, (step_s, sizes), of_ranks in of_group:
+                fullest = of_ranks.index(max(of_ranks))
+                peak = sizes[fullest], max(of_ranks)
+                results.append(Result(case, step_s, seconds[case.name], *peak))
+    return results, machine
 
 
 def verdict(results: Sequence[Result]) -> list[str]:
@@ -413,12 +426,12 @@ def report(results: Sequence[Result], machine: Machine, clock: str, load: str) -
         [
             "# Planned and measured steps on a CPU",
             "",
-            "`python scripts/bench/planner_here.py` writes this page. It first measures a machine "
-            "file with `optimus bench machine`; no layout of this page was used to set a value in "
-            "the machine file.",
+            "`python scripts/bench/planner_here.py` writes this page. Before each group of "
+            f"layouts, up to {TOGETHER}, it measures a machine file with `optimus bench machine`; "
+            "no layout of this page was used to set a value in the machine file.",
             f"{conditions}; each rank has one thread. Measured times are medians over "
-            f"{len(results[0].measured)} rounds. A round runs the layouts of a group, up to "
-            f"{TOGETHER}, in turn, with {UPDATES} updates of each.{note} {load}",
+            f"{len(results[0].measured)} rounds. A round runs the layouts of a group in turn, with "
+            f"{UPDATES} updates of each.{note} {load}",
             "",
             *table(head, rows),
             "",
@@ -451,7 +464,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--machine", help="machine file; by default it is measured first")
+    parser.add_argument("--machine", help="machine file; by default it is measured")
     parser.add_argument(
         "--out", type=Path, default=ROOT / "docs" / "benchmarks" / "planner_here.md"
     )
@@ -472,9 +485,7 @@ def main() -> None:
         return
     start, before = time.monotonic(), os.getloadavg()[0]
     cases = [by_name[name] for name in args.only or by_name]
-    with tempfile.TemporaryDirectory() as folder:
-        machine = load_machine(args.machine or str(measure_machine(Path(folder))))
-    results = run(cases, machine, args.clock, args.rounds)
+    results, machine = run(cases, args.machine, args.clock, args.rounds)
     minutes = (time.monotonic() - start) / 60
     load = f"Load of the machine before: {before:.1f}. Duration: {minutes:.1f} minutes."
     page = report(results, machine, args.clock, load)

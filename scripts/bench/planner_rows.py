@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from gpt_operations import Split, gpt_block, gpt_head, layers_of
+from gpt_operations import Split, gpt_block, gpt_head, gpt_receive, layers_of
 
 from optimus.planner.machine_rates import UpdateBytes
 from optimus.planner.step_time import Reduction, Step
@@ -66,7 +66,14 @@ def gpt_step(row: Row) -> Step:
     stages = pp * row.virtual_stages
     layers = layers_of(block, row.layers / stages, recompute)
     head = layers_of(gpt_head(row.hidden, VOCABULARY, tokens, split))
-    all_stages = [(layers,)] * (stages - 1) + [(layers, head)]
+    all_stages = [
+        (
+            layers,
+            layers_of(gpt_receive(row.hidden, tokens, split, stage > 0, stage < stages - 1)),
+            *([head] if stage == stages - 1 else []),
+        )
+        for stage in range(stages)
+    ]
     parameters = 12 * row.hidden**2 * row.layers / pp / tp + VOCABULARY * row.hidden / tp
     return Step(
         stages=tuple(all_stages),
