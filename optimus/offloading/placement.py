@@ -333,7 +333,7 @@ def _by_search(
         not isinstance(example, Mapping),
         f"example is a {type(example).__name__}; use a dict of the arguments of the forward",
     )
-    uses = profile_step(model, example)
+    uses = profile_step(model, example, device.type == "cpu")
     before = accumulate((use.kept for use in uses), initial=0)
     activations = max(live + use.peak for live, use in zip(before, uses, strict=False))
     needs = needs_of(chunks.named, chunks.segments, chunks.keys, chunks.length)
@@ -515,7 +515,7 @@ def needs_of(
     )
 
 
-def profile_step(model: nn.Module, example: Mapping[str, Any]) -> list[UseProfile]:
+def profile_step(model: nn.Module, example: Mapping, on_cpu: bool = False) -> list[UseProfile]:
     """Profile a forward and a backward of a model for one batch, on the meta device.
 
     Args:
@@ -523,6 +523,7 @@ def profile_step(model: nn.Module, example: Mapping[str, Any]) -> list[UseProfil
         example: Keyword arguments of the forward, which runs in training mode. The backward begins
             with the `loss` of the result. If the result has no loss, the profile assumes the memory
             of a cross-entropy of each output.
+        on_cpu: True if the model computes on a CPU.
 
     Returns:
         The profiles of the uses of all segments, in order.
@@ -530,7 +531,7 @@ def profile_step(model: nn.Module, example: Mapping[str, Any]) -> list[UseProfil
     Raises:
         ConfigError: The forward or the backward failed.
     """
-    tracker = UseTracker()
+    tracker = UseTracker(on_cpu)
     try:
         memo: dict[int, Any] = {id(p): _meta_parameter(p, True) for p in model.parameters()}
         memo |= {id(b): torch.empty_like(b, device="meta") for b in model.buffers()}

@@ -102,7 +102,7 @@ class UseTracker(Recorder):
         self._start = 0
         self._traffic: list[tuple[str, str, int]] = []
         self._gradients: list[Gradient] = []
-        self._tensors = TensorTracker(on_cpu)
+        self._on_cpu, self._tensors = on_cpu, TensorTracker(on_cpu)
         self._attention: torch.library.Library | None = None
 
     def __enter__(self) -> UseTracker:
@@ -128,7 +128,11 @@ class UseTracker(Recorder):
         **options: Any,
     ) -> Tensor:
         """Implementation of torch's scaled dot-product attention for meta tensors. The counted
-        bytes and FLOPs do not depend on dropout and causal masks."""
+        bytes and FLOPs do not depend on causal masks and, on an accelerator, not on dropout."""
+        if self._on_cpu and dropout_p > 0:  # torch has no fused kernel for this case
+            function = torch.ops.aten._scaled_dot_product_attention_math
+            mask = attn_mask, dropout_p, is_causal
+            return function(query, key, value, *mask, **options)[0]
         return attend(query, key, value, attn_mask, self._tensors)
 
     def use(self, segment: int, backward: bool) -> None:

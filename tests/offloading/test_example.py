@@ -67,6 +67,54 @@ def test_the_limit_holds_and_the_bits_are_those_of_the_device(checkpoints, limit
     assert 0.7 * int(limit[0]) * 10**6 < peak.most <= int(limit[0]) * 10**6
 
 
+MODELS = {
+    "llama": lambda: transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            num_hidden_layers=2,
+            hidden_size=64,
+            intermediate_size=128,
+            num_attention_heads=4,
+            vocab_size=256,
+            use_cache=False,
+        )
+    ),
+    # Its dropout of attention has no fused kernel on a CPU.
+    "gpt2": lambda: transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(n_layer=2, n_embd=64, n_head=4, vocab_size=256, use_cache=False)
+    ),
+    "olmoe": lambda: transformers.OlmoeForCausalLM(
+        transformers.OlmoeConfig(
+            num_hidden_layers=2,
+            hidden_size=64,
+            intermediate_size=64,
+            num_attention_heads=4,
+            num_experts=4,
+            num_experts_per_tok=2,
+            vocab_size=256,
+            use_cache=False,
+        )
+    ).bfloat16(),
+}
+
+
+@pytest.mark.parametrize("checkpoints", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_profiled_activations_are_those_of_a_real_step(name, checkpoints):
+    model = MODELS[name]().train()
+    if checkpoints:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    uses, live, profiled = profile_step(model, EXAMPLE, on_cpu=True), 0, 0
+    for use in uses:
+        profiled = max(profiled, live + use.peak)
+        live += use.kept
+    memory = optimus.offload(model, host_share=0.0)._offloaded.engine.memory
+    states, peak = memory.num_bytes[Tier.DEVICE], _Peak(memory)
+    with peak:
+        out = model(**EXAMPLE)
+        out.loss.backward()
+    assert profiled == pytest.approx(peak.most - states, rel=0.01)
+
+
 def share_with(size: int) -> float:
     """Return the share of the chunks on the host with `size` bytes of device memory."""
     optimizer = optimus.offload(make_model(), device_memory=f"{size}B", example=EXAMPLE)
@@ -74,7 +122,7 @@ def share_with(size: int) -> float:
 
 
 def test_a_model_that_fits_to_the_byte_stays_on_the_device():
-    uses, live, activations = profile_step(make_model(), EXAMPLE), 0, 0
+    uses, live, activations = profile_step(make_model(), EXAMPLE, on_cpu=True), 0, 0
     for use in uses:
         activations = max(activations, live + use.peak)
         live += use.kept
