@@ -16,7 +16,7 @@ import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
 
@@ -71,7 +71,7 @@ class Workload:
     chunks: Sequence[ChunkCost]
     uses: Sequence[Use]
     """The uses of the segments in a step, in order. `Use.need` contains all chunks of the segment,
-    also those on the device."""
+    also those on the device. If `further` > 0, these are the uses of the first microbatches."""
     needs: Sequence[frozenset[int]]
     """Chunks of each segment."""
     with_gradients: Sequence[frozenset[int]]
@@ -100,11 +100,20 @@ class Workload:
     """True to search only placements with all chunks on the host. This is necessary with
     optim.resident = "cache", where chunks on the device would also need slots, because a `Workload`
     counts slots only for chunks on the host."""
+    further: int = 0
+    """Number of microbatches of a step in addition to those in `uses`. Their uses repeat those in
+    the middle of `uses`, with one forward and one backward of each segment per microbatch."""
+
+    @cached_property
+    def _listed(self) -> int:
+        """Number of microbatches in `uses`."""
+        return self.uses.count(self.uses[0])
 
     @cached_property
     def compute_s(self) -> float:
         """Seconds for which the device computes in a step."""
-        return sum(self._seconds_of(use) for use in self.uses)
+        listed_s = sum(self._seconds_of(use) for use in self.uses)
+        return listed_s * (1 + self.further / self._listed)
 
     @cached_property
     def leading_s(self) -> float:
@@ -116,7 +125,8 @@ class Workload:
     def _sweeps(self) -> int:
         """Number of times that a step passes through the segments, forward or backward."""
         segments = (segment for segment, _ in itertools.groupby(use.segment for use in self.uses))
-        return max(Counter(segments).values())
+        listed = max(Counter(segments).values())
+        return listed + self.further * (listed // self._listed)
 
     def _seconds_of(self, use: Use) -> float:
         return (self.backward_s if use.backward else self.forward_s)[use.segment]
@@ -294,8 +304,17 @@ class Workload:
         self, num_host: int, slots: int, links: Links, num_disk: int = 0, spare: float = 0.0
     ) -> StepTime:
         """Return the simulated time of a step that does not clip. The arguments are those of
-        `estimate`."""
-        return predict_step(self.step_work(num_host, slots, num_disk, spare), links)
+        `estimate`. The time is linear in the number of microbatches `further`: each of them takes
+        as long as the last of those in `uses`."""
+        time = predict_step(self.step_work(num_host, slots, num_disk, spare), links)
+        if not self.further:
+            return time
+        length = len(self.uses) // self._listed
+        first = (len(self.uses) - length) // 2
+        fewer = replace(self, uses=[*self.uses[:first], *self.uses[first + length :]], further=0)
+        less = predict_step(fewer.step_work(num_host, slots, num_disk, spare), links)
+        pairs = zip(astuple(time), astuple(less), strict=True)
+        return StepTime(*(long + self.further * (long - short) for long, short in pairs))
 
     def step_work(
         self, num_host: int, slots: int, num_disk: int = 0, spare: float = 0.0

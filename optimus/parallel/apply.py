@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Protocol
+from functools import lru_cache
+from typing import Any, Protocol
 
 import torch
 
@@ -50,7 +51,7 @@ def build_model(
 ) -> Transformer:
     """Return this rank's model. The parameters are fp32 tensors on `device`. Memory for the values
     of the parameters is allocated later (see `materialise`)."""
-    model = _model_of_stages(config.model, layout)
+    model = _model_of_stages(config.model, *_kept_stages(layout))
     with torch.device("meta"):
         for style in _styles(config.parallel, config.recompute.modules, layout, groups):
             style.apply(model)
@@ -94,8 +95,9 @@ def make_layout(
         {},
         sequence_shares=mesh.tp if in_sequence else 1,
     )
-    model = _model_of_stages(config.model, layout)
-    return replace(layout, placements=make_placements(model, mesh, coordinate, in_sequence))
+    rank = mesh, coordinate, in_sequence
+    placements = _placements_of(config.model, _kept_stages(layout), *rank)
+    return replace(layout, placements=dict(placements))
 
 
 def layout_of_layers(
@@ -118,18 +120,35 @@ def layout_of_layers(
     in_sequence = config.parallel.sequence_parallel
     shares = mesh.tp if in_sequence else 1
     layout = Layout(mesh, coordinate, schedule, (layers,), {}, sequence_shares=shares)
-    model = _model_of_stages(config.model, layout)
-    return replace(layout, placements=make_placements(model, mesh, coordinate, in_sequence))
+    rank = mesh, coordinate, in_sequence
+    placements = _placements_of(config.model, _kept_stages(layout), *rank)
+    return replace(layout, placements=dict(placements))
 
 
-def _model_of_stages(model_config: ModelConfig, layout: Layout) -> Transformer:
-    """Return a model on the meta device with only the pipeline stages of this rank. The parameters
-    are not divided over tp and ep ranks."""
-    layers = {layer for stage in layout.stages for layer in layout.layers[stage]}
+def _kept_stages(layout: Layout) -> tuple[frozenset[int], bool, bool]:
+    """Return the arguments of `Transformer.keep_stages` for a rank."""
+    layers = (layer for stage in layout.stages for layer in layout.layers[stage])
+    return frozenset(layers), layout.has_first, layout.has_last
+
+
+def _model_of_stages(
+    model_config: ModelConfig, layers: frozenset[int], has_first: bool, has_last: bool
+) -> Transformer:
+    """Return a model on the meta device with only some pipeline stages. The parameters are not
+    divided over tp and ep ranks."""
     with torch.device("meta"):
         model = Transformer(model_config, layers)
-    model.keep_stages(layers, layout.has_first, layout.has_last)
+    model.keep_stages(layers, has_first, has_last)
     return model
+
+
+@lru_cache(maxsize=64)  # a search for the placement of states plans the same rank several times
+def _placements_of(
+    model_config: ModelConfig, kept: tuple[frozenset[int], bool, bool], *rank: Any
+) -> dict[str, Placement]:
+    """Return the result of `make_placements` for the stages `kept`. `rank` has its arguments after
+    the model."""
+    return make_placements(_model_of_stages(model_config, *kept), *rank)
 
 
 def make_placements(

@@ -89,7 +89,8 @@ def rank_memory(
             mean over the ep ranks. This argument has no effect if `profiles` is given.
         product_code: `product_code_bytes` of the machine's device.
     """
-    planned = _plan_attached(config, mesh, coordinate, num_microbatches)
+    few = planned_microbatches(config, mesh, num_microbatches)
+    planned = _plan_attached(config, mesh, coordinate, few)
     if profiles is None:
         imbalances = dict.fromkeys(config.model.sparse_layers, imbalance)
         profiles = RankProfiles(config, mesh, coordinate, device).at(imbalances)
@@ -105,13 +106,23 @@ def rank_memory(
     )
 
 
+def planned_microbatches(config: Config, mesh: Mesh, num_microbatches: int) -> int:
+    """Return the number of microbatches for which a plan of the memory or a search for a placement
+    lists the uses of segments: the first ones of `num_microbatches`, if the uses of further ones
+    only repeat. With 1f1b, at most pp microbatches are in progress at the same time."""
+    repeats = mesh.pp == 1 or config.parallel.schedule == "1f1b"
+    if config.offload.order == "layer" or config.parallel.virtual_stages > 1 or not repeats:
+        return num_microbatches
+    return min(num_microbatches, 2 * mesh.pp + 8)
+
+
 def states_memory(
     config: Config, mesh: Mesh, coordinate: Coordinate, num_microbatches: int
 ) -> RankMemory:
     """Return the result of `rank_memory` for the rank at `coordinate`, but with 0 bytes of
     activations, so that no profile is needed. The arguments are those of `rank_memory`."""
-    planned = _plan_attached(config, mesh, coordinate, num_microbatches)
-    return _memory_of(config, planned, (0, 0))
+    few = planned_microbatches(config, mesh, num_microbatches)
+    return _memory_of(config, _plan_attached(config, mesh, coordinate, few), (0, 0))
 
 
 def _plan_attached(
@@ -458,3 +469,8 @@ def _sum_and_peak(uses: Iterable[UseProfile]) -> tuple[int, int]:
     for use in uses:
         peak, live = max(peak, live + use.peak), live + use.kept
     return live, peak
+
+
+def gb_text(size: int) -> str:
+    """Return a size as text, such as `1.5 GB`."""
+    return f"{size / 1e9:.4g} GB"

@@ -19,14 +19,13 @@ from optimus.distributed.groups import Groups
 from optimus.distributed.mesh import Coordinate, Mesh
 from optimus.errors import counted, refuse_if
 from optimus.launch.environment import usable_memory
-from optimus.planner.memory import RankMemory, rank_memory, states_memory
+from optimus.planner.memory import RankMemory, gb_text, rank_memory, states_memory
 from optimus.planner.placement_search import (
     Decision,
     PlacementSearch,
     RankLimits,
     decide_together,
     does_not_fit,
-    gb_text,
     placement_text,
     reserve_of,
     with_offload,

@@ -24,13 +24,16 @@ from optimus.config.checks import check
 from optimus.config.machine import Links
 from optimus.distributed.mesh import Coordinate, Mesh
 from optimus.errors import ConfigError, DoesNotFit, counted
+from optimus.parallel.pipeline.plan import schedule_of
 from optimus.parallel.pipeline.simulate import bubble_ratio
 from optimus.planner.memory import (
     RankMemory,
     RankProfiles,
     boundary_bytes,
+    gb_text,
     input_bytes,
     peak_of_step,
+    planned_microbatches,
     rank_memory,
 )
 from optimus.planner.segment_times import SegmentTimes
@@ -297,7 +300,7 @@ class PlacementSearch:
         # The engine rounds up.
         on_disk = (best.num_disk - 0.5) / work.num_trained(best.num_host) if best.num_disk else 0.0
         chosen = _with_placement(
-            _with_length(self._config, work.chunk_length),
+            _with_optim(self._config, chunk_length=work.chunk_length),
             host_share=(best.num_host - 0.5) / len(work.chunks),
             disk_share=on_disk,
             slots=best.slots,
@@ -327,7 +330,7 @@ class PlacementSearch:
         has_disk = self._limits.disk > 0
         return [
             _workload(
-                _with_length(self._config, length),
+                _with_optim(self._config, chunk_length=length),
                 order,
                 *self._rank,
                 self._profiles_of(order),
@@ -416,15 +419,15 @@ _RESERVE = 20
 """The unused memory is the device memory divided by this number."""
 
 
-def _with_length(config: Config, length: int) -> Config:
-    optim = config.optim.model_copy(update={"chunk_length": length})
-    return config.model_copy(update={"optim": optim})
-
-
 def with_offload(config: Config, **values: Any) -> Config:
     """Return a copy of a configuration with other values of `[offload]`."""
     offload = config.offload.model_copy(update=values)
     return config.model_copy(update={"offload": offload})
+
+
+def _with_optim(config: Config, **values: Any) -> Config:
+    optim = config.optim.model_copy(update=values)
+    return config.model_copy(update={"optim": optim})
 
 
 def _with_placement(
@@ -447,8 +450,7 @@ def _with_placement(
         disk_memory=config.offload.disk_memory if disk_share else "",
         order=order,
     )
-    optim = chosen.optim.model_copy(update={"cache_chunks": slots})
-    return chosen.model_copy(update={"optim": optim})
+    return _with_optim(chosen, cache_chunks=slots)
 
 
 def plan_on_host(
@@ -476,8 +478,10 @@ def _workload(
     has_disk: bool,
 ) -> Workload:
     """Return the sizes and times of a rank's step with all chunks on the host, for the search."""
-    planned = plan_on_host(config, order, mesh, coordinate, num_microbatches)
-    schedule = planned.layout.schedule
+    ordered = _with_placement(config, order=order)
+    few = planned_microbatches(ordered, mesh, num_microbatches)
+    planned = plan_on_host(config, order, mesh, coordinate, few)
+    schedule = schedule_of(ordered, mesh, num_microbatches)
     activations = peak_of_step(
         schedule,
         coordinate.pp,
@@ -501,7 +505,8 @@ def _workload(
     shape = schedule.num_ranks, schedule.virtual_stages, schedule.num_microbatches
     idle = bubble_ratio(schedule.name, *shape) * work.compute_s
     cached = config.optim.resident == "cache" and mesh.num_data_ranks > 1
-    work = dataclasses.replace(work, idle_s=idle, all_on_host=cached)
+    further = num_microbatches - few
+    work = dataclasses.replace(work, idle_s=idle, all_on_host=cached, further=further)
     if isinstance(times, SegmentTimes):
         elements = [chunk.elements for chunk in work.chunks]
         end_s = times.end_s(config, schedule, engine, elements, sum(work.forward_s))
@@ -593,8 +598,3 @@ def does_not_fit(
 def _too_small(tier: str, size: int, limit: int) -> str:
     more = counted(size - limit, "byte")
     return f"offload.{tier}_memory must be at least {counted(size, 'byte')}, {more} more than now"
-
-
-def gb_text(size: int) -> str:
-    """Return a size as text, such as `1.5 GB`."""
-    return f"{size / 1e9:.4g} GB"

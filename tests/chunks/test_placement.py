@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
+from dataclasses import astuple, replace
 
 import pytest
 
@@ -85,6 +86,19 @@ def workload(
 def test_everything_on_the_device_has_no_copies() -> None:
     work = workload(4)
     assert work.estimate(0, 0, LINKS) == work.compute_s == 12.0
+
+
+@pytest.mark.parametrize("compute_s", [0.01, 0.1, 1.0])
+def test_times_of_further_microbatches_are_those_of_listed_ones(compute_s: float) -> None:
+    """Times with the uses of only 10 of 40 microbatches."""
+    whole = workload(6, 40, compute_s=compute_s)
+    part = replace(workload(6, 10, compute_s=compute_s), reductions=40, further=30)
+    assert part.compute_s == pytest.approx(whole.compute_s)
+    for num_host, slots in ((6, 1), (6, 3), (5, 4), (3, 3)):
+        placement = num_host, slots, LINKS
+        assert part.estimate(*placement) == pytest.approx(whole.estimate(*placement))
+        times = astuple(part.predict(*placement))
+        assert times == pytest.approx(astuple(whole.predict(*placement)), rel=1e-3)
 
 
 @pytest.mark.parametrize("seed", range(6))
