@@ -1,4 +1,5 @@
-"""scripts/bench/gpu_all.sh without a GPU: its commands and its table."""
+"""Tests of scripts/bench/gpu_all.sh without a GPU: the commands that the script runs, and the table
+that it writes."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ def test_commands_exist(mode):
     for command in commands.values():
         words = shlex.split(command)
         if "optimus.cli" in words:
-            _parse(words[words.index("optimus.cli") + 1 :])  # ends the process on a mistake
+            _parse(words[words.index("optimus.cli") + 1 :])  # exits if an argument is wrong
         if words[1].startswith("scripts/bench/"):
             importlib.import_module(Path(words[1]).stem).make_parser().parse_args(words[2:])
         for word in words[1:]:

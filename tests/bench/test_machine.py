@@ -1,5 +1,5 @@
-"""The command `optimus bench machine`: the machine file that it writes, the fit of the rates of
-matrix products, and mistakes of users."""
+"""Tests of the command `optimus bench machine`: the machine file that the command writes, the
+constants fitted to the rates of matrix products, and mistakes of users."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from optimus.planner.machine_rates import ProductRates, rates_of
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Replace constants of the measurement, so that it takes less time."""
+    """Replace constants of the measurement, so that the measurement takes less time."""
     shorten(monkeypatch)
 
 
@@ -63,7 +63,7 @@ def test_a_single_rank_writes_a_machine_file(quick, tmp_path, capsys):
     assert 0 < rates.products.rate(512, 512, 512) < rates.products.peak
     assert len(machine.device.products["bf16"].measured) == 8
     assert load_links(str(path)) == machine.links
-    disk = {"disk_read", "disk_write"}  # bench links --disk measures them
+    disk = {"disk_read", "disk_write"}  # only bench links --disk measures these
     assert set(result["machine"]["links"]) == set(type(machine.links).model_fields) - disk
     assert machine.measured.differences("x", machine.measured.cores, 1, machine.measured.torch) == [
         f"device: {machine.measured.device} measured, x now"
@@ -82,7 +82,8 @@ def test_a_single_rank_writes_a_machine_file(quick, tmp_path, capsys):
 
 
 def test_products_of_a_shape_are_those_of_a_linear_layer(monkeypatch):
-    """The products have the operands, transposed or not, of the forward and backward of a layer."""
+    """A measured shape (rows, inner, columns) represents a linear layer. Its three products must
+    have the shapes and strides of the products in forward and backward of this layer."""
     calls = []
     monkeypatch.setattr(torch, "mm", lambda a, b: calls.append((a.shape, b.shape, a.stride())))
     run = bench._layer_products(Shape(8, 16, 32), torch.float32, torch.device("cpu"))

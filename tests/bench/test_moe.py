@@ -1,5 +1,5 @@
-"""scripts/bench/moe.py: all blocks compute the same results, and the reported sizes and speeds are
-right."""
+"""scripts/bench/moe.py: the compared blocks compute the same results, and the reported sizes and
+speeds are right."""
 
 from __future__ import annotations
 
@@ -68,12 +68,12 @@ def test_peer_that_fails_is_reported():
 def test_saved_bytes_are_counted_once_and_without_weights():
     layer = torch.nn.Linear(8, 8, bias=False)
     x = torch.randn(4, 8, requires_grad=True)
-    assert saved_bytes(layer, x) == 4 * 8 * 4  # x for the weight's gradient
+    assert saved_bytes(layer, x) == 4 * 8 * 4  # only x, for the gradient of the weight
 
     class Two(torch.nn.Module):
         def forward(self, x):
             y = x.exp()  # saves y
-            return F.silu(y) * y  # saves y twice more and silu(y)
+            return F.silu(y) * y  # saves y twice again, and silu(y)
 
     assert saved_bytes(Two(), x) == 2 * 4 * 8 * 4
 

@@ -21,11 +21,13 @@ def alone_s(size: int) -> float:
 
 @pytest.mark.parametrize("sign", [1, -1])
 def test_a_step_has_the_mean_wait_after_computations_of_small_buffers(monkeypatch, sign):
-    """With a negative wait, which noise can give, the time is that without computation."""
+    """The time of a collective is its time without a computation before it, plus the mean
+    additional time (wait) of small buffers after a computation. A negative mean, which noise can
+    cause, counts as 0."""
 
     def together(size, runs, compute=None):
-        """Return the median and the mean. Only the first without and the second with `compute` is
-        used."""
+        """Return fake seconds of a collective: (median, mean). The caller uses only the median
+        without `compute` and only the mean with `compute`. The unused value is 9."""
         if compute is None:
             return alone_s(size), 9.0
         wait_s = LARGE_WAIT_S if size >= 1 << 24 else SMALL_WAIT_S
@@ -63,5 +65,6 @@ def test_time_of_an_operation_excludes_the_computation_and_the_slowest_run(monke
     monkeypatch.setattr(rank_timer, "barrier", lambda group: None)
     monkeypatch.setattr(RankTimer, "slowest", lambda _, seconds: seconds)
     timer = RankTimer(SimpleNamespace(device=torch.device("cpu"), everyone=None), 1)
-    # The first run is not timed. The others take 1, 1, 5 and 2 s.
+    # The first run (7 s) is not timed. The others take 1, 1, 5 and 2 s: their median is 1.5 s, and
+    # their mean without the slowest run is 4/3 s.
     assert timer.together(run, 4, compute) == (pytest.approx(1.5), pytest.approx(4 / 3))

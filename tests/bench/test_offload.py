@@ -18,8 +18,9 @@ from optimus.peak import Peak, setup_of
 
 
 def test_step_of_a_mix_takes_at_least_the_shortest_time():
-    """The emulated device keeps the rates of the mix. The measured step is at least 98 % of the
-    shortest possible step; the other 2 % allow for sleeps that end slightly early."""
+    """The emulated device computes and copies with the times of the mix, so a measured step takes
+    at least the predicted shortest time. The test tolerates 2 % less, because sleeps can end
+    slightly early."""
     mix = Mix(3, 2, 2, forward_s=0.002, upload_s=0.004, download_s=0.003, adam_s=0.005)
     times, predicted = run_mix(mix, 2)
     assert min(times) >= 0.98 * predicted.shortest
@@ -35,8 +36,9 @@ def test_step_with_states_on_disk_takes_at_least_the_time_of_the_disk(tmp_path, 
 
 @pytest.mark.parametrize("in_threads", [False, True])
 def test_uses_are_measured_in_processor_time(monkeypatch, in_threads):
-    """All uses of the measured steps are planned and counted. Only the processor time of a use is
-    counted, not the time for which it sleeps."""
+    """`measure_uses` returns the processor time of each call of `ParamStore.use`: 2 steps, 2 passes
+    and 16 segments. In the second measurement, the calls in forward compute for 5 ms more, and the
+    calls in backward sleep for 5 ms. Only the calls in forward must take longer."""
     count, use = 2 * 2 * 16, ParamStore.use
     before = measure_uses(2, in_threads)
 

@@ -1,4 +1,5 @@
-"""Tests of scripts/bench/planner.py: published rows, the fit, and the tables of the paper."""
+"""Tests of scripts/bench/planner.py: predictions of published step times, the fit of constants, and
+the tables of the paper."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ def test_rows_of_table_5_have_the_ranks_of_the_paper():
     assert [row.ranks for row in planner_rows.table_5("full")] == [8, 64, 280, 512]
     for rows, flops in planner_rows.table_1():
         row = rows[0]
-        # 8 FLOPs of 96 h^2 a token and parameter: within 10 % of 8 N B s / GPUs.
+        # A step with recomputation executes 8 FLOPs per token and parameter. The equation of the
+        # paper also counts attention scores, which add at most 15 %.
         parameters = 12 * row.layers * row.hidden**2 + row.hidden * planner_rows.VOCABULARY
         assert flops == pytest.approx(
             8 * parameters * row.batch * row.seq_len / row.ranks, rel=0.15
@@ -45,15 +47,15 @@ def test_rows_of_table_5_have_the_ranks_of_the_paper():
 
 
 def test_selective_rows_of_table_5_are_predicted():
-    """No constant was fitted on these rows. The error is at most 5 % in the mean, and at most 8 %
-    for each row."""
+    """No constant was fitted on these rows. The relative error of the step time is at most 5 % in
+    the mean, and at most 8 % for each row."""
     errors = sizes(planner.errors_of(planner_rows.table_5("selective"), a100()))
     assert sum(errors) / 4 <= 0.05 and errors[-1] <= 0.08
 
 
 def table_1_bands():
-    """Return the smallest and the largest relative error of each row of Table 1, over the possible
-    numbers of virtual stages."""
+    """Return two lists with a relative error for each row of Table 1: the smallest and the largest
+    error over the possible numbers of virtual stages."""
     errors = [planner.table_1_errors(rows, a100()) for rows, _ in planner_rows.table_1()]
     return [[choice(error for error, _ in row.values()) for row in errors] for choice in (min, max)]
 
@@ -120,8 +122,8 @@ def test_machine_file_has_the_constants_that_the_fit_finds():
 
 
 def test_fit_finds_constants_from_predicted_rows():
-    """The published times of the rows are replaced by predictions with a known constant. The fit
-    returns this constant."""
+    """The test replaces the published step times by predictions with a known constant. The fit must
+    return this constant."""
     truth = planner.ON_TABLE_5[1].put(a100(), 1.2e12)
     rows = [
         row._replace(seconds=planner.predict(row, truth)) for row in planner_rows.table_5("full")
@@ -140,7 +142,7 @@ def test_fitted_products_keep_the_measured_rate():
     smaller = half_size.put(rates, 20.0)
     assert smaller.products.half_size == 20.0
     assert planner._product_ratio(smaller) == pytest.approx(planner._product_ratio(rates))
-    assert half_size.put(rates, 5000.0) == rates  # the efficiency would be above 1
+    assert half_size.put(rates, 5000.0) == rates  # unchanged: the efficiency would exceed 1
 
 
 def test_constants_at_a_limit_are_named():
@@ -205,7 +207,8 @@ def test_output_and_empty_anchors_are_refused(tmp_path):
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_tensor_parallel_traffic_is_two_all_reduces_in_each_direction(sequence_parallel):
-    """arXiv 2205.05198, section 4.2.2: sequence parallelism moves the same bytes."""
+    """Forward and backward each send the bytes of two all-reduces, with and without sequence
+    parallelism (arXiv 2205.05198, section 4.2.2)."""
     split = Split(8, sequence_parallel)
     layers = layers_of(gpt_block(1024, 16, 2048, 2048, split))
     weight = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
@@ -215,7 +218,7 @@ def test_tensor_parallel_traffic_is_two_all_reduces_in_each_direction(sequence_p
         for operations in (layers.forward, layers.backward)
     )
     assert forward == 2 * 2 * size
-    # With sequence parallelism, backward gathers two inputs again.
+    # With sequence parallelism, backward gathers the inputs of two products again.
     assert backward == 2 * 2 * size + 2 * size * sequence_parallel
 
 

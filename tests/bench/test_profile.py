@@ -1,5 +1,5 @@
-"""The profile of a step includes the whole time of the step, and lists each component in forward
-and backward."""
+"""Tests of the profile of a step: the times of the components add up to the time of the step, and
+each component has a time in forward and a time in backward."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def event(name: str, parent: SimpleNamespace | None = None, number: int = -1) ->
 def test_component_and_phase_of_an_op():
     forward, backward = (event(f"{kind}(stage 0, microbatch 0)") for kind in "FB")
     again = event("aten::mul", event("component: norms", backward))
-    assert profile._classify(again, {}) == ("norms", "backward")  # recomputation
+    assert profile._classify(again, {}) == ("norms", "backward")  # recomputed in backward
     made = event(
         "aten::mm", event("component: experts, rows", event("component: other", forward)), 7
     )

@@ -1,4 +1,5 @@
-"""Ranks of a benchmark in scripts/bench end together."""
+"""Test that an error of all ranks of a benchmark in scripts/bench ends all ranks and is printed
+once."""
 
 from __future__ import annotations
 

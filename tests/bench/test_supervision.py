@@ -1,4 +1,4 @@
-"""`optimus bench supervision`: the computation of its results, and a small measurement."""
+"""Tests of `optimus bench supervision`: the computation of the results, and a small measurement."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_p95_is_the_least_value_that_95_percent_do_not_exceed():
 def test_share_is_decided_only_outside_of_its_interval():
     assert share_figure([0.003, 0.0031] * 20, 0.01)["is_met"] is True
     assert share_figure([0.02, 0.0201] * 20, 0.01)["is_met"] is False
-    assert share_figure([0.0098, 0.0102] * 20, 0.01)["is_met"] is None  # limit within interval
+    assert share_figure([0.0098, 0.0102] * 20, 0.01)["is_met"] is None  # limit in the interval
     assert share_figure([0.0, 0.1] * 20, 0.01)["is_met"] is None  # the interval is too wide
 
 
@@ -86,7 +86,7 @@ def test_mistake_is_refused_in_a_line(arguments, words, capsys):
 def test_warm_relaunch_opens_no_module_file(tiny_data, tmp_path):
     """A node of a run fails, and the ranks of the next attempt are forked from warm processes. The
     warm processes have imported all modules that the ranks need up to their first evaluation and
-    checkpoint. The start of the processes of a launch takes some seconds."""
+    checkpoint. The test takes some seconds, because it starts the processes of a launch."""
     before = {*psutil.Process().children(recursive=True)}
     files = supervision.measure_files(tmp_path / "files", tiny_data, nodes=2)
     assert files.modules == []
