@@ -1,5 +1,5 @@
-"""Tests of the values in machine files, each of which has a source: their sources and bounds, and
-messages for wrong files."""
+"""Tests of machine files: each value has a source and is within bounds, and wrong files are refused
+with a message."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_fitted_figures_name_the_rows():
     assert sum("Table 5, full recomputation" in figure.fitted_on for figure in fitted) == 2
     assert sum("seed 0" in figure.fitted_on for figure in fitted) == 2
     assert not any(figure.fitted_on for figure in figures(load_machine("aurora")))
-    for name in ("h100", "h200"):  # one figure of the A100, because none is published
+    for name in ("h100", "h200"):  # both use a value of the A100, as no value is published
         (transferred,) = [f for f in figures(load_machine(name)) if f.fitted_on]
         device = load_machine("a100-80").device
         assert device is not None and device.products["bf16"].half_size is not None

@@ -56,7 +56,7 @@ def test_aurora_has_the_limits_of_its_queues():
         ("prod", 1999, "18:00:00"),
         ("prod", 10624, "24:00:00"),
         ("capacity", 16, "168:00:00"),
-        ("R123", 5, "200:00:00"),  # a reservation: not checked
+        ("R123", 5, "200:00:00"),  # the limits of a reservation are not checked
     ):
         aurora.check_job(queue, nodes, walltime)
     for queue, nodes, walltime, message in (
@@ -74,11 +74,12 @@ def test_aurora_has_the_limits_of_its_queues():
 
 
 def test_each_value_of_aurora_has_a_source_with_a_date():
-    """A comment with the source is above the values. After an empty line, the next values need
-    another source."""
+    """In aurora.toml, empty lines separate blocks of values. Each block has a comment with its
+    source and the date."""
     blocks = (FOLDER / "aurora.toml").read_text().split("\n\n")
     for block in blocks[1:]:
-        # The figures of the hardware have keys for the source and the date, which are required.
+        # Values of the hardware have no such comment, but required keys for the source and the
+        # date.
         if "=" in block and not block.startswith("[[queues]]") and 'source = "' not in block:
             assert "20" in block.partition("#")[2], block
     text = "\n".join(blocks)
