@@ -29,7 +29,8 @@ WRITING, CLEANING cannot fail, and ranks report no status of a save that has end
 
 class Save:
     """Wrapper of an AsyncSave in which each step waits until the test sets the event of the step.
-    It records the reports that `commit` receives, and the cleanup."""
+    Then the step raises the exception in `raises`, if there is one. The wrapper records the reports
+    that `commit` receives, and the cleanup."""
 
     def __init__(
         self, limit_s: float = 60.0, claims: bool = False, **raises: BaseException
@@ -178,8 +179,8 @@ def test_a_hanging_thread_fails_in_time_and_is_cleaned_after_it_ends(where):
     outcome = save.save.drain()
     assert time.monotonic() - start < 5
     assert "step-7 not written within checkpoint.timeout_s = 0.2" in outcome.failure.message
-    assert not save.cleaned and not save.save.is_over  # the thread may still write there
-    assert save.stop.is_set() and not save.stop.claim()  # but it cannot rename the directory
+    assert not save.cleaned and not save.save.is_over  # the thread can still write
+    assert save.stop.is_set() and not save.stop.claim()  # the thread cannot rename the directory
     assert save.save.drain() is None and not save.save.is_over
     save.write.set()
     save.commit.set()

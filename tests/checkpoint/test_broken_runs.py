@@ -21,8 +21,8 @@ from tests.kit.faults.power_loss import Disk
 from tests.kit.ranks.pool import RankPool
 
 DEATHS = (2, 1)
-"""Number of tested cases in which the first rank is killed, and number of tested cases in which the
-second rank is killed. There are about 250 cases in total."""
+"""(number of tested kills of the first rank, number of tested kills of the second rank). There are
+about 250 possible kills."""
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +102,7 @@ def test_power_cuts_detect_a_missing_fsync(recorded, op):
 
 def test_power_cuts_detect_a_removal_before_the_commit(recorded):
     """In the recorded calls, put the removal of the oldest checkpoint before the rename that
-    commits the newest checkpoint. `replay` finds the fault."""
+    commits the newest checkpoint. `replay` must report a fault."""
     root, calls = recorded
     goes = next(n for n, c in enumerate(calls) if c.op == "rename" and "/step-" in c.path)
     sealed = [n for n, c in enumerate(calls[:goes]) if c.op == "rename" and "/step-" in c.other]

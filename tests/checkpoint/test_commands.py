@@ -191,8 +191,8 @@ def test_balance_is_of_the_ranks_and_nodes_of_a_stage():
 
 
 def test_transformers_loads_a_model_only_checkpoint(run_dir, tmp_path, capsys):
-    """The checkpoint has bf16 weights and no other tensors. Exports of this checkpoint and of the
-    full checkpoint have the same weights, bit by bit."""
+    """The checkpoint has bf16 weights and no other tensors. Exports of the model-only checkpoint
+    and of the full checkpoint have the same weights, bit by bit."""
     transformers = pytest.importorskip("transformers")
     path = store.model_path(run_dir, 6)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(path)
@@ -266,7 +266,7 @@ def test_a_checkpoint_with_deeply_nested_folders_is_listed(run_dir, tmp_path, ca
     checkpoint = tmp_path / source.name
     shutil.copytree(source, checkpoint)
     nested = Path(checkpoint, *["d"] * 1200)
-    subprocess.run(["mkdir", "-p", nested], check=True)  # Python's functions are recursive
+    subprocess.run(["mkdir", "-p", nested], check=True)  # os.makedirs is recursive
     (nested / "x").write_bytes(b"12345")
     try:
         statuses = [main(["checkpoint", "list", str(p), "--json"]) for p in (checkpoint, source)]

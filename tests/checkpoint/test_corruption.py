@@ -1,4 +1,5 @@
-"""If any file of the newest checkpoint is damaged, the older checkpoint is loaded."""
+"""Tests that a run loads the older of two checkpoints if any file of the newer checkpoint is
+damaged."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ def run_dir(tmp_path) -> Path:
 
 
 def load_as_a_run_does(run_dir: Path) -> int:
-    """Load the newest checkpoint without damage, check its elements, and return its step."""
+    """Load the newest undamaged checkpoint, check the loaded states, and return the step of the
+    checkpoint."""
     damaged = {}
     while True:
         start = store.decide_start(run_dir, "auto", damaged)
@@ -63,7 +65,8 @@ def test_after_any_damage_to_any_file_the_older_checkpoint_is_loaded(
         path.write_bytes(content)
         assert store.newest_valid(run_dir).step == 1, path.name
         assert "step-00000002" in capsys.readouterr().err
-        # A run does not read padding.
+        # A run does not read the padding in a shard file, and so does not detect damage of the
+        # padding.
         assert load_as_a_run_does(run_dir) == 1 or path.name == "shard-00000.bin"
         capsys.readouterr()
         path.write_bytes(whole)

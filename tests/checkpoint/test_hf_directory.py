@@ -119,7 +119,8 @@ def check_directory(path: Path, data: Path) -> None:
     for text, single, row in zip(PROMPTS, alone, together, strict=True):
         new = single[0, len(text_tokenizer.encode(text)) :]
         assert row[length : length + len(new)].tolist() == new.tolist()
-    # The second prompt ends at once, the first prompt one step later.
+    # The text generated for the second prompt ends with its first token, and the text for the first
+    # prompt with its second token.
     last = [text_tokenizer.encode(text)[-1] for text in PROMPTS]
     assert last[0] != last[1]
     end_with(model, {last[0]: last[1], last[1]: manifest.eos_id})
@@ -129,12 +130,12 @@ def check_directory(path: Path, data: Path) -> None:
 
 
 def end_with(model: torch.nn.Module, following: dict[int, int]) -> None:
-    """Set weights with which each token of `following` is followed by its value."""
+    """Set weights so that the model generates `following[token]` after each `token`."""
     torch.manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "o_proj" in name or "down_proj" in name:
-                parameter.zero_()  # only the last token selects the next token
+                parameter.zero_()  # no token before the last affects the next
         table = model.model.embed_tokens.weight.normal_()
         model.lm_head.weight.zero_()
         for token, after in following.items():
@@ -146,7 +147,8 @@ def eos_of(field: int | list[int]) -> list[int]:
 
 
 def exported(run: Path, out: Path, how: str) -> Path:
-    """Return a Hugging Face directory of a run, made by the command `how`."""
+    """Return a Hugging Face directory of a run: for "model-only" the checkpoint itself, otherwise
+    `out`, which the command of `how` writes."""
     if how == "model-only":
         return store.model_path(run, 2)
     command = ["checkpoint", "export"] if how == "export" else ["convert", "to-hf"]
@@ -227,8 +229,9 @@ def test_the_end_token_of_the_data_precedes_the_configured_tokens(run_dir):
 
 
 def source_directory(directory: Path, run: Path, **generation: object) -> dict[str, bytes]:
-    """Make a Hugging Face directory like a published one. Return the files that a conversion must
-    keep, by name."""
+    """Make a Hugging Face directory like those that are published, with `generation` added to
+    generation_config.json. Return a dict from the name to the content of each file that a
+    conversion must keep."""
     assert main(["convert", "to-hf", str(run), str(directory)]) == 0
     config = {"eos_token": {"content": "<|endoftext|>"}, "model_max_length": 77}
     config |= {"pad_token": "<|endoftext|>", "tokenizer_class": "GPTNeoXTokenizerFast", "x": 1}
@@ -307,7 +310,7 @@ def test_a_round_trip_replaces_ids_outside_the_vocabulary(run_dir, tmp_path, cap
     ],
 )
 def test_a_sidecar_file_of_another_type_is_not_copied(tmp_path, name, content):
-    """Such a file could be a link from a downloaded directory to another directory. The target of
+    """A sidecar file in a downloaded directory can be a link to another directory. The target of
     the link must not be published with the model."""
     secret, source, target = tmp_path / "secret", tmp_path / "source", tmp_path / "target"
     secret.write_bytes(content)

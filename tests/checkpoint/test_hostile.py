@@ -44,7 +44,8 @@ ROWS = (((0, 3), (0, 4)), ((3, 6), (0, 4)))
 def write_full(path: Path, frozen: str = "", order: Sequence[int] = range(4)) -> Path:
     """Write a full checkpoint of one writer. embed.weight has two slices, with the index ranges in
     ROWS. head.weight has two slices of 8 elements. The shard file contains all masters, then all
-    exp_avg, then all exp_avg_sq, each with the slices in `order`. `frozen` has only masters."""
+    exp_avg, then all exp_avg_sq, each with the slices in `order`. The parameter `frozen` has only
+    masters."""
 
     def write(directory: Path) -> None:
         slices = [
@@ -315,12 +316,14 @@ FIRST, SECOND = [0, 0, 0, 12, 4096, 4352, 4608], [0, 1, 0, 12, 4160, 4416, 4672]
     ],
 )  # fmt: skip
 def test_an_index_that_no_save_wrote_is_refused(checkpoint, capsys, change, message):
-    """`verify`, `show` and a load refuse the checkpoint."""
+    """`verify`, `show` and a load must refuse the checkpoint. A load detects only faults of a
+    single parameter and state."""
     rewrite_index(checkpoint, change)
     assert message in problem_of(checkpoint, capsys)
     with pytest.raises(CheckpointError, match=message.partition("exp_avg")[0]):
-        ShardWeights(read_manifest(checkpoint))  # reads every row, for conversions
-    # A load reads a single parameter and state. It cannot detect faults that concern several.
+        ShardWeights(read_manifest(checkpoint))  # reads every row, as conversions do
+    # A load reads each parameter and state separately, so it cannot detect faults that concern
+    # several of them.
     if any(text in message for text in ("two rows", "lacks some of its", "two consecutive")):
         return
     with pytest.raises(CheckpointError, match=r"^/[^\n]*$"):
@@ -431,7 +434,8 @@ def test_a_tokenizer_may_be_added_to_a_checkpoint_without_tokenizer(checkpoint):
 def test_folder_of_templates_with_too_many_entries_or_levels_is_refused(
     checkpoint, monkeypatch, limit
 ):
-    """The folder has three levels and three entries, two of which are folders."""
+    """The folder of templates and the two folders in it are three levels. The folder contains three
+    entries: two folders and a file."""
     (checkpoint / TEMPLATES / "a" / "b").mkdir(parents=True)
     (checkpoint / TEMPLATES / "x.jinja").write_text("{}")
     monkeypatch.setattr(format_module, limit, 3)
@@ -559,7 +563,7 @@ def test_a_fifo_is_refused_and_not_waited_for(checkpoint, name):
         read_manifest(checkpoint).verify()
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of numpy, whose result is checked
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of numpy: the code checks the result
 @pytest.mark.parametrize(
     ("old", "new"), [("[0,0", "[0--0"), ("],[", "],"), ("]]}", "],]}"), ("0,", "0-")]
 )

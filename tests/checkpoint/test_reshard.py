@@ -59,7 +59,7 @@ def test_intersect_returns_the_common_elements_of_two_boxes(dims):
         shape = tuple(generator.randint(4, 9) for _ in range(dims))
         whole = numpy.arange(numpy.prod(shape)).reshape(shape)
         disk, box = random_box(shape, generator), random_box(shape, generator)
-        if generator.random() < 0.3:  # often the boxes differ in only one dim
+        if generator.random() < 0.3:  # in these cases, the boxes differ in at most one dim
             box = (box[0], *disk[1:])
         full = ParamSlice("p", disk, 0, 10**6)
         size = len(take(whole, full._replace(box=box)))
@@ -135,7 +135,7 @@ def test_weights_are_assembled_from_the_slices_of_all_ranks(tmp_path, monkeypatc
         for name, start, values in weights.ranges():
             result[name].reshape(-1)[start : start + len(values)] = values
     assert all(numpy.array_equal(result[name], whole) for name, whole in states["master"].items())
-    if open_files == 32:  # with small blocks, few blocks are read twice
+    if open_files == 32:  # every file stays open, and few blocks are read twice
         assert shard_file.traffic["opens"] == 8
         blocks = sum(math.ceil(shard.size / 3 / BLOCK_BYTES) for shard in index.shards)
         assert shard_file.traffic["bytes"] <= 2 * blocks * BLOCK_BYTES + 8 * shard_file.HEADER_BYTES
@@ -146,7 +146,8 @@ def test_incomplete_weights_are_refused(tmp_path):
     holdings = Holdings(layout_config(mesh), mesh)
     index = save(tmp_path, holdings, whole_states(all_shapes(holdings)))
     raw = json.loads(index.lines["embed.weight"])
-    for rows in (raw["rows"][:-1], [*raw["rows"][:-1], raw["rows"][0]]):  # equal number of elements
+    # A row is missing, or another row is in its place and the number of elements is correct.
+    for rows in (raw["rows"][:-1], [*raw["rows"][:-1], raw["rows"][0]]):
         line = json.dumps(raw | {"rows": rows})
         less = replace(index, lines={**index.lines, "embed.weight": line})
         with pytest.raises(CheckpointError, match="every element of parameter embed.weight"):
@@ -179,9 +180,9 @@ def processor_s(function, *arguments):
 
 
 def test_planning_for_ten_thousand_ranks_opens_few_files_and_reads_no_more(capsys):
-    """Print the processor times for the plans of all writers, for the index, and for the reads of a
-    rank under another layout. These times depend on the machine, so the test does not check
-    them."""
+    """The test checks the files and elements that a rank reads under another layout. It prints the
+    processor times of the plans of all writers, of the index, and of the plan of the reads, but
+    does not check these times, because they depend on the machine."""
     path = CONFIGS / "model" / "mula-220b-a10b.toml"
 
     def holdings(mesh: Mesh, sharding: str) -> Holdings:
@@ -190,9 +191,11 @@ def test_planning_for_ten_thousand_ranks_opens_few_files_and_reads_no_more(capsy
 
     saved = holdings(Mesh(pp=2, dp=416, ep=12), "epso")
     assert saved.mesh.world_size == 9984
-    shapes = saved.of(0).shapes | saved.of(9983).shapes  # of the two stages
+    shapes = saved.of(0).shapes | saved.of(9983).shapes  # of both stages
     of_writers, written = 0.0, []
-    gc.disable()  # only the first of real ranks keeps all reports
+    # In a run, only the first rank has all reports. Garbage collection would scan the reports of
+    # this test many times, and the measured times would include the scans.
+    gc.disable()
     for rank in range(9984):
         holding, coordinate = saved.of(rank), saved.mesh.coordinate(rank)
         seconds, slices = processor_s(

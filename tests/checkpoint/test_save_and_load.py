@@ -22,7 +22,8 @@ from tests.kit.runs.results import read_whole
 
 
 def with_a_master_alone(step: int) -> RankStates:
-    """Return states whose first chunk is frozen: a bf16 master without moments."""
+    """Return states in which the first chunk is frozen: the chunk has a bf16 master and no
+    moments."""
     states = saves.make_states(step)
     first, *others = states.shards
     values = torch.arange(first.chunk.length) + step

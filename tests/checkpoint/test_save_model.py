@@ -65,8 +65,8 @@ def masters_of(shapes: dict[str, tuple[int, ...]]) -> RankStates:
 
 
 def peak_of_saving(tree: dict[str, Any], folder: str, staged: bool) -> tuple[int, int]:
-    """Save a model. Return the peak increase of memory during the save and the size of the model,
-    in bytes."""
+    """Save a model. Return (peak increase of memory during the save, size of the model), both in
+    bytes."""
     config = make_config(tree).model
     shapes = {name: tuple(p.shape) for name, p in whole_model(config).named_parameters()}
     states, limits = masters_of(shapes), {"limit_s": 60.0, "begin_s": 60.0}
@@ -132,8 +132,8 @@ def break_file(how: Callable[[Path], None]) -> None:
 
 
 def rewrite(change: Callable[[bytes, int], bytes]) -> Callable[[], None]:
-    """Return a function that replaces the content of a file by `change(content, offset of the end
-    of the header)`."""
+    """Return a function that patches the commit as `break_file` does. The damaged file has the
+    content `change(content, end of the header in bytes)`."""
 
     def how(path: Path) -> None:
         content = path.read_bytes()
@@ -173,7 +173,8 @@ def test_lost_writes_are_detected_before_the_commit(ranks, tiny_data, tmp_path, 
 
 
 def save_in_files_of(limit: int, path: Path) -> tuple[ModelConfig, RankStates]:
-    """Save a model of random values."""
+    """Save a model with random weights, with at most `limit` bytes in each file. Return the
+    configuration of the model and the saved states."""
     weights.plan_hf = partial(plan_hf, file_bytes=limit)
     config = make_config(tiny_tree("d", "r")).model
     shapes = {name: tuple(p.shape) for name, p in whole_model(config).named_parameters()}

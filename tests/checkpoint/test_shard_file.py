@@ -45,7 +45,8 @@ def test_hashes_are_those_of_the_blocks_in_the_file(tmp_path):
 
 
 def test_whole_blocks_are_written_directly_if_possible(tmp_path, monkeypatch):
-    """After the first direct write that the file system refuses, writes use the page cache."""
+    """Whole blocks are written with O_DIRECT. After the first direct write that the file system
+    refuses, all writes use the page cache."""
     monkeypatch.setattr(shard_file, "BLOCK_BYTES", 8192)
     try:
         os.close(os.open(tmp_path / "probe", os.O_CREAT | os.O_WRONLY | os.O_DIRECT))
@@ -86,8 +87,9 @@ def test_a_finished_file_is_durable_with_all_its_bytes(tmp_path, monkeypatch, di
 
 
 def broken_at(block, error, seen):
-    """Return an os.write that needs two calls for each block. The second call for block number
-    `block`, counted from 1, raises `error`."""
+    """Return a replacement of os.write that needs two calls for each block. The second call for
+    block number `block`, counted from 1, raises an OSError with the errno `error`. Each call
+    appends its thread to `seen`."""
     plain, count = os.write, [0]
 
     def write(fd, data):
@@ -105,13 +107,14 @@ def broken_at(block, error, seen):
 def test_an_error_of_the_writing_thread_is_raised_by_the_writer(
     tmp_path, monkeypatch, block, error
 ):
-    """The error is in the first block, a middle block or the last block. No thread is left."""
+    """The write of the first, a middle or the last block fails. Then no thread of the writer
+    remains."""
     seen, before = [], threading.active_count()
     monkeypatch.setattr(os, "write", broken_at(block, error, seen))
     with pytest.raises(OSError) as raised:
         write(tmp_path, [os.urandom(36_864)], direct=False)
     assert raised.value.errno == error
-    assert set(seen) - {threading.current_thread()} == set(seen)  # only another thread wrote
+    assert set(seen) - {threading.current_thread()} == set(seen)  # the main thread writes nothing
     assert threading.active_count() == before
     assert (tmp_path / "shard-00000.bin").stat().st_size < 5000 * block  # no later block is written
 
@@ -160,12 +163,12 @@ def test_a_block_is_filled_while_another_is_written(tmp_path, monkeypatch):
 
         owner = threading.Thread(target=fill)
         owner.start()
-        assert started.wait(60)  # the first block: the header and 904 bytes
+        assert started.wait(60)  # a full block: 4096 bytes of header, 904 of data
         deadline = time.monotonic() + 60
         while len(written) < 1 and time.monotonic() < deadline:
             time.sleep(0.01)
         time.sleep(0.2)
-        assert written == [0]  # the second call has filled the other buffer and waits
+        assert written == [0]  # the second write has filled the other buffer and waits
         resume.set()
         owner.join(60)
         assert written == list(range(8))

@@ -113,7 +113,7 @@ def test_shares_have_the_order_of_ranks():
 
 
 def written(config, mesh, scatter="balanced"):
-    """Yield, for each rank, the number of bytes that it writes for a single state, such as
+    """Yield, for each rank, the number of bytes that the rank writes for a single state, such as
     `master`."""
     holdings = Holdings(config, mesh)
     for rank in range(mesh.world_size):

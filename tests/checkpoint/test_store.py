@@ -65,7 +65,8 @@ def weights(tmp_path):
 
 
 def names(run_dir):
-    """Return the names in `checkpoints/`, without the workspace of a start."""
+    """Return the sorted names in `checkpoints/`, without the workspaces in which starts prepare
+    files."""
     directory = store.checkpoints_dir(run_dir)
     workspaces = find_workspaces(directory)
     return sorted(path.name for path in directory.iterdir() if path not in workspaces)
@@ -114,7 +115,7 @@ def test_remove_old_tries_all_checkpoints_and_returns_those_that_stay(tmp_path):
         save(tmp_path, step)
         save(tmp_path, step, "model")
     slot, model = store.full_path(tmp_path, 2), store.model_path(tmp_path, 3)
-    for number in range(20):  # so that some are listed after `data`
+    for number in range(20):  # so that some of these files follow `data`
         (model / f"more-{number}").touch()
     with immutable(slot, model / "data"):
         workspace = store.open_workspace(tmp_path)
@@ -163,9 +164,9 @@ def test_an_unfinished_save_that_cannot_be_removed_is_named_and_the_run_starts(t
 
 
 def test_a_checkpoint_that_cannot_be_moved_to_quarantine_ends_the_start(tmp_path):
-    """With `checkpoint.load=none`, a start moves old checkpoints to quarantine. If a checkpoint
-    cannot be moved, the start must fail. Otherwise the next start would load this checkpoint,
-    because it has the highest step."""
+    """With `checkpoint.load=none`, a start moves old checkpoints to quarantine (set-aside/). If a
+    checkpoint cannot be moved, the start must fail. Otherwise the next start would load this
+    checkpoint, because it has the highest step."""
     later = save(tmp_path, 8).path
     words = f"{later}: cannot be moved to set-aside/: Operation not permitted"
     with immutable(later), pytest.raises(CheckpointError, match=words):
@@ -200,7 +201,7 @@ def test_going_back_to_a_model_moves_later_checkpoints_to_quarantine_once(tmp_pa
     assert (start.step, start.full, start.path.name) == (10, None, "model-00000010")
     store.prepare_directory(tmp_path, start, store.open_workspace(tmp_path))
     assert names(tmp_path) == ["model-00000010", "set-aside"]
-    # After a failure, the same command continues from the newest checkpoint of that run.
+    # If the run fails, the same command continues from the newest checkpoint of the run.
     save(tmp_path, 15, origin="model@10")
     again = store.decide_start(tmp_path, "model@10")
     assert again.step == 15 and again.full is not None
@@ -324,7 +325,7 @@ def test_a_damaged_run_may_start_from_another_runs_checkpoint(tmp_path, weights)
 @pytest.mark.parametrize("then", ["auto", "the first command"])
 def test_a_run_that_went_back_to_a_model_does_not_start_again_unasked(tmp_path, weights, then):
     """With checkpoint.load = "model@10", the run started from the model-only checkpoint of step 10.
-    It was killed before its next save. A start with another checkpoint.load is refused."""
+    The run was killed before its next save. A start with another checkpoint.load is refused."""
     run, load = tmp_path / "run", str(weights)
     save(run, 10, "model", origin=load)
     save(run, 20, origin=load)
@@ -348,9 +349,9 @@ def test_a_run_without_its_full_checkpoints_does_not_start_again_unasked(tmp_pat
 
 
 def test_steps_of_models_count_from_the_start_of_their_run(tmp_path):
-    """A run started from step 10,000 of another run. If the newest model-only checkpoint of the run
-    is more than two checkpoint.interval (200 steps) after step 10,000 and no full checkpoint
-    exists, full checkpoints are missing, and a start is refused."""
+    """A run started from step 10,000 of another run and has no full checkpoint. If a model-only
+    checkpoint is more than two intervals of full checkpoints (200 steps) after step 10,000, full
+    checkpoints must have been lost, and a start is refused."""
     run, other = tmp_path / "run", tmp_path / "other"
     origin = str(save(other, 10_000).path)
     save(run, 10_200, "model", origin=origin)
@@ -362,7 +363,7 @@ def test_steps_of_models_count_from_the_start_of_their_run(tmp_path):
 
 def test_a_model_has_the_first_step_of_its_run(tmp_path):
     """A run started from step 10,000 of another run. Then the other run saves step 10,150. The
-    first step in checkpoints of the run is still 10,000."""
+    checkpoints of the first run still record 10,000 as their `first_step`."""
     run, other = tmp_path / "run", tmp_path / "other"
     save(other, 10_000)
     assert store.decide_start(run, str(other)).first_step == 10_000
