@@ -1,4 +1,5 @@
-"""Steps that an error ends early: the next step has the bits of an undisturbed run."""
+"""Tests of steps that an error ends early: the steps after the error compute the same bits as a run
+without errors."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ class StepError(Exception):
 def run_step(
     tower: Tower, engine: ChunkEngine, case: Case, number: int, at: tuple[str, int, int] | None
 ) -> None:
-    """Run a step, or raise StepError at (phase, microbatch, layer)."""
+    """Run a step. If `at` is not None, the step raises StepError at `at` = (phase, microbatch,
+    layer)."""
 
     def fail_at(phase: tuple[str, int, int]) -> None:
         if phase == at:
@@ -57,8 +59,9 @@ def run_step(
 
 
 def masters(case: Case, seed: int | None) -> torch.Tensor:
-    """Train, and return all master weights as one tensor. If `seed` is not None, errors end random
-    steps early, and parameters are used between steps."""
+    """Train `case.steps` steps, and return all master weights as one tensor. If `seed` is not None,
+    further steps, each of which ends with an error, come at random times between these steps. A
+    forward after each error uses the parameters."""
     tower, chance = Tower(case.n), random.Random(seed)
     engine = make_engine(tower, case, ALONE)
     for step in range(case.steps):

@@ -1,5 +1,5 @@
-"""States on disk: training gives the same bits as with states on the device, errors of the disk end
-a run, and the file is removed."""
+"""Tests of states on disk: training gives the same bits as with states on the device, an error of
+the disk ends a run, and the file of the states is removed."""
 
 from __future__ import annotations
 
@@ -41,8 +41,9 @@ def make_tier(directory: Path, length: int = 5000, rank: int = 0) -> tuple[DiskT
 
 
 def random_case(generator: random.Random, directory: Path) -> Case:
-    """Return a random plan of a tower with states on disk."""
-    n = generator.randint(2, 8)  # also more than BUFFERS
+    """Return random settings of a training of a tower (a stack of equal layers) whose states are on
+    disk, all or some of them."""
+    n = generator.randint(2, 8)  # can exceed BUFFERS
     rates = [CHUNK * 4 / generator.choice([1e-5, 1e-3, 3e-3]) for _ in range(5)]
     keys = ("to_device", "to_host", "host_adam", "disk_read", "disk_write")
     return Case(
@@ -77,7 +78,7 @@ def test_random_plans_train_to_the_bits_of_states_on_the_device(tmp_path, monkey
 
 
 def test_a_missing_wait_for_writes_changes_bits(tmp_path, monkeypatch):
-    """Each write takes 30 ms. If code that reads the masters does not wait for the writes, it reads
+    """Each write takes 30 ms. Without the wait for the writes, code that reads the masters reads
     old values."""
     links = Links(to_device=1e12, to_host=1e12, host_adam=1e12, disk_read=1e12, disk_write=4e5)
     case = Case(2, 2, parameters=False, steps=3, host_share=1.0, poison=True, links=links)
@@ -110,8 +111,8 @@ def test_states_that_are_set_after_an_update_stay_set(tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bytes_of_each_tier_are_counted(tmp_path, dtype):
-    """The file has masters and moments, or only moments if the parameters are the masters. The size
-    of the host memory for the updates does not depend on the number of chunks."""
+    """The file has masters and moments, or only moments if the parameters are the masters. For the
+    updates, the host has buffers for at most BUFFERS chunks."""
     states, per_state = (2 if dtype is torch.float32 else 3), 4 * CHUNK
     for n, share, on_disk in ((4, 0.5, 2), (4, 1.0, 4), (6, 0.9, 6)):
         case = Case(n, parameters=False, host_share=1.0, disk_share=share, disk=str(tmp_path))
@@ -171,8 +172,9 @@ def test_any_range_of_a_buffer_is_read_and_written(tmp_path, monkeypatch, most):
 
 
 def failing(call: Any, fails: Any) -> Any:
-    """Return a function that calls `fails` and then `call`. The function returns the result of
-    `fails`, or the result of `call` if the result of `fails` is None."""
+    """Return a replacement of the system call `call`. The replacement first calls `fails(fd)`,
+    which can raise an error, and then `call`. It returns the result of `fails` or, if this result
+    is None, the result of `call`."""
 
     def function(fd: int, buffers: list[memoryview], at: int) -> int:
         changed = fails(fd)
@@ -183,7 +185,8 @@ def failing(call: Any, fails: Any) -> Any:
 
 
 def run_with_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, fails: Any) -> Any:
-    """Train two steps of which the second fails. Return the engine and its error."""
+    """Complete a training step. Then let each call of `os.<name>` fail as defined by `fails`, and
+    train until a step raises an error. Return (engine, message of the error)."""
     case = Case(6, 2, parameters=False, host_share=1.0, disk_share=0.5, disk=str(tmp_path))
     tower = Tower(6)
     engine = make_engine(tower, case._replace(dtype=torch.bfloat16), ALONE)
@@ -252,8 +255,8 @@ def test_an_error_of_the_last_write_is_raised_by_wait(tmp_path, monkeypatch):
 
 
 def test_close_of_a_file_waits_for_its_reads_and_writes(tmp_path, monkeypatch):
-    """Otherwise, a read or write could use the closed descriptor after another file has received
-    the same number."""
+    """If `close` did not wait, a read or write could use the number of the closed descriptor after
+    another file has received this number."""
     file = StateFile(tmp_path, 0, 4096)
     begins, is_complete = threading.Event(), threading.Event()
 
@@ -274,8 +277,8 @@ def test_close_of_a_file_waits_for_its_reads_and_writes(tmp_path, monkeypatch):
 
 
 def test_an_error_of_a_block_waits_for_the_other_blocks(tmp_path, monkeypatch):
-    """The caller can free the memory as soon as the error is raised, so no other block may be in
-    progress then."""
+    """A read is divided into blocks. If the read of a block fails, the error must be raised only
+    after the reads of all blocks have ended, because the caller can then free the memory."""
     monkeypatch.setattr(state_file, "BLOCK_BYTES", 4096)
     tier, flat = make_tier(tmp_path)
     active: list[int] = []
@@ -298,7 +301,8 @@ def test_an_error_of_a_block_waits_for_the_other_blocks(tmp_path, monkeypatch):
 
 
 def test_an_error_of_an_update_ends_the_reads(tmp_path, monkeypatch):
-    """The raised error is the error of the update. After it, no thread waits for a free buffer."""
+    """The engine raises the error of the update. After the error, no thread waits for a free
+    buffer."""
     case = Case(8, parameters=False, host_share=1.0, disk_share=1.0, disk=str(tmp_path))
     engine = make_engine(Tower(8), case, ALONE)
     engine.start_step()
@@ -333,7 +337,7 @@ def test_a_second_run_is_refused(tmp_path, monkeypatch):
     tier.close()
     other.close()
     assert not list(tmp_path.iterdir())
-    with open(tmp_path / "optimus-states-rank00000", "wb") as file:  # like another process
+    with open(tmp_path / "optimus-states-rank00000", "wb") as file:  # as another process does
         fcntl.flock(file, fcntl.LOCK_EX)
         with pytest.raises(ConfigError) as refused:
             make_tier(tmp_path)
@@ -373,7 +377,8 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_files_of_a_killed_run_are_replaced(tmp_path):
-    """A run with three ranks was killed. The next run, with one rank, removes all its files."""
+    """A run with three ranks was killed. The next run, with one rank, removes all files of the
+    killed run."""
     command = [sys.executable, "-c", KILLED, str(tmp_path)]
     assert subprocess.run(command, cwd=Path(__file__).parents[2]).returncode == -9
     assert len(list(tmp_path.iterdir())) == 3
@@ -464,7 +469,8 @@ def test_another_file_with_the_name_is_refused(tmp_path, kind):
     ("length", "needed", "missing"), [(400_000, 1_601_536, 552_960), (200_000, 802_816, 557_056)]
 )
 def test_a_full_disk_is_refused_with_the_missing_bytes(tmp_path, length, needed, missing):
-    """The first buffer does not fit, or a buffer that is added later does not."""
+    """In the first case, the first buffer of the file does not fit on the disk. In the second case,
+    the second buffer does not fit."""
     folder = tmp_path / "disk"
     with small_disk(folder, "1m"):
         with pytest.raises(ConfigError) as refused:

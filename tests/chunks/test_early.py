@@ -1,5 +1,5 @@
-"""Early updates (updates on the host that begin during backward), and gradients that are copied
-from the device in bf16."""
+"""Tests of early updates (updates on the host that begin during backward), and of gradients that
+are copied from the device in bf16."""
 
 from __future__ import annotations
 
@@ -37,8 +37,9 @@ LINKS = Links(to_device=RATE, to_host=RATE, host_adam=CHUNK / 0.001)
 
 @pytest.mark.parametrize("seed", range(24))
 def test_random_plans_with_early_updates_change_no_bit(seed):
-    """Train with random plans, with NaN in freed and in spare buffers. The norms of successive
-    steps are clipped, not clipped and not finite, in any order."""
+    """Train with random plans, with NaN in freed and in spare buffers. Random steps multiply the
+    gradients by another factor than expected, as if the norm was clipped, or have no update, as if
+    a gradient was not finite. The results have the same bits as with all states on the device."""
     chance = random.Random(seed)
     n, microbatches = chance.randint(2, 6), chance.choice((1, 2, 3))
     case = Case(
@@ -66,8 +67,9 @@ def test_random_plans_with_early_updates_change_no_bit(seed):
 
 
 def test_updates_begin_in_backward_and_are_used_unless_the_norm_is_unexpected(monkeypatch):
-    """All early updates end before the norm is known. A step whose norm is clipped, or is not
-    finite, does not use them."""
+    """Early updates multiply gradients by the factor that the start of the step expects. All early
+    updates end before the norm is known. The step uses the early updates only if the factor that
+    follows from the norm is the expected factor, and not if the step has no update (None)."""
     case = Case(4, 2, 2, parameters=False, host_share=0.7, early=True)
     tower = Tower(4)
     engine = make_engine(tower, case, ALONE)
@@ -121,9 +123,10 @@ def test_as_many_chunks_are_updated_early_as_have_spare_buffers():
 @pytest.mark.parametrize("rounds", [False, True])
 @pytest.mark.parametrize(("slots", "microbatches"), [(1, 1), (2, 3), (4, 2)])
 def test_link_bytes_equal_the_formula(slots, microbatches, rounds):
-    """All states of n bf16 chunks of C elements are on the host. A step with k microbatches in turn
-    and B slots copies 2 (2kn - (2k-1)B) C + gknC bytes, with g = 2 for bf16 gradients and 4 for
-    fp32 gradients: with one microbatch 2 (2n - B) C + gnC."""
+    """All states of n bf16 chunks of C elements are on the host. The cache on the device has B
+    slots. A step that runs k microbatches one after the other copies 2 (2kn - (2k-1)B) C + gknC
+    bytes. A gradient has g = 2 bytes (bf16) or g = 4 bytes (fp32). With one microbatch, the formula
+    is 2 (2n - B) C + gnC."""
     n, k, g = 5, microbatches, 2 if rounds else 4
     case = Case(n, slots, k, dtype=BF16, parameters=False, host_share=1.0, rounds=rounds)
     case = case._replace(steps=3, early=True, surprises=".cs")
@@ -138,8 +141,8 @@ def test_link_bytes_equal_the_formula(slots, microbatches, rounds):
 
 
 def test_gradients_are_rounded_once_for_each_microbatch():
-    """The sum of a step is the fp32 sum of the rounded gradients of its microbatches, for chunks on
-    the device and on the host."""
+    """The gradient of a step is the fp32 sum of the gradients of its microbatches, each rounded to
+    bf16. This is true for chunks on the device and for chunks on the host."""
     for share in (0.0, 0.5, 1.0):
         case = Case(4, 4, 3, parameters=False, gradients=share > 0, host_share=share, rounds=True)
         tower, plain = Tower(4), Tower(4)
@@ -166,9 +169,9 @@ class GatedAdamW(AdamW):
         self.gate, self.started = threading.Event(), threading.Event()
         self.fails = fails
         self.early: list[int] = []
-        """Chunks with a complete early update."""
+        """Numbers of the chunks whose early update is complete, in the order of the updates."""
         self.in_place: list[int] = []
-        """Chunks with an update that was not early."""
+        """Numbers of the chunks with an update that was not early, in the order of the updates."""
 
     def update_into(self, into: ShardBuffers, state: ChunkState, *arguments: Any) -> None:
         self.started.set()
@@ -231,7 +234,8 @@ def test_early_updates_that_have_not_started_are_cancelled(monkeypatch):
 
 
 def test_early_updates_of_a_step_without_update_are_cancelled():
-    """A gradient is not finite, so the step has no update, and the next step begins."""
+    """The first step has no update, as if a gradient was not finite. When the next step begins,
+    early updates of the first step that have not started are cancelled."""
     tower, engine, optimizer = make_gated(GATED)
     run_to_norm(tower, engine, 0)
     assert optimizer.started.wait(30)

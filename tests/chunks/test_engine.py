@@ -1,5 +1,5 @@
-"""The engine on one rank: parameters as views, updates, fp32 gradients, tied parameters, and the
-norm."""
+"""Tests of the chunk engine on one rank: parameters as views, updates, fp32 gradients, tied
+parameters, and the norm."""
 
 from __future__ import annotations
 
@@ -80,9 +80,9 @@ def test_parameters_become_aligned_views_with_the_same_values(dtype):
 
 
 def test_update_equals_torch_adamw_to_the_last_bit():
-    """Train a model and its copy for three steps, the copy with torch's fused AdamW. The gradient
-    norms agree. The parameters have the same bits if their size is a multiple of ALIGNMENT, and are
-    close otherwise."""
+    """Train a model with the engine, and a copy of the model with torch's fused AdamW, for three
+    steps. The gradient norms agree. The parameters have the same bits if their size is a multiple
+    of ALIGNMENT, and are close otherwise."""
     model = make_model()
     reference = copy.deepcopy(model)
     engine = make_engine(model)
@@ -100,16 +100,16 @@ def test_update_equals_torch_adamw_to_the_last_bit():
         engine.update(OPTIM.lr)
         optimizer.step()
     for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
-        # torch uses another formula for the last elements that do not fill a vector. Chunks are
-        # padded, so the engine has no such elements.
+        # For the last elements of a tensor, which do not fill a vector register, torch uses another
+        # formula. Chunks are padded, so the engine has no such elements.
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7, msg=name)
         if theirs.numel() % ALIGNMENT == 0:
             assert torch.equal(ours, theirs), name
 
 
 def test_bf16_parameters_follow_fp32_masters():
-    """Update bf16 parameters with a small learning rate. The masters change by less than a bf16
-    step, and each parameter is its master in bf16."""
+    """Update bf16 parameters with a small learning rate. The masters change by less than the
+    distance of neighbouring bf16 values, and each parameter is its master rounded to bf16."""
     model = make_model()
     engine = make_engine(model, torch.bfloat16)
     for seed in range(4):
@@ -127,8 +127,8 @@ def test_bf16_parameters_follow_fp32_masters():
 
 @pytest.mark.parametrize("natively", [True, False])
 def test_bf16_accumulation_over_microbatches_is_fp32(monkeypatch, natively):
-    """Run five microbatches of a bf16 model, with `Tensor.grad_dtype` or with a hook that widens.
-    The gradients are the fp32 sums of the bf16 gradients of each microbatch."""
+    """Run five microbatches of a bf16 model, with `Tensor.grad_dtype` or with a hook that converts
+    gradients to fp32. The gradients are the fp32 sums of the bf16 gradients of each microbatch."""
     if natively and not grad_reducer._WIDENS_NATIVELY:
         pytest.skip("this torch has no Tensor.grad_dtype")
     monkeypatch.setattr(grad_reducer, "_WIDENS_NATIVELY", natively)
@@ -150,7 +150,7 @@ def test_bf16_accumulation_over_microbatches_is_fp32(monkeypatch, natively):
 def test_tied_embedding_gradients_of_both_uses_are_added_once():
     """Run a step with tied embeddings. Each use of the parameter has a separate gradient. The
     parameter has the sum of the two gradients, and the norm counts this sum once. After the update,
-    the model computes the same output as a model that loads its parameters."""
+    the model computes the same output as a second model that loads the parameters of the first."""
     model = make_model(model__tie_embeddings=True)
     reference = copy.deepcopy(model)
     engine = make_engine(model)
@@ -266,8 +266,8 @@ def test_norm_of_gradients_whose_squares_overflow_is_finite():
 
 def test_parameters_of_several_dtypes_train_in_their_dtypes():
     """Train a bf16 model with an fp32 output layer and a frozen fp16 input layer, with all states
-    on the device and with states on the host. Each parameter keeps its dtype, and both placements
-    give the same bits. The fp32 layer equals the layer that torch's AdamW trains."""
+    on the device, and with some or all states on the host. Each parameter keeps its dtype, and all
+    placements give the same bits. The fp32 layer equals the layer that torch's AdamW trains."""
     finals = []
     for share in (0.0, 0.7, 1.0):
         torch.manual_seed(3)

@@ -1,5 +1,5 @@
-"""Launches of gradient reductions: their time and order, and checks of gradients. Hooks of
-segments."""
+"""Tests of GradReducer: the time and order in which reductions of buckets (the gradients of a
+chunk) are launched, and checks of gradients. Tests of the hooks of segments."""
 
 from __future__ import annotations
 
@@ -43,9 +43,10 @@ def run_backward(net: Net) -> None:
 def make_reducer(
     net: Net, overlap: bool = True, frees_buffers: bool = False
 ) -> tuple[GradReducer, list[int]]:
-    """Return a reducer with a chunk for each layer, and the list of the chunks that it launches.
+    """Return (reducer with a chunk for each layer, list of the numbers of launched chunks).
 
-    The reduce group has two ranks, but the reductions only record the number of the chunk.
+    The reduce group has two ranks. Instead of a reduction, a launch only appends the number of the
+    chunk to the list.
     """
     named, states = dict(net.named_parameters()), []
     memory = Memory(torch.device("cpu"))
@@ -102,8 +103,8 @@ def test_buckets_are_launched_in_the_last_backward_as_soon_as_they_are_complete(
 @pytest.mark.parametrize("overlap", [True, False])
 def test_a_bucket_without_gradient_is_launched_at_the_end_and_delays_later_buckets(overlap):
     """In each of two steps, a weight of the middle layer receives no gradient. With overlap, the
-    last backward launches only the bucket of the last layer. Without overlap, it launches none.
-    `reduce` launches the other buckets."""
+    last backward launches only the bucket of the last layer. Without overlap, the last backward
+    launches no bucket. `reduce` launches the other buckets."""
     net = Net(has_unused=True)
     reducer, launched = make_reducer(net, overlap)
     for _ in range(2):  # a bucket that was ready in a step is not ready in the next step
@@ -168,8 +169,9 @@ def test_each_buffer_is_passed_to_before_reduce_before_its_launch():
 @pytest.mark.parametrize("number", [0, 2])
 @pytest.mark.parametrize("in_backward", [True, False])
 def test_a_replaced_gradient_is_an_error(number, in_backward):
-    """Replace the `.grad` of a weight before backward. Its bucket is not launched, and an error
-    names the parameter, because the values of a `.grad` outside of the chunk would be lost."""
+    """Replace the `.grad` of a weight before backward. The bucket of the weight is not launched,
+    and an error names the parameter, because the values of a `.grad` outside of the chunk would be
+    lost."""
     net = Net()
     reducer, launched = make_reducer(net)
     net.layers[number].weight.grad = None
@@ -181,8 +183,8 @@ def test_a_replaced_gradient_is_an_error(number, in_backward):
 
 
 def test_a_gradient_replaced_after_the_launch_is_an_error():
-    """Replace the `.grad` of a bias after its bucket is launched. `reduce` raises an error that
-    names the parameter."""
+    """Replace the `.grad` of a bias after the bucket of the bias is launched. `reduce` raises an
+    error that names the parameter."""
     net = Net()
     reducer, _ = make_reducer(net)
     with reducer.last_backward(0):
@@ -234,9 +236,9 @@ def test_buffers_that_an_abandoned_step_allocated_are_not_reduced():
 
 @pytest.mark.parametrize("in_backward", [True, False])
 def test_segments_report_their_uses_before_they_compute(in_backward):
-    """Register the hooks of three segments and run a forward and a backward. Each forward is
-    reported before the layer computes, and each backward before the gradient of the layer. Without
-    `in_backward`, only forwards are reported."""
+    """Register the hooks of three segments and run a forward and a backward. The forward of a layer
+    is reported before the layer computes, and the backward of a layer before its gradient is
+    computed. Without `in_backward`, only forwards are reported."""
     net, events = Net(), []
     segments = [
         ModelSegment(f"layer {number}", 0, (), partial(register_module, layer))

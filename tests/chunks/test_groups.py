@@ -71,8 +71,9 @@ ORDER = {name: SHAPES[name] for name in ("first", "third", "second")}
     ],
 )
 def test_the_first_parameter_that_differs_is_named_on_all_ranks(ranks, other, options, message):
-    """The last of three ranks has its parameters in another order, with another shape, without
-    some, with one more, or with other options. All ranks raise the same error, in one line."""
+    """On the last of three ranks, the parameters have another order, a parameter has another shape,
+    two parameters are missing, there is an additional parameter, or the parameters have other
+    options. All ranks raise the same error, in one line."""
     results = ranks(3, build, other, options)
     assert len({text for text, _ in results}) == 1
     with pytest.raises(ConfigError, match=message):
@@ -81,8 +82,8 @@ def test_the_first_parameter_that_differs_is_named_on_all_ranks(ranks, other, op
 
 
 def test_ranks_that_agree_exchange_only_hashes(ranks):
-    """Three ranks have the same parameters. None raises an error, and the meter counts no
-    collective of tensors."""
+    """Three ranks have the same parameters. No rank raises an error, and the meter counts no
+    collective on tensors."""
     assert ranks(3, build, None, None) == [("", 0)] * 3
 
 
@@ -108,8 +109,8 @@ def build_on_different_stages() -> str:
 
 
 def test_a_class_that_another_rank_lacks_is_an_error(ranks):
-    """Each of two ranks has a class of parameters that the other rank lacks. Without the check,
-    each rank would wait forever in the collectives of its class. Both ranks raise an error
-    instead."""
+    """Each of two ranks has a class of parameters (parameters with the same process groups) that
+    the other rank lacks. Without the check, each rank would wait forever in the collectives of its
+    class. Both ranks raise an error instead."""
     for text in ranks(2, build_on_different_stages):
         assert text.startswith("parameter first") and "not on all ranks" in text

@@ -36,9 +36,10 @@ def random_parameters(seed: int) -> list[Parameter]:
 @pytest.mark.parametrize("target", [1, 1000, 10**6])
 @pytest.mark.parametrize("seed", range(20))
 def test_each_parameter_has_an_aligned_slot(seed, target):
-    """Make the layout of random parameters of up to three keys. Each parameter has one slot, in a
-    chunk of its key. Slots and shards are aligned, and slots do not overlap. Chunks of a key have
-    the same length except the last, and the slots of a key are in order of first use."""
+    """Make the layout of random parameters with up to three keys. Each parameter has one slot, in a
+    chunk whose parameters all have the key of this parameter. Slots and shards are aligned, and
+    slots do not overlap. All chunks of a key except the last have the same length, and the slots of
+    a key are in order of first use."""
     parameters = random_parameters(seed)
     layout = lay_out(parameters, target)
     slots = {slot.name: slot for slot in layout.slots}
@@ -55,7 +56,7 @@ def test_each_parameter_has_an_aligned_slot(seed, target):
         )
     for number, chunk in enumerate(layout.chunks):
         assert chunk.number == number and chunk.length % (chunk.reduce_size * ALIGNMENT) == 0
-        assert 2 * chunk.shard_length % 64 == 0  # bytes of bf16
+        assert 2 * chunk.shard_length % 64 == 0  # bytes of a bf16 shard
         assert chunk.shard_length * chunk.shard_size == chunk.length
         assert chunk.used == sum(math.prod(slot.shape) for slot in chunk.slots)
         for before, after in itertools.pairwise(chunk.slots):
@@ -98,9 +99,9 @@ def test_padding_of_real_models_is_at_most_max_waste(model, mesh, target):
 
 
 def test_best_length_with_little_padding_is_the_nearest_to_the_target():
-    """For 32,000 elements, less than 80 elements of padding count as none. The function therefore
-    returns the target 16,032, with 32 elements of padding, although the length 16,000 needs no
-    padding."""
+    """For 32,000 elements, `best_length` treats less than 80 elements of padding as no padding. For
+    the target 16,032 it therefore returns 16,032, which causes 32 elements of padding, although the
+    length 16,000 causes none."""
     assert best_length([320] * 100, 16_032, 1) == 16_032  # 32 elements of padding
     assert best_length([320] * 100, 16_096, 1) == 16_000
 

@@ -1,4 +1,4 @@
-"""Memory of chunks: freed buffers, and copies in threads."""
+"""Tests of the memory of chunks: freed buffers, and copies that threads make."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def copy_threads() -> list[threading.Thread]:
 
 @pytest.mark.parametrize("closes", [True, False])
 def test_threads_of_copies_end_after_all_copies(closes):
-    """The memory is closed, or it is deleted without `close`."""
+    """The threads that make copies complete all copies and end, also if the memory is deleted
+    without a call of `close`."""
     before, memory = copy_threads(), slow_memory()
     host, zeros = (memory.new(1000, torch.float32, Tier.HOST) for _ in range(2))
     uploaded, followed = torch.ones(1000), []
@@ -59,7 +60,7 @@ def test_threads_of_copies_end_after_all_copies(closes):
 
 @pytest.mark.parametrize("argument", ["after", "then"])
 def test_error_in_a_thread_is_raised_by_wait(argument):
-    """The thread then makes the next copy."""
+    """After the error, the thread makes the next copy."""
     memory, values = slow_memory(), torch.ones(8)
     host = memory.new(8, torch.float32, Tier.HOST)
 

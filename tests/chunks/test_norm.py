@@ -10,7 +10,7 @@ from optimus.chunks.norm import _BLOCK, _block_norms
 
 
 class CountedOps(TorchDispatchMode):
-    """Counts the calls of ops, each of which is at least one launch on a GPU."""
+    """Counts the calls of torch ops. On a GPU, each op launches at least one kernel."""
 
     calls = 0
 
@@ -32,8 +32,8 @@ def test_norms_of_blocks_are_those_of_the_slices(size: int, dtype: torch.dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_number_of_launches_does_not_grow_with_the_size(dtype: torch.dtype):
-    """On the device "meta", the norm uses the same code as on GPUs, where each launch takes about
-    10 us."""
+    """The norm calls the same ops on the device "meta" as on a GPU, where the launch of a kernel
+    takes about 10 us."""
     counts = []
     for blocks in (2, 1000):
         with CountedOps() as ops:

@@ -1,4 +1,4 @@
-"""Options of parameters, selected by patterns of parameter names."""
+"""Tests of options of parameters, which patterns of parameter names select."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ def optim(*groups: dict, frozen: tuple[str, ...] = ()) -> OptimConfig:
 
 
 def test_frozen_has_precedence_over_the_first_matching_group():
-    """Two groups and a frozen pattern match different parameters. Each parameter has the options of
-    its entry, and a parameter without an entry has the default."""
+    """The patterns of two groups match a common parameter, which has the options of the first
+    group. A parameter that a frozen pattern matches is frozen, and a parameter that no pattern
+    matches has the defaults."""
     settings = optim(
         {"pattern": "*norm*", "weight_decay": 0.0},
         {"pattern": "blocks.[01].*", "lr_scale": 0.5},
@@ -50,16 +51,16 @@ def test_frozen_has_precedence_over_the_first_matching_group():
     ],
 )
 def test_a_pattern_without_effect_is_an_error(settings, message):
-    """A pattern matches no parameter, matches only parameters of earlier entries, or freezes all
-    parameters. The error has the key and the value of the pattern."""
+    """A pattern matches no parameter, matches only parameters that earlier patterns match, or
+    freezes all parameters. The error contains the key and the value of the pattern."""
     with pytest.raises(ConfigError, match=message):
         check_patterns(settings, NAMES)
 
 
 def test_each_pattern_is_compiled_once():
     """Check 528 groups, each with the pattern of one parameter. Each pattern is compiled once.
-    fnmatch caches only 256 patterns: with it, each pattern was compiled again for each name, and
-    the check took minutes."""
+    fnmatch caches only 256 patterns: with this cache, each pattern was compiled again for each
+    name, and the check took minutes."""
     names = [f"blocks.{layer}.weight_{number}" for layer in range(48) for number in range(11)]
     settings = optim(*({"pattern": name, "lr_scale": 0.5} for name in names))
     options._compiled.cache_clear()

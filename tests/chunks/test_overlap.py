@@ -1,5 +1,5 @@
-"""Overlap of communication with computation: results keep their bits, and collectives are launched
-at the right time."""
+"""Tests of the overlap of communication with computation: results have the same bits as without
+overlap, and collectives are launched at the right time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from tests.kit.runs.tiny import tiny_tree
 from tests.kit.runs.training import train_on
 
 FAST = {
-    # "auto" measures times and may choose another implementation, with other bits, in another run.
+    # "auto" chooses an implementation by measured times. Two runs can make different choices, whose
+    # results differ in some bits.
     "kernels__grouped_gemm": "loop",
     "parallel__ep_dispatch": "allgather",
     "train__max_steps": 4,
@@ -67,7 +68,7 @@ INTERLEAVED = {
                 **ZERO_BUBBLE,
                 "model__tie_embeddings": True,
                 "train__dtype": "fp16",
-                "optim__loss_scale": 2.0**36,  # the first updates are skipped
+                "optim__loss_scale": 2.0**36,  # fp16 overflows, so the first updates are skipped
                 "optim__frozen": ["embed.*", "blocks.0.attention.*_proj.weight"],
                 "optim__groups": [{"pattern": "*norm*", "weight_decay": 0.0}],
             },
@@ -106,8 +107,8 @@ def test_overlap_changes_no_bit(ranks, tiny_data, tmp_path, size, run):
 
 
 def four_layers(group: Group) -> tuple[torch.nn.Sequential, ChunkEngine]:
-    """Return four layers, of which the first also has a weight that is not used, and their
-    engine."""
+    """Return (model of four layers, engine of the model). The first layer also has a weight that is
+    not used."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(8, 8, bias=False) for _ in range(4)))
     model[0].unused = torch.nn.Parameter(torch.ones(8))
@@ -126,8 +127,9 @@ def four_layers(group: Group) -> tuple[torch.nn.Sequential, ChunkEngine]:
 
 
 def count_launches() -> dict:
-    """Run a step and an update on `four_layers`. Return a dict with the collectives that each phase
-    launches, and with the results of checks of gradients and parameters."""
+    """Run a step and an update on `four_layers`. Return a dict that maps each phase to the number
+    of collectives launched in the phase, and each check of gradients or parameters to its
+    result."""
     meter = TrafficMeter()
     group = everyone(recorder=meter)
     model, engine = four_layers(group)
@@ -180,8 +182,8 @@ def count_launches() -> dict:
     engine.start_step()
     with engine.gradients.last_backward(0):
         backward()
-    strategy._max_in_flight = 0  # the value without `overlap`
-    engine.start_step()  # the last step was abandoned
+    strategy._max_in_flight = 0  # as without `overlap`
+    engine.start_step()  # abandons the step in progress
     counts["in flight"].append(len(strategy._in_flight))
     engine.gradients.reduce(0)
     counts["in flight"].append(len(strategy._in_flight))
@@ -212,8 +214,9 @@ def test_reductions_begin_in_backward_and_gathers_end_in_forward(ranks):
     Gradients and parameters have the right values."""
     for counts in ranks(2, count_launches):
         assert counts["a backward before the last"] == 0
-        # There are five chunks, one of them for the unused weight. It has no gradient and delays
-        # the first chunk. In the opposite order, backward would launch only one reduction.
+        # One of the five chunks contains only the unused weight. This chunk has no gradient, so its
+        # reduction and the later reduction of the first layer wait for the end of backward. If
+        # reductions were launched in the order of forward, backward would launch only one.
         assert counts["in the last backward"] == 3
         assert counts["after the last backward"] == 2
         assert counts["in the update"] == 5
@@ -248,7 +251,8 @@ def test_nan_in_a_gradient_under_zero_bubble_is_reported_with_its_rank(ranks, ti
 
 
 def test_bf16_gradients_are_close_to_fp32_gradients(ranks, tiny_data, tmp_path):
-    """Train a bf16 model with fp32 and with bf16 gradients. Losses and norms differ, but little."""
+    """Train a bf16 model with fp32 and with bf16 gradients. Losses differ by at most 0.2 %, and
+    norms by at most 2 %."""
     runs = {"fp32": "fp32", "bf16": "bf16"}
     for name, dtype in runs.items():
         settings = {**FAST, "train__dtype": "bf16", "optim__grad_dtype": dtype}

@@ -1,5 +1,6 @@
-"""Sharded and offloaded states: training gives the bits of whole states, with the planned gathers
-and with the numbers of bytes in the Elixir papers."""
+"""Tests of sharded and offloaded states: training gives the same bits as with whole (unsharded)
+states on the device, gathers follow the plan, and the numbers of moved bytes equal the formulas of
+the Elixir papers."""
 
 from __future__ import annotations
 
@@ -104,10 +105,10 @@ def test_a_single_rank_offloads_to_the_same_bits(
 @pytest.mark.parametrize("is_planned", [True, False])
 @pytest.mark.parametrize(("slots", "microbatches"), [(1, 1), (2, 3), (4, 2)])
 def test_copied_bytes_equal_the_formula(slots, microbatches, is_planned):
-    """All states of n bf16 chunks are on the host. A step with k microbatches in turn and B slots
-    copies 2kn - (2k-1)B chunks of parameters to the device and kn chunks of fp32 gradients to the
-    host, also if the order of uses is not known. After the step, no chunk has memory on the
-    device."""
+    """All states of n bf16 chunks are on the host. The cache on the device has B slots. A step that
+    runs k microbatches one after the other copies 2kn - (2k-1)B chunks of parameters to the device
+    and kn chunks of fp32 gradients to the host, also if the order of uses is not known. After the
+    step, no chunk has memory on the device."""
     n, k = 4, microbatches
     case = Case(n, slots, k, dtype=BF16, parameters=False, host_share=1.0)
     tower = Tower(n)
@@ -130,8 +131,8 @@ def test_copied_bytes_equal_the_formula(slots, microbatches, is_planned):
 
 @pytest.mark.parametrize("order", ["reverse", "twice", "skip"])
 def test_another_order_of_use_costs_time_and_changes_no_bit(order, caplog):
-    """Use the layers of a stack in an order that the plan does not have, with NaN in freed
-    buffers."""
+    """The layers of a stack compute in another order than planned, with NaN in freed buffers. The
+    results keep their bits, unplanned uses are counted, and a single warning is logged."""
     case = Case(5, 2, 2, poison=True, parameters=False)
     results = []
     for share in (0.0, 1.0):
@@ -145,8 +146,8 @@ def test_another_order_of_use_costs_time_and_changes_no_bit(order, caplog):
 
 
 def test_a_recorded_order_replaces_the_plan():
-    """The layers compute in reverse order. After the recorded uses have replaced the plan, no use
-    is unplanned."""
+    """The layers compute in the reverse of the planned order. After `replan` with the order in
+    which the layers compute, every use is in the plan."""
     case = Case(5, 2, 2, poison=True, parameters=False, steps=1)
     results = []
     for share in (0.0, 1.0):
@@ -168,7 +169,8 @@ def test_a_recorded_order_replaces_the_plan():
 @pytest.mark.parametrize("copies", ["early", "late"])
 def test_code_outside_of_segments_gathers_and_reads_sums_within_a_step(copies):
     """After each microbatch, gather a parameter at a time that is not in the plan, and read the
-    sums of the gradients so far. The bits of the results do not change."""
+    sums of the gradients so far. The results have the same bits as with all states on the
+    device."""
     case = Case(4, 2, 3, poison=True, parameters=False, copies=copies)
     results = []
     for share in (0.0, 1.0):
@@ -192,7 +194,7 @@ def test_code_outside_of_segments_gathers_and_reads_sums_within_a_step(copies):
 @pytest.mark.parametrize("order", ["forward", "skip", "alternate"])
 def test_updates_of_the_host_in_the_background_change_no_bit(tmp_path, order):
     """Each update of a chunk is delayed by 10 ms, so that the host still updates chunks during the
-    next forward."""
+    next forward. The results keep their bits."""
     case = Case(5, 2, 2, steps=3, poison=True, parameters=False)
     whole = train_in_order(case._replace(gradients=False), order)
     for share, copies, on_disk in ((0.4, "early", 0), (1.0, "late", 0.4), (1.0, "random", 1.0)):
@@ -206,7 +208,7 @@ def test_updates_of_the_host_in_the_background_change_no_bit(tmp_path, order):
 @pytest.mark.parametrize("order", ["forward", "skip", "alternate"])
 @pytest.mark.parametrize(("to_device_s", "to_host_s"), [(0.002, 0.0), (0.0, 0.002)])
 def test_copies_of_an_emulated_link_change_no_bit(order, to_device_s, to_host_s):
-    """The arguments are the seconds that a copy of a chunk takes in each direction."""
+    """A copy of a chunk takes `to_device_s` or `to_host_s` seconds. 0 means 10 us."""
     case = Case(5, 2, 2, steps=3, poison=True, parameters=False)
     whole = train_in_order(case._replace(gradients=False), order)
     size = 4 * CHUNK
@@ -218,9 +220,8 @@ def test_copies_of_an_emulated_link_change_no_bit(order, to_device_s, to_host_s)
 
 @pytest.mark.parametrize(("microbatches", "share"), [(1, 1.0), (3, 0.5)])
 def test_host_computes_the_squares_of_gradients_in_backward(microbatches, share):
-    """The squares that the host computes in backward are the squares of the gradients summed over
-    all microbatches. In a step with another number of microbatches than planned, the host computes
-    no squares in backward."""
+    """The host squares gradients only after they are summed over all microbatches. In a step with
+    another number of microbatches than planned, the host computes no squares in backward."""
     case = Case(4, 2, microbatches, parameters=False, host_share=share)
     tower = Tower(4)
     engine = make_engine(tower, case, Group(1, 0))
@@ -241,8 +242,8 @@ def test_host_computes_the_squares_of_gradients_in_backward(microbatches, share)
 
 
 def test_squares_of_a_chunk_without_backward_are_not_those_of_the_last_step(monkeypatch):
-    """Some layers do not compute in the third step. If their squares of the second step were used,
-    the norm would be wrong."""
+    """Some layers do not compute in the third step. The norm of the third step must not contain the
+    squares of the gradients that these layers had in the second step."""
     case = Case(4, 2, parameters=False, host_share=1.0)
     tower = Tower(4)
     engine = make_engine(tower, case, Group(1, 0))
@@ -285,8 +286,8 @@ def numbered(number: int) -> Any:
 def start_waiting(
     queue: UpdateQueue, numbers: list[int]
 ) -> tuple[list[threading.Thread], list[BaseException]]:
-    """Start one thread for each chunk in `numbers`, which waits for the update of the chunk. Return
-    the threads, and the list to which the threads append their errors."""
+    """For each chunk number in `numbers`, start a thread that waits for the update of the chunk.
+    Return (threads, list to which the threads append their errors)."""
     errors: list[BaseException] = []
 
     def wait(number: int) -> None:
@@ -322,7 +323,8 @@ def test_several_threads_wait_for_an_update():
 
 
 def test_each_thread_gets_the_first_error_of_an_update():
-    """Updates 3 and 4 are cancelled, because update 1 fails while update 2 is in progress."""
+    """Updates 3 and 4 are cancelled, because update 1 fails while update 2 is in progress. All
+    threads that wait for update 1, 3 or 4 raise the error of update 1."""
     optimizer = ScriptedUpdate()
     queue = UpdateQueue(optimizer)
     for number in range(5):
@@ -441,10 +443,11 @@ def test_wait_completes_copies_for_later_uses():
     [("optimus.chunks.memory", "forward"), ("optimus.chunks.reductions", "alternate")],
 )
 def test_a_missing_wait_for_an_update_is_noticed(monkeypatch, user, order):
-    """Without the wait of the parameters, a forward uses old parameters. Without the wait of the
-    gradients, an update reads gradients of the next step. A layer that computes in the next step
-    waits for its parameters, so the wait of the gradients matters only for a layer that does not
-    compute in the next step."""
+    """If the code that copies parameters (chunks.memory) does not wait for updates, a forward uses
+    old parameters. If the code that stores gradients (chunks.reductions) does not wait, an update
+    reads gradients of the next step. A layer that computes in the next step has already waited for
+    its parameters, so the second wait has an effect only for a layer that does not compute in the
+    next step."""
     case = Case(5, 2, steps=3, parameters=False, host_share=1.0, delay_s=0.01)
     expected = train_in_order(case, order)
     wait = UpdateQueue.wait
@@ -517,8 +520,9 @@ def test_forward_passes_outside_of_a_step_have_the_fewest_gathers(ranks):
 
 @pytest.mark.parametrize("region", [0, 2])
 def test_traffic_equals_table_1_of_the_second_elixir_paper(ranks, region):
-    """Train S = n*C elements in bf16 (L_c = 2 bytes). The payload between ranks is 2 L_c S if all
-    chunks fit into the cache (rCache-max), and at most 4 L_c S if one does (rCache-min)."""
+    """Train n chunks of C elements, in sum S = n*C elements, in bf16 (L_c = 2 bytes). In a step, a
+    rank exchanges 2 L_c S bytes if all chunks fit into the cache (rCache-max), and at most 4 L_c S
+    bytes if the cache has a slot for a single chunk (rCache-min)."""
     case = Case(6, 0, region=region, dtype=BF16, deterministic=False)
     largest, least = (
         sum(size for _, size in outcomes[0].traffic.values())
@@ -530,9 +534,9 @@ def test_traffic_equals_table_1_of_the_second_elixir_paper(ranks, region):
 
 
 def test_only_shards_have_memory_between_updates(ranks):
-    """Train with whole states, with sharded gradients, and also with sharded parameters. After an
-    update, whole buffers of sharded states have no memory. In backward, sharded gradients are whole
-    for one layer at a time."""
+    """Train with whole states, with sharded gradients, and with sharded gradients and parameters.
+    After an update, the unsharded buffers of sharded states have no memory. In backward, the
+    unsharded gradients of only one layer at a time have memory."""
     size = 4 * 4 * CHUNK
     changes = (WHOLE, {"parameters": False}, {})
     resident = ((size, size), (size, 0), (0, 0))

@@ -1,5 +1,6 @@
-"""Tests of the search for the placement of chunks. Its result equals the best result of a full
-enumeration. The computed benefits equal the benefits in the Elixir paper."""
+"""Tests of the search for the placement of chunks. The step time of its result is at most 2 %
+longer than the shortest time in a full enumeration of placements. The computed benefits equal those
+in the Elixir paper."""
 
 from __future__ import annotations
 
@@ -119,22 +120,25 @@ def test_search_equals_a_full_enumeration(seed: int) -> None:
         if work.device(num_host, slots) <= limit
     ]
     assert placement.needs.device <= limit
-    # The search simulates only the placements with the best estimates.
+    # The search simulates only the placements with the best estimates, so it can miss the best
+    # time.
     assert min(times) <= placement.time.step <= 1.02 * min(times)
 
 
 def test_memory_of_a_placement_by_hand() -> None:
     work, size = workload(5, device_bytes=7), workload(5).chunk_length
-    # 3 resident chunks of 9 units, 1 slot, the gradients of one chunk, and the gradients that are
-    # being copied.
+    # 3 resident chunks of 9 * size bytes, 1 slot, the gradients of one chunk, and the gradients of
+    # one chunk that are being copied.
     assert work.device(2, 1) == 7 + size * (3 * 9 + 1 + 2 + 1)
-    # A chunk of the present segment, and two whose gradients are being copied.
+    # 2 slots, the gradients of one chunk, and the gradients of two chunks that are being copied.
     assert work.device(5, 2) == 7 + size * (2 + 2 + 2 * 1)
     assert work.host(2) == size * (2 * 10 + 2)
-    # A reduction waits until only the gradients of one chunk are being copied.
+    # A reduction needs 3 * size bytes more. The gradients of only one chunk are being copied then,
+    # which needs size bytes less.
     reducing = dataclasses.replace(work, reduction_bytes=3 * size)
     assert reducing.device(5, 2) == work.device(5, 2) + 2 * size
-    # The states of one chunk in two are on disk, and updates move them through two buffers.
+    # The states of every second chunk are on disk. Updates copy these states to and from two host
+    # buffers.
     assert work.on_disk(4, 2).tolist() == [2, 4]
     assert work.host(4, 2) == size * (4 * 10 + 2 - 2 * 6) + staging_bytes([4096, 4096])
     assert work.disk(4, 2) == 2 * 4096
@@ -156,8 +160,8 @@ def test_a_limit_that_lacks_a_byte_is_refused_with_the_fewest_bytes() -> None:
 
 
 def large_states(chunks: int, seed: int, sizes: tuple[int, ...]) -> Workload:
-    """Return a workload whose states are larger than the buffers for their updates, with chunks of
-    random sizes, one of them frozen."""
+    """Return a workload with chunks of random sizes. The states are larger than the buffers for
+    their updates. One chunk is frozen."""
     draw, costs = random.Random(seed), []
     work = workload(chunks, compute_s=draw.choice([0.01, 0.1, 1.0]))
     for number in range(chunks):

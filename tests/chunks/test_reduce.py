@@ -1,4 +1,5 @@
-"""Sums of gradients over ranks, with all strategies of reduction and all kinds of groups."""
+"""Tests of sums of gradients over ranks, with all reduction strategies and all kinds of process
+groups."""
 
 from __future__ import annotations
 
@@ -56,8 +57,8 @@ REDUCTIONS = [
 
 
 def pairs() -> tuple[Group, Group]:
-    """Return two groups of four ranks that contain this rank. The first is {0, 1} or {2, 3}, the
-    second is {0, 2} or {1, 3}."""
+    """Return two groups that contain this rank, with two of the four ranks each. The first group is
+    {0, 1} or {2, 3}. The second group is {0, 2} or {1, 3}."""
     rank = distributed.get_rank()
     groups = {pair: distributed.new_group(pair) for pair in ((0, 1), (2, 3), (0, 2), (1, 3))}
     near, across = (group for pair, group in groups.items() if rank in pair)
@@ -67,9 +68,9 @@ def pairs() -> tuple[Group, Group]:
 def make_groups() -> dict[str, ParamProcessGroups]:
     """Return process groups of a parameter that all four ranks have.
 
-    In the first three cases, its states are replicated, sharded over four ranks, or sharded over
-    two. In "partial", gradients are added up over `reduce_group` and over `partial_group`, which
-    have two ranks each.
+    In the first three cases, the states of the parameter are replicated, sharded over four ranks,
+    or sharded over two. In "partial", gradients are added up over `reduce_group` and over
+    `partial_group`, which have two ranks each.
     """
     world, (near, across) = everyone("dp"), pairs()
     return {

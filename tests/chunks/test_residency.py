@@ -1,5 +1,5 @@
-"""The plan of the cache of chunks: it has the fewest gathers, the number of gathers equals
-formulas, and gathers begin early."""
+"""Tests of the plan of the chunk cache: no other plan has fewer gathers, the number of gathers
+equals the formulas, and gathers begin before their chunks are used."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def forward_uses(needs: Sequence[Sequence[int]]) -> list[Use]:
 
 
 def fewest_gathers(uses: Sequence[Use], slots: int) -> int:
-    """Return the least number of gathers with any sequence of evictions.
+    """Return the smallest number of gathers that any sequence of evictions allows, for a cache of
+    `slots` chunks.
 
     After each use, `reached` maps each possible content of the cache to the least number of gathers
     up to this use.
@@ -112,7 +113,7 @@ def test_gathers_of_microbatches_in_turn_equal_the_formula():
 
 def test_gathers_of_recomputed_regions_equal_the_formulas():
     """Plan one microbatch on n segments, recomputed in regions of m segments. The number of gathers
-    is checked for one slot and for at least m slots."""
+    equals the formulas for one slot and for at least m slots."""
     for m, count in itertools.product(range(2, 5), range(1, 5)):
         n = m * count
         regions = [range(first, first + m) for first in range(0, n, m)]
@@ -128,8 +129,9 @@ def test_gathers_of_recomputed_regions_equal_the_formulas():
 
 
 def unforeseen_orders(draw: random.Random) -> tuple[int, dict[str, list[tuple[int, bool]]]]:
-    """Return a number of segments, and several orders of the uses of two microbatches, by name.
-    These orders are not known in advance. A use is a pair (segment, True for backward)."""
+    """Return (number of segments, dict from the name of an order to the uses of two microbatches in
+    this order). The cache does not know the orders in advance. A use is a pair (segment, True for
+    backward)."""
     n = draw.randint(8, 16)
     orders: dict[str, list[tuple[int, bool]]] = {"whole": [], "skipped": [], "recomputed": []}
     for _ in range(2):
@@ -164,8 +166,8 @@ def gathers_without_plan(n: int, slots: int, uses: list[tuple[int, bool]], seed:
 
 def test_guessed_uses_need_fewer_gathers_than_random_replacement() -> None:
     """Evictions by guessed uses need fewer gathers than random evictions. If all segments compute,
-    the guesses are optimal; with recomputed regions, they need less than 2 % more gathers than the
-    minimum."""
+    evictions by guessed uses need the smallest possible number of gathers. With recomputed regions,
+    they need less than 2 % more."""
     ratios: dict[str, list[tuple[float, float]]] = {}
     for seed in range(12):
         draw = random.Random(seed)

@@ -1,4 +1,4 @@
-"""Predicted times of steps with offloaded chunks."""
+"""Tests of predicted times of training steps with offloaded chunks."""
 
 from __future__ import annotations
 
@@ -30,17 +30,19 @@ INSTANT = dict.fromkeys(("to_device", "to_host", "host_adam", "disk_read", "disk
     ("rates", "slots", "expected"),
     [
         ({}, 3, 9.0),
-        # All 3 updates and copies follow each other before the forward of the last segment.
+        # The updates, the copies or both of all 3 chunks run one after the other before the forward
+        # of the last segment.
         ({"host_adam": 1.0}, 3, 3 * 4 + 1 + 6),
         ({"to_device": 2.0}, 3, 3 * 4 + 1 + 6),
         ({"to_device": 2.0, "host_adam": 1.0}, 3, 4 + 3 * 4 + 1 + 6),
-        # Copies of gradients begin after each backward of 2 s.
+        # The copy of a segment's gradients begins after the backward of the segment, which takes 2
+        # s.
         ({"to_host": 4.0}, 3, 3 + 2 + 3 * 4),
         ({"to_host": 16.0}, 3, 9 + 1),
         # With one slot, each use waits for its copy, except the first backward, whose chunk is in
         # the cache.
         ({"to_device": 8.0}, 1, 9 + 5),
-        # With two slots, backward waits for no copy, and forward only for the first one.
+        # With two slots, forward waits only for the first copy, and backward waits for no copy.
         ({"to_device": 8.0}, 2, 9 + 1),
     ],
 )
@@ -64,11 +66,13 @@ def test_the_host_updates_while_the_device_ends_its_step():
     ("adam_s", "early_chunks", "clips", "expected"),
     [
         (4, 0, False, 3 * 4 + 1 + 6),
-        # Backward completes the gradients of chunk 2 after 2 of 6 s. Its update ends with backward.
+        # Backward takes 6 s and completes the gradients of chunk 2 after 2 s. The update of chunk 2
+        # ends when backward ends.
         (4, 1, False, 2 * 4 + 2 + 6),
         (4, 3, False, 2 * 4 + 2 + 6),
         (4, 3, True, 3 * 4 + 1 + 6),
-        # The update of chunk 1 begins 1 s before the end of backward, and delays that of chunk 0.
+        # The update of chunk 1 begins 1 s before the end of backward, and delays the update of
+        # chunk 0.
         (3, 3, False, 2 + 3 + 3 + 6),
         (3, 3, True, 2 + 3 * 3 + 1 + 6),
         (3, 1, False, 2 * 3 + 2 + 6),
@@ -78,7 +82,8 @@ def test_the_host_updates_while_the_device_ends_its_step():
 def test_prediction_of_early_updates_is_the_time_computed_by_hand(
     adam_s, early_chunks, clips, expected
 ):
-    """An update takes `adam_s` seconds. The last `early_chunks` of 3 chunks have spare buffers."""
+    """The update of a chunk takes `adam_s` seconds. The last `early_chunks` of 3 chunks have spare
+    buffers."""
     work = replace(work_of(3, 3), early=frozenset(range(3 - early_chunks, 3)), clips=clips)
     predicted = predict_step(work, Links(**(INSTANT | {"host_adam": 4 / adam_s})))
     assert predicted.step == pytest.approx(expected)
@@ -91,7 +96,8 @@ def test_prediction_of_early_updates_is_the_time_computed_by_hand(
         ({}, 9.0),
         # All chunks are read one after the other before the forward of the last segment.
         ({"disk_read": 12.0}, 3 * 4 + 1 + 6),
-        # The writes of an update end before the next update, and are hidden if computation is long.
+        # Writes after the updates overlap with the computation. They lengthen the step only if all
+        # writes together take longer than the computation.
         ({"disk_write": 24.0}, 9.0),
         ({"disk_write": 6.0}, 3 * 8),
         ({"disk_read": 12.0, "disk_write": 12.0}, 3 * 4 + 1 + 6),
@@ -141,7 +147,7 @@ def test_no_random_mix_is_faster_than_possible_and_most_are_as_fast(changes):
 
 def test_early_updates_save_time_where_updates_are_slow():
     """If updates take longer than forward passes, early updates make a step shorter. If the norm is
-    clipped, the step is longer by at most the time of one update."""
+    clipped, the step is longer than without early updates by at most the time of one update."""
     saved = []
     for mix in draw_mixes(200, seed=5):
         late = predict_step(mix.work, mix.links)
