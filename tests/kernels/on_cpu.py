@@ -31,7 +31,8 @@ class CudaOnCpu(Native):
 
     def __init__(self, source: Path, work: Path) -> None:
         library = work / "libcuda_on_cpu.so"
-        # -Bsymbolic: several such libraries may be loaded, each with separate globals.
+        # -Bsymbolic: a process can load several such libraries. Each uses its separate global
+        # variables.
         command = [
             *("g++", "-std=c++17", "-O1", "-shared", "-fPIC", "-fvisibility=hidden"),
             *("-Wall", "-Wextra", "-Werror", "-DOPTIMUS_NO_SIMD", "-fno-gnu-unique"),
@@ -48,7 +49,8 @@ _LOG_BYTES = 1 << 16
 
 
 def find_wheels() -> Path | str:
-    """Return the prefix of Intel's SYCL and OpenCL runtimes, or the reason why there is none.
+    """Return the prefix (path) of Intel's SYCL and OpenCL runtimes, or a text with the reason why
+    the runtimes cannot be used.
 
     OPTIMUS_SYCL_PREFIX can name the prefix of another environment.
     """
@@ -114,11 +116,13 @@ class SyclOnCpu(Native):
         return self._proof.proof_num_functors()
 
     def compile(self, source: Path, more: Sequence[str] = ()) -> None:
-        """Compile a file with the flags of icpx. Raises DeviceCodeError."""
+        """Compile a file with the flags of icpx. Raise DeviceCodeError if DPC++ refuses the
+        file."""
         self._call_compiler("proof_compile", str(source).encode(), options=more)
 
     def build(self, source: Path, functor: str = "") -> None:
-        """Compile the functors whose names contain `functor`. Raises DeviceCodeError."""
+        """Compile the functors whose names contain `functor`. Raise DeviceCodeError if DPC++
+        refuses the source."""
         csrc = source.parents[1]
         options = (f'-DOPTIMUS_SYCL_LAUNCH="{_SYCL / "device_only.h"}"', f"-I{csrc}")
         self._call_compiler("proof_build", str(source).encode(), functor.encode(), options=options)

@@ -44,7 +44,7 @@ because functions such as exp are not correctly rounded."""
 
 @dataclass(frozen=True)
 class Routing:
-    """Random choice of experts by tokens."""
+    """Sizes of a layer and its tokens. The experts that the tokens choose are random."""
 
     name: str
     tokens: int
@@ -52,7 +52,7 @@ class Routing:
     total: int
     """Number of experts of the layer."""
     first: int = 0
-    """The first local expert."""
+    """Number of the first local expert."""
     num_local: int | None = None
     """Number of local experts; None: all experts from number `first` to the last."""
     same_experts: bool = False
@@ -113,7 +113,8 @@ def assert_close(actual: Tensor, exact: Tensor, scale: Tensor, roundings: int) -
     permitted: the error of `roundings` fp32 operations on values with the magnitude `scale`."""
     assert actual.shape == exact.shape, (actual.shape, exact.shape)
     allowed = ROUNDING[actual.dtype] * exact.abs() + SMALLEST[actual.dtype]
-    # The factor of 2: with an fp32 error, the result can be rounded to the other neighbour.
+    # The factor is 2, because an fp32 error can cause rounding to the other neighbour of the exact
+    # value.
     allowed = allowed + 2 * roundings * FP32 * scale.abs()
     error = (actual.double() - exact).abs()
     wrong = ~(error <= allowed)

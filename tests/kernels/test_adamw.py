@@ -168,7 +168,8 @@ def test_slices_alignment_and_threads_change_no_bit():
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_parameter_is_the_rounded_master(dtype):
     """A learning rate of 0 keeps the masters, so each parameter must be its rounded master."""
-    # All upper 16 bits, each with lower bits of 0, at the midpoint of rounding, and next to it.
+    # All values of the upper 16 bits. The lower 16 bits are 0, the midpoint of rounding to bf16, or
+    # a neighbour of this midpoint.
     upper = torch.arange(-(2**15), 2**15, dtype=torch.int32) << 16
     master = torch.cat([(upper | low).view(torch.float32) for low in (0, 0x7FFF, 0x8000, 0x8001)])
     zero, out = torch.zeros_like(master), torch.zeros(len(master), dtype=dtype)
@@ -194,8 +195,8 @@ def test_fused_rounds_once():
     a, b, c = torch.randn(3, 2000, generator=torch.Generator().manual_seed(1))
     c = torch.cat([c[:1000], c[1000:] * 2.0**-30])
     a, b = torch.cat([a, torch.tensor([1 + 2.0**-23])]), torch.cat([b, torch.tensor([1.0])])
-    # The exact sum is just above the midpoint of two fp32 numbers; in fp64 it is the midpoint,
-    # which would be rounded to even.
+    # The exact sum is just above the midpoint of two fp32 numbers. Rounded to fp64 first, the sum
+    # would be the midpoint, which rounds down (to even).
     a[-1], b[-1] = 1 + 2.0**-12, 1 + 2.0**-12  # product: 1 + 2^-11 + 2^-24, a midpoint
     c = torch.cat([c, torch.tensor([2.0**-70])])
     ours = module._fused(a, b, c)
@@ -215,7 +216,7 @@ def test_gpu_kernel_gives_the_same_bits(monkeypatch, reference, tmp_path):
     emulated = CudaOnCpu(build.csrc() / "cuda/kernels.cu", tmp_path)
     for size, shift in ((0, 0), (3, 0), (1027, 0), (1024, 1)):
         tensors = [*make_states(size + shift, torch.bfloat16), torch.zeros(size + shift).bfloat16()]
-        # Slices from `shift` 1 have addresses that are not multiples of 16 bytes.
+        # If `shift` is 1, the addresses of the slices are not multiples of 16 bytes.
         ours = [tensor[shift:] for tensor in copies(tensors)]
         theirs = [tensor[shift:] for tensor in tensors]
         with monkeypatch.context() as patch:

@@ -167,7 +167,7 @@ def test_library_that_others_may_have_written_is_listed_and_never_loaded(small_c
     assert backend.find("cpu", may_build=False, key=planted.name).key == entry.key
     assert not ran.exists()
 
-    library.chmod(0o755)  # now that only this user can write the library, it is loaded
+    library.chmod(0o755)  # now only this user can write the library
     assert backend.find("cpu", may_build=False).key == planted.name and ran.exists()
 
 

@@ -64,7 +64,8 @@ def test_another_compiler_gives_another_library(small_csrc, tmp_path, monkeypatc
     monkeypatch.setenv("CXX", f"{executable(tmp_path / 'mine', script)} -DX=1")
     second = build.build("cpu")
     assert second.record["compiler"] == "mine 1.0 -DX=1" and second.key != first.key
-    # A run that compiles nothing accepts a library of any compiler, and prefers the given key.
+    # `prebuilt` compiles nothing. It accepts a library of any compiler, and prefers the library
+    # with the given key.
     assert build.prebuilt("cpu", first.key) == first and build.prebuilt("cpu") == second
 
 

@@ -254,7 +254,7 @@ def test_entries_of_another_user_are_refused_and_built_again():
         root = Path(directory) / "cache"
         root.mkdir()
         os.environ["OPTIMUS_KERNELS_CACHE"] = str(root)
-        os.chmod(root, 0o1777)  # any user may write to it for a while
+        os.chmod(root, 0o1777)  # until the next chmod, any user can write
         run_in_child(plant_as_nobody, root, "cpu-1")
         run_in_child(plant_as_nobody, root, "cpu-2")
         os.chmod(root, 0o755)
@@ -282,11 +282,12 @@ def test_read_only_cache_of_a_colleague_is_used_where_other_users_cannot_write()
         run_in_child(plant_as_nobody, root, "cpu-1")
         os.chown(root, 65534, 65534)
         os.chmod(root, 0o755)
-        # Directly below /tmp another user could have created the cache folder first.
+        # In a folder such as /tmp, where any user can write, another user could have created the
+        # cache.
         os.chmod(shared, 0o1777)
         run_in_child(take_from_root, root, [])
         os.chmod(shared, 0o755)
-        run_in_child(take_from_root, root, [])  # any user may write to /tmp
+        run_in_child(take_from_root, root, [])  # any user can write to /tmp
     safe = next((path for path in map(Path, ("/opt", "/srv", "/var/lib")) if path.is_dir()), None)
     if safe is None:
         pytest.skip("this machine has no folder that only root can write")
@@ -303,7 +304,8 @@ def test_read_only_cache_of_a_colleague_is_used_where_other_users_cannot_write()
 
 
 def make_colleagues_cache(home: Path) -> Path:
-    """Create a cache with one entry, both owned by the user `nobody`, and return its path."""
+    """Create a cache with one entry, and return the path of the cache. The user `nobody` owns the
+    cache and the entry."""
     root = home / "cache"
     root.mkdir(parents=True)
     root.chmod(0o777)

@@ -19,8 +19,8 @@ from tests.kernels.on_cpu import CudaOnCpu
 from tests.kernels.op_checks import needs_torch_form
 from tests.kernels.planted import BUGS
 
-# `optimus_kernels.grouped_mm` is the op. The module has the same name, and stores the selected
-# implementation in `_form`.
+# As an attribute, `optimus_kernels.grouped_mm` is the op. The module with the same name stores the
+# selected implementation in `_form`.
 GROUPED = importlib.import_module("optimus_kernels.grouped_mm")
 SMALL = [routing for routing in checks.ROUTINGS if routing.tokens < 1000]
 
@@ -132,7 +132,7 @@ def test_planted_bug_is_detected(emulated, monkeypatch, tmp_path, bug):
     bug.check(emulated)
     planted = CudaOnCpu(bug.plant(tmp_path) / "cuda/kernels.cu", tmp_path)
     monkeypatch.setattr(library, "native", lambda tensor, **_: planted)
-    # Fill new tensors, which may otherwise contain the correct results of the first run.
+    # Fill new tensors, which could otherwise contain the correct results of the first check.
     torch.set_deterministic_debug_mode("warn")
     try:
         with pytest.raises(AssertionError):
@@ -205,7 +205,7 @@ def test_ops_do_not_wait_for_the_host_and_use_the_current_stream(gpu):
 def test_experts_on_a_gpu_never_wait_for_the_host(gpu, routing):
     exact = checks.experts_step(routing, torch.float64, torch.bfloat16, "cpu")()
     step = checks.experts_step(routing, torch.bfloat16, torch.bfloat16, gpu)
-    step()  # the first step may wait, to fill caches
+    step()  # the first step waits while it fills caches
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:

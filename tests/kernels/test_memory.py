@@ -52,7 +52,7 @@ def test_autograd_adopts_gradients_without_a_copy_and_keeps_their_buffer():
 
 def test_buffer_is_not_used_for_other_sizes_or_small_tensors():
     memory.release()
-    others = memory.total_bytes()  # buffers of earlier tests that are still referred to
+    others = memory.total_bytes()  # buffers to which tensors of earlier tests refer
     big = memory.empty((4 * SIDE, SIDE), LIKE)
     address = big.data_ptr()
     del big
@@ -92,7 +92,8 @@ def test_free_buffer_is_kept_while_the_total_is_within_the_limit(no_buffers):
     memory.empty((SIDE, SIDE), LIKE)
     assert memory.total_bytes() == 20 * MIB
     memory.empty((2 * SIDE, SIDE), LIKE)
-    # 28 MiB would be more than 1.5 times 16 MiB, so the oldest buffer was released.
+    # The largest memory in use was 16 MiB, so the pool can have 24 MiB. The new buffer would make
+    # 28 MiB, so the oldest buffer (16 MiB) was released.
     assert memory.total_bytes() == 12 * MIB
 
 

@@ -79,7 +79,7 @@ def test_operands_of_other_or_mixed_dtypes_and_devices_are_refused(name, change)
             )
             operands[index] = operands[index].to(target)
         if name.endswith("into") and set(changed) <= {10, 11} and change == "mixed":
-            continue  # sums of gradients may have another dtype
+            continue  # sums of gradients can have another dtype
         with pytest.raises(TypeError, match={"mixed": "float64"}.get(change, change)) as refusal:
             getattr(ops, name)(*operands)
         assert str(refusal.value).startswith(name) and "\n" not in str(refusal.value)

@@ -142,8 +142,8 @@ REFERENCES = {
     "grouped_mm_weight": grouped_weight_reference,
 }
 ERRORS = {torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
-"""Allowed relative errors by dtype. fp32 results may differ by a few rounding errors; bf16 and fp16
-results may differ by half a unit in the last place."""
+"""Allowed relative errors by dtype. fp32 results can differ by a few rounding errors; bf16 and fp16
+results can differ by half a unit in the last place."""
 
 
 @pytest.mark.usefixtures("filled")

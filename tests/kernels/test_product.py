@@ -155,7 +155,8 @@ torch.randn(64, 64) @ torch.randn(64, 64)
         within, _, after = log.partition("= after\n")
         counts[vendor.split()[-1]] = within.count(",matmul,")
         assert ",matmul," not in after
-    # Two in forward, four in backward. If the vendor is unknown, MKL is used, as on Intel.
+    # oneDNN computes two products in forward and four in backward. If the vendor is unknown, MKL
+    # computes all products, as on Intel.
     assert counts == {"AuthenticAMD": 6, "GenuineIntel": 0, "vendor": 0}
 
 

@@ -1,5 +1,5 @@
 """Tests of square_bins_. Sums of squares must be exact. If a tensor is added in slices, the bins
-must be bitwise equal to the bins for the whole tensor."""
+must be bitwise equal to the bins after adding the whole tensor."""
 
 from __future__ import annotations
 
