@@ -25,7 +25,8 @@ SPECIAL = f"a {EOS} b{EOS}{EOS}"
 
 
 def words(rng: random.Random, count: int) -> str:
-    """Return text with capitals, digits, accents, other scripts, newlines and runs of spaces."""
+    """Return text of `count` words with capitals, digits, accents, other scripts, newlines and runs
+    of spaces."""
     stock = [
         "def",
         "return",
@@ -121,8 +122,8 @@ def refused(capsys, arguments: Sequence[str], *needles: str) -> str:
 
 
 def in_child(work: Callable[[], int]) -> int:
-    """Call `work` in a forked process. Return its result as the exit status, or minus the number of
-    the signal that ended the process."""
+    """Call `work` in a forked process, which exits with the result of `work`. Return the exit
+    status, or minus the number of the signal that ended the process."""
     pid = os.fork()
     if pid == 0:
         status = 99
@@ -137,7 +138,8 @@ def measured(arguments: Sequence[str]) -> tuple[int, int, str]:
     """Run `optimus-data` in a new process. Return exit status, peak memory in bytes, and standard
     error.
 
-    The peak is VmHWM of the kernel: `ru_maxrss` includes the process that forked this process.
+    The peak is VmHWM in /proc/self/status. `ru_maxrss` would include the memory of the process that
+    forked the new process.
     """
     code = (
         "import sys; from data_prep.cli import main; status = main(sys.argv[1:]); "
@@ -183,9 +185,9 @@ def killed_until_done(
     arguments: Sequence[str], observe: Callable[[], int] = lambda: 0, commits: int = 8
 ) -> tuple[int, int]:
     """Repeat a command until a run ends without a kill. Then run the command once more, when no
-    work is left. Runs are killed at commits 1 to `commits`, before or after the rename. Return the
-    number of killed runs, and the largest result of `observe`, which is called after each killed
-    run."""
+    work is left. Run n is killed at commit n, up to commit `commits`, before the rename of the
+    commit. The next runs are killed at the same commits after the rename, and so on. Return (number
+    of killed runs, largest result of `observe`). `observe` is called after each killed run."""
     kills = largest = 0
     while status := run_killed_at(arguments, 1 + kills % commits, kills // commits % 2 == 0):
         assert status == -signal.SIGKILL

@@ -1,4 +1,5 @@
-"""Bad input is refused with file and line and exit status 2, or is listed in quarantine."""
+"""Tests that bad input is refused with its file and line and exit status 2, or is listed in
+quarantine."""
 
 from __future__ import annotations
 
@@ -50,9 +51,9 @@ def arguments(made, tmp_path: Path, *more: str) -> list[str]:
 
 
 def test_depth_limit_of_json_does_not_depend_on_the_process(made, tmp_path, text):
-    """A worker refuses nested JSON at the same depth as the main process. The recursion limit of
-    Python (about 1000) would not be the same depth, because it also counts the calling frames, and
-    a worker has more calling frames."""
+    """A worker refuses nested JSON at the same depth as the main process. With Python's recursion
+    limit (about 1000) the depths would differ, because this limit also counts the calling frames,
+    of which a worker has more."""
     for name in "ab":
         lines = [
             json.dumps({"text": f'good {d} \\" [[[ ' + "[" * 600})[:-1]

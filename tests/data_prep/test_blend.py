@@ -1,5 +1,5 @@
-"""Blends (data sets mixed from several sources): exact numbers of instances, the specified
-instances, and refused arguments."""
+"""Tests of blends (data sets mixed from several sources): the number and order of the instances of
+each source, and refused arguments."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_bad_weights_are_refused(text):
 
 @pytest.fixture(scope="module")
 def second(made, tmp_path_factory):
-    """Token arrays of another corpus, made with the same tokenizer."""
+    """Return a folder with the token arrays of another corpus, made with the same tokenizer."""
     base = tmp_path_factory.mktemp("second")
     write_corpus(base / "text", 1)
     command = ["tokenize", "--input", str(base / "text"), "--tokenizer", str(made.tokenizer)]
@@ -44,7 +44,8 @@ def blend_arguments(first, second, out, *more: str) -> list[str]:
 
 
 def cut(dataset, sidecars: int) -> np.ndarray:
-    """Return the instances of a source in stored order, [n, 16]."""
+    """Return the instances in the first `sidecars` token arrays of a source, in stored order, [n,
+    16]. Tokens at the end of an array that do not fill an instance are left out."""
     arrays = [np.load(array_path(dataset / "tokens", unit)) for unit in range(sidecars)]
     return np.concatenate([a[: len(a) // 16 * 16].reshape(-1, 16) for a in arrays])
 

@@ -1,4 +1,4 @@
-"""Calls in a forked child process."""
+"""Tests of `child.run`, which calls a function in a forked child process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ def test_results_and_exceptions_are_returned():
 
 @pytest.mark.parametrize("is_ignored", [False, True])
 def test_crash_and_end_without_a_result_are_different_errors(is_ignored):
-    """The errors differ even if the process ignores SIGCHLD and the system keeps no exit status."""
+    """A crash raises CrashError, and an end without a result raises UnfinishedError. This must be
+    so even if the process ignores SIGCHLD, and the system therefore keeps no exit status of the
+    child."""
     handler = signal.signal(signal.SIGCHLD, signal.SIG_IGN if is_ignored else signal.SIG_DFL)
     try:
         with pytest.raises(child.CrashError, match=f"signal {int(signal.SIGSEGV)}"):
@@ -65,7 +67,7 @@ def test_call_in_a_thread_with_sigchld_ignored_ends(monkeypatch, has_pidfd):
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs pidfd_open (Linux)")
 def test_crash_is_seen_while_another_process_keeps_the_pipe_open(monkeypatch):
     """Another thread forks a process between the creation of the pipe and the fork of the child.
-    This process inherits the write end of the pipe and keeps it open."""
+    The process of the other thread inherits the write end of the pipe and keeps the pipe open."""
     fork, others = os.fork, []
 
     def fork_twice() -> int:
@@ -90,7 +92,8 @@ def test_crash_is_seen_while_another_process_keeps_the_pipe_open(monkeypatch):
 
 
 def test_child_does_not_call_handlers_of_its_parent(monkeypatch, tmp_path):
-    """A signal that arrives directly after the fork ends the child."""
+    """A signal that arrives directly after the fork ends the child, and the child does not call the
+    parent's handler."""
     fork = os.fork
     path = tmp_path / "called"
 

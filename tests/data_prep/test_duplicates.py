@@ -23,8 +23,8 @@ from tests.data_prep.test_tokenize import stored_documents
 
 
 def write(folder: Path, **ids_of_files: list[object]) -> None:
-    """Write JSON lines files, one for each keyword, with documents that have the given ids. `...`
-    means a document without id."""
+    """Write JSON lines files, one for each keyword, with documents that have the given ids. The id
+    `...` means a document without id."""
     folder.mkdir(exist_ok=True)
     for name, ids in ids_of_files.items():
         rows = [{"text": f"good text {name} {n}"} for n in range(len(ids))]
@@ -86,7 +86,7 @@ def test_quarantine_lists_later_duplicates_and_keeps_the_first(
     made, tmp_path, capsys, monkeypatch, more
 ):
     write(tmp_path / "text", **MANY)
-    monkeypatch.setattr(duplicates, "_ROW_BYTES", 64 << 20)  # a bucket has few documents
+    monkeypatch.setattr(duplicates, "_ROW_BYTES", 64 << 20)  # so that a bucket has few documents
     more = [*more, "--on-error", "quarantine", "--eval-fraction", "0.3", "--json"]
     assert main(arguments(made, tmp_path, *more)) == 0
     assert json.loads(capsys.readouterr().out)["quarantined"] == len(GONE)
@@ -180,7 +180,7 @@ def test_later_steps_refuse_arrays_with_duplicates(made, tmp_path, capsys):
     for key in ("self_xxh3", "dropped"):
         value.pop(key)
     capsys.readouterr()
-    write_checked_json(sidecar, value)  # as after a kill between the mark and the unit
+    write_checked_json(sidecar, value)  # as after a kill before the unit is made again
     for command in (shuffle, blend, ["shard", out, "--workers", "1"]):
         refused(capsys, command, "tokenization is not complete")
     assert main(quarantine) == main(blend) == 0

@@ -17,7 +17,7 @@ def names(folder, patterns, **more) -> list[str]:
 
 @pytest.fixture
 def text(tmp_path):
-    """Folder with a.txt, b/c.txt, b/d/e.txt, .git/config and b/.hidden."""
+    """Return a folder with a.txt, b/c.txt, b/d/e.txt, .git/config and b/.hidden."""
     for name in ("a.txt", "b/c.txt", "b/d/e.txt", ".git/config", "b/.hidden"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)

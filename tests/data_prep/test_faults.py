@@ -1,4 +1,4 @@
-"""Full disks, read-only disks, and a short drill of kills."""
+"""Tests of runs on full and on read-only disks, and a short drill in which runs are killed."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from tests.kit.ranks.processes import ROOT, python
 
 @pytest.fixture
 def disk(tmp_path):
-    """Mount a file system of 16 kB. Return its path, and a function that remounts it with other
-    options."""
+    """Mount a file system of 16 kB. Return (path of the file system, function that remounts the
+    file system with other options)."""
     with small_disk(tmp_path / "disk", "16k") as remount:
         yield tmp_path / "disk", remount
 
 
 @pytest.mark.parametrize("strategy", ["gather", "bucket"])
 def test_a_full_disk_leaves_no_wrong_file(made, disk, strategy, capsys):
-    """After each failure the disk is made larger, so that the next run fails at a later step."""
+    """After each failure the test makes the disk larger, so that the next run fails at a later step
+    or succeeds."""
     mount, remount = disk
     out, expected = mount / "data", tree(made.data)
     arguments = run_arguments(made.text, made.tokenizer, out, "--strategy", strategy)

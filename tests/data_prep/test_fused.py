@@ -128,9 +128,9 @@ def standard_library(count: int) -> list[str]:
 
 
 def written_and_peak(arguments: list[str]) -> tuple[int, int]:
-    """Run a command in a new process. Return the number of bytes that the process writes, and the
-    largest size of its output directory in bytes. The size is measured each time before token
-    arrays are removed."""
+    """Run a command in a new process. Return (number of bytes that the process writes, largest size
+    of the output directory in bytes). The size is measured before token arrays are removed, or at
+    the end if none are removed."""
     out = Path(arguments[arguments.index("--out") + 1])
     measured = out.with_name(f"{out.name}.json")
 
@@ -193,8 +193,8 @@ def test_fused_killed_at_each_commit_has_the_same_bytes(made, tmp_path, monkeypa
 @pytest.mark.parametrize("first", [[], ["--fused"]])
 def test_killed_run_continues_with_or_without_fused(made, tmp_path, monkeypatch, first):
     """If only the first command has `--fused`, the second command makes the arrays that exist only
-    in packed form again. If only the second command has `--fused`, it uses the plain arrays of the
-    first command and then removes them."""
+    in packed form again. If only the second command has `--fused`, the second command uses the
+    plain arrays of the first command, and then removes these arrays."""
     monkeypatch.setattr(writer, "SEGMENT_BYTES", 3000)
     whole, out = tmp_path / "whole", tmp_path / "data"
     second = [] if first else ["--fused"]
@@ -207,7 +207,7 @@ def test_killed_run_continues_with_or_without_fused(made, tmp_path, monkeypatch,
 
 
 def test_damaged_packed_array_is_named_and_stops_the_shards(made, tmp_path, monkeypatch, capsys):
-    """`verify` reads packed arrays that are not removed yet."""
+    """`verify` also reads packed arrays, which exist until a run removes them."""
     out = tmp_path / "data"
     arguments = run_arguments(made.text, made.tokenizer, out, "--fused")
     monkeypatch.setattr("data_prep.pipeline.run.drop_arrays", lambda _: None)
@@ -310,7 +310,8 @@ def test_fused_quarantines_the_same_duplicates(made, tmp_path):
 
 def test_packed_array_is_removed_if_a_plain_array_exists(made, tmp_path, monkeypatch):
     """A run with `--fused` failed after it had written packed arrays. Then a run without `--fused`
-    failed after it had written a plain array."""
+    failed after it had written a plain array. The next run without `--fused` removes the packed
+    arrays."""
     out = tmp_path / "data"
     arguments = run_arguments(made.text, made.tokenizer, out)
     monkeypatch.setattr("data_prep.pipeline.run.shuffle", lambda *_: 1 / 0)

@@ -97,7 +97,7 @@ def test_growth_multiplies_only_for_replaced_replacements():
     assert growth(replace("a", "bb"), replace("b", "ccc")) == 6
     assert growth(replace("b", "ccc"), replace("a", "bb")) == 3
     assert growth(replace("a", "bb"), replace(Regex(".+x"), "ccc")) >= 6
-    assert growth(*[replace(Regex("x*"), "b")] * 9) >= 2**9  # it matches between characters
+    assert growth(*[replace(Regex("x*"), "b")] * 9) >= 2**9  # x* also matches between characters
     assert growth(*[normalizers.ByteLevel()] * 9) == 2**9
 
 
@@ -128,7 +128,8 @@ def character_map(units: dict[int, int], content: bytes) -> bytes:
 
 
 def test_key_of_six_letters_counts_for_sentencepiece():
-    """The tokenizers library looks up keys of at most 5 bytes, sentencepiece keys of any length."""
+    """The tokenizers library looks up keys of at most 5 bytes. sentencepiece looks up keys of any
+    length."""
     letter = ord("a")
     units = {0: 256 << 10}
     for depth in range(6):  # the children of unit 256 * (depth + 1) ^ "a"
@@ -142,7 +143,7 @@ def test_key_of_six_letters_counts_for_sentencepiece():
 def test_character_map_with_endless_keys_is_refused():
     letter = ord("a")
     index = 256 ^ letter
-    units = {0: 256 << 10, index: (256 ^ index) << 10 | letter}  # its own child
+    units = {0: 256 << 10, index: (256 ^ index) << 10 | letter}  # the unit is a child of itself
     with pytest.raises(ValueError, match="the character map is too large"):
         max_growth_by_map(character_map(units, b"x"))
 
@@ -155,7 +156,8 @@ def test_field_number_that_protobuf_would_shorten_is_refused():
 
 
 def test_model_with_several_character_maps_is_refused():
-    """The computation of the bound takes about a second for each map."""
+    """The computation of the bound takes about a second for each map, so a model with several maps
+    is refused."""
     spec = b"\x12\x01x"  # NormalizerSpec with a character map
     with pytest.raises(ValueError, match="the model has 3 character maps"):
         _max_growth((b"\x1a" + bytes([len(spec)]) + spec) * 3)

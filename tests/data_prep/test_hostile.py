@@ -47,7 +47,7 @@ def copied(made, tmp_path_factory):
 
 @pytest.fixture
 def restored(copied):
-    """Return the copy `copied`. Files that a test changes are restored after the test."""
+    """Return the data set `copied`. After the test, restore the files that the test has changed."""
     names = ("manifest.json", "order.json", "tokens/plan.json", "tokens/unit-00000.json")
     before = {copied / name: (copied / name).read_bytes() for name in names}
     before |= {path: path.read_bytes() for path in (copied / "shards").iterdir()}
@@ -417,7 +417,7 @@ def test_commands_do_not_print_files_of_a_folder_in_an_order(
     printed = "".join(capsys.readouterr())
     assert "outside/plan.json: its hash differs from the hash in order.json" in printed
     assert "a-secret" not in printed and "a-key" not in printed
-    for removed in re.findall(r"rm -f ([^;]*)", printed):  # their order is not that in order.json
+    for removed in re.findall(r"rm -f ([^;]*)", printed):  # sidecars of shards with another order
         assert re.fullmatch(r"\S+/shards/shard-\d+\.json", removed)
     assert {path.name for path in opened if path.parent.name == "outside"} == {"plan.json"}
 
@@ -430,7 +430,7 @@ def test_shell_code_in_a_folder_name_is_quoted_in_a_repair(restored):
 
 def test_held_out_rule_of_a_blend_needs_the_plan_of_its_order(made, tmp_path):
     """The rule is in plan.json of the first source. `held_out` reads this file from the folder that
-    order.json names, and returns None if it is not the plan with the hash in order.json."""
+    order.json names, and returns None if the file is not the plan whose hash is in order.json."""
     order = ["blend", "--source", f"{made.data}=1", "--context", "64", "--out"]
     blend = tmp_path / "blend"
     assert main([*order, str(blend)]) == 0

@@ -65,14 +65,15 @@ with library_errors(sys.argv[1]):
 
 
 def test_output_before_an_exit_during_encoding_is_printed(tmp_path):
-    """Such output can be the line about a signal, or the library's message that memory is full."""
+    """The output before the exit can be the line about a signal, or the library's message that
+    memory is full."""
     path = a_tokenizer(tmp_path / "tokenizer.json")
     done = python("-c", EXIT_WHILE_ENCODING, str(path))
     assert (done.returncode, done.stderr) == (3, "last words")
 
 
 def test_panic_of_the_library_on_a_text_is_a_data_error(tmp_path):
-    """The pattern needs too many steps for the text."""
+    """The search for the pattern needs more steps in this text than the library permits."""
     pattern = pre_tokenizers.Split(Regex("(a+)+$"), "isolated")
     slow = a_tokenizer(tmp_path / "slow.json", pre_tokenizer=pattern)
     text = "a" * 40 + "b"
@@ -110,8 +111,8 @@ class FakeTable:
 
 @pytest.mark.parametrize("name", ["normalizer", "decoder"])
 def test_tokenizer_that_makes_texts_much_longer_is_refused(tmp_path, name):
-    """Some steps replace a letter by many letters. Without the refusal, they would use all memory,
-    and the process would be aborted."""
+    """The steps of a normalizer or decoder can replace a letter by many letters. Without the
+    refusal, such steps would use all memory, and the process would be aborted."""
     of, key = (normalizers, "normalizer") if name == "normalizer" else (decoders, "decoder")
     bomb = [of.Sequence([of.Replace("a", "a" * 1000)] * 2), of.Replace(Regex("a*"), "b" * 99)]
     path = tmp_path / "tokenizer.json"
@@ -134,7 +135,7 @@ def character_map(letter: bytes, content: bytes) -> normalizers.Precompiled:
     units = [0] * 2048
     units[0] = 256 << 10
     units[256 ^ letter[0]] = (512 ^ 256 ^ letter[0]) << 10 | 1 << 8 | letter[0]
-    trie = struct.pack(f"<{len(units)}I", *units)  # its value, offset 0, is in unit 512
+    trie = struct.pack(f"<{len(units)}I", *units)  # the value (offset 0) is in unit 512
     return normalizers.Precompiled(struct.pack("<I", len(trie)) + trie + content + b"\0")
 
 

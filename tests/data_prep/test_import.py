@@ -25,7 +25,9 @@ CODES = {"B": 1, "b": 2, "h": 3, "i": 4, "q": 5, "H": 8}
 def write_megatron(
     stem: Path, documents: list[list[list[int]]], code: str = "H", **damage: int
 ) -> Path:
-    """Write .bin and .idx files of documents with `struct`. A document is a list of sequences."""
+    """Write .bin and .idx files of documents with `struct`, and return the path of the .bin file. A
+    document is a list of sequences. `code` is the struct format of an id. `damage` contains wrong
+    values of fields of the index."""
     sequences = [sequence for document in documents for sequence in document]
     size, bounds, offset, pointers = struct.calcsize(f"<{code}"), [0], 0, []
     for sequence in sequences:
@@ -68,7 +70,8 @@ def run_import(*arguments, **more) -> int:
 
 
 def imported(out: Path) -> list[list[int]]:
-    """Return the stored documents of a file without their EOS."""
+    """Return the ids of each document in the data set `out`, which was made from one file. The EOS
+    of each document is removed."""
     stored = stored_documents(out)
     assert [(line, ids[-1]) for _, line, ids in stored] == [(n + 1, 0) for n in range(len(stored))]
     return [ids[:-1] for _, _, ids in stored]
@@ -126,7 +129,7 @@ def test_import_reads_a_npy_header_of_python_2_without_a_warning(made, tmp_path,
 
 def test_import_reads_the_dtype_of_a_npy_header(made, tmp_path, capsys):
     documents = some_documents(3)
-    np.save(tmp_path / "a.npy", np.array(flatten(documents)[:-1], np.int64))  # the last EOS missing
+    np.save(tmp_path / "a.npy", np.array(flatten(documents)[:-1], np.int64))  # without the last EOS
     assert run_import(made, tmp_path / "out", tmp_path / "a.npy", more=("--json",)) == 0
     assert imported(tmp_path / "out") == documents
     assert json.loads(capsys.readouterr().out)["eos_added"] == 1

@@ -1,4 +1,5 @@
-"""Packed files, tables and sentencepiece models are read completely, or refused by line."""
+"""Tests of packed files, tables and sentencepiece models: they are read completely, or refused with
+the number of the invalid line."""
 
 from __future__ import annotations
 
@@ -89,8 +90,8 @@ def test_null_values_and_missing_columns_are_refused(made, tmp_path, text, capsy
 
 
 def invalid_text(values: list[bytes]) -> pyarrow.Array:
-    """Return a column of strings with these bytes, which may be invalid UTF-8. Some programs write
-    such columns."""
+    """Return a column of strings with the bytes in `values`, which can be invalid UTF-8. Some
+    programs write such columns."""
     raw = pyarrow.array(values, pyarrow.binary())
     return pyarrow.Array.from_buffers(pyarrow.string(), len(values), raw.buffers())
 
@@ -126,7 +127,7 @@ def test_unpacking_takes_little_memory_at_a_ratio_of_a_thousand(tmp_path, packin
 
 def test_zstd_frames_of_all_kinds_are_read_and_cut_frames_refused(tmp_path):
     """The frames have checksums, sizes, raw blocks and blocks that repeat one byte. Skippable
-    frames are between them. The data is cut at random positions."""
+    frames are between these frames. The test also cuts the data at random positions."""
     rng, skipped = random.Random(3), struct.pack("<II", 0x184D2A5B, 5) + b"aside"
     for number in range(64):
         packer = zstandard.ZstdCompressor(
@@ -176,7 +177,8 @@ def test_damaged_column_names_of_a_table_are_refused(made, text, tmp_path, capsy
 
 def test_damaged_counts_of_a_table_lose_no_row(tmp_path):
     """A table with a damaged row count is read completely or refused. Without this check, pyarrow
-    would return only the number of rows in the count, and no rows if the count is negative."""
+    would return only as many rows as the damaged count says, and no rows if the count is
+    negative."""
     path = tmp_path / "a.parquet"
     columns = pyarrow.table({"text": [f"good text {n}" for n in range(200)]})
     parquet.write_table(columns, path, row_group_size=100, write_statistics=False)

@@ -1,4 +1,5 @@
-"""`inspect` and `stats`, compared with independent counts and with the documents."""
+"""Tests of `inspect` and `stats`, whose results are compared with independent counts and with the
+documents."""
 
 from __future__ import annotations
 
@@ -86,12 +87,12 @@ def test_inspect_of_a_damaged_table_of_documents_names_it(made, tmp_path, capsys
     shutil.copytree(made.data, tmp_path / "data")
     for path in (tmp_path / "data" / "tokens").glob("*.docs.npy"):
         data = bytearray(path.read_bytes())
-        data[-12] ^= 64  # in the number of an input
+        data[-12] ^= 64  # changes the number of an input
         damaged = {"cut": data[:-3], "cut by a row": data[:-24], "grown": data + b"x", "empty": b""}
         path.write_bytes(damaged.get(damage, data))
         if damage == "gone":
             path.unlink()
-    status = 2 if damage == "gone" else 1  # a file with wrong content is damage
+    status = 2 if damage == "gone" else 1  # 1: a file has wrong content
     assert main(["inspect", str(tmp_path / "data"), "0"]) == status
     assert ".docs.npy: " in capsys.readouterr().err.splitlines()[-1]
 
@@ -123,7 +124,8 @@ def test_damage_to_a_file_of_a_data_set_exits_with_1(made, tmp_path, capsys, nam
 
 
 def test_name_that_standard_output_cannot_encode_is_escaped(made, tmp_path, text):
-    """The encoding is strict UTF-8, as in most terminals, and the name is in Latin-1."""
+    """The encoding of standard output is strict UTF-8, as in most terminals. The name of the file
+    is encoded in Latin-1."""
     with open(os.fsencode(text) + b"/caf\xe9.txt", "wb") as file:
         file.write(b"the cat sat " * 200)
     assert main(run_arguments(text, made.tokenizer, tmp_path / "data")) == 0
@@ -295,7 +297,7 @@ def test_inspect_refuses_an_instance_that_is_too_long_to_show(made, monkeypatch)
 
 
 def test_inspect_refuses_a_text_that_is_too_long_to_show(made, monkeypatch):
-    """A token of a megabyte, repeated, would take all memory."""
+    """An instance that repeats a token whose text has a megabyte would take all memory."""
     length = len(inspect(made.data, 0)["text"])
     monkeypatch.setattr("data_prep.dataset.describe.MAX_CHARACTERS", length // 2)
     with pytest.raises(DataError, match=r"tokenizer.json: the text of .* characters"):

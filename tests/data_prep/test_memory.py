@@ -1,4 +1,5 @@
-"""Long documents are encoded in sections with the same ids, within `--memory`, or are refused."""
+"""Tests of long documents: they are encoded in sections, with the ids of the whole text and within
+`--memory`, or are refused."""
 
 from __future__ import annotations
 
@@ -118,7 +119,8 @@ characters."""
 
 @pytest.mark.parametrize("family", RECOGNISED)
 def test_sections_have_the_ids_of_the_text(tmp_path, monkeypatch, family):
-    """The test cuts a text at each position where a cut is allowed, and compares the ids."""
+    """The test cuts a text at each position where the encoder permits a cut, and compares the ids
+    of the sections with the ids of the whole text."""
     short_sections(monkeypatch, 2)
     train_family(path := tmp_path / "t.json", family)
     encoder, library = Encoder(path), open_tokenizer(path)
@@ -344,7 +346,7 @@ def test_large_value_of_a_table_is_refused_before_it_is_read(made, tmp_path, val
 
 
 VALUE = "return x " * 220_000
-"""Text of 2 MB, the value of a table."""
+"""Text of 2 MB, the value of a row in a table."""
 READ = """
 import sys
 import pyarrow.parquet
@@ -382,7 +384,7 @@ def test_memory_limit_is_kept_for_any_row_groups(tmp_path, values, options):
     """The number of rows in a read depends on the largest values. If the number depended on the
     mean size, a read would use 240 MB or more.
 
-    Allocators keep some of the freed memory; a worker has a reserve for it.
+    Allocators keep some of the freed memory. A worker has a reserve for this memory.
     """
     write_table(tmp_path / "text", values, **options)
     path, room = tmp_path / "text" / "a.parquet", 40_000_000
@@ -400,7 +402,7 @@ def test_size_that_a_damaged_page_states_takes_no_memory(tmp_path):
     path = tmp_path / "text" / "a.parquet"
     data = bytearray(path.read_bytes())
     size = b"\x94\x9b\xee\x02"  # 3,000,010 as a zigzag varint of Thrift
-    assert data[:40].count(size) == 2  # of the unpacked and of the packed page
+    assert data[:40].count(size) == 2  # sizes of the unpacked and packed page
     path.write_bytes(data.replace(size, b"\xfe\xff\xff\x7f", 2))  # 134,217,727 bytes
     before = pyarrow.default_memory_pool().max_memory()
     with pytest.raises(DamagedTable):

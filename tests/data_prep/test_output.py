@@ -1,4 +1,5 @@
-"""Commands whose output pipe is closed, and the name of the tokenizer's copy in a data set."""
+"""Tests of commands whose output pipe is closed, and of the name of the tokenizer's copy in a data
+set."""
 
 from __future__ import annotations
 
@@ -54,7 +55,7 @@ def test_sentencepiece_model_keeps_its_suffix(made, tmp_path, capsys):
     assert TextTokenizer(tokenizer_path(out)).decode(ids) == "abc été"
     assert main(["verify", str(out)]) == 0 and main(["inspect", str(out), "1"]) == 0
 
-    shutil.copytree(out, old)  # as an earlier version called it
+    shutil.copytree(out, old)  # with the name in an earlier version
     for folder in (old, old / "eval"):
         (folder / "tokenizer.model").rename(folder / "tokenizer.json")
     before = tree(old)

@@ -62,7 +62,7 @@ def test_plan_without_text_is_refused_with_the_reason(made, tmp_path, capsys, ca
 
 
 def test_plan_on_a_read_only_disk_estimates_without_disk_speed(made, tmp_path, capsys, monkeypatch):
-    """Files can be neither written nor removed."""
+    """Each write and each removal of a file fails."""
 
     def refuse(*_: object, **__: object) -> None:
         raise OSError(errno.EROFS, "Read-only file system", "plan.tmp")

@@ -33,7 +33,7 @@ def square(context, index, advance):
 def fail_or_wait(context, index, advance):
     if index == 0:
         raise DataError("number 0")
-    for _ in range(600):  # 60 s, unless it is cancelled
+    for _ in range(600):  # 60 s, unless the job is cancelled
         time.sleep(0.1)
         advance(1)
 

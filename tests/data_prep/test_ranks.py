@@ -1,4 +1,5 @@
-"""Ranks that share work through files: shares, waiting, lost ranks, and other world sizes."""
+"""Tests of ranks that share the work of a command through files: shares, waiting, lost ranks, and
+changed world sizes."""
 
 from __future__ import annotations
 
@@ -35,8 +36,8 @@ from tests.data_prep.corpus import refused, run_arguments, tree
 
 
 def start_rank(arguments: list[str], delay_s: float | None = None) -> int:
-    """Fork a process that runs a command, and that ends after `delay_s` if it is set. Return its
-    process id."""
+    """Fork a process that runs a command. If `delay_s` is set, a signal ends the process after this
+    number of seconds. Return the process id."""
     pid = os.fork()
     if pid == 0:
         status = 99
@@ -298,10 +299,10 @@ def test_error_of_a_rank_ends_the_other_ranks(made, tmp_path):
     unit = [first <= index < stop for first, stop in plan.units].index(True)
     sizes = list(map(plan.unit_bytes, range(len(plan.units))))
     failing = next(rank for rank in range(3) if unit in share(sizes, rank, 3))
-    for _ in range(2):  # the second run finds marks of the first
+    for _ in range(2):  # the second run finds failure marks of the first
         waiting = [start(rank) for rank in range(3) if rank != failing]
         for rank in waiting:
-            assert "tokenize" in rank.stderr.readline()  # its share is done
+            assert "tokenize" in rank.stderr.readline()  # the rank has done its share
         bad = start(failing)
         assert "a.jsonl:" in bad.communicate(timeout=60)[1] and bad.returncode == 2
         for rank in waiting:
@@ -345,7 +346,7 @@ def test_reader_of_a_directory_cannot_stop_a_run(tmp_path):
     with working_in(tmp_path):
         assert (tmp_path / ".lock").stat().st_mode & 0o777 == 0o600
         (tmp_path / ".lock").chmod(0o644)
-        with working_in(tmp_path):  # of a run that starts after a chmod -R
+        with working_in(tmp_path):  # another run, after chmod -R
             assert (tmp_path / ".lock").stat().st_mode & 0o777 == 0o600
     os.close(fd)
     assert not list(tmp_path.iterdir())

@@ -27,9 +27,9 @@ def damage(path, how: str) -> None:
 
 
 def follow_repairs(dataset: str | os.PathLike, commands: dict[str, list[list[str]]]) -> None:
-    """Run `verify` and do the repairs that it names, twice. `verify` must run twice: if a file that
-    lists other files is damaged, the first `verify` may report only the repair of this file.
-    `commands` maps each directory to the commands that made it."""
+    """Run `verify` and do the repairs that `verify` names, twice. If a file that lists other files
+    is damaged, the first `verify` can report only the repair of this file, so a second `verify` is
+    needed. `commands` maps each directory to the commands that made it."""
     for _ in range(2):
         lines = [line.partition("; repair: ")[2] for line in verify(Path(dataset))]
         elsewhere = [re.fullmatch("optimus-data verify (.+), or the .+", line) for line in lines]
@@ -198,7 +198,8 @@ def test_run_makes_a_damaged_shard_of_a_fused_data_set_again(kinds, capsys):
 
 
 def test_shards_are_not_made_from_a_damaged_token_array(made, tmp_path, capsys, monkeypatch):
-    """The check at the start detects the damage in the first run, and misses it in the second."""
+    """In the first run, the check at the start detects the damage. In the second run, the check
+    misses the damage, but the new shard differs from the hash in the manifest."""
     out = tmp_path / "data"
     shutil.copytree(made.data, out)
     shard = out / "shards" / "shard-00001.npy"

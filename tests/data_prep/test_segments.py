@@ -30,8 +30,8 @@ from tests.data_prep.corpus import killed_until_done, run_arguments, run_killed_
 
 @pytest.fixture
 def text(tmp_path, monkeypatch) -> Path:
-    """Write large files, of which some are alone in a unit of work and others share a unit, and set
-    checkpoints after each 3 kB. Return the folder of the files."""
+    """Write files, some of which are alone in a unit of work, while others share a unit. Set the
+    distance of checkpoints to 3 kB. Return the folder of the files."""
     monkeypatch.setattr(writer, "SEGMENT_BYTES", 3000)
     rng = random.Random(6)
     folder = tmp_path / "text"
@@ -254,8 +254,8 @@ def _forge(path, change_head=lambda head: None, blobs=None):
 
 @pytest.fixture
 def two_checkpoints(made, tmp_path):
-    """Return two checkpoints of a unit with the inputs 0 to 4, and a function that opens the writer
-    of the unit."""
+    """Write two checkpoints of a unit with the inputs 0 to 4. Return (path of the second
+    checkpoint, function that opens the writer of the unit)."""
     inputs, stack = range(5), contextlib.ExitStack()
 
     def open_writer(packed=False):
@@ -355,7 +355,8 @@ def test_forged_tokens_of_a_checkpoint_are_refused(two_checkpoints, blobs, probl
 
 
 def test_checkpoint_larger_than_the_memory_is_refused(two_checkpoints):
-    """The file is sparse, and is not read."""
+    """The checkpoint is a sparse file of 3 GiB, which must be refused without reading its
+    content."""
     path, _ = two_checkpoints
     os.truncate(path, 3 << 30)
     checkpoints = Segments(path.parent, 0, "plan", Limits(1 << 30))

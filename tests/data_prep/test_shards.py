@@ -77,7 +77,7 @@ def test_shuffle_to_another_context_uses_the_token_arrays(made, tmp_path, carry)
 def test_gatherer_reads_the_same_rows_by_any_strategy(
     made, tmp_path, monkeypatch, carry, dense, window_bytes
 ):
-    """Rows are read separately, in windows, or as complete arrays."""
+    """The gatherer reads rows separately, in windows of several rows, or as complete arrays."""
     monkeypatch.setattr(gather_module, "_DENSE", dense)
     more = ["--carry-tails"] if carry else []
     assert main(["shuffle", str(made.data), "--to", str(tmp_path), "--context", "37", *more]) == 0
@@ -109,7 +109,8 @@ def test_instances_may_span_several_arrays(tmp_path, made):
 
 
 def test_sharding_keeps_its_memory(made, tmp_path):
-    """A process shards 96 MB to one shard with --memory 125MB."""
+    """A process writes 96 MB of tokens to one shard with --memory 125MB. The peak memory must be at
+    most 125 MB with both strategies."""
     tokens = np.random.default_rng(0).integers(1, 400, 48_000_000, dtype=np.uint16)
     tokens[4999::5000] = 0
     np.save(tmp_path / "a.npy", tokens)
@@ -128,7 +129,7 @@ def test_line_says_that_memory_is_too_small_for_all_workers(made, tmp_path, caps
     assert memory_for(4) == 2 * 10**9
     for workers in (16, 32):
         wanted = memory_for(workers)
-        if wanted > 2 * 10**9:  # of a machine with memory for them
+        if wanted > 2 * 10**9:  # the machine has this much memory
             assert divide_memory(wanted, workers)[0] >= min(workers, 17)
     assert main(run_arguments(made.text, made.tokenizer, tmp_path / "out")) == 0
     shutil.rmtree(tmp_path / "out" / "shards")

@@ -27,7 +27,7 @@ needs_slurm = pytest.mark.skipif(
 def under_slurm(
     tmp_path: Path, *command: str, options: Sequence[str] = ("--nodes", "2")
 ) -> subprocess.CompletedProcess:
-    """Run a command under a new Slurm, which ends with the command.
+    """Start Slurm, run a command under Slurm, and end Slurm when the command ends.
 
     Args:
         tmp_path: Working directory of the command. Its folder `slurm` gets the state of Slurm.
@@ -35,7 +35,7 @@ def under_slurm(
         options: Options of scripts/drills/slurm.sh.
     """
     environ = os.environ | {"PATH": PATH}
-    if "--networks" in options:  # a test of this process may have set the loopback interface
+    if "--networks" in options:  # an earlier test can have set the interface
         environ.pop("GLOO_SOCKET_IFNAME", None)
     return subprocess.run(
         [str(SLURM), *options, "--keep", str(tmp_path / "slurm"), "--", *command],

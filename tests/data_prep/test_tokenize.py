@@ -21,7 +21,7 @@ from tests.data_prep.corpus import EOS, documents, run_arguments
 
 
 def stored_documents(dataset: Path) -> list[tuple[str, int, list[int]]]:
-    """Return file, line and ids with EOS of each document in the token arrays of a data set."""
+    """Return (file, line, ids with EOS) of each document in the token arrays of a data set."""
     plan, _, records = read_token_set(dataset / "tokens")
     stored = []
     for unit in range(len(records)):

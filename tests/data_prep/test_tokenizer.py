@@ -1,4 +1,4 @@
-"""Tokenizer files that take much time or memory when they are opened."""
+"""Tests of tokenizer files that take much time or memory when they are opened."""
 
 from __future__ import annotations
 
@@ -135,7 +135,8 @@ def test_template_that_repeats_the_text_is_not_applied(tmp_path):
 
 
 def test_panic_of_the_library_at_loading_prints_nothing(tmp_path, capfd):
-    """The prefix of continuing subwords is longer than a token of the vocabulary."""
+    """The library panics, because the prefix of continuing subwords is longer than a token of the
+    vocabulary."""
 
     def prefix(tree: dict) -> dict:
         tree["model"] |= {"vocab": {"a": 0, "b": 1, "ab": 2}, "merges": [["a", "b"]]}
