@@ -131,7 +131,7 @@ def test_read_error_is_raised_at_its_update(many_shards, tmp_path):
 def test_close_ends_a_waiting_thread(dataset):
     loader = Loader(dataset, 4, 2, 0, 1)
     loader.microbatches(1)
-    time.sleep(0.05)  # enough is read: the thread waits
+    time.sleep(0.05)  # the thread has read enough and waits
     start = time.monotonic()
     loader.close()
     loader.close()
@@ -139,7 +139,8 @@ def test_close_ends_a_waiting_thread(dataset):
 
 
 def test_document_ids_count_the_documents_that_end_before_a_token():
-    """An EOS token is the last token of its document."""
+    """An EOS token is the last token of its document, so the token after the EOS token is the first
+    with the next id."""
     tokens = np.array([[5, 0, 6, 7, 0], [0, 0, 1, 2, 3], [1, 2, 3, 4, 5]])
     ids = document_ids(tokens, 0)
     assert ids.tolist() == [[0, 0, 1, 1, 1], [0, 1, 2, 2, 2], [0, 0, 0, 0, 0]]

@@ -24,14 +24,14 @@ def sources(tiny_data, many_shards, few_instances) -> list[TokenDataset]:
 
 
 def test_share_and_order_of_each_source_are_exact(sources):
-    """The number of instances of each source and their order are exact, also in later epochs of a
-    source."""
+    """The number and order of the instances of each source, and the order of the sources, are
+    exact, also in later epochs of a source."""
     mix = MixedDataset(sources, [3, 1, 4])
     count = 8 * 40
     assert count // 2 > sources[2].num_instances, "the small source must repeat"
     tokens = mix.read(0, count)
     assert tokens.dtype == np.int64 and tokens.shape == (count, CONTEXT)
-    picks = np.array([2, 0, 2, 0, 1, 2, 0, 2] * 40)  # by hand, see docs/formats/dataset.md
+    picks = np.array([2, 0, 2, 0, 1, 2, 0, 2] * 40)  # computed by hand, see docs/formats/dataset.md
     for index, (source, weight) in enumerate(zip(sources, (3, 1, 4), strict=True)):
         assert np.array_equal(tokens[picks == index], source.read(0, 40 * weight))
 
@@ -101,7 +101,7 @@ def test_sources_with_different_held_out_fractions_are_refused(tiny_data, tmp_pa
     run += ["--context", str(CONTEXT), "--workers", "1"]
     assert main([*run, "--out", str(plain)]) == 0
     share = read_manifest(tiny_data).eval_fraction
-    for seed in range(99):  # until the document is not held out
+    for seed in range(99):  # until the only document is not held out
         text.write_text(f"more {seed} text " * 500)
         if main([*run, "--out", str(same), "--eval-fraction", str(share)]) == 0:
             break
