@@ -1,4 +1,5 @@
-"""Agreement of ranks on the Outcome that ends a run. The ranks are threads of one process."""
+"""Tests of the agreement of ranks on the Outcome that ends a run. In these tests, the ranks are
+threads of one process."""
 
 from __future__ import annotations
 
@@ -48,8 +49,8 @@ def open_store(request, tmp_path) -> Callable[[], Any]:
 
 
 def run_ranks(size: int, function: Callable[[int], Any], ranks: range | None = None) -> list[Any]:
-    """Run `function(rank)` in a thread for each rank. Return each rank's result, or the RunEnded
-    that the rank raised."""
+    """Run `function(rank)` in a thread for each of `ranks` (default: all ranks). Return a list that
+    contains, for each rank, its result or the RunEnded that it raised."""
     results: dict[int, Any] = {}
 
     def run(rank: int) -> None:
@@ -111,14 +112,14 @@ def test_a_rank_that_fails_later_adopts_the_decision(open_store, monkeypatch):
     monkeypatch.setattr(agreements, "_OTHERS_S", 60.0)
     start = time.monotonic()
     later = ended_with(open_store, {0: LostPeerError("rank 2 is gone")})[0]
-    assert time.monotonic() - start < 30  # it does not wait for other ranks
+    assert time.monotonic() - start < 30  # rank 0 does not wait for other ranks
     assert later.outcome.rank == 2 and later.exit_code == 4 and not later.prints
 
 
 @pytest.mark.parametrize("error", [LostPeerError("rank 0 is gone"), DataError("a.npy")])
 def test_error_after_the_end_of_rank_0_is_not_shared(open_store, monkeypatch, error):
     """Rank 0 ends with an error before rank 1 fails. `is_shared` is False on both ranks, because
-    rank 0 does not know if rank 1 waits for it in a collective."""
+    rank 0 does not know if rank 1 waits for rank 0 in a collective."""
     monkeypatch.setattr(agreements, "_OTHERS_S", 0.3)
     assert not ended_with(open_store, {0: DataError("metrics.jsonl")}, size=2)[0].is_shared
     late = ended_with(open_store, {1: error}, size=2)[1]
@@ -248,7 +249,7 @@ def test_a_loss_is_printed_once_if_ranks_0_and_1_are_lost(monkeypatch, tmp_path)
         ends = [agreement_of(rank, 4, LostStore()).end(lost) for rank in (2, 3)]
         assert [ended.prints for ended in ends] == [True, False]
         (mark,) = tmp_path.iterdir()
-        os.utime(mark, (0, 0))  # as an earlier run leaves it
+        os.utime(mark, (0, 0))  # as old as the mark of an earlier run
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "absent"))
     assert agreement_of(3, 4, LostStore()).end(lost).prints
 
@@ -293,7 +294,7 @@ def test_a_rank_that_cannot_meet_others_prints_once_per_machine(monkeypatch):
     ("environ", "prints"),
     [
         ({"LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2"}, True),
-        ({"LOCAL_RANK": "1"}, True),  # WORLD_SIZE may be missing on this rank alone
+        ({"LOCAL_RANK": "1"}, True),  # WORLD_SIZE can be missing on this rank alone
         ({"LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "0"}, True),
         ({"PMI_RANK": "1", "PMI_SIZE": "2", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "2"}, True),
         ({"PMI_RANK": "2", "PMI_SIZE": "2", "LOCAL_RANK": "1"}, True),

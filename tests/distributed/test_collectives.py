@@ -79,7 +79,8 @@ REPORT = Report(
 
 
 def exchange() -> tuple:
-    """Broadcast and gather objects and bytes of different lengths; return all results."""
+    """Broadcast and gather objects and bytes of different lengths. Return all results of this
+    rank."""
     group = everyone()
     mine = replace(REPORT, entries=REPORT.entries * group.rank)
     first = collectives.broadcast_object(REPORT if group.rank == 0 else None, group, Report)
@@ -172,8 +173,8 @@ def test_a_group_of_a_single_rank_changes_nothing():
 
 
 def start_all() -> dict:
-    """Start three collectives and wait for them in reverse order. Return their results and the
-    recorded traffic."""
+    """Start three collectives and wait for them in reverse order. Return a dict with the results,
+    in the order of the waits, and the recorded traffic."""
     meter = TrafficMeter()
     group = everyone(recorder=meter)
     contribution = torch.tensor([float(group.rank + 1)])
@@ -235,7 +236,8 @@ def test_a_dead_peer_is_a_lost_peer(ranks, is_async, operation):
 
 
 def call_wrongly(mistake: str) -> str:
-    """Make the same invalid call on all ranks; return the error."""
+    """Make the same invalid call on all ranks. Return the type, message and notes of the error, or
+    "no error"."""
     group = everyone()
     try:
         if mistake == "shape":

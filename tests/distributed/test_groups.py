@@ -21,7 +21,7 @@ GROUPS = (("pp",), ("dp",), ("ep",), ("tp",), ("dp", "ep"), ENDS)
 
 
 def gathered_ranks(sizes: tuple[int, ...]) -> dict[tuple[str, ...], list[int]]:
-    """Return the global ranks of each group of this rank, with the group's axes as key.
+    """Return a dict that maps the axes of each group of this rank to the global ranks of the group.
 
     The ranks of a group are collected by an all-gather over the group. The function also checks
     that a group with the axis dp and a group without this axis never share a torch process group.
@@ -85,7 +85,7 @@ def test_groups_have_the_ranks_of_their_axes(ranks):
 
 
 def pass_along() -> list[float]:
-    """Send two messages to the next rank; return the two messages of the previous rank."""
+    """Send two messages to the next rank. Return the two messages that the previous rank sent."""
     group = everyone()
     rank, size = group.rank, group.size
     previous, following = (rank - 1) % size, (rank + 1) % size

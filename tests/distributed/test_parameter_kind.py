@@ -1,4 +1,5 @@
-"""Axes of gradient sums and optimizer shards for each kind of parameter."""
+"""Tests of the axes over which gradients are summed and optimizer states are sharded, for each kind
+of parameter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Rendezvous of ranks: checks of the address, and errors of ranks that cannot start."""
+"""Tests of the rendezvous of ranks: checks of the address, and errors of ranks that cannot
+start."""
 
 from __future__ import annotations
 
@@ -48,8 +49,8 @@ def test_a_bad_meeting_point_is_refused_before_any_wait():
 
 
 def test_port_in_use_is_no_mistake_of_the_user_in_a_supervised_run(monkeypatch):
-    """In a supervised run, the supervisor chose a port that was free at that time. It chooses
-    another port, so the error is not a mistake of the user."""
+    """The supervisor of a run chose a port that was free at that time. If another program uses the
+    port now, the supervisor chooses another port, so the error is not a mistake of the user."""
     monkeypatch.setenv(ATTEMPT, "3")
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -107,10 +108,10 @@ def test_the_first_rank_listens_at_the_meeting_address_alone(monkeypatch):
     assert listen("127.0.0.2") == "127.0.0.2"
     assert listen("localhost") in ("127.0.0.1", "::1")
     assert listen("localhost", "127.0.0.1") == "127.0.0.1"
-    # The launcher set MASTER_ADDR to localhost for rank 0 and to the machine's name for other
-    # machines.
+    # A launcher can set MASTER_ADDR to localhost on the machine of rank 0, and to the name of this
+    # machine on other machines.
     assert listen("localhost", "127.0.0.1", is_local=False) is None
-    # A supervisor gives all ranks the same address, also with nodes that it emulates.
+    # A supervisor gives all ranks the same address, also the ranks of emulated nodes.
     with monkeypatch.context() as supervised:
         supervised.setenv(ATTEMPT, "1")
         assert listen("127.0.0.2", "127.0.0.2", is_local=False) == "127.0.0.2"
@@ -131,7 +132,7 @@ def test_a_port_that_another_program_takes_is_named():
 
 
 def start(failing: tuple[int, ...], missing: tuple[int, ...] = ()) -> RunEnded | None:
-    """Start the world; return the RunEnded of this rank, or None.
+    """Start the world. Return the RunEnded that this rank raises, or None.
 
     Ranks in `failing` fail with a DataError. Ranks in `missing` do not start the world.
     """
@@ -168,7 +169,8 @@ def test_missing_ranks_are_printed_once(ranks, missing):
 
 
 def start_over(interface: str) -> RunEnded | None:
-    """Start a world with gloo on the given network interface; return the RunEnded, or None."""
+    """Start a world with gloo on the given network interface. Return the RunEnded that this rank
+    raises, or None."""
     os.environ["GLOO_SOCKET_IFNAME"] = interface
     try:
         start_world(device="cpu", timeout_s=60.0)
@@ -179,7 +181,7 @@ def start_over(interface: str) -> RunEnded | None:
 
 def test_an_absent_network_interface_is_printed_once(ranks):
     """GLOO_SOCKET_IFNAME names an interface that does not exist. Both ranks raise the error, but
-    only one of the ranks prints it."""
+    only one of them prints the error."""
     ends = ranks(2, start_over, "absent0", start_world=False)
     for ended in ends:
         assert str(ended).startswith("GLOO_SOCKET_IFNAME: the network interface absent0 of ")
