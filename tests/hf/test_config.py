@@ -1,4 +1,4 @@
-"""Conversion of config.json to and from `ModelConfig`."""
+"""Tests of the conversion of config.json to and from `ModelConfig`."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_round_trip_through_transformers_keeps_the_config(name, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config_to_hf(OURS[name], "bfloat16")))
     hf_config = transformers.AutoConfig.from_pretrained(tmp_path)
     assert str(hf_config.dtype) == "torch.bfloat16"
-    hf_config.save_pretrained(tmp_path / "again")  # with the field names of version 5
+    hf_config.save_pretrained(tmp_path / "again")  # writes the field names of version 5
     assert "rope_parameters" in json.loads((tmp_path / "again" / "config.json").read_text())
     assert read_hf_config(tmp_path / "again") == OURS[name]
     assert is_hf_directory(tmp_path) and not is_hf_directory(tmp_path / "nowhere")
@@ -83,7 +83,7 @@ def test_version_4_spelling_of_scaling(spelling):
     olmo = {"model_type": "olmo"}
     assert config_from_hf({**olmo, **old}) == config_from_hf({**olmo, **new})
     both = {**olmo, **old, "rope_parameters": {"rope_type": "default", "rope_theta": 1.5}}
-    assert config_from_hf(both).rope_scaling.factor == 2.0  # as in transformers 5
+    assert config_from_hf(both).rope_scaling.factor == 2.0  # rope_scaling is used, as in version 5
 
 
 def test_absent_original_context_is_the_longest_context():
@@ -139,7 +139,7 @@ def test_unsupported_field_is_refused_by_name_in_a_single_line(key):
     message = str(error.value)
     assert message.startswith("DIR/config.json: ") and "\n" not in message
     assert key.removeprefix("rope_") in message and mentioned in message
-    if key in FIELDS_OF_OTHER_MODELS:  # every value is refused
+    if key in FIELDS_OF_OTHER_MODELS:  # all values of the field are refused
         assert message.endswith("convert a model without this setting")
 
 

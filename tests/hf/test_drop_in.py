@@ -60,8 +60,8 @@ def batch(padded: bool = False) -> dict[str, Tensor]:
 
 
 def named_grads(model: nn.Module) -> dict[str, Tensor]:
-    """Return a dict of gradients. The keys are the names in the state dict of the model.
-    `use_fast_moe` does not change these names."""
+    """Return a dict that maps names in the state dict of the model to gradients. `use_fast_moe`
+    does not change these names."""
     shadow = copy.deepcopy(model)
     with torch.no_grad():
         for target, parameter in zip(shadow.parameters(), model.parameters(), strict=True):

@@ -1,4 +1,4 @@
-"""Import and export of weights in Hugging Face directories."""
+"""Tests of the import and export of weights in Hugging Face directories."""
 
 from __future__ import annotations
 
@@ -135,8 +135,8 @@ def test_experts_may_be_merged_on_disk(tmp_path):
 
 
 def test_files_are_those_of_safetensors_for_any_order_of_slices(tmp_path):
-    """`write_slices` gets the slices in reverse order. It writes a file with the same bytes as the
-    file that the safetensors library writes for the same tensors."""
+    """`write_slices` gets the slices in reverse order. The written file must have the same bytes as
+    the file that the safetensors library writes for the same tensors."""
     model = small_model()
     state, generator = model.state_dict(), random.Random(0)
     file_dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -282,7 +282,7 @@ def test_weights_of_another_model_are_refused_with_the_field(tmp_path):
     for key, value in (("rope_theta", 5.0), ("norm_topk_prob", True), ("clip_qkv", 1.0)):
         with pytest.raises(CheckpointError, match=f"model.{key} = {value}"):
             load_weights(small_model(**{key: value}), tmp_path / "out")
-    # Fields may differ if they do not change logits, or if they express the same value differently.
+    # Fields can differ if they do not change logits, or if they express the same value differently.
     load_weights(small_model(num_key_value_heads=4, aux_loss_coef=0.5), tmp_path / "out")
 
 
