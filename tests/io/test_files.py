@@ -91,8 +91,8 @@ def test_a_name_that_no_file_can_have_is_an_os_error():
 def test_read_regular_of_a_file_with_more_bytes_than_its_metadata_says(
     tmp_path, monkeypatch, limit_bytes
 ):
-    """Files in /proc have a size of 0 in their metadata, although a read returns bytes. Some of
-    these files never end."""
+    """Files in /proc have a size of 0 in their metadata, although a read returns bytes. Some files
+    in /proc have no end."""
     monkeypatch.setattr(files, "_READ_BYTES", 10)
     path = tmp_path / "f"
     path.touch()
@@ -129,8 +129,9 @@ def test_read_regular_of_a_file_without_bytes_yet_is_an_os_error(tmp_path, monke
 
 
 def test_outputs_that_cannot_be_created_are_refused(tmp_path):
-    """A pipe and a device have a name, but a rename would replace them by a file. In /proc, nobody
-    can create a file, although its mode permits it."""
+    """A command writes a temporary file and renames the file to the name of the output. If the
+    output is a pipe or a device, the rename would replace the pipe or device. No user can create a
+    file in /proc, although the mode of /proc permits this."""
     os.mkfifo(tmp_path / "pipe")
     for path, problem in (
         (tmp_path, "Is a directory; use another file"),

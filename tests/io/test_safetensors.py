@@ -1,4 +1,5 @@
-"""Refusal of invalid headers and index files of safetensors from untrusted sources."""
+"""Tests that invalid headers and index files of safetensors, which can come from untrusted sources,
+are refused."""
 
 from __future__ import annotations
 

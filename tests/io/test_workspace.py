@@ -1,4 +1,5 @@
-"""Tests of workspaces: no process of an earlier start can change the run directory."""
+"""Tests of workspaces (each start of a run has a separate workspace): no process of an earlier
+start can change the run directory."""
 
 from __future__ import annotations
 
@@ -18,13 +19,13 @@ from tests.kit.runs.saves import make_states, save_full
 
 
 def tree(folder):
-    """Return all files below `folder` with their contents."""
+    """Return a dict that maps the relative path of each file below `folder` to its content."""
     paths = (path for path in folder.rglob("*") if path.is_file())
     return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 
 
 def save(run_dir, step, workspace):
-    """Write the files of a model-only checkpoint. Return a function that commits it."""
+    """Write the files of a model-only checkpoint. Return a function that commits the checkpoint."""
     path = store.model_path(run_dir, step)
     temporary = store.create(path, workspace=workspace)
     (temporary / "config.toml").write_text("")
@@ -55,7 +56,7 @@ def test_an_earlier_start_cannot_change_the_directory(tmp_path):
     ):
         with pytest.raises((OSError, store.CheckpointError)):
             change()
-    assert store.remove_old(tmp_path, earlier, keep_models=1)  # the reasons why nothing is removed
+    assert store.remove_old(tmp_path, earlier, keep_models=1)  # returns why nothing is removed
     os.write(fd, b"2\n")
     os.close(fd)
     earlier.close()
@@ -101,7 +102,7 @@ def test_several_starts_at_the_same_time_keep_at_most_a_single_workspace(tmp_pat
 
         def start(opened=opened, barrier=barrier):
             barrier.wait()
-            with contextlib.suppress(OptimusError, OSError):  # another start has removed the file
+            with contextlib.suppress(OptimusError, OSError):  # another start can remove the file
                 opened.append(store.open_workspace(tmp_path))
 
         threads = [threading.Thread(target=start) for _ in range(4)]
@@ -134,7 +135,8 @@ def test_a_process_that_creates_files_without_pause_is_stopped(tmp_path):
 
 
 def test_files_on_another_file_system_are_replaced(tmp_path):
-    """`checkpoints/` is a link to another file system, from which no rename is possible."""
+    """`checkpoints/` is a link to another file system. No file can be renamed from there to the run
+    directory."""
     other = tempfile.mkdtemp(dir="/dev/shm")
     try:
         if os.stat(other).st_dev == os.stat(tmp_path).st_dev:
@@ -150,7 +152,7 @@ def test_files_on_another_file_system_are_replaced(tmp_path):
 
 
 def test_files_on_another_mount_of_the_same_file_system_are_replaced(tmp_path):
-    """A rename between two mounts fails, although both have the same device number."""
+    """A rename between two mounts fails, although both mounts have the same device number."""
     (tmp_path / "other").mkdir()
     checkpoints = tmp_path / "run" / "checkpoints"
     checkpoints.mkdir(parents=True)
