@@ -55,7 +55,7 @@ RUNS = {
     "dense-bf16-tp": 2,
     "dense-fp32-pp-tied": 2,
 }
-"""Number of ranks of each run, by the name of its configuration in CONFIGS."""
+"""Maps the name of a configuration in CONFIGS to the number of ranks of its run."""
 WITH_MODELS = ("moe-fp32", "moe-bf16-ep-epso", "dense-bf16-tp", "dense-fp32-pp-tied")
 """Runs that also write model-only checkpoints."""
 
@@ -192,11 +192,12 @@ TOKENIZE = {
     "wide": ("two", "wide.json"),
     "bytes": ("three", "bytes.json", "--on-error", "quarantine"),
 }
-"""For each data set: folder below text/, tokenizer file, and options of `optimus-data`."""
+"""Maps the name of a data set to (folder below text/, tokenizer file, options of
+`optimus-data`)."""
 BLEND = ("--source", "data/words=0.7", "data/more=0.3", "--shard-size", "1024", "--workers", "1")
 AGAIN = ("--context", "7", "--seed", "3", "--carry-tails", "--shard-size", "1024")
 KILLED_AFTER = 18
-"""Number of files that `optimus-data` writes before it is killed."""
+"""`optimus-data` is killed after it has committed this number of files."""
 
 
 def main() -> None:
@@ -307,9 +308,9 @@ def make_data() -> dict[str, dict]:
 def make_interrupted() -> dict[str, dict]:
     """Kill two commands of `optimus-data` before they finish.
 
-    Then run each command again in a temporary copy of the working directory, where it finishes.
-    Return a dict that maps the name of each case to its command and the hashes of its finished
-    files.
+    Then run each command again in a temporary copy of the working directory, where the command
+    finishes. Return a dict that maps the name of each case to the command and the hashes of the
+    finished files.
     """
     writer.SEGMENT_BYTES = (
         400  # so that units have checkpoints, which otherwise need 16 MiB of text
