@@ -63,7 +63,7 @@ def test_a_single_rank_writes_a_machine_file(quick, tmp_path, capsys):
     assert 0 < rates.products.rate(512, 512, 512) < rates.products.peak
     assert len(machine.device.products["bf16"].measured) == 8
     assert load_links(str(path)) == machine.links
-    disk = {"disk_read", "disk_write"}  # only bench links --disk measures these
+    disk = {"disk_read", "disk_write"}  # only bench links --disk measures these rates
     assert set(result["machine"]["links"]) == set(type(machine.links).model_fields) - disk
     assert machine.measured.differences("x", machine.measured.cores, 1, machine.measured.torch) == [
         f"device: {machine.measured.device} measured, x now"
@@ -82,8 +82,9 @@ def test_a_single_rank_writes_a_machine_file(quick, tmp_path, capsys):
 
 
 def test_products_of_a_shape_are_those_of_a_linear_layer(monkeypatch):
-    """A measured shape (rows, inner, columns) represents a linear layer. Its three products must
-    have the shapes and strides of the products in forward and backward of this layer."""
+    """A measured shape (rows, inner, columns) represents a linear layer. The three products that
+    the benchmark computes must have the shapes and strides of the products in forward and backward
+    of this layer."""
     calls = []
     monkeypatch.setattr(torch, "mm", lambda a, b: calls.append((a.shape, b.shape, a.stride())))
     run = bench._layer_products(Shape(8, 16, 32), torch.float32, torch.device("cpu"))

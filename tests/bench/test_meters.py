@@ -20,9 +20,9 @@ def event(key: str, device_type, cpu: float, device: float) -> SimpleNamespace:
 
 
 def test_time_on_a_device_counts_once():
-    """On a GPU, the profiler reports the time of a torch kernel twice: for the kernel and for its
-    op. The profiler reports the time of an Optimus kernel once, for the kernel. `_non_gemm_share`
-    counts each kernel once."""
+    """On a GPU, the profiler reports the time of a torch kernel twice: for the kernel and for the
+    op that launches the kernel. The profiler reports the time of an Optimus kernel once, for the
+    kernel. `_non_gemm_share` counts each kernel once."""
     events = [
         event("aten::mm", CPU, 5, 60),
         event("nvjet_gemm", CUDA, 0, 60),

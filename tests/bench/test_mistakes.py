@@ -1,4 +1,4 @@
-"""Mistakes in the arguments of `optimus bench` and of the scripts in scripts/bench."""
+"""Tests that wrong arguments of `optimus bench` and of the scripts in scripts/bench are refused."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def test_wrong_block_of_ours_is_refused(monkeypatch):
 def test_peer_that_fails_is_reported():
     weights, x, grad = moe.make_tensors(TINY, torch.device("cpu"))
     broken = moe.PeerBlock(TINY, weights, PEERS["loop"])
-    broken.top_k = 7  # of 6 experts
+    broken.top_k = 7  # the layer has 6 experts
     blocks, absent = {"ours": moe.OurBlock(TINY, weights), "broken": broken}, {}
     moe._check(TINY, weights, blocks, x, grad, absent)
     assert list(blocks) == ["ours"] and absent["broken"].startswith("failed: ")
@@ -73,7 +73,7 @@ def test_saved_bytes_are_counted_once_and_without_weights():
     class Two(torch.nn.Module):
         def forward(self, x):
             y = x.exp()  # saves y
-            return F.silu(y) * y  # saves y twice again, and silu(y)
+            return F.silu(y) * y  # saves y two more times, and silu(y)
 
     assert saved_bytes(Two(), x) == 2 * 4 * 8 * 4
 

@@ -21,9 +21,9 @@ def alone_s(size: int) -> float:
 
 @pytest.mark.parametrize("sign", [1, -1])
 def test_a_step_has_the_mean_wait_after_computations_of_small_buffers(monkeypatch, sign):
-    """The time of a collective is its time without a computation before it, plus the mean
-    additional time (wait) of small buffers after a computation. A negative mean, which noise can
-    cause, counts as 0."""
+    """The reported time of a collective is the time measured without a computation, plus a wait.
+    The wait is the mean additional time of collectives with small buffers after a computation. A
+    negative mean, which noise can cause, counts as 0."""
 
     def together(size, runs, compute=None):
         """Return fake seconds of a collective: (median, mean). The caller uses only the median

@@ -1,4 +1,4 @@
-"""The commands `optimus bench links`, `optimus bench disk` and `optimus bench offload`."""
+"""Tests of the commands `optimus bench links`, `optimus bench disk` and `optimus bench offload`."""
 
 from __future__ import annotations
 
@@ -36,9 +36,10 @@ def test_step_with_states_on_disk_takes_at_least_the_time_of_the_disk(tmp_path, 
 
 @pytest.mark.parametrize("in_threads", [False, True])
 def test_uses_are_measured_in_processor_time(monkeypatch, in_threads):
-    """`measure_uses` returns the processor time of each call of `ParamStore.use`: 2 steps, 2 passes
-    and 16 segments. In the second measurement, the calls in forward compute for 5 ms more, and the
-    calls in backward sleep for 5 ms. Only the calls in forward must take longer."""
+    """`measure_uses` returns the processor time of each call of `ParamStore.use`: one call for each
+    of 2 steps, 2 passes (forward and backward) and 16 segments. In the second measurement, the
+    calls in forward compute for 5 ms more, and the calls in backward sleep for 5 ms. Only the calls
+    in forward must take longer."""
     count, use = 2 * 2 * 16, ParamStore.use
     before = measure_uses(2, in_threads)
 

@@ -1,6 +1,6 @@
-"""Samples of killed saves, failed saves and power cuts, in real runs of two ranks.
+"""Tests of killed saves, failed saves and power cuts in real runs of two ranks.
 
-scripts/drills/checkpoint_kill.py runs all cases.
+The tests run random samples of the cases. scripts/drills/checkpoint_kill.py runs all cases.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def test_a_run_with_a_failed_save_continues_and_reports_it(pool, save, tiny_data
 
 @pytest.fixture(scope="module")
 def recorded(pool, tiny_data, tmp_path_factory) -> tuple[Path, list[Call]]:
-    """Return the directory of a run, and the recorded file calls of the run."""
+    """Return the directory of a run, and the recorded calls of the run that change files."""
     root = tmp_path_factory.mktemp("disk")
     return root, broken_runs.record_run(pool, tiny_data, root, root.parent / f"{root.name}.log")
 

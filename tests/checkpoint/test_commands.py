@@ -39,7 +39,7 @@ def run_dir(trained, tmp_path) -> Path:
 
 
 def run_json(capsys, *arguments: object, code: int = 0) -> dict:
-    """Return the JSON object that a command prints."""
+    """Assert that a command exits with `code`. Return the JSON object that the command prints."""
     capsys.readouterr()
     assert main(["checkpoint", *map(str, arguments), "--json"]) == code
     return json.loads(capsys.readouterr().out)

@@ -1,5 +1,5 @@
-"""Exported directories contain all settings that transformers needs to pad texts and to end
-generated texts."""
+"""Tests that exported directories contain all settings that transformers needs to pad texts and to
+end generated texts."""
 
 from __future__ import annotations
 
@@ -119,8 +119,8 @@ def check_directory(path: Path, data: Path) -> None:
     for text, single, row in zip(PROMPTS, alone, together, strict=True):
         new = single[0, len(text_tokenizer.encode(text)) :]
         assert row[length : length + len(new)].tolist() == new.tolist()
-    # The text generated for the second prompt ends with its first token, and the text for the first
-    # prompt with its second token.
+    # For the second prompt, the model generates only the end token. For the first prompt, the model
+    # generates one token before the end token.
     last = [text_tokenizer.encode(text)[-1] for text in PROMPTS]
     assert last[0] != last[1]
     end_with(model, {last[0]: last[1], last[1]: manifest.eos_id})
@@ -135,7 +135,7 @@ def end_with(model: torch.nn.Module, following: dict[int, int]) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "o_proj" in name or "down_proj" in name:
-                parameter.zero_()  # no token before the last affects the next
+                parameter.zero_()  # logits depend only on the last token
         table = model.model.embed_tokens.weight.normal_()
         model.lm_head.weight.zero_()
         for token, after in following.items():

@@ -323,7 +323,7 @@ def test_an_index_that_no_save_wrote_is_refused(checkpoint, capsys, change, mess
     with pytest.raises(CheckpointError, match=message.partition("exp_avg")[0]):
         ShardWeights(read_manifest(checkpoint))  # reads every row, as conversions do
     # A load reads each parameter and state separately, so it cannot detect faults that concern
-    # several of them.
+    # several parameters or states.
     if any(text in message for text in ("two rows", "lacks some of its", "two consecutive")):
         return
     with pytest.raises(CheckpointError, match=r"^/[^\n]*$"):

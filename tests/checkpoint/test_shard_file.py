@@ -107,8 +107,8 @@ def broken_at(block, error, seen):
 def test_an_error_of_the_writing_thread_is_raised_by_the_writer(
     tmp_path, monkeypatch, block, error
 ):
-    """The write of the first, a middle or the last block fails. Then no thread of the writer
-    remains."""
+    """The write of the first, a middle or the last block fails. After the failure, no thread of the
+    writer remains."""
     seen, before = [], threading.active_count()
     monkeypatch.setattr(os, "write", broken_at(block, error, seen))
     with pytest.raises(OSError) as raised:

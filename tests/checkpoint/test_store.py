@@ -65,8 +65,8 @@ def weights(tmp_path):
 
 
 def names(run_dir):
-    """Return the sorted names in `checkpoints/`, without the workspaces in which starts prepare
-    files."""
+    """Return the sorted names in `checkpoints/`, without workspaces (folders in which a start of a
+    run prepares files)."""
     directory = store.checkpoints_dir(run_dir)
     workspaces = find_workspaces(directory)
     return sorted(path.name for path in directory.iterdir() if path not in workspaces)
@@ -115,7 +115,7 @@ def test_remove_old_tries_all_checkpoints_and_returns_those_that_stay(tmp_path):
         save(tmp_path, step)
         save(tmp_path, step, "model")
     slot, model = store.full_path(tmp_path, 2), store.model_path(tmp_path, 3)
-    for number in range(20):  # so that some of these files follow `data`
+    for number in range(20):  # so that a listing has files after `data`
         (model / f"more-{number}").touch()
     with immutable(slot, model / "data"):
         workspace = store.open_workspace(tmp_path)

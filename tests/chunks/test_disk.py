@@ -34,7 +34,7 @@ CPU = torch.device("cpu")
 
 
 def make_tier(directory: Path, length: int = 5000, rank: int = 0) -> tuple[DiskTier, torch.Tensor]:
-    """Return a DiskTier and a buffer of `length` fp32 elements that it stores."""
+    """Return (DiskTier, buffer of `length` fp32 elements that the tier stores on disk)."""
     size = file_bytes(length, [torch.float32])
     tier = DiskTier(Memory(CPU), str(directory), rank, [size])
     return tier, tier.new(length, torch.float32)
@@ -173,8 +173,8 @@ def test_any_range_of_a_buffer_is_read_and_written(tmp_path, monkeypatch, most):
 
 def failing(call: Any, fails: Any) -> Any:
     """Return a replacement of the system call `call`. The replacement first calls `fails(fd)`,
-    which can raise an error, and then `call`. It returns the result of `fails` or, if this result
-    is None, the result of `call`."""
+    which can raise an error, and then `call`. The replacement returns the result of `fails` or, if
+    this result is None, the result of `call`."""
 
     def function(fd: int, buffers: list[memoryview], at: int) -> int:
         changed = fails(fd)

@@ -275,8 +275,8 @@ def test_more_microbatches_than_planned_discard_early_updates():
 
 def test_updates_leave_a_core_for_launches(monkeypatch):
     """With an accelerator, the number of threads for updates follows from the number of cores of
-    the rank. It does not follow from the number of torch threads, which is 1 in deterministic
-    mode."""
+    the rank. The number does not follow from the number of torch threads, which is 1 in
+    deterministic mode."""
     monkeypatch.setattr(memory, "available_cores", lambda: 16)
     monkeypatch.setattr(memory, "read_local_size", lambda: 2)
     cuda, cpu = torch.device("cuda"), torch.device("cpu")

@@ -175,8 +175,8 @@ def test_tied_embedding_gradients_of_both_uses_are_added_once():
 
 def test_frozen_parameters_put_after_shards_keep_the_new_values():
     """`shards` makes an fp32 copy of a frozen parameter, and then `put` sets two elements of the
-    parameter. `settle` does not overwrite these two elements with their old values in the copy.
-    `sync_params` copies values that a load has written to the copy to the parameter."""
+    parameter. `settle` does not overwrite these two elements with their old values in the copy. If
+    a load writes values to the copy, `sync_params` copies these values to the parameter."""
     named = {"a": nn.Parameter(torch.zeros(3))}
     groups = {"a": ParamProcessGroups(options=ParamOptions(frozen=True))}
     engine = ChunkEngine(named, groups.get, AdamW(OPTIM), dtype=torch.bfloat16, chunk_length=4)

@@ -237,8 +237,8 @@ def test_buffers_that_an_abandoned_step_allocated_are_not_reduced():
 @pytest.mark.parametrize("in_backward", [True, False])
 def test_segments_report_their_uses_before_they_compute(in_backward):
     """Register the hooks of three segments and run a forward and a backward. The forward of a layer
-    is reported before the layer computes, and the backward of a layer before its gradient is
-    computed. Without `in_backward`, only forwards are reported."""
+    is reported before the layer computes, and the backward of a layer before the gradient of its
+    weight is computed. Without `in_backward`, only forwards are reported."""
     net, events = Net(), []
     segments = [
         ModelSegment(f"layer {number}", 0, (), partial(register_module, layer))

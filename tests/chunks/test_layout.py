@@ -1,4 +1,4 @@
-"""The layout of parameters in chunks: alignment, order of first use, padding."""
+"""Tests of the layout of parameters in chunks: alignment, order of first use, padding."""
 
 from __future__ import annotations
 
@@ -82,8 +82,8 @@ def test_each_parameter_has_an_aligned_slot(seed, target):
 )
 @pytest.mark.parametrize("target", [1 << 24, 1 << 27])
 def test_padding_of_real_models_is_at_most_max_waste(model, mesh, target):
-    """Make the layout of a rank's parameters for several models and meshes. The padding is at most
-    MAX_WASTE of the elements."""
+    """Make the layout of a rank's parameters for several models and meshes. The number of padding
+    elements is at most MAX_WASTE times the number of elements."""
     whole = whole_model(load_config(CONFIGS / f"{model}.toml").model)
     parameters = [
         Parameter(

@@ -1,6 +1,6 @@
-"""Tests of the search for the placement of chunks. The step time of its result is at most 2 %
-longer than the shortest time in a full enumeration of placements. The computed benefits equal those
-in the Elixir paper."""
+"""Tests of the search for the placement of chunks. The step time of the placement that the search
+returns is at most 2 % longer than the shortest time in a full enumeration. The benefits of a larger
+cache and of chunks on the device equal the benefits in the Elixir paper."""
 
 from __future__ import annotations
 
@@ -120,8 +120,8 @@ def test_search_equals_a_full_enumeration(seed: int) -> None:
         if work.device(num_host, slots) <= limit
     ]
     assert placement.needs.device <= limit
-    # The search simulates only the placements with the best estimates, so it can miss the best
-    # time.
+    # The search simulates only the placements with the best estimates, so it can miss the placement
+    # with the shortest time.
     assert min(times) <= placement.time.step <= 1.02 * min(times)
 
 
@@ -272,7 +272,8 @@ def test_layer_order_is_chosen_for_many_microbatches_on_a_slow_link() -> None:
 
 
 SERVERS = {
-    # (to_device, to_host, device_update, host_update) for 1, 2 and 4 processes (Tables 4 and 5).
+    # (to_device, to_host, device_update, host_update) of `Rates` for 1, 2 and 4 processes (Tables 4
+    # and 5 of the paper).
     "development": [(22, 16, 50, 5), (50, 40, 100, 6.5), (70, 60, 200, 7.5)],
     "aws": [(12, 13, 44, 3.7), (12, 13, 86, 5.6), (25, 26, 171, 5)],
 }

@@ -165,9 +165,10 @@ def gathers_without_plan(n: int, slots: int, uses: list[tuple[int, bool]], seed:
 
 
 def test_guessed_uses_need_fewer_gathers_than_random_replacement() -> None:
-    """Evictions by guessed uses need fewer gathers than random evictions. If all segments compute,
-    evictions by guessed uses need the smallest possible number of gathers. With recomputed regions,
-    they need less than 2 % more."""
+    """A cache without a plan needs fewer gathers with evictions by guessed uses than with random
+    evictions. If all segments compute, evictions by guessed uses need the smallest possible number
+    of gathers. With recomputed regions, these evictions need less than 2 % more gathers than this
+    number."""
     ratios: dict[str, list[tuple[float, float]]] = {}
     for seed in range(12):
         draw = random.Random(seed)

@@ -30,13 +30,12 @@ INSTANT = dict.fromkeys(("to_device", "to_host", "host_adam", "disk_read", "disk
     ("rates", "slots", "expected"),
     [
         ({}, 3, 9.0),
-        # The updates, the copies or both of all 3 chunks run one after the other before the forward
-        # of the last segment.
+        # The updates of all 3 chunks, and the copies of all 3 chunks, run one after the other
+        # before the forward of the last segment.
         ({"host_adam": 1.0}, 3, 3 * 4 + 1 + 6),
         ({"to_device": 2.0}, 3, 3 * 4 + 1 + 6),
         ({"to_device": 2.0, "host_adam": 1.0}, 3, 4 + 3 * 4 + 1 + 6),
-        # The copy of a segment's gradients begins after the backward of the segment, which takes 2
-        # s.
+        # The copy of the gradients of a segment begins after its backward of 2 s.
         ({"to_host": 4.0}, 3, 3 + 2 + 3 * 4),
         ({"to_host": 16.0}, 3, 9 + 1),
         # With one slot, each use waits for its copy, except the first backward, whose chunk is in
@@ -96,8 +95,8 @@ def test_prediction_of_early_updates_is_the_time_computed_by_hand(
         ({}, 9.0),
         # All chunks are read one after the other before the forward of the last segment.
         ({"disk_read": 12.0}, 3 * 4 + 1 + 6),
-        # Writes after the updates overlap with the computation. They lengthen the step only if all
-        # writes together take longer than the computation.
+        # Writes after the updates overlap with the computation. The writes lengthen the step only
+        # if all writes together take longer than the computation.
         ({"disk_write": 24.0}, 9.0),
         ({"disk_write": 6.0}, 3 * 8),
         ({"disk_read": 12.0, "disk_write": 12.0}, 3 * 4 + 1 + 6),

@@ -102,7 +102,8 @@ def write_sentencepiece(path: Path, sentences: list[str]) -> None:
 
 
 def tree(folder: Path) -> dict[str, bytes]:
-    """Return the content of each file in `folder` and its subfolders, by relative path."""
+    """Return a dict that maps the relative path of each file in `folder` and its subfolders to the
+    content."""
     return {
         str(path.relative_to(folder)): path.read_bytes()
         for path in sorted(folder.rglob("*"))

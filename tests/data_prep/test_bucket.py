@@ -20,7 +20,7 @@ def test_buckets_give_the_bytes_of_gather(made, tmp_path, monkeypatch, block, wo
     more = ["--strategy", "bucket", "--workers", str(workers)]
     if block == "many runs":
         monkeypatch.setattr("data_prep.pipeline.shard._LEAST_BLOCK_BYTES", 1)
-        monkeypatch.setattr("data_prep.runtime.memory._BASE_BYTES", 1)  # needed by a small corpus
+        monkeypatch.setattr("data_prep.runtime.memory._BASE_BYTES", 1)  # permits a small --memory
         more += ["--memory", str(PROCESS_BYTES * (workers + (workers > 1)) + 20_000 * workers)]
     assert main(run_arguments(made.text, made.tokenizer, out, *more)) == 0
     assert tree(out) == tree(made.data)
@@ -28,7 +28,7 @@ def test_buckets_give_the_bytes_of_gather(made, tmp_path, monkeypatch, block, wo
 
 def test_kills_at_each_commit_of_buckets_change_no_byte(made, tmp_path, monkeypatch):
     monkeypatch.setattr("data_prep.pipeline.shard._LEAST_BLOCK_BYTES", 1)
-    monkeypatch.setattr("data_prep.runtime.memory._BASE_BYTES", 1)  # needed by a small corpus
+    monkeypatch.setattr("data_prep.runtime.memory._BASE_BYTES", 1)  # permits a small --memory
     out = tmp_path / "data"
     more = ["--strategy", "bucket", "--memory", str(PROCESS_BYTES + 20_000)]
     arguments = run_arguments(made.text, made.tokenizer, out, *more)

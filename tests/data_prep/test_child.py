@@ -118,7 +118,8 @@ def test_child_does_not_call_handlers_of_its_parent(monkeypatch, tmp_path):
 @pytest.mark.parametrize("by_thread", [False, True])
 def test_child_ends_if_a_handler_raises_at_the_fork(monkeypatch, by_thread):
     """A signal handler of the parent raises when `run` unblocks signals in the parent. With
-    `by_thread`, the handler raises earlier: before `fork` has returned the child's process id."""
+    `by_thread`, the handler raises earlier: before `fork` has returned the child's process id. In
+    both cases, the child must end."""
     fork, pids = os.fork, []
 
     def fork_and_send() -> int:

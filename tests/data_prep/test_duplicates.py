@@ -1,5 +1,5 @@
-"""Documents with duplicate ids are quarantined, or refused in a message with the lines of both
-documents, also by several ranks."""
+"""Tests of documents with duplicate ids, which are quarantined (also by several ranks) or refused
+with a message that contains the lines of both documents."""
 
 from __future__ import annotations
 
@@ -235,7 +235,8 @@ def test_find_agrees_with_a_dictionary(tmp_path):
 
 
 def test_id_field_of_a_data_set_without_ids_is_refused_or_ignored(made, tmp_path, capsys):
-    """`--id-field id` is refused. Without the option, a line says that the default is ignored."""
+    """`--id-field id` is refused. Without the option, the run succeeds, and a line says that the
+    default id field is ignored."""
     write(tmp_path / "text", a=["x", "y", "x"])
     command = arguments(made, tmp_path)
     assert main([*command, "--id-field", ""]) == 0

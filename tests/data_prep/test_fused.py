@@ -1,4 +1,5 @@
-"""`--fused`: the same shards with fewer written bytes and less disk space, also after kills."""
+"""Tests of `--fused`: the shards are the same as without `--fused`, also after kills, but a run
+writes fewer bytes and needs less disk space."""
 
 from __future__ import annotations
 

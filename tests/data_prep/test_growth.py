@@ -1,5 +1,5 @@
-"""Upper bound on the growth of a text by a tokenizer's steps: the tokenizers library never exceeds
-the bound."""
+"""Tests of the upper bound on the growth of a text by a tokenizer's steps: the tokenizers library
+never exceeds the bound."""
 
 from __future__ import annotations
 
@@ -149,8 +149,8 @@ def test_character_map_with_endless_keys_is_refused():
 
 
 def test_field_number_that_protobuf_would_shorten_is_refused():
-    """The library keeps only the low 32 bits of this key, and then reads the field as number 3, the
-    normalizer with its character map."""
+    """The library would keep only the low 32 bits of the key, and would then read the field as
+    number 3, the normalizer with its character map."""
     with pytest.raises(ValueError, match="the field number .* is out of range"):
         list(fields(b"\x9a\x80\x80\x80\x10" + b"\x00"))
 

@@ -429,8 +429,9 @@ def test_shell_code_in_a_folder_name_is_quoted_in_a_repair(restored):
 
 
 def test_held_out_rule_of_a_blend_needs_the_plan_of_its_order(made, tmp_path):
-    """The rule is in plan.json of the first source. `held_out` reads this file from the folder that
-    order.json names, and returns None if the file is not the plan whose hash is in order.json."""
+    """The held-out rule of a blend is in plan.json of its first source. `held_out` reads this file
+    from the folder that order.json names, and returns None if the file is not the plan whose hash
+    is in order.json."""
     order = ["blend", "--source", f"{made.data}=1", "--context", "64", "--out"]
     blend = tmp_path / "blend"
     assert main([*order, str(blend)]) == 0

@@ -1,5 +1,5 @@
-"""Import of token files of other programs. The tests write such files according to the definition
-of the format."""
+"""Tests of the import of token files of other programs. The tests write such files according to the
+definitions of the formats."""
 
 from __future__ import annotations
 

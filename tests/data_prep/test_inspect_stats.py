@@ -37,7 +37,7 @@ from tests.kit.ranks.processes import python
 @pytest.mark.parametrize("folder", ["", "eval"])
 def test_inspect_lists_the_sources_of_the_ids(made, folder):
     """`inspect` lists the segments of an instance with their documents. The ids of each segment
-    equal the ids of its document at the listed position."""
+    equal the ids at the listed position of the document."""
     dataset = made.data / folder
     tokenizer = Tokenizer.from_file(str(made.tokenizer))
     tokenizer.encode_special_tokens = True

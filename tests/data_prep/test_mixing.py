@@ -1,4 +1,5 @@
-"""Mixing by exact integer quotas: definition, period, limits, and examples of the format page."""
+"""Tests of mixing by exact integer quotas: definition, period, limits, and the examples in
+docs/formats/dataset.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Ranks that a real mpiexec starts, if it is installed."""
+"""Tests with ranks that a real mpiexec starts. The tests are skipped if mpiexec is not
+installed."""
 
 from __future__ import annotations
 

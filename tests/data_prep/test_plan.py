@@ -1,5 +1,5 @@
-"""`optimus-data plan`: its estimates are close to the values of a real run, or it prints the reason
-why it cannot estimate."""
+"""Tests of `optimus-data plan`: the command prints estimates that are close to the values of a real
+run, or the reason why no estimate is possible."""
 
 from __future__ import annotations
 

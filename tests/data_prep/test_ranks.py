@@ -258,7 +258,8 @@ def test_rank_zero_that_is_killed_is_noticed_soon(tmp_path):
 
 
 def test_waiting_for_a_rank_without_progress_has_a_limit(tmp_path, monkeypatch):
-    """The other rank sends heartbeats, but its file grows only for a second."""
+    """The other rank sends heartbeats, but the file that the rank writes grows only for a
+    second."""
     monkeypatch.setattr(ranks_module, "_STUCK_FACTOR", 2)
     start, items, unfinished = time.monotonic(), Items(tmp_path), tmp_path / ".unit.tmp"
 
@@ -366,7 +367,7 @@ def test_lock_that_stays_locked_ends_a_run(tmp_path, monkeypatch):
 
 
 def test_run_with_a_foreign_lock_file_removes_nothing(tmp_path):
-    """The temporary files must not be removed, because another run may be writing them."""
+    """The temporary files must not be removed, because another run could be writing them."""
     secret, mine = tmp_path / "secret", files.temporary_name(tmp_path / "a.npy")
     for path in (secret, mine):
         path.write_bytes(b"half")

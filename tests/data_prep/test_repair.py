@@ -260,8 +260,8 @@ def test_sample_has_a_large_file_alone():
 
 
 def test_repair_removes_no_file_of_a_linked_folder(made, tmp_path):
-    """A folder of token arrays is a link. The arrays at its target can belong to another data set,
-    so the repair must not remove them."""
+    """A folder of token arrays is a link. The arrays at the target of the link can belong to
+    another data set, so the repair must not remove these arrays."""
     dataset = tmp_path / "data"
     shutil.copytree(made.data, dataset)
     shutil.move(dataset / "tokens", tmp_path / "elsewhere")

@@ -1,4 +1,5 @@
-"""The job script under a real Slurm with two nodes, if it is installed, and without Slurm."""
+"""Tests of the job script under a real Slurm with two nodes (skipped if Slurm is not installed),
+and without Slurm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Ctrl-C and SIGTERM at any time: one line, exit status 130, no temporary file, and resuming."""
+"""Tests of Ctrl-C and SIGTERM at any time: the command prints one line, exits with status 130 and
+leaves no temporary file, and the next run completes the output."""
 
 from __future__ import annotations
 
@@ -151,8 +152,8 @@ def test_signal_during_work_of_the_tokenizers_library_prints_its_line(made, work
 
 
 def test_ignored_interrupt_is_still_ignored(made):
-    """A command that a shell script starts with `&` ignores SIGINT. The handlers must not change
-    this."""
+    """A command that a shell script starts with `&` ignores SIGINT. The handlers of optimus-data
+    must not change this."""
     code = "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); "
     code += "from data_prep.cli import main; sys.exit(main())"
     process = start(["-c", code, "stats", str(made.data)])

@@ -20,8 +20,8 @@ from optimus.errors import DataError
 
 def write(path: Path, change: object = None, **components: object) -> Path:
     """Write a tokenizer.json of two letters. `components`, such as a normalizer, are inserted into
-    the JSON tree and not with the library, because the library would also apply them to the added
-    token. If `change` is given, the tree is replaced by the result of `change(tree)`."""
+    the JSON tree. If the library inserted the components, the library would also apply them to the
+    added token. If `change` is given, the tree is replaced by the result of `change(tree)`."""
     tokenizer = Tokenizer(models.BPE({"a": 0, "b": 1}, []))
     tokenizer.add_tokens([AddedToken("aaa", normalized=True)])
     tree = json.loads(tokenizer.to_str())
@@ -65,8 +65,8 @@ def test_added_token_that_fills_memory_at_loading_is_refused(tmp_path, monkeypat
 
 
 def test_normalizer_with_an_escaped_key_is_checked(tmp_path):
-    """A second key "normalizer" at the end of the file replaces the first normalizer. It is
-    checked, even if its key is written with escapes."""
+    """A second key "normalizer" at the end of the file replaces the first normalizer. The second
+    normalizer must be checked, even if its key is written with escapes."""
     path = write(tmp_path / "tokenizer.json", lambda tree: tree | {"added_tokens": []})
     bomb = json.dumps({"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 99})
     for key in (r"n\u006frmalizer", "normalizer"):

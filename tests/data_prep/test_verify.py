@@ -94,7 +94,7 @@ def rewritten(path, **changes):
 
 
 def test_ids_outside_the_vocabulary_are_detected(copy):
-    """`verify` detects the id, although all hashes are valid."""
+    """`verify` detects an id outside the vocabulary, although all hashes are valid."""
     shard = copy / "shards" / "shard-00000.npy"
     content = bytearray(shard.read_bytes())
     content[-2:] = b"\xff\xff"

@@ -104,8 +104,8 @@ def test_messages_arrive_in_order(ranks):
 
 
 def over_channels(sizes: tuple[int, ...], virtual_stages: int) -> dict[str, float]:
-    """Send a value through each pipeline channel, after all receives are posted. Return the
-    received "activations" and "gradients"."""
+    """Send a value through each pipeline channel, after all receives are posted. Return a dict that
+    maps "activations" and "gradients", if this rank receives them, to the received values."""
     world = make_world(timeout_s=600.0)
     channels = join_groups(Mesh(*sizes), world, virtual_stages > 1).channels
     directions = {

@@ -108,8 +108,8 @@ def test_the_first_rank_listens_at_the_meeting_address_alone(monkeypatch):
     assert listen("127.0.0.2") == "127.0.0.2"
     assert listen("localhost") in ("127.0.0.1", "::1")
     assert listen("localhost", "127.0.0.1") == "127.0.0.1"
-    # A launcher can set MASTER_ADDR to localhost on the machine of rank 0, and to the name of this
-    # machine on other machines.
+    # A launcher can set MASTER_ADDR to localhost on the machine of rank 0. On other machines,
+    # MASTER_ADDR is then the name of the machine of rank 0.
     assert listen("localhost", "127.0.0.1", is_local=False) is None
     # A supervisor gives all ranks the same address, also the ranks of emulated nodes.
     with monkeypatch.context() as supervised:

@@ -279,7 +279,7 @@ def write_configurations() -> None:
 
 
 def tokenize(name: str, out: str, command: str = "run") -> list[str]:
-    """Return the arguments of `optimus-data` that write the data set `name` to `out`."""
+    """Return the arguments with which `optimus-data` writes the data set `name` to `out`."""
     text, tokenizer, *options = TOKENIZE[name]
     words = [command, "--input", f"text/{text}", "--tokenizer", tokenizer, "--out", out, *options]
     if command == "run":

@@ -59,7 +59,7 @@ def copies(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def assert_same(ours: list[Tensor], theirs: list[Tensor]) -> None:
-    """Assert that the tensors are bitwise equal. Elements that are NaN may differ in their bits."""
+    """Assert that the tensors are bitwise equal. Elements that are NaN can differ in their bits."""
     for a, b in zip(ours, theirs, strict=True):
         assert torch.equal(a.isnan(), b.isnan())
         assert torch.equal(a.nan_to_num(), b.nan_to_num())

@@ -58,7 +58,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Entry:
 @needs_nvcc
 def test_all_launchers_are_exported(built):
     loaded = backend.load(built)
-    native = library.Native(loaded, "cpu")  # fails unless it can bind all signatures
+    native = library.Native(loaded, "cpu")  # fails unless all signatures can be bound
     assert native.route_scratch(1000, 8, 64) == 16 * 64
     assert loaded.optimus_kernels_abi() == build.interface_version()
 
