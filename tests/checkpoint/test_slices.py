@@ -28,7 +28,7 @@ MESHES = [
 
 
 def paint(counts, param):
-    """Increment the counts of the elements of a slice."""
+    """Add 1 to the count of each element of the slice `param`."""
     indices = [numpy.concatenate([numpy.arange(*pair) for pair in dim]) for dim in param.box]
     flat = numpy.ravel_multi_index(numpy.ix_(*indices), counts.shape).reshape(-1)
     numpy.add.at(counts.reshape(-1), flat[param.start : param.stop], 1)

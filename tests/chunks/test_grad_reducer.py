@@ -150,8 +150,8 @@ def test_a_gradient_after_the_launch_of_its_bucket_is_an_error():
 
 
 def test_each_buffer_is_passed_to_before_reduce_before_its_launch():
-    """Record the calls of `before_reduce` and the launches. Each launch follows a call with the
-    gradients of its bucket, in the last backward and in `reduce`."""
+    """Record the calls of `before_reduce` and the launches. Before each launch, `before_reduce` is
+    called with the gradients of the launched bucket, both in the last backward and in `reduce`."""
     net = Net(has_unused=True)
     reducer, launched = make_reducer(net)
     events: list[object] = launched

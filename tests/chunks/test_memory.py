@@ -17,7 +17,8 @@ from optimus.config.machine import Links
 
 @pytest.mark.parametrize("poison", [False, True])
 def test_freed_buffer_has_no_memory_or_contains_nan(poison):
-    """With `poison`, a read of a freed buffer causes NaN in the results of tests."""
+    """Without `poison`, a freed buffer has no memory. With `poison`, a freed buffer contains NaN,
+    so that a test detects code that reads the buffer."""
     memory = Memory(torch.device("cpu"), poison)
     flat = memory.new(8, torch.float32)
     memory.free(flat)

@@ -57,8 +57,8 @@ def test_sharded_states_train_to_the_bits_of_whole_states(
     ranks, tmp_path, dtype, slots, microbatches, region
 ):
     """Train with whole states, with sharded gradients, with sharded gradients and parameters, and
-    with some or all states on the host or on disk. Repeat the training with sharded or offloaded
-    states with NaN in freed buffers. Losses and masters have the same bits."""
+    with some or all states on the host or on disk. With sharded or offloaded states, train again
+    with NaN in freed buffers. Losses and masters have the same bits."""
     case = Case(6, slots, microbatches, region, dtype=dtype, steps=3)
     changes = (
         WHOLE,
@@ -491,8 +491,8 @@ CASES = [
 
 def test_gathers_and_reductions_equal_the_formulas(ranks):
     """Train stacks of layers with several numbers of cache slots, microbatches and recomputed
-    layers. The traffic equals the formulas. The uses of chunks and the resident bytes equal the
-    values in the plan."""
+    layers. The number and the bytes of gathers and reductions equal the formulas. The uses of
+    chunks and the resident bytes equal the values in the plan."""
     for case, outcomes in zip(CASES, train_on_two(ranks, *CASES), strict=True):
         n, slots, k, m = case.n, min(case.slots, case.n), case.microbatches, case.region
         gathers = 2 * k * n - (2 * k - 1) * slots

@@ -160,7 +160,8 @@ def peak_memory(arguments: Sequence[str]) -> int:
 
 
 def run_killed_at(arguments: Sequence[str], commit: int, before: bool) -> int:
-    """Run a command in a child process that kills itself before or after rename number `commit`."""
+    """Run a command in a child process that kills itself before or after it commits file number
+    `commit` by a rename. Return the exit status, or minus the number of the signal."""
 
     def work() -> int:
         from optimus.io import files

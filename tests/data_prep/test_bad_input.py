@@ -222,7 +222,7 @@ def test_mistakes_are_refused(made, tmp_path, capsys, case):
 
 def test_output_in_a_read_only_directory_is_refused(made, tmp_path, capsys):
     if os.geteuid() == 0:
-        pytest.skip("root may write anywhere")
+        pytest.skip("root can write to every directory")
     (tmp_path / "locked").mkdir(mode=0o500)
     error = refused(capsys, [*arguments(made, tmp_path), "--out", str(tmp_path / "locked" / "out")])
     assert "cannot be made" in error

@@ -1,4 +1,5 @@
-"""The strategies `bucket` and `gather` write the same bytes, also after kills and damage."""
+"""Tests that the strategies `bucket` and `gather`, which read the rows of shards in different ways,
+write the same bytes, also after kills and damage."""
 
 from __future__ import annotations
 

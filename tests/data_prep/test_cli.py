@@ -1,5 +1,5 @@
-"""The command line of optimus-data: its imports, training of a tokenizer, JSON on standard output,
-and progress lines."""
+"""Tests of the command line of optimus-data: imports, training of a tokenizer, JSON on standard
+output, and progress lines."""
 
 from __future__ import annotations
 

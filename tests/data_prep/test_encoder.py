@@ -1,4 +1,5 @@
-"""The fast encoder returns the same ids as the library, or passes the text to the library."""
+"""Tests of the fast encoder, which returns the same ids as the tokenizers library, or passes the
+text to the library."""
 
 from __future__ import annotations
 

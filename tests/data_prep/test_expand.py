@@ -1,5 +1,5 @@
-"""The files that an input pattern matches: links, loops of links, names with a leading dot, and
-lists of files."""
+"""Tests of the files that an input pattern matches: links, loops of links, names with a leading
+dot, and lists of files."""
 
 from __future__ import annotations
 

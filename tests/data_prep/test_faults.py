@@ -63,7 +63,7 @@ def test_a_read_only_disk_is_refused(made, disk, capsys):
     refused(capsys, run_arguments(made.text, made.tokenizer, mount), "is not writable")
 
 
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads /proc")
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc (Linux)")
 def test_drill_of_kills_passes_with_four_kills():
     drill = ROOT / "scripts" / "drills" / "data_kill.py"
     command = ["--kills", "4", "--files", "40", "--workers", "2", "--strategy", "bucket"]

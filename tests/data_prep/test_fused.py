@@ -157,7 +157,7 @@ def written_and_peak(arguments: list[str]) -> tuple[int, int]:
     return written, peak_bytes
 
 
-@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="Linux counts the bytes")
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="needs /proc/self/io (Linux)")
 def test_fused_writes_less_and_needs_less_disk(tmp_path, monkeypatch):
     """In an earlier measurement with 2.3 MB of Python code, a run with `--fused` wrote 0.75 times
     the bytes of a run without `--fused` (0.65 times with checkpoints within units), and needed 0.75

@@ -1,4 +1,4 @@
-"""Files of a data set with wrong content and valid hashes, as after somebody changes a file and
+"""Files of a data set with wrong content and valid hashes, as if somebody had changed a file and
 its hash.
 
 Each file is refused with one line that contains its path, and `verify` reports the file as damaged.

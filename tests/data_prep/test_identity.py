@@ -65,7 +65,7 @@ def test_two_concurrent_runs_write_the_same_bytes(made, tmp_path):
 
 
 def test_limit_of_file_size_leaves_no_wrong_file(made, tmp_path, capfd):
-    """The limit replaces a full disk: a write in the middle of a file fails."""
+    """The limit of the file size acts as a full disk: a write in the middle of a file fails."""
     out = tmp_path / "data"
     arguments = run_arguments(made.text, made.tokenizer, out, "--shard-size", "100000")
 

@@ -278,7 +278,7 @@ LONG = "return " * 6_000_000
 """Text of 42 MB that is encoded in a short time."""
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc (Linux)")
 @pytest.mark.parametrize(
     ("name", "memory"), [("a.txt", "240MB"), ("a.txt.gz", "240MB"), ("a.jsonl", "360MB")]
 )
@@ -367,7 +367,7 @@ print(memory("VmHWM") - before, count)
 """
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc (Linux)")
 @pytest.mark.parametrize(
     ("values", "options"),
     [

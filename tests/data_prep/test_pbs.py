@@ -1,4 +1,5 @@
-"""The PBS job script with real processes, and replacements of qsub and the mpiexec of PALS."""
+"""Tests of the PBS job script with real processes. Test programs replace qsub and the mpiexec of
+PALS."""
 
 from __future__ import annotations
 

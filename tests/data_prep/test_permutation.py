@@ -28,7 +28,8 @@ def specified_keys(seed: int, epoch: int) -> list[int]:
 
 
 def specified(n: int, seed: int, epoch: int, i: int) -> int:
-    """Return P(i) by docs/formats/dataset.md, "Permutation", in Python integers."""
+    """Return P(i) as defined in docs/formats/dataset.md, "Permutation", computed with Python
+    integers."""
     bits = max(2, (n - 1).bit_length())
     left_bits = bits // 2
     right_bits = bits - left_bits

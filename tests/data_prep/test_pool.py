@@ -1,4 +1,4 @@
-"""Jobs in several processes: results, progress, errors and kills."""
+"""Tests of jobs in several processes: results, progress, errors and kills."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`verify` names a repair for each damage, and the repair restores the same bytes."""
+"""Tests that `verify` names a repair for each damage, and that the repair restores the same
+bytes."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Checkpoints within a unit: a run that was killed continues from the last checkpoint, and writes
-the same bytes."""
+"""Tests of checkpoints within a unit of work: a run that was killed continues from the last
+checkpoint, and writes the same bytes."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from optimus.io import files
 from tests.data_prep.corpus import run_arguments, tree
 from tests.kit.ranks.processes import ROOT, wait_until
 
-pytestmark = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
+pytestmark = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
 
 SIGNAL_AT_COMMIT = """
 import os, signal, sys, time

@@ -1,4 +1,5 @@
-"""A token array during writing: ids are checked, and dropped inputs are removed."""
+"""Tests of the writer of a token array: ids are checked, and the documents of a dropped input are
+removed."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Token arrays: they contain the library's ids of each document, and the held-out rule divides the
-documents."""
+"""Tests of token arrays: the arrays contain the ids that the tokenizers library computes for each
+document, and the held-out rule selects the documents of the held-out split."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Damage of each file is detected, and the file is named."""
+"""Tests that `verify` detects damage of each file of a data set, and names the file."""
 
 from __future__ import annotations
 
