@@ -1,4 +1,4 @@
-"""Tests of the measurement of collectives with given times."""
+"""Tests of the measurement of collectives. The tests replace the measured times by known times."""
 
 from __future__ import annotations
 

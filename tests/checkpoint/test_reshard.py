@@ -155,7 +155,7 @@ def test_incomplete_weights_are_refused(tmp_path):
 
 
 def simulated_report(holdings: Holdings, rank: int, slices: list[StateSlice]) -> ShardReport:
-    """Return the report that a writer of these slices would make, without writing a file."""
+    """Return the report that a writer of `slices` would make, without writing a file."""
     at, boxes, rows, size = (
         4096,
         {},
@@ -180,9 +180,9 @@ def processor_s(function, *arguments):
 
 
 def test_planning_for_ten_thousand_ranks_opens_few_files_and_reads_no_more(capsys):
-    """The test checks the files and elements that a rank reads under another layout. It prints the
-    processor times of the plans of all writers, of the index, and of the plan of the reads, but
-    does not check these times, because they depend on the machine."""
+    """The test checks the files and elements that a rank reads under another layout. The test
+    prints the processor times of the plans of all writers, of the index, and of the plan of the
+    reads, but does not check these times, because they depend on the machine."""
     path = CONFIGS / "model" / "mula-220b-a10b.toml"
 
     def holdings(mesh: Mesh, sharding: str) -> Holdings:

@@ -91,7 +91,8 @@ def test_each_element_is_written_once(mesh, sharding, scatter, monkeypatch):
 @pytest.mark.parametrize("sharding", ["none", "epso"])
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_each_element_is_read_once(mesh, sharding):
-    """The last stage does not read its copy of tied embeddings: the first stage sends it."""
+    """The last pipeline stage does not read its copy of tied embeddings, because the first stage
+    sends the embeddings to the last stage."""
     config = layout_config(
         mesh, optim__sharding=sharding, model__num_layers=4, model__tie_embeddings=True
     )

@@ -41,8 +41,8 @@ def make_tier(directory: Path, length: int = 5000, rank: int = 0) -> tuple[DiskT
 
 
 def random_case(generator: random.Random, directory: Path) -> Case:
-    """Return random settings of a training of a tower (a stack of equal layers) whose states are on
-    disk, all or some of them."""
+    """Return random settings for training a tower (a stack of equal layers) with some or all states
+    on disk."""
     n = generator.randint(2, 8)  # can exceed BUFFERS
     rates = [CHUNK * 4 / generator.choice([1e-5, 1e-3, 3e-3]) for _ in range(5)]
     keys = ("to_device", "to_host", "host_adam", "disk_read", "disk_write")

@@ -141,8 +141,8 @@ def test_link_bytes_equal_the_formula(slots, microbatches, rounds):
 
 
 def test_gradients_are_rounded_once_for_each_microbatch():
-    """The gradient of a step is the fp32 sum of the gradients of its microbatches, each rounded to
-    bf16. This is true for chunks on the device and for chunks on the host."""
+    """The gradient of each microbatch is rounded to bf16. The gradient of a step is the fp32 sum of
+    the rounded gradients, for chunks on the device and for chunks on the host."""
     for share in (0.0, 0.5, 1.0):
         case = Case(4, 4, 3, parameters=False, gradients=share > 0, host_share=share, rounds=True)
         tower, plain = Tower(4), Tower(4)

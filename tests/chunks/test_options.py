@@ -19,9 +19,9 @@ def optim(*groups: dict, frozen: tuple[str, ...] = ()) -> OptimConfig:
 
 
 def test_frozen_has_precedence_over_the_first_matching_group():
-    """The patterns of two groups match a common parameter, which has the options of the first
-    group. A parameter that a frozen pattern matches is frozen, and a parameter that no pattern
-    matches has the defaults."""
+    """The patterns of two groups match the same parameter. The parameter has the options of the
+    first group. A parameter that a frozen pattern matches is frozen, and a parameter that no
+    pattern matches has the defaults."""
     settings = optim(
         {"pattern": "*norm*", "weight_decay": 0.0},
         {"pattern": "blocks.[01].*", "lr_scale": 0.5},

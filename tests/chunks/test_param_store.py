@@ -208,7 +208,7 @@ def test_updates_of_the_host_in_the_background_change_no_bit(tmp_path, order):
 @pytest.mark.parametrize("order", ["forward", "skip", "alternate"])
 @pytest.mark.parametrize(("to_device_s", "to_host_s"), [(0.002, 0.0), (0.0, 0.002)])
 def test_copies_of_an_emulated_link_change_no_bit(order, to_device_s, to_host_s):
-    """A copy of a chunk takes `to_device_s` or `to_host_s` seconds. 0 means 10 us."""
+    """A copy of a chunk takes `to_device_s` or `to_host_s` seconds. The value 0 means 10 us."""
     case = Case(5, 2, 2, steps=3, poison=True, parameters=False)
     whole = train_in_order(case._replace(gradients=False), order)
     size = 4 * CHUNK
@@ -509,7 +509,7 @@ def test_gathers_and_reductions_equal_the_formulas(ranks):
 
 def test_forward_passes_outside_of_a_step_have_the_fewest_gathers(ranks):
     """Run three forward passes without a plan. The store assumes that each pass is followed by
-    another pass. The number of gathers is the possible minimum."""
+    another pass. The number of gathers is the smallest possible number."""
     cases = [Case(n, slots) for n, slots in ((6, 1), (6, 3), (5, 4), (4, 4))]
     uses = [forward_uses([[segment] for segment in range(case.n)] * 3) for case in cases]
     fewest = [

@@ -122,7 +122,7 @@ def test_reads_wait_for_a_free_buffer():
 
 
 def test_times_of_the_resources_equal_the_formulas():
-    """A step with k microbatches of n segments and B slots copies 2kn - (2k-1)B chunks to the
+    """A step with k microbatches, n segments and B cache slots copies 2kn - (2k-1)B chunks to the
     device, and the gradients of kn chunks to the host."""
     n, slots, k = 5, 3, 2
     predicted = predict_step(work_of(n, slots, k), Links(to_device=8, to_host=16, host_adam=4))

@@ -102,7 +102,7 @@ def test_fifo_and_directory_are_refused(tmp_path):
 def test_bases_are_read_once_and_limited_in_number(tmp_path, model_file):
     """Each of 25 files lists the previous file twice as a base.
 
-    If a base were read each time that it is listed, this would take 2**25 reads.
+    If a base were read each time that it is listed, 2**25 reads would be necessary.
     """
     (tmp_path / "0.toml").write_text(model_file.read_text())
     for number in range(1, 26):

@@ -65,8 +65,8 @@ def test_duplicate_id_is_refused_with_both_lines(made, tmp_path, capsys):
 def test_duplicates_in_adjacent_files_are_refused_before_the_last_unit(
     made, tmp_path, capsys, ids, needle
 ):
-    """The first two units contain the duplicates. The error ends the run before the third unit,
-    which is the smallest and therefore the last, is written."""
+    """The first two units contain the duplicates. The third unit is the smallest, and is therefore
+    written last. The error must end the run before this unit is written."""
     write(tmp_path / "text", **ids)
     for _ in range(2):
         refused(capsys, arguments(made, tmp_path, "--unit-size", "1"), needle)

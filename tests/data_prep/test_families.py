@@ -1,5 +1,5 @@
-"""Tokenizers with the configurations of published model families: a run stores the same ids as the
-library."""
+"""Tests of tokenizers with the configurations of published model families: a run stores the same
+ids as the tokenizers library."""
 
 from __future__ import annotations
 

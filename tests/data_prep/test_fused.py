@@ -193,9 +193,9 @@ def test_fused_killed_at_each_commit_has_the_same_bytes(made, tmp_path, monkeypa
 
 @pytest.mark.parametrize("first", [[], ["--fused"]])
 def test_killed_run_continues_with_or_without_fused(made, tmp_path, monkeypatch, first):
-    """If only the first command has `--fused`, the second command makes the arrays that exist only
-    in packed form again. If only the second command has `--fused`, the second command uses the
-    plain arrays of the first command, and then removes these arrays."""
+    """If only the first command has `--fused`, the second command makes new plain arrays for the
+    arrays that exist only in packed form. If only the second command has `--fused`, the second
+    command uses the plain arrays of the first command, and then removes these arrays."""
     monkeypatch.setattr(writer, "SEGMENT_BYTES", 3000)
     whole, out = tmp_path / "whole", tmp_path / "data"
     second = [] if first else ["--fused"]

@@ -514,7 +514,8 @@ def test_an_index_is_compared_with_its_size_before_it_is_read(tmp_path):
 
 
 def test_unordered_table_of_documents_is_damage(made, tmp_path, capsys):
-    """The hash of the table in order.json is valid, so only its content shows the damage."""
+    """The hash of the table in order.json is valid, so only the content of the table shows the
+    damage."""
     out = tmp_path / "data"
     shutil.copytree(made.data, out)
     docs = out / "tokens" / "unit-00000.docs.npy"

@@ -83,7 +83,8 @@ def test_panic_of_the_library_on_a_text_is_a_data_error(tmp_path):
 
 
 def test_error_of_the_library_on_a_text_is_a_data_error(tmp_path):
-    """The vocabulary does not contain the unknown token."""
+    """The vocabulary contains no token for unknown words, so the library fails on a text with an
+    unknown word."""
     path = tmp_path / "words.json"
     Tokenizer(models.WordLevel({"a": 0}, "<unk>")).save(str(path))
     assert TextTokenizer(path).encode("a") == [0]
@@ -148,7 +149,7 @@ def test_character_map_that_makes_texts_much_longer_is_refused(tmp_path):
 
 
 def test_table_whose_description_ends_the_process_is_damaged():
-    """pyarrow aborts on some damaged statistics."""
+    """pyarrow aborts the process when it reads some damaged statistics of a column."""
     with pytest.raises(parquet.DamagedTable, match="description of its columns"):
         parquet._check_metadata("a.parquet", FakeTable(os.abort))
 

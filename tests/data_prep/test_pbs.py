@@ -20,7 +20,8 @@ JOB_SCRIPT = ROOT / "scripts" / "pbs" / "data.sh"
     ("how", "world"), [(["--nodes", "3"], 3), (["--array", "3"], 3), (["--array", "1"], 1)]
 )
 def test_jobs_write_the_bytes_of_a_run(made, tmp_path, how, world):
-    """The path of the output is relative, although PBS starts a job in the home directory."""
+    """The path of the output is relative to the directory in which the job is submitted, although
+    PBS starts a job in the home directory."""
     pbs.install(tmp_path / "bin")
     program = install(tmp_path / "bin" / "optimus-data", "data_prep.cli")
     options = ["--account", "A", "--queue", "debug", "--filesystems", "home", *how]

@@ -1,4 +1,4 @@
-"""The permutation equals its specification in docs/formats/dataset.md."""
+"""Tests that the permutation equals its specification in docs/formats/dataset.md."""
 
 from __future__ import annotations
 

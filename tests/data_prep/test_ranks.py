@@ -282,8 +282,8 @@ def test_waiting_for_a_rank_without_progress_has_a_limit(tmp_path, monkeypatch):
 
 
 def test_error_of_a_rank_ends_the_other_ranks(made, tmp_path):
-    """The last line of each other rank contains the error of the rank that failed. When the input
-    is corrected, the same command completes the output."""
+    """The last line that each other rank prints contains the error of the rank that failed. When
+    the input is corrected, the same command completes the output."""
     text, out = tmp_path / "text", tmp_path / "data"
     shutil.copytree(made.text, text)
     lines = (text / "a.jsonl").read_bytes()

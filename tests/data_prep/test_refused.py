@@ -1,4 +1,4 @@
-"""A refused command does not change the output directory."""
+"""Tests that a refused command does not change the output directory."""
 
 from __future__ import annotations
 

@@ -217,7 +217,8 @@ def test_shards_are_not_made_from_a_damaged_token_array(made, tmp_path, capsys, 
 
 
 def test_start_of_a_run_checks_a_sample_and_names_verify(made, tmp_path, capsys, monkeypatch):
-    """The samples of several starts differ, so a later start detects the damage."""
+    """Each start of a run checks the hashes of a random sample of the files. The samples differ, so
+    a later start detects the damage."""
     out = tmp_path / "data"
     shutil.copytree(made.data, out)
     monkeypatch.setattr(token_set, "HASH_BYTES", 10_000)

@@ -121,8 +121,8 @@ def test_sentencepiece_model_that_makes_texts_much_longer_is_refused(tmp_path):
 
 
 def test_template_that_repeats_the_text_is_not_applied(tmp_path):
-    """The template in a tokenizer file of 41 kB could repeat the ids of each text a thousand
-    times."""
+    """The template in a tokenizer file of 41 kB could repeat the ids of each text a thousand times,
+    so templates are not applied."""
 
     def repeat(tree: dict) -> dict:
         text = {"Sequence": {"id": "A", "type_id": 0}}

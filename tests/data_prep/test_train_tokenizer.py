@@ -1,4 +1,4 @@
-"""Training of a tokenizer: limited memory, checked output, damaged input."""
+"""Tests of the training of a tokenizer: limited memory, checked output, damaged input."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def make_world(timeout_s: float) -> World:
 
 def stay_away(when: str) -> str:
     """Delay rank 3 until the other ranks reach their time limit. The delay is "before" or "after"
-    the groups are made. Return the error of this rank."""
+    the creation of the groups, as selected by `when`. Return the error of this rank."""
     world = make_world(timeout_s=2.0)
     if when == "before" and world.rank == 3:
         time.sleep(6)

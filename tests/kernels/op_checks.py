@@ -109,8 +109,8 @@ def unaligned(tensor: Tensor) -> Tensor:
 
 
 def assert_close(actual: Tensor, exact: Tensor, scale: Tensor, roundings: int) -> None:
-    """Assert that `actual` is `exact` (fp64) rounded to its dtype. An additional error is
-    permitted: the error of `roundings` fp32 operations on values with the magnitude `scale`."""
+    """Assert that `actual` is `exact` (fp64) rounded to the dtype of `actual`. An additional error
+    is permitted: the error of `roundings` fp32 operations on values with the magnitude `scale`."""
     assert actual.shape == exact.shape, (actual.shape, exact.shape)
     allowed = ROUNDING[actual.dtype] * exact.abs() + SMALLEST[actual.dtype]
     # The factor is 2, because an fp32 error can cause rounding to the other neighbour of the exact

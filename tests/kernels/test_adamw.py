@@ -1,5 +1,5 @@
-"""Tests of the op adamw_. Its results must equal the results of torch's fused AdamW. An update of a
-tensor in slices must be bitwise equal to an update of the whole tensor."""
+"""Tests of the op adamw_. The results of the op must equal the results of torch's fused AdamW. An
+update of a tensor in slices must be bitwise equal to an update of the whole tensor."""
 
 from __future__ import annotations
 

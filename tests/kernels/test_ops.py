@@ -257,7 +257,8 @@ def test_mismatched_shapes_are_named(name):
 @needs_torch_form
 @pytest.mark.parametrize("name", ["grouped_mm", "grouped_mm_weight"])
 def test_torch_implementation_accepts_the_gradient_of_a_sum(name, torch_implementation):
-    """The gradient of a sum has stride 0, so the op must copy it for torch's grouped_mm."""
+    """The gradient of a sum has stride 0, so the op must copy the gradient for torch's
+    grouped_mm."""
     *values, offsets = arguments("all held", torch.float32)[name]
     leaves = [value.detach().requires_grad_() for value in values]
     getattr(ops, name)(*leaves, offsets).sum().backward()
