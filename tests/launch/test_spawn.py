@@ -134,8 +134,8 @@ def start_scripts(*scripts: str) -> list[subprocess.Popen]:
 
 @pytest.mark.parametrize(("status", "result"), [(3, 3), (4, 4)])
 def test_ranks_that_end_late_after_a_stop_are_waited_for(monkeypatch, status, result):
-    """After a stop (status 3), the launcher waits for a rank that ends late. After a failure
-    (status 4), it kills this rank."""
+    """After a rank has stopped (status 3), the launcher waits for a rank that ends 1.5 s later.
+    After a rank has failed (status 4), the launcher kills the late rank."""
     monkeypatch.setattr(spawn, "_GRACE_S", 0.1)
     late = f"import time; time.sleep(1.5); raise SystemExit({status})"
     ranks = start_scripts(late, f"raise SystemExit({status})")
@@ -161,7 +161,8 @@ def test_a_rank_that_hangs_after_a_stop_and_a_failure(monkeypatch, capsys, statu
 
 
 def test_the_time_after_a_failure_counts_from_the_failure(monkeypatch):
-    """The time limit starts at the failure of rank 1, not at the earlier stop of rank 0."""
+    """After a failure, the other ranks have 2 s to end. The 2 s start at the failure of rank 1, not
+    at the earlier stop of rank 0, so the launcher does not kill rank 2."""
     monkeypatch.setattr(spawn, "_GRACE_S", 2.0)
     late = "import time; time.sleep({}); raise SystemExit({})"
     ranks = start_scripts("raise SystemExit(3)", late.format(1.5, 4), late.format(2.5, 3))
@@ -176,13 +177,13 @@ def status_of(pid: int, field: str) -> str:
 
 
 def is_stopped(pid: int) -> bool:
-    """Return True if SIGSTOP has taken effect. Before that, a signal with a lower number, such as
-    SIGTERM, could be delivered before SIGSTOP."""
+    """Return True if SIGSTOP has stopped the process. A test must wait for this: of two pending
+    signals, the kernel delivers the lower number first, so SIGTERM before SIGSTOP."""
     return status_of(pid, "State") == "T"
 
 
 def is_pending(pid: int, number: int) -> bool:
-    """Return True if a signal was sent to the process and is not delivered yet."""
+    """Return True if signal `number` was sent to process `pid` and is not delivered yet."""
     return bool(int(status_of(pid, "ShdPnd"), 16) >> (number - 1) & 1)
 
 
@@ -203,8 +204,8 @@ def test_ctrl_c_before_the_first_step_prints_a_single_line(tiny_data, tmp_path):
 
 @pytest.mark.parametrize("nproc", [[], ["--nproc", "2"]])
 def test_training_continues_without_a_reader_of_its_output(tiny_data, tmp_path, nproc):
-    """The output pipes are closed after the first line, as by `| head -1`. The run still
-    completes."""
+    """The run completes although the reader closes the pipes of stdout and stderr after the first
+    line, as `| head -1` does."""
     tree = tiny_tree(tiny_data, tmp_path / "run", train__max_steps=8, observe__tensorboard=True)
     tree["observe"]["log_interval"] = 1
     config = write_config(tmp_path / "run.toml", tree)
@@ -218,7 +219,7 @@ def test_training_continues_without_a_reader_of_its_output(tiny_data, tmp_path, 
 
 
 def test_training_runs_with_closed_outputs(tiny_data, tmp_path):
-    """Descriptors 0 to 2 are closed at the start. The run completes."""
+    """The run completes although stdin, stdout and stderr are closed when the command starts."""
     tree = tiny_tree(tiny_data, tmp_path / "run", train__max_steps=4)
     config = write_config(tmp_path / "run.toml", tree)
     command = [sys.executable, "-m", "optimus.cli", "train", str(config)]
@@ -228,7 +229,8 @@ def test_training_runs_with_closed_outputs(tiny_data, tmp_path):
 
 
 def test_ranks_import_nothing_from_the_working_directory(ranks, tiny_data, tmp_path):
-    """The working directory contains modules that raise an error on import. The run completes."""
+    """The run completes although the working directory contains modules that raise an error on
+    import."""
     settings = {"train__max_steps": 4, "kernels__grouped_gemm": "loop"}
     trees = [tiny_tree(tiny_data, tmp_path / name, **settings) for name in "ab"]
     train_on(ranks, 2, trees[0])
