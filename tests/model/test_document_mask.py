@@ -26,8 +26,8 @@ ARCHITECTURES = [
 
 
 def documents(tokens: torch.Tensor) -> list[tuple[int, int, int]]:
-    """Return (row, first, stop) for each document in IDS. The document has the positions
-    [first, stop) of its row."""
+    """Return (row, first, stop) for each document: the document has the positions [first, stop) of
+    row `row` of `tokens`. The document ids come from IDS, not from `tokens`."""
     ranges = []
     for row, ids in enumerate(IDS.tolist()):
         begins = [s for s in range(len(ids)) if s == 0 or ids[s] != ids[s - 1]]
@@ -85,7 +85,7 @@ def test_loss_and_gradients_are_those_of_separate_documents(architecture, fields
 
 
 def test_documents_do_not_affect_each_other():
-    """If the tokens of one document change, the logits of the other documents keep all bits."""
+    """If the tokens of one document change, the logits of the other documents are bit-identical."""
     model, tokens = small_model("olmo"), some_tokens()
     changed = tokens.clone()
     changed[0, :5] = (tokens[0, :5] + 1) % 61

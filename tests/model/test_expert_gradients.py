@@ -29,8 +29,8 @@ def make_experts(dtype, inner: int = 24) -> Experts:
 
 
 def inputs(number: int, dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Return x, the routing weights and the chosen experts of microbatch `number`. In microbatch 0,
-    no token chooses expert 4."""
+    """Return x [TOKENS, D], the routing weights and the chosen experts (both [TOKENS, 2]) of
+    microbatch `number`. In microbatch 0, no token chooses expert 4."""
     generator = torch.Generator().manual_seed(number)
     x = torch.randn(TOKENS, D, generator=generator).to(dtype)
     weights = torch.rand(TOKENS, 2, generator=generator).to(dtype)
@@ -39,8 +39,8 @@ def inputs(number: int, dtype) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def run_backward(experts: Experts, number: int, save_input_only: bool = False) -> list[Tensor]:
-    """Run forward and backward for microbatch `number`, and return the gradients of x and of the
-    routing weights."""
+    """Run forward and backward for microbatch `number`. Return the gradients of x and of the
+    routing weights. With `save_input_only`, backward computes the pre-activations again."""
     x, weights, chosen = inputs(number, experts.down.dtype)
     leaves = [x.requires_grad_(), weights.requires_grad_()]
     out = experts(*leaves, chosen, save_input_only)
@@ -75,7 +75,8 @@ def form(request):
 
 @pytest.fixture(params=[True, False], ids=["own-products", "torch-products"])
 def products(request, monkeypatch):
-    """Run a test with the AMX kernel of Optimus, if the machine supports it, and without it."""
+    """Run a test twice: with the AMX kernel of Optimus, which needs a CPU with AMX, and with the
+    matrix products of torch."""
     if not request.param:
         for module in ("product", "experts_loop"):
             monkeypatch.setattr(f"optimus_kernels.{module}.amx_kernel", lambda like: None)
@@ -89,7 +90,7 @@ def assert_same(ours: list[Tensor], expected: list[Tensor]) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_sums_have_the_bits_of_separate_gradients(dtype, form, products):
     if form == "torch" and dtype is torch.float16:
-        pytest.skip("torch has no grouped product for it")
+        pytest.skip("torch has no grouped product for this dtype or row size")
     of_inputs, sums = by_autograd(dtype)
     experts = make_experts(dtype)
     memory = write_to_sums(experts)
@@ -106,7 +107,7 @@ def test_sums_have_the_bits_of_separate_gradients(dtype, form, products):
 def test_deferred_gradients_have_the_same_bits(dtype, input_only, inner, to_sums, form, products):
     """Deferred gradients are bit-identical to the gradients that autograd computes."""
     if form == "torch" and (dtype is torch.float16 or inner * dtype.itemsize % 16):
-        pytest.skip("torch has no grouped product for it")
+        pytest.skip("torch has no grouped product for this dtype or row size")
     of_inputs, sums = by_autograd(dtype, inner=inner)
     experts = make_experts(dtype, inner=inner)
     memory = write_to_sums(experts) if to_sums else [torch.zeros_like(total) for total in sums]
@@ -164,8 +165,8 @@ def test_autograd_adds_the_gradient_if_the_other_weight_is_frozen(frozen):
 
 
 def test_no_memory_of_the_size_of_all_experts_is_allocated(monkeypatch):
-    """If backward writes to given tensors, it computes the weight gradients of one expert at a
-    time."""
+    """A backward that writes weight gradients to given tensors computes the gradients of one expert
+    at a time, so its buffers have the size of the weights of a single expert."""
     experts, sizes = make_experts(torch.float32), []
     write_to_sums(experts)
     plain = experts_loop.memory.empty

@@ -78,8 +78,9 @@ def test_training_works_after_evaluating_in_inference_mode():
 
 
 def test_embedding_writes_the_gradient_of_autograd_to_other_memory():
-    """After `write_gradients_to`, backward adds the gradient to the target tensor. The result is
-    bitwise equal to autograd's. Inside DeferredGradients, backward writes to `.grad` instead."""
+    """After `write_gradients_to`, backward adds the gradient to the target tensor. The sum is
+    bitwise equal to the old values plus the gradient that autograd computes. Within
+    DeferredGradients, backward sets `.grad` and does not change the target."""
     for dtype, into in ((torch.float32,) * 2, (torch.bfloat16, torch.float32)):
         embed = Embedding(small_config(pad_token_id=3)).to(dtype)
         torch.nn.init.normal_(embed.weight)

@@ -24,8 +24,8 @@ def make_experts(dtype=torch.float64, num_experts=E) -> Experts:
 
 
 def naive(experts: Experts, x, weights, chosen):
-    """Return the output of `experts`, computed by its definition for one token and one expert at a
-    time."""
+    """Return the output of `experts` [tokens, D], computed for one token and one chosen expert at a
+    time: the sum of weight * down(silu(gate(x)) * up(x))."""
     out = []
     for token in range(len(x)):
         total = torch.zeros_like(x[token])
@@ -110,8 +110,8 @@ def test_bf16_is_as_close_to_the_exact_result_as_its_rounding_allows():
 
 
 def kept_for_backward(block, *inputs) -> int:
-    """Return the bytes that a forward pass saves for backward, without parameters. A storage that
-    is saved twice counts once."""
+    """Return the number of bytes that a forward pass saves for backward, without parameters. A
+    storage that autograd saves twice counts once."""
     saved = {}
     hold = lambda t: (saved.setdefault(t.untyped_storage().data_ptr(), t), t)[1]  # noqa: E731
     with torch.autograd.graph.saved_tensors_hooks(hold, lambda t: t):
@@ -150,8 +150,8 @@ def test_at_most_40_kb_a_token_are_kept_at_olmoe_sizes_in_bf16():
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
 def test_weight_gradients_are_written_to_buffers(kind):
-    """The first backward overwrites the buffers, and the second adds to them. `.grad` stays
-    None."""
+    """With `add` = False, backward overwrites the buffers. With `add` = True, backward adds the
+    gradients to the buffers. In both cases, `.grad` of the weights stays None."""
     chosen, experts = CASES["most are empty"], make_experts(torch.bfloat16)
     x, weights = torch.randn(3, D).bfloat16(), torch.rand(3, 2).bfloat16()
     expected = run(experts, x, weights, chosen, experts)
@@ -203,7 +203,8 @@ def test_debug_mode_works_in_compiled_code(monkeypatch):
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_experts_compile_in_16_bit_in_both_forms(backend, form):
-    """Compiled experts give the same results as experts that are not compiled, up to rounding."""
+    """With bf16 and each form of grouped products, the results of compiled experts differ only by
+    rounding from the results of experts that are not compiled."""
     if backend == "inductor" and os.environ.get("OPTIMUS_TEST_COMPILE") != "1":
         pytest.skip("OPTIMUS_TEST_COMPILE=1 runs the C++ compiler of torch.compile")
     # Both forms share a cache of compiled code on disk, so an op must have the same output sizes.
@@ -312,7 +313,8 @@ def test_nan_in_the_logits_reaches_the_output_and_nothing_else():
 
 
 def test_experts_of_other_ranks_cost_no_memory(monkeypatch):
-    """Under expert parallelism, a module saves activations only for its own experts."""
+    """Under expert parallelism, a rank saves activations only for the experts on this rank. This
+    does not change the results."""
     experts, tokens, k, local = make_experts(torch.float32), 64, 2, 2
     with torch.no_grad():
         experts.gate_up = torch.nn.Parameter(experts.gate_up[:local].clone())

@@ -50,8 +50,8 @@ def test_gradients_are_those_of_the_definition(output, normalised):
 
 
 def test_losses_follow_their_formulas_on_a_model():
-    """The test computes the z-loss and both forms of the load-balancing loss (OLMo's and Hugging
-    Face's) from the router's inputs. The model's losses must be equal to them."""
+    """The model's z-loss, and the two forms of its load-balancing loss (of OLMo and of Hugging
+    Face), must be equal to losses that the test computes from the router's inputs."""
     model = small_model("olmoe", init_std=0.5)
     routings = []
     for block in model.blocks.values():
