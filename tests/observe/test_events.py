@@ -35,7 +35,8 @@ EVENT = ActionEvent("F", 1, 2, 10, 50, 15)
 
 
 def test_lines_have_fixed_keys_in_a_fixed_order():
-    """Programs of users read metrics.jsonl and eval.jsonl, so the keys must not change."""
+    """Programs of users read metrics.jsonl and eval.jsonl, so the keys of these files must not
+    change."""
     dense = "step loss grad_norm lr tokens step_time_s tokens_per_s tflops_per_device mfu mem_bytes"
     moe = (
         "aux_loss z_loss expert_load_min expert_load_max expert_load_min_layer "

@@ -19,9 +19,10 @@ PAIR = torch.tensor([[512] * 16, [4096, 4096] + [0] * 14])
 
 
 def notices_of(health, rows=None, norms=(), first=1) -> list[Notice]:
-    """Return the notices of consecutive updates. The first update has the number `first`.
+    """Return the notices of consecutive updates, the first of which has the number `first`.
 
-    By default, expert loads are even and gradient norms are 1.
+    `rows` has the rows of each expert for each update, by default an even load. `norms` has the
+    gradient norms of the updates, 1 by default.
     """
     notices = []
     for number in range(max(len(norms), len(rows or ()))):
@@ -67,7 +68,8 @@ def test_recovery_is_reported_once():
 
 
 def test_gradient_norm_is_compared_with_the_median_of_twenty():
-    """A norm above 10 times the median of the last 20 norms causes a warning."""
+    """A gradient norm above 10 times the median of the last 20 norms causes a warning. Before 20
+    updates, no norm does."""
     before = [2.0] * 10 + [1.0] * 10
     (line,) = lines_of(TrainingHealth(SIXTEEN), norms=[*before, 51.2])
     for words in ("step 21:", "gradient norm 51.2 is 34 times the median of the last 20",
@@ -91,8 +93,8 @@ def test_persistent_or_returning_fault_prints_few_lines(fault):
     rows = [PAIR if is_bad and fault != "norm" else EVEN for is_bad in bad]
     norms = [1000.0 if fault != "experts" and step % 40 == 39 else 1.0 for step in range(count)]
     lines = lines_of(health, rows, norms)
-    # Each of two faults is reported, with a warning and a recovery, and reported again after 100,
-    # 200, 400, ... updates.
+    # Warnings of one fault (load or norm) are 100, 200, 400, ... updates apart: at most 5 in 3,000
+    # updates. Each of the two faults has at most 5 warnings and 5 lines about the recovery.
     assert 0 < len(lines) <= 4 * 5
     if "norm" in fault or "both" in fault:
         assert any("since the last warning that were not reported" in line for line in lines)

@@ -23,7 +23,7 @@ logger = logging.getLogger("optimus.test")
 
 @pytest.fixture
 def restored() -> Iterator[None]:
-    """Restore the logging of the test process after the test."""
+    """After the test, set up logging again with lines that go to stderr."""
     yield
     redirect_lines(None)
     set_up_logging()
@@ -87,7 +87,7 @@ def test_lines_go_to_the_progress_bar(restored, capsys):
 
 
 def test_only_commands_print():
-    """All other modules use the log."""
+    """Only cli.py, commands.py and reference.py call `print`. All other modules log."""
     allowed = {"cli.py", "commands.py", "reference.py"}
     calls = [
         f"{path}:{node.lineno}"
@@ -100,7 +100,8 @@ def test_only_commands_print():
 
 
 def test_a_line_does_not_wait_for_another_thread_inside_the_log(restored, monkeypatch):
-    """Python's handlers take a lock for each line. Our handler must take none."""
+    """The handlers of Python's logging take a lock for each line. The handler of Optimus must take
+    no lock, so a thread logs a line while another thread waits in a write."""
     set_up_logging()
     blocked, release = threading.Event(), threading.Event()
     lines: list[str] = []

@@ -1,5 +1,5 @@
-"""Tests of the files metrics.jsonl and eval.jsonl (their repair at a start), and of the report of a
-run."""
+"""Tests of the files metrics.jsonl and eval.jsonl, of the repair of these files when a run starts,
+and of the report of a run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from optimus.observe.report import write_report
 
 
 def opened(path, copy=None, step=1 << 60, log=None, expected=()):
-    """Open a file as a start of a run does."""
+    """Open the file `path` of JSON lines, and repair the file, as a run does when it starts. By
+    default, the file keeps all its lines."""
     copy, log = copy or path.with_name(f".{path.name}-copy"), log or path.with_name("cut")
     return JsonLines.open(
         Workspace.open(path.parent / "checkpoints"), path, copy, step, log, expected
@@ -24,8 +25,9 @@ def opened(path, copy=None, step=1 << 60, log=None, expected=()):
 
 
 def cut_after(path, step, log, copy=None, expected=()):
-    """Repair a file as a start of a run does: remove the lines after `step`. `copy` is the copy of
-    the file, or None if there is no copy."""
+    """Repair the file `path` as a run does when it starts: move the lines after `step` to the file
+    `log`. `copy` is the path of the file's copy, or None if there is no copy. `expected` are the
+    steps whose lines the file should have."""
     opened(path, copy or path.with_name("absent"), step, log, expected).close()
 
 
@@ -225,8 +227,8 @@ def test_cut_restores_lost_lines_from_the_copy(tmp_path, capsys, break_file):
     ],
 )
 def test_cut_without_a_copy_names_missing_steps(tmp_path, capsys, break_file, steps):
-    """Lines of metrics.jsonl are lost, and there is no copy of the file: earlier Optimus versions
-    wrote none. A warning names the steps whose lines are lost."""
+    """Lines of metrics.jsonl are lost, and the file has no copy: earlier versions of Optimus wrote
+    no copies. A warning names the steps whose lines are lost."""
     path, copy, _ = kept_with_copy(tmp_path)
     copy.unlink()
     break_file(path)
@@ -363,7 +365,8 @@ def test_report_of_steps_far_apart_takes_no_memory(tmp_path):
 
 
 def test_a_line_without_an_end_is_refused(tmp_path):
-    """Line 2 is 40 GiB of zeros in a sparse file and would not fit into memory."""
+    """Line 2 consists of 40 GiB of zeros in a sparse file, more than fits into memory. Reading and
+    repairing the file both raise an error."""
     path = tmp_path / "metrics.jsonl"
     write_steps(path, [1])
     os.truncate(path, 40 << 30)
@@ -386,8 +389,8 @@ def test_a_fifo_is_refused_and_a_link_is_not_followed(tmp_path):
 
 
 def test_search_for_missing_steps_is_limited(tmp_path, capsys, monkeypatch):
-    """A damaged manifest can contain a huge step. Optimus must look for missing lines in at most
-    _MOST_STEPS steps."""
+    """A damaged manifest can contain a huge step number. Optimus must look for missing lines of at
+    most _MOST_STEPS steps."""
     monkeypatch.setattr("optimus.observe.metrics._MOST_STEPS", 10)
     write_steps(tmp_path / "metrics.jsonl", [1, 2])
     cut_after(tmp_path / "metrics.jsonl", 1 << 55, tmp_path / "cut", None, range(1, 1 << 55))
@@ -395,7 +398,8 @@ def test_search_for_missing_steps_is_limited(tmp_path, capsys, monkeypatch):
 
 
 def test_cut_does_not_follow_a_link(tmp_path):
-    """The file for removed lines is a symbolic link. The target of the link must not change."""
+    """The path of the file for removed lines is a symbolic link. The repair must replace the link
+    with a file, and must not change the target of the link."""
     path, log, victim = tmp_path / "metrics.jsonl", tmp_path / "cut.jsonl", tmp_path / "victim"
     path.write_text('{"step": 1}\n{"step": 2}\n')
     victim.write_text("x")

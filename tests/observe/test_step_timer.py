@@ -13,7 +13,8 @@ from optimus.observe.step_timer import StepTimer
 
 
 class FakeEvent:
-    """Event of an accelerator. A clock advances by 1 ms whenever an event is recorded."""
+    """Fake of `torch.Event` on an accelerator, with a clock that advances by 1 ms whenever an event
+    is recorded."""
 
     clock = itertools.count()
     made = 0
@@ -33,7 +34,8 @@ class FakeEvent:
 
 
 def run_update(timer: StepTimer) -> StepComponents:
-    """Run an update with eleven intervals between the changes of the phase."""
+    """Run an update, and return its measured components. The phase changes ten times, so the update
+    has eleven intervals."""
     recorder = Recorders()
     recorder.add(timer)
     assert recorder.records_phases
