@@ -1,5 +1,5 @@
-"""Tests of the profile on the meta device: it equals profiles of real runs, and bytes and FLOPs
-that are computed by hand."""
+"""Tests of the profile on the meta device. The profile equals profiles of real runs, and its bytes
+and FLOPs equal values that are computed by hand."""
 
 from __future__ import annotations
 
@@ -98,7 +98,8 @@ def test_kept_bytes_equal_those_of_a_real_forward(ranks, settings: dict) -> None
 
 
 def kept_bytes(tree: dict) -> int:
-    """Return the bytes that a real forward keeps for backward, outside of model states."""
+    """Return the number of bytes that a real forward keeps for backward, without model states and
+    without the rotary tables."""
     setup = make_updater(tree)
     stage = setup.model.executor._stages[0]
     tokens, _ = make_microbatch(0, setup.config.train.seq_len)
@@ -127,8 +128,8 @@ def peak_of(uses: list[UseProfile]) -> int:
 
 
 def profile_real_run(tree: dict) -> list[UseProfile]:
-    """Profile a real forward and a real backward of one microbatch on the CPU. Return the profile
-    of each use of a segment."""
+    """Run forward and backward of one microbatch on the CPU. Return the measured profile of each
+    use of a model segment (the forward or the backward of the segment), in order."""
     setup = make_updater(tree)
     tracker = UseTracker()
     register_uses(segments_of(setup.model.model, setup.model.layout), tracker.use, True)
@@ -202,9 +203,9 @@ def test_a_divided_backward_keeps_memory_until_the_weights_action() -> None:
 @pytest.mark.parametrize("on_cpu", [False, True])
 @pytest.mark.parametrize("dispatch", ["alltoall", "allgather"])
 def test_a_divided_backward_has_the_operations_of_the_whole(dispatch: str, on_cpu: bool) -> None:
-    """The actions I and W together have the operations of the undivided backward, but the action W
-    gathers the gradients of the rows of experts again. With ep > 1 on accelerators, the operands of
-    experts also contain rows for experts on other ranks."""
+    """zb-h1 divides backward into the action I (gradients of inputs) and the action W (gradients of
+    weights). I and W together have the operations of the undivided backward, except that W gathers
+    the output gradients of the experts' rows again."""
     settings = WIDE | {
         "train__deterministic": False,
         "parallel__pp": 2,
@@ -257,9 +258,9 @@ ATTENTION = {"recompute__modules": ["attention"]}
     ],
 )
 def test_a_stage_has_the_figures_of_a_run_of_all_its_layers(settings: dict) -> None:
-    """The profile of each of three stages is composed of the profiles of its segments. A profile of
-    a run of the whole stage differs only by scalars of the objective and, during the backward, by
-    at most the size of the gradient that the stage receives."""
+    """`profile_stages` composes the profile of a stage from profiles of single segments. It has the
+    FLOPs of a run of the whole stage. Its bytes differ from the bytes of this run by at most 1000
+    (scalars of the objective) plus the bytes of the gradient that the stage receives."""
     settings = WIDE | {"train__deterministic": False, "parallel__pp": 3} | settings
     settings["model__num_layers"] = 9
     config = make_config(tiny_tree("d", "r", **settings))
@@ -294,7 +295,8 @@ def running(uses: list[UseProfile]) -> list[tuple[int, int]]:
 
 
 def run_whole_stage(config, mesh, coordinate) -> StageProfile:
-    """Profile the only stage of a rank by running all its layers, as the executor runs them."""
+    """Run all layers of the rank's stage on the meta device, as the executor does, and return the
+    profile of this run. The rank has a single stage."""
     tracker = UseTracker()
     layout = make_layout(config, mesh, coordinate, mesh.pp)
     groups = plan_groups(mesh, mesh.rank_at(coordinate), tracker)

@@ -1,4 +1,4 @@
-"""Tests of the planned bytes of model states: they equal the bytes in training and the formulas."""
+"""Tests of the planned bytes of model states: equal to the bytes in training, and to formulas."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FAST = {"train__deterministic": False}
 
 
 def all_memory(*roots: Any) -> int:
-    """Return the bytes of all tensor storages that can be reached from `roots`."""
+    """Return the total number of bytes of all tensor storages that can be reached from `roots`."""
     storages, seen = {}, set()
 
     def walk(value: Any) -> Iterator[Any]:
@@ -151,7 +151,7 @@ def test_planned_bytes_are_those_of_training(ranks, size, run):
 
 
 def share_of(config, mesh: Mesh) -> tuple[float, float]:
-    """Return the numbers of expert parameters and of other parameters on a rank."""
+    """Return (number of expert parameters on a rank, number of other parameters on a rank)."""
     model = config.model
     expert = 3 * model.hidden_size * model.intermediate_size
     experts = model.num_layers * model.num_experts * expert
@@ -220,7 +220,7 @@ LARGE = {"mula-20b-a2b": 1, "mula-100b-a7b": 4, "mula-220b-a10b": 8}
 
 @pytest.mark.parametrize("name", LARGE)
 def test_the_paper_s_large_runs_fit_a_tile(name):
-    """The states must need far less than the 64 GB of an Intel Max 1550 tile."""
+    """The states of each rank must need less than 40 GB of the 64 GB of an Intel Max 1550 tile."""
     result = plan(load_config(CONFIGS / "run" / f"{name}.toml"))
     assert result["world"] == 3072 and len(result["ranks"]) == LARGE[name]
     assert result["tokens"] == pytest.approx(100e9, rel=1e-4)

@@ -1,5 +1,5 @@
-"""Tests of the planned collectives of an update: on each rank, they equal the collectives of a
-run."""
+"""Tests of the planned collectives of an update. On each rank, the planned collectives equal the
+collectives of a run."""
 
 from __future__ import annotations
 
@@ -90,8 +90,9 @@ def tree_of(**settings: Any) -> dict[str, Any]:
 
 
 def record_updates(trees: list[dict[str, Any]]) -> list[list[tuple[str, str, int]]]:
-    """Run two updates with each configuration on this rank. Return the collectives of the second
-    update, and assert that they equal the collectives of the first update."""
+    """Run two updates with each configuration on this rank, and assert that both updates call the
+    same collectives. Return these collectives for each configuration, each as (axes, operation,
+    bytes)."""
     world, result = start_world(device="cpu"), []
     for tree in trees:
         recorder = TrafficRecorder()
