@@ -1,5 +1,5 @@
-"""Table 3 of the Optimus paper: the loop over experts has the same matrix products as our experts,
-and the speed-ups are consistent with each other."""
+"""`optimus study moe`, which reproduces Table 3 of the Optimus paper: a plain loop over the experts
+has the same results as the experts of Optimus, and the speed-ups are consistent with each other."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_loop_over_local_experts_equals_ours():
 
 
 def repeats(operations) -> Counter:
-    """Return the number of matrix products of each shape in `operations`."""
+    """Return the number of matrix products in `operations`, by shape (rows, inner, columns)."""
     counts: Counter = Counter()
     for op in operations:
         if isinstance(op, Product):

@@ -1,4 +1,4 @@
-"""The page of the planned runs."""
+"""Tests of docs/runs_planned.md, the page with the plans of the paper's runs."""
 
 from __future__ import annotations
 

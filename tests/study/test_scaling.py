@@ -63,13 +63,14 @@ def metrics(step_s: float, steps: int = STEPS, tokens: int = 256) -> str:
 
 
 def _local(components: StepComponents) -> tuple[float, ...]:
-    """Return the values of the components that take time on each rank in every run."""
+    """Return the seconds of the components that are above 0 on each rank in every run: compute,
+    optimizer and other."""
     return components.compute_s, components.optimizer_s, components.other_s
 
 
 def with_components(text: str, shares: dict[str, float]) -> str:
-    """Return the text of metrics `text` with step components added. `shares` are the shares of the
-    components in the step time. Waits over dp and ep are added, too."""
+    """Return the lines of metrics `text` with step components added to each line. `shares` maps
+    each component, and each of the axes "dp x ep" and "ep", to its share of the step time."""
     lines = []
     for line in map(json.loads, text.splitlines()):
         values = {name: share * line["step_time_s"] for name, share in shares.items()}
@@ -83,7 +84,8 @@ SHARES |= {"optimizer_s": 0.125, "other_s": 0.0625}
 
 
 def complete(out: Path, name: str, text: str, status: str = "0") -> None:
-    """Write the files of the point `name`, as if it had run with the exit status `status`."""
+    """Write the files that a run of the point `name` with the exit status `status` would leave.
+    `text` is the content of metrics.jsonl."""
     (out / "points" / name / "run").mkdir(parents=True)
     (out / "points" / name / "run" / "metrics.jsonl").write_text(text)
     (out / "points" / name / "status").write_text(status)
@@ -202,8 +204,8 @@ def test_output_that_cannot_be_written_is_refused_at_once(config, tmp_path, monk
 
 
 def test_point_that_may_not_fit_gets_a_warning(config, tmp_path, capsys, caplog):
-    """In the first case, the device has less memory than the lower bound. In the second case, it
-    has less than the prediction."""
+    """The study is refused if a device has less memory than the lower bound for a point. If it has
+    less memory than only the prediction for the point, the study logs a warning."""
     text = HERE.read_text()
     assert "value = 4e9" in text
     machine = tmp_path / "machine.toml"
@@ -358,8 +360,8 @@ def interrupt_after_output(log: Path) -> None:
 
 
 def test_local_points_run_again_after_an_interruption(config, tmp_path, capsys):
-    """The first command is interrupted. The second command runs the interrupted point again in the
-    same run directory, and the third command has nothing to run."""
+    """A local run of a point is interrupted. The next command runs this point again in the same run
+    directory, and the command after that has nothing to run."""
     out = tmp_path / "out"
     command = [*study(config, out, nodes="1"), "--local"]
     assert main([*command, "--max-node-hours", "0.1"]) == 2
@@ -396,7 +398,8 @@ def test_local_points_run_again_after_an_interruption(config, tmp_path, capsys):
 
 
 def test_point_in_the_queue_is_not_submitted_again(config, tmp_path, monkeypatch, capsys):
-    """On a machine without the scheduler, `show` works, but no point is submitted."""
+    """A point whose job is in the queue gets no further job. If `qstat` fails, the study ends with
+    an error, because the state of the job is unknown. `study show` still works."""
     out = tmp_path / "out"
     assert main(study(config, out)) == 0
     for point in ("00001-top-k", "00002-top-k"):
@@ -457,8 +460,8 @@ def test_show_names_the_remedy_for_a_damaged_point(config, tmp_path, capsys, cap
 
 
 def test_jobs_of_pbs_run_their_points(config, tmp_path, monkeypatch, capsys):
-    """Two points share a job, which runs the larger point first. The smaller point fails, and the
-    same command then runs only this point again."""
+    """Two points share a job, which runs the larger point first. The smaller point fails. The next
+    command plans a job only for the smaller point."""
     out = tmp_path / "out"
     fake_pbs.install(tmp_path / "bin")
     program, real = tmp_path / "bin" / "optimus", install(tmp_path / "real", "optimus.cli")
