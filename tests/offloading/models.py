@@ -33,7 +33,7 @@ SHAPE = {
 
 
 def set_residency(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> None:
-    """Set fields of `Residency` in the engines that `optimus.offload` makes."""
+    """Set fields of `Residency` in all engines that `optimus.offload` makes during the test."""
     monkeypatch.setattr(placement, "Residency", partial(Residency, **settings))
 
 
@@ -76,7 +76,7 @@ def tokens(seed: int, size: tuple[int, ...] = (2, 8)) -> Tensor:
 
 
 def loss_of(model: nn.Module, seed: int) -> Tensor:
-    """Return the loss of a microbatch. The seed also determines dropout."""
+    """Return the loss of a microbatch. `seed` determines its tokens and the dropout."""
     torch.manual_seed(seed)
     batch = tokens(seed)
     return model(input_ids=batch, labels=batch).loss
@@ -95,8 +95,12 @@ def train(
     after: Callable[[int], None] = lambda step: None,
     first: int = 0,
 ) -> list[float]:
-    """Train steps whose numbers of microbatches are `microbatches`. Return the losses and, unless
-    `max_norm` is None, the gradient norms that torch's clip_grad_norm_ returns."""
+    """Train one step for each element of `microbatches`, the number of microbatches of the step.
+    Steps have numbers from `first`, and `after` is called with the number of each completed step.
+
+    Return in order: the loss of each microbatch and, unless `max_norm` is None, the gradient norm
+    of each step, to which torch's clip_grad_norm_ applies the limit `max_norm`.
+    """
     values = []
     for step, count in enumerate(microbatches, first):
         for number in range(count):

@@ -20,7 +20,8 @@ __all__ = ["hostile_memory"]
 
 
 class Casts(TorchDispatchMode):
-    """Records the storages of casts of weights to bf16."""
+    """Dispatch mode that records each cast of a [32, 32] weight. `count` returns the number of
+    recorded casts whose storages still exist."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,9 +39,9 @@ class Casts(TorchDispatchMode):
 
 @pytest.mark.parametrize("share", SHARES)
 def test_autocast_keeps_no_copies_of_weights(share):
-    """A single autocast context contains an evaluation and several forwards. In torch, autocast
-    would keep the bf16 casts of all weights until the context ends, and use the graphs of the first
-    casts again. In the evaluation, casts are kept only if no weight is offloaded."""
+    """A single autocast context contains an evaluation and two forwards of five layers. torch's
+    autocast keeps the bf16 casts of all weights, with their graphs, until the context ends. For an
+    offloaded model, only the cast of the last layer exists at the end of the evaluation."""
     ours, optimizer, theirs, reference = pair(
         nn.Sequential(*(nn.Linear(32, 32) for _ in range(5))), share
     )
@@ -62,8 +63,9 @@ def test_autocast_keeps_no_copies_of_weights(share):
 
 @pytest.mark.parametrize("share", SHARES)
 def test_autocast_uses_the_weights_after_each_update(share):
-    """A single autocast context contains a step, an evaluation and a load of weights. In torch,
-    autocast would use casts of the old weights again."""
+    """A single autocast context contains a step, a load of weights, and an evaluation after each of
+    them. torch's autocast would use casts of the old weights again, so the test clears its cache
+    before each evaluation of the model without offloading."""
     ours, optimizer, theirs, reference = pair(nn.Sequential(nn.Linear(32, 32)), share)
     batch = torch.randn(8, 32, generator=torch.Generator().manual_seed(0))
     loaded = weights(ours)
@@ -98,7 +100,7 @@ class Checkpointed(nn.Module):
     Args:
         saved: The functions whose results the checkpoint saves.
         use: "block" for a checkpoint of the whole block, "inner" for a checkpoint in the forward of
-            the block, "before" for the same checkpoint if the forward also uses a weight before it.
+            the block, "before" for a checkpoint in the forward, after a first use of the weights.
     """
 
     def __init__(self, saved: Any, use: str) -> None:
@@ -155,9 +157,9 @@ def train_blocks(
 @pytest.mark.parametrize("saved", [(_CASTS,), _PRODUCTS, (_CASTS, *_PRODUCTS)])
 @pytest.mark.parametrize("share", SHARES)
 def test_selective_checkpoints_save_casts(share, saved, use, inside):
-    """torch raises an error in most of these cases, because casts are in the cache of autocast only
-    in the forward or only in the recomputation. Without the cache, torch trains to the same bits as
-    the offloaded model."""
+    """With the cache of autocast, torch raises an error in most of these cases, because a cast
+    comes from the cache either in the forward or in the recomputation, but not in both. The
+    offloaded model, with the cache, trains to the bits of torch without the cache."""
     ours, optimizer, theirs, reference = pair(Blocks(saved, use), share)
     train_blocks(ours, optimizer, inside, cache=True)
     train_blocks(theirs, reference, inside, cache=False)
@@ -166,9 +168,9 @@ def test_selective_checkpoints_save_casts(share, saved, use, inside):
 
 @pytest.mark.parametrize("share", SHARES)
 def test_selective_checkpoints_after_a_use_of_their_weights_need_no_cache(share):
-    """With the cache of autocast, the recomputation in backward casts a weight that the
-    checkpointed forward took from the cache. This raises an error, as in torch. Without the cache,
-    training gives the bits of torch."""
+    """With the cache of autocast, the checkpointed forward takes the cast of a weight from the
+    cache, but the recomputation in backward casts the weight again. With and without offloading,
+    this difference raises an error. Without the cache, training gives the bits of torch."""
     ours, optimizer, theirs, reference = pair(Blocks(_PRODUCTS, "before"), share)
     for model, of_model in ((ours, optimizer), (theirs, reference)):
         with pytest.raises(RuntimeError, match="encountered during backward but not found"):
@@ -182,10 +184,12 @@ class Uses(nn.Module):
     """Blocks whose weights are used once or several times in a forward.
 
     Args:
-        kind: "once"; "loop" for several uses in each call of a block; "calls" for several calls of
-            each block in a forward; "shared" for a weight of two blocks; "direct" for a weight of
-            the model that is used before each block; "tied" for a weight of an embedding and of the
-            last layer.
+        kind: "once": each weight is used once.
+            "loop": each call of a block uses the weight of the block twice.
+            "calls": a forward calls each block twice.
+            "shared": two blocks share a weight.
+            "direct": the model uses a parameter of its own before each block.
+            "tied": the embedding and the last layer share a weight.
     """
 
     def __init__(self, kind: str) -> None:
@@ -226,8 +230,9 @@ class Looped(nn.Module):
 @pytest.mark.parametrize("is_summed", [False, True])
 @pytest.mark.parametrize("kind", ["once", "loop", "tied", "calls", "shared", "direct"])
 def test_bits_within_autocast_differ_only_for_casts_that_several_calls_use(kind, is_summed, share):
-    """The documentation lists the cases in which the bits differ from torch. With `is_summed`, one
-    backward follows two forwards."""
+    """With the cache of autocast, the bits differ from torch if several calls of modules use one
+    cast (kinds "calls", "shared" and "direct"), or if one backward follows two forwards
+    (`is_summed`), as docs/offload_one_gpu.md says. Without the cache, the bits are equal."""
 
     def train(model: nn.Module, optimizer: torch.optim.Optimizer, cache: bool) -> dict[str, Tensor]:
         for step in range(2):

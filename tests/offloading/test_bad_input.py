@@ -243,9 +243,9 @@ def test_the_refusal_of_a_memory_names_the_smallest_that_suffices():
 
 
 def test_more_states_than_host_memory_are_refused_with_the_missing_bytes(monkeypatch):
-    """The states are three chunks of 1,056 elements, with 16 bytes for each element, and two
-    buffers for gradients in fp32. Unless `host_memory` is set, a quarter of the host memory is
-    reserved for Python."""
+    """The states need 59,136 bytes of host memory: 16 bytes for each element of three chunks of
+    1,056 elements, and two buffers for the fp32 gradients of a chunk. Unless `host_memory` is set,
+    a quarter of the 78,846 usable bytes is reserved for Python."""
     monkeypatch.setattr(optimizer_module, "usable_memory", lambda: 78_846)
     model = layers()
     with pytest.raises(ConfigError, match="need 59,136 bytes of host memory, 1 byte more"):
@@ -298,8 +298,9 @@ def test_an_output_without_tensors_is_refused(output):
     ("case", "share"), [("method", 0.0), ("method", 1.0), ("list", 0.0), ("list", 1.0)]
 )
 def test_a_gradient_from_outside_of_a_module_is_refused(case, share, clears):
-    """A parameter gets a gradient that does not come through the output of its module: the module
-    is used without a call, or the loss uses another tensor than the output of the module."""
+    """A parameter gets a gradient that does not come through the output of its module. In the case
+    "method", a function uses the weight without a call of the module. In the case "list", the loss
+    uses a tensor that the module has kept, not the output of the module."""
 
     class First(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

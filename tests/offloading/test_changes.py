@@ -52,8 +52,8 @@ CHANGED_VALUES = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("change", CHANGED_VALUES)
 def test_changed_values_of_a_parameter_on_the_device_are_trained(change, dtype):
-    """The changed values are copied to the fp32 masters. Masters of unchanged parameters keep their
-    bits."""
+    """For a bf16 parameter, the changed values are copied to its fp32 master. The masters of
+    unchanged parameters keep their bits."""
     model = models.llama().to(dtype)
     optimizer = optimus.offload(model, lr=1e-3, host_share=0.0)
     with torch.enable_grad():
@@ -91,7 +91,9 @@ class Normed(nn.Module):
 @pytest.mark.parametrize("change", ["module", "state_dict"])
 @pytest.mark.parametrize("share", [0.0, 1.0])
 def test_a_change_inplace_has_an_effect_or_is_refused(change, share):
-    """An offloaded parameter is changed without a call of a torch function on the parameter."""
+    """Code changes the memory of a parameter without a call of a torch function on the parameter.
+    With states on the device, the change has the same effect as in torch. With states on the host,
+    `step` raises an error."""
     max_norm = 0.5 if change == "module" and not share else None
     ours, theirs = Normed(max_norm), Normed(max_norm)
     theirs.load_state_dict(ours.state_dict())
@@ -114,7 +116,8 @@ def test_a_change_inplace_has_an_effect_or_is_refused(change, share):
 
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
 def test_an_offloaded_embedding_with_max_norm_is_refused_before_any_change(kind):
-    """With host_share = 0.5, only the second of two chunks is on the host."""
+    """An embedding with max_norm is refused if its chunk is on the host. With host_share = 0.5,
+    only the second of two chunks is on the host, so an embedding in the first chunk is accepted."""
     layers = [kind(8, 32, max_norm=2.0), nn.Linear(32, 32)]
     optimus.offload(nn.Sequential(*layers), host_share=0.5)
     model = nn.Sequential(nn.Linear(32, 32), kind(8, 32, max_norm=2.0).requires_grad_(False))

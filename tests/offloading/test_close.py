@@ -23,8 +23,9 @@ from tests.offloading.models import assert_equal, weights
 
 @pytest.mark.parametrize("closes", [True, False])
 def test_an_offloaded_model_is_freed(closes, monkeypatch):
-    """After `close`, page-locked memory is unlocked. Gradients to which user code still refers do
-    not keep the memory of other states alive."""
+    """With or without `close`, the memory of the states is freed when no code refers to the model.
+    `close` also unlocks page-locked memory. After `close`, a gradient and a loss to which user code
+    still refers keep only parameters alive."""
     unlocked: list[bool] = []
     monkeypatch.setattr(Memory, "close", lambda self: unlocked.append(True))
     model = models.llama().bfloat16()
@@ -71,7 +72,7 @@ def test_a_closed_model_has_the_last_update_and_can_be_offloaded_again(
     tmp_path, monkeypatch, dtype
 ):
     """An update is in progress when `close` is called. After `close`, the model equals a model that
-    was trained without offloading."""
+    was trained with all states on the device."""
     expected = models.llama().to(dtype)
     reference = optimus.offload(expected, host_share=0.0)
     links = Links(to_device=1e10, to_host=1e10, host_adam=1e10, disk_read=1e9, disk_write=1e9)

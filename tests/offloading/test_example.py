@@ -1,5 +1,5 @@
-"""Tests of placements that are chosen with an example batch: they need no more device memory than
-the limit, and training gives the same bits."""
+"""Tests of placements that `optimus.offload` chooses with an example batch. The placements need no
+more device memory than the limit, and training gives the bits of states on the device."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_profiled_activations_are_those_of_a_real_step(name, checkpoints):
 
 
 def share_with(size: int) -> float:
-    """Return the share of the chunks on the host with `size` bytes of device memory."""
+    """Return the share of the chunks that are on the host if `device_memory` is `size` bytes."""
     optimizer = optimus.offload(make_model(), device_memory=f"{size}B", example=EXAMPLE)
     return optimizer._offloaded.engine.residency.host_share
 
@@ -226,9 +226,12 @@ def peak_with_calls(
     **options: Any,
 ) -> tuple[int, int, bool]:
     """Train six blocks, which are called in the order `order`, with `limit` bytes of device memory.
-    Pre-hooks, registered after `offload`, let blocks call others. Return the largest number of
-    bytes of states on the device, the slots of the cache, and True if the weights are those of
-    AdamW of torch. `options` are options of `offload`."""
+    For each (caller, called) in `calls`, a forward pre-hook of block `caller`, registered after
+    `offload`, calls block `called`. `options` are further options of `offload`.
+
+    Return the largest number of bytes of states on the device, the number of slots of the cache,
+    and True if the trained weights equal the weights that torch's AdamW trains.
+    """
     torch.manual_seed(0)
     layers = ((nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32)) for _ in range(6))
     ours = Ordered(*(nn.Sequential(*layer) for layer in layers))
@@ -259,8 +262,9 @@ def peak_with_calls(
 
 @pytest.mark.parametrize("calls", [[(3, 0)], [(5, 0), (4, 1)]])
 def test_the_limit_holds_if_blocks_call_others(calls):
-    """The gradients of a called block are on the device until the block itself has computed its
-    backward. Copies of gradients to the host then leave them the memory."""
+    """The backward of a calling block computes gradients of the called block. These gradients stay
+    on the device until the backward of the called block's own use has ended. Until then, gradients
+    of other blocks are copied to the host early enough to stay below the limit."""
     slots_seen = set()
     for limit in range(96_000, 126_000, 6_000):
         most, slots, is_equal = peak_with_calls(calls, limit)
@@ -272,8 +276,8 @@ def test_the_limit_holds_if_blocks_call_others(calls):
 @pytest.mark.parametrize("early_adam", ["off", "on"])
 @pytest.mark.parametrize("order", [[5, 4, 3, 2, 1, 0], [3, 4, 5, 0, 1, 2], [0, 5, 1, 4, 0, 2, 3]])
 def test_the_limit_holds_if_blocks_are_not_called_in_the_order_of_registration(order, early_adam):
-    """Backward then reaches a block before the blocks whose gradients would otherwise be copied to
-    the host first."""
+    """In the tested orders, backward computes a block before other blocks whose gradients would be
+    copied to the host first if blocks were called in the order of registration."""
     for limit in (102_000, 114_000, 126_000):
         for count in (1, 2):
             most, _, is_equal = peak_with_calls([], limit, order, count, early_adam=early_adam)
@@ -282,14 +286,16 @@ def test_the_limit_holds_if_blocks_are_not_called_in_the_order_of_registration(o
 
 @pytest.mark.parametrize("early_adam", ["on", "auto"])
 def test_example_without_uses_of_some_blocks(early_adam):
-    """The blocks that are not used have no gradients and are not updated."""
+    """The model uses only the blocks 0, 2 and 4. The unused blocks have no gradients and are not
+    updated."""
     for limit in (96_000, 120_000):
         most, _, is_equal = peak_with_calls([], limit, [0, 2, 4], early_adam=early_adam)
         assert most <= limit and is_equal, limit
 
 
 def test_gradients_of_called_blocks_leave_the_device_before_the_limit_is_exceeded():
-    """Block 5 calls four blocks, one after the other. At most two need gradients at a time."""
+    """Block 5 calls four blocks, one after the other. At any time, at most two blocks have
+    gradients on the device, so the memory for two slots of the cache is enough."""
     most, slots, is_equal = peak_with_calls([(5, 4), (5, 3), (5, 2), (5, 1)], 96_000)
     assert most <= 96_000 and slots == 2 and is_equal
 
@@ -304,8 +310,9 @@ def test_calls_whose_gradients_exceed_the_limit_are_refused():
 
 
 def test_example_of_a_model_whose_hook_calls_a_module_is_refused_with_the_remedy():
-    """torch copies no functions. The hook therefore calls the module that is not on the meta
-    device."""
+    """`offload` runs the example on a copy of the model on the meta device. A copy of a model has
+    the same hook functions, so the hook calls a module of the original model, which is not on the
+    meta device."""
     model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(3)))
     example = {"input": torch.ones(1, 32)}
 

@@ -106,7 +106,8 @@ def test_trainer_trains_saves_and_resumes_with_the_bits_of_torch(share, argument
 @pytest.mark.parametrize("share", SHARES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_state_dicts_keep_their_values_after_the_model(share, dtype):
-    """Memory that a state dict refers to must not be used for other tensors."""
+    """After the model and the optimizer are deleted, memory to which their state dicts refer must
+    not be used for other tensors."""
     model = models.llama().to(dtype)
     optimizer = optimus.offload(model, host_share=share, **OPTIONS)
     train(model, optimizer, (1,))
@@ -124,7 +125,8 @@ def test_state_dicts_keep_their_values_after_the_model(share, dtype):
 
 @pytest.mark.parametrize("early_adam", ["off", "on", "auto"])
 def test_state_dict_after_each_step_has_the_updated_weights(early_adam):
-    """An early update that is used replaces the memory of the weights."""
+    """When a step uses an early update, the weights move to other memory. `state_dict` must return
+    the values in the new memory."""
     ours, optimizer, theirs, reference = pair("llama", 1.0, early_adam=early_adam)
     for step in range(4):
         for model, of_model in ((ours, optimizer), (theirs, reference)):

@@ -25,8 +25,9 @@ PLACEMENTS = [(share, seed) for seed in range(2) for share in SHARES]
 
 
 def models_of(share: float, seed: int):
-    """Return an offloaded model with a random placement, its optimizer, a copy of the model without
-    offloading, and torch's AdamW for the copy."""
+    """Return an offloaded model, its optimizer, a copy of the model without offloading, and torch's
+    AdamW for the copy. The share `share` of the chunks is on the host. `seed` determines the length
+    of the chunks and the size of the cache."""
     draw = random.Random(seed)
     ours = models.llama()
     theirs = copy.deepcopy(ours)
@@ -43,7 +44,7 @@ def models_of(share: float, seed: int):
 
 
 def read(model: nn.Module) -> list[Tensor]:
-    """Read parameters of all chunks with calls that each take several parameters. Return the
+    """Call functions that each read several parameters, from different chunks. Return the
     results."""
     parameters = list(model.parameters())
     layers = [layer.mlp.up_proj.weight for layer in model.model.layers]
@@ -89,8 +90,8 @@ def test_functions_of_several_parameters_with_gradients_or_views_are_refused():
 
 
 def update_averages(averages: dict[str, dict[str, Tensor]], model: nn.Module) -> None:
-    """Update moving averages of the weights with in-place functions, which change the averages and
-    only read the weights."""
+    """Update moving averages of the weights, by name of the function and of the parameter. Each
+    function changes an average in place, and only reads the weights."""
     if not averages:
         for kind in ("lerp", "copy", "add", "index", "plus", "out", "foreach"):
             averages[kind] = {n: p.detach().clone() for n, p in model.named_parameters()}
@@ -128,7 +129,7 @@ HIDDEN_WRITES = {
 
 @pytest.mark.parametrize("write", HIDDEN_WRITES)
 def test_a_write_that_the_name_of_the_function_does_not_show_is_refused(write):
-    """After the refusal, the copy of the parameter on the device has its old values."""
+    """A refused write does not change the values of the parameter."""
     ours, optimizer, theirs, reference = models_of(1.0, 0)
     layers = [layer.mlp.up_proj.weight for layer in ours.model.layers[:2]]
     with torch.no_grad(), pytest.raises(ConfigError, match="is offloaded and cannot be changed"):
@@ -212,7 +213,7 @@ def test_arrays_of_parameters_and_gradients_have_their_values(share, seed):
 
 
 class Lists(list):
-    """A list with an attribute. Its constructor has other arguments than the constructor of
+    """A list with an attribute. The constructor has other arguments than the constructor of
     `list`."""
 
     def __init__(self, scale: float, *elements: Tensor) -> None:
@@ -244,7 +245,8 @@ class PairWithDict(Pair):
 
 
 class Returns(nn.Module):
-    """A module that returns a parameter in an object of a class."""
+    """A module that returns an object of the class `kind` with a view of its parameter and, for
+    torch.return_types.max, also with the parameter."""
 
     def __init__(self, kind: type) -> None:
         super().__init__()
@@ -307,8 +309,9 @@ def test_returned_collections_keep_their_class_and_attributes(kind):
 
 
 def test_exports_and_views_of_freed_memory_are_refused():
-    """An array would be a copy, so a change of the array, which would not change the parameter, is
-    refused, too."""
+    """A NumPy array of an offloaded parameter is a copy. Writes to the array would not change the
+    parameter, so the array is read-only. Exports by DLPack, and reads of a gradient's view after
+    the gradient is freed on the device, are refused."""
     ours, *_ = models_of(1.0, 0)
     weight, views = ours.lm_head.weight, []
     array = weight.detach().cpu().numpy()
@@ -325,7 +328,7 @@ def test_exports_and_views_of_freed_memory_are_refused():
 
 
 class KeepsView(nn.Linear):
-    """Keeps a view of its weight that it does not return."""
+    """A linear layer that keeps a view of its weight, and does not return the view."""
 
     view: Tensor
 
@@ -356,7 +359,8 @@ def assigned(weight: Tensor) -> Tensor:
     ids=["tensor", "data", "view", "write"],
 )
 def test_accesses_that_python_does_not_see_are_refused(read):
-    """After the refusal, training continues and gives the bits of torch."""
+    """An access to freed memory that calls no Python function of the tensor raises an error. After
+    the error, training continues and gives the bits of torch."""
     models = [nn.Sequential(*(KeepsView(8, 8) for _ in range(3))) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
     ours = optimus.offload(models[0], host_share=1.0, **OPTIONS)
@@ -374,7 +378,8 @@ def test_accesses_that_python_does_not_see_are_refused(read):
 
 @pytest.mark.parametrize("share", SHARES)
 def test_gradients_of_chosen_parameters_are_those_of_torch(share):
-    """`inputs` and the arguments of `torch.autograd.grad` are in different chunks."""
+    """Compute gradients of only two parameters, which are in different chunks: by
+    `backward(inputs=...)` and by `torch.autograd.grad`."""
     names = ["model.layers.0.mlp.up_proj.weight", "lm_head.weight"]
     ours, ours_optimizer, theirs, theirs_optimizer = models_of(share, 0)
     for model, optimizer in ((ours, ours_optimizer), (theirs, theirs_optimizer)):

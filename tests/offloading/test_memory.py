@@ -84,10 +84,10 @@ print(json.dumps([*results, run(14, BF16, {**on_disk, "host_memory": 150_000_000
 
 
 def test_resident_memory_is_that_of_the_plan(tmp_path):
-    """During the conversion, the peak exceeds the final memory by at most one chunk: its states,
-    including the states that are written to disk, and its parameters and gradients on the emulated
-    device, which uses the same memory. After training, the resident memory is at most 1.02 times
-    the planned bytes. A save needs at most the memory of one more chunk."""
+    """During `optimus.offload`, the resident memory exceeds the resident memory afterwards by at
+    most one chunk: its states, also if they are then written to disk, and its parameters and
+    gradients on the emulated device, which uses host memory. After training, the resident memory is
+    at most 1.02 times the planned bytes. A save needs at most the memory of one more chunk."""
     command = [sys.executable, "-c", CODE, str(tmp_path)]
     root = Path(__file__).parents[2]
     ended = subprocess.run(command, cwd=root, capture_output=True, text=True)

@@ -35,15 +35,17 @@ MODELS_AND_SHARES = [*((name, 1.0) for name in MODELS), ("llama", 0.0), ("gpt2",
 
 @pytest.fixture(autouse=True, params=["random"])
 def hostile_memory(request, monkeypatch):
-    """Fill freed memory with NaN, and do each copy at a random time between its start and the wait
-    for it. With "freed", free the memory instead of filling it."""
+    """Fill freed memory with NaN, and do each copy at a random time between the call that starts
+    the copy and the call that waits for the copy. With the parameter "freed": free the memory
+    instead of filling it, and do each copy when code waits for it."""
     torch.set_num_threads(1)
     poison, copies = request.param != "freed", request.param.replace("freed", "late")
     models.set_residency(monkeypatch, poison=poison, copies=copies)
 
 
 def pair(name: str, share: float, **options):
-    """Return a model, its offloading optimizer, a copy of the model, and AdamW of torch."""
+    """Return a model, its offloading optimizer, a copy of the model, and torch's AdamW for the
+    copy. The share `share` of the model's chunks is on the host."""
     ours = MODELS[name]() if isinstance(name, str) else name
     theirs = copy.deepcopy(ours)
     cache = {} if share == 0 else {"cache_chunks": 0, **options.pop("cache", {})}
@@ -53,8 +55,8 @@ def pair(name: str, share: float, **options):
 
 @pytest.mark.parametrize("hostile_memory", ["random", "freed"], indirect=True)
 def test_these_tests_use_the_settings_of_hostile_memory(request):
-    """Check that the patches of `hostile_memory` take effect, because a wrong patch would not be
-    noticed in other tests."""
+    """Check that the patches of `hostile_memory` take effect. Other tests would pass if they did
+    not."""
     memory = pair("llama", 1.0)[1]._offloaded.engine.memory
     is_freed = "freed" in request.node.name
     assert memory.poison != is_freed and memory.copies == ("late" if is_freed else "random")
@@ -63,8 +65,8 @@ def test_these_tests_use_the_settings_of_hostile_memory(request):
 @pytest.mark.parametrize("share", SHARES)
 @pytest.mark.parametrize("name", MODELS)
 def test_training_equals_adamw_of_torch_bit_for_bit(name, share):
-    """The number of microbatches differs between steps. torch's clip_grad_norm_ clips the gradients
-    of both models."""
+    """Losses, gradient norms and weights are equal. The number of microbatches differs between
+    steps, and torch's clip_grad_norm_ clips the gradients of both models."""
     ours, optimizer, theirs, reference = pair(name, share)
     assert train(ours, optimizer) == train(theirs, reference)
     assert_equal(weights(ours), weights(theirs))
@@ -93,8 +95,9 @@ def test_times_of_copies_and_sizes_of_the_cache_change_no_bit(hostile_memory, sl
 
 @pytest.mark.parametrize("seed", range(12))
 def test_random_placements_change_no_bit(seed):
-    """Draw the model, the placement, the length of chunks, the cache, recomputation, the numbers of
-    microbatches, and the steps after which the model generates text and is saved."""
+    """Draw at random: the model, the share of the chunks on the host, the length of chunks, the
+    size of the cache, whether backward recomputes activations, the number of microbatches of each
+    step, and the steps after which the model generates text and its weights are read."""
     draw = random.Random(seed)
     ours = MODELS[draw.choice(list(MODELS))]()
     theirs = copy.deepcopy(ours)
@@ -180,9 +183,8 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
 
 
 class Tower(nn.Module):
-    """A model with blocks in regions that backward recomputes together, direct parameters of the
-    model, a block that is used twice, an unused block, and a block with a parameter of another
-    dtype."""
+    """A model with a parameter of its own (`scale`), a block that is used twice, and an unused
+    module. With `checkpoints`, backward recomputes `region` successive blocks together."""
 
     def __init__(self, checkpoints: str = "", region: int = 2) -> None:
         super().__init__()
@@ -229,7 +231,8 @@ def train_tower(model: Tower, optimizer: torch.optim.Optimizer, count: int) -> l
 @pytest.mark.parametrize("checkpoints", ["", *CHECKPOINTS])
 @pytest.mark.parametrize("share", [0.5, 1.0])
 def test_plain_modules_equal_adamw_of_torch(checkpoints, region, share):
-    """The module `unused` has no gradient: as in torch, it is not updated, and does not decay.
+    """The module `unused` has no gradient. As in torch, its weights do not change, not even by
+    weight decay.
 
     Several reentrant checkpoints use `scale`, and each of them adds a separate contribution to the
     gradient of `scale`. torch adds each contribution directly to the sum of the earlier
@@ -257,7 +260,8 @@ class InplaceBlock(nn.Module):
 
 
 class Scaled(nn.Module):
-    """Blocks around which the model uses a direct parameter, also after the last block."""
+    """In-place blocks. The model multiplies the input of the first block, and with `last` also the
+    output of the last block, by its own parameter `scale`."""
 
     def __init__(self, last: bool) -> None:
         super().__init__()
@@ -275,7 +279,8 @@ class Scaled(nn.Module):
 @pytest.mark.parametrize("slots", [2, 3])
 @pytest.mark.parametrize("last", [False, True])
 def test_inplace_blocks_and_direct_parameters_equal_adamw_of_torch(last, slots):
-    """Without `last`, the model returns the output tensor of its last block without a change."""
+    """With `last`, the model uses its own parameter after the last block. Without `last`, the model
+    returns the output of the last block unchanged."""
     ours, optimizer, theirs, reference = pair(Scaled(last), 1.0, cache={"cache_chunks": slots})
     for step, (model, of_model) in itertools.product(
         range(4), ((ours, optimizer), (theirs, reference))
@@ -297,7 +302,8 @@ class View:
 
 
 class Positions(nn.Module):
-    """A module that returns its parameter or, if `is_view`, a view of it."""
+    """A module that returns, within an object, its parameter or, if `is_view`, a view of the
+    parameter."""
 
     def __init__(self, is_view: bool) -> None:
         super().__init__()
@@ -308,9 +314,10 @@ class Positions(nn.Module):
 
 
 class Views(nn.Module):
-    """Blocks whose outputs are changed in place, and a module that returns a parameter. The outputs
-    are views, because the input has three dims. A hook of torch computes the last weight. Another
-    hook calls the first block before each call of the second."""
+    """Blocks whose outputs are changed in place, and a module that returns its parameter. The
+    outputs of the blocks are views, because their inputs have three dims. A hook of torch's
+    spectral_norm computes the weight of `last`. Another hook calls the first block before each call
+    of the second block."""
 
     def __init__(self, is_view: bool) -> None:
         super().__init__()
@@ -338,8 +345,8 @@ class Views(nn.Module):
 @pytest.mark.parametrize("is_view", [False, True])
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 def test_views_that_modules_return_equal_adamw_of_torch(is_view, share):
-    """The model changes the returned views in place, and uses the parameter after the call of its
-    module."""
+    """The model changes the outputs of its blocks, which are views, in place. It also uses the
+    parameter that the module `positions` returns after the call of this module."""
     ours, optimizer, theirs, reference = pair(Views(is_view), share)
     results = []
     for model, of_model in ((ours, optimizer), (theirs, reference)):
@@ -407,8 +414,8 @@ def test_lora_trains_the_bits_of_torch_and_never_copies_frozen_weights_back(dtyp
 
 
 def test_bf16_placements_train_equal_bits_with_fp32_masters():
-    """The test compares only placements with each other, because torch's AdamW would have bf16
-    states."""
+    """For a bf16 model, torch's AdamW would have bf16 states, so this test compares the bits of
+    training only between placements."""
     results = []
     for share in SHARES:
         model = models.llama().bfloat16()
@@ -458,8 +465,8 @@ def test_a_gradient_that_is_not_finite_changes_nothing(share):
 
 @pytest.mark.parametrize("share", SHARES)
 def test_groups_and_a_scheduler_equal_torch(share):
-    """The two parameter groups differ in all options, and a scheduler changes the learning rate and
-    beta1."""
+    """The two parameter groups differ in weight decay, learning rate and eps. OneCycleLR changes
+    the learning rates and beta1."""
     ours = models.gpt2()
     theirs = copy.deepcopy(ours)
     losses = []
@@ -486,7 +493,8 @@ def test_groups_and_a_scheduler_equal_torch(share):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_update_into_other_buffers_equals_an_inplace_update(dtype):
-    """Some parameters have no hyperparameters, and keep their values."""
+    """A third of the parameters have no hyperparameters. Both updates keep the values of these
+    parameters."""
     model = models.llama().to(dtype)
     optimizer = optimus.offload(model, host_share=1.0, **OPTIONS)
     train(model, optimizer, (2,))
@@ -517,7 +525,8 @@ def test_an_update_into_other_buffers_equals_an_inplace_update(dtype):
     [(torch.float32, 0.0), (torch.float32, 1.0), (torch.bfloat16, 0.5), (torch.bfloat16, 1.0)],
 )
 def test_resume_continues_with_equal_bits(tmp_path, dtype, share):
-    """Save after two steps. A new process loads the files under another placement and continues."""
+    """Save after two steps. For each placement, a new model loads the file and continues with the
+    losses and weights of the first model."""
     model = models.llama().to(dtype)
     optimizer = optimus.offload(model, host_share=share, **OPTIONS)
     train(model, optimizer, (2, 3))
@@ -527,7 +536,7 @@ def test_resume_continues_with_equal_bits(tmp_path, dtype, share):
         again = models.llama().to(dtype)
         loaded = torch.load(tmp_path / "f")
         optimizer2 = optimus.offload(again, host_share=other, lr=5.0)
-        # In the other order, the weights in bf16 do not replace the masters in fp32.
+        # bf16 weights that are loaded after the states do not replace the fp32 masters.
         if other != 0.5:
             again.load_state_dict(loaded["model"])
         optimizer2.load_state_dict(loaded["optimizer"])

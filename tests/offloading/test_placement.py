@@ -1,4 +1,4 @@
-"""Segments of models, and the rule that places their states."""
+"""Segments of models, and the rule that places the states of the segments."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ GPT2 = [
 
 
 class Vision(nn.Module):
-    """A module with direct parameters, a dict of modules, and a list of parameters."""
+    """A model with a parameter of its own, a list of parameters, and dicts of modules."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,8 +122,8 @@ def test_device_memory_selects_the_tier_of_the_states(memory, tier):
 
 
 def test_states_on_the_device_stay_in_half_of_the_smallest_memory():
-    """Use the smallest memory that is not refused. Count the bytes on the device at each forward of
-    a module and at each gradient of a parameter."""
+    """With the smallest `device_memory` that is not refused, the states on the device need at most
+    half of this memory, after each forward of a module and after each gradient of a parameter."""
     model = models.llama()
     with pytest.raises(ConfigError, match="use [0-9,]+ bytes") as error:
         optimus.offload(model, device_memory=1)
@@ -144,8 +144,8 @@ def test_states_on_the_device_stay_in_half_of_the_smallest_memory():
 
 
 def test_after_the_first_step_uploads_follow_the_plan_and_are_the_fewest():
-    """With n blocks of one chunk each, a cache of B chunks and k microbatches, a step has 2kn -
-    (2k-1)B uploads."""
+    """An upload is a copy of a chunk to the device. With n blocks of one chunk each, a cache of B
+    chunks and k microbatches, each step after the first has 2kn - (2k-1)B uploads."""
     n, slots, count = 6, 2, 3
     model = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(n)))
     optimizer = optimus.offload(model, host_share=1.0, cache_chunks=slots)

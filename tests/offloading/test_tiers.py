@@ -33,21 +33,22 @@ LINKS = Links(to_device=RATE, to_host=RATE, host_adam=RATE, disk_read=RATE, disk
 
 
 def make_model(dtype: torch.dtype = torch.float32) -> nn.Module:
-    """Return a model of twelve chunks, so that the four buffers for states on disk are smaller than
-    the states."""
+    """Return a model of twelve chunks. With so many chunks, the four buffers through which states
+    on disk are read and written are smaller than the states."""
     torch.manual_seed(0)
     blocks = nn.Sequential(*(nn.Linear(64, 64, bias=n % 2 == 0) for n in range(11)))
     return nn.Sequential(nn.Embedding(models.VOCAB, 64), blocks).to(dtype)
 
 
 def patch(monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
-    """Fill freed memory with NaN, and set the moments of copies."""
+    """Fill freed memory with NaN. `options` are further fields of `Residency`, such as `copies`,
+    the times at which copies are done."""
     models.set_residency(monkeypatch, poison=True, **options)
 
 
 def bytes_of(model: nn.Module, disk: str = "") -> int:
-    """Return the bytes of host memory that the model needs if all states are on the host or, with
-    `disk`, if all masters and moments are on disk."""
+    """Return the bytes of host memory that the model needs if all states are on the host. With
+    `disk`, return the bytes that it needs if all masters and moments are on disk."""
     with pytest.raises(ConfigError) as refused:
         optimus.offload(model, host_share=1.0, host_memory=1, disk=disk)
     assert "\n" not in str(refused.value)
@@ -57,9 +58,9 @@ def bytes_of(model: nn.Module, disk: str = "") -> int:
 
 
 def step(model: nn.Module, optimizer: OffloadOptimizer, number: int, count: int, kind: str) -> None:
-    """Train a step of `count` microbatches. With `kind` "write", user code changes the gradients of
-    the step. With "inf", a gradient is not finite. Other values of `kind` do not change the
-    gradients."""
+    """Train step `number` with `count` microbatches. If `kind` is "write", user code changes a
+    gradient of the step. If `kind` is "inf", the gradients are not finite. Other values of `kind`
+    do not change gradients."""
     for microbatch in range(count):
         out = model(models.tokens(10 * number + microbatch)).float()
         loss = (out - number % 3).square().mean() / count
@@ -83,9 +84,9 @@ def states(optimizer: OffloadOptimizer) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("seed", range(16))
 def test_random_tiers_and_early_updates_change_no_bit(tmp_path, monkeypatch, seed):
-    """Draw at random: the placement, the times of copies, the numbers of microbatches, and the
-    gradients of each step (unchanged, with a norm that is clipped or not finite, or changed by user
-    code)."""
+    """Draw at random: the placement, the times of copies, `early_adam`, the limit of the gradient
+    norm, the number of microbatches of each step, and the steps whose gradients are not finite or
+    are changed by user code."""
     draw = random.Random(seed)
     dtype = draw.choice([torch.float32, torch.bfloat16])
     options: dict[str, Any] = {"lr": 1e-2, "clip_norm": draw.choice([0.05, 0.5, 1e9])}
@@ -118,9 +119,9 @@ def test_random_tiers_and_early_updates_change_no_bit(tmp_path, monkeypatch, see
 
 
 def test_early_updates_are_used_if_gradients_passes_and_the_norm_are_as_expected(monkeypatch):
-    """Each chunk is updated early in a step with the same number of backward passes as the previous
-    step, unless the norm is clipped, a learning rate changes during the step, or user code uses a
-    gradient."""
+    """A step uses the early updates of all chunks if it has the same number of backward passes as
+    the previous step. It uses no early update if the norm is clipped, if a learning rate changes
+    during the step, or if user code reads a gradient."""
     used: list[int] = []
     exchange = ChunkState.exchange
 
@@ -164,8 +165,9 @@ def test_early_updates_are_used_if_gradients_passes_and_the_norm_are_as_expected
 
 
 def test_early_updates_need_a_second_copy_of_the_states_within_the_host_memory():
-    """By default, there is no second copy. With "auto", it uses at most half of the host memory
-    that the states leave free."""
+    """Early updates write to a second copy of the states (spare buffers). By default, there is no
+    second copy. With "auto", the second copy uses at most half of the host memory that the states
+    leave free."""
     model = make_model()
     whole, sizes = bytes_of(model), []
     optimizer: Any = None
@@ -181,8 +183,9 @@ def test_early_updates_need_a_second_copy_of_the_states_within_the_host_memory()
 
 
 def test_early_updates_of_all_chunks_are_within_the_host_memory(tmp_path):
-    """If the limit is one byte less than the states and the spare buffers need, some states are
-    placed on disk. Chunks on disk have no spare buffers. Without a disk, the model is refused."""
+    """If `host_memory` is one byte less than the bytes of the states and of the spare buffers, some
+    states are placed on disk. Chunks on disk have no spare buffers. Without `disk`, the model is
+    refused."""
     on = {"host_share": 1.0, "early_adam": "on"}
     engine = optimus.offload(make_model(), **on)._offloaded.engine
     whole = engine.state_bytes()["host"]
@@ -203,8 +206,8 @@ def test_early_updates_of_all_chunks_are_within_the_host_memory(tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_states_on_disk_are_saved_and_loaded(tmp_path, dtype):
-    """A saved state dict equals the state dict of states in memory, and is loaded with both
-    placements."""
+    """State dicts are saved with states in memory and with states on disk. After a load under the
+    other placement, or from disk to disk, training continues with the same bits."""
     model = make_model(dtype)
     disk = tmp_path / "disk"
     disk.mkdir()
@@ -235,7 +238,7 @@ def test_states_on_disk_are_saved_and_loaded(tmp_path, dtype):
 
 
 def test_a_state_dict_has_the_last_update(monkeypatch):
-    """An update on the host takes 50 ms, and `state_dict` waits for it."""
+    """An update on the host takes 50 ms. `state_dict` waits for the end of the update."""
     expected = make_model()
     reference = optimus.offload(expected, host_share=0.0)
     patch(monkeypatch, links=Links(to_device=1e10, to_host=1e10, host_adam=1e6))
@@ -247,8 +250,9 @@ def test_a_state_dict_has_the_last_update(monkeypatch):
 
 
 def test_a_step_keeps_the_last_update_of_parameters_without_a_gradient(monkeypatch):
-    """The second step uses only chunks whose updates precede the updates of the other chunks of the
-    first step."""
+    """The first step trains only the last blocks, whose updates are slow. The second step trains
+    only the first blocks, whose updates come first in the order of the chunks. The second step must
+    not lose the updates of the first step."""
     results = []
     patch(monkeypatch, links=Links(to_device=1e10, to_host=1e10, host_adam=1e6))
     for share in (0.0, 1.0):
@@ -265,7 +269,8 @@ def test_a_step_keeps_the_last_update_of_parameters_without_a_gradient(monkeypat
 
 @pytest.mark.parametrize("loads", ["weights", "states"])
 def test_loaded_values_replace_early_updates(loads):
-    """Values are loaded in the middle of a step, after the gradients of the step are complete."""
+    """Weights or states are loaded between the last backward of a step and `optimizer.step`. The
+    step must update the loaded values, and must not use an early update of the old values."""
     results = []
     for early in ("off", "on"):
         model = make_model(torch.bfloat16)
@@ -287,8 +292,9 @@ def test_loaded_values_replace_early_updates(loads):
 
 
 def test_as_few_states_are_on_disk_as_the_host_memory_allows(tmp_path):
-    """If the limit is one byte larger, fewer chunks are on disk. If the limit is one byte less than
-    the memory that is needed with all chunks on disk, the model is refused."""
+    """If `host_memory` is enough for all states, no state is on disk; with one byte less, some are.
+    With the smallest permitted `host_memory`, all chunks are on disk; with one byte less, the model
+    is refused. `disk_memory` is exact to the byte, too."""
     model = make_model()
     whole, least = bytes_of(model), bytes_of(model, str(tmp_path))
     on_disk = []
@@ -315,9 +321,9 @@ def test_as_few_states_are_on_disk_as_the_host_memory_allows(tmp_path):
 def test_limit_of_the_host_memory_is_exact_for_each_number_of_chunks_on_disk(
     tmp_path, vocab, with_spare
 ):
-    """The limit is the host memory that is needed with a given number of chunks on disk, or one
-    byte less. With a large embedding or spare buffers, more chunks on disk can need more host
-    memory."""
+    """For each number of chunks on disk, the limit is the host memory that this number needs, or
+    one byte less. The smallest number of chunks on disk whose need is within the limit is selected.
+    With a large embedding or spare buffers, more chunks on disk can need more host memory."""
     blocks = nn.Sequential(*(nn.Linear(48, 48 + 8 * (n % 3)) for n in range(10)))
     model = nn.ModuleDict({"blocks": blocks, "embed": nn.Embedding(vocab, 48)})
     chunks = optimizer_module._chunks_of(model, dict(model.named_parameters()), 3000)
@@ -367,8 +373,9 @@ def test_arguments_are_refused_in_a_single_line(case):
 
 
 def refused(disk: Path, memory: int) -> str:
-    """Offload a model whose states need the disk. Return the message of the refusal, and assert
-    that the model is not changed."""
+    """Assert that `optimus.offload` refuses a model whose states need the directory `disk`, and
+    does not change the model. Return the message of the error. `memory` is the limit of host memory
+    in bytes."""
     model = make_model()
     before = weights(model)
     with pytest.raises(ConfigError) as error:
@@ -406,7 +413,8 @@ def test_a_full_or_read_only_disk_and_that_of_another_run_are_refused(tmp_path):
     ids=["short read", "full"],
 )
 def test_an_error_of_the_disk_ends_the_training(tmp_path, monkeypatch, name, fails, reason):
-    """After the error, states that are only partly updated cannot be read."""
+    """After an error of the disk, states can be partly updated. Reading weights or states then
+    raises the error again."""
     model = make_model()
     memory = bytes_of(model, str(tmp_path))
     optimizer = optimus.offload(model, host_share=1.0, disk=tmp_path, host_memory=memory)

@@ -23,8 +23,8 @@ __all__ = ["hostile_memory"]
 
 @pytest.mark.parametrize(("name", "share"), MODELS_AND_SHARES)
 def test_evaluation_and_generation_see_all_updates(name, share):
-    """Evaluate and generate text between steps and between microbatches. This does not change the
-    bits of the training."""
+    """Between steps and between microbatches, evaluation and generation of text give the results of
+    torch, and do not change the bits of the training."""
     ours, optimizer, theirs, reference = pair(name, share)
 
     def use(model: nn.Module) -> list:
@@ -53,8 +53,9 @@ def test_evaluation_and_generation_see_all_updates(name, share):
 @pytest.mark.parametrize("share", SHARES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_loaded_weights_replace_those_in_the_cache(share, dtype):
-    """Evaluate, load the weights of another model, as Trainer loads the best model, and evaluate
-    again. Training then continues from the loaded weights, also in fp32 masters."""
+    """Evaluate, load the weights of another model (as Trainer loads the best model), and evaluate
+    again. Training then continues from the loaded weights. For a bf16 model, the fp32 masters also
+    get the loaded values."""
     model, other = models.llama().to(dtype), models.llama().to(dtype)
     optimizer = optimus.offload(model, host_share=share, **OPTIONS)
     train(model, optimizer, (1, 2))
@@ -121,8 +122,8 @@ def test_a_step_without_gradients_does_nothing(share):
 
 @pytest.mark.parametrize("share", SHARES)
 def test_gradients_of_zero_update_the_parameters_that_had_a_gradient(share):
-    """As in torch, moments and weight decay change a parameter whose gradient is zero. The last
-    norm has no gradient, so its parameters do not change."""
+    """As in torch, the moments and weight decay change a parameter whose gradient is zero. The last
+    norm layer has no gradient (None), so its parameters do not change."""
     ours, optimizer, theirs, reference = pair("gpt2", share)
     for model, of_model in ((ours, optimizer), (theirs, reference)):
         for step in range(3):
@@ -138,7 +139,7 @@ def test_gradients_of_zero_update_the_parameters_that_had_a_gradient(share):
 @pytest.mark.parametrize("share", SHARES)
 def test_a_failed_or_abandoned_step_leaves_no_trace(share):
     """Steps end by an exception in forward, by an exception in backward, or by a call that clears
-    the gradients. The next steps have the bits of a model without these steps."""
+    the gradients. The next steps have the bits of a model that never ran the ended steps."""
     ours, optimizer, theirs, reference = pair("llama", share)
 
     def fail(*_):
@@ -219,8 +220,8 @@ def test_closure_and_inference_mode():
 
 
 class Functional(nn.Module):
-    """A tied head that uses the weight of the embedding without a module, or a weight that is used
-    again after its module."""
+    """A model whose head uses the weight of the embedding without a call of a module. With `after`,
+    the model has no head, and uses the weight of each block again after the call of the block."""
 
     def __init__(self, after: bool = False) -> None:
         super().__init__()
@@ -241,8 +242,8 @@ class Functional(nn.Module):
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize(("after", "name"), [(False, "embed.weight"), (True, "blocks.0.weight")])
 def test_a_parameter_used_outside_of_its_module_is_refused_in_training(slots, frozen, after, name):
-    """Without gradients, the use is permitted. With gradients, it is refused, independent of the
-    content of the cache."""
+    """Without gradients, a use of the parameter outside of its module is permitted. With gradients,
+    this use is refused, even if the cache contains the parameter."""
     ours = Functional(after)
     (ours.blocks[0] if after else ours.embed).requires_grad_(not frozen)
     theirs = copy.deepcopy(ours)
@@ -283,7 +284,8 @@ class ReadingBlock(nn.Module):
 
 @pytest.mark.parametrize("slots", [1, 2])
 def test_a_block_reads_a_parameter_of_another_block_while_it_computes(slots):
-    """The cache is too small for both blocks. The block that computes keeps its parameters."""
+    """With one slot, the cache is too small for the block that computes and the block that it
+    reads. The block that computes must keep its parameters on the device."""
     results = []
     for share in (0.0, 1.0):
         model = Reader()
@@ -373,8 +375,9 @@ class Scaled(nn.Linear):
 
 
 def test_backward_passes_that_need_freed_memory_are_refused():
-    """If weights that were computed in an earlier forward are used again, their gradients are
-    computed after the backward of all segments."""
+    """Two cases need parameters after their memory is freed: `create_graph`, and a tensor that an
+    earlier forward computed from a weight. The gradient of such a tensor's weight is computed after
+    the backward of all segments."""
     ours, *_ = pair("llama", 1.0)
     with pytest.raises(ConfigError, match="leave create_graph out"):
         torch.autograd.grad(loss_of(ours, 0), ours.lm_head.weight, create_graph=True)
@@ -394,9 +397,9 @@ def test_an_update_by_another_optimizer_is_refused():
 
 
 def test_the_state_of_the_optimizer_has_the_options_of_torch():
-    """A torch AdamW that loads the state dict stays fused. The offloading optimizer loads all
-    options from its state dict. With bf16 as torch's default dtype, the numbers of updates remain
-    exact."""
+    """The state dict has all options of torch's AdamW, which loads it and stays fused. The
+    offloading optimizer loads the state dict of torch's AdamW. The numbers of updates remain exact,
+    in fp32, also if torch's default dtype is bf16."""
     ours, optimizer, theirs, reference = pair("llama", 1.0)
     for model, of_model in ((ours, optimizer), (theirs, reference)):
         train(model, of_model, (1,))
@@ -435,7 +438,7 @@ def test_a_wrong_state_dict_changes_nothing():
 @pytest.mark.parametrize("share", [0.5, 1.0])
 def test_gradients_are_changed_after_the_updates_that_read_them(share, monkeypatch):
     """The update of a chunk takes some milliseconds. A change of a gradient must wait until the
-    update has read it."""
+    update has read the gradient."""
     links = Links(to_device=1e9, to_host=1e9, host_adam=1e6)
     models.set_residency(monkeypatch, poison=True, links=links)
     ours, optimizer, theirs, reference = pair("llama", share)
@@ -449,8 +452,8 @@ def test_gradients_are_changed_after_the_updates_that_read_them(share, monkeypat
 
 @pytest.mark.parametrize("share", SHARES)
 def test_grad_scaler_unscales_and_skips_as_with_torch(share):
-    """The loss scale is too large in the first steps, so their gradients are infinite and their
-    updates are skipped."""
+    """In the first steps, the loss scale is too large, so the gradients are infinite and the
+    updates of these steps are skipped."""
     results = []
     for index in range(2):
         ours, optimizer, theirs, reference = pair("llama", share)
@@ -487,7 +490,8 @@ class Odd(nn.Module):
 
 
 def test_parameters_of_odd_sizes():
-    """torch rounds the last elements of a tensor differently."""
+    """torch's AdamW rounds the last elements of a tensor of odd size differently, so weights are
+    equal only within a relative error of 1e-6."""
     ours, optimizer, theirs, reference = pair(Odd(), 1.0)
     for model, of_model in ((ours, optimizer), (theirs, reference)):
         for _ in range(3):
