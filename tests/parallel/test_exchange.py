@@ -21,7 +21,8 @@ SENT = [[1, 3], [2, 0]]
 
 
 def forward_and_backward(name: str, dim: int) -> tuple[Tensor, Tensor]:
-    """Run a collective on random input and return its output and the gradient of its input."""
+    """Run the collective `name` on the input of this rank. Return this rank's output, and the
+    gradient of this rank's input."""
     group = everyone()
     x = numbers(group.rank, 4, 6).requires_grad_()
     if name == "exchange_rows":

@@ -58,7 +58,8 @@ def divided_experts(dtype: torch.dtype, group: Group, dispatcher: str) -> Dispat
 
 
 class Traffic:
-    """Counter of the bytes that collectives of `exchange` bring to this rank from other ranks."""
+    """Counter of the bytes that this rank receives from other ranks by collectives of
+    `exchange`."""
 
     def __init__(self) -> None:
         self.arrived = 0
@@ -142,7 +143,7 @@ def test_outputs_gradients_rows_and_bytes(ranks, size, dispatch, dtype):
             arriving_from_others = arriving - sent[rank][rank]
             b = dtype.itemsize
             if uneven:
-                assert result["rows"] == arriving, "a token goes once to each rank that needs it"
+                assert result["rows"] == arriving, "a token is missing or arrives twice"
                 # Another collective exchanges the counts of rows, 8 * (n - 1) bytes. `Traffic` does
                 # not count this collective.
                 assert result["arrived"] == (

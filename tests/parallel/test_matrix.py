@@ -1,8 +1,7 @@
 """Parity tests: a run with any parallel layout agrees with the run of a single process.
 
 The tests use a sample of layouts. Every pair of choices, such as a mesh and a dtype, occurs in at
-least one layout of the sample.
-`scripts/drills/layouts.py` runs all layouts.
+least one layout of the sample. `scripts/drills/layouts.py` runs all layouts.
 """
 
 from __future__ import annotations
@@ -68,7 +67,8 @@ WITHOUT_THE_MODE = [*OF_EACH_MESH.values(), *(case for case in SAMPLE if str(cas
 
 @pytest.mark.parametrize("case", WITHOUT_THE_MODE, ids=str)
 def test_without_deterministic_mode_the_bounds_hold(ranks, case):
-    """Runs without deterministic mode agree with deterministic runs of a single process."""
+    """Runs without deterministic mode agree, within the bounds of `check_case`, with deterministic
+    runs of a single process."""
     agreement = agreement_of(ranks, case, deterministic=False, threads=1)
     assert not agreement.broken, f"{agreement}"
 
@@ -104,8 +104,11 @@ def outcome(
     """Return an artificial outcome of a run.
 
     Args:
-        rerouted_at: the step at which the router chooses another expert, or 0 for never.
-        gap: the difference between the probabilities of the chosen expert and the other expert.
+        rerouted_at: The step at which the router chooses another expert, or 0 for never.
+        gap: The difference between the probabilities of the chosen expert and the other expert.
+        gradient: The gradient of the parameter w, which has a single element.
+        losses: The cross-entropy of each step.
+        aux: The auxiliary loss of each step.
     """
     routes = {
         (step, 0, 0): (torch.tensor([[step == rerouted_at]]).long(), torch.tensor([gap]))

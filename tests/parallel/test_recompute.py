@@ -87,8 +87,8 @@ def test_any_subset_keeps_less_and_changes_no_bit(dtype, overrides):
 
 
 def test_bytes_that_each_module_drops():
-    """Recomputation of a module must reduce the bytes that are kept for backward by the size of the
-    tensors that the module no longer keeps."""
+    """If a module is recomputed, the number of bytes that are kept for backward must decrease by
+    the bytes of the tensors that the module no longer keeps."""
     everything, _ = run_pass(make(()))
     layers, elements = 2, TOKENS.numel() * 32
     norm, _ = run_pass(make(("norm",)))

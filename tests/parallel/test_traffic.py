@@ -40,7 +40,7 @@ def bench(tree: dict) -> dict | None:
 
 
 def traffic_of(size: int, **layout) -> dict[str, dict[str, int]]:
-    """Return the bytes that the first rank of `size` ranks communicates in a step.
+    """Return the planned bytes that the first rank of `size` ranks communicates in a step.
 
     The result maps each combination of mesh axes to a dict from operation to number of bytes.
     Collectives over all ranks are not counted.
@@ -144,8 +144,8 @@ def test_auto_dispatch_is_chosen_before_traffic_is_counted(ranks):
 def test_expert_parallelism_by_alltoall():
     """A token has two experts. With uniform routing, both experts are on the same rank.
 
-    Each rank therefore sends each token once. The count includes tokens whose experts are on the
-    sending rank.
+    Each rank therefore sends each of its tokens once. The counted bytes include tokens whose
+    experts are on the sending rank.
     """
     microbatches, n = 4, 2
     # Inputs and outputs of the experts, in forward and backward; routing weights and their

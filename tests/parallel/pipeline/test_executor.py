@@ -34,7 +34,8 @@ def run(
     document_ids: Tensor | None = None,
     recorder: Recorder = NO_RECORDER,
 ) -> None:
-    """Run a step of two microbatches on one stage."""
+    """Run a step of two microbatches on a pipeline with a single stage. `length` is the number of
+    tokens of a microbatch."""
     schedule = make_schedule("1f1b", 1, 1, 2)
     stages = {0: stage or OneNumber()}
     executor = Executor(schedule, stages, Channels(), lambda tokens: (1,), torch.float32, recorder)
@@ -97,7 +98,8 @@ def test_without_a_recorder_no_clock_is_read(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.skipif(not product.onednn_is_exact(), reason="oneDNN has no fp32 products here")
 @pytest.mark.parametrize("where", ["long", "short", "documents"])
 def test_both_passes_take_the_faster_library(monkeypatch: pytest.MonkeyPatch, where: str):
-    """Forward and backward use oneDNN only for long sequences without document ids."""
+    """For sequences of at least FEW_TOKENS tokens without document ids, forward and backward use
+    oneDNN, for which the executor sets `fp32_precision`. Other sequences keep the old setting."""
     settings, seen = torch.backends.mkldnn.matmul, []
     before = settings.fp32_precision
 

@@ -15,8 +15,9 @@ def last_actions(tree: dict) -> list[tuple[str, bool, bool]]:
     """Run a step and return the actions that this rank runs within `last_backward`.
 
     Returns:
-        For each action: a text with its kind, stage and microbatch; True if `deferred` is not None;
-        and True if `deferred` contains the weights of all linear layers of the rank.
+        For each action: a text with the kind, stage and microbatch of the action; True if
+        `last_backward` gets deferred weight gradients; and True if these contain the gradients of
+        all linear layers of the rank.
     """
     trace = ActionTrace()
     shard, entered = make_updater(tree, recorder=trace).model, []

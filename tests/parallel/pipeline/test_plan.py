@@ -50,7 +50,7 @@ def test_stage_layers_set_the_layers_of_stages():
 
 
 def test_stages_of_a_configuration_include_the_cost_of_its_head():
-    """The last stage also computes the head. With a large vocabulary, it gets fewer layers."""
+    """The last stage also computes the head, so it gets fewer layers if the vocabulary is large."""
     for vocab_size, expected in ((1280, [8, 4]), (320, [6, 6])):
         of = {"model__num_layers": 12, "model__vocab_size": vocab_size}
         layers = plan_stages(make_config(tiny_tree("d", "r", **DENSE | of)), 2)

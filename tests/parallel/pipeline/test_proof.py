@@ -118,7 +118,8 @@ class Player:
 
 
 def spoil(schedule: Schedule, chance: random.Random) -> Schedule:
-    """Return a copy of the schedule with a random action moved, removed, duplicated or changed."""
+    """Return a copy of the schedule with one random change: an action is exchanged with another
+    action, moved, removed or duplicated, or gets another microbatch."""
     lists = [list(actions) for actions in schedule.ranks]
     actions = chance.choice(lists)
     at, to = chance.randrange(len(actions)), chance.randrange(len(actions))
@@ -157,11 +158,12 @@ def test_schedules_that_the_proof_accepts_play_to_their_end(name):
 
 
 def makespan(schedule: Schedule, cost: dict[tuple[Kind, int, int], float], wire: float) -> float:
-    """Return the time at which the last rank finishes, which is the length of the longest path
-    through the dependencies.
+    """Return the time at which the last rank finishes: the length of the longest path through the
+    dependencies of the compute actions.
 
     A compute action waits for the previous compute action of its rank and for its input. Input from
-    another rank arrives with a delay of `wire`.
+    another rank arrives with a delay of `wire`. `cost` maps (kind, stage, microbatch) to the time
+    of an action.
     """
     last = schedule.num_stages - 1
     computing = [[a for a in rank if a.kind in (F, B, HALF, W)] for rank in schedule.ranks]

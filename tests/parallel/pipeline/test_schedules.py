@@ -115,8 +115,9 @@ def test_a_large_schedule_is_made_and_timed_in_seconds(fresh_heap):
 
 
 def test_schedules_and_their_times_are_those_of_the_first_version():
-    """The schedules and times are compared with digests that the first version computed. In that
-    version, each transfer was derived from the action that needs the data."""
+    """The SHA-256 digests of the schedules, and of their simulated times, equal the digests of the
+    first version of `make_schedule`. The first version derived each transfer from the action that
+    needs the data."""
     lists, times = hashlib.sha256(), hashlib.sha256()
 
     def add(schedule: Schedule) -> None:
@@ -294,9 +295,9 @@ def test_stages_of_a_rank_send_nothing_to_each_other():
 
 
 def test_a_list_that_needs_tags_is_refused():
-    """The second rank receives microbatches in another order than the first rank sends them.
-
-    The proof refuses the schedule, since some backends match messages by order and not by tag.
+    """The second rank receives microbatches in another order than the order in which the first rank
+    sends them. The proof refuses the schedule, because some backends match messages by order, not
+    by tag.
     """
 
     def other_order(actions: list[Action]) -> None:

@@ -12,7 +12,9 @@ from tests.model.small import small_model, some_tokens
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("architecture", ["olmo", "olmoe"])
 def test_two_stages_have_the_loss_and_gradients_of_the_model(architecture: str, tied: bool):
-    """Each stage has a copy of the model, so the gradients of a tied embedding add up."""
+    """Each stage computes its layers with a separate copy of the model. For each parameter, also
+    for a tied embedding, the gradients of both copies must add up to the gradient of the whole
+    model."""
     model, *copies = (small_model(architecture, tie_embeddings=tied) for _ in range(3))
     tokens = some_tokens()
     terms = model.losses(tokens)
@@ -39,8 +41,8 @@ def test_two_stages_have_the_loss_and_gradients_of_the_model(architecture: str, 
 
 @pytest.mark.parametrize("architecture", ["olmo", "olmoe"])
 def test_all_loss_terms_are_on_the_device_of_the_tokens(architecture: str):
-    """A dense model has no router losses, but empty tensors in their place are sent together with
-    the loss terms of other ranks."""
+    """All loss terms are sent to other ranks together. A dense model has no router losses. The
+    tensors in place of these losses must nevertheless be on the device of the tokens."""
     model = small_model(architecture).to("meta")
     objective = Objective(1, 1, 1, aux_coef=0.01, z_coef=0.001)
     stage = Stage(model, range(model.config.num_layers), True, True, objective)
