@@ -1,4 +1,4 @@
-"""Content of the marker that a rank writes about a non-finite value."""
+"""Content of the marker, the JSON file that a rank writes about a non-finite value."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ PIPELINE = {"parallel__pp": 2, "model__num_layers": 4}
 def test_marker_names_microbatch_layer_and_instances(
     ranks, tiny_data, tmp_path, size, settings, rank, microbatch, blocks, target
 ):
-    """An instance causes NaN in the output of the embedding, or only in the gradient of this output
-    (`target`)."""
+    """One instance of the data causes NaN in the output of the embedding (`target` "output"), or
+    only in the gradient of this output (`target` "slope")."""
     tree = tiny_tree(tiny_data, tmp_path, train__max_steps=3, **settings)
     ended = ranks(size, train_on_bad_instance, tree, INSTANCE, target, start_world=False)
     assert [end.status for end in ended] == [4] * size

@@ -112,7 +112,8 @@ def test_a_gradient_that_is_finite_when_computed_again_points_to_the_hardware(
 
 
 class Waits(TorchDispatchMode):
-    """Counts the operations that wait for a value of the device."""
+    """Dispatch mode that counts the operations in which the host waits for a value of the
+    device."""
 
     def __init__(self):
         super().__init__()
@@ -127,8 +128,8 @@ WAITING = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero
 
 
 def count_waits(trees: list[dict]) -> list[tuple[int, int]]:
-    """Run updates with each configuration. Return, for each configuration, the number of chunks and
-    the number of times that an update waits for the device."""
+    """Run two updates with each configuration. Return, for each configuration, the number of chunks
+    and the number of times that the host waits for the device in the second update."""
     counts, world = [], start_world(device="cpu")
     for tree in trees:
         setup = make_updater(tree, world)
@@ -141,7 +142,8 @@ def count_waits(trees: list[dict]) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("settings", [FAST, FAST | {"optim__sharding": "so"}, BF16])
 def test_check_of_gradients_waits_for_the_device_once(ranks, tmp_path, settings):
-    """The number of waits of an update must not grow with the number of chunks."""
+    """The number of times that the host waits for the device in an update must not depend on the
+    number of chunks."""
     lengths = (100, 1 << 24)
     trees = [tiny_tree("d", tmp_path, **settings, optim__chunk_length=length) for length in lengths]
     for counts in ranks(2, count_waits, trees, start_world=False):
@@ -159,8 +161,9 @@ def test_a_second_moment_that_may_have_overflowed_advises_clipping(ranks, tiny_d
 
 
 def save_damaged(tree: dict) -> str:
-    """Save a checkpoint with an infinite second moment on the last rank. Return the name of the
-    parameter."""
+    """Train without the check of states in a save. After update 4, a second moment on the last rank
+    becomes infinite and is saved. Return the name of its parameter on the last rank, and "" on
+    other ranks."""
     run = make_run(tree)
     plain, name = run.update, ""
     train_save.refuse_bad_states = lambda *states: None

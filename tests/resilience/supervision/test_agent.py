@@ -20,7 +20,8 @@ from tests.kit.faults.supervised import write_config
 
 
 def test_warm_process_survives_sigterm_and_its_ranks_do_not(tiny_data, tmp_path):
-    """Slurm sends SIGTERM to all processes of a job."""
+    """Slurm sends SIGTERM to all processes of a job. The warm process, from which an agent forks
+    ranks, must ignore SIGTERM. A forked rank must end."""
 
     async def statuses() -> list[int | None]:
         warm = WarmProcess()
@@ -43,7 +44,8 @@ def test_warm_process_survives_sigterm_and_its_ranks_do_not(tiny_data, tmp_path)
 
 
 def test_report_takes_many_short_lines_quickly(tmp_path):
-    """A report must not take long, because an agent that is busy for seconds counts as lost."""
+    """An agent must collect the lines for a report in less than 0.5 s, because an agent that is
+    busy for seconds counts as lost."""
     agent = Agent(tmp_path, "a", tmp_path)
     agent.lines.extend(["x"] * 10_000 + ["y" * 16_000] * 20)
     start = time.process_time()

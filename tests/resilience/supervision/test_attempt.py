@@ -1,4 +1,4 @@
-"""Tests of the page of a rank's progress."""
+"""Tests of the progress page: the file through which a rank reports its progress to its agent."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from optimus.resilience.supervision.attempt import ProgressPage, create_page, re
 
 
 def test_page_has_the_first_error_of_the_rank(tmp_path):
-    """The page keeps the first error. A rank that has an error can lose the other ranks later,
-    which is not the cause."""
+    """A rank that has an error can then also report that it has lost the other ranks. The page must
+    keep the first report, which is the cause."""
     create_page(tmp_path / "page")
     page = ProgressPage(tmp_path / "page")
     assert read_page(tmp_path / "page").failure == 0

@@ -1,5 +1,5 @@
-"""Tests of signed messages. Refused are peers without the secret, and changed, repeated and endless
-messages."""
+"""Tests of signed messages. A channel refuses peers without the secret, and messages that are
+changed, repeated or endless."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SECRET = b"a" * 64
 
 
 async def streams():
-    """Return reader and writer of both ends of a connection."""
+    """Return the pair (reader, writer) of each of the two ends of a connection."""
     left, right = socket.socketpair()
     return await asyncio.open_connection(sock=left), await asyncio.open_connection(sock=right)
 
@@ -58,9 +58,9 @@ def test_messages_arrive_in_order_on_both_sides():
 
 
 def test_suspended_process_acknowledges_all_bytes():
-    """A suspended process reads nothing, but its kernel acknowledges all bytes that it has
-    received, also if its buffers are full. A suspended process must not count as a cut of the
-    network."""
+    """A suspended process reads nothing, but the kernel of its machine acknowledges all bytes that
+    the kernel has received, also if the buffers are full. The number of unacknowledged bytes is
+    therefore 0, so a suspended process does not count as a cut of the network."""
 
     async def run():
         server = socket.create_server(("127.0.0.1", 0))
@@ -86,7 +86,8 @@ def test_side_with_another_secret_is_refused():
 
 
 def test_two_agents_do_not_accept_each_other():
-    """An attacker could send the messages of an agent back to this agent."""
+    """An agent must refuse a peer that claims to be an agent. Otherwise, an attacker could send an
+    agent's own signed messages back to this agent."""
 
     async def run():
         left, right = await streams()
@@ -159,7 +160,8 @@ def with_progress(index, value):
     ],
 )
 def test_message_of_a_wrong_type_is_refused(content, problem):
-    """A message with a valid signature can still have fields of a wrong type."""
+    """A message with a valid signature can have wrong fields. Such a message must be refused with a
+    text that names the field."""
 
     async def run():
         agent, supervisor = await channels()

@@ -41,7 +41,8 @@ def node_of(rank):
 
 
 def ends(statuses, **more):
-    """Return the ends of ranks, in the order of `statuses`, a dict from rank to exit status."""
+    """Return a `RankEnd` for each rank in `statuses`, a dict from rank to exit status, in the order
+    of the dict."""
     return tuple(RankEnd(rank, node_of(rank), status, **more) for rank, status in statuses.items())
 
 
@@ -113,8 +114,9 @@ def test_outcome_without_a_failure(statuses, outcome):
 @pytest.mark.parametrize("gone", [{"unreachable": ("a",)}, {"restarted": ("b", "a")}])
 @pytest.mark.parametrize(("last", "outcome"), [(0, "done"), (3, "stopped"), (LOST, None)])
 def test_loss_of_agents_after_the_end_of_all_ranks_is_no_failure(gone, last, outcome):
-    """Slurm cancels a job. The ranks save a checkpoint and end, and then the agents are killed. The
-    attempt must not count as a failure."""
+    """Slurm cancels a job. The ranks end, and then the agents are killed. If all ranks ended
+    without an error, the loss of the agents must not count as a failure. If the last rank lost
+    another rank, it does."""
     statuses = {0: 0, 1: 0, 2: 0, 3: last}
     evidence = Evidence(1, 9, ends(statuses), nodes=("a", "b"), **gone)
     end = find_cause(evidence, RANKS, 0.0)
@@ -172,8 +174,8 @@ def test_interrupted_attempt_is_started_again_without_marks():
 
 
 def test_failures_before_the_first_update_do_not_repeat_each_other():
-    """Two unrelated crashes before the first update have the same signature and step 0. They must
-    not count as a repeated failure."""
+    """Two unrelated crashes before the first update have the same signature and step 0. The second
+    crash must not count as a repetition of the first, so both nodes are excluded."""
     run = Run()
     run.start()
     run.end("a", step=0)
@@ -184,13 +186,15 @@ def test_failures_before_the_first_update_do_not_repeat_each_other():
 
 
 def test_ranks_that_ended_without_failure_do_not_complete_a_run():
-    """Ranks 2 and 3 have not ended, so the run is not complete."""
+    """Ranks 0 and 1 have ended without an error, but ranks 2 and 3 have not ended, so the run is
+    not complete."""
     evidence = Evidence(1, 9, ends({0: 0, 1: 0}), progress=SLOW[2:])
     assert find_cause(evidence, RANKS, 0.0).failure == "ambiguous"
 
 
 class Run:
-    """A run on nodes a to f, of which four have ranks, for tests of decisions."""
+    """A simulated run, for tests of decisions. The job has the nodes a to f, of which at most four
+    have ranks."""
 
     def __init__(self, **policy):
         self.policy = Policy(**{"sizes": (1, 2, 4), **policy})
@@ -413,8 +417,8 @@ def test_refusal_after_an_update_is_a_failure_of_its_node():
 
 
 def test_damaged_state_on_two_nodes_is_not_skipped():
-    """A state is damaged on two nodes. The update must not be skipped, because this would not
-    repair the state."""
+    """An optimizer state is non-finite on two nodes. The run must stop. It must not skip the
+    update, because a skipped update does not repair the state."""
     run = Run(on_repeat_nan="skip")
     for node in "be":
         run.start()
@@ -481,8 +485,8 @@ def test_outcomes_end_the_job(outcome):
 
 @pytest.mark.parametrize("seed", range(300))
 def test_random_failures_keep_the_rules(seed):
-    """After any failures, the nodes with ranks are distinct, reachable and not excluded. Nodes that
-    are used again keep their ranks, and each job ends."""
+    """After any failures, the nodes with ranks are distinct, reachable and not excluded. A node
+    that the next attempt uses again keeps the same ranks. Each job ends."""
     chance = random.Random(seed)
     on_exhausted = chance.choice(["shrink", "requeue", "stop"])
     run = Run(on_exhausted=on_exhausted, on_repeat_nan=chance.choice(["stop", "skip"]))

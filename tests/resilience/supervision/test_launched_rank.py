@@ -30,7 +30,7 @@ def secret_file(tmp_path) -> Path:
 
 
 def start(secret_file: Path, rank: int, workspace: str = "w") -> subprocess.Popen[bytes]:
-    """Start the process that mpiexec would start for `rank`."""
+    """Start the process that mpiexec would start for `rank` (of two ranks), and return it."""
     command = [sys.executable, "-P", "-m", launched_rank.MODULE, str(secret_file), workspace]
     return subprocess.Popen(command, env={**os.environ, "PMI_RANK": str(rank), "PMI_SIZE": "2"})
 
@@ -58,8 +58,9 @@ def test_agent_gets_output_and_status_before_mpiexec_notices_the_end(secret_file
 
 @pytest.mark.parametrize("fault", ["rank", "parent", "close"])
 def test_rank_ends_with_its_parent_and_its_agent(secret_file, monkeypatch, tmp_path, fault):
-    """Only the death of the rank itself is evidence against its node: mpiexec can end the parent
-    process of a rank for other reasons."""
+    """A rank ends if its parent process, which mpiexec started, is killed, or if the agent closes
+    the connection. Only a killed rank is evidence against its node, because mpiexec can end the
+    parent process of a rank for other reasons."""
     (tmp_path / "sitecustomize.py").write_text("import time; time.sleep(60)\n")
 
     async def observe() -> None:
@@ -115,8 +116,8 @@ HAS_MPIEXEC = pytest.mark.skipif(
 
 
 def launch_command(tmp_path, tiny_data, monkeypatch, folder: Path) -> list[str]:
-    """Return the command of a launch with two nodes and a buffer node. The launch uses the mpiexec
-    in `folder`."""
+    """Return the command of a launch with two nodes and a buffer node. The launch uses the program
+    mpiexec in `folder`."""
     monkeypatch.setenv("HYDRA_LAUNCHER", "fork")  # nodes are loopback addresses
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     (tmp_path / "hosts").write_text("127.0.0.1\n127.0.0.2\n127.0.0.3\n")
@@ -160,9 +161,9 @@ def test_mpiexec_that_starts_no_rank_is_attributed_to_no_node(
 
 @HAS_MPIEXEC
 def test_mpiexec_starts_the_ranks_of_each_attempt(tiny_data, tmp_path, monkeypatch):
-    """In the first attempt, a rank dies. In the second attempt, mpiexec dies, which is attributed
-    to no node. The test takes some seconds, because a real mpiexec starts agents and the ranks of
-    three attempts."""
+    """In the first attempt, a rank is killed, which is attributed to its node. In the second
+    attempt, mpiexec is killed, which is attributed to no node. The test takes some seconds, because
+    a real mpiexec starts agents and the ranks of three attempts."""
     command = launch_command(tmp_path, tiny_data, monkeypatch, MPIEXEC.parent)
     run_dir = tmp_path / "run"
     with open(tmp_path / "out", "wb") as out:

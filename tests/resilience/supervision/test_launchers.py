@@ -15,8 +15,8 @@ from optimus.resilience.supervision.launchers import LAUNCHERS, Mpiexec, read_jo
 
 
 def write_program(folder: Path, name: str, output: str) -> None:
-    """Write a program `name` that writes its arguments to the file NAME.args and prints
-    `output`."""
+    """Write the executable file `name` to `folder`. The program writes its arguments to the file
+    NAME.args in this folder, and prints `output`."""
     path = folder / name
     (folder / f"{name}.out").write_text(output)
     path.write_text(f'#!/bin/sh\necho "$@" > {path}.args\ncat {path}.out\n')

@@ -113,8 +113,8 @@ def test_damaged_summary_is_no_evidence(tmp_path, events):
     ("name", "value"), [("unknown", 1), ("attempt", "2"), ("outcome", "great"), ("kind", "none")]
 )
 def test_event_with_another_field_or_type_is_refused(tmp_path, name, value):
-    """The hash of the line is correct, so the line is not damaged: another version of Optimus may
-    have written it."""
+    """A line with a correct hash can still contain an event that this version does not know,
+    because another version of Optimus may have written the line."""
     fields = json.loads(EVENTS[3].model_dump_json()) | {name: value}
     body = json.dumps(fields)[:-1]
     line = f'{body}, "hash": "{files.xxh3_bytes(f"{chr(10)}{body}".encode())}"}}'

@@ -30,7 +30,9 @@ def hello(name: str, attempt: int = 0, pid: int = 5) -> Hello:
 
 
 def test_agents_that_ended_with_their_supervisor_are_no_failure_of_their_node(tmp_path):
-    """The machine with the only node and the supervisor of a run was started again."""
+    """The machine that runs the supervisor and the only node of a run was restarted. The lost agent
+    is no evidence against the node. If the new supervisor has heard the agent before the agent
+    became silent, the failure is attributed to the node."""
     watcher = supervisor.Supervisor(make_job(tmp_path))
     attempt = AttemptStarted(time=2, attempt=1, nodes=("a",), ranks_per_node=1, port=1)
     assert find_cause(watcher._observer.evidence(attempt, 0.0), 1, 0.0).outcome == "interrupted"
@@ -100,7 +102,7 @@ def test_ranks_that_all_hang_have_a_limit(tmp_path, phases, collectives, is_stal
 
 def test_ends_of_ranks_are_in_the_order_in_which_they_were_reported(tmp_path):
     """A rank of the second node crashes, and then a rank of the first node ends with an error. The
-    order of the reports is kept."""
+    evidence keeps the order of the reports, so the failure is attributed to the second node."""
     watcher = supervisor.Supervisor(make_job(tmp_path))
     attempt = AttemptStarted(time=1, attempt=1, nodes=("a", "b"), ranks_per_node=1, port=1)
     watcher._history.add(attempt)
@@ -137,8 +139,9 @@ def test_no_node_is_blamed_if_it_connects_again_after_others(tmp_path):
 def test_agents_that_are_lost_shortly_after_each_other_are_lost_together(
     tmp_path, silent_s, is_connected, nodes
 ):
-    """`scancel` ends the job steps of the agents one after the other, so agents are lost within a
-    short time."""
+    """`scancel` ends the job steps of the agents one after the other. If an agent is silent and
+    another agent has lost its connection, the supervisor must wait until the second agent counts as
+    lost, too."""
     watcher = supervisor.Supervisor(make_job(tmp_path))
     attempt = AttemptStarted(time=1, attempt=1, nodes=("a", "b"), ranks_per_node=1, port=1)
     for node, heard_at in zip(watcher._agents.nodes.values(), (5.8, 5.0), strict=True):
@@ -156,8 +159,9 @@ def test_agents_that_are_lost_shortly_after_each_other_are_lost_together(
 
 @pytest.mark.parametrize(("attempt", "is_known"), [(2, True), (1, False)])
 def test_reports_count_before_a_takeover_is_complete(tmp_path, attempt, is_known):
-    """Slurm ends a job while a supervisor takes over. The ranks end first, and then the agents.
-    Reports of the ranks that arrive before the takeover is complete count."""
+    """Slurm ends a job while a supervisor takes over attempt 2. The ranks end first, and then the
+    agents. A rank's end that is reported before the takeover is complete counts if the agent runs
+    attempt 2."""
     watcher = supervisor.Supervisor(make_job(tmp_path))
     started = AttemptStarted(time=1, attempt=2, nodes=("a", "b"), ranks_per_node=1, port=1)
     watcher._history.add(started)
@@ -172,7 +176,9 @@ def test_reports_count_before_a_takeover_is_complete(tmp_path, attempt, is_known
 
 @pytest.mark.parametrize(("attempt", "answer"), [(0, End), (1, End), (2, EOFError)])
 def test_second_agent_of_a_node_ends_unless_its_ranks_may_run(tmp_path, attempt, answer):
-    """A node was suspended, and then another job began. Attempt 1 has ended, and attempt 2 runs."""
+    """Node b was suspended while another job began. Attempt 1 has ended, and attempt 2 runs. A
+    second agent of node b gets the message End, unless it has ranks of attempt 2. In this case, the
+    supervisor only closes the connection."""
     watcher = supervisor.Supervisor(make_job(tmp_path))
     for number in (1, 2):
         more = {"nodes": ("a", "b"), "ranks_per_node": 1, "port": 1}
@@ -201,8 +207,9 @@ def test_second_agent_of_a_node_ends_unless_its_ranks_may_run(tmp_path, attempt,
 
 
 def test_agent_with_a_wrong_clock_may_try_again(tmp_path):
-    """The attempt of the agent has ended, and no other agent runs on its node, so the supervisor
-    asks the agent to try again."""
+    """The clock of an agent's node shows a time that is an hour too early. No other agent runs on
+    this node, so the supervisor closes the connection without the message End, and the agent tries
+    again."""
     watcher = supervisor.Supervisor(make_job(tmp_path))
     started = {"nodes": ("a", "b"), "ranks_per_node": 1, "port": 1}
     watcher._history.add(AttemptStarted(time=1, attempt=1, **started))

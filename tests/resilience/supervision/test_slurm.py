@@ -14,8 +14,9 @@ NETWORKS = ("--networks", "--nodes", "5")
 
 @needs_slurm
 def test_run_survives_faults_of_slurm_nodes(tmp_path):
-    """Run some cases of scripts/drills/failures.py on five nodes. Slow (80 s): each case starts a
-    job with five agents and ends it."""
+    """Run two cases of scripts/drills/failures.py on five nodes: a cut of the network, and
+    cancelled job steps. The test takes 80 s, because each case starts and ends a job with five
+    agents."""
     probe = under_slurm(tmp_path, "true", options=NETWORKS)
     if probe.returncode == 69:
         pytest.skip(probe.stderr.strip())

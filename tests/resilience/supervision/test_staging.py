@@ -72,7 +72,8 @@ def test_agent_reports_why_it_cannot_unpack(packed, tmp_path, monkeypatch, fault
     theirs, rename = staging.staged_folder(disk, digest), os.rename
 
     def make_theirs(*names: object) -> None:
-        """Make a folder with the name of the copy, as another user could do at any time."""
+        """Make a folder with the path of the unpacked copy that all users can write, as another
+        user could do at any time. Then rename `names[0]` to `names[1]`, if given."""
         (theirs / "prefix").mkdir(parents=True)
         theirs.chmod(0o777)
         if names:

@@ -50,7 +50,7 @@ def test_uses_of_time_add_up():
 
 def test_days_without_a_job_are_no_detection():
     """A job was killed with all its processes, and another job continues the run two days later.
-    The two days must not count as the time to detect the failure."""
+    The two days must count as time in the queue, not as time to detect the failure."""
 
     def reached(at, milestone, step):
         return Progress(time=at, attempt=1, milestone=milestone, step=step)

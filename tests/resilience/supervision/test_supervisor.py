@@ -91,7 +91,8 @@ def test_launcher_that_is_not_installed_starts_nothing(tiny_data, tmp_path, caps
 
 @pytest.mark.parametrize("is_hard", [True, False])
 def test_low_limit_of_open_files_is_raised_or_refused(tiny_data, tmp_path, is_hard):
-    """The run has a single rank, which ends without a process group."""
+    """The supervisor raises a soft limit of 64 open files, and the run completes. A hard limit of
+    64 is refused with status 2, before a file is created."""
     config = write_config(tmp_path, tiny_data, "run")
     command = f'ulimit {"-n" if is_hard else "-Sn"} 64; exec "$@"'
     arguments = ["launch", str(config), "--launcher", "local", "train.stop_at_step=2"]
@@ -134,7 +135,7 @@ def test_ledger_secret_and_status_of_a_run(tiny_data, tmp_path, capsys):
 
 
 class WithoutNode(Local):
-    """Launcher of emulated nodes, in which node1 does not answer."""
+    """Launcher of emulated nodes. The agent of node1 ends at once, without an answer."""
 
     def agent_commands(self, nodes, run_dir):
         commands = zip(nodes, super().agent_commands(nodes, run_dir), strict=True)
@@ -142,7 +143,7 @@ class WithoutNode(Local):
 
 
 class WithFewFiles(Local):
-    """Launcher of emulated nodes, in which node1 permits too few open files."""
+    """Launcher of emulated nodes. On node1, an agent can open only 512 files, which are too few."""
 
     def agent_commands(self, nodes, run_dir):
         limit = ["bash", "-c", 'ulimit -n 512 && exec "$@"', "bash"]
@@ -197,8 +198,8 @@ def test_replaced_supervisor_does_not_end_the_agents_of_its_successor(
 
 
 def test_run_without_a_supervisor_keeps_its_directory(tmp_path):
-    """The directory contains files of an earlier launch. They do not mean that a supervisor has the
-    lock."""
+    """The run directory contains files of an earlier launch. If a run without a supervisor has the
+    lock, these files must not let a new supervisor take over the lock."""
     earlier = supervisor.Supervisor(make_job(tmp_path))
     earlier._workspace.write_bytes(tmp_path / ".supervisor" / "address.json", b"{}")
     earlier._lock.close()
@@ -282,8 +283,8 @@ def test_changed_frozen_settings_are_refused_by_name(tmp_path):
 
 
 def test_refused_configuration_leaves_only_files_that_existed(tiny_data, tmp_path):
-    """A rank refuses the configuration of the first job. A job of an existing run keeps the
-    ledger."""
+    """A rank refuses the configuration. For a new run, no file remains except those that existed
+    before the launch. If the run already has a ledger, the refused attempt is added to it."""
     setting = "checkpoint.load=/nowhere"
     assert launch(tmp_path, tiny_data, setting) == 2
     run = tmp_path / "run"
@@ -299,8 +300,8 @@ def test_refused_configuration_leaves_only_files_that_existed(tiny_data, tmp_pat
 
 @pytest.mark.parametrize("cause", ["secret", "listen", "replaced"])
 def test_supervisor_that_cannot_start_leaves_no_file(tmp_path, monkeypatch, cause):
-    """If another supervisor takes over in the meantime, the files of this other supervisor
-    remain."""
+    """A supervisor that cannot start removes its files. If another supervisor takes over before the
+    failure, the files of this other supervisor remain."""
 
     def fail(*args: Any) -> None:
         raise OSError("no space")
@@ -341,7 +342,8 @@ def test_launch_with_too_few_nodes_is_refused_again(tiny_data, tmp_path, monkeyp
 
 @pytest.mark.parametrize("is_ignored", [True, False])
 def test_nohup_keeps_a_supervised_run(tiny_data, tmp_path, is_ignored):
-    """The terminal of a user is closed: SIGHUP arrives while the run trains."""
+    """The terminal of a user is closed, so SIGHUP arrives while the run trains. With `nohup`, the
+    run completes. Otherwise, the run stops with status 3."""
     config = write_config(tmp_path, tiny_data, "run")
     arguments = ["launch", str(config), "--launcher", "local", "--nodes", "2"]
     prefix = ["nohup"] if is_ignored else []
@@ -357,8 +359,8 @@ def test_nohup_keeps_a_supervised_run(tiny_data, tmp_path, is_ignored):
 
 
 def test_second_agent_of_a_node_ends(tiny_data, tmp_path):
-    """A second agent ends without harm to the run, even if the files of Optimus change while the
-    run trains, for example by `git pull`."""
+    """While a run trains, a second agent of a node is started. The supervisor refuses the second
+    agent, which ends with status 0, and the run completes."""
     config = write_config(tmp_path, tiny_data, "run")
     arguments = ["launch", str(config), "--launcher", "local", "--nodes", "2"]
     command = [sys.executable, "-P", "-m", "optimus.cli", *arguments]
@@ -378,8 +380,8 @@ def test_second_agent_of_a_node_ends(tiny_data, tmp_path):
 
 
 def test_decision_waits_for_an_agent_that_connects_again(tmp_path):
-    """Node a has failed, and the agent of the buffer node c connects again at this moment. The
-    decision waits for this agent."""
+    """Node a has failed while the agent of the buffer node c has no connection. The decision about
+    the next attempt waits until the agent of node c connects again, and then uses node c."""
     job = make_job(tmp_path, nodes=("a", "b", "c"), heartbeat_s=3.0)
     watcher = supervisor.Supervisor(job)
     attempt = AttemptStarted(time=1, attempt=1, nodes=("a", "b"), ranks_per_node=1, port=1)
@@ -408,8 +410,9 @@ def test_decision_waits_for_an_agent_that_connects_again(tmp_path):
 
 
 def test_ranks_of_a_node_that_answers_again_are_killed(tmp_path):
-    """Node b was suspended, and the attempt ended without an answer of node b. When node b answers
-    again, its ranks of this attempt are killed."""
+    """Node b was suspended, and the attempt ended without an answer of node b. When the agent of
+    node b reports a rank of this attempt, the supervisor asks the agent to kill the rank, and
+    repeats the request if it may be lost."""
     watcher = supervisor.Supervisor(make_job(tmp_path))
     attempt = AttemptStarted(time=1, attempt=1, nodes=("a", "b"), ranks_per_node=1, port=1)
     watcher._history.add(attempt)
@@ -451,7 +454,8 @@ while time.monotonic() < end:
 
 
 def test_flood_of_connections_takes_few_open_files(tmp_path):
-    """The process that opens the connections knows only the port, not the secret."""
+    """A process that knows only the port, not the secret, opens many connections. The supervisor
+    keeps only a limited number of connections without authentication open."""
     watcher = supervisor.Supervisor(make_job(tmp_path))
     most = 0
 
