@@ -1,4 +1,4 @@
-"""Plans for the nodes of a machine."""
+"""Tests of `optimus plan` for a number of nodes of a machine, or for a list of hosts."""
 
 from __future__ import annotations
 

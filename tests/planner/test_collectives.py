@@ -1,4 +1,5 @@
-"""Tests of the times of collectives: closed formulas, levels of the network, shared links."""
+"""Tests of the planned times of collectives: closed formulas, levels of the network, and links that
+several ranks share."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ def row(count: int, stride: int = 1) -> tuple[int, ...]:
 
 
 def test_ring_within_a_node_has_the_closed_formula():
-    """Patarasuk and Yuan 2009: 2 (n - 1) / n of the buffer crosses each link in an all_reduce."""
+    """Patarasuk and Yuan 2009: in a ring all_reduce of n ranks, 2 (n - 1) / n of the bytes of the
+    buffer cross each link."""
     links = (LINKS[0]._replace(step_s=0.5), *LINKS[1:])
     for n in (2, 3, 4):
         expected = (n - 1) * (SIZE / n / 100.0 + 0.5)
@@ -33,8 +35,8 @@ def test_ring_within_a_node_has_the_closed_formula():
 
 
 def test_halving_has_log2_steps_and_the_bytes_of_a_ring():
-    """Rabenseifner 2004: an exchange has log2(n) steps, which send (n - 1) / n of the buffer in
-    total."""
+    """Rabenseifner 2004: a reduce_scatter by recursive halving has log2(n) steps, in which a rank
+    sends (n - 1) / n of the buffer in total."""
     links = (Link("machine", 0, 10.0, 0.5),)
     for n in (2, 4, 8, 16):
         expected = (n - 1) / n * SIZE / 10.0 + math.log2(n) * 0.5
@@ -44,9 +46,9 @@ def test_halving_has_log2_steps_and_the_bytes_of_a_ring():
 
 
 def test_halving_sends_least_over_the_slowest_level():
-    """In each step of recursive halving, as in oneCCL, the distance of the ranks that exchange data
-    doubles and the number of bytes halves. A ring sends data between groups with the total rate of
-    all ranks of a domain."""
+    """From each step of recursive halving to the next, as in oneCCL, the distance between the ranks
+    that exchange data doubles, and the number of bytes halves. In a ring, the bytes that leave a
+    domain have the total rate of all ranks of the domain."""
     ranks = row(32)
     halving = collective_s("reduce_scatter", SIZE, ranks, LINKS, "halving")
     # 1/2 and 1/4 within nodes at 100, 1/8 and 1/16 between nodes at 10, 1/32 between groups at 5.
@@ -66,7 +68,8 @@ def test_ring_of_a_rank_of_each_node_has_the_rate_of_a_rank():
 
 
 def test_hierarchical_leaves_out_a_level_with_unequal_domains():
-    """The links have the time of the bytes that `all_reduce_crossing` counts between nodes."""
+    """The groups have 2 and 1 nodes, so the collective has no step within groups. Its time is the
+    time of the bytes that `all_reduce_crossing` counts between nodes."""
     links = (Link("node", 4, 1e12), Link("group", 8, 1.0), Link("machine", 0, 1.0))
     # 3 nodes of 4 ranks, groups of 2 and 1 nodes: a ring of 3 nodes sends a quarter of the buffer.
     seconds = collective_s("all_reduce", 12.0, row(12), links, "hierarchical")
@@ -81,7 +84,8 @@ def test_hierarchical_leaves_out_a_level_with_unequal_domains():
 
 
 def test_links_with_other_rates_do_not_count_the_domains_of_a_group_again():
-    """A plan of many hosts has process groups with thousands of ranks."""
+    """A plan of many hosts has process groups with thousands of ranks, so the domains of the ranks
+    of a process group are counted once, and not again for links with other rates."""
     collectives._levels_of.cache_clear()
     for links in (LINKS, of_ports(LINKS), (LINKS[0]._replace(rate=7.0), *LINKS[1:])):
         collectives.loads_of("all_reduce", row(24, 5), links)
@@ -124,8 +128,8 @@ def test_no_collective_is_faster_than_its_bytes_on_the_fastest_link():
 
 
 def test_measured_messages_replace_rate_and_latency():
-    """Messages of 10 and 1000 bytes take 1 s and 4 s. A message of 100 bytes takes 2 s, the
-    geometric mean of the two times."""
+    """The machine file has measured messages: 10 bytes take 1 s, and 1000 bytes take 4 s. A message
+    of 100 bytes then takes 2 s, the geometric mean of the two times."""
     sizes = (("all_gather", 10.0, 1.0), ("all_gather", 1000.0, 4.0))
     links = (Link("node", 0, 1.0, 9.0, messages=(*sizes, ("send", 10.0, 3.0))),)
     gathers = {4: 3 * 1.0, 40: 3 * 1.0, 400: 3 * 2.0, 4000: 3 * 4.0, 8000: 3 * 8.0}

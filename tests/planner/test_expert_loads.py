@@ -1,4 +1,4 @@
-"""Tests of plans for the loads of the experts in a run."""
+"""Tests of plans for the expert loads of a run (the numbers of rows of each expert)."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ SKEWED = 4 * [220] + 12 * [60]  # 2.2 times an equal share on the first of 4 ran
 
 
 def write_run(run_dir: Path, *steps: tuple[int, list[int], list[int]], config=CONFIG) -> str:
-    """Write a run directory with recorded expert loads. Each element of `steps` is (step, rows of
-    each expert in layer 0, rows of each expert in layer 1). Return the path of the directory."""
+    """Write a run directory with recorded expert loads, and return its path. Each element of
+    `steps` is (step, number of rows of each expert in layer 0, the same in layer 1)."""
     run_dir.mkdir(exist_ok=True)
     (run_dir / "config.toml").write_text(dump_toml(config))
     lines = [
@@ -114,8 +114,8 @@ def test_a_directory_without_valid_loads_is_refused(tmp_path, capsys, damage, me
     "changes", [{}, {"pp": 2, "schedule": "zb-h1"}, {"pp": 2, "microbatch_size": 2, "ep": 2}]
 )
 def test_search_has_the_figures_of_a_plan_for_the_loads_of_a_run(tmp_path, changes) -> None:
-    """The search and the plan both use the time of the median update and the memory of the worst
-    update."""
+    """The search and the plan compute the same values: the step time with the expert loads of the
+    median update, and the memory with the expert loads of the worst update."""
     run = write_run(tmp_path, (1, SKEWED, SKEWED[::-1]), (2, EQUAL, SKEWED), (3, EQUAL, EQUAL))
     layout = layout_of(CONFIG, MESH.world_size)._replace(**changes)
     config, mesh, checks = layout.apply(CONFIG), layout.mesh, LayoutChecks(CONFIG)
@@ -169,8 +169,8 @@ def test_load_without_effect_is_refused(capsys) -> None:
 
 @pytest.mark.parametrize("options", [[], ["--search"]])
 def test_a_wrong_directory_is_refused_before_torch_is_imported(options) -> None:
-    """The command must check the directory first, because the import of torch and the profile of
-    the model take seconds."""
+    """The command must check the run directory before it imports torch and profiles the model,
+    which take seconds."""
     words = ["plan", str(FOLDER.parent / "run" / "mula-7b-a1b.toml"), "--machine", "h200"]
     words += ["--nodes", "1", "--load", "missing", *options]
     code = f"import sys; from optimus.cli import main; s = main({words}); "
@@ -217,8 +217,8 @@ def test_a_better_order_of_the_hosts_without_a_shorter_step_has_no_gain() -> Non
 
 
 def test_the_load_of_a_run_is_timed_for_the_order_of_the_hosts(tmp_path) -> None:
-    """With ep ranks in different domains, dispatch uses the network, which is slower than NVLink
-    within a domain."""
+    """If the ep ranks are in different domains, the collectives over ep use the network between the
+    domains, which is slower than NVLink within a domain."""
     loads = RunLoads(write_run(tmp_path, (1, SKEWED, EQUAL)), CONFIG.model)
     topology = Topology(1, tuple(range(MESH.world_size)), (8,))
     near, far = (
@@ -229,7 +229,8 @@ def test_the_load_of_a_run_is_timed_for_the_order_of_the_hosts(tmp_path) -> None
 
 
 def exchange_s(imbalance: float) -> float:
-    """Return the seconds of the collectives over ep in the backward of a microbatch."""
+    """Return the seconds of the collectives over ep in the backward of a microbatch if the fullest
+    rank has `imbalance` times an equal share of the rows."""
     step = step_of(CONFIG, MESH, imbalances=dict.fromkeys((0, 1), imbalance))
     rates = rates_of(load_machine("h200"), CONFIG.train.dtype, "h200")
     passes = (pass_time(x.backward, rates, step.groups, x.number) for x in step.stages[0])
@@ -237,8 +238,9 @@ def exchange_s(imbalance: float) -> float:
 
 
 def test_time_of_a_step_follows_the_fullest_rank() -> None:
-    """The fullest rank (the rank whose experts process most rows) has 1 to 4 times an equal share
-    of the rows. If it has all rows, all tokens are sent to it."""
+    """The fullest rank (the rank whose experts process most rows) has 1, 2.5 or 4 times an equal
+    share of the rows. The time of computation grows linearly with this share, and the time of the
+    collectives over ep grows, too. With 4 of 4 shares, all tokens are sent to this rank."""
     machine = load_machine("h200")
     plans = [
         plan_step(CONFIG, MESH, machine, "h200", None, dict.fromkeys((0, 1), imbalance))

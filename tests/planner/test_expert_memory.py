@@ -1,5 +1,5 @@
-"""Tests of the planned memory of ranks whose experts have unequal loads: it equals the memory of
-real steps."""
+"""Tests of the planned memory of ranks whose experts have unequal loads. The planned memory equals
+the memory of real steps."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ UNBALANCED = {
 
 def measure(tree: dict) -> tuple[int, int, int, list[float]]:
     """Run an update on this rank. Return the measured bytes of activations, the bytes planned for
-    the expert loads of the update, the bytes planned for equal loads, and the loads."""
+    the expert loads of the update, the bytes planned for equal loads, and the load of this rank in
+    each MoE layer, relative to an equal share."""
     config, _, groups, plan, _, states, updater = make_updater(tree)
     mesh, coordinate = groups.mesh, groups.coordinate
     count = plan.microbatches_per_rank
@@ -65,8 +66,9 @@ def test_planned_activations_of_an_unbalanced_run(ranks, size: int, settings: di
 
 
 def test_memory_on_accelerators_depends_on_the_tokens_that_arrive() -> None:
-    """With the dispatch `allgather`, all tokens are sent to each rank, and the host does not know
-    the experts of the tokens. The memory then does not depend on the loads."""
+    """On accelerators, the host does not know the experts of the tokens. With `allgather`, all
+    tokens arrive on each rank, so the memory does not depend on the loads. With `alltoall`, the
+    memory grows with the number of tokens that arrive."""
 
     def needed(dispatch: str, imbalance: float, device: str = "cuda") -> int:
         layout = {"parallel__ep": 2, "parallel__ep_dispatch": dispatch}

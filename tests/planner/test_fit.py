@@ -49,8 +49,8 @@ def test_prediction_is_between_both_bounds(name, settings):
 
 
 def test_lower_bound_adds_the_inputs_of_all_layers_in_progress():
-    """With 8 microbatches on 2 pipeline ranks, the first rank keeps the inputs of 2 microbatches
-    under 1f1b, and of all 8 microbatches under gpipe."""
+    """With 8 microbatches on 2 pipeline ranks, the first rank keeps the inputs of its 2 layers for
+    2 microbatches under 1f1b, and for all 8 microbatches under gpipe."""
     of_input = 32 * 32 * 4  # sequence, hidden size, bytes
     for schedule, kept in (("1f1b", 2), ("gpipe", 8)):
         layers = {"model__num_layers": 4, "parallel__stage_layers": [2, 2]}
@@ -129,7 +129,8 @@ def test_ranks_on_a_cpu_share_the_memory_of_the_machine_file():
 
 
 def write_machine(folder: Path, memory: int) -> Path:
-    """Write the file of a machine whose nodes have 4 devices with `memory` bytes each."""
+    """Write the file of a machine whose nodes have 4 devices with `memory` bytes each. Return the
+    path of the file."""
     path = folder / "m.toml"
     size = f"memory_bytes = {{ value = {memory}, source = 'a test', date = '2026-11' }}"
     path.write_text(f"ranks_per_node = 4\n[device]\nname = 'small'\n{size}\n")
@@ -137,8 +138,8 @@ def write_machine(folder: Path, memory: int) -> Path:
 
 
 def test_plan_that_does_not_fit_names_the_nearest_layouts_that_do(tmp_path, capsys):
-    """Each layout that the error proposes fits according to a separate plan. A proposed layout
-    differs from the refused layout in only one setting, if a change of one setting is enough."""
+    """Each layout that the error proposes fits according to a separate plan. If a change of one
+    setting is enough, each proposed layout differs from the refused layout in only one setting."""
     machine = write_machine(tmp_path, 750_000)
     config = tmp_path / "c.toml"
     config.write_text(dump_toml(tiny(optim__chunk_length=5000, train__deterministic=False)))
@@ -160,7 +161,8 @@ def test_plan_that_does_not_fit_names_the_nearest_layouts_that_do(tmp_path, caps
 
 
 def test_plan_suggests_offloading_if_few_layouts_fit_without_it(tmp_path, capsys):
-    """On a single rank, no layout fits without offloading."""
+    """On a single rank, no layout fits without offloading, so the only proposed change is
+    offload.mode = "auto"."""
     machine = write_machine(tmp_path, 600_000)
     links = "[links]\nto_device = 1e10\nto_host = 1e10\nflops = 1e12\nmemory = 1e11\n"
     text = machine.read_text().replace("[device]", f"{links}[device]")
@@ -177,9 +179,10 @@ def test_plan_suggests_offloading_if_few_layouts_fit_without_it(tmp_path, capsys
 
 
 def test_plan_of_a_replica_names_a_command_that_fits(tmp_path, capsys):
-    """On 4 ranks, a replica with sharded optimizer states fits without another change, and a
-    replica with whole states fits only with changes. The proposed command contains --nodes only if
-    the plan of one replica has another layout."""
+    """Without --nodes, the plan is for one replica, which does not fit. On the 4 ranks of a node,
+    the run fits without another change if optimizer states are sharded, and otherwise only with
+    changes. The proposed command contains `--nodes 1` only if the command would otherwise plan
+    another layout."""
     machine = write_machine(tmp_path, 750_000)
     config = tmp_path / "c.toml"
     config.write_text(dump_toml(tiny(optim__chunk_length=5000, train__deterministic=False)))

@@ -1,5 +1,5 @@
-"""Tests of goodput (productive time / total time): it agrees with a Monte Carlo simulation, and the
-best interval of checkpoints has the highest goodput."""
+"""Tests of goodput (productive time / total time). The formula agrees with a Monte Carlo
+simulation, and the best interval of checkpoints has the highest goodput."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ HOUR = 3600.0
 
 
 def simulated(interval_s, checkpoint_s, restart_s, rate, intervals=4000) -> float:
-    """Return the goodput of a simulated run of `intervals` checkpoint intervals. Failures occur
-    with `rate` per second."""
+    """Return the goodput of a simulated run of `intervals` checkpoint intervals. Failures occur at
+    random times, on average `rate` failures per second."""
     draws, time = random.Random(0), 0.0
     for _ in range(intervals):
         while (failure_s := draws.expovariate(rate)) < interval_s + checkpoint_s:

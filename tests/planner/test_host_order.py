@@ -1,5 +1,5 @@
-"""Time of a step for a given order of the hosts, which determines the groups of nodes between which
-data is sent."""
+"""Time of a step for a given order of the hosts. The order determines the groups of nodes between
+which the ranks send data."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LINKS = (Link("node", 2, 100.0), Link("group", 8, 10.0), Link("machine", 0, 5.0,
 
 
 def topology(letters: str) -> Topology:
-    """Return the topology of nodes in the groups `letters`, such as ABAB."""
+    """Return the topology of nodes with 2 ranks each. Node n is in the group `letters[n]`."""
     return Topology(2, tuple(map(ord, letters)), (2, 8))
 
 
@@ -40,8 +40,8 @@ def rates(algorithm: Algorithm = "ring") -> Rates:
 
 
 def reduction_s(mesh: Mesh, letters: str, algorithm: Algorithm = "ring") -> float:
-    """Return the seconds of a step that only reduces 800 bytes over dp. Assert that a simulation of
-    the step has the same time."""
+    """Return the seconds of a step whose only operation is an all_reduce of 800 bytes over dp. Node
+    n is in the group `letters[n]`. Assert that a simulation of the step has the same time."""
     reductions = (Reduction("dp", "all_reduce", 800.0, "backward"),)
     groups = groups_of(mesh, topology(letters))
     step = Step(((),) * mesh.pp, 1, groups, reductions=reductions)
@@ -72,8 +72,9 @@ def test_a_ring_has_the_rate_of_the_edges_that_leave_its_groups(letters, rate):
     [("AAAABBBB", 160), ("AABBAABB", 180), ("ABABABAB", 220), ("AABBABAB", 280)],
 )
 def test_simulated_steps_that_leave_groups_have_the_rate_of_the_shared_links(letters, halving_s):
-    """Only some steps of the collective leave groups. `reduction_s` compares the simulation with
-    the formula."""
+    """In only some steps of the collective, ranks send data to another group of nodes. These steps
+    have the rate of the links that the ranks of a group share. `reduction_s` asserts that formula
+    and simulation agree."""
     assert reduction_s(Mesh(dp=8, tp=2), letters, "halving") == pytest.approx(halving_s)
     assert reduction_s(Mesh(dp=8, tp=2), letters, "hierarchical") == pytest.approx(160)
 
@@ -95,8 +96,8 @@ def test_halving_is_slow_in_the_steps_that_leave_groups():
 
 @pytest.mark.parametrize("letters", ["AAAABCBC", "BCBCAAAA"])
 def test_the_slowest_process_group_determines_the_time(letters):
-    """The nodes of one stage are in one group. The nodes of the other stage alternate between
-    groups."""
+    """The nodes of one stage are in one group. The nodes of the other stage alternate between two
+    groups, so the reduction over dp of this stage takes longer, and determines the time."""
     mesh = Mesh(pp=2, dp=4, tp=2)
     assert reduction_s(mesh, "AAAABBBB") == pytest.approx(2 * 3 / 4 * 800 / 10)
     of_groups = [
@@ -112,15 +113,17 @@ def test_the_slowest_process_group_determines_the_time(letters):
 
 
 def test_the_order_of_ranks_in_a_ring_matters():
-    """The process groups of both stages have two nodes in each group. In the ring of the second
-    stage, each rank sends to the other group."""
+    """Each stage has two nodes in group A and two in group B. In the order AABB, two ring edges
+    cross groups. In the order ABAB of the second stage, each rank sends to the other group, so the
+    ring takes twice as long."""
     mesh = Mesh(pp=2, dp=4, tp=2)
     assert reduction_s(mesh, "AABBAABB") == pytest.approx(2 * 3 / 4 * 800 / 10)
     assert reduction_s(mesh, "AABBABAB") == pytest.approx(2 * 3 / 4 * 800 / 5)
 
 
 def test_process_groups_within_a_group_differ_by_their_nodes():
-    """With nodes of 4 ranks and ep = 3, the first process group is in a node, the second is not."""
+    """With nodes of 4 ranks and ep = 3, the ranks of the first process group are on one node. The
+    ranks of the second process group are on two nodes, so its collectives take longer."""
     groups = groups_of(Mesh(dp=2, ep=3), Topology(4, (0, 0), (4, 8)))["ep"]
     assert groups == ((0, 1, 2), (3, 4, 5))
     links = Link("node", 4, 100.0), Link("group", 8, 10.0)
@@ -129,14 +132,16 @@ def test_process_groups_within_a_group_differ_by_their_nodes():
 
 
 def test_the_ends_of_all_pipelines_count():
-    """The pipelines of the first node are in a group, those of the second node cross groups."""
+    """Pipelines that begin on the first node have both ends in one group. Pipelines that begin on
+    the second node end in another group, and determine the time of collectives over the ends."""
     ends = groups_of(Mesh(pp=2, dp=2, tp=2), topology("AAAB"))[ENDS]
     assert ends == ((0, 4), (2, 8))
     assert slowest_s("all_reduce", 800.0, ends, LINKS) == pytest.approx(800 / 5)
 
 
 def test_aligned_hosts_that_fill_groups_have_the_process_groups_of_a_plan_without_hosts():
-    """The process groups are aligned to nodes and groups, so that the first is like all others."""
+    """If the process groups are aligned to nodes and to groups of nodes, all process groups of an
+    axis have equal times, so the first represents all others, as in a plan without hosts."""
     for mesh in (Mesh(dp=8, tp=2), Mesh(pp=2, dp=2, ep=2, tp=2), Mesh(pp=4, ep=4)):
         groups = dict(groups_of(mesh, topology("AAAABBBB")))
         del groups[STAGES]
@@ -147,8 +152,9 @@ def test_aligned_hosts_that_fill_groups_have_the_process_groups_of_a_plan_withou
 
 
 def test_process_groups_that_are_not_aligned_count_in_any_order_of_the_hosts():
-    """A group of nodes has 8 ranks. With ep = 3, the first process group is within a node and its
-    neighbour, and the third crosses groups of nodes, also if the hosts fill group after group."""
+    """A group of nodes has 8 ranks. With ep = 3, the ranks of the first process group are on two
+    neighbouring nodes. The third process group crosses groups of nodes, even if the hosts fill
+    group after group, and determines the time."""
     mesh, seconds = Mesh(dp=4, ep=3), []
     for letters in ("AAAABB", "AABABA"):
         groups = groups_of(mesh, topology(letters))["ep"]
@@ -194,8 +200,8 @@ def test_ranks_of_all_stages_in_a_group_share_its_links():
 
 
 def hosts_file(path, racks: int, count: int, shuffled: bool) -> str:
-    """Write the names of `count` nodes in `racks` racks of Aurora to a file. Return the path of the
-    file."""
+    """Write the names of `count` nodes in `racks` racks of Aurora to the file `path`. Return the
+    path."""
     hosts = [f"x{4000 + r}c{c}s{s}b0n0" for r in range(racks) for c in range(8) for s in range(8)]
     if shuffled:
         random.Random("hosts").shuffle(hosts)
@@ -209,7 +215,9 @@ def planned(capsys, *options: str) -> dict:
 
 
 def test_a_plan_has_the_step_time_of_the_hosts_and_of_a_better_order(tmp_path, capsys):
-    """The plan has 256 nodes in 4 racks, and stages of 32 nodes."""
+    """A run has 256 nodes in 4 racks, and stages of 32 nodes. With hosts in random order, a step
+    takes longer than with ordered hosts. The plan prints the step time of the better order, which
+    --write-hosts writes."""
     plain = planned(capsys, "--nodes", "256")
     ordered = planned(capsys, "--hosts", hosts_file(tmp_path / "ordered", 4, 256, False))
     assert ordered["step"] == plain["step"] and "better_step_s" not in ordered

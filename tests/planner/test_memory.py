@@ -1,4 +1,5 @@
-"""Tests of the planned memory of a training step: it equals the memory of real steps."""
+"""Tests of the planned memory of a training step. The planned memory equals the memory of real
+steps."""
 
 from __future__ import annotations
 
@@ -30,8 +31,8 @@ SHORT = {"train__seq_len": 8, "train__global_batch_tokens": 4 * 8}
 
 
 class _Peak(TensorTracker):
-    """Tracker of the largest number of bytes on the device. It counts the buffers of `memory` and
-    all tensors that operations create."""
+    """Tracker of the largest number of bytes on the emulated device (`most`). The tracker counts
+    the device buffers of `memory` and all tensors that operations create."""
 
     def __init__(self, memory: Memory) -> None:
         super().__init__()
@@ -108,8 +109,9 @@ def test_the_planned_memory_is_that_of_a_step(ranks, size: int, settings: dict) 
 
 
 def test_copies_of_gloo_are_those_of_whole_buffers() -> None:
-    """The only chunk is reduced after the backward, when no activations are left. gloo's copy of
-    the fp32 gradients of the chunk is then larger than its copy of the gathered parameters."""
+    """The only chunk is reduced after the backward, when no activations exist any more. The peak is
+    then gloo's copy of the chunk's fp32 gradients, which is larger than gloo's copy of the gathered
+    parameters."""
     settings = {**SHORT, "optim__chunk_length": 1 << 24}
     for resident, dtype in (("all", "fp32"), ("cache", "fp32"), ("all", "bf16")):
         optim = {"optim__sharding": "so", "optim__resident": resident}
@@ -127,7 +129,7 @@ def test_copies_of_gloo_are_those_of_whole_buffers() -> None:
 
 def test_copies_during_the_backward_are_added_to_activations() -> None:
     """Gradients of the last blocks are reduced while the activations of the first blocks still
-    exist, so gloo's copies are added to them."""
+    exist, so the planned bytes contain these activations and gloo's copies of the gradients."""
     optim = {"optim__sharding": "so", "optim__chunk_length": 100_000, "train__dtype": "bf16"}
     config = make_config(tiny_tree("d", "r", **{**WIDE, **DENSE, **SHORT, **optim}))
     without = config.model_copy(

@@ -74,8 +74,9 @@ def test_ranks_of_a_rack_share_its_links():
 
 
 def test_collectives_with_all_ranks_take_the_time_of_the_machine_file():
-    """A collective that runs alone has the rate of the ports. With the load of all ranks of the
-    domain, it has the rate in the machine file, which is measured while all ranks are busy."""
+    """A collective that runs alone has the rate of the ports. If all ranks of the domain send data
+    at the same time, the collective has the rate in the machine file, which is measured while all
+    ranks are busy."""
     whole = network(1, 32, 1, 1)
     (shared,) = whole.shared_levels({2}).values()
     transfer = whole.collective("all_to_all", 100.0, "dp")

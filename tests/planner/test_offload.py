@@ -167,8 +167,9 @@ PIPELINE = DENSE | {
 
 
 def test_ranks_of_a_pipeline_agree_on_the_order_with_the_shortest_step() -> None:
-    """With few cache slots, 1F1B copies each chunk to the device for each microbatch, so another
-    order can be faster."""
+    """With few cache slots, the order "microbatch" copies each chunk to the device for each
+    microbatch, so the order "layer" can be faster. All ranks must choose the order in which the
+    step of the slowest rank is shortest."""
     config = make_config(tiny_tree("d", "r", **PIPELINE, **AUTO))
     mesh = make_mesh(config.parallel)
     orders = set()
@@ -236,9 +237,9 @@ def test_a_run_that_does_not_fit_is_refused_before_its_first_step(ranks, tiny_da
 
 @pytest.mark.parametrize("early", ["auto", "on"])
 def test_early_updates_use_host_memory_that_is_left_over(early: str) -> None:
-    """With "auto", spare buffers use half of the host memory that remains below the limit after the
-    states, so they do not affect which placements fit. With "on", all chunks on the host need spare
-    buffers."""
+    """Early updates write to spare buffers in host memory. With "auto", spare buffers use at most
+    half of the host memory that the states leave free, so a placement that fits without spare
+    buffers still fits. With "on", all chunks on the host need spare buffers."""
     slow = LINKS.model_copy(update={"host_adam": 1e6})
     limit, settings = needed() * 6 // 10, {"train__dtype": "fp32", "links": slow}
     late = decide(limit, offload__early_adam="off", **settings).memory
@@ -260,8 +261,9 @@ def test_early_updates_use_host_memory_that_is_left_over(early: str) -> None:
 
 @pytest.mark.parametrize("copies", [{}, {"checkpoint__async_save": True}])
 def test_states_are_on_disk_where_the_host_is_too_small(tmp_path, copies: dict) -> None:
-    """The planned bytes of each tier equal the bytes of the states, and a limit that is one byte
-    too small is refused. Chunks are small, because updates of states on disk need four buffers."""
+    """If `host_memory` is too small for all states, some states are placed on disk, and the planned
+    bytes of each tier are within the limits. A limit that is one byte too small is refused. Chunks
+    are small, because updates of states on disk need four buffers of the size of a chunk."""
     settings = {"train__dtype": "bf16", "offload__disk": str(tmp_path), **copies}
     settings |= DENSE | {"optim__chunk_length": 20_000}
     limit = needed(train__dtype="bf16", **DENSE) * 7 // 10
@@ -315,8 +317,8 @@ def test_limits_of_a_manual_placement_are_exact() -> None:
 
 
 def run_with_little_memory(tree: dict) -> tuple[int, str]:
-    """Run a training on a simulated machine with 100 kB of memory. Return the exit status and the
-    error message."""
+    """Train on a simulated machine with 100 kB of memory. Return the exit status and the error
+    message."""
     with mock.patch.object(offload_module, "usable_memory", lambda: 100_000):
         return run_and_catch(tree)
 
@@ -346,8 +348,9 @@ def test_wrong_settings_are_refused(settings: dict, message: str) -> None:
 
 @pytest.mark.parametrize("machine", ["h200", ""])
 def test_a_run_decides_as_the_plan_of_its_machine(machine: str) -> None:
-    """A run and a plan with the rates of the same machine choose the same placement. The time of a
-    step includes collectives and updates."""
+    """A run with `train.machine` and a plan for the same machine choose the same placement and
+    print the same line. A run without `train.machine` uses measured rates, and prints another
+    line."""
     settings = {**WIDE, **AUTO, "train__dtype": "bf16", "parallel__dp": 2}
     limit = needed(train__dtype="bf16") * 6 // 10
     limits = {"offload__device_memory": str(limit), "offload__host_memory": str(HOST)}

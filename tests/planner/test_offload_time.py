@@ -44,8 +44,8 @@ def timed(links: Links, **settings) -> OffloadedStep:
 
 
 def plain_s(**settings) -> StepTime:
-    """Return the time of the same step with all states on the device, if gradients are reduced
-    after each microbatch as with offloading."""
+    """Return the time of a step with all states on the device. As with offloading, the step reduces
+    gradients after each microbatch."""
     config, mesh = run_of(**settings, optim__resident="parameters")
     step, rates = step_of(config, mesh), rates_of(machine(UNLIMITED), "bf16")
     schedule = offload_time.schedule_of(config, mesh, step.microbatches)
@@ -56,8 +56,9 @@ def plain_s(**settings) -> StepTime:
 def test_a_rank_alone_takes_the_time_that_the_simulation_of_its_copies_predicts(
     settings, monkeypatch
 ):
-    """All chunks are on the host, so the device updates nothing. Each resource (link or host) is
-    busy for the time that follows from the copied bytes or the updated elements."""
+    """All chunks are on the host, so the device updates nothing. The step time, and the busy time
+    of each link and of the host, equal the times that `predict_step` computes from the copied bytes
+    and the updated elements."""
     ranks, plan_ranks = [], offload_time._plan_ranks
 
     def spy(*arguments):
@@ -85,8 +86,8 @@ def test_a_rank_alone_takes_the_time_that_the_simulation_of_its_copies_predicts(
     ],
 )
 def test_with_unlimited_links_a_step_takes_the_time_without_offloading(settings):
-    """The time differs only by the update on the device, because all chunks are updated on the
-    host."""
+    """The step with offloading is shorter by the time of the update on the device, because the host
+    updates all chunks, here in no time."""
     step, plain = timed(UNLIMITED, **MANUAL, **settings), plain_s(**settings)
     assert step.time.offload_s == pytest.approx(0, abs=1e-12)
     assert step.time.compute_s == pytest.approx(plain.compute_s)
@@ -96,8 +97,8 @@ def test_with_unlimited_links_a_step_takes_the_time_without_offloading(settings)
 
 
 def test_ranks_that_share_chunks_gather_each_copy():
-    """Each of two ranks copies half of the bytes of a chunk to the device. The ranks then gather
-    the whole chunk."""
+    """Each of two ranks copies its half of a chunk to the device, and updates this half on the
+    host. The ranks then gather the whole chunk on the devices."""
     alone, both = (
         timed(SLOW, **MANUAL),
         timed(
@@ -114,7 +115,8 @@ def test_ranks_that_share_chunks_gather_each_copy():
 
 
 def test_a_pipeline_waits_for_its_slowest_rank():
-    """The copies of a rank overlap with the time for which the rank waits for other ranks."""
+    """The spans of a resource (a link or the host) of a rank do not overlap. The step ends when the
+    slowest rank ends, and faster copies to the device make the step shorter."""
     step = timed(SLOW, **MANUAL, parallel__pp=2)
     assert step.time.total_s == pytest.approx(step.played.end)
     assert len(step.spans) == 2
@@ -129,9 +131,8 @@ def test_a_pipeline_waits_for_its_slowest_rank():
 
 
 def test_automatic_placement_on_a_machine_is_within_its_limits():
-    """The limits of device and host memory of a rank come from the machine file. The step time is
-    the time of the chosen placement, and the rates of the machine also determine the placement.
-    Updates on the device overlap with updates on the host."""
+    """The limits of device and host memory of a rank come from the machine file, as do the rates by
+    which the placement is chosen. The planned step time is the time of the chosen placement."""
     config, mesh = run_of(offload__mode="auto")
     small = machine(SLOW)
     assert small.device is not None
@@ -154,7 +155,8 @@ def test_automatic_placement_on_a_machine_is_within_its_limits():
 
 
 def test_hosts_in_two_groups_slow_the_collectives_of_offloaded_states(tmp_path):
-    """The two data ranks are in the same domain of 8 ranks, or in two domains."""
+    """If the two data ranks are in different domains of 8 ranks, not in the same domain, the
+    gathers and reductions of chunks take more than three times as long."""
     sharded = {"parallel__dp": 2, "optim__sharding": "so", "train__global_batch_tokens": 8 * 256}
     near, far = (Topology(1, groups, (8,)) for groups in ((0, 0), (0, 1)))
     run = *run_of(**MANUAL, **sharded), machine(UNLIMITED), "h200"
@@ -172,7 +174,7 @@ def test_hosts_in_two_groups_slow_the_collectives_of_offloaded_states(tmp_path):
 
 def test_hosts_in_two_groups_change_the_automatic_placement():
     """If the two hosts are in different groups, collectives take longer than the updates on the
-    host, so early updates do not make the step shorter, and the placement has none."""
+    host. Early updates then do not make the step shorter, so the placement has no early updates."""
     sharded = {"parallel__dp": 2, "optim__sharding": "so", "train__global_batch_tokens": 8 * 256}
     settings = {"offload__mode": "auto", "offload__device_memory": "7500000"}
     run = *run_of(**settings, **sharded), load_machine("h200"), "h200"

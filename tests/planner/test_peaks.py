@@ -1,5 +1,5 @@
-"""Peaks of memory in a schedule: the fast computation by matrix products gives the same peaks as a
-walk through all actions of the schedule."""
+"""Tests of the peak memory of a schedule. The fast computation by matrix products gives the same
+peaks as adding up the bytes action by action."""
 
 from __future__ import annotations
 

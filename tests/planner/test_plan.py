@@ -90,7 +90,9 @@ def test_plan_on_a_machine_has_activations_and_the_time_of_a_step(capsys):
 
 
 def test_kinds_of_ranks_have_the_memory_of_their_fullest_rank():
-    """The stages have 3, 4, 3 and 2 layers. The first layer of the model is dense."""
+    """The four stages have 3, 4, 3 and 2 layers, and the first layer of the model is dense. The
+    plan has three kinds of ranks. The kind "middle" has the memory of the fuller of its two
+    stages."""
     settings = {
         "model__num_layers": 12,
         "model__num_experts": [0] + 11 * [4],
@@ -121,7 +123,8 @@ def test_states_larger_than_the_device_are_refused(capsys):
 
 
 def host_memory_of_rank(name):
-    """Return the limit of host memory for the states of a rank on the machine `name`, in bytes."""
+    """Return the limit of host memory in bytes for the states of a rank on the machine `name`: the
+    rank's share of the host memory, without 2 GiB and without 5 % of the share."""
     machine = load_machine(name)
     assert machine.host_memory_bytes is not None
     share = int(machine.host_memory_bytes.value) // machine.ranks_per_node
@@ -159,8 +162,9 @@ def test_plan_prints_the_automatic_placement(tmp_path, capsys):
 
 
 def test_the_placement_has_the_step_time_of_the_plan(capsys):
-    """Gathers and reductions of gradients take longer than copies between device and host. The
-    automatic placement is therefore faster than a manual placement with a larger cache."""
+    """The line about the automatic placement has the step time of the plan. This step is faster
+    than the step of a manual placement with a larger cache, because gathers and reductions of
+    gradients take longer than copies between device and host."""
     command = ["plan", str(CONFIGS / "run" / "mula-7b-a1b.toml"), "--machine", "h200", "--nodes"]
     command += ["8", "offload.device_memory=20GB", "train.global_batch_tokens=1048576"]
     assert optimus([*command, "offload.mode=auto"]) == 0
@@ -198,7 +202,9 @@ def test_plan_without_a_machine_uses_that_of_the_run(capsys):
 
 
 def test_plan_prints_the_manual_placement_and_its_smallest_limits(capsys):
-    """With the smallest printed limit of host memory, no space is left for early updates."""
+    """The plan prints the smallest limits of device and host memory with which the placement fits.
+    With the smallest limit of host memory, no space is left for early updates. With one byte of
+    device memory less, the plan is refused."""
     command = ["plan", str(CONFIGS / "run" / "demo.toml"), "--machine", "h200", "--json"]
     command += ["offload.mode=manual", "offload.host_share=0.5"]
     assert optimus(command) == 0
@@ -222,8 +228,9 @@ def test_plan_prints_the_manual_placement_and_its_smallest_limits(capsys):
 
 
 def test_the_first_plan_of_a_process_has_the_memory_of_the_second():
-    """The first operation under a torch mode imports a module. If this happened in a profile, the
-    import kept tensors alive (134 MB for Mula-1B)."""
+    """The first operation under a torch dispatch mode imports a module. If this import happened
+    during a profile, it would keep tensors of the profile alive (134 MB for Mula-1B), and the first
+    plan would have more memory."""
     code = (
         "from optimus.config import load_config; from optimus.planner.allocation import allocate;"
         "from optimus.planner.plan import plan;"

@@ -29,7 +29,8 @@ def test_bubble_without_transfers_equals_its_formula(name, p, v, m):
 
 @pytest.mark.parametrize(("name", "p", "v", "m"), SCHEDULES[:1] + SCHEDULES[3:5])
 def test_transfers_that_do_not_share_a_port_delay_only_their_receivers(name, p, v, m):
-    """A rank never sends two tensors at once if a transfer is shorter than an action."""
+    """If each transfer is shorter than an action, a rank never sends two tensors at once. The
+    simulator then gives the step time of `simulate`."""
     schedule = make_schedule(name, p, v, m)
 
     def cost(action: Action) -> float:
@@ -43,8 +44,9 @@ def test_transfers_that_do_not_share_a_port_delay_only_their_receivers(name, p, 
 
 
 def test_two_transfers_at_once_have_half_of_the_rate_each():
-    """Rank 0 sends two activations. Each takes 2 s if it is sent alone. The second send begins 1 s
-    after the first. Both share the port for 2 s, and end after 3 s and 4 s."""
+    """Rank 0 sends two activations, of which each alone would take 2 s. The second send begins 1 s
+    after the first. The sends share the port for 2 s, and end 3 s and 4 s after the first send
+    began."""
     first, second = Action(Kind.F, 0, 0), Action(Kind.F, 0, 1)
     sends = [Action(Kind.SEND_ACTIVATION, 0, number) for number in (0, 1)]
     receiver = [Action(Kind.F, 1, number) for number in (0, 1)]
@@ -75,8 +77,9 @@ nodes."""
 
 
 def two_senders(first: Transfer, second: Transfer, shared: SharedLevel | None) -> list[float]:
-    """Return the end times of two transfers that begin at 1 s: an activation from rank 0 to rank 1,
-    and an activation from rank 2 to rank 3."""
+    """Return the end times, in seconds, of two transfers that begin at 1 s: an activation from rank
+    0 to rank 1, and an activation from rank 2 to rank 3. `shared` are links between domains that
+    both transfers can use."""
     sends = [Action(Kind.SEND_ACTIVATION, stage, 0) for stage in (0, 1, 2)]
     f = [Action(Kind.F, stage, 0) for stage in range(4)]
     ranks = ((f[0], sends[0]), (f[1],), (Action(Kind.F, 0, 1), sends[2]), (f[3],))
@@ -96,7 +99,7 @@ def test_ranks_of_a_domain_share_the_links_that_leave_it():
     transfer = Transfer(2.0, SLOW)
     assert two_senders(transfer, transfer, None) == [3.0, 3.0]
     assert two_senders(transfer, transfer, both) == [5.0, 5.0]
-    # The second transfer has half of its bytes left when the first one ends.
+    # When the first transfer ends, half of the bytes of the second transfer are not sent yet.
     assert two_senders(Transfer(1.0, SLOW), transfer, both) == [3.0, 4.0]
     # A transfer that uses another level does not wait.
     assert two_senders(transfer, Transfer(2.0, FAST), both) == [3.0, 3.0]
@@ -117,9 +120,9 @@ def test_ranks_of_a_domain_share_the_links_that_leave_it():
 
 
 def test_collectives_within_an_action_share_the_port_with_sends():
-    """Rank 0 sends the activation of the first microbatch, which takes 2 s alone. At the same time,
-    the second microbatch computes for 1 s and then starts a collective that takes 1 s alone. After
-    1 s, the send and the collective share the port for 2 s."""
+    """Rank 0 sends the activation of the first microbatch, which alone would take 2 s. Meanwhile,
+    rank 0 computes the second microbatch for 1 s, and then starts a collective that alone would
+    take 1 s. From then on, the send and the collective share the port for 2 s."""
     f = [Action(Kind.F, 0, number) for number in (0, 1)]
     sends = [Action(Kind.SEND_ACTIVATION, 0, number) for number in (0, 1)]
     receiver = tuple(Action(Kind.F, 1, number) for number in (0, 1))
@@ -135,13 +138,13 @@ def test_collectives_within_an_action_share_the_port_with_sends():
 
     assert ends(SLOW) == [2.0, 4.0]  # another level
     assert ends(FAST) == [2.0, 5.0]
-    # The port has 1.25 s of work for each second of both.
+    # While both transfers run, 1 s of each of them needs 1.25 s of the port.
     assert ends((0.25, 1.0)) == [2.0, 4.25]
 
 
 def test_a_host_that_is_slower_than_the_device_delays_it():
-    """The host is ahead of the device while the device computes longer than the host launches. The
-    next action is then shorter than its launches."""
+    """While the device computes a long action, the host launches the kernels of the next action.
+    The next action then takes less time on the device than the launches of its kernels."""
     schedule = make_schedule("1f1b", 1, 1, 2)
     on_device = {Kind.F: 1.0, Kind.B: 5.0}
     launches = {Kind.F: 3.0, Kind.B: 2.0}

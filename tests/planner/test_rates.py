@@ -1,4 +1,4 @@
-"""Measurement of the rates of a machine."""
+"""Tests of the measurement of rates: FLOP/s, and bytes per second between memories."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from optimus.planner import rates
 
 
 def test_a_measurement_frees_the_page_locked_memory(monkeypatch):
-    """Otherwise 142 MB would stay locked until the end of the process."""
+    """If the measurement did not free its page-locked buffers, 142 MB would stay locked until the
+    end of the process."""
     made: list[int] = []
     freed: list[int] = []
     new = platform.host_zeros
@@ -29,7 +30,8 @@ def test_a_measurement_frees_the_page_locked_memory(monkeypatch):
 
 
 def test_the_rate_of_products_is_that_of_the_dtype(monkeypatch, tmp_path):
-    """Cached rates of another dtype are not used."""
+    """The FLOP/s of matrix products are measured and cached for each dtype. The cached value of one
+    dtype is not used for another dtype."""
     monkeypatch.setenv("OPTIMUS_PEAK_CACHE", str(tmp_path))
     peaks = {torch.float32: 1e10, torch.bfloat16: 1e11}
 

@@ -87,8 +87,8 @@ BASE = {
 
 
 def memory_alone(config: Config, layout: Layout, world_size: int, profiled: Profiled) -> int | None:
-    """Return the memory of a layout in bytes, computed by the functions that plan a whole
-    configuration and each of its ranks. Return None if these functions refuse the layout."""
+    """Return the memory of the fullest rank of a layout in bytes, computed by the functions that
+    plan a single configuration, rank by rank. Return None if these functions refuse the layout."""
     if layout.pp == 1 and (layout.schedule, layout.virtual_stages) != ("1f1b", 1):
         return None  # the same run as with 1f1b
     try:
@@ -132,8 +132,8 @@ RATES = rates_of(load_machine("a100-80"), "bf16")
     ids=["moe", "cache", "bf16", "dense"],
 )
 def test_memory_of_random_layouts_is_that_of_the_fullest_rank(settings, number):
-    """The memory of a layout equals the memory of its fullest rank to the byte, with every
-    schedule, recomputation, sharding and residency."""
+    """For random layouts, whose schedule, recomputation, sharding and residency vary, the search
+    computes the memory of the fullest rank exactly to the byte."""
     config = tiny_config("d", "r", **(BASE | settings))
     checks, profiled = LayoutChecks(config), Profiled()
     memory = LayoutMemory(config, checks)
@@ -160,7 +160,8 @@ def test_memory_of_random_layouts_is_that_of_the_fullest_rank(settings, number):
 
 
 def test_states_of_a_layout_do_not_depend_on_earlier_layouts():
-    """With sequence parallelism, the gradients of norms have another process group if tp > 1."""
+    """The search caches the bytes of states. With sequence parallelism and tp > 1, the gradients of
+    norms have another process group, so a cached value for tp = 1 must not be used for tp = 2."""
     settings = ["parallel.tp=2", "parallel.sequence_parallel=true", "optim.chunk_length=1000000"]
     config = load_config(CONFIGS / "run" / "mula-7b-a1b.toml", settings)
     checks, layout = LayoutChecks(config), layout_of(config, 24)
@@ -214,8 +215,9 @@ def test_search_equals_the_evaluation_of_each_layout():
 
 
 def test_offloaded_winner_is_that_of_an_evaluation_of_each_layout():
-    """No layout fits on the device without offloading. The search skips layouts whose bounds show
-    that they are slower or cannot fit."""
+    """No layout fits on the device without offloading. The search finds the fastest layout with
+    offloading, although it evaluates no layout whose lower bound of the step time, or of the
+    memory, is too high."""
     config = tiny_config("d", "r", **BASE, **DENSE, train__dtype="bf16", offload__mode="auto")
     checks, profiled = LayoutChecks(config), Profiled()
     space = Space(
@@ -324,7 +326,8 @@ def test_nearest_fitting_changes_the_fewest_settings():
 
 
 def test_layouts_with_more_changes_are_evaluated_only_if_needed(monkeypatch):
-    """The first layouts of `nearest_fitting` need no evaluation of pairs of changes."""
+    """`nearest_fitting` yields layouts with one changed setting before layouts with two changed
+    settings. Pairs of changes are evaluated only when a caller asks for further layouts."""
     config = tiny_config("d", "r", **(BASE | DENSE))
     machine = load_machine("a100-80").model_copy(update={"ranks_per_node": 4})
     counts = []
@@ -351,8 +354,8 @@ def test_processes_do_not_change_the_result():
 
 
 def test_end_of_a_process_of_a_search_is_a_single_line():
-    """If a process of the search is killed or runs out of memory, the search and its other
-    processes end, with a single line."""
+    """If a worker process of the search is killed or raises an error, the search ends its other
+    worker processes, and raises an error with a message of one line."""
     config = tiny_config("d", "r", train__deterministic=False)
     checks = LayoutChecks(config)
     space = dataclasses.replace(SPACE, microbatch_sizes=(1,), recompute=((),))

@@ -1,6 +1,7 @@
-"""Tests of the number and the bytes of collectives of model states. They equal the numbers and
-bytes in the planned list of collectives, which equals the collectives of a run
-(tests/rank/test_traffic.py)."""
+"""Tests of the computed number and bytes of the collectives of model states.
+
+The computed values equal those of the planned list of collectives, and this list equals the
+collectives of a run (tests/rank/test_traffic.py)."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ Totals = Counter[tuple[str, str, str]]
 
 
 def counted(config: Config, mesh: Mesh, pp: int, extrapolates: bool = False) -> Totals:
-    """Return the number ("calls") and the bytes of the collectives of states, by axes and name."""
+    """Return the number ("calls") and the bytes of the collectives of states on stage `pp`, by
+    (axes, name, "calls" or "bytes")."""
     microbatches = plan_batch(config.train, mesh.num_data_ranks).microbatches_per_rank
     totals: Totals = Counter()
     stages, traffic = stages_of(config, mesh), StateTraffic(config, extrapolates)
@@ -34,8 +36,8 @@ def counted(config: Config, mesh: Mesh, pp: int, extrapolates: bool = False) -> 
 
 
 def listed(config: Config, mesh: Mesh, pp: int, profiled: Profiled) -> Totals:
-    """Return the same values as `counted`, computed from the list of all collectives without the
-    collectives of forward and backward passes."""
+    """Return the same values as `counted`, but computed from the planned list of all collectives,
+    from which the collectives of forward and backward passes are subtracted."""
     coordinate = Coordinate(pp, 0, 0, 0)
     microbatches = plan_batch(config.train, mesh.num_data_ranks).microbatches_per_rank
     totals: Totals = Counter()

@@ -25,8 +25,8 @@ PATTERNS = ("*norm*", "*experts*", "embed.*", "blocks.[01].*", "*bias", "*.o_pro
 
 
 def random_tree(choose: random.Random) -> dict[str, Any]:
-    """Return a configuration with random sizes of the axes, which is sometimes impossible
-    (refused)."""
+    """Return a configuration with random settings and random sizes of the mesh axes. Some of these
+    configurations are refused."""
     pp, tp, ep = choose.choice((1, 1, 2, 3)), choose.choice((1, 1, 2)), choose.choice((1, 1, 2, 4))
     schedule = choose.choice(("1f1b", "zb-h1", "gpipe", "interleaved"))
     layers = choose.randint(pp, 7)
@@ -110,7 +110,8 @@ def test_bytes_of_random_layouts_are_those_of_the_engine(seed):
 
 
 def test_random_layouts_have_all_features():
-    """The comparison above would mean little if an axis or a setting never occurred."""
+    """Each axis with more than one rank, and each setting that changes states, must occur in the
+    random layouts. Otherwise, the comparison above would not test it."""
     layouts = [layout for seed in SEEDS for layout in random_layouts(seed)]
     assert len(layouts) >= 200
     present = {

@@ -49,8 +49,8 @@ def test_figures_of_a_step_are_consistent(name):
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
 def test_trace_of_a_plan_has_the_actions_of_the_schedule(tmp_path, name):
-    """The trace of a plan contains the actions of the schedule, with the same names as in a trace
-    of `optimus bench step --trace`."""
+    """The trace of a plan contains all actions of the schedule. The actions have the same names as
+    in a trace of `optimus bench step --trace`."""
     path = tmp_path / "trace.json"
     run = RUN.with_name("mula-7b-a1b.toml")
     settings = [f"parallel.schedule={name}", "parallel.pp=4", "parallel.dp=2"]
@@ -138,7 +138,8 @@ def test_picture_has_whole_numbers_of_ranks(tmp_path, monkeypatch, pp):
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_picture_has_the_actions_of_the_schedule(tmp_path, monkeypatch, schedule):
-    """Each action that takes time is a box in the row of its rank."""
+    """In the picture of a plan, each action that takes time is a box in the row of its rank. A path
+    in a missing folder is refused."""
     from matplotlib.axes import Axes
 
     boxes: Counter[int] = Counter()

@@ -1,5 +1,5 @@
-"""Tests of the time of a step: bounds, closed formulas of pipelines, numbers of operations, and
-monotonic dependence on rates."""
+"""Tests of the planned time of a step: bounds, closed formulas of pipelines, numbers of operations,
+and a time that never increases with a rate."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def demo(**parallel: object) -> tuple[Config, Mesh]:
 
 @pytest.mark.parametrize(("p", "v", "m"), [(1, 1, 3), (4, 1, 8), (4, 2, 8), (8, 4, 16), (3, 1, 1)])
 def test_span_of_equal_stages_equals_the_simulation(p, v, m):
-    """An action takes 1/v in forward and 2/v in backward. The bubble is (p - 1) / v microbatches,
-    each of time 3."""
+    """With p ranks and v stages on each rank, an action takes 1/v in forward and 2/v in backward. A
+    microbatch then takes 3 on a rank, and the bubble has the time of (p - 1) / v microbatches."""
     name = "interleaved" if v > 1 else "1f1b"
     simulated = simulate(make_schedule(name, p, v, m), unit_costs(v)).end
     stages = p * v
@@ -68,16 +68,18 @@ def test_span_of_gpipe_and_of_zero_bubble():
 
 @pytest.mark.parametrize("formula", [False, True])
 def test_transfers_occupy_the_cores_of_a_cpu(formula):
-    """In each pass, a stage of a pipeline of two ranks sends or receives one transfer, which
-    occupies its cores for half of the time of the transfer: in both passes of 4 microbatches on a
-    rank, and of one microbatch on the other rank."""
+    """On a CPU, a transfer occupies the cores of the sender and of the receiver for half of its
+    time. A pipeline of two ranks has one transfer for each pass of each microbatch. The step
+    becomes longer by these half transfers in both passes of 4 microbatches on a rank, and of one
+    microbatch on the other rank."""
     layers = (Layers((Pass(1e11),), (Pass(2e11),)),)
     step = Step((layers,) * 2, 4, {"pp": [(0, 8)]}, transfer_bytes=1e8)
     cpu = dataclasses.replace(a100(), launches_queue=False)
     schedule = make_schedule("1f1b", 2, 1, 4)
 
     def added(rates: Rates) -> tuple[float, float]:
-        """Return the seconds that transfers add to the step and to its communication and bubble."""
+        """Return the seconds that transfers add to the step, and the seconds that they add to the
+        sum of communication and bubble."""
         times = []
         for each in (step, dataclasses.replace(step, transfer_bytes=0.0)):
             time = step_time(each, rates) if formula else played_time(each, rates, schedule)
@@ -110,7 +112,8 @@ def test_span_of_zero_bubble_is_close_to_the_simulation():
 
 
 def test_span_of_unequal_stages_is_close_to_the_simulation():
-    """The head makes the last stage 30 % longer. The formula ignores small waits."""
+    """The head makes the last stage 30 % longer. The formula ignores short waits, so it agrees with
+    the simulation only within 2 %."""
     forward, backward = [1.0, 1.0, 1.0, 1.3], [2.0, 2.0, 2.0, 2.6]
     costs = {"F": forward, "B": backward}
     timeline = simulate(
@@ -122,7 +125,8 @@ def test_span_of_unequal_stages_is_close_to_the_simulation():
 
 @pytest.mark.parametrize("model", ["mula-1b", "mula-7b-a1b", "olmo-1b"])
 def test_products_of_a_layer_have_the_flops_of_the_model(model):
-    """Fused attention skips masked scores, which are half of all scores."""
+    """The products of a layer have the FLOPs by which MFU is defined. MFU counts all attention
+    scores, but fused attention skips the masked half, so its FLOPs are doubled here."""
     settings = ["train.seq_len=2048", "train.microbatch_size=2", "model.num_layers=2"]
     config = load_config(FOLDER.parent / "model" / f"{model}.toml", settings)
     work = profile_work(config, Mesh(1, 1, 1, 1))

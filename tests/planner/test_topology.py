@@ -1,4 +1,4 @@
-"""Bytes that collectives send between nodes and between groups of nodes."""
+"""Tests of the bytes that collectives send between nodes and between groups of nodes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ RACKS = Mesh(pp=8, dp=16, ep=12)
 
 
 def racks(order) -> Topology:
-    """Return the topology in which node n of the run is the physical node order(n) of two racks."""
+    """Return the topology of 128 nodes in two racks of 64 nodes. Node n of the run is the physical
+    node `order(n)`."""
     return Topology(12, tuple(order(node) // 64 for node in range(128)))
 
 
@@ -55,8 +56,9 @@ def test_edges_of_a_ring_that_cross_racks_depend_on_the_order(order, share):
 
 
 def test_halving_sends_least_over_the_largest_distance():
-    """If the replicas of a stage are on successive nodes, only the last step, with 1/16 of the
-    buffer, sends data between racks."""
+    """If the replicas of a stage are on successive nodes, only the last step of recursive halving,
+    with 1/16 of the buffer, sends data between racks. If the nodes alternate between racks, the
+    first step, with 1/2 of the buffer, does."""
     topology = racks(lambda node: node % 16 * 8 + node // 16)
     crossing = all_reduce_crossing(RACKS, ("dp",), topology, "halving")
     assert crossing.groups == pytest.approx(1536 * 2 / 16)
@@ -67,7 +69,8 @@ def test_halving_sends_least_over_the_largest_distance():
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("size", [2, 3, 4, 7, 8, 12, 16])
 def test_an_all_reduce_sends_the_bytes_of_its_algorithm(algorithm, size):
-    """In an all-reduce, each rank sends at least 2 (n - 1) / n of the buffer."""
+    """In an all-reduce, each rank sends 2 (n - 1) / n of the buffer. Recursive halving sends more
+    if n is not a power of two."""
     mesh, topology = Mesh(dp=size, tp=2), Topology(4, tuple(range(8)))
     crossing = all_reduce_crossing(mesh, ("dp",), topology, algorithm, [5.0])
     least = 2 * (size - 1) / size * size * 2 * 5.0
@@ -80,8 +83,8 @@ def test_an_all_reduce_sends_the_bytes_of_its_algorithm(algorithm, size):
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("size", [8, 16, 64])
 def test_a_collective_takes_the_time_of_the_bytes_that_cross_nodes(algorithm, size):
-    """`optimus plan` prints the share of the bytes that cross nodes. This share and the
-    planned time of a collective must come from the same algorithm."""
+    """`optimus plan` prints the share of the bytes that cross nodes, and the time of a collective.
+    Both values must be computed for the same algorithm."""
     links = (Link("node", 4, 1e12), Link("machine", 0, 1.0))
     crossing = all_reduce_crossing(Mesh(dp=size), ("dp",), Topology(4), algorithm)
     seconds = collective_s("all_reduce", 1.0, tuple(range(size)), links, algorithm)
@@ -89,8 +92,8 @@ def test_a_collective_takes_the_time_of_the_bytes_that_cross_nodes(algorithm, si
 
 
 def brute_force(mesh: Mesh, axes, topology: Topology, per_stage) -> tuple[float, float, float]:
-    """Return the bytes that a ring all-reduce sends: in total, between nodes, and between groups.
-    They are added up over all ranks."""
+    """Return the bytes that all ranks together send in a ring all-reduce: in total, between nodes,
+    and between groups of nodes. `per_stage` has the bytes of the buffer of each stage."""
     sent = nodes = groups = 0.0
     for rank in range(mesh.world_size):
         members = mesh.group_of(rank, axes)
@@ -145,7 +148,8 @@ def test_aurora_s_host_names_contain_the_rack():
 
 
 def test_the_groups_of_all_nodes_are_converted_once(monkeypatch):
-    """A hierarchical collective asks for the domains of each process group."""
+    """A hierarchical collective calls `domains` for each process group. `domains` must convert the
+    groups of all nodes to an array only in the first call."""
     topology, calls, convert = Topology(2, (0, 0, 1, 1)), [], numpy.array
     monkeypatch.setattr(numpy, "array", lambda value: calls.append(value) or convert(value))
     for _ in range(3):
@@ -187,7 +191,7 @@ SMALLER = CONFIGS / "run" / "mula-7b-a1b.toml"
 
 
 def shuffled_hosts(file) -> list[str]:
-    """Write the names of 256 hosts of 5 racks, in random order, to a file."""
+    """Write the names of 256 hosts of 5 racks, in random order, to `file`. Return the names."""
     hosts = [f"x{rack}c{c}s{s}b0n0" for rack in range(5) for c in range(8) for s in range(8)]
     random.Random(1).shuffle(hosts)
     file.write_text("\n".join(hosts[:256]))
@@ -230,8 +234,9 @@ def test_plan_says_that_groups_are_unknown(tmp_path, capsys):
 
 @pytest.mark.parametrize("dispatch", ["allgather", "alltoall"])
 def test_a_better_order_sends_fewer_bytes_of_ep_across_groups(dispatch):
-    """Both orders send the same bytes of dp across groups. Process groups of ep = 8 cross the
-    boundaries of nodes of 12 ranks, and in the second order those of groups of nodes."""
+    """In both orders, collectives over dp send the same bytes across groups of nodes. Process
+    groups of ep = 8 ranks cross the boundaries of nodes, which have 12 ranks. In the better order,
+    they send fewer bytes across groups of nodes."""
     settings = ["model.num_layers=2", "parallel.ep=8", f"parallel.ep_dispatch={dispatch}"]
     config = load_config(SMALLER, [*settings, "train.global_batch_tokens=393216"])
     hosts = tuple(f"x{rack}c0s{slot}b0n0" for rack, slot in ((1, 0), (2, 0), (2, 1), (1, 1)))
@@ -282,8 +287,8 @@ def test_estimated_bytes_of_tp_are_those_of_the_operations_of_the_layers():
 
 
 def test_an_order_that_sends_more_known_bytes_is_no_better_order(monkeypatch):
-    """An order with fewer bytes over axes whose bytes are not known, but with more known bytes,
-    may be slower."""
+    """An order of the hosts is better only if neither the known bytes across groups nor the bytes
+    over axes with unknown sizes increase. Otherwise, a step could be slower."""
     config, mesh = load_config(SMALLER), Mesh(dp=48)
     hosts = tuple(f"x{rack}c0s{slot}b0n0" for rack, slot in ((1, 0), (2, 0), (2, 1), (1, 1)))
     machine = load_machine("aurora")
@@ -333,8 +338,8 @@ def test_plan_names_the_first_host_without_a_group(tmp_path, capsys):
 
 @pytest.mark.parametrize("sharding", ["none", "so", "epso"])
 def test_bytes_of_a_step_are_those_of_the_chunks(sharding):
-    """In a reduce-scatter and in an all-gather over n ranks, each rank sends (n - 1) / n of the
-    buffer."""
+    """The bytes of a step follow from the chunks: in a reduce-scatter and in an all-gather over n
+    ranks, each rank sends (n - 1) / n of the buffer of a chunk."""
     settings = [f"optim.sharding={sharding}", "parallel.dp=2", "parallel.ep=2", "parallel.pp=2"]
     config = load_config(RUN, ["model.num_layers=4", "model.hidden_size=48", *settings])
     mesh = Mesh(2, 2, 2, 1)

@@ -1,5 +1,5 @@
-"""Tests of the workload of a step (operations, bytes and collectives): it equals the profile of the
-real stages on the meta device."""
+"""Tests of the workload of a step (operations, bytes and collectives). The workload equals the
+profile of the real stages on the meta device."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ RUNS = FOLDER.parent / "run"
     ],
 )
 def test_work_of_a_step_is_that_of_the_profile_of_its_stages(model, overrides):
-    """The memory in a plan is computed from `profile_stages`, the profile of the real stages."""
+    """The operations and collectives of a planned step equal those in `profile_stages`, the profile
+    of the real stages, from which the memory of a plan is computed."""
     settings = ["parallel.dp=1", "model.num_layers=4", "train.global_batch_tokens=0", *overrides]
     config = load_config(RUNS / f"{model}.toml", settings)
     mesh = make_mesh(config.parallel)
@@ -73,9 +74,10 @@ def test_parameters_of_the_stages_are_those_of_the_model(run):
 
 
 def test_an_update_reads_and_writes_states_gradients_and_parameters():
-    """For each parameter that it updates, a rank reads and writes the fp32 master and two moments
-    (24 bytes), writes the bf16 parameter, and reads the bf16 gradient for the update and for the
-    norm. It checks and clears the fp32 gradients of all parameters."""
+    """For each parameter that a rank updates, it reads and writes the fp32 master and two moments
+    (24 bytes), writes the bf16 parameter (2 bytes), and reads the bf16 gradient for the update and
+    for the norm (2 bytes each). For all parameters, it reads and clears the fp32 gradient (8
+    bytes)."""
     config = load_config(RUNS / "mula-7b-a1b.toml", ["optim.sharding=epso"])
     update = step_of(config, Mesh(dp=384)).update
     parameters = count_parameters(config.model)[0]
@@ -84,8 +86,11 @@ def test_an_update_reads_and_writes_states_gradients_and_parameters():
 
 
 def reductions(*overrides: str) -> dict[tuple[str, str, str], float]:
-    """Return the collectives of a step with 8 microbatches, dp = 4 and ep = 2. Keys: (axes, name,
-    overlap). Values: bytes for each parameter that the process group shares."""
+    """Return the collectives of a step with 8 microbatches, dp = 4 and ep = 2.
+
+    Keys: (axes, name, the phase with which the collective overlaps). Values: bytes of the
+    collective divided by the number of parameters that the process group shares.
+    """
     settings = ["parallel.dp=4", "parallel.ep=2", "train.microbatch_size=1", *overrides]
     settings += ["optim.grad_reduce_dtype=fp32", "optim.grad_dtype=fp32"]
     batch = f"train.global_batch_tokens={8 * 8 * 2048}"
@@ -120,9 +125,9 @@ def test_reductions_are_those_of_the_engine():
 
 
 def test_ranks_with_the_same_shard_gather_its_sum():
-    """With `so`, two ep ranks have the same shard. In the reduction over dp x ep, each of them
-    receives half of the summed gradients of the shard. The two ranks gather the halves at the
-    end."""
+    """With `so`, two ep ranks have the same shard of the optimizer states. The reduce_scatter over
+    dp x ep gives each of them half of the summed gradients of this shard. At the end of the step,
+    the two ranks gather the halves."""
     sums = reductions("optim.sharding=so")
     # 4 bytes of 1/4 of the parameters
     assert sums.pop(("ep", "all_gather", "nothing")) == pytest.approx(1, rel=0.02)
@@ -131,7 +136,8 @@ def test_ranks_with_the_same_shard_gather_its_sum():
 
 
 def test_gathers_of_a_limited_cache_are_timed():
-    """A cache of 8 chunks gathers the parameters again for each microbatch."""
+    """With a cache of 8 chunks, ranks gather the parameters again for each microbatch. The times of
+    a step must contain these gathers."""
     limited = ["optim.sharding=epso", "optim.resident=cache", "optim.cache_chunks=8"]
     sums = reductions(*limited)
     assert sums["dp", "all_gather", "passes"] > 8 * 2
