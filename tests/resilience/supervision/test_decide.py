@@ -114,9 +114,9 @@ def test_outcome_without_a_failure(statuses, outcome):
 @pytest.mark.parametrize("gone", [{"unreachable": ("a",)}, {"restarted": ("b", "a")}])
 @pytest.mark.parametrize(("last", "outcome"), [(0, "done"), (3, "stopped"), (LOST, None)])
 def test_loss_of_agents_after_the_end_of_all_ranks_is_no_failure(gone, last, outcome):
-    """Slurm cancels a job. The ranks end, and then the agents are killed. If all ranks ended
-    without an error, the loss of the agents must not count as a failure. If the last rank lost
-    another rank, it does."""
+    """Slurm cancels a job. The ranks end, and then the agents are killed. If no rank had an error,
+    the attempt must not count as failed. If rank 3 ended because it lost another rank, the attempt
+    failed (one node is gone) or was interrupted (both nodes are gone)."""
     statuses = {0: 0, 1: 0, 2: 0, 3: last}
     evidence = Evidence(1, 9, ends(statuses), nodes=("a", "b"), **gone)
     end = find_cause(evidence, RANKS, 0.0)
