@@ -1,4 +1,4 @@
-"""Choice of kernels: ranks agree on it, record it, and keep it when they resume."""
+"""Choice of kernels. All ranks agree on the choice, and a resumed run keeps the choice."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ FAST = {
 
 
 def run_with(tree: dict, environ: dict[str, dict[str, str]]) -> str:
-    """Train with the environment variables `environ[rank]`. Return the message of the usage error;
-    "" if there is no error."""
+    """Train with the environment variables `environ[rank]` on each rank. Return the message of the
+    usage error with which the run ends, or "" if the run completes."""
     os.environ.update(environ.get(os.environ.get("RANK", "0"), {}))
     try:
         train(make_config(tree), read_launch_env())
@@ -93,7 +93,8 @@ def test_ranks_with_different_kernels_do_not_train(ranks, tiny_data, tmp_path):
     ],
 )
 def test_unavailable_kernels_on_a_rank_end_a_dense_run(ranks, tiny_data, tmp_path, name, message):
-    """Rank 1 selects unavailable kernels. The run must fail, although a dense model uses none."""
+    """OPTIMUS_KERNELS selects unavailable kernels on rank 1. The run must fail on all ranks, even
+    if its dense model uses no kernels for experts."""
     tree = tiny_tree(tiny_data, tmp_path / "run", **{**FAST, **DENSE})
     environ = {"1": {"OPTIMUS_KERNELS": name}}
     errors = ranks(2, run_with, tree, environ, start_world=False, timeout_s=120)
@@ -163,9 +164,9 @@ def test_measured_form_is_kept_on_resume(ranks, tiny_data, tmp_path, monkeypatch
 
 
 def run_and_look(tree: dict, finds: dict[str, str] | None = None) -> tuple[int, str]:
-    """Train. Return the number of measurements on this rank, and the implementation of grouped
-    products that the run selected. With `finds`, a measurement on a rank is replaced: its result
-    is `finds[str(rank)]`."""
+    """Train. Return the number of measurements of grouped products on this rank, and the
+    implementation of grouped products that the run selected. With `finds`, nothing is measured: the
+    result of the measurement on a rank is `finds[str(rank)]`."""
     measure, calls = autotune.measure_grouped_gemm, []
     if finds:
         measure = lambda *_: finds[os.environ["RANK"]]  # noqa: E731
@@ -243,8 +244,9 @@ def test_sizes_that_the_torch_form_lacks_are_refused_or_take_the_loop(tiny_data,
 
 @needs_torch_form
 def test_form_supports_the_tensor_parallel_slices_of_experts(ranks, tiny_data, tmp_path):
-    """With tp 2, each rank has half of each row, which is too small for torch's grouped products.
-    The run must refuse the setting "torch", and the setting "auto" must select "loop"."""
+    """With parallel.tp = 2, each rank has half of each row of an expert. Half a row is too small
+    for torch's grouped products, so the run must refuse the setting "torch", and the setting "auto"
+    must select "loop", even if the checkpoint has "torch"."""
     narrow = {**FAST, "model__intermediate_size": 4}
     whole = tiny_tree(tiny_data, tmp_path, **narrow, kernels__grouped_gemm="torch")
     assert ranks(1, run_with, whole, {}, start_world=False, timeout_s=120) == [""]

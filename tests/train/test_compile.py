@@ -66,8 +66,8 @@ def test_blocks_compile_all_the_way():
 
 
 def run_and_count_graphs(tree: dict) -> tuple[list[float], float, int, dict]:
-    """Train; return the losses, the last evaluation loss, the number of graphs, and the graph
-    breaks.
+    """Train. Return the loss of each step, the last evaluation loss, the number of compiled graphs,
+    and the number of graph breaks for each reason.
 
     Run this function in a new process, because `train.compile` is refused if IPEX is imported.
     """

@@ -38,7 +38,8 @@ RUN = {
 
 
 def on_disk(directory: Path, share: float = 0.6) -> dict[str, Any]:
-    """Return settings of a run with states in all tiers."""
+    """Return settings of a run with states on the device, on the host and on disk. `share` is the
+    share of the host's optimizer states that are on disk, in `directory`."""
     directory.mkdir(exist_ok=True)
     return {
         "offload__mode": "manual",
@@ -49,8 +50,8 @@ def on_disk(directory: Path, share: float = 0.6) -> dict[str, Any]:
 
 
 def run_in_small_batches(tree: dict[str, Any]) -> tuple[int, str]:
-    """Run a training whose saves and loads copy a few elements at a time. Return (exit status,
-    error message), as `run_and_catch` does."""
+    """Train. Saves and loads copy at most 608 elements at a time. Return (exit status, error
+    message), as `run_and_catch` does."""
     largest: list[int] = []
     read = DiskTier.read
 
@@ -70,9 +71,9 @@ def run_in_small_batches(tree: dict[str, Any]) -> tuple[int, str]:
 
 @pytest.mark.parametrize(("size", "async_save"), [(1, False), (2, True)])
 def test_runs_resume_with_and_without_states_on_disk(ranks, tiny_data, tmp_path, size, async_save):
-    """A run without states on disk resumes with states on disk, and a run with states on disk
-    resumes without them. Metrics, states and checkpoints equal those of a run with all states on
-    the device. No file with states remains."""
+    """A run with states on disk resumes without states on disk, and then resumes with states on
+    disk again. Metrics, states and checkpoints equal those of a run with all states on the device.
+    After each run, no file with states remains."""
     single, many, disk = tmp_path / "single", tmp_path / "many", tmp_path / "disk"
     run = RUN | {"checkpoint__async_save": async_save, "optim__sharding": "so"}
     train_on(ranks, size, tiny_tree(tiny_data, single, **run))
@@ -105,7 +106,7 @@ def test_asynchronous_saves_have_the_states_of_their_step(ranks, tiny_data, tmp_
 
 
 def run_with_broken_writes(tree: dict[str, Any]) -> Any:
-    """Train. The disk is full in the writes of states after update 4."""
+    """Train. From update 5 on, all writes of states to disk fail, because the disk is full."""
     plain = os.pwritev
 
     def write(fd: int, buffers: Any, at: int) -> int:
@@ -126,7 +127,8 @@ def test_a_run_ends_without_a_checkpoint_of_partly_updated_states(
     ranks, tiny_data, tmp_path, async_save
 ):
     """The disk fails in the update of step 5, after which a checkpoint is due. The run ends with
-    status 1, and resumes from step 4 with the bits of an unbroken run."""
+    status 1 and without this checkpoint. It resumes from step 3 or 4, with the bits of an unbroken
+    run."""
     run = RUN | {"checkpoint__interval": 1, "checkpoint__async_save": async_save}
     train_on(ranks, 1, tiny_tree(tiny_data, tmp_path / "unbroken", **run))
     disk = tmp_path / "disk"
@@ -141,7 +143,8 @@ def test_a_run_ends_without_a_checkpoint_of_partly_updated_states(
 
 
 def test_states_of_a_model_checkpoint_start_a_run_on_disk(ranks, tiny_data, tmp_path):
-    """The run loads only the weights, and its moments are zero."""
+    """A run with states on disk starts from the weights of a model-only checkpoint, with moments of
+    zero. Its results equal those of a run with states on the device."""
     source = tmp_path / "source"
     train_on(ranks, 1, tiny_tree(tiny_data, source, **RUN))
     load = {"checkpoint__load": str(source / "checkpoints" / "model-00000004")}
@@ -156,8 +159,8 @@ def test_states_of_a_model_checkpoint_start_a_run_on_disk(ranks, tiny_data, tmp_
 
 
 def refused(ranks: Any, tree: dict[str, Any], size: int = 1) -> str:
-    """Return the message with which a run is refused with status 2, on all ranks. No file of the
-    run directory must remain."""
+    """Assert that a run is refused with status 2 and the same message on all ranks, and that no run
+    directory remains. Return the message."""
     ended = ranks(size, run_and_catch, tree, start_world=False)
     assert not Path(tree["train"]["run_dir"]).exists()
     assert [status for status, _ in ended] == [2] * size, ended
@@ -167,7 +170,8 @@ def refused(ranks: Any, tree: dict[str, Any], size: int = 1) -> str:
 
 
 def test_a_directory_that_cannot_be_used_is_refused(ranks, tiny_data, tmp_path):
-    """The directory does not exist, is a file, or has too little space."""
+    """A run is refused if its directory `offload.disk` does not exist, is a file, or has too little
+    free space."""
     settings = RUN | on_disk(tmp_path / "states")
     run, missing, file = tmp_path / "run", tmp_path / "missing", tmp_path / "file"
     file.touch()
@@ -192,8 +196,8 @@ def test_a_read_only_directory_is_refused(ranks, tiny_data, tmp_path):
 
 
 def run_in_use(tree: dict[str, Any]) -> tuple[int, str]:
-    """Run a training whose directory `offload.disk` is used by another run. Return (exit status,
-    error message)."""
+    """Train while another run uses the directory `offload.disk`. Return (exit status, error
+    message)."""
     state_file._LOCK_S = 0.1
     path = Path(tree["offload"]["disk"]) / "optimus-states-rank00000"
     fd = state_file.open_locked(path)
@@ -245,7 +249,9 @@ def test_settings_without_effect_are_refused(changes, words):
 
 @pytest.mark.parametrize("async_save", [False, True])
 def test_plan_counts_the_bytes_on_disk_and_refuses_a_byte_too_few(tmp_path, async_save):
-    """With checkpoint.async_save, the disk also contains copies of the states for checkpoints."""
+    """A plan prints the bytes that a rank needs on disk, and refuses a limit that is one byte
+    smaller. With checkpoint.async_save, these bytes include copies of the states for
+    checkpoints."""
     run = RUN | on_disk(tmp_path / "states", 1.0) | {"checkpoint__async_save": async_save}
     tree = tiny_tree("d", "r", **run)
     config = make_config(tree)
@@ -277,7 +283,8 @@ def test_plan_counts_the_bytes_on_disk_and_refuses_a_byte_too_few(tmp_path, asyn
 
 
 def file_size(tree: dict[str, Any]) -> int:
-    """Run a training. Return the largest size of the file with the states, in bytes."""
+    """Train. Assert that the file with the states has the same size before each update. Return this
+    size in bytes."""
     sizes: list[int] = []
     (directory,) = [Path(tree["offload"]["disk"])]
 
@@ -285,7 +292,7 @@ def file_size(tree: dict[str, Any]) -> int:
         sizes.extend(path.stat().st_size for path in directory.iterdir())
 
     assert run_with(tree, before).status == 0
-    assert len(set(sizes)) == 1  # it has its full size before the first update
+    assert len(set(sizes)) == 1  # the file has its full size before the first update
     return sizes[0]
 
 

@@ -26,7 +26,7 @@ from tests.kit.runs.training import Ended, run_with, train_on
 
 
 def run_with_a_hanging_disk(tree: dict[str, Any]) -> Ended:
-    """Train. On rank 1, the write of the checkpoint of step 4 hangs until update 10."""
+    """Train. On rank 1, the write of the checkpoint of step 4 hangs until update 10 begins."""
     release_writes = delay_writes({4: 10} if read_launch_env().rank == 1 else {})
     return run_with(tree, release_writes, wait_for_saves_after([11]))
 
@@ -121,7 +121,8 @@ def test_read_only_directory_delays_saves_only(ranks, tiny_data, tmp_path, disk,
 
 
 def run_with_waiting_lines(tree: dict[str, Any], steps: Sequence[int]) -> Ended:
-    """Train. Writes of metrics.jsonl fail in the updates `steps`; writes of checkpoints succeed."""
+    """Train. In the updates `steps`, writes of metrics.jsonl fail, but writes of checkpoints
+    succeed."""
     plain = JsonLines._write
 
     def before(step: int) -> None:
@@ -153,8 +154,8 @@ def test_checkpoint_without_its_metrics_is_not_committed(ranks, tiny_data, tmp_p
 
 
 def run_with_space_for_full_or_model(tree: dict[str, Any]) -> Ended:
-    """Train. The free space is one byte less than the full checkpoint and the model-only checkpoint
-    of a step need together."""
+    """Train on a disk with space for either the full checkpoint or the model-only checkpoint of a
+    step. For both checkpoints together, one byte is missing."""
     plain, due = shutil.disk_usage, []
     release_writes = delay_writes({10: 11} if tree["checkpoint"]["async_save"] else {})
 
@@ -199,7 +200,8 @@ def run_with_space_for_both(tree: dict[str, Any]) -> Ended:
 
 
 def run_without_space(tree: dict[str, Any]) -> Ended:
-    """Train without free space. Assert that failed saves keep no copies of frozen parameters."""
+    """Train on a disk without free space. Assert that failed saves keep no fp32 copies of frozen
+    parameters in memory."""
     plain = shutil.disk_usage
     shutil.disk_usage = lambda path: plain(path)._replace(free=0)
     seen = []
@@ -248,7 +250,7 @@ def test_full_checkpoint_precedes_model_without_space_for_both(
 
 
 def run_on_a_filling_disk(tree: dict[str, Any], folder: str) -> Ended:
-    """Train, and write a file of 700 kB to the disk before update 11."""
+    """Train. Before update 11, write a file of 700 kB to `folder`."""
 
     def before(step: int) -> None:
         if step == 11:
@@ -259,9 +261,9 @@ def run_on_a_filling_disk(tree: dict[str, Any], folder: str) -> Ended:
 
 @SYNC_AND_ASYNC
 def test_undeletable_checkpoints_do_not_keep_others(ranks, tiny_data, tmp_path, async_save):
-    """Two old checkpoints cannot be deleted. The run must still delete other old checkpoints. The
-    run must print one warning about each of these two checkpoints, and must mention both when it
-    warns that space is low."""
+    """Two old checkpoints cannot be deleted. The run must still delete other old checkpoints. It
+    must print one warning about each of the two undeletable checkpoints, and must mention their
+    number when it warns that space is low."""
     settings = {"train__max_steps": 12, "checkpoint__interval": 2, "checkpoint__model_interval": 2}
     settings |= {"checkpoint__keep_models": 1, "checkpoint__async_save": async_save}
     with small_disk(tmp_path / "disk", "4m"):

@@ -36,8 +36,9 @@ ALONE = {"start_world": False, "timeout_s": 120}
 
 
 def count_early(trees: Sequence[dict[str, Any]]) -> tuple[list[Outcome], int]:
-    """Run the configurations on this rank, one after the other, with NaN in freed and in spare
-    buffers. Return the results, and the number of early updates that the runs have used."""
+    """Run the configurations on this rank, one after the other. Freed buffers and unused spare
+    buffers contain NaN. Return the outcome of each run, and the number of early updates that all
+    runs together have used."""
     count, exchange = 0, ChunkState.exchange
 
     def note(state: ChunkState, other: Any) -> None:
@@ -62,8 +63,8 @@ def count_early(trees: Sequence[dict[str, Any]]) -> tuple[list[Outcome], int]:
 def test_clipped_and_unclipped_steps_have_the_bits_of_states_on_the_device(
     ranks, size, layout, grad_dtype
 ):
-    """With `offload.grad_dtype` = "bf16", the reference run, with states on the device, also rounds
-    gradients to bf16."""
+    """With and without early updates, runs have the bits of a run with states on the device. If
+    `offload.grad_dtype` is "bf16", this reference run also rounds gradients to bf16."""
     run = {"train__dtype": "bf16", "model__tie_embeddings": True, "optim__sharding": "so"}
     run |= {"train__global_batch_tokens": 4 * CONTEXT, "optim__clip_norm": 0.815} | layout
     rounds = {"offload__grad_dtype": grad_dtype}
@@ -84,8 +85,9 @@ def test_clipped_and_unclipped_steps_have_the_bits_of_states_on_the_device(
 
 @pytest.mark.parametrize(("early", "clip_norm"), [("auto", 0.58), ("auto", 0.0), ("on", 0.58)])
 def test_auto_begins_no_early_update_after_a_clipped_norm(monkeypatch, early, clip_norm):
-    """With clipping, `auto` expects a clipped norm in the first step and after a step whose norm
-    was clipped. In these steps, it begins no early update."""
+    """With clipping, early_adam = "auto" expects a clipped norm in the first step, and in a step
+    after a step whose norm was clipped. In these steps, the run begins no early update. With "on",
+    and without clipping, each step begins early updates."""
     expected: list[Any] = []
     start = UpdateQueue.start_step
 
@@ -116,7 +118,8 @@ def test_bf16_gradients_change_a_run(ranks):
 
 
 def test_overflows_discard_early_updates(ranks):
-    """In fp16, the loss scale is too large for the first update and for a later one."""
+    """In fp16, the loss scale is too large for the first update and for a later update. Their
+    gradients overflow, so the early updates of these steps must be discarded."""
     run = {"train__dtype": "fp16", "optim__loss_scale": 2.0**22, "train__deterministic": False}
     run |= CLIP | MANUAL | {"train__threads": 1}
     trees = [tiny_tree("d", "r", **SMALL, **run, offload__early_adam=e) for e in ("off", "on")]
@@ -127,7 +130,8 @@ def test_overflows_discard_early_updates(ranks):
 
 
 def test_a_step_with_bad_data_is_skipped_with_the_same_bits(ranks, tiny_data, tmp_path):
-    """The gradients of step 3 are NaN, and the run skips its update."""
+    """The gradients of step 3 are NaN, and the run skips the update of step 3. With early updates,
+    the run has the bits of a run without early updates."""
     for name, change in (("whole", {}), ("early", MANUAL | {"offload__early_adam": "on"})):
         tree = skipping_tree(tiny_data, tmp_path / name, **CLIP, **change, optim__chunk_length=2000)
         (ended,) = ranks(1, train_on_bad_instance, tree, INSTANCE, start_world=False)
@@ -138,7 +142,8 @@ def test_a_step_with_bad_data_is_skipped_with_the_same_bits(ranks, tiny_data, tm
 
 
 def slow_links(folder: Path) -> str:
-    """Write a links file with which the updates of the tiny model take about 0.2 s per step."""
+    """Write a links file whose rates let the updates of the tiny model take about 0.2 s per step.
+    Return the path of the file."""
     file = folder / "links.toml"
     file.write_text("[links]\nto_device = 1e9\nto_host = 1e9\nhost_adam = 2.5e5\n")
     return str(file)
@@ -161,8 +166,9 @@ def test_saves_and_evaluations_right_after_an_update_see_all_chunks(
 
 
 def run_while_busy(tree: dict[str, Any], reason: str) -> Ended:
-    """Train. After update 3, while the host still updates chunks, receive SIGTERM, or let the
-    forward of the second block raise an error."""
+    """Train. After update 3, while the host still updates chunks, send SIGTERM to this rank
+    (`reason` "SIGTERM"), or let the next forward of the second block raise an error (`reason`
+    "error")."""
     forward, fails = Block.forward, False
 
     def run_block(block: Block, *arguments: Any) -> Any:
@@ -187,8 +193,9 @@ def run_while_busy(tree: dict[str, Any], reason: str) -> Ended:
 def test_a_run_that_ends_during_updates_resumes_with_the_same_bits(
     ranks, tiny_data, tmp_path, reason, status, kept
 ):
-    """After the signal, the run saves step 3 with the updates of all chunks. After the error, the
-    run ends and does not save step 3."""
+    """The run ends while the host still updates chunks. After SIGTERM, the run saves step 3 with
+    the updates of all chunks. After an error, the run does not save step 3. In both cases, the
+    resumed run has the bits of an unbroken run."""
     run = {"train__max_steps": 5, "checkpoint__interval": 2, "optim__chunk_length": 2000} | CLIP
     train_on(ranks, 1, tiny_tree(tiny_data, tmp_path / "whole", **run))
     slow = MANUAL | {"offload__links": slow_links(tmp_path), "offload__early_adam": "on"}
@@ -231,7 +238,8 @@ def test_settings_without_a_meaning_are_refused(settings, message):
 
 
 def test_gradients_are_rounded_by_default_only_without_deterministic_mode():
-    """The default of `offload.grad_dtype` depends on the dtype and on the mode."""
+    """By default, a run rounds gradients to bf16 if it offloads states, has the dtype bf16, and is
+    not in deterministic mode. `offload.grad_dtype` = "bf16" always rounds gradients."""
     for deterministic, dtype, offload, expected in (
         (False, "bf16", MANUAL, True),
         (True, "bf16", MANUAL, False),

@@ -1,4 +1,5 @@
-"""End of a rank: its gloo threads end, it waits for no other rank, and it keeps its exit status."""
+"""Tests of the end of a rank: the gloo threads of the rank end, the rank waits for no other rank,
+and the process exits with the status of the run."""
 
 from __future__ import annotations
 
@@ -33,8 +34,8 @@ def threads_of_gloo() -> list[str]:
 
 
 def gloo_threads_of(tree: dict, command: str) -> tuple[int, list[str]]:
-    """Run `train` or `bench`. Return the number of gloo threads during the last update, and the
-    names of the gloo threads afterwards."""
+    """Run `train` or `bench`. Return the number of gloo threads during the last update of `train`
+    (1 for `bench`), and the names of the gloo threads that exist after the command."""
     gc.disable()
     most, kept = [], []
     plain = Run.update
@@ -93,7 +94,8 @@ def test_rank_keeps_its_status_with_a_full_stderr():
 
 
 def fail_during_a_collective() -> None:
-    """Raise an error on rank 1 during a collective that rank 0 never joins."""
+    """Raise an error on rank 1 while a collective that rank 0 never joins is in progress. Rank 0
+    sleeps for 600 s."""
     import optimus.cli
 
     def trouble(*args) -> None:
@@ -110,7 +112,8 @@ def fail_during_a_collective() -> None:
 
 
 def ranks_of(function: str, environ: Mapping[str, str]) -> list[subprocess.Popen[str]]:
-    """Start two ranks as processes that call the function `function` of this module."""
+    """Start two ranks, each a process that calls the function `function` of this module. Return the
+    processes."""
     return [
         subprocess.Popen(
             [sys.executable, "-c", f"from tests.train.test_end_world import {function} as f; f()"],
@@ -160,8 +163,8 @@ def fail_on_rank_0() -> None:
 
 
 def fail_on_rank_1() -> None:
-    """Raise an error on rank 1, as `fail_alone` does, but with a time limit of 120 s after which a
-    rank no longer waits for the other ranks. The test takes less time."""
+    """Raise an error on rank 1 as `fail_alone` does. A rank that fails waits at most 120 s for the
+    other ranks. The ranks must end sooner, because the test waits at most 60 s."""
     from optimus.distributed import agreement
 
     agreement._OTHERS_S = 120.0
@@ -169,8 +172,8 @@ def fail_on_rank_1() -> None:
 
 
 def run_ranks(function: str) -> tuple[list[int], list[str]]:
-    """Run two ranks that call `function`. The process of the first rank contains the store. Return
-    the exit statuses and the outputs of the ranks."""
+    """Run two ranks that call `function`. The process of rank 0 contains the store of the process
+    group. Return the exit statuses of the ranks, and their outputs on stderr."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
     environ = os.environ | {

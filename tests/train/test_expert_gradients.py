@@ -31,9 +31,9 @@ class Updates(NamedTuple):
 
 
 def run_both(tree: dict, natively: bool = True) -> tuple[Updates, Updates]:
-    """Run the same updates twice. Return the results if experts write gradients to chunks, and the
-    results if autograd adds the gradients. If `natively` is False, Optimus converts bf16 gradients
-    to fp32, as it does with versions of torch before 2.9."""
+    """Run the same updates in two ways. Return the results of the run in which experts write
+    gradients to chunks, and the results of the run in which autograd adds the gradients. If
+    `natively` is False, Optimus converts bf16 gradients to fp32, as with torch before 2.9."""
     torch.set_num_threads(1)
     grad_reducer._WIDENS_NATIVELY &= natively
     world = start_world(device="cpu")
@@ -119,7 +119,8 @@ def test_compiled_blocks_use_autograd(monkeypatch):
 
 
 def test_nonfinite_expert_gradient_is_detected(tmp_path):
-    """An expert writes NaN directly to a chunk. The check must find this NaN without autograd."""
+    """An expert writes NaN directly to a chunk, so no hook of autograd sees the NaN. The check of
+    gradients must find the NaN and name the parameter."""
     torch.set_num_threads(1)
     plain = experts_loop.swiglu_backward_into
 

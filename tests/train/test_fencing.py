@@ -1,4 +1,4 @@
-"""Tests of suspended runs that continue after another start has taken over their run directory."""
+"""Tests of suspended runs that continue after another process has taken over the run."""
 
 from __future__ import annotations
 
@@ -69,8 +69,9 @@ def unbroken(rank_pool, tiny_data, tmp_path_factory) -> Path:
 def test_suspended_run_changes_nothing_when_it_continues(
     ranks, tiny_data, tmp_path, unbroken, where
 ):
-    """A run is suspended before a change of its directory. Another start of the run takes over and
-    trains to the end. Then the suspended run continues. Starting its process takes 3 s."""
+    """A run is suspended before it changes its directory. A second process takes over the run and
+    trains to the end. Then the suspended process continues. It must end with status 1 and change no
+    file. The start of a process takes 3 s."""
     tree = small_batch_tree(tiny_data, tmp_path / "run", train__max_steps=24)
     code = [sys.executable, "-P", "-c", SUSPENDED, json.dumps(tree), where]
     environ, pipe = os.environ | {"PYTHONPATH": PYTHONPATH}, subprocess.PIPE

@@ -118,8 +118,8 @@ def test_supervised_run_that_cannot_fit_is_refused_once(tiny_data, tmp_path, mon
 
 
 def test_run_shrinks_only_to_a_size_that_can_fit(tiny_data, tmp_path):
-    """A supervised run continues on fewer nodes only if it can fit there: with optim.sharding =
-    "so", each rank needs more memory on fewer nodes."""
+    """With optim.sharding = "so", each rank needs more memory on fewer nodes. With train.fit_check
+    = "refuse", a supervised run continues only on numbers of nodes on which it can fit."""
     settings = {"optim__sharding": "so", "resilience__on_exhausted": "shrink"}
     on_two = make_config(tiny_tree(tiny_data, tmp_path / "run", **settings))
     bound = least_bytes(on_two, Mesh(dp=2), 4, "device")(Coordinate(0, 0, 0, 0))
@@ -148,7 +148,8 @@ def lines_of(run_dir: Path) -> list[dict]:
 
 
 def printed_with_prediction(tree: dict) -> str:
-    """Return the standard error of a run that waits for its prediction."""
+    """Train, and wait for the prediction of memory and time, which a separate process computes.
+    Return the standard error."""
     result = Prediction.result
 
     def wait_and_return(waiting: Prediction) -> dict | None:
@@ -166,8 +167,8 @@ _RUNS: list[tuple[str, Path, str]] = []
 
 @pytest.fixture
 def measured_run(ranks, tiny_data, tmp_path_factory):
-    """Return the configuration file of a run of 6 updates on two ranks, its run directory, and the
-    lines that its first rank printed."""
+    """Return the configuration file of a run of 6 updates on two ranks, the run directory, and the
+    lines that rank 0 of this run printed."""
     if _RUNS:
         return _RUNS[0]
     folder = tmp_path_factory.mktemp("fit")
@@ -229,8 +230,8 @@ def test_prediction_of_another_process_or_directory_is_a_problem(tmp_path):
 
 
 def test_placement_of_a_run_is_predicted(tmp_path):
-    """With offload.mode = "auto", the placement of the run equals the predicted placement in
-    fit.json."""
+    """If a run has offload.mode = "auto", the prediction of its memory uses the placement that the
+    run has recorded in fit.json."""
     settings = {"offload__mode": "manual", "offload__host_share": 1.0, "optim__chunk_length": 2000}
     placed = make_config(tiny_tree("d", tmp_path, **settings))
     auto = make_config(tiny_tree("d", tmp_path, offload__mode="auto"))

@@ -1,4 +1,5 @@
-"""Full checkpoints load bit-identically under another layout, and each byte is read only once."""
+"""Full checkpoints load bit-identically under another layout, and all ranks together read each byte
+only once."""
 
 from __future__ import annotations
 
@@ -52,8 +53,8 @@ def build(tree: dict[str, Any]) -> Built:
 
 
 def whole(state: str, name: str, shape: tuple[int, ...]) -> Tensor:
-    """Return a tensor of random values for a state of a parameter. The values
-    differ between states and between names. Some values are -0.0."""
+    """Return a tensor of the shape `shape` with random values for the state `state` of the
+    parameter `name`. The values differ between states and between names. Some values are -0.0."""
     seed = zlib.crc32(f"{state}.{name}".encode())
     tensor = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
     tensor.view(-1)[:: max(1, tensor.numel() // 7)] = -0.0  # adding 0.0 would change it
@@ -85,8 +86,8 @@ def save(tree: dict[str, Any], final: str) -> None:
 
 
 def load(tree: dict[str, Any], final: str) -> dict[str, int]:
-    """Load a checkpoint and compare every bit. Return this rank's numbers of opened files (`opens`)
-    and of read bytes (`bytes`)."""
+    """Load the checkpoint `final`, and compare every bit with the saved values. Return the number
+    of files that this rank opened (`opens`) and the number of bytes that it read (`bytes`)."""
     built, manifest = build(tree), store.read_manifest(final)
     for shard in built.states.shards:
         for memory in shard.states.values():
@@ -128,8 +129,8 @@ def test_each_byte_is_read_once_by_the_whole_job(
 
 @pytest.mark.parametrize("method", ["broadcast", "all_reduce"])
 def test_tied_embeddings_of_both_end_stages_are_loaded_bit_for_bit(ranks, tmp_path, method):
-    """The first and the last stage load the same embedding, but their optimizer shards contain
-    different ranges of it."""
+    """The first and the last stage load the same embedding, but the optimizer shards of the two
+    stages contain different ranges of the embedding."""
     tied = {"model__tie_embeddings": True, "parallel__pp": 2, "checkpoint__distribute": method}
     saved = tiny_tree("d", "r", parallel__tp=2, optim__sharding="so", **tied)
     loaded = tiny_tree("d", "r", parallel__dp=2, optim__sharding="epso", **tied)
@@ -177,8 +178,8 @@ def test_read_that_fails_once_keeps_the_newest_checkpoint(ranks, tiny_data, tmp_
 
 
 def test_run_that_falls_back_to_a_model_starts_with_zero_moments(ranks, tiny_data, tmp_path):
-    """The full checkpoint is damaged near its end, so some moments are loaded before the error. The
-    run then starts from the model-only checkpoint and must set all moments to zero."""
+    """The only full checkpoint is damaged near its end, so some moments are loaded before the
+    error. The run then starts from the model-only checkpoint, and must set all moments to zero."""
     few = {"train__max_steps": 5, "checkpoint__interval": 0, "optim__sharding": "so"}
     few |= {"checkpoint__model_interval": 2}
     run, fresh = tmp_path / "run", tmp_path / "fresh"

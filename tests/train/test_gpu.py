@@ -29,7 +29,7 @@ RUNS = {
 
 
 def losses(data: Path, run_dir: Path, device: str, settings: dict) -> list[float]:
-    """Train for 6 steps, with a resume at step 3, and return all losses."""
+    """Train for 3 steps, resume for 3 further steps, and return the losses of all 6 steps."""
     config = tiny_config(
         data, run_dir, train__device=device, train__max_steps=6, train__eval_interval=2,
         train__eval_instances=8, **settings,
@@ -61,8 +61,8 @@ def test_a_run_on_a_gpu_has_the_losses_of_the_cpu(tiny_data, tmp_path, name):
     ids=["all", "half", "layer"],
 )
 def test_offloading_on_a_gpu_changes_no_bit(tiny_data, tmp_path, offload):
-    """The host updates chunks with the same bits as the device, and code waits for each copy
-    between host and device."""
+    """A run with states on the host has the losses of a run with states on the device, bit for bit.
+    The losses would differ if code did not wait for each copy between host and device."""
     run = {"train__dtype": "bf16", "train__deterministic": True}
     expected = losses(tiny_data, tmp_path / "whole", DEVICE, run)
     assert losses(tiny_data, tmp_path / "off", DEVICE, run | offload | MANUAL) == expected

@@ -1,5 +1,5 @@
-"""Initial weights of a run: one rank reads the weights once, in pieces, and sends the pieces to the
-other ranks."""
+"""Tests of the initial weights of a run. Rank 0 reads the weights once, in pieces, and sends the
+pieces to the other ranks."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def piecewise(size: int) -> None:
 
 
 def take(tree: dict[str, Any], path: str, size: int) -> tuple[dict[str, int], dict]:
-    """Load weights in pieces of `size` elements. Return this rank's numbers of opened files and
-    read bytes, and the whole masters."""
+    """Load the weights at `path` in pieces of `size` elements. Return the numbers of files that
+    this rank opened and of bytes that it read, and the whole masters by parameter name."""
     piecewise(size)
     config, world, groups, _, shard = make_rank_model(tree)
     states = shard.make_states(initial=False)
@@ -62,7 +62,8 @@ def take(tree: dict[str, Any], path: str, size: int) -> tuple[dict[str, int], di
 
 @pytest.fixture(scope="module")
 def sources(rank_pool, tiny_data, tmp_path_factory) -> dict[str, dict[str, Path]]:
-    """Return the paths of the same weights in four formats, with and without tied embeddings."""
+    """Return the paths of the same weights in four formats ("model", "full", "hf" and "ours"), for
+    a model with tied embeddings (key True) and for a model without (key False)."""
     paths: dict = {}
     for tied in (False, True):
         run = tmp_path_factory.mktemp("initial") / "run"
@@ -110,7 +111,7 @@ def test_all_ranks_get_their_slices_of_weights(ranks, sources, kind, layout, siz
 
 def run_and_count(tree: dict[str, Any]) -> tuple[int, list[str]]:
     """Train. Return the number of bytes that this rank read from files of weights, and the names of
-    the files that it read separately to compute their hashes."""
+    the files that this rank read another time only to hash them."""
     plain, hashed = files.xxh3_file, []
 
     def xxh3_file(path):
@@ -125,7 +126,8 @@ def run_and_count(tree: dict[str, Any]) -> tuple[int, list[str]]:
 
 @pytest.mark.parametrize("load", ["model@2", "path"])
 def test_run_reads_the_model_that_it_starts_from_once(ranks, tiny_data, tmp_path, load):
-    """The file of weights must be hashed while it is read, so that weights are read only once."""
+    """A run must hash the file of initial weights while it reads the weights, so that each byte of
+    the weights is read only once, by rank 0."""
     tree = tiny_tree(tiny_data, tmp_path, train__stop_at_step=2, checkpoint__model_interval=2)
     train_on(ranks, 1, tree)
     path = store.model_path(tmp_path, 2)
@@ -206,8 +208,8 @@ def test_error_of_the_first_rank_is_raised_on_all_ranks(ranks):
 
 
 def peak_of_loading(tree: dict[str, Any], path: str) -> int:
-    """Read a model and distribute its weights. Return the peak increase of memory on this rank, in
-    bytes."""
+    """Read the model at `path`, and distribute its weights. Return the largest increase of this
+    rank's memory during the load, in bytes."""
     config, mesh = make_config(tree), Mesh()
     layout = make_layout(config, mesh, mesh.coordinate(0), 1)
     shapes = [p.shape for p in whole_model(config.model).parameters()]
@@ -221,7 +223,8 @@ def peak_of_loading(tree: dict[str, Any], path: str) -> int:
 
 
 def test_first_rank_uses_memory_for_pieces_only(ranks, tmp_path):
-    """The peak memory of loading must be far below the size of the model's largest tensor."""
+    """During a load, the memory of rank 0 must increase by less than half of the bytes of the
+    model's largest tensor."""
     large = {"model__hidden_size": 256, "model__vocab_size": 1 << 16, "model__num_experts": 32}
     large |= {"model__intermediate_size": 512, "model__num_attention_heads": 4}
     tree = tiny_tree("d", "r", **large, model__num_layers=4, train__dtype="bf16")

@@ -21,7 +21,7 @@ META = torch.device("meta")
 
 def build_stages(path: str) -> list[tuple[dict[str, int], int, int]]:
     """Build the model and the states of the first rank of each pipeline stage. Return for each of
-    these ranks the bytes of its states, the number of its expert parameters, and the number of its
+    these ranks: the bytes of each kind of state, the number of expert parameters, and the number of
     other parameters."""
     config = load_config(path)
     mesh, batch = divide(config, WORLD)

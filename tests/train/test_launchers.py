@@ -1,5 +1,5 @@
-"""Runs of `optimus train` under cluster launchers: metrics equal the metrics of a run on one
-process, and an error is printed by one rank only."""
+"""Runs of `optimus train` under cluster launchers. Their metrics equal the metrics of a run on one
+process, and only one rank prints an error."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ TWO_BY_TWO = ("parallel.pp=2", "parallel.dp=2")
 
 @pytest.fixture(scope="module")
 def config(rank_pool, tiny_data, tmp_path_factory) -> Path:
-    """Train on one process with the run directory `one`. Return the path of the run's configuration
-    file, which is in the parent folder of `one`."""
+    """Train on one process with the run directory FOLDER/one. Return the path of the run's
+    configuration file, FOLDER/run.toml."""
     base = tmp_path_factory.mktemp("launchers")
     tree = tiny_tree(tiny_data, base / "one", train__max_steps=3)
     train_on(rank_pool.run, 1, tree)
@@ -51,8 +51,9 @@ def free_port() -> str:
 
 @pytest.mark.parametrize(("kind", "ranks"), [("openmpi", 4), ("mpich", 2)])
 def test_ranks_of_mpiexec_train_to_the_same_bits(config, tmp_path, kind, ranks):
-    """Open MPI ranks derive the rendezvous port from the job's name. MPICH has no such name, so the
-    test sets MASTER_PORT."""
+    """Ranks that mpiexec starts have the metrics of a run on one process. With Open MPI, ranks
+    derive the rendezvous port from the name of the job. MPICH gives a job no name, so the test sets
+    MASTER_PORT."""
     port = {"MASTER_PORT": free_port()} if kind == "mpich" else {}
     layout = TWO_BY_TWO[: ranks // 2]
     done = train_by(mpiexec(kind, ranks), config, f"train.run_dir={tmp_path}", *layout, **port)
@@ -77,7 +78,8 @@ def test_configuration_error_is_printed_by_a_single_rank_of_mpiexec(config, tmp_
 @pytest.mark.parametrize("setting", ["data.path=/nowhere", "model.nope=1", "train.run_dir=/proc/x"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_error_of_all_ranks_is_printed_once(config, tmp_path, kind, setting):
-    """All ranks find the same error. One rank must print it, and all must exit with status 2."""
+    """All ranks find the same error. Only one rank must print the error, and all ranks must exit
+    with status 2."""
     port = {"MASTER_PORT": free_port()}
     done = train_by(mpiexec(kind, 2), config, f"train.run_dir={tmp_path}", setting, **port)
     (line,) = our_lines(done)
@@ -87,13 +89,15 @@ def test_error_of_all_ranks_is_printed_once(config, tmp_path, kind, setting):
 
 @pytest.fixture
 def optimus(tmp_path) -> Path:
-    """Install `optimus` next to fakes of qsub and of PALS's mpiexec; return its path."""
+    """Install `optimus` in a folder with fakes of qsub and of PALS's mpiexec. Return the path of
+    `optimus`."""
     fake_pbs.install(tmp_path / "bin")
     return install(tmp_path / "bin" / "optimus", "optimus.cli")
 
 
 def pbs(optimus: Path, config: Path, *settings: str, **more: str):
-    """Run scripts/pbs/train.sh with 2 nodes and 2 ranks on each node."""
+    """Run scripts/pbs/train.sh with 2 nodes and 2 ranks on each node. `settings` override the
+    configuration, and `more` are further environment variables. Return the completed process."""
     command = [str(PBS), "--nodes", "2", "--ranks", "2", "--queue", "debug", "--account", "A"]
     path = f"{optimus.parent}:{os.environ['PATH']}"
     # The nodes of the fake PBS have no host names.
@@ -122,8 +126,8 @@ def test_pbs_job_that_cannot_start_prints_a_single_error(optimus, config, tmp_pa
 
 @pytest.fixture
 def fake_optimus(tmp_path) -> Path:
-    """Return a fake of the command `optimus`: the real `optimus machine`, and other commands that
-    succeed with any arguments."""
+    """Return the path of a fake of the program `optimus`. `optimus machine` is the real command.
+    All other commands do nothing and exit with status 0."""
     real, program = install(tmp_path / "real", "optimus.cli"), tmp_path / "opti mus"
     program.write_text(f'#!/bin/bash\n[[ $1 != machine ]] || exec {real} "$@"\n')
     program.chmod(0o755)
@@ -166,7 +170,7 @@ def test_job_script_refuses_a_run_that_would_fail(optimus, tiny_data, tmp_path, 
 def test_submission_returns_the_status_of_its_command(fake_optimus, tmp_path, script, command):
     """The script writes the job to the standard input of a fake qsub or sbatch, which reads nothing
     and exits with status 0. The job is larger than the buffer of a pipe. The script must exit with
-    status 0 too."""
+    status 0, the status of this command, and not with an error about the closed pipe."""
     (tmp_path / command).write_text("#!/bin/sh\nexit 0\n")
     (tmp_path / command).chmod(0o755)
     environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "OPTIMUS": str(fake_optimus)}
@@ -302,9 +306,9 @@ def test_job_script_refuses_wrong_options_in_a_line(fake_optimus, script, option
     ],
 )
 def test_slurm_job_has_the_status_of_the_rank_that_failed(tmp_path, failures, status, expected):
-    """A fake srun prints the same messages as the real srun, and returns the highest exit status of
-    all ranks. The job must have the status of the rank that caused the failure, and must wait for
-    srun when it receives SIGTERM. No output may be lost."""
+    """A fake srun prints the messages of the real srun, and returns the highest exit status of all
+    ranks. The job script must exit with the status of the rank that caused the failure. If the
+    script receives SIGTERM, it must wait for srun and print the complete output of srun."""
     lines = "".join(f"echo 'srun: error: {failure}' >&2\n" for failure in failures)
     (tmp_path / "srun").write_text(
         f"#!/bin/bash\necho out\nkill -TERM $PPID\nsleep 0.2\n{lines}"

@@ -65,16 +65,21 @@ def test_other_types_have_no_scale():
 
 
 def run_updates(tree: dict, steps: int, poisoned: tuple[int, int] | None = None) -> dict:
-    """Run `steps` updates, all on the same microbatches. Return, for each step, the result of the
-    update, and the masters and first moments of this rank after the update. If `poisoned` is (step,
-    rank), a gradient of this rank is infinite in this step."""
+    """Run `steps` updates, all on the same microbatches. If `poisoned` is (step, rank), a gradient
+    of this rank is infinite in this step.
+
+    Return for each step the fields of the result of the update, and the state of this rank after
+    the update: "masters", "moments" (exp_avg) and "updates" (the number of updates of the
+    optimizer).
+    """
     _, world, groups, _, shard, states, updater = make_updater(tree)
     batch = local_batch(groups)
     by_step = {}
     for step in range(1, steps + 1):
         handle = None
         if poisoned == (step, world.rank):
-            # The parameter of a norm: hooks are not called for deferred weight gradients (zb-h1).
+            # A norm's parameter, because hooks are not called for deferred weight gradients
+            # (zb-h1).
             last = [p for n, p in shard.model.named_parameters() if "norm" in n][-1]
             handle = last.register_hook(lambda grad: torch.full_like(grad, math.inf))
         result = updater.run(step, batch)
@@ -123,8 +128,9 @@ LAYOUTS = [
 
 @pytest.mark.parametrize(("size", "layout"), LAYOUTS)
 def test_scaled_gradients_match_fp32(ranks, size, layout):
-    """Compare norms, losses and moments with fp32 on one process. Parameters would not show a wrong
-    scale, because AdamW's update does not depend on it."""
+    """Gradient norms, losses and moments of an fp16 run agree with an fp32 run on one process.
+    Parameters would not show gradients of a wrong scale, because AdamW's update does not depend on
+    the scale of gradients."""
     # Large coefficients, because the auxiliary losses add gradients on every stage.
     layout = layout | {"model__aux_loss_coef": 0.5, "model__z_loss_coef": 0.25}
     single = half_tree(**layout | {"parallel__pp": 1, "parallel__ep": 1}, train__dtype="fp32")
@@ -160,8 +166,9 @@ def test_overflow_on_a_rank_skips_the_update_on_all(ranks, size, layout):
 
 
 def test_overflow_lowers_the_scale_until_it_fits():
-    """Updates are skipped until the scale falls to a value without overflow. The first update that
-    is not skipped must equal the first update of a run that starts with this scale."""
+    """Updates are skipped, and each skip halves the loss scale, until no gradient overflows. The
+    first update that is not skipped must equal the first update of a run that starts with this
+    loss scale."""
     large = run_updates(half_tree(**DENSE, optim__loss_scale=2.0**33), 30)
     done = next(step for step in large if large[step]["updates"] == 1)
     assert 5 < done < 30

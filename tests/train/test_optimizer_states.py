@@ -1,4 +1,5 @@
-"""A run whose optimizer declares one moment: its memory, plan, checkpoints and resumed bits."""
+"""Tests of a run whose optimizer has one moment instead of AdamW's two: planned and actual memory,
+checkpoints, and the bits of a resumed run."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ class MomentumSGD:
 
 
 def use_momentum(dtype: torch.dtype) -> None:
-    """Make this process create the states of runs for `MomentumSGD`."""
+    """Replace the optimizer of runs in this process by `MomentumSGD` with a moment of dtype
+    `dtype`."""
     states_module.make_optimizer = lambda optim: MomentumSGD(dtype)
     save_module.KNOWN_STATES = index_module.KNOWN_STATES = (index_module.ADAMW_STATES, STATES)
 
@@ -72,8 +74,8 @@ def test_resumed_run_has_the_same_bits(ranks, tiny_data, tmp_path, monkeypatch, 
 
 
 def bytes_of_momentum(tree: dict[str, Any], dtype: torch.dtype) -> list[dict[str, int]]:
-    """Run an update. Return two dicts by kind of state: the planned bytes, and the actual bytes
-    after the update."""
+    """Run an update with `MomentumSGD`. Return the planned bytes, and the actual bytes after the
+    update, each as a dict by kind of state."""
     use_momentum(dtype)
     config, _, groups, batch, _, states, updater = make_updater(tree)
     updater.run(1, [make_microbatch(1)] * batch.microbatches_per_rank)

@@ -33,7 +33,8 @@ def is_frozen(name: str) -> bool:
 
 @pytest.mark.parametrize("clip_norm", [0.0, 0.1])
 def test_updates_equal_those_of_torch_with_the_same_groups(clip_norm):
-    """Compare two updates with torch.optim.AdamW. Clipping uses the norm over all groups."""
+    """Two updates with parameter groups equal two updates of torch.optim.AdamW with the same
+    groups. Clipping uses the norm over the trained parameters of all groups."""
     run = {**RUN, "optim__eps": 1e-3, "train__global_batch_tokens": 32}
     tree = tiny_tree("d", "r", **run, optim__clip_norm=clip_norm)
     config, _, _, _, shard, _, updater = make_updater(tree)

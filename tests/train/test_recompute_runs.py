@@ -1,4 +1,4 @@
-"""Runs with recomputation are bit-identical to runs that keep activations."""
+"""Runs that recompute activations in backward are bit-identical to runs that keep activations."""
 
 from __future__ import annotations
 

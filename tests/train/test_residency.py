@@ -81,8 +81,9 @@ def on_disk(share: float, directory: Path) -> dict:
 
 
 def sharding_settings(so_slots: int, epso_slots: int) -> list[dict]:
-    """Return the tested settings of sharding, residency and offloading, the reference run first.
-    The arguments are cache sizes in chunks."""
+    """Return the tested settings of sharding, residency and offloading. The first settings are
+    those of the reference run. `so_slots` and `epso_slots` are the values of `optim.cache_chunks`
+    with optim.sharding = "so" and "epso"."""
     return [
         {"optim__sharding": sharding, "optim__resident": resident, "optim__cache_chunks": slots}
         | ({"offload__mode": "manual", "offload__host_share": share} if share else {})
@@ -128,8 +129,8 @@ LAYER_ORDER = {"offload__mode": "manual", "offload__order": "layer"}
 
 @pytest.mark.parametrize(("size", "pp", "layers"), [(1, 1, 3), (2, 1, 3), (2, 2, 4)])
 def test_layer_order_trains_to_the_same_bits(ranks, tmp_path, size, pp, layers):
-    """With `offload.order = "layer"`, all microbatches of a rank compute a layer before the next
-    layer begins."""
+    """With `offload.order = "layer"`, a rank computes a layer for all microbatches before it begins
+    the next layer. Results are bit-identical to those of a run without offloading."""
     run = {"model__tie_embeddings": True, "model__num_layers": layers, "train__dtype": "bf16"}
     run["parallel__pp"] = pp
     changes: list[dict] = [
@@ -169,7 +170,8 @@ def test_layer_order_copies_each_gradient_once(microbatches, grad_dtype, grad_by
 
 
 def test_updates_that_overflow_are_skipped_with_offloading(ranks, tmp_path):
-    """In fp16, the loss scale is too large for the first update and for a later one."""
+    """In fp16, the loss scale is too large for the first update and for a later update. Runs with
+    and without offloading must skip the same updates."""
     run = {"train__dtype": "fp16", "optim__loss_scale": 2.0**22, "train__deterministic": False}
     changes: list[dict] = [
         {"offload__host_share": 1.0} | on_disk(1.0, tmp_path),
@@ -218,8 +220,8 @@ def test_run_resumes_under_another_residency_with_equal_evaluations_and_samples(
 
 
 def host_tensors_in_collectives(tree: dict) -> list[str]:
-    """Run a training. Return the names of the collectives to which this rank passed a tensor in
-    host memory for offloaded states."""
+    """Train. Return the names of the collectives to which this rank passed a buffer of offloaded
+    states, which is in host memory."""
     host, passed = {}, []
     record, new = collectives._record, Memory.new
 
@@ -271,8 +273,8 @@ def test_measurements_at_the_start_gather_their_parameters(ranks, tiny_data, tmp
 
 
 def spoil_a_shard(tree: dict) -> str:
-    """Set a value in rank 1's shard of a chunk to NaN after step 1. Return the error of step 2 and
-    the names of the chunk's parameters."""
+    """After step 1, set a parameter value in rank 1's shard of a chunk to NaN. Return a text with
+    the error message of step 2 and the names of the chunk's parameters."""
     run = make_run(tree)
     run.update(1)
     if run.world.rank == 1:
@@ -294,8 +296,9 @@ def test_nan_in_a_shard_is_reported_with_its_rank(ranks, tiny_data, tmp_path):
 
 
 def count_step(tree: dict) -> dict:
-    """Run two updates. Return for the second update the dp traffic, the planned fetches of chunks,
-    and the planned and actual bytes of resident parameters."""
+    """Run two updates. Return for the second update: the collectives over dp, the bytes of each
+    planned gather of a chunk, the bytes and the number of reductions, the actual and the planned
+    bytes of resident parameters at each use, and these bytes after the update."""
     meter = TrafficMeter()
     _, _, _, plan, _, states, updater = make_updater(tree, recorder=meter)
     cache, visits = states.params, watch_uses(states)

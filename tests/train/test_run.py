@@ -64,8 +64,8 @@ def test_samples_are_the_same_on_all_layouts(ranks, tiny_data, tmp_path):
 
 
 def test_document_mask_changes_losses(ranks, tiny_data, tmp_path):
-    """`data.document_mask` changes the losses of training and evaluation. The setting is off by
-    default."""
+    """`data.document_mask` = true changes the losses of training and evaluation. By default, the
+    setting is false."""
     short = {"train__max_steps": 5}  # some of the 40 instances contain an EOS
     for name, mask in (("off", {}), ("also-off", {"data__document_mask": False})):
         train_on(ranks, 1, tiny_tree(tiny_data, tmp_path / name, **short, **mask))
@@ -114,7 +114,8 @@ def test_fast_mode_agrees_with_deterministic_mode(ranks, tiny_data, tmp_path):
 
 
 def start_on_a_failing_disk(tree: dict) -> tuple[int, str]:
-    """Train with a run directory that rank 0 cannot read; return the exit status and message."""
+    """Train with a run directory in which the search for a checkpoint fails. Return the exit status
+    and the error message."""
 
     def fail(*args: object) -> NoReturn:
         raise OSError(errno.ESTALE, "Stale file handle", "/run/checkpoints")
@@ -192,8 +193,8 @@ def test_an_evaluation_reads_as_many_instances_as_asked(ranks, tiny_data, tmp_pa
 
 @pytest.mark.parametrize("has_copy", [True, False], ids=["copy", "older run"])
 def test_a_resume_restores_lost_metrics_or_names_them(ranks, tiny_data, tmp_path, has_copy):
-    """metrics.jsonl is emptied and eval.jsonl is cut within a line. The resumed run must restore
-    the lines from copies, or report the missing steps if there are no copies."""
+    """metrics.jsonl is emptied, and eval.jsonl is cut within a line. If the files have copies, the
+    resumed run must restore the lines. Otherwise, it must report the steps whose lines are lost."""
     settings = {"train__max_steps": 6, "checkpoint__interval": 2, "train__eval_interval": 2}
     tree = tiny_tree(tiny_data, tmp_path, **settings)
     train_on(ranks, 1, tree | {"train": tree["train"] | {"stop_at_step": 4}})

@@ -19,8 +19,8 @@ from tests.kit.runs.training import run_and_catch
 
 
 def test_lock_is_for_this_user_only(tmp_path, capsys):
-    """A user who can open the lock file can lock it. The mode must become 0600, also for an
-    existing file."""
+    """A user who can open the lock file can lock it and thereby block the run. A run must therefore
+    set the mode of the lock file to 0600, even if the file exists already."""
     (tmp_path / LOCK).touch()
     (tmp_path / LOCK).chmod(0o644)
     directory = RunDirectory(tmp_path)
@@ -70,8 +70,9 @@ def test_run_that_cannot_start_removes_only_files_that_it_has_created(tmp_path):
 
 
 def test_lock_file_that_a_refused_run_removes_is_created_again(tmp_path):
-    """A refused run removes the lock file after another start has opened the file and before this
-    start locks it."""
+    """A refused run removes the lock file after another process has opened the file, and before
+    this process locks the file. This process must create the lock file again and lock the new
+    file."""
     lock = workspace._lock
 
     def remove_and_lock(file, path, kind):

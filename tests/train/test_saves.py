@@ -52,8 +52,8 @@ def run_with_delayed_writes(tree: dict[str, Any], until: dict[int, int]) -> Ende
     ],
 )
 def test_async_saves_write_the_files_of_sync_saves(ranks, tiny_data, tmp_path, size, variant):
-    """The write of step 4 ends after later updates have changed the states. The files must equal
-    the files that synchronous saves write."""
+    """The asynchronous write of step 4 ends after later updates have changed the states. The
+    written files must equal the files that synchronous saves write."""
     both = {"train__max_steps": 8, "checkpoint__interval": 4, "optim__sharding": "so"} | variant
     both |= {"checkpoint__model_interval": 4}
     train_on(ranks, size, small_batch_tree(tiny_data, tmp_path / "sync", **both))
@@ -69,8 +69,8 @@ def test_async_saves_write_the_files_of_sync_saves(ranks, tiny_data, tmp_path, s
 
 
 def library_bytes(run_dir: Path, step: int) -> bytes:
-    """Read the masters of a full checkpoint and convert them to bf16. Return the bytes of the file
-    that the library safetensors writes for them."""
+    """Read the masters of the full checkpoint of step `step`, and convert them to bf16. Return the
+    bytes of the file that the library safetensors writes for the converted tensors."""
     manifest, named = store.read_manifest(store.full_path(run_dir, step)), {}
     whole = {name: torch.empty(shape) for name, shape in manifest.index().shapes.items()}
     read_whole(manifest, whole)
@@ -92,7 +92,8 @@ def small_files() -> Iterator[None]:
 
 
 def run_with_small_files(tree: dict[str, Any], victim: int, steps: Sequence[int]) -> Ended:
-    """Train. On rank `victim`, full checkpoints of `steps` exceed a limit of the file size."""
+    """Train. On rank `victim`, writes of the full checkpoints of `steps` fail, because the files
+    exceed a limit of 20 kB."""
     plain = save_module.write_shard
 
     def write(directory, identity, *rest):
@@ -105,8 +106,8 @@ def run_with_small_files(tree: dict[str, Any], victim: int, steps: Sequence[int]
 
 
 def run_with_small_models(tree: dict[str, Any], victim: int, failing: int) -> Ended:
-    """Train. On rank `victim`, the model-only checkpoint of step `failing` exceeds a limit of the
-    file size."""
+    """Train. On rank `victim`, the write of the model-only checkpoint of step `failing` fails,
+    because the file exceeds a limit of 20 kB."""
     plain = ModelSaver._write
 
     def write(saver, states, generation, step, stop):
@@ -182,9 +183,9 @@ def run_and_record_starts(tree: dict[str, Any]) -> list[str]:
 def test_full_checkpoint_starts_before_the_model_of_its_step(
     ranks, tiny_data, tmp_path, async_save
 ):
-    """The full checkpoint must be first, because a run can be killed between the two saves. A
-    missing model-only checkpoint can be written from a full checkpoint, but a missing full
-    checkpoint cannot be written from a model-only checkpoint."""
+    """In a step with both saves, the save of the full checkpoint must start first, because a run
+    can be killed between the saves. A missing model-only checkpoint can be written from a full
+    checkpoint, but not the reverse."""
     settings = {"train__max_steps": 6, "checkpoint__interval": 4, "checkpoint__model_interval": 2}
     tree = small_batch_tree(tiny_data, tmp_path, **settings, checkpoint__async_save=async_save)
     (started,) = ranks(1, run_and_record_starts, tree, start_world=False)
@@ -291,8 +292,9 @@ def test_rank_lost_as_a_save_begins_is_not_a_failed_save(ranks, tiny_data, tmp_p
 
 
 def stop_the_second_rank(tree: dict[str, Any], reason: str) -> Ended:
-    """Train, and end the run while both ranks write the checkpoint of step 4. If `reason` is a
-    signal, rank 1 receives it. If `reason` is "nan", a weight of rank 1 becomes NaN."""
+    """Train, and end the run while both ranks write the checkpoint of step 4. If `reason` is the
+    name of a signal, rank 1 receives the signal. If `reason` is "nan", a weight of rank 1 becomes
+    NaN after update 5."""
     release_writes = delay_writes({4: 6})
 
     def before(step: int) -> None:
@@ -342,7 +344,8 @@ def test_deadline_counts_from_the_start_of_the_process(ranks):
 
 
 def run_on_full_disk(tree: dict[str, Any]) -> str:
-    """Train on a disk without space for the tokenizer files of transformers. Return the output."""
+    """Train on a disk without space for the tokenizer files of transformers. Return the standard
+    error."""
 
     def complete_hf(*_: object) -> list[str]:
         raise OSError(errno.ENOSPC, "No space left on device", "tokenizer_config.json")
@@ -359,9 +362,10 @@ def test_model_whose_tokenizer_does_not_fit_is_not_committed(ranks, tiny_data, t
 
 
 def stop_by_two_signals() -> str | None:
-    """Send signals to two ranks; return the reason of the stop on which the ranks agree.
+    """Send signals to two ranks. Return the reason of the stop on which the ranks agree.
 
-    Rank 0 receives SIGINT and, inside its handler, SIGTERM. Rank 1 receives only SIGTERM.
+    Rank 0 receives SIGINT and, while the handler of SIGINT runs, SIGTERM. Rank 1 receives only
+    SIGTERM.
     """
     world = start_world()
     request, plain = StopRequest(0), signal.signal
@@ -386,7 +390,8 @@ def test_ctrl_c_is_the_reason_where_sigterm_follows_it(ranks):
 
 @SYNC_AND_ASYNC
 def test_model_missing_after_a_kill_is_written_on_resume(ranks, tiny_data, tmp_path, async_save):
-    """The model-only checkpoint of step 10 is missing. The resumed run must write it."""
+    """A run was killed before it wrote the model-only checkpoint of step 10. The resumed run must
+    write this checkpoint from the full checkpoint of step 10."""
     settings = {"checkpoint__model_interval": 5, "parallel__pp": 2}
     settings |= {"checkpoint__async_save": async_save}
     tree = small_batch_tree(tiny_data, tmp_path, **settings, train__stop_at_step=10)
@@ -404,7 +409,8 @@ def test_model_missing_after_a_kill_is_written_on_resume(ranks, tiny_data, tmp_p
 
 
 def run_and_record_order(tree: dict[str, Any]) -> list[str]:
-    """Train; return the calls of fsync and rename, in order, with their file names."""
+    """Train. Return the calls of os.fsync and os.rename in order, each as a text with the name of
+    the function and the name of the file (of the new name for os.rename)."""
     order, plain_fsync, plain_rename = [], os.fsync, os.rename
 
     def fsync(fd: int) -> None:
@@ -424,8 +430,9 @@ def run_and_record_order(tree: dict[str, Any]) -> list[str]:
 def test_metrics_are_durable_before_the_checkpoint_of_their_step(
     ranks, tiny_data, tmp_path, async_save
 ):
-    """metrics.jsonl must be fsynced before the checkpoint of its step is committed. Old checkpoints
-    must be removed only after this commit."""
+    """metrics.jsonl, and the files of a checkpoint, must be fsynced before the checkpoint is
+    committed (renamed). An old checkpoint must be removed only after the commit of the new
+    checkpoint."""
     settings = {
         "train__max_steps": 3,
         "checkpoint__interval": 1,
@@ -448,7 +455,7 @@ def test_metrics_are_durable_before_the_checkpoint_of_their_step(
 
 def stop_and_check_order(tree: dict[str, Any]) -> bool:
     """Stop a run by a signal in step 4. Return True if the checkpoint of step 4 exists when the
-    evaluation ends."""
+    evaluation of step 4 ends."""
     plain, exists = Run.evaluate, []
 
     def evaluate(run: Run, step: int) -> None:

@@ -1,4 +1,5 @@
-"""Updates that a run skips because their data gives NaN: the steps keep their numbers and data."""
+"""Tests of updates that a run skips because their data gives NaN. All steps keep their numbers and
+their data."""
 
 from __future__ import annotations
 
@@ -23,12 +24,14 @@ from tests.kit.runs.training import local_batch, make_updater
 
 BAD_STEP = 3
 INSTANCE = (BAD_STEP - 1) * 8 + 5
-"""An instance of step 3. An update has 8 microbatches of one instance."""
+"""Number of the instance that gives NaN, in step 3. An update has 8 microbatches of one
+instance."""
 FAST = {"train__deterministic": False, "train__threads": 1}
 
 
 def skipping_tree(data, run_dir, steps=(BAD_STEP,), **overrides) -> dict:
-    """Return the configuration of a run that skips the updates of `steps`."""
+    """Create the run directory with a file that lists the updates to skip, `steps`. Return the
+    configuration of the run."""
     run_dir.mkdir(exist_ok=True)
     (run_dir / SKIPPED_STEPS).write_bytes(encode_skipped_steps(steps))
     few = {"train__max_steps": 5, "checkpoint__interval": 1}
@@ -36,7 +39,8 @@ def skipping_tree(data, run_dir, steps=(BAD_STEP,), **overrides) -> dict:
 
 
 def train_bad(ranks, size: int, tree: dict) -> list[str]:
-    """Train on `size` ranks. Return the lines that the first rank prints."""
+    """Train on `size` ranks with data that gives NaN in instance INSTANCE. Return the lines that
+    rank 0 prints."""
     ended = ranks(size, train_on_bad_instance, tree, INSTANCE, start_world=False)
     assert [end.status for end in ended] == [0] * size, ended[0].message
     return ended[0].printed
@@ -49,8 +53,8 @@ def test_run_without_the_skip_ends_at_the_bad_data(ranks, tiny_data, tmp_path):
 
 
 def test_skipped_update_changes_no_state_and_keeps_number_and_data(ranks, tiny_data, tmp_path):
-    """The run is stopped before and after the skipped step, so that the states of both steps can be
-    compared."""
+    """The run is stopped after step 2, after the skipped step 3, and after step 4. The states after
+    steps 2 and 3 must be equal, and step 4 must have its usual number and data."""
     states = {}
     for step in (2, 3, 4):
         tree = skipping_tree(tiny_data, tmp_path / "run", train__stop_at_step=step)
@@ -86,8 +90,8 @@ def test_skips_are_the_same_on_other_layouts_and_on_resume(ranks, tiny_data, tmp
 
 
 def skip_with_loss_scale(tree: dict) -> list[tuple[float, int, bool]]:
-    """Run 3 updates, of which the second is in the skipped steps. Return for each update: the loss
-    scale, the number of updates skipped so far, and True if this update was skipped."""
+    """Run 3 updates. The second update is in the list of updates to skip. Return for each update:
+    the loss scale, the number of updates skipped so far, and True if the update was skipped."""
     setup = make_updater(tree)
     updater = Updater(
         setup.config,
@@ -103,8 +107,8 @@ def skip_with_loss_scale(tree: dict) -> list[tuple[float, int, bool]]:
 
 
 def test_skip_because_of_data_keeps_the_loss_scale(ranks):
-    """The loss scale is not the cause of the skip, and a scale at its minimum could not be
-    halved."""
+    """If an update is skipped because of its data, the loss scale must not be halved. If it were
+    halved, this run would end with an error, because its loss scale is at the minimum."""
     half = {"train__dtype": "fp16", "optim__loss_scale": 4.0, "optim__min_loss_scale": 4.0}
     (results,) = ranks(1, skip_with_loss_scale, tiny_tree("d", "r", **half, **FAST))
     assert results == [(4.0, 0, False), (4.0, 1, True), (4.0, 1, False)]

@@ -22,7 +22,8 @@ SHORT = {
 
 
 def first_step(tree: dict, seed: int | None = None) -> Outcome:
-    """Run one update and return its outcome. A `seed` changes the last bits of the parameters."""
+    """Run one update and return its outcome. With `seed`, random relative changes of about 6e-8
+    change the last bits of the initial parameters."""
     plain = states.initial_value
 
     def initial_value(model, name: str, *rest) -> torch.Tensor:
@@ -51,11 +52,11 @@ def worst(single: Outcome, other: Outcome) -> float:
     ],
 )
 def test_layout_error_is_of_the_size_of_rounding(ranks, size, model, layout):
-    """The error of a layout must be at most twice the effect of changing the last bits of
-    parameters.
+    """The error of the gradients under a layout must be less than twice the error that changes of
+    the last bits of the parameters cause.
 
-    With both models, the attention scores of a query are almost equal, so the gradient of the
-    softmax almost vanishes.
+    In both tested models, the attention scores of a query are almost equal, so the gradient of the
+    softmax is a difference of almost equal numbers.
     """
     tree = WIDE | {"model__num_layers": 4} | model
 

@@ -18,7 +18,8 @@ def record_of(start_up: StartUp) -> StartUpRecord:
 
 @pytest.mark.parametrize("launch", [2.5, None, "soon", "nan", -1e9, 1e9])
 def test_phases_add_up_from_the_start_of_the_command(monkeypatch, launch):
-    """If the start time of the command is missing or invalid, `imports` is the first phase."""
+    """The seconds of the phases of the start-up add up to the total. The first phase is `launch` if
+    the start time of the command is known and valid, and otherwise `imports`."""
     monkeypatch.delenv(COMMAND_STARTED, raising=False)
     if launch is not None:
         value = STARTED - launch if isinstance(launch, float) else launch

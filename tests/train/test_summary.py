@@ -112,7 +112,8 @@ def test_end_summary_has_results_and_next_commands(tiny_data, tmp_path, capsys):
 
 
 def test_run_without_checkpoints_saves_nothing_and_starts_again(ranks, tiny_data, tmp_path):
-    """The second command is stopped by its deadline after the first update."""
+    """A run without checkpoints completes. A second command for the same run starts at step 1
+    again, is stopped by its deadline after the first update, and saves no checkpoint."""
     settings = {"checkpoint__interval": 0, "checkpoint__at_end": False, "train__max_steps": 3}
     tree = tiny_tree(tiny_data, tmp_path, **settings)
     text = ranks(1, printed_by, tree, start_world=False, timeout_s=120)[0]
@@ -126,8 +127,8 @@ def test_run_without_checkpoints_saves_nothing_and_starts_again(ranks, tiny_data
 
 
 def test_run_logs_each_summary_once(ranks, tiny_data, tmp_path):
-    """The first run stops early, the second has no steps left, and the third completes. Each run
-    must log one summary, only on rank 0."""
+    """The first command stops at step 2, the second command has no steps left, and the third
+    command completes the run. Each command must log one summary, only on rank 0."""
     settings = {"train__max_steps": 4, "train__global_batch_tokens": 0}
     stop = {"train__stop_at_step": 2}
     tree = tiny_tree(tiny_data, tmp_path / "run", **settings)
@@ -151,8 +152,8 @@ MISSING = {"data__path": "/nowhere"}
 
 
 def dry(tmp_path, capfd, data, *options: str, **overrides) -> tuple[int, list[str]]:
-    """Run `optimus train --dry-run`. Return the exit status and the printed lines: an error or the
-    summary."""
+    """Run `optimus train --dry-run`. Return the exit status, and the lines that the command prints
+    on stderr: the summary or an error."""
     config = tmp_path / "run.toml"
     config.write_text(dump_toml(make_config(tiny_tree(data, tmp_path / "run", **overrides))))
     code = optimus(["train", str(config), "--dry-run", *options])

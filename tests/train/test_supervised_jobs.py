@@ -29,7 +29,7 @@ from tests.launch.test_spawn import write_config
 SCRIPT = ROOT / "scripts" / "pbs" / "train.sh"
 STEPS, INTERVAL = 40, 4
 MARGIN_S = 12.0
-"""Seconds before the end of a job at which its ranks save a checkpoint and end."""
+"""Seconds before the end of a job at which the ranks of the job save a checkpoint and end."""
 LIMIT_S = 150.0
 """Time limit for all jobs of a test together, in seconds."""
 KEYS = ("step", "loss", "grad_norm", "tokens")
@@ -58,8 +58,8 @@ def settings(data: Path, run_dir: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def expected(rank_pool, tiny_data, tmp_path_factory) -> list[Any]:
-    """Return the metrics of all steps of a run on one process, to which the supervised runs are
-    compared."""
+    """Return the metrics of all steps of an unsupervised run on one process. The tests compare the
+    metrics of supervised runs with these metrics."""
     run_dir = tmp_path_factory.mktemp("unbroken") / "run"
     train_on(rank_pool.run, 1, settings(tiny_data, run_dir))
     return curve(run_dir)
@@ -76,7 +76,7 @@ def cluster(tmp_path) -> Iterator[Cluster]:
 
 
 class Submission:
-    """A supervised run on 2 nodes of the mock PBS, with a rank on each."""
+    """A supervised run on 2 nodes of the mock PBS, with one rank on each node."""
 
     def __init__(self, cluster: Cluster, data: Path, folder: Path) -> None:
         self.cluster, self.run_dir = cluster, folder / "run"
@@ -108,7 +108,7 @@ class Submission:
             time.sleep(0.02)
 
     def wait_for_step(self, step: int) -> None:
-        """Wait until the run has completed a number of updates."""
+        """Wait until the run has completed update `step`."""
         path = self.run_dir / "metrics.jsonl"
         self.wait_for(lambda: path.exists() and path.read_bytes().count(b"\n") >= step)
 
@@ -120,8 +120,8 @@ class Submission:
         return "\n".join(f"job {job}:\n{self.cluster.output(job)}" for job in jobs)
 
     def states(self) -> list[tuple[bool, int | None]]:
-        """Return a pair for each job: True if the job has run, and the exit status of its
-        script."""
+        """Return a pair for each job: True if the job was started, and the exit status of the job
+        script (None if the script has no exit status, because its node was lost)."""
         return [(bool(job["hosts"]), job.get("status")) for job in self.cluster.jobs()]
 
 
@@ -145,8 +145,8 @@ def test_job_survives_the_loss_of_a_node_and_removes_the_next_job(submission, ex
 
 
 def test_chain_continues_after_the_loss_of_the_first_node(submission, expected):
-    """The first node, with the supervisor of job 1, is lost, so job 1 ends without a verdict. Job 2
-    completes the run and removes job 3."""
+    """The first node of job 1, which runs the supervisor, is lost, so job 1 ends without a verdict.
+    Job 2 completes the run and removes job 3 from the queue."""
     cluster = submission.cluster
     submission.submit("--buffer-nodes", "0", "--chain", "5")
     submission.wait_for_step(6)
@@ -160,7 +160,8 @@ def test_chain_continues_after_the_loss_of_the_first_node(submission, expected):
 
 
 def test_ranks_save_and_end_before_the_walltime(submission):
-    """The run has more steps than can be trained within the walltime."""
+    """The run has more steps than can be trained within the walltime of its job. The ranks must
+    save a checkpoint of their last step and end with status 3, MARGIN_S before the job ends."""
     cluster = submission.cluster
     submission.submit("--buffer-nodes", "0", "--walltime", "0:00:30", steps=100_000)
     cluster.wait_until_idle(LIMIT_S)
@@ -177,8 +178,9 @@ def test_ranks_save_and_end_before_the_walltime(submission):
 
 
 def test_refused_next_job_is_reported_and_submitted_again(submission, expected):
-    """PBS does not tolerate lost nodes. The queue refuses the next job until qdel ends job 1. PBS
-    ends job 2 when its second node is lost, and job 3 completes the run."""
+    """The queue refuses the next job of job 1, until qdel ends job 1. Job 1 then submits job 2. The
+    machine does not tolerate lost nodes, so PBS ends job 2 when its second node is lost. Job 3
+    completes the run."""
     cluster = submission.cluster
     cluster.limit_queued_jobs(1)  # job 1 itself
     options = ("--buffer-nodes", "1", "--chain", "2")
@@ -200,8 +202,8 @@ def test_refused_next_job_is_reported_and_submitted_again(submission, expected):
 
 
 def test_next_job_of_an_ended_run_ends_at_once(submission, expected):
-    """Job 1 completes the run, but cannot remove job 2, because qdel fails. Job 2 starts and ends
-    at once."""
+    """Job 1 completes the run, but cannot remove job 2 from the queue, because qdel fails. Job 2 is
+    started, and ends at once with status 0."""
     cluster = submission.cluster
     (cluster.bin / "qdel").write_text("#!/bin/sh\necho 'qdel: no server' >&2\nexit 1\n")
     submission.submit("--buffer-nodes", "0", "--chain", "1")

@@ -1,5 +1,5 @@
-"""Tests of experts that receive no token in a step. Their gradients are zero, and all ranks still
-call the same collectives."""
+"""Tests of experts that receive no token in a step. The gradients of these experts are zero, and
+all ranks still call the same collectives."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ WIDE = {"model__num_experts": 8, "optim__chunk_length": 2000, "optim__clip_norm"
 
 
 def train_on_a_token(tree: dict, token: int | None) -> dict | None:
-    """Run two updates in which every token is `token`; None means different tokens.
+    """Run two updates in which every token is `token`. If `token` is None, tokens differ.
 
-    Return the number of rows of each expert, the number of calls of each collective, and the
-    gradients and masters of all ranks. Gradients and masters are empty dicts on ranks other than 0.
+    Return a dict: the number of rows of each expert, loss and gradient norm of the second update,
+    the number of calls of each collective, the initial and the final masters, and the gradients.
+    Masters and gradients are of the whole model on rank 0, and empty dicts on other ranks.
     """
     meter = TrafficMeter()
     config, _, groups, plan, shard, states, updater = make_updater(tree, recorder=meter)

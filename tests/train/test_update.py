@@ -30,8 +30,8 @@ MICROBATCHES = [make_microbatch(n) for n in range(8)]
 
 
 def by_hand(tree: dict) -> tuple[dict[str, torch.Tensor], float, float]:
-    """Run one update in plain torch; return the weights after it, the loss, and the gradient norm
-    before clipping."""
+    """Run one update in plain torch. Return the weights after the update, the loss, and the
+    gradient norm before clipping."""
     config = make_config(tree)
     model, optim = make_model(config), config.optim
     adamw = torch.optim.AdamW(
@@ -54,8 +54,8 @@ def make_model(config: Config) -> Transformer:
 
 
 def backward_by_hand(model: Transformer, config: Config) -> float:
-    """Compute each parameter's `.grad` in one backward pass over the whole batch; return the
-    cross-entropy loss of the batch."""
+    """Compute `.grad` of each parameter in one backward pass over the whole batch. Return the
+    cross-entropy of the batch, the mean over all targets."""
     ce, aux, z = [], [], []
     for tokens, _ in MICROBATCHES:
         terms = model.losses(tokens)
@@ -128,8 +128,9 @@ def moments_after_single_update(trees: list[dict]) -> list[dict[str, dict[str, t
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize(("dtype", "within"), [("fp32", 1e-5), ("fp16", 1e-2)])
 def test_moments_are_those_of_the_clipped_unscaled_gradient(ranks, size, dtype, within):
-    """Compare moments, because AdamW's update of parameters does not depend on the scale of
-    gradients. `within` is the relative tolerance."""
+    """After one update, the moments follow from the clipped gradient without the loss scale. The
+    test compares moments, not parameters, because AdamW's update of parameters does not depend on
+    the scale of gradients. `within` is the tolerance of the relative error."""
     numbers = TREE["train"] | {"dtype": dtype, "deterministic": dtype == "fp32", "threads": 1}
     trees = [
         TREE | {"train": numbers, "optim": TREE["optim"] | optim} for optim, _ in CLIPPING.values()
