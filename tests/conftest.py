@@ -36,7 +36,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-# Taken here and not before each test, because a fixture of a module may have trained before.
+# The handlers are read here, not before each test, because a module's fixture can train before.
 HANDLERS = {number: signal.getsignal(number) for number in STOP_SIGNALS}
 
 # Garbage collection would take a third of the time to import and collect the tests.
@@ -44,8 +44,8 @@ gc.disable()
 
 
 def pytest_collection_finish() -> None:
-    """Enable garbage collection again. Objects that already exist (modules and the list of tests)
-    are excluded from it."""
+    """Enable garbage collection again. Exclude objects that already exist (modules and the list of
+    tests) from later collections."""
     gc.enable()
     gc.freeze()
 
@@ -55,8 +55,8 @@ set_up_logging()  # as commands do; tests read the lines on stderr
 
 @pytest.fixture(autouse=True)
 def process_settings() -> Iterator[None]:
-    """Restore two settings of the process after a test that trains in this process: torch's
-    deterministic mode (optimus.train.loop.fix_arithmetic) and the handlers of the stop signals
+    """After a test, undo two changes that training makes in a process: torch's deterministic mode
+    (optimus.train.loop.fix_arithmetic) and the handlers of the stop signals
     (optimus.train.stop.StopRequest)."""
     yield
     for number, handler in HANDLERS.items():
@@ -69,7 +69,8 @@ def process_settings() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def rank_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
-    """Return the pool of forked ranks. The first call of `run` starts its server process."""
+    """Return the pool of forked ranks. The first call of its method `run` starts the process from
+    which the ranks are forked."""
     pool = RankPool(tmp_path_factory.mktemp("ranks"))
     yield pool
     pool.close()
@@ -96,6 +97,6 @@ def homeless(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the directory of a tiny data set. Tests share the directory and must not change
-    it."""
+    """Return the directory of a tiny data set. All tests share this directory and must not change
+    its files."""
     return make_tiny_data(tmp_path_factory.mktemp("tiny"))

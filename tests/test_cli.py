@@ -93,7 +93,8 @@ def test_nproc_below_1_is_refused(command, tiny_data, tmp_path, capsys):
 
 
 def run_process(main: str, *arguments: str, **options) -> subprocess.Popen:
-    """Start the command `optimus`. The Python expression `main` replaces the call of `cli.main`."""
+    """Start the command `optimus` in a process, and return the process. The Python expression
+    `main` is evaluated instead of the call of `cli.main`, and gives the exit status."""
     code = f"import sys, time, optimus.cli as cli; cli.main = lambda: {main}; cli.process()"
     command = [sys.executable, "-c", code, *arguments]
     return subprocess.Popen(command, text=True, stderr=subprocess.PIPE, **options)
@@ -148,8 +149,9 @@ main()"""
 
 
 def test_ctrl_c_ends_a_command_even_if_an_import_ignores_exceptions():
-    """The handler of the first Ctrl-C must end the process without raising an exception, which an
-    import could ignore. The second Ctrl-C arrives while this handler prints "interrupted"."""
+    """The handler of Ctrl-C must end the process without an exception, because an import could
+    ignore the exception. A second Ctrl-C arrives while the handler of the first prints
+    "interrupted", and must have no effect."""
     code = """
 import logging, os, signal
 handler = logging.Handler()
@@ -238,7 +240,8 @@ def test_terminal_shows_a_line_at_once(tmp_path):
 
 @pytest.mark.parametrize(("number", "start"), [(signal.SIGINT, b"\r\n"), (signal.SIGTERM, b"")])
 def test_line_of_an_interrupt_starts_after_the_shown_key(number, start):
-    """A terminal shows ^C where the cursor is, for example at the end of a progress bar."""
+    """A terminal shows the key ^C at the cursor, for example at the end of a progress bar, so the
+    message must start on a new line. SIGTERM shows no key."""
     script = (
         "from optimus.observe.log import set_up_logging; set_up_logging()\n"
         f"from optimus.launch.signals import report_interrupt; report_interrupt({int(number)})"
@@ -355,7 +358,8 @@ AUTO = ["kernels.backend=auto", "kernels.grouped_gemm=auto", "train.deterministi
 
 
 def resolved(capsys, run_dir: Path, *arguments: str) -> str:
-    """Return the output of `plan --resolved` for the configuration of a run."""
+    """Return the standard output of `optimus plan --resolved` for the configuration of the run in
+    `run_dir`."""
     assert main(["plan", str(run_dir / "config.toml"), "--resolved", *arguments]) == 0
     return capsys.readouterr().out
 

@@ -1,5 +1,5 @@
-"""Tests of documentation pages: the functions and files that they name exist, and docs/design has
-the import graph and the numbers that follow from the code."""
+"""Tests of documentation pages. The functions and files that a page names exist, and the import
+graph and the numbers in docs/design agree with the code."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def test_functions_that_a_page_names_exist(page):
     ids=lambda page: page.name,
 )
 def test_files_that_a_page_names_exist(page):
-    """Pages in docs/benchmarks are not checked, because they can name scripts that were removed
-    later, with the commit of the script."""
+    """The test does not check pages in docs/benchmarks, because such a page can name a script that
+    was removed later, together with the commit that contains the script."""
     paths = {path for path in _PATH.findall(page.read_text()) if "NAME" not in path}
     missing = sorted(path for path in paths if not (ROOT / path).exists())
     assert not missing, f"{page.name}: {missing}"
@@ -71,7 +71,7 @@ def test_a_name_that_is_gone_is_missed():
 
 
 def test_packages_page_has_the_graph_of_the_import_table():
-    """docs/design/packages.md contains the graph that `python scripts/package_picture.py`
+    """docs/design/packages.md contains the import graph that `python scripts/package_picture.py`
     prints."""
     page = (ROOT / "docs/design/packages.md").read_text()
     assert f"```mermaid\n{picture()}\n```" in page

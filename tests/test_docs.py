@@ -30,8 +30,8 @@ _SEPARATORS = {"&&", "||", "|", ";", "&", ">"}
 
 
 def shell_commands(text: str) -> Iterator[list[str]]:
-    """Yield the words of each command in the `sh` blocks of a page. Comments and variable
-    assignments are omitted."""
+    """Yield the words of each command in the `sh` blocks of the page `text`, without comments and
+    variable assignments."""
     for language, block in _FENCE.findall(text):
         if language != "sh":
             continue
@@ -131,13 +131,14 @@ def test_examples_of_the_kit_are_code_of_tests():
 
 
 def headings(text: str) -> set[str]:
-    """Return the anchors that GitHub makes from the headings of a page."""
+    """Return the anchors (targets of links) that GitHub makes from the headings of a page."""
     titles = re.findall(r"^#+ (.*)$", _FENCE.sub("", text), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title).strip().lower().replace(" ", "-") for title in titles}
 
 
 def mapped_folders(text: str) -> list[str]:
-    """Return the paths of the folders in README's map. Two spaces of indentation are one level."""
+    """Return the paths of the folders in README's map `text`. In the map, each level of folders is
+    indented by two spaces."""
     block = text.split("## Map of the folders", 1)[1].split("```", 2)[1]
     folders, above = [], []
     for line in block.splitlines()[1:]:

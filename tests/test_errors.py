@@ -16,7 +16,7 @@ COUNTED = (
     "arrays|checkpoints|damages|documents|experts|files|instances|layers|problems|ranks|rows|"
     "shards|stages|steps|threads|units|updates|workers"
 )
-# Expressions that need no `counted`: they are never 1, or are not a count.
+# Expressions that need no `counted`, because their value is never 1 or is not a count.
 ALWAYS_SEVERAL = {
     "{size} ranks",  # the size of an axis, which is above 1 here
     "{result['world']} ranks",  # printed only if an axis is above 1
@@ -37,8 +37,8 @@ ALWAYS_SEVERAL = {
 
 
 def by_hand(text: str) -> Iterator[str]:
-    """Find f-strings in the source code `text` in which an expression precedes a plural noun.
-    Yield each expression with its noun, such as `{n} ranks`."""
+    """Yield each expression of an f-string in the source code `text` that precedes a plural noun,
+    together with this noun, such as `{n} ranks`."""
     for node in ast.walk(ast.parse(text)):
         values = node.values if isinstance(node, ast.JoinedStr) else []
         for value, after in itertools.pairwise(values):
@@ -64,7 +64,8 @@ def test_counted(arguments, text):
 
 @pytest.mark.parametrize("package", ["optimus", "data_prep"])
 def test_messages_count_with_the_helper(package):
-    """Messages must use `counted` for a number with a noun, to avoid text such as `1 ranks`."""
+    """Messages must use `counted` for a number with a noun. A plain f-string could print text such
+    as `1 ranks`."""
     assert [*by_hand('f"on {n} ranks"')] == ["{n} ranks"]
     assert not [*by_hand('f"ranks {n} or higher"')]
     by_expression = {

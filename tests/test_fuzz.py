@@ -14,7 +14,8 @@ DRILL = Path(__file__).resolve().parents[1] / "scripts" / "drills" / "fuzz.py"
 
 
 def test_random_runs_keep_all_promises():
-    """Run the drill for half a minute. `scripts/drills/fuzz.py --minutes M` runs it for longer."""
+    """Run the fuzz drill for half a minute: random runs must keep all promises of the drill.
+    `scripts/drills/fuzz.py --minutes M` runs the drill for M minutes."""
     drill = [sys.executable, str(DRILL), "--minutes", "0.5", "--seed", "8", "--out", "-"]
     result = subprocess.run(drill, capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stdout + result.stderr[-4000:]

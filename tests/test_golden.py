@@ -1,8 +1,8 @@
 """This version of Optimus reads the files that earlier versions wrote to tests/golden, and
 continues the runs of these versions.
 
-Each directory in tests/golden was written by one version. The file `expected.json` in a directory
-has the results of this version. Tests work on copies of the directories.
+One earlier version wrote each directory in tests/golden. The file `expected.json` in a directory
+has the results of the version that wrote the directory. Tests use copies of the directories.
 """
 
 from __future__ import annotations
@@ -72,10 +72,10 @@ def copies(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def corpus(copies, tmp_path, monkeypatch):
-    """Return the function `corpus(version, *changed)`. The function creates a copy of the version's
-    files, makes it the working directory, and returns the content of expected.json. A test must
-    write only to the paths `changed`, because the other files are links to files that all tests
-    share."""
+    """Return the function `corpus(version, *changed)`. The function creates a folder with the files
+    of the version, makes this folder the working directory, and returns the content of
+    expected.json. The paths `changed` are copies. A test must not write to other paths, because
+    they are links to files that all tests share."""
 
     def enter(version: str, *changed: str) -> dict:
         for name in changed:
@@ -98,7 +98,8 @@ def link_missing(source: Path, folder: Path) -> None:
 
 
 def hash_and_train(path: str, overrides: list[str]) -> dict[str, str]:
-    """Continue a run. Return the hash of each loaded state on rank 0, and {} on other ranks."""
+    """Continue the run with the configuration file `path`. Return the hash of each loaded state by
+    name on rank 0, and {} on other ranks."""
     hashes: dict[str, str] = {}
     go = loop.Run.go
 
@@ -115,13 +116,14 @@ def hash_and_train(path: str, overrides: list[str]) -> dict[str, str]:
 
 
 def same_bits(version: str) -> bool:
-    """Return True if updates on this machine must be bitwise equal to the golden values of this
-    version of Optimus."""
+    """Return True if updates on this machine must be bitwise equal to the golden values of the
+    version `version`: if it ran on an equal machine, and is not in OTHER_ARITHMETIC."""
     return results.machine() == EXPECTED[version]["machine"] and version not in OTHER_ARITHMETIC
 
 
 def assert_near(lines: list[dict], expected_lines: list[dict], dtype: str) -> None:
-    """Assert that lines of metrics are equal within the tolerances."""
+    """Assert that lines of metrics are equal within the tolerances LOSS_WITHIN and NORM_WITHIN of
+    `dtype`. Steps, learning rates, tokens and loss scales must be exactly equal."""
     for line, expected in zip(lines, expected_lines, strict=True):
         assert line.keys() >= expected.keys()
         exact = ("step", "lr", "tokens", "loss_scale", "skipped_steps")
@@ -150,8 +152,8 @@ def test_corpus_is_complete():
 @pytest.mark.parametrize("other_layout", [False, True], ids=["its-layout", "another-layout"])
 def test_run_is_continued(ranks, corpus, version, name, other_layout):
     """Continue a run of an old version. Loaded states must be bitwise equal to the saved states.
-    Later metrics must be bitwise equal to the metrics of the old version if the layout, the machine
-    and this version allow it. Otherwise they must be equal within tolerances."""
+    The metrics of later steps must equal the metrics of the old version: bitwise if the layout
+    keeps all bits and `same_bits` is true for the old version, and otherwise within tolerances."""
     facts = corpus(version, f"runs/{name}")
     expected, run_dir = facts["runs"][name], Path("runs", name)
     size, layout, bits = OTHER_LAYOUTS[name] if other_layout else (expected["ranks"], [], True)
@@ -238,7 +240,8 @@ def test_run_is_plotted_and_continues_a_text(corpus, capsys, version):
 
 @pytest.mark.parametrize(("version", "name"), RUNS)
 def test_configurations_are_loaded(corpus, version, name):
-    """A run's configuration file and its saved resolved configuration must have the same values."""
+    """For each run of an old version, the configuration file must have the values of the resolved
+    configuration that the run saved, except for values that were measured at the start."""
     expected = corpus(version)["runs"][name]
     _, config, *overrides = expected["command"]
     written, resolved = load_config(config, overrides), load_config(f"runs/{name}/config.toml")
@@ -267,14 +270,15 @@ def test_data_sets_are_valid_and_readable(corpus, capsys, version, name):
 
 
 def arrays(hashes: dict[str, str]) -> dict[str, str]:
-    """Return only the hashes of .npy files. JSON files may get new keys in later versions."""
+    """Return the hashes of .npy files. Other files are left out, because later versions can write
+    new keys to JSON files."""
     return {name: value for name, value in hashes.items() if name.endswith(".npy")}
 
 
 @pytest.mark.parametrize(("version", "name"), DATA)
 def test_data_sets_are_unchanged_or_reproduced(corpus, version, name, tmp_path):
-    """A command that runs again must not change a complete data set. After the data set is deleted,
-    the command must write equal arrays."""
+    """The command that wrote a data set is run again. It must not change the complete data set.
+    After the data set is deleted, the command must write equal arrays."""
     # All of `data` is copied, because commands compare paths with links resolved.
     facts = corpus(version, "data")["data"][name]
     folder = Path("data", name)
@@ -294,8 +298,8 @@ def test_data_sets_are_unchanged_or_reproduced(corpus, version, name, tmp_path):
 def test_interrupted_directory_is_finished_without_repeated_work(
     corpus, version, name, monkeypatch
 ):
-    """An old version was killed while it wrote a data set. The same command of this version must
-    complete the data set. It must not encode documents that the old version already encoded."""
+    """An old version was killed while it wrote a data set. With this version, the same command must
+    complete the data set, and must not encode a document that the old version already encoded."""
     folder = Path("interrupted", name)
     facts = corpus(version, str(folder))["interrupted"][name]
     (finished,) = folder.glob("tokens/unit-*.json")
@@ -314,7 +318,8 @@ def test_interrupted_directory_is_finished_without_repeated_work(
 
 
 def texts_of(folder: Path, unit: int) -> list[str]:
-    """Return the texts of the documents in one unit of work. `unit` is its index in plan.json."""
+    """Return the texts of the documents that belong to unit number `unit` in plan.json. A unit is a
+    range of input files that one worker tokenizes."""
     plan = json.loads((folder / "tokens" / "plan.json").read_text())
     names = [plan["inputs"][number]["name"] for number in range(*plan["units"][unit])]
     all_documents = documents(Path(names[0]).parent)
@@ -322,5 +327,5 @@ def texts_of(folder: Path, unit: int) -> list[str]:
 
 
 def test_corpus_was_not_changed(copies):
-    """No test may change the shared files. This test must be the last test in the file."""
+    """No test in this file has changed the shared files. This test must be the last in the file."""
     assert results.hash_files(copies) == results.hash_files(GOLDEN)

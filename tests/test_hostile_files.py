@@ -36,7 +36,8 @@ LIMITS = Limits(cpu_s=0.5, idle_s=1.0, clock_s=20.0, memory_bytes=64 << 20)
 
 
 def test_mutated_files_are_refused_or_read_with_the_same_result():
-    """Run the drill on all formats. `scripts/drills/hostile_files.py --cases N` runs more cases."""
+    """Run 100 cases of the drill, over all formats of files. The drill must have no finding.
+    `scripts/drills/hostile_files.py --cases N` runs more cases."""
     drill = [sys.executable, str(DRILL), "--cases", "100", "--seed", "5"]
     done = subprocess.run(drill, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
@@ -119,7 +120,8 @@ def test_seal_updates_the_hashes_of_a_changed_file(tmp_path):
 
 
 def _read(words: Sequence[str]) -> int:
-    """Read sample.json correctly."""
+    """Read sample.json, and print its value. Return status 0, or status 2 with a line on stderr if
+    the file is damaged."""
     try:
         value = json.loads(files.read_regular("sample.json", 1 << 20))["value"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -154,7 +156,8 @@ def _writes_outside(words: Sequence[str]) -> int:
 
 
 def _writes_unaudited(words: Sequence[str]) -> int:
-    """Create a file with a call of the C library, which causes no audit event of Python."""
+    """Create a file outside of the directory of the case by a call of the C library. Such a call
+    causes no audit event of Python."""
     libc = ctypes.CDLL(None)
     os.close(libc.open(b"../outside/new", os.O_WRONLY | os.O_CREAT, 0o600))
     return _read(words)
@@ -249,8 +252,9 @@ def planted(name: str) -> Format:
 
 @pytest.fixture(scope="module")
 def arena(tmp_path_factory: pytest.TempPathFactory) -> Arena:
-    """Return an arena: a directory with a sample file, which several readers read. All readers are
-    correct while the arena is prepared. Then the readers named in FAULTS become faulty."""
+    """Return an arena: a directory with a sample file, and several readers of this file. All
+    readers are correct while the arena is prepared. Then the readers named in FAULTS are replaced
+    by faulty readers."""
     arena = Arena(tmp_path_factory.mktemp("arena"), LIMITS)
     (arena.samples / "sample").mkdir(parents=True)
     (arena.samples / "sample" / "sample.json").write_text('{"value": 5}')
@@ -274,8 +278,8 @@ def test_planted_fault_is_a_finding(arena, name):
 
 
 def test_correct_reader_has_no_finding(arena):
-    """The sample contains no hash, so a correct reader cannot detect a changed value. If it reads
-    the changed value, the outcome must be "other", which is not a finding."""
+    """The sample contains no hash, so a correct reader cannot detect a changed value. If the reader
+    prints the changed value, the outcome must be "other", which is not a finding."""
     correct = planted("sound")
     changes = [mutate(random.Random(n), b'{"value": 5}', "json") for n in range(60)]
     cases = [
@@ -287,8 +291,9 @@ def test_correct_reader_has_no_finding(arena):
 
 
 def test_reader_that_imports_a_new_module_has_no_finding(arena, tmp_path, monkeypatch):
-    """Python stores the bytecode of a module next to its source, outside the directory of the case,
-    when the first process imports the module. This must not be a finding."""
+    """When a process first imports a module, Python writes the bytecode of the module next to its
+    source, outside of the directory of the case. The drill must not report this file as a
+    finding."""
 
     def imports(words: Sequence[str]) -> int:
         importlib.import_module("module_of_a_reader")
@@ -303,8 +308,8 @@ def test_reader_that_imports_a_new_module_has_no_finding(arena, tmp_path, monkey
 
 
 def test_finding_that_needs_earlier_cases_says_so(arena, monkeypatch):
-    """The reader fails only in the third case of a process. The finding must begin with "only after
-    other cases"."""
+    """A reader fails only in the third case of a process, and not if this case runs alone. The text
+    of the finding must begin with "only after other cases"."""
     calls: list[int] = []
 
     def raises_later(words: Sequence[str]) -> int:

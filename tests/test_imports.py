@@ -1,5 +1,5 @@
-"""Tests of imports: packages import only what ALLOWED lists, imports have no cycle, and `import
-optimus` loads no heavy library."""
+"""Tests of imports. A package imports only the packages that ALLOWED lists for it, imports have no
+cycle, and `import optimus` loads no heavy library."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ BASE = "errors io.files io.workspace launch observe.events observe.log"
 COMMON = f"{BASE} config platform"
 ALL = "*"
 
-# For each package, the packages that it may import. They precede the package in the table, so that
-# imports go in one direction.
+# For each package, the packages that it is permitted to import. The imported packages precede the
+# package in the table, so the imports have no cycle.
 ALLOWED = {
     # The base layer, without torch.
     "errors": "",
@@ -36,7 +36,7 @@ ALLOWED = {
     # Independent of the rest of Optimus.
     "data_prep": BASE,
     "kernels": "",
-    # Every package below may import these.
+    # Every package below is permitted to import these packages.
     "config": BASE,
     "platform": f"{BASE} config",
     # The packages.
@@ -68,7 +68,7 @@ ALLOWED = {
 }
 ENTRY_POINTS = ("cli", "warm", "__main__", "optimus")
 """Modules that import packages only inside functions, so that `optimus --help` is fast."""
-# For each package, the libraries that it may not import. Model code, for example, does not use
+# For each package, the libraries that it must not import. Model code, for example, does not use
 # process groups.
 BANNED = {
     **dict.fromkeys(
@@ -90,11 +90,11 @@ LAYERS = [
     "pipeline",
     "cli",
 ]
-"""Modules and folders of data_prep, in layers. The code of an entry is permitted to import only
-from the same entry and from earlier entries."""
+"""Modules and folders of data_prep, in order of their layers. The code of an entry is permitted to
+import only from the same entry and from earlier entries."""
 OURS = ("optimus", "data_prep", "optimus_kernels")
 OUTSIDE = ("tests", "scripts")
-"""Folders whose code imports the packages, but which the packages may not import."""
+"""Folders whose code imports the packages. The packages must not import these folders."""
 
 PACKAGES = {"optimus": "optimus", "data_prep": "data_prep", "optimus_kernels": "kernels"}
 """For each importable package, the folder below the root that is the package or contains it."""
@@ -128,8 +128,8 @@ def find_modules(root: Path) -> dict[str, Path]:
 
 
 def read_imports(modules: Mapping[str, Path]) -> list[Import]:
-    """Return all imports of all modules: import statements, also inside functions; calls of
-    `import_module("name")`; and uses of the attribute `torch.distributed`."""
+    """Return all imports of all modules. An import is an import statement, also inside a function,
+    a call of `import_module("name")`, or a use of the attribute `torch.distributed`."""
     imports = []
     for name, path in modules.items():
         package = name if path.name == "__init__.py" else name.rpartition(".")[0]
@@ -141,8 +141,8 @@ def read_imports(modules: Mapping[str, Path]) -> list[Import]:
 
 
 def find_cycle(imports: Iterable[Import]) -> list[str]:
-    """Return the modules of Optimus in a cycle of imports, followed by the first of them again; []
-    if there is no cycle."""
+    """Return the modules of Optimus in a cycle of imports, with the first module again at the end.
+    Return [] if there is no cycle."""
     edges: dict[str, list[str]] = {}
     for statement in imports:
         edges.setdefault(statement.importer, []).append(statement.imported)
@@ -228,7 +228,8 @@ def forbidden(statement: Import) -> str:
 
 
 def _is_below(statement: Import) -> bool:
-    """Return True if the imported module is not after the importer in LAYERS."""
+    """Return True if the imported module is in the same layer as the importer or in an earlier
+    layer."""
     importer, imported = (name.split(".")[1:2] for name in (statement.importer, statement.imported))
     return not imported or LAYERS.index(imported[0]) <= LAYERS.index(importer[0])
 
@@ -384,8 +385,8 @@ def test_requirements_are_pinned():
 
 
 def test_pins_except_torch_have_hashes():
-    """Each pinned package must have a hash in constraints-hashes.txt. torch and Intel's packages
-    are exceptions."""
+    """Each package that constraints.txt pins, except torch and Intel's packages, must have a hash
+    in constraints-hashes.txt."""
     lines = (ROOT / "constraints-hashes.txt").read_text().splitlines()[1:]
     matches = [
         re.fullmatch(r"([\w.-]+==[\w.]+) --hash=sha256:[0-9a-f]{64}", line) for line in lines
@@ -398,7 +399,8 @@ def test_pins_except_torch_have_hashes():
 
 
 def test_an_installation_adds_no_relative_entry_to_the_path(tmp_path):
-    """With a relative entry, a module in the working directory could be imported."""
+    """sys.path of the installed Python must have no relative entry. With a relative entry, Python
+    could import a module in the working directory instead of the installed module."""
     code = "import os, sys; print([entry for entry in sys.path if not os.path.isabs(entry)])"
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [sys.executable, "-P", "-c", code]

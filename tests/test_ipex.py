@@ -1,5 +1,5 @@
-"""Tests with Intel's extension for PyTorch (IPEX): commands import it, `optimus doctor` shows its
-version, and losses differ only by rounding from the losses of a run without IPEX."""
+"""Tests with Intel's extension for PyTorch (IPEX). Commands import IPEX, `optimus doctor` shows the
+version of IPEX, and losses differ only by rounding from the losses of a run without IPEX."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ LOADED = (
 
 
 def optimus(with_ipex: bool, *arguments: str) -> tuple[str, bool]:
-    """Run a command in a process. Return its standard output, and True if it imported IPEX."""
+    """Run a command of optimus in a process. Return the standard output of the command, and True if
+    the command imported IPEX."""
     code = LOADED.format("'intel_extension_for_pytorch' in sys.modules")
     done = python("-c", code, *arguments, OPTIMUS_IPEX="1" if with_ipex else "0")
     assert done.returncode == 0, done.stderr
@@ -51,7 +52,8 @@ def test_a_run_is_the_same_with_it_up_to_rounding(tiny_data, tmp_path: Path, dty
         assert optimus(with_ipex, "train", str(path))[1] == with_ipex
         lines = read_json_lines(run_dir / "metrics.jsonl")
         losses.append([line["loss"] for line in lines])
-    # In 6 runs in fp32 and 7 in bf16 with other seeds, the losses differed by at most 9e-8.
+    # In 6 fp32 runs and 7 bf16 runs, with other seeds, losses with IPEX differed from losses
+    # without IPEX by at most 9e-8.
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
 
 

@@ -31,7 +31,7 @@ FP32 = (CPU, torch.float32, "MKL")
 
 
 def run_peak(run_dir, *args):
-    """Return the peak of a new start of the run in `run_dir`."""
+    """Return the RunPeak that a start of the run in `run_dir` creates."""
     return RunPeak(run_dir, Workspace.open(run_dir / "checkpoints"), *args)
 
 
@@ -43,7 +43,8 @@ def cache(tmp_path, monkeypatch) -> Path:
 
 @pytest.fixture
 def measured(monkeypatch) -> list[Peak]:
-    """Replace `peak.measure`, so that call n returns n TFLOP/s. Return the list of these peaks."""
+    """Replace `peak.measure`, so that call n returns a peak of n TFLOP/s. Return the list to which
+    each call appends its peak."""
     peaks: list[Peak] = []
 
     def measure(device, dtype, setup) -> Peak:
@@ -75,8 +76,8 @@ def test_measurement_restores_the_threads_and_is_positive(dtype, threads):
 
 
 def test_time_of_other_programs_does_not_count(monkeypatch):
-    """A wall clock that runs ten times as fast must not change the peak. Such a clock simulates
-    other programs that use 90 % of the time."""
+    """A wall clock that runs ten times as fast must change the measured peak by less than a factor
+    of 5. Such a clock simulates other programs that use 90 % of the processor time."""
     setup, plain = setup_of(*FP32), time.perf_counter
     quiet = peak.measure(*FP32[:2], setup)
     monkeypatch.setattr(time, "perf_counter", lambda: 10 * plain())
@@ -91,9 +92,9 @@ def test_threads_above_the_number_of_cores_do_not_count(monkeypatch):
 
 
 def test_interrupted_threads_do_not_count(monkeypatch):
-    """Simulate that other programs interrupt every measured product of two threads. `measure` must
-    then measure with one thread, multiply by the number of threads, and report an unreliable peak.
-    """
+    """Simulate that other programs interrupt every matrix product that is measured with two
+    threads. `measure` must then measure with one thread, multiply the rate by the number of
+    threads, and mark the peak as unreliable."""
     monkeypatch.setattr(peak, "_uninterrupted_times", lambda *_: [])
     setup = replace(setup_of(*FP32), threads=2)
     result = peak.measure(*FP32[:2], setup)
@@ -137,7 +138,7 @@ def spoil(path: Path) -> None:
 
 
 def rewrite(path: Path, **fields: Any) -> None:
-    """Replace fields of a cached peak, and update the hash in the file."""
+    """Replace fields of the cached peak in the file `path`, and update the hash in this file."""
     tree = json.loads(path.read_bytes())
     del tree["self_xxh3"]
     setup = tree["setup"] | fields.pop("setup", {})
@@ -229,8 +230,8 @@ def test_resumed_run_keeps_its_peak(measured, cache, tmp_path):
 
 
 def test_resumed_run_does_not_keep_an_unreliable_peak(measured, cache, tmp_path):
-    """A peak that was measured on a busy machine can be too high. If a resumed run kept it, the MFU
-    of the run would remain too low."""
+    """A peak that was measured on a busy machine can be too high. A resumed run must measure such a
+    peak again. Otherwise, the MFU of the run would remain too low."""
     lines: list[str] = []
     poor = Peak(setup_of(*FP32), 9e12, 1.0, "measured", "2026-01-01T00:00:00Z")
     write_peak(tmp_path / "peak.json", poor)

@@ -31,8 +31,8 @@ distributed.Backend.register_backend("ccl", make, devices=["cpu"])
 
 @pytest.fixture
 def oneccl(tmp_path, monkeypatch):
-    """Return a function that writes a fake module `oneccl_bindings_for_pytorch`. The argument of
-    the function is the module's source code."""
+    """Return a function that writes a fake module `oneccl_bindings_for_pytorch`, which can then be
+    imported. The argument of the function is the source code of the module."""
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "oneccl_bindings_for_pytorch", raising=False)
 
@@ -80,8 +80,8 @@ def test_missing_backend_is_a_single_line(oneccl, monkeypatch, text, message):
 
 @pytest.mark.parametrize("how", ["imported", "to be imported", "left out"])
 def test_compiling_with_ipex_is_refused(how, tmp_path, monkeypatch):
-    """IPEX's layer_norm has no gradient under torch.compile. Compilation must be refused if IPEX is
-    or will be imported."""
+    """IPEX's layer_norm has no gradient under torch.compile. `train.compile` must be refused if
+    IPEX is imported already, or will be imported."""
     name = "intel_extension_for_pytorch"
     monkeypatch.setenv("OPTIMUS_IPEX", "1" if how == "to be imported" else "0")
     monkeypatch.delitem(sys.modules, name, raising=False)
@@ -149,7 +149,8 @@ def test_compiled_libraries_are_kept_where_no_other_user_can_put_some(tmp_path, 
 
 
 class Runtime:
-    """CUDA's runtime, which registers host memory and refuses the address 0."""
+    """Fake of CUDA's runtime. It records the host memory that is registered and unregistered, and
+    refuses to register the address 0."""
 
     def __init__(self) -> None:
         self.registered: list[tuple[int, int]] = []

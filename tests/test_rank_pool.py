@@ -14,7 +14,7 @@ import pytest
 from tests.kit.ranks.pool import RankPool, RanksFailed
 from tests.kit.ranks.processes import assert_gone, is_running, wait_until
 
-# Functions that the ranks run. Each rank imports this module after the fork.
+# Functions that the forked ranks run. Each rank imports this module after the fork.
 
 
 def add_up(offset: int) -> tuple[int, float]:
@@ -70,7 +70,8 @@ def kill_rank(culprit: int, signal_number: int) -> None:
 
 
 def sleep_unless_first(pid_folder: str) -> None:
-    """Record the process ids of this rank and its parent. Ranks other than 0 then sleep."""
+    """Write a file to `pid_folder`: its name is the process id of this rank, and its content is the
+    process id of the parent process. Ranks other than 0 then sleep for 600 s."""
     Path(pid_folder, str(os.getpid())).write_text(str(os.getppid()))
     if os.environ["RANK"] != "0":
         time.sleep(600)

@@ -1,5 +1,5 @@
-"""Test that all names of torch.cuda and torch.xpu that the code uses exist. Without a GPU, other
-tests run only a small fraction of the code that uses these names."""
+"""Test that all names in torch.cuda and torch.xpu that the code uses exist. On a machine without a
+GPU, other tests run only a small fraction of the code with these names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ ROOT = Path(__file__).parent.parent
 
 
 def dotted(node: ast.AST) -> str:
-    """Return the name of an attribute, such as `torch.cuda.synchronize`; "" for other nodes."""
+    """Return the dotted name of an attribute, such as `torch.cuda.synchronize`. Return "" if `node`
+    is not an attribute of a name."""
     names: list[str] = []
     while isinstance(node, ast.Attribute):
         names.append(node.attr)

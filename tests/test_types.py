@@ -1,4 +1,4 @@
-"""Test that few lines are excluded from the type check, and that each of them gives a reason."""
+"""Test that few lines are excluded from the type check, and that each such line has a reason."""
 
 from __future__ import annotations
 
