@@ -107,7 +107,7 @@ def test_ranks_of_a_node_share_the_memory_of_the_host():
     check_fit(config, mesh, 8, Capacity(node, "this machine", 2, "host"))
     with pytest.raises(ConfigError, match=r"2 ranks need at least .* 1 byte more than this"):
         check_fit(config, mesh, 8, Capacity(node - 1, "this machine", 2, "host"))
-    # The last node may have fewer ranks.
+    # The last node can have fewer ranks.
     check_fit(config, mesh, 8, Capacity(sum(ranks[:3]), "this machine", 3, "host"))
 
 

@@ -261,7 +261,7 @@ def test_offloaded_winner_is_that_of_an_evaluation_of_each_layout():
         except ConfigError:
             continue
         assert used <= limit and candidate.least_s <= times[layout]
-        least_s = offloaded._least_s(layout, by_layer=False)  # the order of the result
+        least_s = offloaded._least_s(layout, by_layer=False)  # the order of the fastest placements
         assert 0.3 * times[layout] < least_s <= times[layout]
     best = ranking.evaluations[0]
     assert best.time == min(times.values()) == times[best.layout]

@@ -282,7 +282,7 @@ def test_passes_over_gradients_have_another_rate_than_the_optimizer():
     rates = dataclasses.replace(a100(), memory=4e9, gradients=1e9)
     assert rates.update_s(UpdateBytes(optimizer=8e9, gradients=3e9)) == 2 + 3
     assert dataclasses.replace(rates, gradients=None).update_s(UpdateBytes(8e9, 4e9)) == 3
-    # The host updates half of the states, but new memory is that of all.
+    # `share` halves the bytes of the update, but not the bytes of new memory (the third field).
     assert UpdateBytes(8.0, 4.0, 2.0).share(0.5) == UpdateBytes(4.0, 2.0, 2.0)
 
 

@@ -282,7 +282,7 @@ def test_undeletable_checkpoints_do_not_keep_others(ranks, tiny_data, tmp_path, 
         spaces = [line for line in lines if "GB free, and a save takes 0.00" in line]
         shared = [line for line in lines if "every user of this machine" in line]
         assert len(lines) == len(spaces) + len(shared) + 2, lines
-        if not async_save:  # with async_save, threads may count each other's files
+        if not async_save:  # with async_save, threads can count files of other threads
             assert len(spaces) == 3, lines  # 2 name a directory, 1 reports little space
         assert "2 old checkpoint directories cannot be removed; " in spaces[-1]
         names = sorted(path.name for path in directory.iterdir())

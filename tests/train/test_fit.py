@@ -79,7 +79,7 @@ def test_dry_run_takes_the_machine_of_the_job_script(tiny_data, tmp_path, capfd)
     assert optimus([*dry, "--machine", large]) == 0
     assert "unknown here" not in capfd.readouterr().err
     assert optimus([*dry, "--machine", small, f"train.machine={large}"]) == 0
-    # This machine may not be a node of the run, so its memory has no meaning.
+    # The nodes of the run can differ from this machine, so the memory of this machine is not used.
     capfd.readouterr()
     assert optimus(dry) == 0
     assert "the memory of the nodes is unknown here" in capfd.readouterr().err

@@ -75,7 +75,7 @@ def test_document_mask_changes_losses(ranks, tiny_data, tmp_path):
     assert off[-1]["loss"] != on[-1]["loss"]
     evaluated = [read_json_lines(tmp_path / name / "eval.jsonl")[-1] for name in ("off", "on")]
     assert evaluated[0]["loss"] != evaluated[1]["loss"]
-    # `optimus eval` reads from the checkpoint whether to use the mask.
+    # `optimus eval` reads `data.document_mask` from the checkpoint.
     for name, record in zip(("off", "on"), evaluated, strict=True):
         again = evaluate_checkpoint(str(tmp_path / name), f"{tiny_data}/eval", 1, 9)
         assert again["document_mask"] == (name == "on")
