@@ -1,4 +1,4 @@
-"""Refusal of contradictory settings in [model]."""
+"""Tests of checks that refuse contradictory settings in the section [model]."""
 
 from __future__ import annotations
 
@@ -65,7 +65,8 @@ def test_defaults_of_sparse_settings_are_allowed_for_a_dense_model():
 
 
 def extreme_fields() -> Iterator[dict[str, Any]]:
-    """Yield fields of configurations in which a number is very large or very small."""
+    """Yield dicts with fields of a model configuration. In each dict, one number is very large or
+    very small."""
     for number in (1e308, 1e39, 5e-324):
         for key, field in ModelConfig.model_fields.items():
             if field.annotation is float:

@@ -1,4 +1,4 @@
-"""Document masks: documents that share a sequence do not affect each other."""
+"""Tests of document masks: documents in the same sequence do not affect each other."""
 
 from __future__ import annotations
 

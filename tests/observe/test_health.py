@@ -68,8 +68,8 @@ def test_recovery_is_reported_once():
 
 
 def test_gradient_norm_is_compared_with_the_median_of_twenty():
-    """A gradient norm above 10 times the median of the last 20 norms causes a warning. Before 20
-    updates, no norm does."""
+    """A gradient norm above 10 times the median of the last 20 norms causes a warning. With fewer
+    than 20 earlier norms, no norm causes a warning."""
     before = [2.0] * 10 + [1.0] * 10
     (line,) = lines_of(TrainingHealth(SIXTEEN), norms=[*before, 51.2])
     for words in ("step 21:", "gradient norm 51.2 is 34 times the median of the last 20",
@@ -123,8 +123,8 @@ def test_dense_model_is_checked_by_its_norm_only():
 
 
 def test_run_that_collapses_warns_and_healthy_run_does_not(tiny_data, tmp_path, capsys):
-    """Only the run `collapsing`, which has a high learning rate and no auxiliary loss, must warn
-    about unbalanced experts."""
+    """A run with a high learning rate and no auxiliary loss (`collapsing`) must warn about
+    unbalanced experts. A run with usual settings (`healthy`) must not warn."""
     settings = {"model__num_experts": 8, "train__max_steps": 14, "train__microbatch_size": 8,
                 "checkpoint__interval": 0, "optim__warmup_steps": 0}  # fmt: skip
     healthy = {"optim__lr": 1e-3, "model__embedding_init_std": 1.0}

@@ -64,8 +64,8 @@ def test_autocast_keeps_no_copies_of_weights(share):
 @pytest.mark.parametrize("share", SHARES)
 def test_autocast_uses_the_weights_after_each_update(share):
     """A single autocast context contains a step, a load of weights, and an evaluation after each of
-    them. torch's autocast would use casts of the old weights again, so the test clears its cache
-    before each evaluation of the model without offloading."""
+    the two. torch's autocast would use casts of the old weights again, so the test clears the cache
+    of casts before each evaluation of the model without offloading."""
     ours, optimizer, theirs, reference = pair(nn.Sequential(nn.Linear(32, 32)), share)
     batch = torch.randn(8, 32, generator=torch.Generator().manual_seed(0))
     loaded = weights(ours)
@@ -188,7 +188,7 @@ class Uses(nn.Module):
             "loop": each call of a block uses the weight of the block twice.
             "calls": a forward calls each block twice.
             "shared": two blocks share a weight.
-            "direct": the model uses a parameter of its own before each block.
+            "direct": the model uses a weight that belongs to no block before each block.
             "tied": the embedding and the last layer share a weight.
     """
 

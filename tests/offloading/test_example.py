@@ -208,7 +208,7 @@ def add_output(called: nn.Module, module: nn.Module, inputs: tuple[Tensor]) -> T
 
 
 class Ordered(nn.Sequential):
-    """A Sequential that calls its blocks in the order `order`."""
+    """A Sequential that calls its blocks in the order `order`, a sequence of their indices."""
 
     order: Sequence[int] = range(6)
 
@@ -262,9 +262,9 @@ def peak_with_calls(
 
 @pytest.mark.parametrize("calls", [[(3, 0)], [(5, 0), (4, 1)]])
 def test_the_limit_holds_if_blocks_call_others(calls):
-    """The backward of a calling block computes gradients of the called block. These gradients stay
-    on the device until the backward of the called block's own use has ended. Until then, gradients
-    of other blocks are copied to the host early enough to stay below the limit."""
+    """The backward of a calling block also computes gradients of the called block. These gradients
+    stay on the device until backward has also reached the regular call of the called block. Until
+    then, gradients of other blocks are copied to the host early enough to stay below the limit."""
     slots_seen = set()
     for limit in range(96_000, 126_000, 6_000):
         most, slots, is_equal = peak_with_calls(calls, limit)

@@ -90,8 +90,8 @@ def test_functions_of_several_parameters_with_gradients_or_views_are_refused():
 
 
 def update_averages(averages: dict[str, dict[str, Tensor]], model: nn.Module) -> None:
-    """Update moving averages of the weights, by name of the function and of the parameter. Each
-    function changes an average in place, and only reads the weights."""
+    """Update moving averages of the weights with functions that change the average in place and
+    only read the weight. Keys of `averages`: name of the function, name of the parameter."""
     if not averages:
         for kind in ("lerp", "copy", "add", "index", "plus", "out", "foreach"):
             averages[kind] = {n: p.detach().clone() for n, p in model.named_parameters()}

@@ -55,8 +55,8 @@ def pair(name: str, share: float, **options):
 
 @pytest.mark.parametrize("hostile_memory", ["random", "freed"], indirect=True)
 def test_these_tests_use_the_settings_of_hostile_memory(request):
-    """Check that the patches of `hostile_memory` take effect. Other tests would pass if they did
-    not."""
+    """Check that the patches of `hostile_memory` take effect. Other tests would also pass without
+    the patches."""
     memory = pair("llama", 1.0)[1]._offloaded.engine.memory
     is_freed = "freed" in request.node.name
     assert memory.poison != is_freed and memory.copies == ("late" if is_freed else "random")
@@ -137,7 +137,8 @@ def smallest_cache(model: nn.Module, length: int) -> int:
 
 
 def test_emulated_links_change_no_bit(monkeypatch):
-    """Copies and updates run in background threads, at the rates of a slow link and a slow host."""
+    """Copies and updates run in background threads, at the emulated rates of a slow link and of a
+    slow host. Training has the bits of torch's AdamW."""
     links = Links(to_device=2e7, to_host=2e7, host_adam=2e7)
     models.set_residency(monkeypatch, poison=True, links=links)
     ours, optimizer, theirs, reference = pair("llama", 1.0, cache={"cache_chunks": 2})
@@ -183,8 +184,8 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
 
 
 class Tower(nn.Module):
-    """A model with a parameter of its own (`scale`), a block that is used twice, and an unused
-    module. With `checkpoints`, backward recomputes `region` successive blocks together."""
+    """A model with a parameter outside of its modules (`scale`), a block that is used twice, and an
+    unused module. With `checkpoints`, backward recomputes `region` successive blocks together."""
 
     def __init__(self, checkpoints: str = "", region: int = 2) -> None:
         super().__init__()
@@ -260,8 +261,9 @@ class InplaceBlock(nn.Module):
 
 
 class Scaled(nn.Module):
-    """In-place blocks. The model multiplies the input of the first block, and with `last` also the
-    output of the last block, by its own parameter `scale`."""
+    """A model of in-place blocks. The parameter `scale` is outside of the blocks. The model
+    multiplies the input of the first block by `scale` and, with `last`, also the output of the last
+    block."""
 
     def __init__(self, last: bool) -> None:
         super().__init__()
@@ -279,8 +281,8 @@ class Scaled(nn.Module):
 @pytest.mark.parametrize("slots", [2, 3])
 @pytest.mark.parametrize("last", [False, True])
 def test_inplace_blocks_and_direct_parameters_equal_adamw_of_torch(last, slots):
-    """With `last`, the model uses its own parameter after the last block. Without `last`, the model
-    returns the output of the last block unchanged."""
+    """With `last`, the model uses its parameter `scale` after the last block. Without `last`, the
+    model returns the output of the last block unchanged."""
     ours, optimizer, theirs, reference = pair(Scaled(last), 1.0, cache={"cache_chunks": slots})
     for step, (model, of_model) in itertools.product(
         range(4), ((ours, optimizer), (theirs, reference))
@@ -345,8 +347,8 @@ class Views(nn.Module):
 @pytest.mark.parametrize("is_view", [False, True])
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 def test_views_that_modules_return_equal_adamw_of_torch(is_view, share):
-    """The model changes the outputs of its blocks, which are views, in place. It also uses the
-    parameter that the module `positions` returns after the call of this module."""
+    """The model changes the outputs of its blocks, which are views, in place. After the call of the
+    module `positions`, the model uses the parameter that this module has returned."""
     ours, optimizer, theirs, reference = pair(Views(is_view), share)
     results = []
     for model, of_model in ((ours, optimizer), (theirs, reference)):

@@ -32,7 +32,7 @@ GPT2 = [
 
 
 class Vision(nn.Module):
-    """A model with a parameter of its own, a list of parameters, and dicts of modules."""
+    """A model with a parameter, a list of parameters, and dicts of modules as attributes."""
 
     def __init__(self) -> None:
         super().__init__()

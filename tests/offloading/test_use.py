@@ -375,9 +375,9 @@ class Scaled(nn.Linear):
 
 
 def test_backward_passes_that_need_freed_memory_are_refused():
-    """Two cases need parameters after their memory is freed: `create_graph`, and a tensor that an
-    earlier forward computed from a weight. The gradient of such a tensor's weight is computed after
-    the backward of all segments."""
+    """Two cases need parameters after their memory is freed: a backward with `create_graph`, and a
+    forward that uses a tensor that an earlier forward computed from a weight. The gradient of this
+    weight is then computed after the backward of all segments."""
     ours, *_ = pair("llama", 1.0)
     with pytest.raises(ConfigError, match="leave create_graph out"):
         torch.autograd.grad(loss_of(ours, 0), ours.lm_head.weight, create_graph=True)

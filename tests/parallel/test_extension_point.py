@@ -1,4 +1,4 @@
-"""Tests that parallelism changes a model only by styles that replace modules (`ParallelStyle`)."""
+"""Tests that parallelism changes a model only by objects that replace modules (`ParallelStyle`)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ an autograd function."""
 SWAPS = ("__class__", "forward")
 CALLS = ("setattr", "vars", "__setattr__", "register_forward_hook")
 """Functions that can change a module without an assignment."""
-# `optimus/rank` may register forward pre-hooks, because it uses them only to observe segments.
+# `optimus/rank` is permitted to register forward pre-hooks, with which it only observes segments.
 PARALLEL_CALLS = (*CALLS, "register_forward_pre_hook")
 
 
@@ -97,9 +97,8 @@ LAYOUTS = [
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_styles_keep_names_order_and_types(layout):
-    """On each rank, parameters have the names and the order of the undivided model.
-
-    Each module is an instance of the class of the module that it replaces.
+    """On each rank, parameters have the names and the order of the undivided model. A module that
+    replaces another module is an instance of the same class or of a subclass.
     """
     sizes = {f"parallel__{key}": value for key, value in layout.items() if key != "dense"}
     recompute = {"recompute__modules": ["norm", "attention"]}

@@ -24,17 +24,16 @@ from tests.kit.layouts.matrix import (
 
 SAMPLE = pairwise(all_cases())
 STEPS = 3
-"""Updates of a run. The metrics of the third update depend on the moments of the second. The drill
-runs more updates."""
+"""Number of updates of a run. The metrics of the third update depend on the moments of the second
+update. The drill runs more updates."""
 _known: dict[str, Outcome] = {}
 
 
 def agreement_of(ranks, case: Case, **train: Any) -> Agreement:
-    """Compare the run of a case with the run of the same model on a single process. Return the
-    comparison.
+    """Run a case and, on a single process, the same model. Return the comparison of both runs.
 
-    `train` has settings of the section `[train]`, which apply only to the run of the case and not
-    to the run on a single process.
+    `train` are settings of the section `[train]` for the run of the case. They do not apply to the
+    run on a single process.
     """
 
     def run_layout(size: int, tree: dict) -> Outcome:

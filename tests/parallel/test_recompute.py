@@ -1,4 +1,5 @@
-"""Tests of activation recomputation: it needs less memory and gives bit-identical gradients."""
+"""Tests of activation recomputation. Recomputation needs less memory, and the gradients are
+bit-identical to the gradients without recomputation."""
 
 from __future__ import annotations
 
@@ -110,8 +111,8 @@ def test_a_norm_is_recomputed_once_for_all_uses_of_its_output():
     block = model.blocks["0"]
     block.attention_norm.register_forward_pre_hook(lambda *_: calls.append(torch.is_grad_enabled()))
     run_pass(model)
-    # The calls: forward; one recomputation for q, k and v; one recomputation for the norm's
-    # backward.
+    # The three calls are: the forward, a recomputation of the input of q, k and v, and a
+    # recomputation for the backward of the norm.
     assert calls == [True, False, True]
 
 

@@ -258,9 +258,10 @@ ATTENTION = {"recompute__modules": ["attention"]}
     ],
 )
 def test_a_stage_has_the_figures_of_a_run_of_all_its_layers(settings: dict) -> None:
-    """`profile_stages` composes the profile of a stage from profiles of single segments. It has the
-    FLOPs of a run of the whole stage. Its bytes differ from the bytes of this run by at most 1000
-    (scalars of the objective) plus the bytes of the gradient that the stage receives."""
+    """`profile_stages` composes the profile of a stage from profiles of single segments. The
+    composed profile has the FLOPs of a run of the whole stage. Its bytes differ from the bytes of
+    this run by at most 1000 (scalars of the objective) plus the bytes of the gradient that the
+    stage receives."""
     settings = WIDE | {"train__deterministic": False, "parallel__pp": 3} | settings
     settings["model__num_layers"] = 9
     config = make_config(tiny_tree("d", "r", **settings))

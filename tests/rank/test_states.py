@@ -56,8 +56,8 @@ def all_memory(*roots: Any) -> int:
 def train_a_little(tree: dict) -> tuple[dict[str, int], dict[str, int], int]:
     """Run two updates on this rank.
 
-    Return the planned bytes of each kind of state, the bytes that the states report for each kind,
-    and the total bytes of the tensors in memory.
+    Return the planned bytes of each kind of state, the bytes that the engine reports for each kind
+    of state, and the total bytes of the tensors of model and states in memory.
     """
     config, _, groups, batch, shard, states, updater = make_updater(tree)
     for step in (1, 2):

@@ -1,4 +1,4 @@
-"""Detection of non-finite values on one rank."""
+"""Tests of the detection of non-finite values in forward and backward on one rank."""
 
 from __future__ import annotations
 

@@ -17,7 +17,8 @@ from tests.kit.faults.nonfinite import train_on_bad_instance
 from tests.kit.runs.tiny import reshuffle, tiny_tree
 
 INSTANCE = 8 + 5
-"""An instance of step 2. An update has 8 microbatches of one instance."""
+"""Number of the instance that gives NaN, in step 2. An update has 8 microbatches of one
+instance."""
 FAST = {"train__deterministic": False, "train__threads": 1}
 ZERO_2 = FAST | {"optim__sharding": "so", "optim__resident": "parameters"}
 PIPELINE = {"parallel__pp": 2, "model__num_layers": 4}

@@ -180,8 +180,8 @@ def save_damaged(tree: dict) -> str:
 
 
 def test_a_checkpoint_with_a_damaged_state_is_skipped(ranks, tiny_data, tmp_path):
-    """The newest checkpoint has correct hashes but a non-finite state. The run loads the older
-    one."""
+    """The newest checkpoint has correct hashes but a non-finite state. The run must load the older
+    checkpoint."""
     few = {"train__stop_at_step": 4, "checkpoint__interval": 2, "optim__sharding": "so"}
     *_, name = ranks(2, save_damaged, tiny_tree(tiny_data, tmp_path, **few), start_world=False)
     store.newest_valid(tmp_path).verify()

@@ -1,5 +1,4 @@
-"""Scaling studies: their points and jobs, studies that are refused before a job is submitted,
-submission, and results."""
+"""Tests of scaling studies: points and jobs, refused studies, submission of jobs, and results."""
 
 from __future__ import annotations
 
@@ -204,8 +203,9 @@ def test_output_that_cannot_be_written_is_refused_at_once(config, tmp_path, monk
 
 
 def test_point_that_may_not_fit_gets_a_warning(config, tmp_path, capsys, caplog):
-    """The study is refused if a device has less memory than the lower bound for a point. If it has
-    less memory than only the prediction for the point, the study logs a warning."""
+    """If a device has less memory than the lower bound for a point, the study is refused. If the
+    device has at least the lower bound, but less memory than the prediction, the study logs a
+    warning."""
     text = HERE.read_text()
     assert "value = 4e9" in text
     machine = tmp_path / "machine.toml"

@@ -98,8 +98,9 @@ def test_without_a_recorder_no_clock_is_read(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.skipif(not product.onednn_is_exact(), reason="oneDNN has no fp32 products here")
 @pytest.mark.parametrize("where", ["long", "short", "documents"])
 def test_both_passes_take_the_faster_library(monkeypatch: pytest.MonkeyPatch, where: str):
-    """For sequences of at least FEW_TOKENS tokens without document ids, forward and backward use
-    oneDNN, for which the executor sets `fp32_precision`. Other sequences keep the old setting."""
+    """For sequences of at least FEW_TOKENS tokens without document ids, oneDNN computes the fp32
+    products of forward and backward, which the setting `fp32_precision` = "bf16" shows. For other
+    sequences, the setting is unchanged."""
     settings, seen = torch.backends.mkldnn.matmul, []
     before = settings.fp32_precision
 

@@ -22,7 +22,8 @@ F, B, HALF, W, SEND_A, RECV_A, SEND_G, RECV_G, REDUCE, STEP = Kind
 
 
 class CannotPlayError(Exception):
-    """A schedule deadlocks, or its actions are incomplete or in a wrong order."""
+    """Raised if a schedule deadlocks, or if actions of the schedule are missing or in a wrong
+    order."""
 
 
 def must(condition: bool, problem: object) -> None:
@@ -73,8 +74,8 @@ class Player:
         return self.done.setdefault((kind, stage), [])
 
     def _line(self, action: Action) -> tuple[list, list]:
-        """Return two lists for the channel of `action`, a send or receive: the recorded sends and
-        the recorded receives."""
+        """Return the list of recorded sends and the list of recorded receives of the channel over
+        which `action` sends or receives."""
         forward = action.kind in (SEND_A, RECV_A)
         low = action.stage - (action.kind in (RECV_A, SEND_G))
         must(0 <= low < self.last, action)

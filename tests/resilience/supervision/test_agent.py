@@ -1,4 +1,4 @@
-"""Tests of the agent of a node, and of the process from which it forks ranks."""
+"""Tests of the agent of a node, and of the warm process from which the agent forks ranks."""
 
 from __future__ import annotations
 

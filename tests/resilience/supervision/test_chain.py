@@ -1,5 +1,5 @@
-"""Tests of the next job of a chain, which continues a run: its submission, its removal, and its
-event in the ledger."""
+"""Tests of the next job of a chain, which continues a run: how the supervisor submits the job,
+removes it from the queue, and records it in the ledger."""
 
 from __future__ import annotations
 

@@ -86,8 +86,8 @@ def test_side_with_another_secret_is_refused():
 
 
 def test_two_agents_do_not_accept_each_other():
-    """An agent must refuse a peer that claims to be an agent. Otherwise, an attacker could send an
-    agent's own signed messages back to this agent."""
+    """An agent must refuse a peer that claims to be an agent. Otherwise, an attacker could send the
+    signed messages of an agent back to the same agent."""
 
     async def run():
         left, right = await streams()

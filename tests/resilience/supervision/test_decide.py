@@ -125,8 +125,9 @@ def test_loss_of_agents_after_the_end_of_all_ranks_is_no_failure(gone, last, out
 
 @pytest.mark.parametrize(("rank", "outcome"), [(0, "usage"), (3, "failed")])
 def test_error_of_a_single_rank_at_the_start(rank, outcome):
-    """An error of the first rank is a mistake in the settings, which this rank checks. An error of
-    another rank is attributed to its node, which may lack a file of the data set."""
+    """An error of rank 0 at the start is a mistake in the settings, because this rank checks the
+    settings. An error of another rank is attributed to the node of the rank, because the node can
+    lack a file of the data set."""
     others = ends(dict.fromkeys({*range(RANKS)} - {rank}, 2), was_adopted=True)
     evidence = Evidence(1, 0, (*others, *ends({rank: 2}, message="m")), nodes=("a", "b"))
     end = find_cause(evidence, RANKS, 0.0)
@@ -154,8 +155,8 @@ def test_error_of_an_ended_rank_is_the_cause_unless_another_rank_may_have_it():
     ],
 )
 def test_loss_of_all_nodes_at_once_is_attributed_to_none(gone):
-    """All nodes are lost at once if the network of the supervisor fails, or if all agents end
-    before another supervisor takes over."""
+    """If the network of the supervisor fails, or if all agents end before another supervisor takes
+    over, all nodes are lost at once. Such a loss must not be attributed to a node."""
     end = find_cause(Evidence(1, 9, nodes=("a", "b"), **gone), RANKS, 0.0)
     assert (end.outcome, end.nodes) == ("interrupted", ())
 
@@ -407,8 +408,9 @@ def test_stop_because_of_data_reports_instances_layers_and_marker():
 
 
 def test_refusal_after_an_update_is_a_failure_of_its_node():
-    """The data is not mounted on a replacement node. The error of this node is not a mistake in the
-    settings, because earlier attempts have read the data."""
+    """The data is not mounted on a replacement node, so its rank refuses the configuration. If an
+    earlier attempt made an update, the error is a failure of this node. Otherwise, the error counts
+    as a mistake in the settings."""
     refusing = ends({0: 2}) + ends({1: 2, 2: 2, 3: 2}, was_adopted=True)
     first = find_cause(Evidence(2, 0, refusing, nodes=("a", "b")), RANKS, 0.0)
     assert first.outcome == "usage"
@@ -428,8 +430,9 @@ def test_damaged_state_on_two_nodes_is_not_skipped():
 
 
 def test_nan_of_two_nodes_right_after_a_load_starts_from_the_older_checkpoint_once():
-    """The weights of the newest checkpoint can give NaN although they are finite. The run therefore
-    starts once from the older checkpoint."""
+    """After a load of the newest checkpoint, two nodes get NaN before an update, so the finite
+    weights of this checkpoint can be the cause. The run must then start once from the older
+    checkpoint, and stop if the NaN occurs again."""
     run = Run()
     run.start()
     run.end("b", "soft", signature="nonfinite i3", step=5, updates=0)

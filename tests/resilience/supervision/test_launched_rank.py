@@ -132,8 +132,9 @@ def launch_command(tmp_path, tiny_data, monkeypatch, folder: Path) -> list[str]:
 def test_mpiexec_that_starts_no_rank_is_attributed_to_no_node(
     tiny_data, tmp_path, monkeypatch, fault
 ):
-    """The first mpiexec for ranks ends at once, or the supervisor is killed before it starts this
-    mpiexec. The test takes some seconds, because a real mpiexec starts agents and ranks."""
+    """The first mpiexec that should start ranks ends at once, or the supervisor is killed before
+    this mpiexec starts ranks. No node is excluded, and attempt 2 completes the run. The test takes
+    some seconds, because a real mpiexec starts agents and ranks."""
     script = tmp_path / "bin" / "mpiexec"
     script.parent.mkdir()
     script.write_text(

@@ -30,9 +30,9 @@ def hello(name: str, attempt: int = 0, pid: int = 5) -> Hello:
 
 
 def test_agents_that_ended_with_their_supervisor_are_no_failure_of_their_node(tmp_path):
-    """The machine that runs the supervisor and the only node of a run was restarted. The lost agent
-    is no evidence against the node. If the new supervisor has heard the agent before the agent
-    became silent, the failure is attributed to the node."""
+    """The only node of a run, which also runs the supervisor, was restarted. A new supervisor that
+    never got a message of the lost agent attributes the failure to no node. If it got a message
+    before the agent became silent, it attributes the failure to the node."""
     watcher = supervisor.Supervisor(make_job(tmp_path))
     attempt = AttemptStarted(time=2, attempt=1, nodes=("a",), ranks_per_node=1, port=1)
     assert find_cause(watcher._observer.evidence(attempt, 0.0), 1, 0.0).outcome == "interrupted"
@@ -47,7 +47,7 @@ def test_agents_that_ended_with_their_supervisor_are_no_failure_of_their_node(tm
         ({"a": 9.9, "b": 5.0, "c": 9.5}, False),  # c answers
         ({"a": 9.9, "b": 5.0, "c": 2.0}, False),  # c was lost earlier
         ({"a": 9.9, "b": 5.0, "c": 2.0, "d": 5.5}, True),
-        ({"a": 5.0, "b": 5.0, "c": 5.0}, False),  # this machine does not answer either
+        ({"a": 5.0, "b": 5.0, "c": 5.0}, False),  # the node of the supervisor is silent, too
         ({"a": 9.9, "b": 5.0}, False),  # with one other node, this node may be lost
     ],
 )
@@ -177,8 +177,8 @@ def test_reports_count_before_a_takeover_is_complete(tmp_path, attempt, is_known
 @pytest.mark.parametrize(("attempt", "answer"), [(0, End), (1, End), (2, EOFError)])
 def test_second_agent_of_a_node_ends_unless_its_ranks_may_run(tmp_path, attempt, answer):
     """Node b was suspended while another job began. Attempt 1 has ended, and attempt 2 runs. A
-    second agent of node b gets the message End, unless it has ranks of attempt 2. In this case, the
-    supervisor only closes the connection."""
+    second agent of node b gets the message End if it has no ranks of attempt 2. If it has ranks of
+    attempt 2, the supervisor closes the connection without the message End."""
     watcher = supervisor.Supervisor(make_job(tmp_path))
     for number in (1, 2):
         more = {"nodes": ("a", "b"), "ranks_per_node": 1, "port": 1}

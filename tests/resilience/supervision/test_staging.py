@@ -1,4 +1,4 @@
-"""Tests of copies of the Python environment on the disks of nodes."""
+"""Tests of staging: each node gets a copy of the Python environment on its local disk."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from optimus.resilience.supervision.agent import Agent
 
 @pytest.fixture
 def environment(tmp_path, monkeypatch) -> Path:
-    """Make a small virtual environment, and pretend that this interpreter runs in it. Return its
-    path."""
+    """Make a small virtual environment, and set sys.prefix as if this interpreter ran in the
+    environment. Return the path of the environment."""
     folder = tmp_path / "venv"
     venv.create(folder, symlinks=True)
     (site,) = folder.glob("lib/python*/site-packages")
@@ -72,8 +72,8 @@ def test_agent_reports_why_it_cannot_unpack(packed, tmp_path, monkeypatch, fault
     theirs, rename = staging.staged_folder(disk, digest), os.rename
 
     def make_theirs(*names: object) -> None:
-        """Make a folder with the path of the unpacked copy that all users can write, as another
-        user could do at any time. Then rename `names[0]` to `names[1]`, if given."""
+        """Make the folder in which the copy will be unpacked, writable for all users, as another
+        user could do at any time. Then rename `names[0]` to `names[1]`, if `names` are given."""
         (theirs / "prefix").mkdir(parents=True)
         theirs.chmod(0o777)
         if names:

@@ -1,4 +1,4 @@
-"""Tests of `optimus status`, for ledgers that another user may have written."""
+"""Tests of `optimus status`. Another user can have written the ledger that the command reads."""
 
 from __future__ import annotations
 
