@@ -19,7 +19,7 @@ from optimus.observe.log import set_up_logging
 from tests.kit.ranks.pool import RankPool
 from tests.kit.runs.tiny import make_tiny_data
 
-# With one thread, results do not depend on the number of cores. Must be set before torch is
+# With one thread, results do not depend on the number of cores. torch reads the variable when it is
 # imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # If Intel's extension is installed, its import takes 8 s on each rank (docs/intel.md).
@@ -29,8 +29,8 @@ os.environ.setdefault("OPTIMUS_IPEX", "0")
 if "OPTIMUS_PEAK_CACHE" not in os.environ:
     os.environ["OPTIMUS_PEAK_CACHE"] = tempfile.mkdtemp(prefix="optimus-peaks-")
     atexit.register(shutil.rmtree, os.environ["OPTIMUS_PEAK_CACHE"], ignore_errors=True)
-# A shell can start this process with SIGINT or SIGHUP ignored, and child processes would inherit
-# this. Tests send these signals, so restore the default handlers.
+# A shell can start this process with SIGINT or SIGHUP ignored, and child processes would ignore the
+# signals, too. Tests send these signals to child processes, so the default handlers are restored.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:

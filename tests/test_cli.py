@@ -213,7 +213,7 @@ def test_closed_pipe_ends_a_command_without_an_error(words, unbuffered):
     environ = os.environ | {"PYTHONUNBUFFERED": unbuffered}
     done = subprocess.run(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, env=environ)
     os.close(writer)
-    # If its write fails at once, argparse ignores the error.
+    # If the write of argparse fails at once, argparse ignores the error.
     assert done.returncode == 141 or ("--help" in words and unbuffered and done.returncode == 0)
     assert done.stderr == b""
 

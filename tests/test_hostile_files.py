@@ -84,7 +84,7 @@ def test_each_field_is_set_to_each_value():
     for name in ("key 0", "last"):
         assert f"{name}: renamed ()" in hows  # removed
     assert any(b'"key 3": 1e999' in content for content in changed)
-    assert changed.count(to_json(tree, indent=1)) < 30  # a value is sometimes that of the sample
+    assert changed.count(to_json(tree, indent=1)) < 30  # a changed value can equal the sample's
     lines = b'{"a": 1}\n{"a": 2}\n'
     assert {change.content.count(b"\n") for change in all_changes(lines, "json lines")} == {2}
     assert not [*all_changes(b"text", "bytes")]

@@ -132,14 +132,14 @@ def test_compiled_libraries_are_kept_where_no_other_user_can_put_some(tmp_path, 
 
     first = cache()
     assert first == cache() and first.stat().st_mode & 0o777 == 0o700
-    first.chmod(0o777)  # other users may write to it
+    first.chmod(0o777)  # other users can write to this folder
     other = cache()
     assert other != first and other.stat().st_mode & 0o777 == 0o700
     tmp_path.chmod(0o1777)
     assert cache().parent == tmp_path
     tmp_path.chmod(0o777)
     (tmp_path / "mine").mkdir(mode=0o700)
-    for folder in (tmp_path, tmp_path / "mine"):  # folders above it are checked too
+    for folder in (tmp_path, tmp_path / "mine"):  # parent folders are checked, too
         monkeypatch.setattr(tempfile, "tempdir", str(folder))
         with pytest.raises(ConfigError, match="other users can replace folders in .*; set TMPDIR"):
             use_private_compile_cache()

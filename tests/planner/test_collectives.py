@@ -68,8 +68,9 @@ def test_ring_of_a_rank_of_each_node_has_the_rate_of_a_rank():
 
 
 def test_hierarchical_leaves_out_a_level_with_unequal_domains():
-    """The groups have 2 and 1 nodes, so the collective has no step within groups. Its time is the
-    time of the bytes that `all_reduce_crossing` counts between nodes."""
+    """The groups have 2 nodes and 1 node, so the collective has no step between the nodes of a
+    group. The time of the collective follows from the bytes between nodes, as
+    `all_reduce_crossing` counts them."""
     links = (Link("node", 4, 1e12), Link("group", 8, 1.0), Link("machine", 0, 1.0))
     # 3 nodes of 4 ranks, groups of 2 and 1 nodes: a ring of 3 nodes sends a quarter of the buffer.
     seconds = collective_s("all_reduce", 12.0, row(12), links, "hierarchical")

@@ -160,7 +160,8 @@ def test_a_host_that_is_slower_than_the_device_delays_it():
         return [span.end for span in played.ranks[0] if span.action.kind in on_device]
 
     assert ends({}) == [1.0, 6.0, 7.0, 12.0]
-    # The second forward takes 1 s: its launches end at 8 s. Without this, a step takes 16 s.
+    # The second forward takes 1 s on the device, because its launches have ended at 8 s. If a
+    # forward always took the 3 s of its launches, a step would take 16 s.
     assert ends(launches) == [3.0, 8.0, 9.0, 14.0]
     assert ends({Kind.F: 8.0, Kind.B: 8.0}) == [8.0, 16.0, 24.0, 32.0]
     # A collective within an action begins when the device has computed its input.

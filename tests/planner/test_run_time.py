@@ -70,7 +70,7 @@ def test_asynchronous_checkpoints_stop_the_training_for_the_copy() -> None:
     assert 0 < result["checkpoint_stop_s"] < result["checkpoint_write_s"] == full / 2e5 < 40
     restart_s = 3.0 + full / 4e5 + 60.0 + full / 2e5  # the unfinished checkpoint is lost, too
     assert result["goodput"] == goodput(40.0, staging / 4e5, restart_s, 8 * 2.0 / 86400)
-    # A write that takes longer than the interval of 2 s delays the next one.
+    # A write that takes longer than the interval of 2 s delays the next write.
     result, full, _, staging = planned(COMPLETE, checkpoint__interval=1, **settings)
     assert result["checkpoint_stop_s"] == pytest.approx(staging / 4e5 + full / 2e5 - 2.0)
 

@@ -1,5 +1,5 @@
-"""Search over layouts: its result equals the result of a separate full evaluation of each
-layout."""
+"""Tests of the search over layouts. The result of the search equals the result of a separate, full
+evaluation of each layout."""
 
 from __future__ import annotations
 
@@ -274,7 +274,8 @@ def test_offloaded_winner_is_that_of_an_evaluation_of_each_layout():
         small.evaluate(best.layout)
     limit = max(functions[0].activations(best.layout))
     assert layouts_of()[0].candidate(best.layout) == TOO_MANY_ACTIVATIONS
-    # If a layout is faster than the bounds of all others, none is evaluated with offloading.
+    # If a layout is faster than the bounds of all other layouts, no layout is evaluated with
+    # offloading.
     limit = functions[3]
     fast = (lambda layout: limit + (layout.sharding != "epso")), (lambda layout: 1e-9)
     ranking = search(config, 2, space, *fast, checks, limit, offloaded=offloaded)

@@ -111,7 +111,7 @@ def test_bytes_of_random_layouts_are_those_of_the_engine(seed):
 
 def test_random_layouts_have_all_features():
     """Each axis with more than one rank, and each setting that changes states, must occur in the
-    random layouts. Otherwise, the comparison above would not test it."""
+    random layouts. Otherwise, the comparison above would not test this axis or setting."""
     layouts = [layout for seed in SEEDS for layout in random_layouts(seed)]
     assert len(layouts) >= 200
     present = {

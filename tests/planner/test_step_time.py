@@ -126,7 +126,7 @@ def test_span_of_unequal_stages_is_close_to_the_simulation():
 @pytest.mark.parametrize("model", ["mula-1b", "mula-7b-a1b", "olmo-1b"])
 def test_products_of_a_layer_have_the_flops_of_the_model(model):
     """The products of a layer have the FLOPs by which MFU is defined. MFU counts all attention
-    scores, but fused attention skips the masked half, so its FLOPs are doubled here."""
+    scores, but fused attention skips the masked half, so this test doubles its FLOPs."""
     settings = ["train.seq_len=2048", "train.microbatch_size=2", "model.num_layers=2"]
     config = load_config(FOLDER.parent / "model" / f"{model}.toml", settings)
     work = profile_work(config, Mesh(1, 1, 1, 1))

@@ -234,9 +234,9 @@ def test_plan_says_that_groups_are_unknown(tmp_path, capsys):
 
 @pytest.mark.parametrize("dispatch", ["allgather", "alltoall"])
 def test_a_better_order_sends_fewer_bytes_of_ep_across_groups(dispatch):
-    """In both orders, collectives over dp send the same bytes across groups of nodes. Process
-    groups of ep = 8 ranks cross the boundaries of nodes, which have 12 ranks. In the better order,
-    they send fewer bytes across groups of nodes."""
+    """In both orders, collectives over dp send the same number of bytes across groups of nodes.
+    Process groups of ep = 8 ranks cross the boundaries of nodes, which have 12 ranks. In the better
+    order, collectives over ep send fewer bytes across groups of nodes."""
     settings = ["model.num_layers=2", "parallel.ep=8", f"parallel.ep_dispatch={dispatch}"]
     config = load_config(SMALLER, [*settings, "train.global_batch_tokens=393216"])
     hosts = tuple(f"x{rack}c0s{slot}b0n0" for rack, slot in ((1, 0), (2, 0), (2, 1), (1, 1)))

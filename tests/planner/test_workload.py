@@ -74,7 +74,8 @@ def test_parameters_of_the_stages_are_those_of_the_model(run):
 
 
 def test_an_update_reads_and_writes_states_gradients_and_parameters():
-    """For each parameter that a rank updates, it reads and writes the fp32 master and two moments
+    """For each parameter that a rank updates, this rank reads and writes the fp32 master and
+    moments
     (24 bytes), writes the bf16 parameter (2 bytes), and reads the bf16 gradient for the update and
     for the norm (2 bytes each). For all parameters, it reads and clears the fp32 gradient (8
     bytes)."""

@@ -118,8 +118,8 @@ def test_bf16_gradients_change_a_run(ranks):
 
 
 def test_overflows_discard_early_updates(ranks):
-    """In fp16, the loss scale is too large for the first update and for a later update. Their
-    gradients overflow, so the early updates of these steps must be discarded."""
+    """In fp16, the loss scale is too large in the first step and in a later step, so gradients
+    overflow. The early updates of these steps must be discarded."""
     run = {"train__dtype": "fp16", "optim__loss_scale": 2.0**22, "train__deterministic": False}
     run |= CLIP | MANUAL | {"train__threads": 1}
     trees = [tiny_tree("d", "r", **SMALL, **run, offload__early_adam=e) for e in ("off", "on")]

@@ -201,7 +201,7 @@ def test_lasting_nan_ends_the_run_at_the_least_scale(ranks, tiny_data, tmp_path)
 def test_scale_and_counters_are_resumed_to_the_bit(ranks, tiny_data, tmp_path, size):
     run = HALF | {"train__max_steps": 6, "optim__loss_scale": 2.0**36}
     run |= {"optim__loss_scale_growth_steps": 2, "checkpoint__interval": 3}
-    run |= {"kernels__grouped_gemm": "loop"}  # measured, the runs could choose different kernels
+    run |= {"kernels__grouped_gemm": "loop"}  # by measurements, runs could choose different ones
     train_on(ranks, size, tiny_tree(tiny_data, tmp_path / "whole", **run))
     for stop in (4, 0):
         tree = tiny_tree(tiny_data, tmp_path / "halves", **run, train__stop_at_step=stop)

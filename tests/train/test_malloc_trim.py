@@ -37,7 +37,7 @@ def test_fragmented_heap_shrinks_and_a_stable_heap_is_kept():
     lines = [[int(word) for word in line.split()] for line in output.splitlines()]
     start, _, little, much, *between, late = lines
     assert start[0] > 59e6 and start[1] < 25e6  # the first trim frees most
-    assert little[0] > 2e6 and abs(little[1] - little[0]) < 1e5  # no trim; may differ by a page
+    assert little[0] > 2e6 and abs(little[1] - little[0]) < 1e5  # no trim; can differ by a page
     assert much[0] > 12e6 and much[1] > 12e6  # no trim: too soon after the last trim
     assert all(abs(grown) < 1e6 for _, grown in between)
     assert late[0] < 1e6 and late[1] < -6e6  # this trim frees the holes

@@ -116,7 +116,7 @@ def test_run_with_frozen_parameters_resumes_on_other_ranks(ranks, tiny_data, tmp
         assert torch.equal(tensors[f"master.{name}"], parameter.bfloat16().float()) is is_frozen(
             name
         ) or (
-            "norm" in name  # near 1, an update can be too small for bf16
+            "norm" in name  # weights near 1: an update can be too small for bf16
         )
         assert (f"exp_avg.{name}" in tensors) is not is_frozen(name)
 

@@ -16,7 +16,7 @@ EXCHANGED = {
     "parallel__tp": 2,
     "parallel__ep_dispatch": "alltoall",
     "train__deterministic": False,
-    "kernels__grouped_gemm": "loop",  # measured, the two runs could choose different kernels
+    "kernels__grouped_gemm": "loop",  # by measurements, runs could choose different kernels
     "train__threads": 1,
 }
 

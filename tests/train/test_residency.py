@@ -228,7 +228,7 @@ def host_tensors_in_collectives(tree: dict) -> list[str]:
     def new_and_note(self, length, dtype, tier=Tier.DEVICE):
         flat = new(self, length, dtype, tier)
         if tier is Tier.HOST:
-            host[flat.untyped_storage()._cdata] = flat  # keep it, so that no tensor reuses the key
+            host[flat.untyped_storage()._cdata] = flat  # kept: no tensor reuses this key
         return flat
 
     def record_and_check(operation, group, payload, contribution=None):

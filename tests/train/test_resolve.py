@@ -305,7 +305,7 @@ def test_mix_is_evaluated_on_mixed_evaluation_data(tiny_data, tmp_path):
         return plan.data.held_out
 
     mixed = evaluation_data(tiny_data, other)
-    size = eval_sets[1].num_instances  # two of three instances are from the second
+    size = eval_sets[1].num_instances  # two of three instances are from the second set
     assert mixed.num_instances == (size // 2) * 3 + (2 if size % 2 else 0)
     expected = [
         eval_sets[1].read(0, 1),

@@ -107,8 +107,8 @@ def skip_with_loss_scale(tree: dict) -> list[tuple[float, int, bool]]:
 
 
 def test_skip_because_of_data_keeps_the_loss_scale(ranks):
-    """If an update is skipped because of its data, the loss scale must not be halved. If it were
-    halved, this run would end with an error, because its loss scale is at the minimum."""
+    """If an update is skipped because of its data, the loss scale must not be halved. In this run,
+    the loss scale is at its minimum, so an attempt to halve the scale would end the run."""
     half = {"train__dtype": "fp16", "optim__loss_scale": 4.0, "optim__min_loss_scale": 4.0}
     (results,) = ranks(1, skip_with_loss_scale, tiny_tree("d", "r", **half, **FAST))
     assert results == [(4.0, 0, False), (4.0, 1, True), (4.0, 1, False)]

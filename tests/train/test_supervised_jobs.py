@@ -29,7 +29,8 @@ from tests.launch.test_spawn import write_config
 SCRIPT = ROOT / "scripts" / "pbs" / "train.sh"
 STEPS, INTERVAL = 40, 4
 MARGIN_S = 12.0
-"""Seconds before the end of a job at which the ranks of the job save a checkpoint and end."""
+"""Seconds before the end of a job at which the ranks of the job begin to save a checkpoint and to
+end."""
 LIMIT_S = 150.0
 """Time limit for all jobs of a test together, in seconds."""
 KEYS = ("step", "loss", "grad_norm", "tokens")
@@ -160,8 +161,9 @@ def test_chain_continues_after_the_loss_of_the_first_node(submission, expected):
 
 
 def test_ranks_save_and_end_before_the_walltime(submission):
-    """The run has more steps than can be trained within the walltime of its job. The ranks must
-    save a checkpoint of their last step and end with status 3, MARGIN_S before the job ends."""
+    """The run has more steps than can be trained within the walltime of its job. Within the last
+    MARGIN_S seconds of the job, the ranks must save a checkpoint of their last step and end with
+    status 3."""
     cluster = submission.cluster
     submission.submit("--buffer-nodes", "0", "--walltime", "0:00:30", steps=100_000)
     cluster.wait_until_idle(LIMIT_S)
