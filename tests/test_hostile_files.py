@@ -291,8 +291,8 @@ def test_correct_reader_has_no_finding(arena):
 
 
 def test_reader_that_imports_a_new_module_has_no_finding(arena, tmp_path, monkeypatch):
-    """When a process first imports a module, Python writes the bytecode of the module next to its
-    source, outside of the directory of the case. The drill must not report this file as a
+    """If a process is the first to import a module, Python writes the bytecode of the module next
+    to its source, outside of the directory of the case. The drill must not report this file as a
     finding."""
 
     def imports(words: Sequence[str]) -> int:

@@ -125,7 +125,7 @@ def test_state_dicts_keep_their_values_after_the_model(share, dtype):
 
 @pytest.mark.parametrize("early_adam", ["off", "on", "auto"])
 def test_state_dict_after_each_step_has_the_updated_weights(early_adam):
-    """When a step uses an early update, the weights move to other memory. `state_dict` must return
+    """If a step uses an early update, the weights move to other memory. `state_dict` must return
     the values in the new memory."""
     ours, optimizer, theirs, reference = pair("llama", 1.0, early_adam=early_adam)
     for step in range(4):

@@ -33,8 +33,8 @@ LINKS = Links(to_device=RATE, to_host=RATE, host_adam=RATE, disk_read=RATE, disk
 
 
 def make_model(dtype: torch.dtype = torch.float32) -> nn.Module:
-    """Return a model of twelve chunks. With so many chunks, the four buffers through which states
-    on disk are read and written are smaller than the states."""
+    """Return a model of twelve chunks. The states of twelve chunks are larger than the four buffers
+    through which states on disk are read and written."""
     torch.manual_seed(0)
     blocks = nn.Sequential(*(nn.Linear(64, 64, bias=n % 2 == 0) for n in range(11)))
     return nn.Sequential(nn.Embedding(models.VOCAB, 64), blocks).to(dtype)
