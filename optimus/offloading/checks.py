@@ -16,33 +16,35 @@ from optimus.config.sizes import parse_bytes
 from optimus.errors import ConfigError, counted, refuse_if
 
 TRAINED = (torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes that a trained parameter may have."""
+"""Dtypes that are supported for trained parameters."""
 MARK = "_optimus_offload"
 """Name of the attribute that marks an offloaded model and its parameters."""
 DDP_IGNORED = "_ddp_params_and_buffers_to_ignore"
-"""Name of the attribute of a module whose elements torch's DistributedDataParallel reads before it
-does anything else."""
+"""Name of a module attribute with the names of the parameters and buffers that torch's
+DistributedDataParallel ignores. The constructor of DistributedDataParallel reads this attribute
+before its C++ code reads the parameters."""
 _MAX_BYTES = 10**15
 MAX_CHUNK = 2**40
 """Largest number of elements of a chunk."""
 
 
 class NotCopied:
-    """Base class of objects of an offloaded model, which cannot be copied or pickled."""
+    """Base class of the objects that belong to an offloaded model. An attempt to copy or pickle
+    such an object raises ConfigError."""
 
     def __reduce__(self) -> Any:
         raise ConfigError("an offloaded model cannot be copied or pickled; use its state_dict()")
 
 
 class RefuseDDP(NotCopied):
-    """Value of the attribute `DDP_IGNORED` of an offloaded model. DistributedDataParallel reads
-    this attribute, and the object then raises an error. Otherwise its C++ code, which calls no
-    hook, would read freed memory."""
+    """Value of the attribute `DDP_IGNORED` of an offloaded model. When DistributedDataParallel
+    reads this value, the value raises ConfigError. Without this error, the C++ code of
+    DistributedDataParallel, which calls no hooks, would read freed memory."""
 
     def __iter__(self) -> Any:
         raise ConfigError(
-            "an offloaded model cannot be wrapped by DistributedDataParallel; optimus.offload "
-            "supports one process, and optimus train several"
+            "an offloaded model cannot be wrapped by DistributedDataParallel, because "
+            "optimus.offload supports only one process; use `optimus train` for several processes"
         )
 
 
@@ -50,8 +52,8 @@ class RefuseDDP(NotCopied):
     reason="an offloaded model does not support torch.compile; use the model without it"
 )
 def refuse_compiled() -> None:
-    """Raise ConfigError for a model in torch.compile. torch.compile does not trace this function,
-    so the user sees this error instead of an error of torch."""
+    """Raise ConfigError, because torch.compile traces an offloaded model. torch.compile does not
+    trace this function itself, so the user sees this ConfigError instead of an error of torch."""
     raise ConfigError(
         "the model was compiled by torch.compile, which does not support the hooks of an offloaded "
         "model; use the model without torch.compile"
@@ -62,7 +64,8 @@ def check_model(model: Any) -> None:
     """Check that a model can be offloaded.
 
     Raises:
-        ConfigError: The model cannot be offloaded, for example because it is compiled or quantized.
+        ConfigError: The model cannot be offloaded, for example because the model is compiled or
+            quantized.
     """
     refuse_if(
         not isinstance(model, nn.Module),
@@ -95,7 +98,8 @@ def check_model(model: Any) -> None:
     wrappers = (nn.DataParallel, nn.parallel.DistributedDataParallel)
     refuse_if(
         isinstance(model, wrappers),
-        f"{type(model).__name__} replicates the model; call optimus.offload with its .module",
+        f"model is a {type(model).__name__}, which replicates a module; call optimus.offload with "
+        "model.module",
     )
     owners = _check_parameters(dict(model.named_parameters()))
     for name, buffer in model.named_buffers():
@@ -106,8 +110,9 @@ def check_model(model: Any) -> None:
         owner = owners.get(buffer.data_ptr()) if buffer.layout is torch.strided else None
         if owner is not None:
             raise ConfigError(
-                f"buffer {name} shares memory with parameter {owner}, which optimus.offload moves; "
-                "make it a copy (clone), or use the parameter"
+                f"buffer {name} shares memory with parameter {owner}, and optimus.offload moves "
+                "the parameter; make the buffer a copy (clone), or use the parameter instead of "
+                "the buffer"
             )
     for name, module in modules.items():
         refuse_if(
@@ -122,7 +127,9 @@ def check_model(model: Any) -> None:
 
 
 def _check_parameters(named: Mapping[str, nn.Parameter]) -> dict[int, str]:
-    """Check the parameters of a model, and return their names by address."""
+    """Check the parameters of a model. Return a dict from the memory address of each parameter that
+    has elements to the name of the parameter. Raises ConfigError if a parameter cannot be
+    offloaded."""
     refuse_if(
         not any(p.requires_grad for p in named.values()),
         "no parameter requires a gradient; set requires_grad of the parameters to train",
@@ -150,14 +157,14 @@ def _check_parameters(named: Mapping[str, nn.Parameter]) -> dict[int, str]:
         )
         refuse_if(
             getattr(parameter, "_post_accumulate_grad_hooks", None) or parameter._backward_hooks,
-            f"parameter {name} has gradient hooks, as an optimizer that steps in backward has; "
-            "remove them before optimus.offload",
+            f"parameter {name} has gradient hooks, such as those of an optimizer that updates "
+            "parameters during backward; remove the hooks before optimus.offload",
         )
         pointer = parameter.data_ptr()
         refuse_if(
             pointer in owners,
             f"parameters {owners.get(pointer)} and {name} share memory, but are two "
-            "nn.Parameter objects; use one nn.Parameter for both",
+            "nn.Parameter objects; use the same nn.Parameter object under the two names",
         )
         if parameter.numel():
             owners[pointer] = name
@@ -165,7 +172,8 @@ def _check_parameters(named: Mapping[str, nn.Parameter]) -> dict[int, str]:
 
 
 class Structure(NotCopied):
-    """The modules and parameters of an offloaded model, and the storages of its parameters.
+    """Record of the modules, the parameters and the storages of the parameters of an offloaded
+    model. A later call of `check` compares the model with the record.
 
     Args:
         model: The model.
@@ -180,8 +188,9 @@ class Structure(NotCopied):
         self._members = _members(self._modules)
 
     def check(self) -> None:
-        """Raise ConfigError if the model was converted, moved or extended. Call this method where
-        functions on guarded tensors are not intercepted."""
+        """Raise ConfigError if a parameter was moved, converted, replaced or added after the call
+        of `optimus.offload`. Call this method in a context in which functions on guarded tensors
+        are not intercepted (`torch._C.DisableTorchFunctionSubclass`)."""
         storages, members = self._storages_now(), _members(self._modules)
         is_known = len(members) == len(self._members) and all(map(is_, members, self._members))
         if is_known and storages == self._storages:
@@ -208,7 +217,8 @@ class Structure(NotCopied):
 
 def _members(modules: Iterable[nn.Module]) -> list[Any]:
     """Return the children and the parameters of all modules."""
-    # These functions are implemented in C, because this code runs twice in a step.
+    # `map`, `attrgetter` and `methodcaller` are implemented in C, and fast. This code runs twice
+    # per step.
     tables = chain.from_iterable(map(attrgetter("_modules", "_parameters"), modules))
     # In a module of torch.jit.script, `_modules` and `_parameters` are not dicts, but have
     # `values`.
@@ -227,7 +237,7 @@ def make_groups(
 
     Raises:
         ConfigError: A parameter that requires a gradient is in no group or in two groups, or a
-            group has another tensor.
+            group has an element that is not such a parameter.
     """
     trained = {id(p): name for name, p in named.items() if p.requires_grad}
     elements: Sequence[Any] = (
@@ -267,7 +277,7 @@ def check_bytes(key: str, value: str | int) -> int:
     """Return a number of bytes, such as 20000000000 for "20GB".
 
     Raises:
-        ConfigError: The value is not a positive size, or is absurdly large.
+        ConfigError: The value is not a size from 1 byte to 1000 TB.
     """
     remedy = f"{key} = {value!r}: use a size such as '20GB', '16GiB' or a number of bytes"
     if isinstance(value, bool) or not isinstance(value, (str, int)):
@@ -325,15 +335,16 @@ def check_betas(betas: Sequence[float]) -> tuple[float, float]:
 def check_device(
     named: Mapping[str, nn.Parameter], device: str | torch.device | None
 ) -> torch.device:
-    """Return the device on which a model computes: `device`, or by default the accelerator.
+    """Return the device on which a model computes. If `device` is None, this is the accelerator or,
+    without an accelerator, the device of the parameters.
 
     Args:
         named: The parameters of the model by name.
         device: As for `optimus.offload`.
 
     Raises:
-        ConfigError: The device does not exist, the parameters are on several devices, or
-            torch.distributed is initialized with several processes.
+        ConfigError: `device` does not exist or is neither a CPU nor an accelerator, the parameters
+            are on several devices, or torch.distributed is initialized with several processes.
     """
     devices = {parameter.device for parameter in named.values()}
     refuse_if(
@@ -357,7 +368,8 @@ def check_device(
         types = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
         refuse_if(
             chosen.type not in types,
-            f"device = {device!r}: cannot train on it; use {' or '.join(map(repr, types))}",
+            f"device = {device!r}: cannot train on this device; use "
+            f"{' or '.join(map(repr, types))}",
         )
         return chosen
     if torch.accelerator.is_available():
@@ -366,8 +378,8 @@ def check_device(
 
 
 def check_clip_norm(clip_norm: float | None) -> float | None:
-    """Return the argument `clip_norm` as a float, or None. Raises ConfigError if it is not a
-    positive number."""
+    """Return the argument `clip_norm` as a float, or None if the argument is None. Raises
+    ConfigError if the argument is neither None nor a positive number."""
     if clip_norm is None:
         return None
     clip_norm = check_number("clip_norm", clip_norm, 0.0)

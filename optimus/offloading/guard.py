@@ -1,25 +1,31 @@
 """Guarded tensors: parameters and gradients whose memory on the device is freed between uses.
 
-Code of users, of transformers and of torch may use a parameter or its `.grad` at any time. A read
-of freed memory crashes the process, and a write to the copy on the device would be lost. Therefore
-the class of such a tensor is changed while no segment uses the tensor. torch then passes each call
-of a torch function with this tensor to `__torch_function__`:
+Code of users, of transformers and of torch can use a parameter or its `.grad` at any time. A read
+of freed memory crashes the process, and a write to the copy of a parameter on the device would be
+lost. Therefore the Python class of such a tensor is changed while no segment (`ModuleSegment`) uses
+the tensor. torch then passes each call of a torch function with this tensor to
+`__torch_function__`:
 
 - Functions that need no values, such as `shape`, run unchanged.
-- A read of a parameter first gathers the parameter. The read is refused if autograd records it,
-  because its backward would read the parameter again, at a time that no hook observes. A function
-  that reads parameters of several chunks gets copies of all parameters that are not in the chunk of
-  the first one, because the cache may be too small for the chunks.
+- A read of a parameter first gathers the parameter, that is, copies its chunk to the device. The
+  read is refused if autograd records the function, because the backward of the function would read
+  the parameter again, at a time that no hook observes. If a function reads parameters of several
+  chunks, it gets copies of the parameters that are not in the chunk of the first parameter, because
+  the cache on the device can be too small for all of these chunks.
 - A write to a parameter is refused. A function that writes to another tensor, such as
   `average.lerp_(parameter, 0.1)`, only reads the parameter.
-- Reads and writes of a gradient use the sum on the host, and copies of parameters there. During the
-  backward of its segment, they use the gradient on the device, whose views are guarded, too.
+- During the backward of a segment, reads and writes of a gradient of the segment use the gradient
+  on the device, and views of this gradient are guarded, too. At any other time, reads and writes of
+  a gradient use the sum on the host. If such a function also reads a parameter, it gets a copy of
+  the parameter on the host.
 - NumPy arrays of parameters are copies, because a storage that NumPy refers to cannot be freed.
 
-The class of a parameter changes back while its segment computes, so that guards cost nothing there.
+While a segment computes, its parameters have their original class, so that guards cost no time in
+the computation.
 
-Code may change a parameter that stays on the device. torch's version counter of the parameter shows
-the change, except one of `parameter.data`. `WatchedParameter` therefore has another `data`.
+Code is allowed to change a parameter that stays on the device. The offloaded model detects the
+change by torch's version counter of the parameter. A change through `data` of a plain parameter
+does not increment this counter. `WatchedParameter` therefore replaces the attribute `data`.
 """
 
 from __future__ import annotations
@@ -49,7 +55,7 @@ _NEEDS_NO_VALUES = frozenset(
         *("register_hook", "register_post_accumulate_grad_hook", "retain_grad", "requires_grad_"),
         *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like"),
         *("new_empty", "new_zeros", "new_ones", "new_full"),
-        *("backward", "grad"),  # of torch.autograd, which looks for the given tensors in the graph
+        *("backward", "grad"),  # functions of torch.autograd, which only find tensors in the graph
     )
 )
 _data: Any = torch._C.TensorBase.data
@@ -57,30 +63,34 @@ _ATTRIBUTE = "_optimus_guard"
 _VALUES_OF_GET = frozenset(("data", "T", "mT", "H", "mH", "real", "imag"))
 _WRITE = (
     "parameter {} is offloaded and cannot be changed by {}; use the optimizer of optimus.offload "
-    "or model.load_state_dict, or change it before the call of optimus.offload"
+    "or model.load_state_dict, or change the parameter before the call of optimus.offload"
 )
 _ARRAYS = frozenset(("numpy", "__array__"))
 _CONVERSIONS = frozenset(("to", "cpu", "cuda", "xpu", "float", "half", "bfloat16", "double"))
 
 
 class Owner(Protocol):
-    """The optimizer that manages a guarded tensor."""
+    """The offloaded model (`OffloadedModel`) to which a guarded tensor belongs."""
 
     segment_of: dict[str, str]
-    """Name of the first segment that has a parameter, by the name of the parameter."""
+    """A dict from the name of each parameter to the name of the first segment that has the
+    parameter."""
 
     def read(self, name: str) -> None:
-        """Gather the parameter `name`, which stays whole until the next use of a segment."""
+        """Gather the parameter `name` on the device. Its values stay there until the next forward
+        or backward of a segment."""
 
     def restore(self, name: str) -> None:
-        """Undo a write to the parameter `name` on the device."""
+        """Undo a write to the copy of the parameter `name` on the device."""
 
     def gradient_sum(self, name: str) -> Tensor:
-        """Return the tensor that has the values of a gradient now."""
+        """Return the tensor that now has the gradient of the parameter `name`: during the backward
+        of its segment, the buffer on the device; at any other time, the sum on the host."""
 
 
 class Guard(NotCopied):
-    """Attributes of a guarded tensor: the name of its parameter, its owner, and its storage.
+    """Attributes of a guarded tensor: the name of the parameter, the offloaded model that owns the
+    parameter, and the storage (`UntypedStorage._cdata`) of the tensor.
 
     Python cannot collect a reference cycle through the attributes of a tensor that autograd also
     uses. Therefore this object has a weak reference to the owner.
@@ -94,7 +104,8 @@ class Guard(NotCopied):
 
     @property
     def owner(self) -> Owner:
-        """The optimizer that manages the tensor. Raises ConfigError if it was deleted."""
+        """The offloaded model to which the tensor belongs. Raises ConfigError if this model was
+        deleted."""
         owner = self._owner()
         if owner is None:
             raise ConfigError(
@@ -115,7 +126,8 @@ class GuardedParameter(nn.Parameter):
 
 
 class WatchedParameter(nn.Parameter):
-    """A parameter on the device. A change of `data` increments the parameter's version counter."""
+    """A parameter that stays on the device. An in-place change of `data` increments the version
+    counter of the parameter."""
 
     @property
     def data(self) -> Tensor:
@@ -138,7 +150,7 @@ class GuardedView(Tensor):
 
 
 class GuardedGradient(Tensor):
-    """The gradient of a parameter whose states are on the host."""
+    """The `.grad` of a parameter whose states are on the host."""
 
     @classmethod
     def __torch_function__(
@@ -162,8 +174,9 @@ _GRADIENTS = (GuardedGradient, GuardedGradientView)
 
 
 def guard(tensor: Tensor, kind: type, name: str, owner: Owner) -> None:
-    """Set the attributes that a tensor of the class `kind` needs, and change the class of the
-    tensor to `kind`. The class of a parameter is not changed here: `close` changes it."""
+    """Set the attribute with the `Guard` of a tensor. Unless `kind` is `GuardedParameter`, also
+    change the class of the tensor to `kind`. The class of a parameter is changed later, by
+    `close`."""
     setattr(tensor, _ATTRIBUTE, Guard(name, owner, tensor))
     if kind is not GuardedParameter:
         tensor.__class__ = kind
@@ -180,8 +193,8 @@ def close(parameter: Tensor) -> None:
 
 
 def open_(parameter: Tensor) -> None:
-    """Make a guarded or watched parameter a plain parameter. Call this when its values are on the
-    device."""
+    """Make a guarded or watched parameter a plain parameter. Call this function when the values of
+    the parameter are on the device."""
     parameter.__class__ = nn.Parameter
 
 
@@ -207,7 +220,8 @@ def _guard_of(tensor: Tensor) -> Guard:
 
 
 def _run(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Call a function with guarded tensors in its arguments, or refuse the call."""
+    """Return the result of a torch function that has guarded tensors in its arguments. Raise
+    ConfigError if guarded tensors do not support the call."""
     if not _needs_values(func, args, kwargs):
         return _call(func, args, kwargs)
     name = _name_of(func)
@@ -230,8 +244,9 @@ def _run(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 def _pointer(func: Any, args: tuple) -> int:
-    """Return the address of the values of a tensor. Its memory can be freed at any later time, but
-    code such as that of safetensors reads it at once."""
+    """Return the memory address of a guarded tensor. The memory can be freed at any later time, but
+    callers such as safetensors read the memory immediately. Raise ConfigError if the memory is
+    freed now."""
     with torch._C.DisableTorchFunctionSubclass():
         is_freed = not args[0].untyped_storage().nbytes() and args[0].numel()
     refuse_if(
@@ -245,8 +260,13 @@ def _pointer(func: Any, args: tuple) -> int:
 def _run_on_gradients(
     func: Any, args: tuple, kwargs: dict[str, Any], tensors: Sequence[Tensor]
 ) -> Any:
-    """Call a function with the sums of gradients. Parameters, and tensors on another device than
-    the sums, are replaced by copies, which are copied back if the function has changed them.
+    """Return the result of a function that has gradients in its arguments. Call the function with
+    the tensors that have the values of the gradients (`Owner.gradient_sum`).
+
+    Parameters in the arguments are replaced by copies on the device of the gradients, and
+    ConfigError is raised if the function changes such a copy. Other tensors that are on another
+    device than the gradients are replaced by copies, too. If the function changes such a copy, the
+    new values are copied to the original tensor.
 
     Args:
         func, args, kwargs: The function and its arguments.
@@ -276,13 +296,14 @@ def _run_on_gradients(
         return _array_of(func, args, kwargs, {id(g): sums[id(g)].clone() for g in gradients})
     result = _call(func, _replace(args, replaced), _replace(kwargs, replaced))
     for tensor, copy, before in moved:
-        if not torch.equal(copy, before):  # the function has changed it, as GradScaler does
+        if not torch.equal(copy, before):  # changed by the function, as GradScaler does
             tensor.copy_(copy)
     for tensor, copy, version in read:
         parameter = _guard_of(tensor)
         refuse_if(copy._version != version, _WRITE.format(parameter.name, name))
         _refuse_recorded(result, parameter, name)
-    # A function in place returns its first argument, to which `p.grad *= 2` sets `p.grad`.
+    # An in-place function returns its first argument. Return the original tensor instead of its
+    # replacement, because `p.grad *= 2` sets `p.grad` to the result.
     originals = {id(replaced[id(tensor)]): tensor for tensor in tensors if id(tensor) in replaced}
     result = originals.get(id(result), result)
     _guard_views(result, GuardedGradientView, on_device)
@@ -290,7 +311,7 @@ def _run_on_gradients(
 
 
 def _values_of(gradient: Tensor) -> Tensor:
-    """Return the tensor that has the values of a gradient, or of a view of it, now."""
+    """Return the tensor that now has the values of a gradient or of a view of a gradient."""
     of_gradient = _guard_of(gradient)
     total = of_gradient.owner.gradient_sum(of_gradient.name)
     if isinstance(gradient, GuardedGradient):
@@ -298,14 +319,15 @@ def _values_of(gradient: Tensor) -> Tensor:
     refuse_if(
         total.untyped_storage()._cdata != of_gradient.storage,
         f"a view of the gradient of parameter {of_gradient.name}, made during backward, is used "
-        "afterwards, when its memory is freed; copy the gradient in backward (grad.clone())",
+        "after backward, when the memory is freed; copy the gradient in backward (grad.clone())",
     )
     with torch._C.DisableTorchFunctionSubclass():
         return gradient.view_as(gradient)
 
 
 def _array_of(func: Any, args: tuple, kwargs: dict[str, Any], copies: dict[int, Tensor]) -> Any:
-    """Return the NumPy array of a copy. It is read-only, because a change would be lost."""
+    """Return the NumPy array that a function makes from copies of guarded tensors. The array is
+    read-only, because a change of the array would not change the guarded tensors."""
     array = _call(func, _replace(args, copies), _replace(kwargs, copies))
     array.setflags(write=False)
     return array
@@ -314,7 +336,9 @@ def _array_of(func: Any, args: tuple, kwargs: dict[str, Any], copies: dict[int, 
 def _run_on_parameters(
     func: Any, args: tuple, kwargs: dict[str, Any], parameters: Sequence[Tensor]
 ) -> Any:
-    """Call a function with the values of `parameters`, which are in its arguments."""
+    """Return the result of a function that has guarded `parameters`, but no guarded gradients, in
+    its arguments. Raise ConfigError if the function writes to a parameter or if autograd records
+    the function."""
     name, first = _name_of(func), _guard_of(parameters[0])
     refuse_if(name == "__deepcopy__", "an offloaded model cannot be copied; copy its state_dict()")
     if name in _ARRAYS:  # a storage that NumPy refers to cannot be freed
@@ -349,13 +373,14 @@ def _guard_views(result: Any, kind: type, storages: dict[int, Guard]) -> None:
 
 
 def storages_of(parameters: Sequence[Tensor]) -> dict[int, Guard]:
-    """Return a guard of each storage that guarded parameters have."""
+    """Return a dict from each storage of guarded parameters to the `Guard` of a parameter in this
+    storage."""
     return {_guard_of(parameter).storage: _guard_of(parameter) for parameter in parameters}
 
 
 def views_of(storages: Collection[int], tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the elements of `tensors` whose memory is one of `storages`, as given by
-    `Guard.storage`: guarded parameters, and views of guarded parameters."""
+    """Return those of `tensors` whose storage is in `storages`, which has values of
+    `Guard.storage`. The result contains guarded parameters and views of guarded parameters."""
     return [
         tensor
         for tensor in tensors
@@ -365,9 +390,15 @@ def views_of(storages: Collection[int], tensors: Sequence[Tensor]) -> list[Tenso
 
 
 def keep_views(outputs: Any, views: Sequence[Tensor], storages: dict[int, Guard]) -> Any:
-    """Return the outputs of a module in which `views`, the result of `views_of`, are replaced by
-    copies, because the memory is freed after the forward. Without gradients, `views` are guarded
-    instead."""
+    """Return the outputs of a module after its forward. The tensors in `views` are replaced by
+    copies, because their memory is freed after the forward. If gradients are disabled, guard these
+    tensors instead of replacing them.
+
+    Args:
+        outputs: The outputs of the module.
+        views: The result of `views_of` for the tensors in `outputs`.
+        storages: The result of `storages_of` for the parameters of the module.
+    """
     if not torch.is_grad_enabled():
         _guard_views(views, GuardedView, storages)
         return outputs
@@ -377,21 +408,27 @@ def keep_views(outputs: Any, views: Sequence[Tensor], storages: dict[int, Guard]
 
 
 def _storage_of(tensor: Tensor) -> int:
-    """Return the storage of a plain tensor; 0 for other tensors."""
+    """Return `UntypedStorage._cdata` of a plain strided tensor; 0 for other tensors."""
     is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
     is_plain = is_plain and not is_functorch_wrapped_tensor(tensor)
     return tensor.untyped_storage()._cdata if is_plain else 0
 
 
 def _refuse_recorded(result: Any, parameter: Guard, function: str) -> None:
-    """Raise ConfigError if autograd has recorded a function of a parameter."""
+    """Raise ConfigError if autograd has recorded a call of a function with a parameter.
+
+    Args:
+        result: Result of the call.
+        parameter: The guard of the parameter.
+        function: Name of the function, for the message.
+    """
     name, segment = parameter.name, parameter.owner.segment_of[parameter.name]
     refuse_if(
         torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors_in(result)),
         f"offloaded parameter {name} is used with gradients outside of the forward of {segment}, "
-        f"or after a backward in it (in {function}), where backward could not read it; call "
-        f"{segment}, or a module that shares the parameter (such as another nn.Linear), or only "
-        "read it in torch.no_grad()",
+        f"or after a backward in this forward (in {function}). Backward could not read the "
+        f"parameter there; call {segment}, or a module that shares the parameter (such as another "
+        "nn.Linear), or read the parameter in torch.no_grad()",
     )
 
 
@@ -428,14 +465,15 @@ def _copy(parameter: Tensor, device: torch.device) -> Tensor:
 
 
 def _replace(value: Any, copies: dict[int, Tensor]) -> Any:
-    """Return a value in which tensors that `tensors_in` finds are replaced by those in `copies`, by
-    their ids."""
+    """Return a copy of `value`, a value for `tensors_in`, in which tensors are replaced by those in
+    `copies`, a dict from `id(tensor)` to the replacement. If `copies` is empty, return `value`
+    itself."""
     if not copies:
         return value
     if isinstance(value, Tensor):
         return copies.get(id(value), value)
     if isinstance(value, dict):
-        replaced = _copied(value)  # has the same class, such as one of transformers
+        replaced = _copied(value)  # has the same class, such as ModelOutput of transformers
         for key, element in value.items():
             replaced[key] = _replace(element, copies)
         return replaced
@@ -455,16 +493,17 @@ def _replace(value: Any, copies: dict[int, Tensor]) -> Any:
         replaced = _copied(value)
         for field in dataclasses.fields(value):
             element = _replace(getattr(value, field.name), copies)
-            object.__setattr__(replaced, field.name, element)  # the class may be frozen
+            object.__setattr__(replaced, field.name, element)  # also works for frozen classes
         return replaced
     return value
 
 
 def _copied(value: Any) -> Any:
-    """Return a shallow copy of a collection. Raise ConfigError if its class does not allow it."""
+    """Return a shallow copy of a collection. Raise ConfigError if the class of the collection does
+    not support copies."""
     try:
         return copy.copy(value)
-    except Exception as error:  # the code of the class may raise any error
+    except Exception as error:  # the code of the class can raise any error
         kind, reason = type(value).__name__, one_line(error)[:200]
         raise ConfigError(
             f"an offloaded parameter in a {kind} must be replaced, but the {kind} cannot be copied "
@@ -473,7 +512,7 @@ def _copied(value: Any) -> Any:
 
 
 def _needs_values(func: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Return True if a function may read or write values of its tensors."""
+    """Return True if a function can read or write the values of the tensors in its arguments."""
     name = func.__name__
     if name == "__get__":
         return func.__self__.__name__ in _VALUES_OF_GET
@@ -494,7 +533,7 @@ def _is_alias(tensor: Tensor, value: Tensor) -> bool:
 
 
 def _is_same(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Return True if a conversion, such as `to`, would return its tensor unchanged."""
+    """Return True if a conversion, such as `to`, would return the tensor `args[0]` itself."""
     with torch._C.DisableTorchFunctionSubclass():
         tensor = args[0]
         if kwargs.get("copy"):
@@ -507,7 +546,7 @@ def _is_same(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> b
                     target |= {"device": value.device, "dtype": value.dtype}
                 elif isinstance(value, torch.dtype):
                     target["dtype"] = value
-                elif value is True:  # copy, or non_blocking with a positional copy
+                elif value is True:  # a positional `copy` or `non_blocking`; assume `copy`
                     return False
                 elif value is not None and not isinstance(value, bool):
                     target["device"] = value
@@ -521,7 +560,8 @@ def _is_same(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> b
 
 
 def _name_of(func: Any) -> str:
-    """Return the name of a torch function; "data.get" for a read of the attribute data."""
+    """Return the name of a torch function. The name of an access to an attribute is, for example,
+    "data.get", "data.set" or "data.delete"."""
     if func.__name__ in ("__get__", "__set__", "__delete__"):
         return f"{func.__self__.__name__}.{func.__name__.strip('_')}"
     return func.__name__
@@ -546,7 +586,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def without_modes() -> AbstractContextManager:
-    """Return a context manager in which the user's TorchDispatchModes are not called. Those of
-    selective checkpointing count operations, but a recomputation may copy other chunks than the
-    forward did."""
+    """Return a context manager in which the user's TorchDispatchModes are not called. The modes of
+    selective checkpointing count the operations of a forward and of its recomputation. The forward
+    and the recomputation can copy different chunks, so these copies must not be counted."""
     return _disable_current_modes() if _len_torch_dispatch_stack() else nullcontext()

@@ -64,10 +64,10 @@ class OffloadPlacement(NamedTuple):
     host_bytes: int = 0
     """Bytes of the states in host memory, including the spare buffers of `early_adam` = "on"."""
     device_bytes: float = math.inf
-    """Largest number of bytes of the states and of the cache on the device."""
+    """Largest sum of the bytes of the states on the device and of the cache."""
 
     def residency(self, directory: str) -> Residency:
-        """Return the settings of the chunk engine. `directory` is for the states on disk."""
+        """Return the settings of the chunk engine. `directory` is that of the states on disk."""
         return Residency(
             divides_gradients=True,
             host_share=self.host_share,
@@ -80,7 +80,7 @@ class OffloadPlacement(NamedTuple):
 
 @dataclass(frozen=True)
 class OffloadLimits:
-    """Memory that `optimus.offload` may use, in bytes."""
+    """Limits of the memory that `optimus.offload` uses, in bytes."""
 
     device: int | None
     """None if the user has set no limit."""
@@ -125,12 +125,11 @@ class ModelChunks(NamedTuple):
 
 
 class ReleasedValues:
-    """Function that returns the initial values of parameters. The engine copies the values of a
-    parameter to a chunk and then releases them.
+    """Function that returns the initial values of a parameter. The engine copies these values to a
+    chunk, and then their memory is released.
 
     glibc keeps the memory of released tensors of less than 32 MB. Therefore this class returns free
-    memory of the heap to the operating system each time that values of about a chunk have been
-    released.
+    memory of the heap to the operating system after each release of about `chunk_bytes` of values.
 
     Args:
         named: The parameters by name.
@@ -143,7 +142,7 @@ class ReleasedValues:
         """Bytes of the values that were returned since the last call of `platform.trim_heap`."""
 
     def __call__(self, name: str) -> Tensor:
-        """Return the values of a parameter. The caller must have released all earlier values."""
+        """Return the values of a parameter. The caller must have released all earlier results."""
         if self._released >= self._limit:
             platform.trim_heap()
             self._released = 0
@@ -170,7 +169,8 @@ class Needs:
 
 
 def _check_embeddings(model: nn.Module, chunks: ModelChunks, placement: OffloadPlacement) -> None:
-    """Raise ConfigError for an offloaded embedding that changes its weight in each forward."""
+    """Raise ConfigError if an embedding whose forward writes to the weight (`max_norm`) is
+    offloaded."""
     kinds = (nn.Embedding, nn.EmbeddingBag)
     limited = {
         id(module.weight): (name, module.max_norm)
@@ -184,8 +184,8 @@ def _check_embeddings(model: nn.Module, chunks: ModelChunks, placement: OffloadP
     for slot in (slot for state in states for slot in state.chunk.slots):
         if embedding := limited.get(id(chunks.named[slot.name])):
             raise ConfigError(
-                f"{embedding[0]} has max_norm = {embedding[1]} and changes its weight in forward, "
-                "which is offloaded; use max_norm=None, or host_share=0.0"
+                f"{embedding[0]} has max_norm = {embedding[1]} and changes its offloaded weight in "
+                "forward; use max_norm=None, or host_share=0.0"
             )
 
 
@@ -205,7 +205,7 @@ def select_placement(
         model: The model.
         chunks: Chunks of the model.
         device: Device on which the model computes.
-        limits: Memory that training may use.
+        limits: Limits of the memory that training uses.
         host_share, cache_chunks, example: As for `optimus.offload`.
         early: The value of `early_adam`.
 
@@ -214,7 +214,7 @@ def select_placement(
     """
     refuse_if(
         host_share is not None and limits.device is not None,
-        "device_memory and host_share both select the placement; use one of them",
+        "device_memory and host_share each select the placement; use only one of these arguments",
     )
     total = None if device.type == "cpu" else platform.device_memory(device)
     if limits.device is not None and total is not None and limits.device > total:
@@ -233,13 +233,13 @@ def select_placement(
     else:
         refuse_if(
             limits.device is None or bool(cache_chunks),
-            "example needs device_memory, and selects the size of the cache; use it with "
-            "device_memory and without host_share and cache_chunks",
+            "example needs device_memory and selects the size of the cache; set device_memory, and "
+            "leave out host_share and cache_chunks",
         )
         placement = _by_search(model, chunks, device, limits, example, early)
     refuse_if(
         early == "on" and not placement.host_share,
-        "early_adam = 'on' has no effect, because all states are on the device; leave it out",
+        "early_adam = 'on' has no effect, because all states are on the device; use 'off'",
     )
     _check_embeddings(model, chunks, placement)
     placement = _with_disk(chunks, placement, limits, early == "on")
@@ -274,8 +274,8 @@ def _by_rule(
         )
         refuse_if(
             not placement.host_share,
-            f"cache_chunks = {slots} has no effect, because all states are on the device; leave it "
-            "out",
+            f"cache_chunks = {slots} has no effect, because all states are on the device; leave "
+            "cache_chunks out",
         )
         needed = 2 * (slots * needs.chunk + needs.gradients)
         if device_memory is not None and needed > device_memory:
@@ -291,9 +291,9 @@ def _by_rule(
 def choose_placement(needs: Needs, device_memory: int | None) -> OffloadPlacement:
     """Return the placement for an amount of device memory.
 
-    Half of the device memory is left to activations, because they are not known. If all states fit
-    into the other half, they are on the device. Otherwise all states are on the host, and the
-    cache of parameters has as many chunks as fit.
+    Half of the device memory is left to activations, because their size is not known. If all states
+    fit into the other half, all states are on the device. Otherwise all states are on the host, and
+    the cache of parameters has as many chunks as fit into this half.
 
     Args:
         needs: Memory that the model needs.
@@ -411,13 +411,13 @@ def _with_disk(
     least_bytes = min(sizes)
     if not limits.directory or least_bytes > limits.host:
         missing = (least_bytes if limits.directory else host) - limits.host
-        where = ", also with masters and moments on disk" if limits.directory else ""
+        where = " even with masters and moments on disk" if limits.directory else ""
         remedy = "" if limits.directory else "set disk to a directory on a local disk, "
         if with_spare and not limits.directory:
             where, remedy = " with early_adam = 'on'", f"use early_adam = 'auto', {remedy}"
         raise ConfigError(
             f"the states of the model need {counted(limits.host + missing, 'byte')} of host memory"
-            f"{where}, {counted(missing, 'byte')} more than the {limits.host:,} that they may use; "
+            f"{where}, {counted(missing, 'byte')} more than the limit of {limits.host:,}; "
             f"{remedy}use a machine with more memory, or freeze parameters"
         )
     number = next(number for number, size in enumerate(sizes) if size <= limits.host)
@@ -444,9 +444,9 @@ def _with_disk(
 
 
 def _bytes_with_disk(engine: ChunkEngine) -> list[int]:
-    """Return the bytes in host memory with the states of 0, 1, ... chunks on disk, up to all
-    trained chunks on the host. More chunks on disk may need more memory, because the states of each
-    are updated in buffers of the size of the largest one.
+    """Return the bytes in host memory if the states of n chunks are on disk, for n from 0 to the
+    number of trained chunks on the host. A larger n can need more bytes, because the states on disk
+    are updated in host buffers that have the size of the largest of these chunks.
 
     Args:
         engine: An engine without states on disk.
@@ -491,8 +491,8 @@ def needs_of(
             gradients[chunk.number] = fp32
             states += 3 * fp32 + (fp32 if params < fp32 else 0)
     used = [{chunk_of[name] for name in s.parameters + s.inherited} for s in segments]
-    # A chunk has a gradient from the backward of its last segment to the backward of its first
-    # segment.
+    # The gradient of a chunk has memory from the backward of the last segment with the chunk to the
+    # backward of the first segment with the chunk.
     positions = {chunk: position for position, chunk in enumerate(gradients)}
     numbers, sizes = range(len(segments)), list(gradients.values())
     together = [
@@ -526,7 +526,7 @@ def profile_step(model: nn.Module, example: Mapping, on_cpu: bool = False) -> li
         on_cpu: True if the model computes on a CPU.
 
     Returns:
-        The profiles of the uses of all segments, in order.
+        The profile of each use (the forward or the backward of a segment), in order.
 
     Raises:
         ConfigError: The forward or the backward failed.
@@ -546,9 +546,9 @@ def profile_step(model: nn.Module, example: Mapping, on_cpu: bool = False) -> li
             loss = _loss_of(out)
             loss.backward()
             del out, loss
-    except Exception as error:  # the code of the model may raise any error
+    except Exception as error:  # the code of the model can raise any error
         hooked = any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-        hooks = ", or register hooks that call modules after optimus.offload" if hooked else ""
+        hooks = ", or call optimus.offload before you register hooks" if hooked else ""
         raise ConfigError(
             "example: the model cannot be profiled with these arguments on torch's meta device "
             f"({type(error).__name__}: {one_line(error)[:200]}); correct the example, or leave it "
@@ -587,7 +587,7 @@ def check_batch(
     planned: Mapping[str, torch.Size], module: nn.Module, args: Any, kwargs: Any
 ) -> None:
     """Forward pre-hook. Raise ConfigError if a tensor of a training batch is larger in a dim than
-    the same tensor of the example. `planned` has the shapes of the example by name."""
+    the tensor of the same name in the example. `planned` has the shapes of the example by name."""
     if not torch.is_grad_enabled():
         return
     arguments = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments

@@ -20,17 +20,18 @@ class Owner(Protocol):
     """The parameters by name."""
 
     def keep(self, *handles: RemovableHandle) -> None:
-        """Keep handles of hooks."""
+        """Keep handles of hooks, to remove the hooks when the offloading ends."""
 
     def show_values(self, parameters: dict[str, nn.Parameter]) -> None:
-        """Make offloaded parameters views of host memory, after all updates."""
+        """Wait for all updates. Then make the offloaded parameters of `parameters` views of their
+        values in host memory."""
 
     def hide_values(self, parameters: dict[str, nn.Parameter]) -> None:
         """Undo `show_values`."""
 
     def adopt_values(self, parameters: dict[str, nn.Parameter]) -> None:
-        """Set the other states of parameters from the values that were written to the
-        parameters."""
+        """Set the master weights of parameters from the values that were written to the parameters
+        after `show_values`."""
 
 
 class StateDictHooks(NotCopied):
@@ -47,7 +48,8 @@ class StateDictHooks(NotCopied):
     def register(self) -> None:
         """Register the hooks of all modules that have parameters."""
         for module in self._modules:
-            # torch sets an attribute of these hooks, which a method does not allow.
+            # torch sets an attribute on each hook. A bound method has no settable attributes, but a
+            # `partial` has.
             self._owner.keep(
                 module.register_state_dict_pre_hook(partial(self._show)),
                 module.register_state_dict_post_hook(partial(self._hide)),
@@ -71,12 +73,17 @@ class StateDictHooks(NotCopied):
         self._owner.hide_values(self._parameters(module))
 
     def _separate(self, name: str, value: Tensor) -> None:
-        """Give a tensor of a state dict a separate storage in the same memory, which has only the
-        elements of this tensor.
+        """Give a tensor of a state dict a separate storage. This storage is in the same memory, but
+        has only the elements of this tensor.
 
-        The parameters of a chunk share a storage. safetensors and accelerate save only a single
-        tensor of each storage, because they treat all tensors of a storage as tied parameters. Tied
-        parameters have the same name here, so that they still share a storage.
+        The parameters of a chunk share a storage. safetensors and accelerate treat all tensors that
+        share a storage as tied parameters, and save only a single tensor of each storage.
+        Parameters that are really tied have the same `name`, so that they still share a storage in
+        the state dict.
+
+        Args:
+            name: Name of the parameter in `Owner.named`.
+            value: The tensor of the state dict. Its storage is replaced.
         """
         alone = self._alone.get(name)
         if alone is None or alone.data_ptr() != value.data_ptr():

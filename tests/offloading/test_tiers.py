@@ -307,7 +307,7 @@ def test_as_few_states_are_on_disk_as_the_host_memory_allows(tmp_path):
         on_disk.append(engine.state_bytes()["disk"])
         optimizer.close()
     assert on_disk[0] == 0 < on_disk[1] < on_disk[2]
-    with pytest.raises(ConfigError, match=f"{least:,} bytes of host memory, also with .* 1 byte"):
+    with pytest.raises(ConfigError, match=f"{least:,} bytes of host memory even with .* 1 byte"):
         optimus.offload(model, host_share=1.0, disk=tmp_path, host_memory=least - 1)
     arguments = {"host_share": 1.0, "disk": tmp_path, "host_memory": least}
     with pytest.raises(ConfigError, match=f"need {on_disk[2]:,} bytes on disk, 1 more"):
