@@ -1,16 +1,17 @@
 """Flat buffers of model states: chunks, separate gradients of tied weights, and frozen parameters.
 
 With tied embeddings, the output head also uses the weight of the embedding. Such a second use of a
-parameter is called a further use (`FurtherUse`). Its gradient has a separate buffer.
+parameter is called a further use (`FurtherUse`). The gradient of a further use has a separate
+buffer.
 
 Parameters and gradients are views of flat buffers, and autograd saves such views. A buffer is freed
-by resizing its storage to 0 bytes. The storage object stays, so all views become valid again when
-the storage gets memory again. An assignment to `.data` of the views would not change the views that
-autograd or a recomputation has saved.
+by resizing its storage to 0 bytes. The storage object is kept, so all views become valid again when
+memory is allocated for the storage again. An assignment to `.data` of the parameters would not
+change the views that autograd or a recomputation has saved.
 
 The home of a chunk is the tier (device or host) in which its states are between uses. If the home
-is the host, the parameters are copied to the device while a segment uses them, and the gradients
-are on the device from a backward to their reduction.
+is the host, the parameters are copied to the device before a segment uses them, and the gradients
+are on the device only from a backward to their reduction.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ class StateTensor(NamedTuple):
     """One of KINDS."""
     tensor: Tensor
     chunk: Chunk | None = None
-    """The chunk to which the tensor belongs, from which the padding is computed; None for a tensor
-    outside of chunks."""
+    """The chunk to which the tensor belongs. It determines the padding that counts for the tensor;
+    None if no padding counts."""
 
 
 class GradBuffer(Protocol):
@@ -51,8 +52,9 @@ class GradBuffer(Protocol):
     grads: Tensor
     """Flat buffer of L elements on the device, to which backward adds."""
     grad: Tensor
-    """Sum over microbatches and ranks for the update, fp32 [L / size of the shard group]. This
-    tensor is `grads` itself if the states are not sharded and their home is the device."""
+    """Sum over microbatches and ranks for the update. If the states are not sharded and their home
+    is the device, this tensor is `grads` itself. Otherwise it is a separate fp32 tensor [L / size
+    of the shard group]."""
     grad_views: dict[str, Tensor]
     """Views of `grads` by parameter, in order of first use. The views are valid whenever `grads`
     has memory."""
@@ -68,7 +70,8 @@ class ParamChunk:
         is_transient: True if `params` has memory only while the parameters are used. Between uses,
             this rank keeps only `shard`.
         shard_range: The elements of the chunk that are this rank's shard.
-        params: [L] in the dtype of the parameters, on the device. Parameters are views of it.
+        params: [L] in the dtype of the parameters, on the device. The model's parameters are views
+            of this tensor.
         local: [L / shards], the elements of `params` that are this rank's shard.
         shard: [L / shards], this rank's shard of the parameters: a separate tensor if
             `is_transient`, else `local`.
@@ -168,12 +171,12 @@ class ChunkState(ParamChunk):
 
     Attributes:
         home: Tier of `shard` and `grad`, and of `master` and `moments` unless they are on disk.
-        grads: [L] in the dtype of gradients, on the device. Backward adds to it.
-        grad_views: Views of `grads` by parameter. They are valid whenever `grads` has memory.
+        grads: [L] in the dtype of gradients, on the device. Backward adds to this tensor.
+        grad_views: Views of `grads` by parameter. The views are valid whenever `grads` has memory.
         master: fp32 [L / shards], the master weights; `shard` itself for fp32 parameters.
         moments: [L / shards] each, the moments of the optimizer by name.
-        grad: fp32 [L / shards], the summed gradient; `grads` itself if the states are not sharded
-            and their home is the device.
+        grad: [L / shards], the summed gradient: `grads` itself if the states are not sharded and
+            their home is the device, otherwise a separate fp32 tensor.
         on_disk: The masters and moments that are on disk, by name. The tensors are placeholders
             (`optimus.chunks.disk`). The master of fp32 parameters is `shard` itself, which is never
             on disk.
@@ -224,8 +227,8 @@ class ChunkState(ParamChunk):
 
     def exchange(self, other: ShardBuffers) -> None:
         """Exchange the memory of `buffers` with the memory of other buffers of the same lengths and
-        dtypes. The tensor objects are not replaced, so code that refers to them reads the new
-        values."""
+        dtypes. The tensor objects are not replaced, so code that refers to these objects reads the
+        new values."""
         for tensor, others in zip(self.buffers.tensors, other.tensors, strict=True):
             tensor.data, others.data = others.data, tensor.data
 
@@ -257,7 +260,8 @@ class ChunkState(ParamChunk):
 
 def dtypes_apart(moments: Mapping[str, torch.dtype], dtype: torch.dtype) -> dict[str, torch.dtype]:
     """Return the dtypes of the masters and moments of a chunk whose parameters have `dtype`, by
-    name. For fp32 parameters, the master is left out, because it is the shard of the parameters."""
+    name. For fp32 parameters, "master" is left out, because the shard of the parameters is also the
+    master."""
     return ({} if dtype is torch.float32 else {"master": torch.float32}) | dict(moments)
 
 
@@ -267,7 +271,8 @@ class FurtherUse:
 
     name: str
     leaf: Tensor
-    """Leaf tensor of this use. It shares the parameter's memory, but has a separate gradient."""
+    """Leaf tensor of this use. The leaf shares the parameter's memory, but has a separate
+    gradient."""
     owner: str
     """Name under which the parameter is stored in a chunk."""
     stage: int = 0
@@ -276,7 +281,7 @@ class FurtherUse:
 
 class UseGradBuffer:
     """Gradient of a further use of a parameter. The gradient is reduced like that of an unsharded
-    chunk, since every rank of the reduce group needs the whole sum. The home of the buffer is the
+    chunk, because every rank of the reduce group needs the whole sum. The home of the buffer is the
     home of the chunk with the parameter."""
 
     def __init__(
@@ -316,7 +321,7 @@ class StateShard:
     groups: ParamProcessGroups
     states: Mapping[str, Tensor]
     """Flat tensor [L / shards] of each state, by name. Loading a checkpoint writes to these
-    tensors. They may be placeholders of a `DiskTier`."""
+    tensors. The tensors of states on disk are placeholders of a `DiskTier`."""
 
 
 class ShardSlice(NamedTuple):
@@ -339,11 +344,11 @@ class FrozenParams:
         self.chunks = chunks
         self._slots = {slot.name: (chunk, slot) for chunk in chunks for slot in chunk.chunk.slots}
         self._wide: list[Tensor] = []
-        """The fp32 tensors that `shards` has yielded and `settle` has not copied yet."""
+        """The fp32 tensors that `shards` has yielded and that `settle` has not copied yet."""
 
     @property
     def names(self) -> Iterable[str]:
-        """Names of the parameters."""
+        """Names of the frozen parameters."""
         return self._slots.keys()
 
     def __contains__(self, name: str) -> bool:
@@ -395,7 +400,7 @@ def write_slice(
         local: The elements of the parameter that the shard has, from `ParamChunk.local_slice`.
         values: 1-D; elements of the flattened parameter.
         start: Index of the first element of `values` in the flattened parameter.
-        write: Copies its second argument to the first.
+        write: Function that copies its second argument to its first argument.
     """
     if local is None:
         return
@@ -408,8 +413,8 @@ def write_slice(
 def count_bytes(tensors: Iterable[StateTensor]) -> dict[str, int]:
     """Return the bytes of each of KINDS, their sum "total", and the "padding" in this sum.
 
-    If several tensors share a storage, its bytes count once, for the kind of the first of these
-    tensors.
+    If several tensors share a storage, the bytes of the storage count once, for the kind of the
+    first of these tensors.
     """
     sizes = dict.fromkeys(KINDS, 0)
     in_chunk: dict[int, int] = {}
@@ -434,7 +439,8 @@ def count_bytes(tensors: Iterable[StateTensor]) -> dict[str, int]:
 def count_by_tier(
     tensors: Iterable[StateTensor], tier_of: Callable[[Tensor], Tier | None]
 ) -> dict[str, dict[str, int]]:
-    """Return the bytes of each of KINDS in each tier, and 0 for "staging".
+    """Return, for each tier, a dict with the bytes of each of KINDS, and with "staging": 0. The
+    caller sets the bytes of "staging".
 
     Args:
         tensors: As for `count_bytes`.

@@ -1,12 +1,12 @@
 """Memory tier for optimizer states on disk, with one file per rank.
 
-A buffer on disk has a placeholder, a tensor on the meta device, which has a dtype and a length but
-no memory. `DiskTier.read` and `DiskTier.write` accept placeholders and views of them, and also
-tensors in memory.
+Code refers to a buffer on disk by a placeholder: a tensor on the meta device, with the dtype and
+the length of the buffer but without memory. `DiskTier.read` and `DiskTier.write` accept
+placeholders, views of placeholders, and tensors in memory.
 
 For an update, the states of a chunk are read to a buffer in host memory, updated there, and written
-back. The number of these buffers is constant. While the host updates a chunk, the states of the
-next chunks are read, and the states of the previous chunks are written. The file is read and
+back. The number of these host buffers is constant. While the host updates a chunk, the states of
+the next chunks are read, and the states of the previous chunks are written. The file is read and
 written with O_DIRECT, so that states take no memory in the page cache.
 """
 
@@ -37,14 +37,15 @@ from optimus.io.files import Closing
 logger = logging.getLogger(__name__)
 
 BUFFERS = 4
-"""Largest number of buffers in host memory. One buffer has states that are read, one has states
-that are updated, and one has states that are written. With a fourth buffer, the next read can begin
-while a thread waits for a core."""
+"""Largest number of buffers in host memory for the updates of states on disk. At the same time,
+states are read from disk to one buffer, updated in a second buffer, and written to disk from a
+third buffer. With a fourth buffer, the next read can begin while a thread waits for a processor
+core."""
 _BATCH_ELEMENTS = 1 << 22
 """Largest number of elements that `DiskTier.write` copies at a time."""
 _LATE_S = 60.0
-"""Longest delay of a read or write with `Memory.copies` = "late" or "random", in seconds. If no
-code has waited for the read or write by then, there is a bug."""
+"""Longest delay, in seconds, of a read or write with `Memory.copies` = "late" or "random". If no
+code has waited for the read or write after this time, there is a bug."""
 _NAN_BYTE = 0xFF
 """A float whose bytes all have this value is NaN."""
 
@@ -64,16 +65,17 @@ def staging_bytes(sizes: Sequence[int]) -> int:
 
 
 class DiskTier(Closing):
-    """Buffers on disk, and the states of chunks while they are updated.
+    """Buffers on disk, and the host buffers in which their contents are updated.
 
-    The file is created with its full size. The file is locked, so that no other run uses it, and
-    removed by `close` or at the end of the process. A file that a killed process has left is
-    replaced. On the meta device, there is no file and no thread.
+    The constructor creates the file, allocates its bytes on the disk, and locks the file, so that
+    no other run uses the same file. The file is removed by `close` or at the end of the process. A
+    file that a killed process has left is replaced. On the meta device, there is no file and no
+    thread.
 
     Args:
         memory: Allocates the buffers in host memory, and counts the bytes of buffers in host memory
             and on disk.
-        directory: `offload.disk`.
+        directory: Directory of the file, such as `offload.disk`.
         rank: Number of this rank, for the name of the file.
         sizes: The result of `file_bytes` for the states of each chunk. Their sum is the first size
             of the file; `new` extends the file if it is full.
@@ -81,7 +83,7 @@ class DiskTier(Closing):
         key: Name of the setting with the directory, for messages.
 
     Raises:
-        ConfigError: The file cannot be created, another run uses it, or the disk is full.
+        ConfigError: The file cannot be created, another run uses the file, or the disk is full.
     """
 
     def __init__(
@@ -95,12 +97,13 @@ class DiskTier(Closing):
     ) -> None:
         self._memory = memory
         self._buffers: dict[int, tuple[Tensor, int]] = {}
-        """Placeholder and offset in the file of each buffer, by its storage."""
+        """A dict from the storage of each placeholder (`UntypedStorage._cdata`) to the placeholder
+        and the offset of its buffer in the file, in bytes."""
         self._stop = 0
-        """End of the last buffer in the file."""
+        """Offset of the end of the last buffer in the file, in bytes."""
         self.error: BaseException | None = None
-        """First error of a read, an update or a write. The states are then partly updated and must
-        not be used."""
+        """First error of a read, an update or a write; None without an error. After an error, some
+        states are updated and others are not, so the states must not be used."""
         self._condition = threading.Condition()
         """Protects `error`, `_free`, and `_Transfer.may_begin`."""
         self._free: list[Tensor] = []
@@ -111,9 +114,10 @@ class DiskTier(Closing):
             flat = memory.new(max(sizes) + ALIGNED, torch.uint8, Tier.HOST)
             self._free.append(align(flat)[: max(sizes)])
         self._reads: dict[int, _Transfer] = {}
-        """Reads of states for an update that may be in progress, by the number of the chunk."""
+        """Reads of states for which no update has waited yet, by the number of the chunk."""
         self._writes: list[_Transfer] = []
-        """Writes of updated states that may be in progress, in the order of their start."""
+        """Writes of updated states that `flush` has not waited for yet, in the order of their
+        start."""
         self._copies = memory.copies if links is None else "early"
         self._chance = random.Random(0)
         self._file: StateFile | None = None
@@ -139,7 +143,7 @@ class DiskTier(Closing):
         return whole[:length]
 
     def has(self, flat: Tensor) -> bool:
-        """Return True if a tensor is a placeholder or a view of it."""
+        """Return True if a tensor is a placeholder or a view of a placeholder."""
         return flat.is_meta and flat.untyped_storage()._cdata in self._buffers
 
     def read(self, flat: Tensor) -> Tensor:
@@ -153,9 +157,9 @@ class DiskTier(Closing):
         return values.view(flat.dtype)
 
     def map(self, flat: Tensor) -> Tensor:
-        """Return a 1-D tensor on disk as a tensor that is a memory map of the file, which takes
-        memory only in the page cache. The map is valid until the next write of the file. Changes of
-        the map do not change the file. Call `flush` first."""
+        """Return a tensor with the elements of a 1-D tensor on disk. The returned tensor is a
+        memory map of the file, and takes memory only in the page cache. The map is valid until the
+        next write to the file. Changes of the map do not change the file. Call `flush` first."""
         start = self._range_of(flat).start
         first = start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
         if not len(flat):
@@ -164,8 +168,8 @@ class DiskTier(Closing):
         return torch.frombuffer(mapped, dtype=flat.dtype, count=len(flat), offset=start - first)
 
     def write(self, into: Tensor, values: Tensor) -> None:
-        """Copy `values` to `into`, a 1-D tensor on disk or in memory. Do nothing if both are the
-        same tensor. Raises OptimusError if the file cannot be read or written."""
+        """Copy `values` to `into`, a 1-D tensor on disk or in memory. Do nothing if `values` is
+        `into` itself. Raises OptimusError if the file cannot be read or written."""
         if self._file is None or not self.has(into):
             if into.data_ptr() != values.data_ptr():
                 into.copy_(values)
@@ -206,8 +210,8 @@ class DiskTier(Closing):
     # -- updates ---------------------------------------------------------------------------------
 
     def begin_read(self, number: int, states: Mapping[str, Tensor]) -> None:
-        """Start to read the states of a chunk for an update, as soon as a buffer is free. Before
-        the first chunk of an update, call `flush`.
+        """Start to read the states of a chunk for an update. The read begins as soon as a host
+        buffer is free. Call `flush` before the first chunk of an optimizer step.
 
         Args:
             number: Number of the chunk.
@@ -220,9 +224,9 @@ class DiskTier(Closing):
 
     @contextlib.contextmanager
     def updating(self, number: int) -> Iterator[dict[str, Tensor]]:
-        """Context manager that waits until the states of a chunk are read, and yields them in host
-        memory, by name, to be updated in place. At the end of the context, it starts to write the
-        updated states. Chunks must be updated in the order of `begin_read`.
+        """Context manager that waits until the states of a chunk are read, and yields the states in
+        host memory, by name, to be updated in place. At the end of the context, the write of the
+        updated states begins. Chunks must be updated in the order of the calls of `begin_read`.
 
         Raises:
             OptimusError: A read or a write has failed.
@@ -237,8 +241,8 @@ class DiskTier(Closing):
                 old = torch.full((len(staged.content) + ALIGNED,), _NAN_BYTE, dtype=torch.uint8)
                 self._open_file.write(staged.start, align(old)[: len(staged.content)])
             write = self._new_transfer()
-            # After the end of the main thread, `submit` raises an error. `fail` then also ends a
-            # read that waits for this buffer.
+            # After the end of the main thread, `submit` raises an error. The call of `fail` below
+            # then also ends a read that waits for this buffer.
             write.job = self._writer.submit(self._write_states, staged, write, time.monotonic())
         except BaseException as error:
             self.fail(error)
@@ -260,8 +264,8 @@ class DiskTier(Closing):
             raise self.error
 
     def fail(self, error: BaseException) -> None:
-        """Make the present and all later updates raise `error`. If an earlier error exists, they
-        raise that error instead."""
+        """Make the present update and all later updates raise `error`, or the earlier error if
+        there is one."""
         with self._condition:
             self.error = self.error or error
             self._condition.notify_all()
@@ -294,7 +298,7 @@ class DiskTier(Closing):
         return transfer.job
 
     def _begin(self, transfer: _Transfer) -> None:
-        """Wait until `transfer`, which is a read or a write, may begin."""
+        """Wait until `transfer`, a read or a write, is allowed to begin (`_Transfer.may_begin`)."""
         with self._condition:
             may_begin = self._condition.wait_for(
                 lambda: transfer.may_begin or self.error is not None, _LATE_S
@@ -352,8 +356,8 @@ class DiskTier(Closing):
     @staticmethod
     def _keep_pace(pace: Pace | None, staged: _Staged, ready: float) -> None:
         """Wait for as long as the emulated disk needs for a transfer. The caller moves the bytes
-        afterwards. Code that fails to wait for the transfer therefore gets wrong results, which
-        tests detect."""
+        only after this wait. Code that uses the bytes without waiting for the transfer therefore
+        computes wrong results, which tests detect."""
         if pace is not None:
             pace.run(lambda: None, len(staged.content), ready)
 

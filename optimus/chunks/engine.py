@@ -60,7 +60,7 @@ class ChunkEngine:
             deterministic mode, and if `residency` divides gradients.
         everyone: Group of all ranks.
         compiled: True if torch.compile will trace the module.
-        overlap: True to reduce gradients during the last backward of a step, not after it.
+        overlap: True to reduce gradients during the last backward of a step, False: after it.
         residency: Settings that determine the tier of the states, and when parameters and gradients
             are whole. If `residency.divides_gradients`, call `attach` before the first step.
         device: Device of the tier DEVICE, to which the parameters are moved; None for the device of
@@ -205,7 +205,7 @@ class ChunkEngine:
         return state
 
     def _fill(self, state: ParamChunk, initial: Callable[[str], Tensor]) -> None:
-        """Copy the initial values of parameters to a chunk. Make the parameters views of it."""
+        """Copy the initial values to a chunk. Make the parameters in the chunk views of it."""
         for slot in state.chunk.slots:
             value, view = initial(slot.name), state.view(state.params, slot)
             if isinstance(state, ChunkState):
@@ -242,7 +242,7 @@ class ChunkEngine:
             early, reduces_each: As for `GradReducer.attach`.
             regions: Ranges of indices of segments. Backward recomputes the segments of a range
                 together.
-            overlap: True to let the gathers of updated parameters continue until their first use.
+            overlap: True to let a gather of updated parameters continue until their first use.
         """
         if overlap:
             self.params.overlap(self._needs(segments))
@@ -262,7 +262,7 @@ class ChunkEngine:
             register_uses(segments, self.use, in_backward)
 
     def use(self, segment: int, backward: bool) -> None:
-        """Provide a segment with parameters and gradient buffers before a forward or backward."""
+        """Provide a segment with parameters and, before a backward, with gradient buffers."""
         if backward:
             self.gradients.before_segment_backward(segment)
         self.params.use(segment, backward)
@@ -285,8 +285,8 @@ class ChunkEngine:
         return chunk_of | {use: chunk_of[name] for use, name in owner_of.items()}
 
     def gather(self, names: Collection[str]) -> None:
-        """Gather parameters that code outside of segments reads. They stay whole until the next use
-        of a segment. All ranks that shard these parameters must call this method."""
+        """Gather parameters for code outside of segments. The parameters stay whole until the next
+        use of a segment. All ranks that shard these parameters must call this method."""
         self.params.gather({self.slots[name].chunk for name in names if name in self.slots})
 
     def wait(self) -> None:
@@ -324,7 +324,7 @@ class ChunkEngine:
             self.params.start_step()
 
     def expect_update(self, expected: tuple[float, float] | None) -> None:
-        """Discard the early updates that have started. `expected` is as for `start_step`."""
+        """Discard started early updates. Later ones use `expected` (see `start_step`)."""
         self._updates.start_step(expected)
 
     def grad_norm(self) -> float:
@@ -338,9 +338,9 @@ class ChunkEngine:
 
     def update(self, lr: float, grad_scale: float = 1.0) -> None:
         """Update this rank's shards from the gradients times `grad_scale`, and gather the updated
-        parameters. With `overlap` in `attach`, the gathers continue until the first use. Chunks on
-        the host are updated on the host in the background; their next use waits for the update."""
-        self.wait()  # for parameters that no forward pass has read since the last update
+        parameters. With `overlap` in `attach`, a gather can run until the first use of its chunk.
+        Chunks on the host are updated there in the background; a use waits for the update."""
+        self.wait()  # for gathers of the last update for which no forward pass has waited
         self.optimizer.num_updates += 1
         self._updates.stop_early()
         for state in self._by_first_use:
@@ -384,7 +384,7 @@ class ChunkEngine:
         ] + list(self.frozen.shards())
 
     def clear_moments(self) -> None:
-        """Set all moments to zero."""
+        """Set all moments of the optimizer to zero."""
         self.wait()
         for state in self.chunks:
             for moment in state.moments.values():
@@ -451,9 +451,9 @@ class ChunkEngine:
         return next((piece for piece in frozen if is_bad(piece.values)), None)
 
     def first_parameter(self, is_bad: Callable[[Tensor], bool]) -> str:
-        """Return the name of the first parameter that has bad values, or "" if no parameter has.
+        """Return the name of the first parameter with bad values; "" if no values are bad.
 
-        Of a transient chunk, only the elements in this rank's shard are checked. `is_bad` returns
+        In a transient chunk, only the elements in this rank's shard are checked. `is_bad` returns
         True for values that are bad.
         """
         self.wait()
@@ -469,17 +469,17 @@ class ChunkEngine:
         return ""
 
     def state_bytes(self) -> dict[str, int]:
-        """Return the bytes of this rank's model states between updates: those of each of KINDS and
-        "padding", in all tiers; "host", the bytes in host memory, including the buffers to which
-        gradients are copied and the buffers for states on disk; "disk", the bytes on disk; and
-        "total", the bytes on the device."""
+        """Return the bytes of this rank's model states between updates: for each of KINDS and
+        "padding", the bytes in all tiers; "host": the bytes in host memory, including the buffers
+        to which gradients and states on disk are copied; "disk": the bytes on disk; and "total":
+        the bytes on the device."""
         by_tier = self.bytes_by_tier()
         totals = {tier: sum(sizes.values()) for tier, sizes in by_tier.items()}
         return count_bytes(self._state_tensors()) | {"total": totals.pop("device")} | totals
 
     def bytes_by_tier(self) -> dict[str, dict[str, int]]:
-        """Return the bytes between updates of each of KINDS in each tier, and of "staging": buffers
-        for copies of gradients and of states on disk."""
+        """Return, for each tier, the bytes of each of KINDS between updates, and "staging": the
+        bytes of host buffers to which gradients and states on disk are copied."""
         by_tier = count_by_tier(self._state_tensors(), self.memory.tier_of)
         of_disk = 0 if self.disk is None else self.disk.staging_bytes
         by_tier["host"]["staging"] = self.gradients.staging_bytes + of_disk
@@ -578,8 +578,8 @@ class ChunkEngine:
 
     @property
     def cache_bytes(self) -> int:
-        """Upper limit of the bytes in the cache of transient parameters: the bytes of the largest
-        chunks, as many as the cache has slots."""
+        """Upper limit of the bytes in the cache of transient parameters: if the cache has n slots,
+        the bytes of the parameters of the n largest transient chunks."""
         sizes = sorted(chunk.params.nbytes for chunk in self._all if chunk.is_transient)
         return sum(sizes[-self.residency.slots :])
 

@@ -1,10 +1,10 @@
-"""Accumulation of a rank's gradients in backward, and the order and time of their reductions.
+"""Accumulation of a rank's gradients in backward, and the order and time of the reductions.
 
 optimus/chunks/reductions.py adds the gradients over microbatches and ranks.
 
-The collectives of a group must be launched in the same order on all ranks. Therefore the reductions
-of a stage's buckets have a fixed order: the reverse order of first use, in which backward completes
-the gradients.
+The collectives of a group must be launched in the same order on all ranks. Therefore the buckets
+(`GradBucket`) of a pipeline stage are reduced in a fixed order: the reverse of the order in which
+forward first uses their parameters. Backward completes the gradients in this reverse order.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from optimus.distributed.collectives import (
 from optimus.errors import ConfigError, counted
 
 _WIDENS_NATIVELY = hasattr(torch.Tensor, "grad_dtype")
-"""True for torch 2.9 and later, where a bf16 parameter may have an fp32 `.grad`."""
+"""True for torch 2.9 and later, where a bf16 parameter can have an fp32 `.grad`."""
 
 
 @dataclass(eq=False)
@@ -65,16 +65,17 @@ class GradReducer:
 
     Backward adds to views of the chunks, and to a separate buffer for each further use of a
     parameter. By default, each buffer is reduced once per step: after the last backward or, with
-    `overlap`, during the last backward. With `frees_buffers` or in deterministic mode, each buffer
-    is reduced after each microbatch. Deterministic mode adds the microbatches in the order of their
-    numbers.
+    `overlap`, during the last backward. With `frees_buffers` or `rounds`, and in deterministic mode
+    with more than one rank, each buffer is reduced after each microbatch or, with `reduces_each` =
+    False in `attach`, after several microbatches. Deterministic mode adds the microbatches in the
+    order of their numbers.
 
     Args:
         named: Trained parameters in order of first use, views of the chunks.
         chunk_states: The chunks in order of first use.
         stage_groups: For each parameter that several pipeline stages have, the ranks of these
-            stages. Each stage computes the gradient of its use of the parameter, and all of these
-            stages receive the sum.
+            stages. Each of these stages computes the gradient of its use of the parameter, and
+            receives the sum of these gradients.
         memory: Memory of the chunks.
         updates: Queue of the chunks that the host has not updated yet.
         deterministic: `train.deterministic`.
@@ -106,8 +107,8 @@ class GradReducer:
         rounds: bool = False,
     ) -> None:
         self.before_reduce: Callable[[GradBuffer], None] = lambda buffer: None
-        """Function that is called with each buffer before its reduction, to find the rank that has
-        computed a NaN. After the reduction, all ranks have the NaN."""
+        """Function that is called with each buffer before the reduction of the buffer, to find the
+        rank that has computed a NaN. After the reduction, all ranks have the NaN."""
         self._by_name: dict[str, tuple[ChunkState, Slot]] = {
             slot.name: (state, slot) for state in chunk_states for slot in state.chunk.slots
         }
@@ -137,17 +138,18 @@ class GradReducer:
         self._first_segment: dict[GradBuffer, int] = {}
         self._frees_early, self._reduces_each = False, True
         self.allocated: dict[GradBuffer, None] = {}
-        """Buffers with memory whose reduction has not started in the present backward."""
+        """Buffers that were allocated for a backward and whose reduction has not started. The
+        values of this dict are not used."""
         self.limit_bytes = math.inf
-        """Largest number of bytes on the device of gradients that are freed after a reduction. Near
-        the limit, `before_segment_backward` reduces the buffers that the present backward does not
-        need, and waits for copies to the host."""
+        """Limit, in bytes, of the gradients on the device that are freed after their reduction.
+        Near the limit, `before_segment_backward` reduces the buffers that the present backward does
+        not need, and waits for copies to the host."""
         self._needed: set[GradBuffer] = set()
         """Buffers that the present backward needs, if `limit_bytes` is finite."""
         self._in_step = False
         self._is_reducing = False
-        """True if a step or a reduction has started since reductions were last completed, by
-        `finish` or `sum_so_far`."""
+        """True if a step or a reduction has started since `finish` or `sum_so_far` last completed
+        the reductions."""
 
     # -- setup -----------------------------------------------------------------------------------
 
@@ -199,11 +201,11 @@ class GradReducer:
     def expect_backwards(self, stage: int, backwards: int) -> None:
         """Set the number of backward passes of a stage in a step. After this number of passes, the
         host computes the squares of the stage's gradients and begins early updates. If a step has
-        another number of passes, the squares and early updates are discarded, which costs only
-        time. Call this after `attach`, between two steps."""
+        another number of passes, the squares and early updates are discarded. The results are then
+        still correct, but the step takes longer. Call this after `attach`, between two steps."""
         assert isinstance(self._strategy, ReducePerMicrobatch)
         shared = (*self._stage_groups, *self.owner_of.values())
-        changed = {self._by_name[name][0] for name in shared}  # `finish` changes their gradients
+        changed = {self._by_name[name][0] for name in shared}  # `finish` changes the gradients
         reductions = backwards if self._reduces_each else min(backwards, 1)
         for buffer in self._first_segment:
             of_stage = isinstance(buffer, ChunkState) and buffer.groups.stage == stage
@@ -211,7 +213,9 @@ class GradReducer:
                 self._strategy.expect(buffer, reductions)
 
     def _add_bucket(self, buffer: GradBuffer, named: Mapping[str, Tensor]) -> None:
-        """Add a bucket, in order of first use, so that backward adds gradients to `buffer`."""
+        """Add the bucket of `buffer`, and let backward add the gradients of its leaves to `buffer`.
+        Call this method for the buffers in the order in which forward first uses them. `named` has
+        the leaves by name."""
         bucket = GradBucket(buffer, {name: named[name] for name in buffer.grad_views})
         for name, leaf in bucket.leaves.items():
             self._accumulate(leaf, buffer.grad_views[name])
@@ -229,7 +233,8 @@ class GradReducer:
             return
 
         def widen(leaf: Tensor) -> None:
-            # The gradient is None if it is deferred, or if a module has added it to `view` itself.
+            # `leaf.grad` is None if the gradient is deferred, or if a module has added the gradient
+            # to `view` itself.
             if leaf.grad is not None:
                 view.add_(leaf.grad)
                 leaf.grad = None
@@ -238,8 +243,8 @@ class GradReducer:
 
     @property
     def owner_of(self) -> dict[str, str]:
-        """A dict for parameters that several modules share, from each additional name of a
-        parameter to the name under which the parameter is stored."""
+        """A dict for parameters that several modules share: from the name of each `FurtherUse` to
+        the name under which the parameter is stored in a chunk."""
         return {buffer.use.name: buffer.use.owner for buffer in self._uses}
 
     def state_tensors(self) -> Iterator[StateTensor]:
@@ -318,22 +323,22 @@ class GradReducer:
 
     def before_backward(self, stage: int) -> None:
         """Allocate the freed buffers of a stage, unless `attach` was called with `early` (then
-        `before_segment_backward` allocates them). Call this before each backward action (B, I or W)
-        of the stage."""
+        `before_segment_backward` allocates them). Call this before each backward action of the
+        stage: B (all gradients), I (only gradients of inputs) or W (only gradients of weights)."""
         if not self._frees_early:
             for segment_stage, buffers in self._segments:
                 if segment_stage == stage:
                     self._allocate(buffers)
 
     def need(self, segments: Sequence[int]) -> None:
-        """Set the segments whose backward runs now: a segment and its callers. Call this before
-        `before_segment_backward` for each of them."""
+        """Set the segments whose backward runs now: a segment and the segments that call it. Then
+        call `before_segment_backward` for each of these segments."""
         if self.limit_bytes < math.inf:
             self._needed = {b for number in segments for b in self._segments[number][1]}
 
     def before_segment_backward(self, segment: int) -> None:
-        """Reduce the buffers that are complete before the backward of a segment, and allocate those
-        of the segment."""
+        """Call this before the backward of a segment. Reduce the buffers of later segments, which
+        are now complete, and allocate the buffers of the segment."""
         if self._frees_early and self._in_step:
             if self._reduces_each:
                 later = [b for b in self.allocated if self._first_segment[b] > segment]
@@ -344,13 +349,14 @@ class GradReducer:
     def last_backward(
         self, stage: int, expected: Collection[Tensor] | None = None
     ) -> Iterator[None]:
-        """Return a context manager for the last backward of a stage in a step. With `overlap`,
-        each bucket is reduced in this context as soon as its gradients are complete.
+        """Return a context manager for the last backward of a stage in a step. With `overlap`, each
+        bucket is reduced in this context as soon as the bucket and all buckets before it are
+        complete.
 
         Args:
             stage: The stage.
-            expected: The leaves that receive a gradient in the context; None if all may receive
-                one. A bucket without such a leaf is complete immediately.
+            expected: The leaves that receive a gradient in the context; None if every leaf can
+                receive a gradient. A bucket without an expected leaf is complete immediately.
         """
         buckets = self._buckets.get(stage, []) if self._overlaps else []
         wanted = None if expected is None else set(map(id, expected))
@@ -369,9 +375,9 @@ class GradReducer:
                 bucket.missing.clear()
 
     def reduce(self, stage: int) -> None:
-        """Reduce the buffers of a stage that are not reduced yet. In deterministic mode or if
-        buffers are freed, call this method after each backward, otherwise after the last backward
-        of a step."""
+        """Reduce the buffers of a stage that are not reduced yet. Call this method after each
+        backward if the buffers are reduced after each microbatch (see `GradReducer`), otherwise
+        after the last backward of a step."""
         buckets = self._buckets.get(stage, [])
         for bucket in buckets:
             self._check_views(bucket)
@@ -400,9 +406,9 @@ class GradReducer:
                     local[0].add_(buffer.total.flatten()[local[1]])
 
     def sum_so_far(self, state: ChunkState) -> Tensor:
-        """Return the sum of a chunk's gradient over the backward passes so far, fp32 [L / size of
-        the shard group]. The caller may change the sum before the next backward pass. All ranks
-        must call this method."""
+        """Return the sum of a chunk's gradient over the backward passes so far, as
+        `GradBuffer.grad`. The caller is allowed to change the sum before the next backward pass.
+        All ranks must call this method."""
         if self._is_reducing:
             self._strategy.finish()
             self._is_reducing = False
@@ -411,15 +417,14 @@ class GradReducer:
         return state.grad
 
     def squares_of(self, state: ChunkState) -> Tensor | None:
-        """Return the sum of the squares of a chunk's gradient, as `optimus.chunks.norm.squares_of`
-        does, if the host has computed it during the backward pass; otherwise None. Call this method
-        after `finish`."""
+        """Return `optimus.chunks.norm.squares_of` of a chunk's gradient if the host has computed
+        this result during the backward pass; otherwise None. Call this method after `finish`."""
         if isinstance(self._strategy, ReducePerMicrobatch):
             return self._strategy.squares.get(state)
         return None
 
     def release(self) -> None:
-        """Free the gradients after the update, if this reducer frees them."""
+        """Free the gradients after the update, if `frees_buffers` is True."""
         if self._frees_buffers:
             assert isinstance(self._strategy, ReducePerMicrobatch)
             self._strategy.release()
@@ -450,7 +455,7 @@ class GradReducer:
         for bucket in buckets[self._num_launched.get(stage, 0) :]:
             if not bucket.is_ready:
                 return
-            self._num_launched[stage] += 1  # first: a failed launch is not repeated
+            self._num_launched[stage] += 1  # first, so that a failed launch is not repeated
             self._check_views(bucket)
             self.before_reduce(bucket.buffer)
             bucket.is_launched = self._overlaps
@@ -482,7 +487,7 @@ class GradReducer:
 
     def _make_space(self, buffer: GradBuffer) -> None:
         """Wait for copies of gradients to the host until `buffer` can be allocated. Raise
-        ConfigError if its memory would exceed `limit_bytes`.
+        ConfigError if the gradients would then exceed `limit_bytes`.
 
         A buffer that the present backward does not need is still allocated if its segment is used
         again, or if the order of use is not that of the segments.
@@ -497,10 +502,11 @@ class GradReducer:
         if needed > self.limit_bytes:
             missing = counted(needed - int(self.limit_bytes), "byte")
             raise ConfigError(
-                f"backward adds to {counted(len(freed), 'chunk')} of gradients at the same time "
-                f"(one has {next(iter(buffer.grad_views))}), because a module calls another "
-                f"module; this exceeds device_memory by {missing}; leave out the call, or use "
-                "host_share and cache_chunks instead of device_memory"
+                "a module calls another module, so that backward needs the gradients of "
+                f"{counted(len(freed), 'chunk')} at the same time, such as that of "
+                f"{next(iter(buffer.grad_views))}; these gradients exceed device_memory by "
+                f"{missing}; leave out the call, or use host_share and cache_chunks instead of "
+                "device_memory"
             )
         self._strategy.limit_copies(self.limit_bytes - needed)
 
@@ -512,8 +518,8 @@ class GradReducer:
             del self.allocated[buffer]
 
     def _add_other_stages(self, name: str, group: Group) -> None:
-        """Add the gradients of a parameter over the stages that use it. Each stage has the whole
-        gradient of its use."""
+        """Add up the gradients of the parameter `name` over `group`, the ranks of the stages that
+        use the parameter. Each stage has the whole gradient of its use."""
         uses = [buffer.total for buffer in self._uses if buffer.use.owner == name]
         state, slot = self._by_name[name]
         gradient = uses[0] if uses else state.view(state.gather(state.grad), slot)

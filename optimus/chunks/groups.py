@@ -15,8 +15,8 @@ from optimus.errors import ConfigError
 
 @dataclass(frozen=True)
 class ParamProcessGroups:
-    """Process groups of a parameter. Parameters with equal groups share chunks, so all ranks of
-    `reduce_group` divide their parameters into chunks in the same way.
+    """Process groups of a parameter. Parameters with equal groups share chunks. Therefore all ranks
+    of a reduce group divide the parameters with this group into chunks in the same way.
 
     The ranks are numbered so that
     `reduce_group.rank == shard_group.rank * replica_group.size + replica_group.rank`.
@@ -25,7 +25,8 @@ class ParamProcessGroups:
     stage: int = 0
     """Pipeline stage whose backward completes the gradient."""
     reduce_group: Group = ALONE
-    """Ranks that have a copy of the parameter and add up its gradient, in rank order."""
+    """Ranks that have a copy of the parameter and add up its gradient. Deterministic mode adds the
+    gradients in the order of these ranks."""
     shard_group: Group = ALONE
     """Ranks that divide the optimizer states."""
     replica_group: Group = ALONE
@@ -36,8 +37,8 @@ class ParamProcessGroups:
     copy_axes: tuple[str, ...] = ()
     """Mesh axes along which ranks have the same shard of the states."""
     stage_group: Group = ALONE
-    """Ranks of the pipeline stages that have a copy of the parameter. Each rank computes the
-    gradient of its use of the parameter, and these gradients are added up. In the gradient norm,
+    """Ranks of the pipeline stages that have a copy of the parameter. Each of these ranks computes
+    the gradient of its use of the parameter, and the gradients are added up. In the gradient norm,
     only the copy of the first stage counts."""
     options: ParamOptions = DEFAULT_OPTIONS
     """Options of the optimizer for the parameter."""
@@ -46,8 +47,8 @@ class ParamProcessGroups:
 
     @property
     def counts(self) -> bool:
-        """True if this rank's shard counts in the gradient norm. Only the first copy of a shard
-        counts."""
+        """True if this rank's shard is included in the gradient norm. Only the first copy of a
+        shard is included."""
         return self.is_first_copy and not self.is_later_copy
 
     @property
@@ -57,7 +58,7 @@ class ParamProcessGroups:
 
     @property
     def of_chunk(self) -> ParamProcessGroups:
-        """Groups of the parameter's chunk. On the first stage that has the parameter, the chunk may
+        """Groups of the parameter's chunk. On the first stage that has the parameter, the chunk can
         also contain parameters that only this stage has, so `stage_group` is removed."""
         return self if self.is_later_copy else replace(self, stage_group=ALONE)
 
@@ -87,7 +88,7 @@ def check_same_params(
     """Check that the ranks of each reduce group have the same parameters in the same order.
 
     All ranks must call this function, in which the ranks exchange a few hashes. Parameters on the
-    meta device are not checked, since `optimus plan` creates them in a single process.
+    meta device are not checked, because `optimus plan` creates such parameters in a single process.
 
     Args:
         named: Parameters of this rank by name.

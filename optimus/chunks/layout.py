@@ -7,7 +7,7 @@ and freed as a whole. The optimizer states of a chunk are divided evenly over it
 Lengths and offsets are in elements. Every parameter and every shard starts at a multiple of
 ALIGNMENT elements: 64 bytes in bf16, the narrowest dtype. Without this alignment, the layout would
 change the results: matrix products of unaligned views round differently, and a fused optimizer
-update may compute the last, unaligned elements with another formula.
+update can compute the last, unaligned elements with another formula.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ KINDS = ("parameters", "gradients", "masters", "moments", "deterministic", "tied
 "deterministic" are the sums of deterministic mode, to which microbatches are added in order. "tied"
 are the gradients of further uses of parameters (`optimus.chunks.buffers.FurtherUse`)."""
 MAX_WASTE = 0.01
-"""Padding of a class that counts as small, as a fraction of the elements of the class.
-`best_length` rounds the padding of each chunk length down to a multiple of a quarter of this
-fraction before it compares the padding of different lengths."""
+"""Padding that is small, as a fraction of the elements of a class. `best_length` compares the
+padding of different chunk lengths in units of a quarter of this fraction, rounded down to whole
+units."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,10 @@ class Parameter:
     name: str
     shape: tuple[int, ...]
     key: Hashable = None
-    """Parameters with equal keys form a class. `ChunkEngine` uses `ParamProcessGroups` as keys."""
+    """Parameters with equal keys form a class, whose parameters share chunks. `ChunkEngine` uses
+    `ParamProcessGroups` as keys."""
     reduce_size: int = 1
-    """Size of the reduce group. The length of the parameter's chunk is a multiple of it."""
+    """Size of the reduce group. The length of the parameter's chunk is a multiple of this size."""
     shard_size: int = 1
     """Size of the shard group, a divisor of `reduce_size`."""
 
@@ -97,8 +98,8 @@ class Chunk:
 
     @cached_property
     def _limits(self) -> tuple[list[int], list[int]]:
-        """The start and stop indices of the parameters in the chunk, as two lists. They are cached,
-        because a plan of thousands of ranks reads them often."""
+        """The start and stop indices of the parameters in the chunk, as two lists. The lists are
+        cached, because a plan of thousands of ranks reads them often."""
         return [slot.start for slot in self.slots], [slot.stop for slot in self.slots]
 
 
@@ -183,8 +184,8 @@ def best_length(sizes: Sequence[int], target: int, reduce_size: int) -> int:
 
 
 _FIRSTS = 64
-"""Number of parameters, the first of a class, with each of which `best_length` begins sequences. So
-many parameters cover several layers."""
+"""Number of parameters at the start of a class. `best_length` tries sequences that begin with one
+of these parameters. This number of parameters covers several layers."""
 
 
 def _wasted(ends: Sequence[int], length: int, step: int) -> int:

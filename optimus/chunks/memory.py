@@ -1,9 +1,10 @@
 """Memory tiers of model states, and copies between them.
 
-Each buffer is in the tier DEVICE, HOST or DISK. On a CPU, DEVICE and HOST are both the memory of
-the machine, and the device is emulated: a copy moves the same bytes between the same buffers as on
-an accelerator. With `Links`, copies and updates on an emulated device take as long as the rates of
-the links determine. `optimus.chunks.disk` reads and writes buffers on disk.
+Each buffer is in the tier DEVICE, HOST or DISK. If the model computes on a CPU, the buffers of
+DEVICE and of HOST are in the memory of the machine, and the device is emulated: a copy moves the
+same bytes between the same buffers as on an accelerator. With `Links`, copies and updates on an
+emulated device take as long as the rates of the links determine. `optimus.chunks.disk` reads and
+writes buffers on disk.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ from optimus.launch.environment import available_cores, read_local_size
 Action = Callable[[], Any]
 
 CAN_REFUSE_ACCESS = hasattr(torch._C, "_clear_storage_data_ptr_access_error_msg")
-"""True if an access to the memory of a freed buffer raises RuntimeError. Builds of torch for CUDA
-have the functions for this, which also work on a CPU. With other builds, the process crashes."""
+"""True if an access to the memory of a freed buffer raises RuntimeError. The functions for this
+exist only in builds of torch for CUDA, where they also work for buffers on a CPU. With other
+builds, such an access crashes the process."""
 _IS_FREED = (
     "this tensor is an offloaded parameter, or a view of it, and has no memory now; use a copy: "
     "parameter.detach().clone()"
@@ -44,19 +46,20 @@ class Tier(Enum):
     HOST = "host"
     DISK = "disk"
 
-    # Enum computes the hash of a member from its name, in Python code.
+    # The hash function of Enum is slower, because it is implemented in Python.
     __hash__ = object.__hash__
 
 
 class Copy:
-    """A copy between the device and the host, which may be in progress."""
+    """A copy between the device and the host. The copy can be in progress until `wait` has
+    returned."""
 
     def __init__(self, complete: Action) -> None:
         self._complete: Action | None = complete
 
     def wait(self) -> None:
-        """Wait until the copy is complete. May be called more than once. If the argument `after` or
-        `then` of `Memory.copy` has raised an error, raise this error."""
+        """Wait until the copy is complete. Code can call this method more than once. If the
+        argument `after` or `then` of `Memory.copy` has raised an error, raise this error."""
         if self._complete is not None:
             self._complete()
             self._complete = None
@@ -73,7 +76,7 @@ class Pace:
         self._rate, self._free_at = rate, 0.0
 
     def run(self, job: Action, size: int, ready: float) -> None:
-        """Run a job and return when the resource would have completed it.
+        """Run a job. Return at the time at which the resource would have completed the job.
 
         Args:
             job: The job.
@@ -89,22 +92,22 @@ class Pace:
 def worker(name: str, threads: int) -> ThreadPoolExecutor:
     """Return an executor with one thread, which runs jobs one after the other.
 
-    Operations of torch in the jobs use `threads` threads. In deterministic mode, their results do
-    not depend on this number.
+    Operations of torch in the jobs use `threads` threads. In deterministic mode, the results of
+    these operations do not depend on this number.
     """
     # By default, OpenMP would use all cores for the operations of a new thread.
     return ThreadPoolExecutor(1, name, torch.set_num_threads, (threads,))
 
 
 def update_threads(threads: int, device: torch.device) -> int:
-    """Return the number of threads that may compute on the host while the model computes: the
-    number of cores less one, so that the main thread can launch operations, but at least one.
+    """Return the number of threads that compute on the host while the model computes: the number of
+    cores less one, so that the main thread can launch operations, but at least one.
 
     Args:
-        threads: Number of threads that the main thread uses. On a CPU, this number is taken as the
-            number of cores. With an accelerator, the argument has no effect: the number of cores is
-            then the number of available cores divided by the number of local ranks, because the
-            main thread only launches operations.
+        threads: Number of threads with which operations of the main thread compute. If the model
+            computes on a CPU, this number is taken as the number of cores. With an accelerator, the
+            argument has no effect, because the main thread only launches operations. The number of
+            cores is then the number of available cores divided by the number of local ranks.
         device: Device of the model.
     """
     cores = threads if device.type == "cpu" else available_cores() // read_local_size()
@@ -122,7 +125,7 @@ class _Job:
         self._unfinished.acquire()
 
     def run(self) -> None:
-        """Run the function. Other threads may then continue in `result`."""
+        """Run the function, and let other threads that wait in `result` continue."""
         try:
             self._result = self._function()
         except BaseException as error:  # `result` raises it
@@ -130,7 +133,8 @@ class _Job:
         self._unfinished.release()
 
     def result(self) -> Any:
-        """Wait for the end of the function. Return its result, or raise its error."""
+        """Wait for the end of the function. Return the function's result, or raise the function's
+        error."""
         with self._unfinished:
             pass
         if self._error is not None:
@@ -139,8 +143,8 @@ class _Job:
 
 
 class _JobThread:
-    """Thread that runs jobs one after the other. A job takes less processor time than with
-    `worker`, but cannot be cancelled.
+    """Thread that runs jobs one after the other. In contrast to an executor of `worker`, this
+    thread needs less processor time per job, but its jobs cannot be cancelled.
 
     The thread completes the submitted jobs and ends when `close` is called, this object is deleted
     or the process ends.
@@ -148,7 +152,8 @@ class _JobThread:
 
     def __init__(self, name: str, threads: int) -> None:
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
-        # The process waits for threads that are not daemons before it calls finalizers.
+        # A daemon thread, because the process would wait for another thread before it calls the
+        # finalizer below, which ends the thread.
         thread = threading.Thread(
             target=_run_jobs, args=(self._jobs, threads), name=name, daemon=True
         )
@@ -179,8 +184,9 @@ def _end_thread(jobs: SimpleQueue[_Job | None], thread: threading.Thread) -> Non
 
 
 class _CopyThread:
-    """One direction of the link between the device and the host. It has a thread that makes copies
-    one after the other, and a second thread for the functions that run after a copy (`then`).
+    """One direction of the link between the device and the host. A first thread makes copies, one
+    after the other. A second thread calls the functions that run after a copy (`then` of
+    `Memory.copy`).
 
     On an accelerator, copies run on a separate stream. A copy begins when the operations that the
     caller launched before the copy are complete.
@@ -211,7 +217,7 @@ class _CopyThread:
         return Copy(partial(self._wait_for, job, follower))
 
     def close(self) -> None:
-        """End both threads, after all copies."""
+        """End the two threads, after all copies."""
         self._copies.close()
         if self._followers is not None:
             self._followers.close()
@@ -225,7 +231,7 @@ class _CopyThread:
         done = job.result()
         if follower is not None:
             follower.result()
-        elif done is not None:  # later operations of the caller wait for the copy on the device
+        elif done is not None:  # on the device, later operations of the caller wait for the copy
             torch.accelerator.current_stream(self._device).wait_event(done)
 
     def _copy_at_rate(
@@ -241,8 +247,9 @@ class _CopyThread:
     def _copy_on_stream(
         self, into: Tensor, values: Tensor, after: Action | None, ready: torch.Event
     ) -> torch.Event | None:
-        """Make a copy on the separate stream. Return the event that marks its end if the copy is to
-        the device, otherwise None."""
+        """Make a copy on the separate stream. For a copy to the device, return the event that marks
+        the end of the copy. For a copy to the host, wait for the end of the copy and return
+        None."""
         if after is not None:
             after()
         assert self._stream is not None
@@ -258,11 +265,12 @@ class _CopyThread:
 
 
 class Memory:
-    """Allocates, frees and copies flat buffers, and counts their bytes in each tier.
+    """Allocates, frees and copies flat buffers, and counts the bytes of the buffers in each tier.
 
     A read of a freed buffer raises an error or crashes the process (`CAN_REFUSE_ACCESS`). With
-    `poison`, which tests set, a freed buffer keeps its memory and is filled with NaN, and so is the
-    target of a copy until the copy is complete. A read of such a buffer causes NaN in the results.
+    `poison`, which tests set, a freed buffer keeps its memory and is filled with NaN. The target of
+    a copy is also filled with NaN until the copy is complete. A read of such a buffer causes NaN in
+    the results.
 
     Args:
         device: Device of the tier DEVICE. On the meta device, the host buffers are meta tensors,
@@ -289,7 +297,7 @@ class Memory:
         self.poison = poison
         self.copies, self._chance = copies, random.Random(0)
         self._links = links
-        # Read here, because torch.get_num_threads() may differ in the threads of autograd.
+        # Read in this thread, because torch.get_num_threads() can differ in autograd's threads.
         self.num_threads = update_threads(torch.get_num_threads(), device)
         """Number of threads that compute on the host while the model computes."""
         self._threads: dict[Tier, _CopyThread] = {}
@@ -321,8 +329,8 @@ class Memory:
         return flat
 
     def close(self) -> None:
-        """End the threads of the copies, and unlock the buffers in host memory, which keep their
-        values. All copies must be complete, and no copy may follow."""
+        """End the threads that make copies, and unlock the buffers in host memory, which keep their
+        values. Call this method after the last copy is complete."""
         for thread in self._threads.values():
             thread.close()
         if self._locked:  # first wait for copies to the device that read these pages
@@ -374,10 +382,11 @@ class Memory:
         Args:
             into: The target.
             values: A tensor of the same dtype and length.
-            after: Function that waits until `values` may be read; None if they may be read now.
+            after: Function that waits until `values` can be read; None if `values` can be read now.
             then: Function that is called on the host when the copy to `into`, which must be in host
-                memory, is complete. It may run in another thread, in the order of the copies.
-                `Copy.wait` waits for it.
+                memory, is complete. It is called in another thread if threads make the copies. The
+                functions of several copies are called in the order of the copies. `Copy.wait` waits
+                for the end of the function.
         """
         self.num_copied += values.nbytes
         if self._has_threads:
@@ -412,8 +421,8 @@ class Memory:
         return thread
 
     def on_device(self, flat: Tensor) -> Tensor:
-        """Return the buffer `flat` itself if it is on the device, otherwise a copy of it on the
-        device."""
+        """Return the buffer `flat` itself if it is on the device, otherwise a copy of the buffer on
+        the device."""
         if self.tier_of(flat) is Tier.DEVICE:
             return flat
         copy = torch.empty_like(flat, device=self._device)
@@ -431,6 +440,6 @@ class Memory:
             into.copy_(values)
 
     def has(self, flat: Tensor) -> bool:
-        """Return True if a buffer is not freed. A freed buffer gives False even if it keeps its
-        memory because of `poison`."""
+        """Return True if a buffer is not freed. The result is False for a freed buffer that keeps
+        its memory because of `poison`."""
         return flat.untyped_storage()._cdata not in self._freed

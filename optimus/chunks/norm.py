@@ -16,8 +16,9 @@ _BLOCK = 1 << 16
 
 
 def squares_of(flat: Tensor, exact: bool) -> Tensor:
-    """Return the sum of the squares of a 1-D tensor, on the device of the tensor: an fp64 scalar
-    for `fast_norm` or, if `exact`, the bins of `optimus_kernels.square_bins_` for `exact_norm`."""
+    """Return the sum of the squares of a 1-D tensor, on the device of the tensor. For `fast_norm`,
+    the result is an fp64 scalar. For `exact_norm` (if `exact`), the result is an exact sum in the
+    form of the int64 bins of `optimus_kernels.square_bins_`."""
     if exact:
         bins = new_bins(flat.device)
         square_bins_(bins, flat)
@@ -28,8 +29,8 @@ def squares_of(flat: Tensor, exact: bool) -> Tensor:
 
 
 def new_total(exact: bool, device: torch.device) -> Tensor:
-    """Return zeros with the shape and dtype of the sum of squares that the ranks add up: in
-    `exact_norm` if `exact`, else in `fast_norm`."""
+    """Return a zero on `device`, in the form of the results of `squares_of` with the same `exact`,
+    to which sums of squares are added."""
     return new_bins(device) if exact else torch.zeros((), dtype=torch.float64, device=device)
 
 
@@ -40,7 +41,7 @@ def fast_norm(
 
     Args:
         flats: The tensors of this rank, on the device or on the host.
-        known: For each tensor, the result of `squares_of`; None if it is not known.
+        known: For each tensor, the result of `squares_of`; None if the result is not known.
         device: Device of collectives.
         group: The ranks.
     """
@@ -48,7 +49,7 @@ def fast_norm(
     squares = []
     for flat, square in zip(flats, known, strict=True):
         squares.append((squares_of(flat, False) if square is None else square).to(device))
-    # Squares of finite fp32 values may overflow fp32. A sum with an overflow is computed again in
+    # Squares of finite fp32 values can overflow fp32. A sum with an overflow is computed again in
     # fp64. All sums are checked together, so that the host waits for the device only once.
     if squares and not bool(torch.stack(squares).isfinite().all()):
         squares = [flat.double().square().sum().to(device) for flat in flats]
@@ -76,8 +77,8 @@ def exact_norm(
 ) -> float:
     """Return the 2-norm of fp32 tensors over the ranks of a group; NaN if a value is not finite.
 
-    The result has the same bits for all ways to cut the tensors at multiples of 32 elements and to
-    distribute them over ranks. The arguments are those of `fast_norm`.
+    The tensors can be cut at any multiples of 32 elements, and the pieces can be distributed over
+    ranks in any way: the result always has the same bits. The arguments are those of `fast_norm`.
     """
     total = new_total(True, device)
     on_host = total if device.type == "cpu" else new_bins(torch.device("cpu"))

@@ -34,7 +34,7 @@ class Optimizer(Protocol):
     """Dtype of each moment, by name. Moments are all optimizer states except the master weights.
     Checkpoint files use the same names."""
     num_updates: int
-    """Number of updates, including the current one, for the bias correction."""
+    """Number of updates, including the present update, for the bias correction."""
 
     def update(self, state: ChunkState, lr: float, grad_scale: float) -> None:
         """Update a chunk's shard of masters, moments and parameters from its `grad`.
@@ -54,7 +54,7 @@ class Optimizer(Protocol):
         Args:
             into: The buffers, with the lengths and dtypes of `state.buffers`.
             state, lr, grad_scale: As for `update`.
-            number: Number of updates including this one, for the bias correction.
+            number: Number of updates, including this update, for the bias correction.
         """
 
 
@@ -105,26 +105,28 @@ def _states_of(buffers: ShardBuffers) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class _EarlyUpdate(NamedTuple):
-    """An update of a chunk that was submitted before `UpdateQueue.add`."""
+    """An update of a chunk that was submitted to the thread before `UpdateQueue.add` was called for
+    the chunk."""
 
     job: Future[None]
     into: ShardBuffers
     """Buffers for the states after the update."""
     arguments: tuple[float, float, int]
-    """Learning rate, factor of the gradient, and number of the update."""
+    """The arguments `lr`, `grad_scale` and `number` of `Optimizer.update_into`."""
 
 
 class UpdateQueue:
     """Chunks that a thread of the host updates, one after the other.
 
-    The next forward may begin before all updates are complete. Code that reads or writes the states
-    or the gradients of a chunk must first wait for its update.
+    The next forward can begin before all updates are complete. Code that reads or writes the states
+    or the gradients of a chunk must first wait for the update of the chunk.
 
-    An update may begin during the backward pass, before the norm of all gradients is known. Such an
+    An update can begin during the backward pass, before the norm of all gradients is known. Such an
     early update assumes that the gradients will not be clipped. It uses the arguments with which
-    `add` will then be called, and writes to spare buffers. If `add` is called with these arguments,
-    the spare buffers are exchanged with the states of the chunk. Otherwise the chunk is updated as
-    if there had been no early update.
+    `add` will be called if this assumption is correct, and writes to spare buffers. If `add` is
+    called with these arguments, the spare buffers are exchanged with the states of the chunk.
+    Otherwise the result of the early update is not used, and the chunk is updated after the call of
+    `add`.
 
     Args:
         optimizer: Updates a chunk.
@@ -154,9 +156,10 @@ class UpdateQueue:
         """Protects all attributes below, and removals from `_pending`."""
         self._error: BaseException | None = None
         """First error of an update; None without an error. After an error, some states are updated
-        and others are not, so they must not be used."""
+        and others are not, so the states must not be used."""
         self._spare: dict[_Sizes, list[ShardBuffers]] = defaultdict(list)
-        """Spare buffers that no early update uses, by the lengths and dtypes of their tensors."""
+        """Spare buffers that no early update uses, by the lengths and dtypes of the buffers'
+        tensors."""
         self._early: dict[int, _EarlyUpdate] = {}
         """Early updates of the present step, by chunk."""
         self._expected: tuple[float, float, int] | None = None
@@ -172,8 +175,8 @@ class UpdateQueue:
         """Start a step. Discard early updates of the previous step for which `add` was not called.
 
         Args:
-            expected: The arguments `lr` and `grad_scale` that `add` will probably have; None for a
-                step without early updates.
+            expected: The arguments `lr` and `grad_scale` with which `add` will probably be called;
+                None for a step without early updates.
         """
         self.stop_early()
         with self._lock:
@@ -184,8 +187,8 @@ class UpdateQueue:
             self._expected = None if expected is None else (*expected, number)
 
     def begin_early(self, state: ChunkState) -> None:
-        """Begin the early update of a chunk whose gradient is complete, if spare buffers of its
-        size are free. Any thread may call this method."""
+        """Begin the early update of a chunk whose gradient is complete, if spare buffers with the
+        sizes of the chunk's buffers are free. Any thread can call this method."""
         with self._lock:
             spare = self._spare[_sizes_of(state.buffers)]
             if self._expected is None or not spare or self._error is not None or state.on_disk:
@@ -196,13 +199,13 @@ class UpdateQueue:
             self._early[state.chunk.number] = _EarlyUpdate(job, into, self._expected)
 
     def discard(self, number: int) -> None:
-        """Discard the early update of a chunk, because its gradient changes. Any thread may call
-        this method."""
+        """Discard the early update of the chunk `number`, because the gradient of the chunk
+        changes. Any thread can call this method."""
         with self._lock:
             if (early := self._early.pop(number, None)) is not None:
                 early.job.cancel()
-                # The job may still write to the buffers. The next job that uses the buffers runs in
-                # the same thread, after this job.
+                # This job may still be writing to the buffers. The next job that uses the buffers
+                # runs in the same thread, after this job.
                 self._keep_spare(early.into)
 
     def stop_early(self) -> None:
@@ -263,8 +266,8 @@ class UpdateQueue:
             self._update_now(state.with_states(tensors), lr, grad_scale)
 
     def _update_now(self, state: ChunkState, lr: float, grad_scale: float) -> None:
-        """Update a chunk in this thread. On an emulated host, the update takes as long as the rate
-        of this host determines."""
+        """Update a chunk in the calling thread. On an emulated host, the update takes as long as
+        the rate of the emulated host determines."""
         if self._pace is None:
             self._optimizer.update(state, lr, grad_scale)
         else:
@@ -283,9 +286,9 @@ class UpdateQueue:
         return update is None or update.done()
 
     def wait(self, number: int) -> None:
-        """Wait for the update of chunk `number`, if it is in the queue. Several threads may call
-        this method. Raises the first error of an update; after an error, the updates that are still
-        in the queue are cancelled."""
+        """Wait for the update of chunk `number`, if this update is in the queue. Several threads
+        can call this method. Raises the first error of an update. After an error, the updates that
+        are still in the queue are cancelled."""
         update = self._pending.get(number)
         self._raise_error()
         if update is None:
@@ -330,5 +333,5 @@ def _sizes_of(buffers: ShardBuffers) -> _Sizes:
 
 
 def make_optimizer(optim: OptimConfig) -> Optimizer:
-    """Return the optimizer of a configuration. AdamW is the only one."""
+    """Return the optimizer of a configuration, which is always AdamW."""
     return AdamW(optim)

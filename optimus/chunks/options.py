@@ -18,14 +18,15 @@ if TYPE_CHECKING:  # `optimus plan` imports this module without torch
 
 @dataclass(frozen=True)
 class ParamOptions:
-    """Options of the optimizer for a parameter, the same for all parameters of a chunk."""
+    """Options of the optimizer for a parameter. All parameters of a chunk have the same options."""
 
     weight_decay: float | None = None
     """Weight decay. None selects `optim.weight_decay`."""
     lr_scale: float = 1.0
     """Factor of the learning rate."""
     frozen: bool = False
-    """True for a parameter that is not trained; it has neither gradient nor optimizer state."""
+    """True for a parameter that is not trained, and that has no gradient and no optimizer
+    states."""
     dtype: torch.dtype | None = None
     """Dtype of the parameter. None selects the training dtype."""
 
@@ -87,6 +88,6 @@ def _matches(pattern: str, name: str) -> bool:
 
 @functools.lru_cache(maxsize=4 * MAX_PATTERNS)
 def _compiled(pattern: str) -> re.Pattern[str]:
-    """Return the regular expression of a pattern. The results are cached here, because the cache of
-    fnmatch may have only 256 entries, fewer than there are patterns."""
+    """Return the regular expression of a pattern. The results are cached here, because some
+    versions of fnmatch cache only 256 results, and a configuration can have more patterns."""
     return re.compile(fnmatch.translate(pattern))

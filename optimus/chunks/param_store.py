@@ -26,14 +26,14 @@ logger = logging.getLogger(__name__)
 class ParamStore:
     """Gathers the parameters of chunks from their shards before segments use them.
 
-    A chunk is whole on a rank if the rank has all of its parameters and not only its shard of them.
-    Some chunks stay whole; the others are transient. A chunk that stays whole is gathered once
-    after each update. After a call of `overlap`, this gather may continue until the first use. A
-    transient chunk is whole only while it is in a cache, which has space for a fixed number of
-    chunks (the rCache of the Elixir papers). The chunk is gathered into the cache before a use that
-    needs it, and freed when another chunk needs the space. If the shard is in host memory, the
-    shard is first copied to the device. This copy begins early, but the gather begins with the use,
-    so that all ranks gather in the same order.
+    A chunk is whole on a rank if the rank has all parameters of the chunk on the device, and not
+    only a shard. Some chunks stay whole; the others are transient. A chunk that stays whole is
+    gathered once after each update. After a call of `overlap`, this gather can run until the first
+    use of the chunk. A transient chunk is whole only while it is in a cache, which has space for a
+    fixed number of chunks (the rCache of the Elixir papers). The chunk is gathered into the cache
+    before a use that needs it, and freed when another chunk needs the space. If the shard is in
+    host memory, the shard is first copied to the device. This copy begins early, but the gather
+    begins only at the use, so that all ranks gather in the same order.
 
     With transient chunks, a training step normally uses the model's segments in the order of
     `plan`. From the first use in another order to the end of the step, and outside of a step, the
@@ -54,18 +54,18 @@ class ParamStore:
         self._memory, self._updates = memory, updates
         self._in_flight: dict[int, Transfer] = {}
         self._uploads: dict[int, Copy] = {}
-        """Copies of shards to the device, by chunk. A copy begins when the update of its chunk is
-        complete."""
+        """Copies of shards to the device, by chunk. Each copy begins when the update of the chunk
+        is complete."""
         self._overlaps = False
         self._needs: Sequence[frozenset[int]] = ()
         """Chunks of each segment."""
         self.plan: ResidencyPlan | None = None
         """Plan of a training step; None if no chunk is transient."""
         self._next = 0
-        """Index of the next planned use. While the plan does not apply, the index is the number of
+        """Index of the next planned use. While the plan does not apply, the value is the number of
         planned uses."""
         self._last_backward = 0
-        """Segment of the last backward in the present step; 0 if there was none."""
+        """Segment of the last backward in the present step; 0 if no backward has started."""
         self._cached: set[int] = set()
         self._has_warned = False
         self.num_unplanned = 0
@@ -106,8 +106,8 @@ class ParamStore:
         self._next = self.num_unplanned = self._last_backward = 0
 
     def use(self, segment: int, backward: bool) -> None:
-        """Gather the parameters of a segment, or wait for them. Call this before each forward and
-        each backward of the segment."""
+        """Gather the parameters of a segment, or wait for gathers in progress. Call this method
+        before each forward and each backward of the segment."""
         if self.plan is None:
             if self._overlaps:
                 self._wait_for(self._needs[segment])
@@ -139,12 +139,13 @@ class ParamStore:
 
     def gather(self, numbers: Collection[int], segment: int = 0, backward: bool = False) -> None:
         """Gather chunks for a use that is not in the plan. The chunks stay whole until the next
-        use. The plan does not apply until the next step.
+        use. The plan does not apply to the rest of the step.
 
         Args:
             numbers: Numbers of the chunks.
-            segment, backward: The use that needs the chunks. The other chunks that are freed depend
-                on it.
+            segment, backward: The use that needs the chunks. `likely_uses` predicts the uses after
+                it. If the cache is full, the chunks whose predicted next use is the latest are
+                freed.
         """
         needed = {number for number in numbers if self._chunks[number].is_transient}
         if self.plan is not None:
@@ -176,8 +177,8 @@ class ParamStore:
         self._wait_for([*self._in_flight, *self._uploads])
 
     def invalidate(self) -> None:
-        """Free all chunks in the cache. Call this method when they are out of date or not needed
-        any more."""
+        """Free all chunks in the cache. Call this method when these chunks are out of date or are
+        not needed any more."""
         self._evict(sorted(self._cached))
 
     @property
@@ -207,7 +208,8 @@ class ParamStore:
             self._cached.add(number)
 
     def _upload(self, state: ParamChunk) -> Copy:
-        """Start to copy the shard of a chunk to the device, when its update is complete."""
+        """Start a copy of the shard of a chunk to the device. The copy first waits for the update
+        of the chunk."""
         number, after = state.chunk.number, None
         if self._updates.is_done(number):
             self._updates.wait(number)  # raises an error if an update has failed

@@ -1,12 +1,12 @@
 """Search for the placement of a rank's chunks: the chunks on the host, the chunks with states on
 disk, the size of the cache, and the order of the microbatches.
 
-The search estimates the time of a step as the largest of the times for which the device computes,
-the link copies in each direction, the host updates, and the disk reads and writes. It simulates the
-placements with the shortest estimates, and selects the placement with the shortest simulated step.
-Elixir (arXiv 2212.05339, section 5.1) instead compares two ratios of saved time to memory,
-`cache_benefit` and `upload_benefit`, which assume that computation, copies and updates do not
-overlap.
+The search estimates the time of a step as the time for which the busiest resource is busy
+(`Workload.estimate`). The resources are the device, each direction of the link between the host and
+the device, the host, which updates chunks, and the disk. The search then simulates the placements
+with the shortest estimates, and selects the placement with the shortest simulated step. Elixir
+(arXiv 2212.05339, section 5.1) instead compares two ratios of saved time to memory, `cache_benefit`
+and `upload_benefit`, which assume that computation, copies and updates do not overlap.
 """
 
 from __future__ import annotations
@@ -34,29 +34,32 @@ class ChunkCost(NamedTuple):
     the host" by the location of its states between uses."""
 
     resident: int
-    """Bytes on the device between steps, if the chunk is on the device."""
+    """Bytes of the chunk on the device between steps, if the chunk is on the device."""
     host: int
-    """Bytes in host memory, if the chunk is on the host and no states are on disk."""
+    """Bytes of the chunk in host memory, if the chunk is on the host and has no states on disk."""
     cached: int
-    """Bytes of the gathered parameters, in the cache on the device."""
+    """Bytes of the gathered parameters of the chunk in the cache on the device."""
     uploaded: int
     """Bytes of this rank's shard of the parameters, which is copied to the device before a
     gather."""
     gradients: int
-    """Bytes of the gradients on the device, from a backward to their copy to the host."""
+    """Bytes of the gradients of the chunk on the device, from a backward to the copy of the
+    gradients to the host."""
     copied: int
-    """Bytes of gradients that a reduction copies to the host."""
+    """Bytes of the gradients of the chunk that a reduction copies to the host."""
     elements: int
     """Number of elements that this rank updates; 0 for a frozen chunk."""
     spare: int = 0
     """Bytes of the spare buffers for an early update of the chunk (`UpdateQueue`)."""
     moved: int = 0
-    """Bytes by which `host` is smaller if the masters and moments are on disk."""
+    """Bytes by which the chunk needs less host memory than `host` if the masters and moments are on
+    disk."""
     file: int = 0
-    """Bytes in the file of states on disk, if the masters and moments are in this file. Each update
-    reads and writes these bytes."""
+    """Bytes of the masters and moments in the file of states on disk, for a chunk with states on
+    disk. Each update reads and writes these bytes."""
     saved: int = 0
-    """Bytes in this file for the copies that checkpoint.async_save makes, in addition to `file`."""
+    """Bytes in the file of states on disk for the copies that `checkpoint.async_save` makes of the
+    masters and moments. `file` does not include these bytes."""
 
 
 @dataclass(frozen=True)
@@ -77,13 +80,13 @@ class Workload:
     with_gradients: Sequence[frozenset[int]]
     """For each segment, the chunks whose gradients are on the device during its backward."""
     forward_s: Sequence[float]
-    """Seconds that the forward of each segment computes for one microbatch."""
+    """Seconds for which the device computes in the forward of each segment, for one microbatch."""
     backward_s: Sequence[float]
-    """Seconds that the backward of each segment computes for one microbatch."""
+    """Seconds for which the device computes in the backward of each segment, for one microbatch."""
     device_bytes: int
     """Bytes on the device that do not depend on the placement, such as activations."""
     host_bytes: int = 0
-    """Bytes in host memory that do not depend on the number of chunks there."""
+    """Bytes in host memory that do not depend on the number of chunks on the host."""
     reductions: int = 1
     """Number of times that the gradients of a chunk are reduced in a step."""
     reduction_bytes: int = 0
@@ -91,8 +94,8 @@ class Workload:
     idle_s: float = 0.0
     """Seconds for which the rank waits for other pipeline ranks in a step."""
     gather_s: Sequence[float] = ()
-    """Seconds of the collective that gathers each chunk after it is copied to the device; empty if
-    they are not known."""
+    """Seconds of the collective that gathers each chunk after this rank's shard is copied to the
+    device; empty if these times are not known."""
     end_s: Sequence[float] = ()
     """`StepWork.end_s` for each number of chunks on the host; empty if these times are not
     known."""
@@ -117,13 +120,13 @@ class Workload:
 
     @cached_property
     def leading_s(self) -> float:
-        """Seconds of the uses before the first backward."""
+        """Seconds for which the device computes in the uses before the first backward."""
         leading = itertools.takewhile(lambda use: not use.backward, self.uses)
         return sum(self._seconds_of(use) for use in leading)
 
     @cached_property
     def _sweeps(self) -> int:
-        """Number of times that a step passes through the segments, forward or backward."""
+        """Number of passes, forward or backward, that a step makes through the segments."""
         segments = (segment for segment, _ in itertools.groupby(use.segment for use in self.uses))
         listed = max(Counter(segments).values())
         return listed + self.further * (listed // self._listed)
@@ -137,8 +140,9 @@ class Workload:
         return int(self._uncached[num_host]) + sum(self._largest(num_host)[:slots].tolist())
 
     def most_slots(self, num_host: int, device_memory: int) -> int | None:
-        """Return the number of slots of the largest cache with which the last `num_host` chunks on
-        the host fit into `device_memory` bytes; None if no cache fits."""
+        """Return the largest number of slots of the cache for which the bytes on the device are at
+        most `device_memory` if the last `num_host` chunks are on the host; None if the smallest
+        possible cache does not fit."""
         gathered = self._largest(num_host).cumsum()
         slots = int(gathered.searchsorted(device_memory - self._uncached[num_host], "right"))
         return slots if slots >= self.fewest_slots(num_host) else None
@@ -171,19 +175,20 @@ class Workload:
         return trained[spread_evenly(num_disk, len(trained))]
 
     def fewest_on_disk(self, num_host: int, host_memory: int, disk_memory: int) -> int | None:
-        """Return the smallest number of chunks with states on disk for which the last `num_host`
-        chunks fit into `host_memory` and `disk_memory` bytes; None if they never fit."""
+        """Return the smallest number of chunks with states on disk for which the states of the last
+        `num_host` chunks fit into `host_memory` and `disk_memory` bytes; None if no number is
+        sufficient."""
         if self.host(num_host) <= host_memory:
             return 0
         most = self.most_on_disk(num_host, disk_memory)
-        # The search begins with 1: with few chunks on disk, the buffers for their updates may be
-        # larger than their states.
+        # The search begins with 1 chunk on disk, not with 0: with few chunks on disk, the host
+        # buffers for updates can be larger than the states on disk.
         fits = _first_true(most, lambda n: self.host(num_host, n) <= host_memory)
         return fits if fits <= most else None
 
     def most_on_disk(self, num_host: int, disk_memory: int) -> int:
-        """Return the largest number of the last `num_host` chunks whose masters and moments fit
-        into `disk_memory` bytes."""
+        """Return the largest number of trained chunks, among the last `num_host` chunks, whose
+        masters and moments together fit into `disk_memory` bytes."""
         total = len(self._trained_of(num_host)) if disk_memory else 0
         return _first_true(total, lambda n: self.disk(num_host, n) > disk_memory) - 1
 
@@ -319,8 +324,8 @@ class Workload:
     def step_work(
         self, num_host: int, slots: int, num_disk: int = 0, spare: float = 0.0
     ) -> StepWork:
-        """Return the uses, sizes and times of a step that does not clip, with the last `num_host`
-        chunks on the host. The arguments are those of `estimate`."""
+        """Return the uses, sizes and times of a step in which gradients are not clipped, with the
+        last `num_host` chunks on the host. The arguments are those of `estimate`."""
         first = len(self.chunks) - num_host
         chunks = self.chunks[first:]
         needs = [frozenset(n - first for n in need if n >= first) for need in self.needs]
@@ -368,8 +373,9 @@ def choose_spare(sizes: Sequence[int], limit: float) -> list[int]:
 
 
 def _first_true(count: int, is_true: Callable[[int], bool]) -> int:
-    """Return the first of the numbers 1 to `count` for which a condition is true; `count` + 1 if
-    there is none. If the condition is true for a number, it must be true for all larger numbers."""
+    """Return the smallest number from 1 to `count` for which a condition is true; `count` + 1 if
+    the condition is false for all of them. If the condition is true for a number, the condition
+    must be true for all larger numbers."""
     return bisect_left(range(1, count + 1), True, key=is_true) + 1
 
 
@@ -378,8 +384,8 @@ Early = Literal["auto", "on", "off"]
 
 
 class TierBytes(NamedTuple):
-    """Bytes in each memory tier: either the bytes that a placement needs, or the bytes that it may
-    use."""
+    """Bytes in each memory tier: the bytes that a placement needs, or an upper limit of these
+    bytes."""
 
     device: int
     host: int
@@ -415,18 +421,18 @@ class SimulatedPlacement(NamedTuple):
 
 
 _SMALLEST_GAIN = 1e-3
-"""Smallest fraction of a step's time that early updates must save. If they save less, there are no
-early updates, and their spare buffers are not allocated."""
+"""Smallest fraction of a step's time that early updates must save. If early updates would save
+less, they are not used, and no spare buffers are allocated."""
 
 
 class NoPlacement(Exception):
     """No placement fits.
 
     Attributes:
-        needs: Bytes of the placement that is nearest to the limits. If placements fit on the
-            device, it is the placement among them with the fewest bytes on the host. Otherwise, it
-            is the placement with the fewest bytes on the device, if possible among the placements
-            that fit on the host.
+        needs: Bytes of the placement that is nearest to the limits. If some placements fit on the
+            device, this is the placement with the fewest bytes on the host among them. Otherwise,
+            if some placements fit on the host, this is the placement with the fewest bytes on the
+            device among them. Otherwise, this is the placement with the fewest bytes on the device.
     """
 
     def __init__(self, needs: TierBytes) -> None:
@@ -443,15 +449,15 @@ def search(
 ) -> SimulatedPlacement:
     """Return the placement with the shortest step.
 
-    For each number of chunks on the host, the search considers one placement: the cache is as large
-    as the device memory allows, and as few chunks are on disk as the host memory allows. The
-    placements with the shortest estimates are simulated.
+    For each number of chunks on the host, the search considers a single placement: the cache is as
+    large as the device memory allows, and as few chunks have states on disk as the host memory
+    allows. The placements with the shortest estimated steps are simulated.
 
     Args:
         workloads: A workload of the rank for each possible order of the microbatches and each
             layout of the chunks. With `early` = "on", `ChunkCost.host` must include the spare
             buffers.
-        capacity: Memory that the placement may use.
+        capacity: Upper limits of the memory that the placement needs.
         links: Rates of the links, of updates on the host, and of the disk.
         early: The chunks that are updated early. "off": no chunks. "on": all chunks without states
             on disk. "auto": as many chunks as have spare buffers in half of the free host memory.
@@ -493,14 +499,15 @@ def search(
 
 
 _SIMULATED = 4
-"""Number of placements that a search simulates."""
+"""Largest number of placements that a search simulates."""
 
 
 def smallest_capacity(workloads: Sequence[Workload], capacity: TierBytes) -> tuple[int, int]:
-    """Return two numbers of bytes: the smallest device memory with which a placement fits on the
-    host and on disk, and the smallest host memory with which a placement fits on the device and on
-    disk. If no placement fits, the number is that of the placement with the fewest bytes on the
-    device."""
+    """Return two numbers of bytes: the smallest device memory of the placements that fit on the
+    host, and the smallest host memory of the placements that fit on the device. All these
+    placements have at most `capacity.disk` bytes on disk. If no placement fits on the host (first
+    number) or on the device (second number), the number is that of the placement with the fewest
+    bytes on the device."""
     device = _nearest(workloads, capacity._replace(device=-1)).device
     return device, _nearest(workloads, capacity._replace(host=-1)).host
 
@@ -508,7 +515,7 @@ def smallest_capacity(workloads: Sequence[Workload], capacity: TierBytes) -> tup
 def _spare_bytes(
     workload: Workload, num_host: int, num_disk: int, capacity: TierBytes, early: Early
 ) -> float:
-    """Return the largest number of bytes that the spare buffers for early updates may have."""
+    """Return the upper limit of the bytes of the spare buffers for early updates."""
     if early == "auto":
         return max(0, capacity.host - workload.host(num_host, num_disk)) // 2
     return math.inf if early == "on" else 0.0
@@ -540,8 +547,9 @@ class Rates(NamedTuple):
     """Aggregate rates of n processes, for Elixir's benefits (section 5.1 of the paper)."""
 
     to_device: float
-    """Parameters per second from the host to the device, times the bytes of a parameter."""
+    """Bytes per second from the host to the device."""
     to_host: float
+    """Bytes per second from the device to the host."""
     device_update: float
     """Elements per second that the optimizer updates on the devices."""
     host_update: float
@@ -549,14 +557,15 @@ class Rates(NamedTuple):
 
 
 def cache_benefit(rates: Rates) -> float:
-    """Return Elixir's I(n): the seconds that a larger cache saves, for each byte of the cache. The
-    chunk length C is 1 element."""
+    """Return Elixir's I(n): the seconds that a larger cache saves, for each additional byte of the
+    cache. The chunk length C of the paper is 1 element."""
     return 1 / rates.to_host + 1 / rates.to_device
 
 
 def upload_benefit(rates: Rates, processes: int, low: int, state: int, factor: int) -> float:
-    """Return Elixir's J(n): the seconds that a chunk on the device instead of the host saves, for
-    each byte of the chunk. The chunk length C is 1 element.
+    """Return Elixir's J(n): the seconds that a step saves if a chunk is on the device instead of
+    the host, for each byte of the parameters and optimizer states of the chunk. The chunk length C
+    of the paper is 1 element.
 
     Args:
         rates: Aggregate rates of the processes.

@@ -34,7 +34,7 @@ from optimus.distributed.collectives import (
 )
 
 _MAX_IN_FLIGHT = 2
-"""Number of buffers that may be reduced at the same time. A backend may keep a copy of each of
+"""Largest number of buffers that are reduced at the same time. A backend can keep a copy of each of
 these buffers."""
 
 
@@ -78,7 +78,7 @@ class ReduceOnce:
 
     @property
     def max_in_flight(self) -> int:
-        """Number of buffers that may be reduced at the same time."""
+        """Largest number of buffers that are reduced at the same time."""
         return max(1, self._max_in_flight)
 
     def start(self) -> None:
@@ -88,8 +88,8 @@ class ReduceOnce:
             buffer.grads.zero_()
 
     def reduce(self, buffer: GradBuffer) -> None:
-        """Start to reduce a buffer. Without `overlap`, also wait for the reduction. Call this when
-        no later backward of the step adds to the buffer."""
+        """Start to reduce a buffer. Without `overlap`, also wait for the reduction. Call this
+        method when no later backward of the step adds to the buffer."""
         group = buffer.groups.reduce_group
         if group.size == 1:
             return
@@ -127,7 +127,8 @@ class ReduceOnce:
 
 
 class _GradCopy(NamedTuple):
-    """Gradients of a buffer during their copy to the host, and until their addition to the sum."""
+    """Gradients of a buffer from the start of their copy to the host until they are added to the
+    sum."""
 
     buffer: GradBuffer
     values: Tensor
@@ -138,9 +139,9 @@ class _GradCopy(NamedTuple):
 
 
 class ReducePerMicrobatch:
-    """Reduces the gradients of each backward as soon as they are complete. Each of n ranks keeps
-    1/n of the sum, in the home tier of the buffer. After a reduction, the buffer is set to zero or,
-    with `frees`, freed until the next backward (ZeRO-2).
+    """Reduces the gradients of each backward as soon as they are complete. Each of the n ranks of
+    the reduce group keeps 1/n of the sum, in the home tier of the buffer. After a reduction, the
+    buffer is set to zero or, with `frees`, freed until the next backward (ZeRO-2).
 
     With `is_ordered`, microbatches are added in the order of their numbers, so that the bits of the
     sum do not depend on the layout. With w ranks, microbatch i of rank d has the number i * w + d.
@@ -167,13 +168,13 @@ class ReducePerMicrobatch:
         self._buffers: list[GradBuffer] = []
         self._pieces: dict[GradBuffer, Tensor] = {}
         self._outdated: set[GradBuffer] = set()
-        """Buffers on the host whose piece still contains the sum of the last step, which the update
-        of that step may still read."""
+        """Buffers on the host whose piece still contains the sum of the last step. The update of
+        that step can still be reading the piece."""
         self._copying: deque[_GradCopy] = deque()
         self._staging: list[Tensor] = []
         """Free page-locked host buffers, 1-D uint8, to which gradients can be copied."""
         self._staging_bytes = 0
-        """Bytes of each of these buffers: the size of the largest gradients that are copied."""
+        """Bytes of each buffer in `_staging`: the size of the largest gradients that are copied."""
         self._expected: dict[GradBuffer, int] = {}
         self._num_reduced: Counter[GradBuffer] = Counter()
         """Number of reductions of each buffer in the present step."""
@@ -194,8 +195,8 @@ class ReducePerMicrobatch:
             self._expected[buffer] = reductions
 
     def forget(self, state: ChunkState) -> None:
-        """Discard the squares and the early update of a chunk, because code outside of this class
-        may change the sum. All reductions must be complete."""
+        """Discard the squares and the early update of a chunk. Call this method before code outside
+        of this class changes the sum, and after all reductions are complete."""
         if self.squares.pop(state, None) is not None:
             self._updates.discard(state.chunk.number)
 
@@ -231,8 +232,8 @@ class ReducePerMicrobatch:
             buffer.grads.zero_()
 
     def state_tensors(self) -> Iterator[StateTensor]:
-        """Yield the tensors with this rank's shards of the summed gradients. They stay allocated
-        between steps."""
+        """Yield the tensors with this rank's pieces of the summed gradients. These tensors keep
+        their memory between steps."""
         kept = "gradients" if self._frees else "deterministic"
         for buffer, piece in self._pieces.items():
             chunk = buffer.chunk if isinstance(buffer, ChunkState) else None
@@ -251,7 +252,7 @@ class ReducePerMicrobatch:
 
     @property
     def max_in_flight(self) -> int:
-        """Number of buffers that may be reduced at the same time."""
+        """Largest number of buffers that are reduced at the same time."""
         return 1
 
     def start(self) -> None:
@@ -289,8 +290,8 @@ class ReducePerMicrobatch:
             self._complete_copies(len(self._copying) - 1)
 
     def reduce(self, buffer: GradBuffer) -> None:
-        """Reduce a buffer after a backward pass, add the result to this rank's piece of the sum of
-        gradients, and free the buffer."""
+        """Reduce a buffer after a backward pass, and add the result to this rank's piece of the sum
+        of gradients. Then free the buffer, or set the buffer to zero."""
         if buffer not in self._pieces or not self.memory.has(buffer.grads):
             return
         if buffer.home is not Tier.DEVICE:  # frees memory of copied gradients before the reduction
@@ -302,7 +303,7 @@ class ReducePerMicrobatch:
         elif self._is_ordered:
             received = torch.empty_like(buffer.grads)
             # On Intel GPUs, all-to-all has killed processes under expert parallelism (autotune.py).
-            # On the first run there, check that this call is safe.
+            # On the first run on Intel GPUs, check that this call is safe.
             all_to_all(received, buffer.grads, group)
         else:
             sent = buffer.grads.to(self._dtype)
@@ -329,11 +330,12 @@ class ReducePerMicrobatch:
 
     def _add(self, buffer: GradBuffer, contributions: Sequence[Tensor], is_last: bool) -> None:
         """Add contributions, which are in host memory, to this rank's piece of the sum of `buffer`.
-        `is_last` is True if these are known to be the last contributions of the step (see
+        `is_last` is True if the step is expected to have no further contributions (see
         `expect`)."""
         piece = self._pieces[buffer]
         if self._is_outdated(buffer):
-            # Write 0 + x: the bits of a sum that begins with zeros, without a pass that sets them.
+            # Write x + 0, which has the bits of a sum that begins with zeros, and saves the pass
+            # that would set the piece to zero.
             for into, values in _blocks(piece, contributions[0]):
                 if values.dtype is into.dtype:
                     torch.add(values, 0.0, out=into)
@@ -402,9 +404,10 @@ class ReducePerMicrobatch:
 
 
 def _blocks(piece: Tensor, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield pairs of blocks with the same elements of both tensors; a single pair with the whole
+    """Yield pairs of corresponding blocks of `piece` and `values`; a single pair with the whole
     tensors if their dtypes are equal. For operands of different dtypes, torch first converts a
-    whole operand. With blocks that fit in a CPU cache, the operation is three times as fast."""
+    whole operand. An operation on blocks, which fit in a CPU cache, is three times as fast as on
+    whole tensors."""
     length = len(piece) if values.dtype is piece.dtype else _BLOCK
     return zip(piece.split(length), values.split(length), strict=True)
 
@@ -442,8 +445,8 @@ def most_gradients(
     for _ in range(MAX_COPYING):
         largest = np.maximum.accumulate(others, axis=1)
         in_flight, before = in_flight + largest, in_flight
-        # Replace each value that exceeds all earlier values of its row by the largest of them (0 if
-        # there is none).
+        # Replace each value that exceeds all earlier values of its row by the largest earlier value
+        # (0 if there is no earlier value).
         earlier = np.concatenate([np.zeros_like(largest[:, :1]), largest[:, :-1]], axis=1)
         others = np.minimum(others, earlier)
     return (now + np.maximum(in_flight, before + reduction)).max(axis=0, initial=reduction)

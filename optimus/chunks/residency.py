@@ -3,9 +3,10 @@ are used.
 
 A training step uses the segments of a model (embedding, blocks, head) in an order that the pipeline
 schedule determines before the run: forward through the segments of a stage, backward in reverse. A
-chunk with sharded parameters is gathered before a use if it is not in the cache (the rCache of the
-Elixir papers). The cache has a fixed number of slots, each for one chunk. If it is full, the chunk
-whose next use is the latest is freed. This rule (Belady 1966) minimises the number of gathers.
+chunk with sharded parameters is gathered before a use if the chunk is not in the cache (the rCache
+of the Elixir papers). The cache has a fixed number of slots, each for one chunk. If the cache is
+full, the chunk whose next use is the latest is freed. This rule (Belady 1966) minimises the number
+of gathers.
 
 Number of gathers in a step with n chunks, one for each segment, and B slots
 (tests/chunks/test_residency.py):
@@ -33,8 +34,8 @@ from optimus.config.machine import Links
 
 NEVER = float("inf")
 MAX_COPYING = 2
-"""Number of gradient buffers that may be copied to the host, or added on the host, at the same
-time."""
+"""Largest number of gradient buffers whose copies to the host, including the addition on the host
+that follows each copy, are in progress at the same time."""
 
 
 @dataclass(frozen=True)
@@ -47,12 +48,12 @@ class Residency:
     divides_parameters: bool = False
     """True if parameters are whole only in the cache (ZeRO-3). Requires `divides_gradients`."""
     host_share: float = 0.0
-    """Fraction of the chunks whose states are in host memory, from 0 to 1: the last chunks in the
-    order of first use. These chunks are not on the device between uses. A value above 0 requires
-    `divides_gradients`."""
+    """Fraction, from 0 to 1, of the chunks whose states are in host memory. These are the last
+    chunks in the order of first use. They are not on the device between uses. A value above 0
+    requires `divides_gradients`."""
     disk_share: float = 0.0
-    """Fraction of the trained chunks in host memory whose masters and moments are on disk, from 0
-    to 1."""
+    """Fraction, from 0 to 1, of the trained chunks in host memory. The masters and moments of this
+    fraction of the chunks are on disk."""
     disk: str = ""
     """Directory of the states on disk."""
     disk_key: str = "offload.disk"
@@ -87,7 +88,8 @@ class Pass(NamedTuple):
 
 
 class Use(NamedTuple):
-    """One forward or backward of a segment. The chunks of `need` are whole until the next use."""
+    """A forward or a backward of a segment. The chunks in `need` are whole on the device until the
+    next use."""
 
     segment: int
     backward: bool
@@ -114,8 +116,8 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class ResidencyPlan:
-    """Plan of all uses of chunks in a training step. The cache of the device is empty before the
-    first use and after the last one."""
+    """Plan of all uses of chunks in a training step. The cache on the device is empty before the
+    first use and after the last use."""
 
     steps: tuple[Step, ...]
     slots: int
@@ -173,7 +175,7 @@ def plan_residency(uses: Sequence[Use], slots: int) -> ResidencyPlan:
     on_demand: list[_Demand] = []
     resident: set[int] = set()
     upcoming: dict[int, float] = {}
-    """Next use of each chunk that is resident."""
+    """Index of the next use of each chunk in the cache."""
     dead: tuple[int, ...] = ()
     for use, next_uses in zip(uses, following, strict=True):
         resident.difference_update(dead)
@@ -199,8 +201,8 @@ def farthest(
 def likely_uses(
     num_segments: int, segment: int, backward: bool, last_backward: int, trains: bool
 ) -> list[int]:
-    """Return the segments that will probably be used after the present use, in order. The function
-    serves when the order of uses is not known.
+    """Return the segments that will probably be used after the present use, in order. Call this
+    function when the plan does not contain the present use.
 
     In training, the backward of all segments in reverse order follows a forward through all
     segments, and another forward follows the backward. If a forward uses a segment that precedes
@@ -237,8 +239,8 @@ def _following_uses(uses: Sequence[Use]) -> list[dict[int, float]]:
 @dataclass
 class _Demand:
     """Chunks to free and to gather for a use, in a plan without early gathers. Chunks in `dead` are
-    freed because they are not used again. Chunks in `victims` are used again, but are freed because
-    their slots are needed for the chunks in `missing`, which are gathered."""
+    freed, because they are not used again. Chunks in `missing` are gathered. Chunks in `victims`
+    are freed although they are used again, because the chunks in `missing` need their slots."""
 
     dead: tuple[int, ...]
     missing: list[int]
@@ -254,13 +256,13 @@ def _begin_early(
     """Yield the steps of the plan, in which gathers begin early.
 
     Gathers begin in the order of the uses that need them. Each gather begins as soon as there is a
-    slot for it: a free slot, or the slot of a victim that is not needed before the use that needs
-    the gather.
+    slot for it: a free slot, or the slot of a victim that no use needs before the use for which the
+    gather begins.
     """
     waiting = deque(index for index, demand in enumerate(on_demand) if demand.missing)
     resident: set[int] = set()
     upcoming: dict[int, float] = {}
-    """Index of the first use, from the present one, of each chunk."""
+    """For each chunk, the index of its first use that is not before the present use."""
     for index in range(len(uses) - 1, -1, -1):
         upcoming.update(dict.fromkeys(uses[index].need, index))
     for now, (use, demand) in enumerate(zip(uses, on_demand, strict=True)):

@@ -50,7 +50,7 @@ def register_module(module: nn.Module, before_forward: Hook, before_backward: Ho
 
 
 def on_gradient(outputs: Any, hook: Hook) -> None:
-    """Call `hook` once, before the backward of the operations that made `outputs`.
+    """Let autograd call `hook` once, before the backward of the operations that made `outputs`.
 
     Autograd runs operations in the reverse order of their creation. Therefore the backward of all
     later modules is complete when `hook` runs.

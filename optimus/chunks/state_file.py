@@ -1,8 +1,9 @@
 """File for the states of a rank on disk. The file is locked against other processes, and several
 threads read and write it.
 
-Reads and writes use O_DIRECT, which bypasses the page cache. Their offsets, sizes and addresses
-must therefore be multiples of `ALIGNED` bytes. `optimus.chunks.disk` pads every transfer.
+Reads and writes use O_DIRECT, which bypasses the page cache. The offsets, sizes and addresses of
+reads and writes must therefore be multiples of `ALIGNED` bytes. `optimus.chunks.disk` pads every
+transfer.
 """
 
 from __future__ import annotations
@@ -30,15 +31,16 @@ from optimus.io.files import Closing
 logger = logging.getLogger(__name__)
 
 BLOCK_BYTES = 4 << 20
-"""Bytes of a read or a write, as in optimus/checkpoint/shard_file.py."""
+"""Largest number of bytes that a single read or write transfers, as in
+optimus/checkpoint/shard_file.py."""
 THREADS = 4
-"""Number of threads that read, and number of threads that write. A disk is fastest with several
-requests at the same time."""
+"""Number of threads that read. The same number of other threads write. A disk is fastest with
+several requests at the same time."""
 ALIGNED = 4096
 """O_DIRECT needs offsets, sizes and addresses that are multiples of this number of bytes."""
 _LOCK_S = 2.0
-"""Time, in seconds, to wait for a lock: another rank of the same run may lock a file of an earlier
-run for a short time to remove it."""
+"""Time, in seconds, to wait for a lock. Another rank of the same run can lock a file of an earlier
+run for a short time, to remove the file."""
 _NAME = "optimus-states-rank"
 _NUMBERED = re.compile(_NAME + "([0-9]{5}|[1-9][0-9]{5,})")
 _KEY = "offload.disk"
@@ -50,12 +52,12 @@ block."""
 
 
 def free_bytes(directory: Path, key: str = _KEY) -> int:
-    """Return the bytes that the files of a new run may have in a directory: the free bytes, plus
-    the bytes of the files that earlier runs have left in this directory.
+    """Return the bytes that a directory has for the files of a new run: the free bytes, plus the
+    bytes of the files that earlier runs have left in this directory.
 
     Raises:
-        ConfigError: The directory cannot be read. The message has `key`, the name of the setting
-            with the directory.
+        ConfigError: The directory cannot be read. The message contains `key`, the name of the
+            setting with the directory.
     """
     try:
         disk = os.statvfs(directory)
@@ -82,7 +84,7 @@ class StateFile(Closing):
         key: Name of the setting with the directory, for messages.
 
     Raises:
-        ConfigError: The file cannot be created, it is locked already, or the disk is full.
+        ConfigError: The file cannot be created or is locked already, or the disk is full.
     """
 
     def __init__(self, directory: Path, rank: int, size: int, key: str = _KEY) -> None:
@@ -119,8 +121,8 @@ class StateFile(Closing):
                         os.close(fd)
 
     def _open_direct(self) -> int:
-        """Open the locked file with O_DIRECT or, if its file system does not support O_DIRECT,
-        without it. Return the file descriptor."""
+        """Open the locked file with O_DIRECT, or without O_DIRECT if the file system does not
+        support O_DIRECT. Return the file descriptor."""
         try:
             fd = os.open(self.path, _FLAGS | os.O_DIRECT)
             block = align(torch.zeros(2 * ALIGNED, dtype=torch.uint8))[:ALIGNED]
@@ -134,15 +136,15 @@ class StateFile(Closing):
             if isinstance(error, OSError) and error.errno not in (errno.EINVAL, errno.ENOTSUP):
                 raise
         logger.warning(
-            "%s: its file system has no direct reads and writes (O_DIRECT); the states on disk "
-            "also take memory in the page cache",
+            "%s: the file system of this directory has no direct reads and writes (O_DIRECT); the "
+            "states on disk also take memory in the page cache",
             self.path.parent,
         )
         return os.open(self.path, _FLAGS)
 
     def extend(self, size: int) -> None:
-        """Extend the file to `size` bytes, and allocate them on the disk. Raises ConfigError if
-        there are not as many free bytes."""
+        """Extend the file to `size` bytes, and allocate the additional bytes on the disk. Raises
+        ConfigError if the disk has fewer free bytes."""
         more = size - self._size
         if more <= 0:
             return
@@ -163,7 +165,8 @@ class StateFile(Closing):
         self._size = size
 
     def map(self, start: int, size: int) -> mmap.mmap:
-        """Return a memory map of `size` bytes from `start`, whose changes are not written."""
+        """Return a memory map of `size` bytes of the file from offset `start`. Changes of the map
+        do not change the file."""
         return mmap.mmap(self._lock, size, access=mmap.ACCESS_COPY, offset=start)
 
     def read(self, start: int, buffer: Tensor) -> None:
@@ -203,7 +206,7 @@ class StateFile(Closing):
             block, at = block[count:], at + count
 
     def close(self) -> None:
-        """Remove the file. May be called more than once."""
+        """Remove the file. Later calls do nothing."""
         if self._lock < 0:
             return
         for pool in (getattr(self, "_readers", None), getattr(self, "_writers", None)):
@@ -218,8 +221,8 @@ class StateFile(Closing):
 
 
 def check_directory(directory: str, ranks: Iterable[int], key: str = _KEY) -> None:
-    """Check that the ranks `ranks` can create their files in `directory`, the value of the setting
-    `key`. This function creates no file.
+    """Check that the ranks with the numbers `ranks` can create their files in `directory`, the
+    value of the setting `key`. This function creates no file.
 
     Raises:
         ConfigError: The directory is missing or not writable, or another run uses a file.
@@ -262,12 +265,12 @@ def _in_use(path: Path, key: str) -> ConfigError:
 
 
 def open_locked(path: Path, key: str = _KEY) -> int:
-    """Create a file, or open the file that an ended process has left, and lock it. Return the file
-    descriptor.
+    """Create a file, or open the file that an ended process has left. Lock the file, and return the
+    file descriptor.
 
     Raises:
         OSError: The file cannot be created, or is not a regular file.
-        ConfigError: Another process has locked it.
+        ConfigError: Another process, or another StateFile of this process, has locked the file.
     """
     deadline = time.monotonic() + _LOCK_S
     while True:
@@ -295,5 +298,6 @@ def round_up(size: int) -> int:
 
 
 def align(buffer: Tensor) -> Tensor:
-    """Return the view of a uint8 buffer from its first aligned address."""
+    """Return the view of a uint8 buffer that begins at the first address in the buffer that is a
+    multiple of ALIGNED."""
     return buffer[-buffer.data_ptr() % ALIGNED :]

@@ -1,5 +1,5 @@
-"""Prediction of the time of a training step with offloaded chunks. It simulates the copies, updates
-and computation of the step."""
+"""Prediction of the time of a training step with offloaded chunks, by a simulation of the copies,
+updates and computation of the step."""
 
 from __future__ import annotations
 
@@ -26,32 +26,33 @@ class StepWork:
     needs: Sequence[frozenset[int]]
     """Chunks of each segment."""
     forward_s: Sequence[float]
-    """Seconds that the forward of each segment computes."""
+    """Seconds for which the device computes in the forward of each segment."""
     backward_s: Sequence[float]
-    """Seconds that the backward of each segment computes."""
+    """Seconds for which the device computes in the backward of each segment."""
     param_bytes: Sequence[int]
-    """Bytes of each chunk that are copied to the device."""
+    """Bytes of the parameters of each chunk that are copied to the device before a use."""
     grad_bytes: Sequence[int]
-    """Bytes of each chunk that are copied to the host after each backward."""
+    """Bytes of the gradients of each chunk that are copied to the host after each backward."""
     elements: Sequence[int]
-    """Elements of each chunk that the host updates."""
+    """Number of elements of each chunk that the host updates."""
     early: frozenset[int] = frozenset()
     """Chunks that have spare buffers for early updates (`UpdateQueue`). Chunks on disk have none.
     """
     clips: bool = False
-    """True if the norm of the gradients is clipped, so that early updates are discarded."""
+    """True if the gradients are clipped in each step, so that early updates are discarded."""
     disk_bytes: Sequence[int] = ()
-    """Bytes of each chunk that are read from disk for its update and written afterwards; empty if
-    no states are on disk."""
+    """Bytes of each chunk that are read from disk for the update of the chunk and written to disk
+    afterwards; empty if no states are on disk."""
     gather_s: Sequence[float] = ()
-    """Seconds of the collective that gathers the shards of each chunk, after they are copied to the
-    device. The device waits for the collective. Empty if each rank has whole chunks."""
+    """Seconds of the collective that gathers the shards of each chunk after this rank's shard is
+    copied to the device. The device waits for the collective. Empty if each rank has whole
+    chunks."""
     end_s: float = 0.0
     """Seconds at the end of a step in which the device updates the chunks on the device and waits
     for collectives of gradients and parameters."""
 
     def seconds_of(self, use: Use) -> float:
-        """Return the seconds that a use computes."""
+        """Return the seconds for which the device computes in a use."""
         return (self.backward_s if use.backward else self.forward_s)[use.segment]
 
 
@@ -83,21 +84,22 @@ class StepTime:
 
     @property
     def limit(self) -> float:
-        """Time for which the busiest resource is busy: the device, a direction of the link or of
-        the disk, or the host."""
+        """Time for which the busiest resource is busy. The resources are the device, each direction
+        of the link, each direction of the disk, and the host."""
         disk = max(self.disk_read, self.disk_write)
         return max(self.compute, self.to_device, self.to_host, self.host_adam, disk)
 
     @property
     def shortest(self) -> float:
-        """Lower bound of the time of a step for any order of its operations in which the parameters
-        keep their values until the norm of all gradients is known. Until then, new values may only
-        be written to the spare buffers of chunks."""
+        """Lower bound of the time of a step, for any order of its operations in which the
+        parameters keep their values until the norm of all gradients is known. Before that time,
+        updates write new values only to the spare buffers of chunks."""
         return max(self.limit, self.chain)
 
 
 def predict_step(work: StepWork, links: Links) -> StepTime:
-    """Simulate `STEPS` steps, and return the times of the last of them.
+    """Simulate `STEPS` steps. Return the time of the last step, and the mean times per step for
+    which the resources are busy.
 
     The simulation contains the actions of `ParamStore`, `ReducePerMicrobatch` and `UpdateQueue` in
     their order. The device, each direction of the link, each direction of the disk, and the host do
@@ -182,7 +184,7 @@ class TierSimulation:
     `update`.
 
     Attributes:
-        spans: Intervals in which the resources were busy so far.
+        spans: Intervals in which the resources were busy so far, in the order of the simulation.
         computed: Seconds for which the device has computed.
         gathered: Seconds for which the device has waited for gathers of chunks.
     """
@@ -192,7 +194,8 @@ class TierSimulation:
         self._now = 0.0
         """Time, in seconds, that the device has reached."""
         self._ends: dict[Resource, float] = dict.fromkeys(get_args(Resource), 0.0)
-        """Time at which each resource completes the last action that it has started."""
+        """Time at which each resource completes the last of the actions that were simulated so
+        far."""
         self.spans: list[ResourceSpan] = []
         self._buffers = deque([0.0] * BUFFERS)
         """Times from which the buffers for states on disk are free."""
@@ -202,10 +205,11 @@ class TierSimulation:
         self._updated = [0.0] * len(work.elements)
         """For each chunk, the time at which its update is complete."""
         self._uploads: dict[int, float] = {}
-        """A dict from each chunk for which no use has waited yet to the time at which its copy to
-        the device is complete."""
+        """A dict from a chunk to the time at which its copy to the device is complete. A chunk is
+        removed when a use waits for the copy."""
         self._copying: deque[tuple[int, float]] = deque()
-        """Chunks whose gradients are being copied to the host, and the ends of these copies."""
+        """Chunks whose gradients are being copied to the host, with the times at which the copies
+        end."""
         self._gradients: list[int] = []
         """Chunks whose gradients are on the device."""
         self._arrived: dict[int, float] = {}
@@ -257,8 +261,8 @@ class TierSimulation:
         return self._now
 
     def update(self, start: float) -> None:
-        """Begin the updates of all chunks. `start` is the time at which the norm of the gradients
-        of all ranks is known."""
+        """Simulate the updates of all chunks. `start` is the time at which the norm of the
+        gradients of all ranks is known."""
         work = self._work
         early = self._update_early(start)
         for chunk in range(len(work.elements)):
@@ -278,8 +282,8 @@ class TierSimulation:
                 self._buffers.append(self._do("disk write", chunk, updated, seconds))
 
     def _do(self, resource: Resource, chunk: int, ready: float, seconds: float) -> float:
-        """Make a resource busy for some seconds, as soon as it is idle but not before `ready`.
-        Return the time of the end."""
+        """Make a resource busy for `seconds`, as soon as the resource is idle but not before the
+        time `ready`. Return the time at which the resource is idle again."""
         start = max(ready, self._ends[resource])
         end = self._ends[resource] = start + seconds
         if seconds:
@@ -330,4 +334,4 @@ class TierSimulation:
 
 
 STEPS = 4
-"""Number of simulated steps. After the second, all steps take the same time."""
+"""Number of simulated steps. From the third step on, all steps take the same time."""
