@@ -36,8 +36,8 @@ AXES = {
     # optim.sharding = "so" needs dp outside ep: the gradient reduction gathers a shard from slices
     # on the ranks along ep, and these slices are adjacent in the chunk only if dp is outside ep.
     "dp": Axis("other data"),
-    # ep divides only experts and copies all other parameters, as dp does. Ranks along ep therefore
-    # read different data, and a batch is divided over dp * ep ranks.
+    # ep divides only experts. All other parameters have a copy on each rank along ep, as along dp.
+    # Ranks along ep therefore read different data, and a batch is divided over dp * ep ranks.
     "ep": Axis("other data", divides=("model.num_experts",)),
     "tp": Axis(
         "the same data",
@@ -63,7 +63,7 @@ GRAD_SUM = _axes("other data", "parts of the data")
 SAME_DATA = _axes("the same data")
 """Axes along which ranks compute the same losses."""
 UNEQUAL = _axes("other layers", "the same data")
-"""Axes along which ranks may have model states of different sizes."""
+"""Axes along which the model states of ranks can have different sizes."""
 MODEL = tuple(axis for axis in AXES if axis != "dp")
 """Axes along which the ranks of one model replica differ: all axes except dp."""
 WITHIN_BLOCK = tuple(

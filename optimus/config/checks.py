@@ -129,8 +129,8 @@ def _sparse_layers(model: ModelConfig) -> None:
     )
     refuse_if(
         not any(numbers),
-        f"model.num_experts = {model.num_experts}: no layer has experts; give one layer "
-        "experts, or use model.architecture = 'olmo'",
+        f"model.num_experts = {model.num_experts}: no layer has experts; give at least "
+        "one layer experts, or use model.architecture = 'olmo'",
     )
     fewest = min(number for number in numbers if number)
     if not 1 <= top_k <= fewest:
@@ -322,7 +322,7 @@ def _determinism(config: Config) -> None:
         refuse_if(
             config.offload.grad_dtype == "bf16",
             f"optim.grad_dtype = {config.optim.grad_dtype!r}: offload.grad_dtype = 'bf16' sums "
-            "gradients in fp32; leave one of them out",
+            "gradients in fp32; leave one of these two settings out",
         )
         refuse_if(
             config.optim.resident != "all",
@@ -364,7 +364,7 @@ def _disk(offload: OffloadConfig) -> None:
         refuse_if(
             value and not offload.disk_share and offload.mode == "manual",
             f"offload.{key} = {value!r} has no effect with offload.disk_share = 0; set "
-            "offload.disk_share, or leave it out",
+            f"offload.disk_share, or leave offload.{key} out",
         )
 
 
@@ -500,7 +500,7 @@ def _pipeline(parallel: ParallelConfig, model: ModelConfig, offload: OffloadConf
         refuse_if(
             bool(parallel.stage_layers),
             f"parallel.stage_layers = {list(parallel.stage_layers)} has no meaning with "
-            "offload.order = 'layer', which makes a stage of each layer; leave it out",
+            "offload.order = 'layer', which makes a stage of each layer; leave stage_layers out",
         )
         refuse_if(
             model.aux_loss_form == "hf" and model.num_layers > 1,

@@ -1,4 +1,5 @@
-"""Values of a machine's hardware, each with its source: rates of devices, network and storage.
+"""Values of a machine's hardware, each with its source: FLOP/s and memory of devices, and bytes per
+second of memory, network and storage.
 
 The tables belong to the file of a machine, `configs/machine/NAME.toml`. A value that has no source
 is left out of the file. `optimus.planner.step_time` then uses a default and reports the key.
@@ -19,8 +20,8 @@ Dtype = Literal["fp32", "bf16", "fp16"]
 BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes of an element of each dtype."""
 MAX_PRODUCT_ERROR = 0.1
-"""Largest permitted error of the modelled rates of matrix products: the geometric mean of (modelled
-rate / measured rate) may differ from 1 by at most this value."""
+"""Largest permitted error of the modelled FLOP/s of matrix products: the geometric mean of
+(modelled FLOP/s / measured FLOP/s) must differ from 1 by at most this value."""
 
 
 _COLLECTIVES = ("all_gather", "reduce_scatter", "all_to_all", "send")
@@ -55,13 +56,14 @@ def _refuse_above(name: str, achieved: float, limit: float) -> None:
 
 
 def size_factor(half_size: float, *sizes: float) -> float:
-    """Return the time of a matrix product, divided by its time at the rate of very large products:
-    the product of (1 + half_size / size) over all `sizes`. `Products` describes this model."""
+    """Return the time of a matrix product, divided by its time at the FLOP/s of very large
+    products: the product of (1 + half_size / size) over all `sizes`. `Products` describes this
+    model."""
     return math.prod(1 + half_size / size for size in sizes)
 
 
 class MeasuredProduct(Section):
-    """Rate of a matrix product [rows, inner] x [inner, columns]."""
+    """Measured FLOP/s of a matrix product [rows, inner] x [inner, columns]."""
 
     rows: Count
     inner: Count
@@ -71,7 +73,7 @@ class MeasuredProduct(Section):
 
 
 class MeasuredAttention(Section):
-    """Measured rates of a kernel that computes causal attention."""
+    """Measured FLOP/s of a kernel that computes causal attention."""
 
     seq_len: Count
     head_size: Count
@@ -82,26 +84,26 @@ class MeasuredAttention(Section):
 
 
 class Products(Section):
-    """Rates of matrix products in a dtype on one device, while all devices of its node compute.
+    """FLOP/s of matrix products in a dtype on one device, while all devices of the node compute.
 
-    The model of the rate is efficiency * peak, divided by (1 + half_size / size) for each of the
-    sizes `rows`, `inner` and `columns` of the product.
+    The modelled FLOP/s of a product are efficiency * peak, divided by (1 + half_size / size) for
+    each of the sizes `rows`, `inner` and `columns` of the product.
     """
 
     peak: Figure
     """Peak FLOP/s of the device, which no product exceeds."""
     efficiency: Figure | None = None
     """Share of `peak` that very large products reach, below 1. Default: the share for which the
-    geometric means of the modelled rates and of the rates in `measured` are equal."""
+    geometric means of the modelled FLOP/s and of the FLOP/s in `measured` are equal."""
     half_size: Figure | None = None
-    """Size, in elements, of a dimension at which a product reaches half of the rate that it reaches
-    if this dimension is very large. Default: the rate does not depend on the sizes."""
+    """Size, in elements, of a dimension at which a product reaches half of the FLOP/s that it
+    reaches if this dimension is very large. Default: the FLOP/s do not depend on the sizes."""
     measured: Annotated[tuple[MeasuredProduct, ...], Field(strict=False)] = ()
-    """Measured rates of products of various shapes. The geometric mean of (modelled rate / measured
-    rate) must differ from 1 by at most 10 %."""
+    """Measured FLOP/s of products of various shapes. The geometric mean of (modelled FLOP/s /
+    measured FLOP/s) must differ from 1 by at most 10 %."""
     attention: Annotated[tuple[MeasuredAttention, ...], Field(strict=False)] = ()
-    """Rates of attention by the length of sequences, in ascending order. Between two lengths, the
-    rate is linear in the logarithm of the length. Default: the rates of products."""
+    """FLOP/s of attention by the length of sequences, in ascending order. Between two lengths, the
+    FLOP/s are linear in the logarithm of the length. Default: the FLOP/s of products."""
 
     @model_validator(mode="after")
     def _check(self) -> Products:
@@ -121,14 +123,14 @@ class Products(Section):
             ratio = self.best_share / share
             if abs(ratio - 1) > MAX_PRODUCT_ERROR:
                 raise ValueError(
-                    f"efficiency and half_size give {ratio:.2f} times the rates in measured; "
-                    f"correct them, so that they differ by at most {MAX_PRODUCT_ERROR:.0%}"
+                    f"efficiency and half_size give {ratio:.2f} times the FLOP/s in measured; "
+                    f"correct the values, so that the difference is at most {MAX_PRODUCT_ERROR:.0%}"
                 )
         return self
 
     def _measured_share(self) -> float | None:
         """Return the share of the peak for which the geometric means of the modelled and of the
-        measured rates are equal; None without measured rates."""
+        measured FLOP/s are equal; None without measured FLOP/s."""
         if not self.measured:
             return None
         half = 0.0 if self.half_size is None else self.half_size.value
@@ -162,23 +164,25 @@ class Device(Section):
     """Bytes per second that element-wise operations and norms of activations transfer, which write
     new tensors and also compute. Default: `memory_achieved`."""
     gradients_achieved: Figure | None = None
-    """Bytes per second of passes that read gradients, for their norm and for the check for values
-    that are not finite, or fill them with zeros. Default: `memory_achieved`."""
+    """Bytes per second that the device reads or writes while it computes the norm of gradients,
+    searches gradients for values that are not finite, or fills gradients with zeros. Default:
+    `memory_achieved`."""
     new_memory_achieved: Figure | None = None
-    """Bytes per second of new memory whose pages the operating system provides at the first write,
-    without the time of the write itself. Default: new memory takes no additional time, as with the
-    caching allocators of accelerators."""
+    """Bytes per second at which the operating system provides the pages of newly allocated memory
+    when a program first writes to them. The time of the write itself is not included. Default: new
+    memory takes no additional time, as with the caching allocators of accelerators."""
     product_code_bytes: Figure | None = None
     """Bytes of code that the library generates and keeps for each shape of a product, as oneDNN
     does on a CPU. Default: 0."""
     launch_s: Figure | None = None
-    """Seconds that the host needs to launch one operation. The device runs earlier operations in
-    the meantime, so that launches take additional time only if operations take less time than
+    """Seconds that the host needs to launch one operation. During a launch, the device runs
+    earlier operations, so that launches make a step longer only if operations take less time than
     their launches."""
     threads: CountOrZero = 0
-    """Number of threads of a rank during the measurement; 0 for accelerators."""
+    """Number of threads of a rank while the values of this table were measured; 0 for
+    accelerators."""
     products: Annotated[dict[Dtype, Products], Field(default_factory=dict)]
-    """Rates of matrix products, by dtype."""
+    """FLOP/s of matrix products, by dtype."""
 
     @model_validator(mode="after")
     def _check(self) -> Device:
@@ -190,7 +194,8 @@ class Device(Section):
 
     @property
     def memory_rate(self) -> float | None:
-        """`memory_achieved` or, if it is absent, `memory_peak`; None if both are absent."""
+        """Bytes per second of the device's memory: `memory_achieved` or, if this value is absent,
+        `memory_peak`; None if both values are absent."""
         figure = self.memory_achieved or self.memory_peak
         return None if figure is None else figure.value
 
@@ -208,7 +213,9 @@ class MeasuredMessage(Section):
 
 
 class Level(Section):
-    """A level of the network: domains of ranks that reach each other at the same rate.
+    """A level of the network, with domains of ranks, such as nodes. Two ranks of a domain send to
+    each other with the bandwidth of this level or, if a domain of a previous level contains both
+    ranks, with the bandwidth of that level.
 
     The domains of a level consist of domains of the previous level. The ranks of a domain have
     consecutive numbers.
@@ -219,19 +226,19 @@ class Level(Section):
     ranks: CountOrZero = 0
     """Number of ranks in a domain; 0: all ranks of the machine."""
     peak: Figure
-    """Bytes per second that one rank sends to other domains of the previous level, if all ranks in
-    its domain of the previous level send. `taper` is a further limit."""
+    """Bytes per second that each rank sends to ranks outside its domain of the previous level,
+    while all ranks of that domain send. `taper` can reduce this rate."""
     achieved: Figure | None = None
-    """Measured value of the rate that `peak` describes. Default: `peak`."""
+    """Measured number of bytes per second for which `peak` is the maximum. Default: `peak`."""
     taper: Figure | None = None
-    """Factor, at most 1, by which the other rates of this level decrease if the ranks of all
-    domains send at the same time, because few links connect the domains. Default: 1."""
+    """Factor, at most 1, by which the bytes per second of this level are multiplied if the ranks of
+    all domains send at the same time, because few links connect the domains. Default: 1."""
     latency_s: Figure | None = None
     """Seconds that a step of a collective takes in addition to the transfer. Default: 0."""
     operations: Annotated[dict[str, Figure], Field(default_factory=dict)]
-    """Maps a collective to the bytes per second that one rank was measured to send in it. The value
-    is below `achieved` if the collective waits, or transfers more bytes than its algorithm needs.
-    Default for a collective without a value: `achieved`."""
+    """Maps a collective to the measured number of bytes per second that one rank sends in the
+    collective. The value is below `achieved` if the collective waits, or transfers more bytes than
+    its algorithm needs. Default for a collective without a value: `achieved`."""
 
     messages: Annotated[tuple[MeasuredMessage, ...], Field(strict=False)] = ()
     """Durations of the steps of collectives, by operation and size of the message, in ascending
@@ -279,8 +286,8 @@ class Storage(Section):
 
 
 def check_levels(levels: tuple[Level, ...]) -> tuple[Level, ...]:
-    """Check that the domains of each level consist of domains of the previous level. Raises
-    ValueError."""
+    """Return `levels`. Raises ValueError unless the domains of each level consist of domains of the
+    previous level."""
     for inner, outer in pairwise(levels):
         if inner.ranks == 0 or (outer.ranks and outer.ranks % inner.ranks):
             raise ValueError(

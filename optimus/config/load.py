@@ -360,8 +360,8 @@ def _synonymous(wrong: str, section: str) -> list[str]:
     """Return the settings that an unknown key may mean, with their sections, such as `optim.lr`.
 
     The result contains the settings whose name is `wrong` in any section or, if there are none, the
-    settings that have `wrong` as a synonym. If some of them are in `section`, only these are
-    returned.
+    settings that have `wrong` as a synonym. If some of these settings are in `section`, the
+    settings of other sections are left out.
     """
     wrong = wrong.lower().replace("-", "_")
     same = [
@@ -376,7 +376,8 @@ def _synonymous(wrong: str, section: str) -> list[str]:
 def _nearest(wrong: str, names: Iterable[str], cutoff: float) -> list[str]:
     """Return a list with the name in `names` that is most similar to `wrong`.
 
-    Return an empty list if the similarity of this name is less than `cutoff`, a number from 0 to 1.
+    Return an empty list if the similarity of the most similar name is less than `cutoff`, a number
+    from 0 to 1.
     """
     plain = {re.sub("[-_]", "", name): name for name in names}
     wrong = re.sub("[-_]", "", wrong.lower())
@@ -445,7 +446,7 @@ def _merge(tree: Tree, over: Mapping[str, Any], path: Path, section: str = "") -
     return `tree`.
 
     Args:
-        tree: Tables of the files that were read before. They are changed in place.
+        tree: Tables of the files that were read before, which this function changes in place.
         over: Tables of the file `path`, which take precedence.
         path: The file, for messages.
         section: Prefix of the keys in messages.
@@ -472,7 +473,7 @@ def _toml_value(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        # JSON and TOML have the same escapes, but TOML also requires one for DEL.
+        # JSON and TOML have the same escapes, but TOML also requires an escape for DEL.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(map(_toml_value, value)) + "]"

@@ -1,5 +1,5 @@
 """Definitions of machines in TOML: environment variables, core binding, queues, addresses of nodes,
-and rates of the hardware.
+and speeds of the hardware.
 
 `configs/machine/NAME.toml` defines the machine NAME. `optimus launch`, the job scripts for PBS and
 the planner read this file.
@@ -90,15 +90,16 @@ class Environment(Section):
     min_nodes: Count = 1
     """Smallest number of nodes for which the variables are set."""
     replaces: bool = False
-    """True to also set variables that have a value already; False to keep their values."""
+    """True: also set variables that have a value already. False: keep the value of such
+    variables."""
 
 
 Rate = Annotated[float, Field(gt=0)]
 
 
 class Links(Section):
-    """Rates of a rank between the tiers of memory, for offloading. `optimus bench links` measures
-    them."""
+    """Bandwidths between the tiers of memory (device, host, disk) and speeds of computation, for
+    one rank. `optimus bench links` measures these values, from which offloading is planned."""
 
     to_device: Rate = 25e9
     """Bytes per second that are copied from page-locked host memory to the device."""
@@ -118,18 +119,19 @@ class Links(Section):
     """Bytes per second that are written to the disk of `offload.disk`."""
 
     def flops_of(self, dtype: str) -> float:
-        """Return the FLOP/s of matrix products in a dtype, a value of `train.dtype`. If the rate in
-        fp32 is not known, return the rate in bf16."""
+        """Return the FLOP/s of matrix products in `dtype`, a value of `train.dtype`. If the FLOP/s
+        in fp32 are not known, return the FLOP/s in bf16."""
         return self.flops if dtype != "fp32" or self.flops_fp32 is None else self.flops_fp32
 
     def missing_rate(self, dtype: str) -> str:
-        """Return a sentence about a missing rate of matrix products in a dtype; "" if none is
-        missing."""
+        """Return a message that says that the FLOP/s of matrix products in `dtype` are not known;
+        "" if they are known."""
         if dtype != "fp32" or self.flops_fp32 is not None:
             return ""
         return (
-            "links.flops_fp32 is not known, so the placement takes the rate of bf16 products for "
-            "fp32; set it, or write the rates with optimus bench links --out FILE"
+            "links.flops_fp32 is not known, so the placement is planned with the rate of bf16 "
+            "products instead; set links.flops_fp32, or write all rates with optimus bench links "
+            "--out FILE"
         )
 
 
@@ -176,8 +178,8 @@ class Machine(Section):
     """Options of mpiexec when it starts the agent of a node, the process that manages the node in a
     supervised run."""
     mpi_ranks: bool = False
-    """Start the ranks of a supervised run with mpiexec, not with the agents of the nodes. Machines
-    on which oneCCL communicates over MPI need this."""
+    """True: mpiexec starts the ranks of a supervised run, as needed on machines on which oneCCL
+    communicates over MPI. False: the agents of the nodes start the ranks."""
     filesystems: str = ""
     """Value of the PBS resource `filesystems`; empty: the resource is not requested."""
     address_suffix: str = ""
@@ -188,13 +190,15 @@ class Machine(Section):
     matches the name of the node's rack or dragonfly group. Few links connect a rack or dragonfly
     group to other nodes. Empty: the names of nodes do not contain such a group."""
     tolerate_node_failures: bool = True
-    """Request that PBS does not end a supervised job when a node is lost."""
+    """True: the job script requests that PBS does not end a supervised job when a node is
+    lost."""
     heartbeat_s: Annotated[float, Field(gt=0)] = 3.0
     """Default of `resilience.heartbeat_s` for runs on this machine."""
     links: Links | None = None
-    """Rates between the tiers of memory; none: not measured."""
+    """Bandwidths between the tiers of memory (device, host, disk); none: not measured."""
     measured: Measurement | None = None
-    """Conditions of the measurement; none: `optimus bench machine` did not write this file."""
+    """Conditions under which the values of this file were measured; none: `optimus bench machine`
+    did not write this file."""
     device: Device | None = None
     """The device of a rank; none: unknown, so that memory and step time are not planned."""
     levels: Annotated[tuple[Level, ...], Field(strict=False), AfterValidator(check_levels)] = ()
@@ -290,12 +294,13 @@ class Machine(Section):
         refuse_if(
             limit and jobs > limit,
             f"--queue {queue} allows {counted(limit, 'job')} per user, but --chain needs {jobs}, "
-            "because the next job waits while a job runs; use another queue, or remove --chain",
+            "because the next job waits in the queue while a job runs; use another queue, or "
+            "remove --chain",
         )
 
 
 def load_machine(name: str, key: str = "--machine") -> Machine:
-    """Read the definition of a machine.
+    """Return the definition of a machine, read from its file.
 
     Args:
         name: Name of a file in configs/machine without `.toml`, or the path of a TOML file.
@@ -318,7 +323,7 @@ def load_machine(name: str, key: str = "--machine") -> Machine:
 
 
 def load_links(name: str) -> Links:
-    """Read the table `links` of a machine.
+    """Return the table `links` from the file of a machine.
 
     Args:
         name: As for `load_machine`, or the path of a file that `optimus bench links --out` has
@@ -357,7 +362,7 @@ def shell_settings(
             try:
                 first = Path(environ["PBS_NODEFILE"]).read_text().split()[0]
             except (OSError, IndexError) as error:
-                raise ConfigError(f"PBS_NODEFILE: {error}; run this in a PBS job") from None
+                raise ConfigError(f"PBS_NODEFILE: {error}; run this command in a PBS job") from None
         variables["MASTER_ADDR"] = machine.address(first)
     words = shlex.join(f"{name}={value}" for name, value in variables.items())
     return "\n".join(

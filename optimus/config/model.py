@@ -17,8 +17,8 @@ from optimus.config.section import (
 
 
 def _experts(value: Any) -> Any:
-    """Validate the value of `model.num_experts` and convert a list to a tuple. Raises ValueError if
-    an element is not a whole number >= 0."""
+    """Validate and return the value of `model.num_experts`, with a list converted to a tuple.
+    Raises ValueError if an element is not a whole number >= 0."""
     numbers = value if isinstance(value, (list, tuple)) else [value]
     if not all(type(number) is int and number >= 0 for number in numbers):
         raise ValueError("must be a whole number >= 0, or a list with such a number for each layer")
@@ -53,8 +53,8 @@ class RopeScaling(Section):
     """yarn: divide frequencies by `factor` if they make fewer than this number of rotations in the
     original context. The value 0 means the usual number, 1."""
     truncate: bool = True
-    """yarn: round the two bounds of the transition from unchanged to divided frequencies, which are
-    indices of frequencies, to integers: the lower bound down, the upper bound up."""
+    """yarn: round the two bounds of the transition from unchanged to divided frequencies to
+    integers, the lower bound down and the upper bound up. The bounds are indices of frequencies."""
     attention_factor: NonNegative = 0.0
     """yarn: factor by which the rotated queries and keys are multiplied; 0: a factor derived from
     `factor`, `mscale` and `mscale_all_dim`."""
@@ -101,7 +101,7 @@ FREE_IN_LOGITS = {
     "max_position_embeddings",
 }
 """Settings that do not change the logits of a model with given weights. With dynamic scaling of the
-rotary embedding, `max_position_embeddings` does change them."""
+rotary embedding, `max_position_embeddings` changes the logits nevertheless."""
 
 
 class ModelConfig(Section):
@@ -109,7 +109,7 @@ class ModelConfig(Section):
 
     architecture: Literal["olmo", "olmoe"]
     """`olmo`: dense, with non-parametric LayerNorm. `olmoe`: sparse MoE, with RMSNorm and
-    q/k-norm. Both have SwiGLU."""
+    q/k-norm. Both architectures use SwiGLU."""
     num_layers: Annotated[Count, Field(le=4096)]
     """Number of decoder blocks."""
     hidden_size: Count
@@ -140,8 +140,8 @@ class ModelConfig(Section):
     norm_eps: Annotated[float, Field(gt=0)] = 1e-5
     """Epsilon that each norm adds to the variance."""
     router: Literal["top-k", "uniform"] = "top-k"
-    """`top-k`: route each token to its num_experts_per_tok most probable experts. `uniform`: assign
-    tokens to experts in turn, for measurements of speed."""
+    """`top-k`: route each token to its num_experts_per_tok most probable experts. `uniform`: route
+    tokens to experts in a fixed cyclic order, for measurements of speed."""
     norm_topk_prob: bool = False
     """Normalize the routing weights of each token's selected experts to the sum 1."""
     rope_theta: Annotated[float, Field(gt=0)] = 10000.0
@@ -164,13 +164,13 @@ class ModelConfig(Section):
     standard deviations."""
     embedding_init_std: InitStd = 0.0
     """Standard deviation of the initial embedding; 0: init_std. If the value is too small,
-    the router may send all tokens to the same experts early in training."""
+    the router can send all tokens to the same experts early in training."""
     aux_loss_coef: NonNegative = 0.01
     """Coefficient of the load-balancing loss in the training objective."""
     z_loss_coef: NonNegative = 0.001
     """Coefficient of the router z-loss in the training objective."""
     aux_loss_form: Literal["olmo", "hf"] = "olmo"
-    """Form of the load-balancing loss. `olmo`: mean of the losses of the layers; it is 1 if the
+    """Form of the load-balancing loss. `olmo`: mean of the losses of the layers, which is 1 if the
     load is balanced. `hf`: a single loss from the expert choices and router probabilities of all
     layers together, for comparison with transformers."""
 
@@ -203,8 +203,8 @@ class ModelConfig(Section):
 
     @property
     def experts(self) -> int:
-        """Number of experts (E) of a layer. Call this only on the configuration of a single layer,
-        as returned by the method `layer`."""
+        """Number of experts (E) of a layer. Use this property only on the configuration of a single
+        layer, as returned by the method `layer`."""
         assert isinstance(self.num_experts, int)
         return self.num_experts
 
@@ -219,7 +219,8 @@ class ModelConfig(Section):
         return self.model_copy(update={"num_experts": experts, "intermediate_size": width})
 
     def setting(self, key: str) -> object:
-        """Return the value of setting `key`, or the derived value if it is 0 and 0 means "derived".
+        """Return the value of setting `key`. If the value is 0 and 0 means "derived from other
+        settings", return the derived value.
 
         For `num_experts`, return a number if all layers have the same number of experts, else a
         list with the number of each layer.

@@ -18,7 +18,7 @@ _INTRODUCTION = """# Settings
 
 Generated from `optimus/config/sections.py`; `optimus train --settings` prints the same text. A
 configuration is a TOML file with these sections. With `base = "other.toml"` (or a list of files)
-the file inherits the settings of other files, over which its settings take precedence.
+the file inherits the settings of other files; settings in the file itself take precedence.
 `section.key=value` on the command line replaces a setting. For optional settings, 0 means "off" or
 "derived from other settings".
 """

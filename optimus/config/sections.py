@@ -21,8 +21,8 @@ from optimus.config.sizes import Size
 
 MAX_PATTERNS, MAX_PATTERN_CHARS = 1000, 256
 """Maximum number of patterns in each of `optim.frozen` and `optim.groups`, and maximum number of
-characters in a pattern. The limits bound the time to match patterns with parameter names. They also
-apply to the patterns in a checkpoint, because checkpoints may be untrusted."""
+characters in a pattern. The limits bound the time to match patterns with parameter names. The same
+limits apply to the patterns in a checkpoint, because checkpoints may be untrusted."""
 
 
 class MixSource(Section):
@@ -80,8 +80,8 @@ class ParallelConfig(Section):
     ranks."""
     timeout_s: Annotated[float, Field(gt=0)] = 600.0
     """Maximum time in seconds that a rank waits for another rank. A longer wait ends the run with
-    exit status 5. In a supervised run, all ranks are restarted if, during an update, none of them
-    starts a collective for 1.2 times this time."""
+    exit status 5. In a supervised run, all ranks are restarted if, during an update, no rank starts
+    a collective for 1.2 times this number of seconds."""
 
 
 class TrainConfig(Section):
@@ -120,11 +120,12 @@ class TrainConfig(Section):
     means OMP_NUM_THREADS or, if this variable is not set, the number of cores of the node divided
     by the number of its ranks."""
     fit_check: Literal["refuse", "warn", "off"] = "refuse"
-    """Check, once before ranks start, that each rank fits in the memory of its device (on a CPU, in
-    the memory of the machine, which the ranks of a node share). `refuse`: end with exit status 2 if
-    a lower bound of the needed memory exceeds this memory, and print a warning if only the
-    prediction of `optimus plan` exceeds it. `warn`: print a warning in both cases. `off`: no check,
-    and no comparison of predicted and measured memory and step time after the first updates."""
+    """Check once, before the ranks of a run connect, that each rank fits in the memory of its
+    device. On a CPU, the ranks of a node share the memory of the machine. `refuse`: end with exit
+    status 2 if a lower bound of the needed memory exceeds the available memory, and print a warning
+    if only the prediction of `optimus plan` exceeds the available memory. `warn`: print a warning
+    in both cases. `off`: make no check, and after the first updates do not compare the predicted
+    with the measured memory and step time."""
     machine: str = ""
     """Machine whose device `fit_check` and the predictions refer to: a name in configs/machine, or
     the path of a TOML file. With offload.mode = "auto", the rates and links of this machine also
@@ -136,7 +137,8 @@ class TrainConfig(Section):
     eval_interval: CountOrZero = 0
     """Number of updates between evaluations on held-out data; 0: only after the last update."""
     eval_instances: CountOrZero = 0
-    """Number of held-out instances per evaluation, always the first instances; 0: all instances."""
+    """Number of held-out instances per evaluation, from the start of the held-out data set; 0: all
+    instances."""
     sample_interval: CountOrZero = 0
     """Number of updates between samples; 0: no samples. A sample continues the first held-out
     instance and is printed to standard error."""
@@ -176,8 +178,8 @@ class OptimConfig(Section):
     """Decoupled weight decay of all parameters, unless `groups` sets another value."""
     groups: Annotated[tuple[ParameterGroup, ...], Field(strict=False)] = ()
     """Weight decay and learning rate of parameters that are selected by name. The name of a
-    parameter is its tensor name in a checkpoint's model.safetensors. The first group that matches a
-    parameter applies. A pattern that matches no parameter is an error."""
+    parameter is the name of its tensor in a checkpoint's model.safetensors. If several groups match
+    a parameter, the first of them applies. A pattern that matches no parameter is an error."""
     frozen: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Glob patterns of the names of parameters that are not trained. Such parameters have neither
     gradients nor optimizer states."""
@@ -244,7 +246,8 @@ class KernelsConfig(Section):
     grouped_gemm: Literal["auto", "torch", "loop"] = "auto"
     """Implementation that computes the matrix products of all experts in a layer. `torch`: the
     grouped GEMM of torch. `loop`: a loop over the experts. `auto`: `loop` in deterministic mode. In
-    other modes, `auto` measures both when a new run starts and uses the faster one."""
+    other modes, `auto` measures both implementations when a new run starts and uses the faster
+    implementation."""
 
 
 class CheckpointConfig(Section):
@@ -282,8 +285,9 @@ class CheckpointConfig(Section):
     """Number of consecutive failed saves that end the run with exit status 1; 0: no limit. A failed
     save after the last update always ends the run with this status."""
     allow_change: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    """Names of settings, such as `optim.weight_decay`, that a resumed run may change although such
-    a change is an error by default."""
+    """Names of settings, such as `optim.weight_decay`, that are allowed to differ from their values
+    in the checkpoint when a run is resumed. A change of such a setting that is not in the list is
+    an error."""
     load: str = "auto"
     """State from which the run starts. `auto`: the newest valid checkpoint in the run directory, or
     initial weights in a new run. `none`: initial weights. A path: a checkpoint or a Hugging Face
@@ -341,12 +345,13 @@ class OffloadConfig(Section):
     `host_share`, `order`, `optim.cache_chunks` and `optim.chunk_length`. It also sets `disk_share`
     if host memory is too small and `disk` is set. `optimus plan` prints the placement."""
     device_memory: Size = ""
-    """Device memory that a rank may use for model states, activations and temporary tensors, as a
-    number with a unit, such as "20GB" or "20GiB". A run that needs more does not start. Empty: the
-    memory of the device; on a CPU, the memory of the machine, divided by its ranks."""
+    """Limit of the device memory of a rank for model states, activations and temporary tensors, as
+    a number with a unit, such as "20GB" or "20GiB". A run that needs more does not start. Empty:
+    the memory of the device; on a CPU, the memory of the machine, divided by its ranks."""
     host_memory: Size = ""
-    """Host memory that a rank may use for model states and for copies of checkpoints and gradients.
-    A run that needs more does not start. Empty: the memory of the machine, divided by its ranks."""
+    """Limit of the host memory of a rank for model states and for copies of checkpoints and
+    gradients. A run that needs more does not start. Empty: the memory of the machine, divided by
+    its ranks."""
     host_share: Annotated[float, Field(ge=0, le=1)] = 0.0
     """With mode = `manual`, the share of the chunks whose parameters and optimizer states are in
     host memory. The host updates these chunks. Their parameters are copied to the device before

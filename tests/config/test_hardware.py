@@ -150,7 +150,7 @@ def test_taper_of_aurora_is_the_ratio_of_its_links():
             f"half_size = {{ value = 64.0, {_SOURCE} }}\n"
             "[[device.products.bf16.measured]]\nrows = 640\ninner = 640\ncolumns = 640\n"
             f"flops = {{ value = 0.7e12, {_SOURCE} }}",
-            "efficiency and half_size give 0.75 times the rates in measured; correct them",
+            "efficiency and half_size give 0.75 times the FLOP/s in measured; correct the values",
         ),
         (
             f"[[levels]]\nname = 'node'\npeak = {{ value = 1.0, {_SOURCE} }}\n"

@@ -75,7 +75,7 @@ def test_load_is_relative_to_the_experts_of_a_layer():
     ("fields", "match"),
     [
         ({"num_experts": [5]}, r"num_experts = \[5\] has 1 number, but model.num_layers = 2"),
-        ({"num_experts": [0, 0]}, "no layer has experts; give one layer"),
+        ({"num_experts": [0, 0]}, "no layer has experts; give at least one layer"),
         ({"num_experts": [5, 1]}, "between 1 and model.num_experts = 1 in the smallest"),
         ({"num_experts": [5, -1]}, "model.num_experts = .*must be a whole number >= 0, or a list"),
         ({"num_experts": [5, True]}, "must be a whole number >= 0, or a list"),
