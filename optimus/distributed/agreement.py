@@ -2,8 +2,8 @@
 
 An `Outcome` describes why a rank ends. Each failed rank publishes its Outcome in the store and
 waits briefly for the other ranks. Then one rank writes one of the published Outcomes to the store
-as the decision. All ranks end with the decided Outcome, and only the rank that published it prints
-it.
+as the decision. All ranks end with the decided Outcome. Only the rank that published the decided
+Outcome prints its message.
 
 If there are several Outcomes, a cause, such as a data error, takes precedence over the loss of a
 peer. Among several causes or several losses, the Outcome of rank 0 takes precedence over the
@@ -55,8 +55,8 @@ class RunEnded(OptimusError):
     rank's original error.
 
     Attributes:
-        outcome: The Outcome that ends the run. All ranks have the same Outcome, unless they could
-            not agree.
+        outcome: The Outcome that ends the run. If the ranks have agreed, all ranks have the same
+            Outcome.
         prints: True if this rank prints the Outcome.
         is_shared: True if all ranks have agreed and no rank has lost a peer. In this case, the
             process group can be destroyed.
@@ -79,8 +79,8 @@ class RunEnded(OptimusError):
 
     @property
     def line(self) -> str:
-        """Message for the user, as a single line. If another rank than rank 0 published the
-        Outcome, the line names this rank."""
+        """Message for the user, as a single line. If a rank other than rank 0 published the
+        Outcome, the line names that rank."""
         where, outcome = "", self.outcome
         if outcome.rank:
             several = self._agreement is not None and not self._agreement.launch.is_single_machine
@@ -89,7 +89,7 @@ class RunEnded(OptimusError):
         return f"optimus:{where}{kind} {one_line(outcome.message)}"
 
     def leave(self) -> None:
-        """Wait until this rank may exit. Call this method on all ranks.
+        """Wait until it is safe for this rank to exit. Call this method on all ranks.
 
         A rank whose `prints` is True must print `line` before this call. On the other ranks, the
         call waits until `line` is printed, because a launcher ends all ranks when the first rank
@@ -121,13 +121,15 @@ def end_alone(error: OptimusError, phase: Phase = "launch") -> RunEnded:
 def end_without_store(outcome: Outcome, launch: LaunchEnv) -> RunEnded:
     """Return the RunEnded of a rank that does not get an answer from the store.
 
-    If `outcome` is a failure of this rank, such as a data error, this rank prints it. If `outcome`
-    is the loss of a peer, some ranks print it, among them at least one rank of each machine.
+    If `outcome` is a failure of this rank, such as a data error, this rank prints the failure. If
+    `outcome` is the loss of a peer, some ranks print the loss, among them at least one rank of each
+    machine.
     """
     if outcome.kind is not OutcomeKind.LOST_PEER:
         return RunEnded(outcome)
     # The lost peer is usually rank 0, whose process has the store. Rank 1 and the first rank of
-    # each machine print the loss. Another rank prints it if no rank of its machine has done so.
+    # each machine print the loss. Another rank also prints the loss if no rank of its machine has
+    # printed it.
     is_chosen = launch.rank == 1 or launch.local_rank == 0
     if not is_chosen:
         time.sleep(_OTHERS_S)
@@ -142,8 +144,8 @@ def _mark_printed(launch: LaunchEnv) -> bool:
     The first rank that calls this function creates a file, which shows the other ranks that the
     message is printed. If the file cannot be created, return True.
     """
-    # The mark is a file, because it must outlive the process. A file older than this process is
-    # from an earlier run at the same address.
+    # A file marks the message as printed, because the mark must outlive this process. A file older
+    # than this process is from an earlier run at the same address.
     user = os.geteuid()
     name = f"{launch.init_method} {os.environ.get('MASTER_ADDR')} {os.environ.get('MASTER_PORT')}"
     try:
@@ -212,10 +214,10 @@ class Agreement:
         return a RunEnded with the decided Outcome."""
 
         def ask() -> RunEnded:
-            # The loss of a peer is published even after the decision. It does not change the
-            # decision, but makes `is_shared` False on the ranks that read the decision later. These
-            # ranks must not destroy the process group, because a rank may still wait for another
-            # rank.
+            # The loss of a peer is published even after the decision. This Outcome does not change
+            # the decision, but makes `is_shared` False on the ranks that read the decision later.
+            # These ranks must not destroy the process group, because a rank may still wait for
+            # another rank.
             if outcome.kind is OutcomeKind.LOST_PEER or not self._has(_DECISION):
                 self._publish(outcome)
             return self._decided(self._wait_for_all("end", _OTHERS_S))
@@ -230,8 +232,8 @@ class Agreement:
         self._within(0.0, lambda: self._publish(outcome), lambda: None)
 
     def leave(self, has_printed: bool) -> None:
-        """Wait until this rank may exit, as `RunEnded.leave` describes. `has_printed` is True if
-        this rank has printed the message that says why the run ended."""
+        """Wait until it is safe for this rank to exit, as `RunEnded.leave` describes. `has_printed`
+        is True if this rank has printed the message that says why the run ended."""
 
         def ask() -> None:
             if has_printed:

@@ -46,7 +46,8 @@ class Group:
         rank: Index of this rank within the group.
         handle: Weak reference to torch's process group; None if the group has no process group.
         axes: Names of the mesh axes along which the ranks differ, for error messages and recorders.
-        recorder: Recorder whose method `collective` is called for each collective of this group.
+        recorder: Recorder that receives the collectives of tensors and the sent messages of this
+            group.
     """
 
     size: int
@@ -64,7 +65,8 @@ class Group:
 
     @property
     def process_group(self) -> distributed.ProcessGroup:
-        """torch's process group. After `end_world`, it no longer exists."""
+        """torch's process group. `end_world` destroys the process group; from then on, this
+        property raises AssertionError."""
         assert self.handle is not None, f"no process group over {self.axes}"
         process_group = self.handle()
         assert process_group is not None, f"the process group over {self.axes} has ended"
@@ -90,7 +92,7 @@ _observers: list[Callable[[torch.Tensor], None]] = []
 @contextlib.contextmanager
 def observing_contributions(observe: Callable[[torch.Tensor], None]) -> Iterator[None]:
     """Context manager. Within the context, `observe` is called with this rank's input tensor before
-    each collective starts, except before broadcasts and point-to-point messages."""
+    each all-reduce, all-gather, reduce-scatter and all-to-all of tensors."""
     _observers.append(observe)
     try:
         yield
@@ -123,8 +125,8 @@ of another rank."""
 
 
 def _why_lost(error: RuntimeError) -> str:
-    """Return a clause that says why another rank is lost; "" if `error` does not show that a rank
-    is lost."""
+    """Return the reason why another rank is lost, as a clause for an error message; "" if `error`
+    does not show that a rank is lost."""
     if isinstance(error, torch.OutOfMemoryError):
         return ""
     text = str(error)
@@ -174,7 +176,7 @@ class Transfer:
     Args:
         tensor: The result, or the tensor that is sent.
         work: torch's `Work` handle; None if there is nothing to wait for.
-        group: The ranks that take part.
+        group: The ranks that take part in the operation.
         operation: Name of the operation, for error messages.
         inputs: Other tensors that the operation reads.
     """
@@ -248,8 +250,8 @@ def exact_sums(terms: list[torch.Tensor], group: Group) -> list[float]:
     multiple of 2^-28 before the exact addition.
 
     Args:
-        terms: 1-D tensors of finite values. All ranks have the same number of tensors; their
-            lengths may differ.
+        terms: 1-D tensors of finite values. All ranks have the same number of tensors; the lengths
+            of the tensors can differ between ranks.
         group: Group of the ranks.
     """
     units = [(values.double() / _SUM_UNIT).round().to(torch.int64).sum() for values in terms]
@@ -363,8 +365,8 @@ def ranks_of(group: Group) -> list[int]:
 
 @_collective
 def broadcast_bytes(data: bytes, group: Group) -> bytes:
-    """Send `data` from the group's first rank to the other ranks, and return this `data` on every
-    rank. The argument `data` of the other ranks is ignored."""
+    """Send the `data` of the group's first rank to the other ranks, and return the first rank's
+    `data` on every rank. The argument `data` of the other ranks is ignored."""
     if group.size == 1:
         return data
     process_group = group.process_group
@@ -400,8 +402,8 @@ def gather_bytes(data: bytes, group: Group) -> list[bytes]:
 
 @_collective
 def broadcast_object(value: Value, group: Group, kind: Any) -> Value:
-    """Send `value` from the group's first rank to the other ranks, and return this `value` on every
-    rank.
+    """Send the `value` of the group's first rank to the other ranks, and return the first rank's
+    `value` on every rank.
 
     Args:
         value: a value of the type None, bool, int, float, str or Path, or a list, tuple, mapping

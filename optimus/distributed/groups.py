@@ -100,8 +100,8 @@ def join_groups(
     Args:
         mesh: Sizes of the axes.
         world: World of this rank.
-        is_ring: True to also open channels from the last to the first pipeline rank, which are
-            needed with several stages per rank.
+        is_ring: True to also open channels between the last and the first pipeline rank. Runs with
+            several stages per rank need these channels.
         recorder: Recorder whose methods are called for each collective and message of the groups.
     """
     members = mesh.groups_of(world.rank)
@@ -181,7 +181,7 @@ def _open_channels(
         is_ring: True if each rank has several stages, so that the first and the last rank are
             neighbours.
         world: World of this rank.
-        recorder: Recorder whose method `collective` is called for each message.
+        recorder: Recorder whose method `collective` is called for each sent message.
     """
     rank = line.index(world.rank)
     channels: dict[str, Group] = {}

@@ -51,8 +51,8 @@ def listen_at_meeting_point(where: SplitResult, single_machine: bool) -> int | N
     listener = _bind(addresses, where)
     # A supervisor gives all ranks the same MASTER_ADDR, even if it emulates nodes on one machine.
     is_local = is_loopback(where.hostname or "") and (single_machine or ATTEMPT in os.environ)
-    # Other machines may have another address for MASTER_ADDR: Debian's /etc/hosts maps the name of
-    # the machine to a loopback address, and some launchers set localhost for rank 0 only.
+    # Other machines may resolve MASTER_ADDR to another address: Debian's /etc/hosts maps the name
+    # of the machine to a loopback address, and some launchers set localhost for rank 0 only.
     if is_loopback(listener.getsockname()[0]) and not is_local:
         listener.close()
         return None

@@ -41,7 +41,7 @@ from optimus.launch.environment import LaunchEnv, read_launch_env
 from optimus.platform import collective_backend, import_ipex, pick_device
 
 _FAILED_WAIT_S = 120.0
-"""Longest time, in seconds, that a rank that cannot start waits for the other ranks."""
+"""Longest time, in seconds, that a rank waits for the other ranks if it cannot start itself."""
 _CLOSE_S = 1.0
 """Longest time, in seconds, that a failed rank waits until gloo has closed its connections."""
 _joined: list[str] = []
@@ -135,8 +135,8 @@ def end_run(
     """Return the RunEnded with which this rank ends after it has raised `error`. If `agreement` is
     not None, the RunEnded has the Outcome on which all ranks agree.
 
-    If `error` is a bug of Optimus, this function publishes it for the other ranks and raises it
-    again, so that this rank prints a traceback.
+    If `error` is a bug of Optimus, this function publishes the error for the other ranks and raises
+    `error` again, so that this rank prints a traceback.
 
     Args:
         error: The error that ends this rank.
@@ -164,7 +164,7 @@ def end_run(
         _close_connections()
     ended = agreement.end(outcome_of(failure, launch.rank, phase, step))
     if ended.is_shared:
-        with contextlib.suppress(RuntimeError):  # no error here may replace the agreed Outcome
+        with contextlib.suppress(RuntimeError):  # an error here must not replace the agreed Outcome
             end_world()
     return ended
 
@@ -212,7 +212,7 @@ def _connect(launch: LaunchEnv, store: distributed.Store, backend: str, timeout_
     _joined.append(backend)
     assert distributed.group.WORLD is not None
     everyone = group_of(distributed.group.WORLD)
-    barrier(everyone)  # without it, a rank that ends early would break the start of slower ranks
+    barrier(everyone)  # otherwise, a rank that ends early would break the start of slower ranks
     return everyone
 
 
