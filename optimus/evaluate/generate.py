@@ -38,7 +38,7 @@ def generate(
     """Sample tokens that continue `prompt`. All ranks of `group` must call this function.
 
     Args:
-        model: Function that computes logits. All ranks of `group` call it.
+        model: Function that computes logits. Each rank of `group` calls `model` for each new token.
         prompt: Tokens to continue, int64 [length]. The length is at least 1.
         new_tokens: Maximum number of tokens to sample.
         context: Maximum number of tokens that the model receives. Earlier tokens are cut off.
@@ -84,8 +84,8 @@ def sample_text(
 
     Args:
         model: Function that computes logits.
-        dataset: Data set whose first instance begins with the prompt. Its tokenizer decodes the
-            text.
+        dataset: Data set whose first instance begins with the prompt. The tokenizer of the data set
+            decodes the text.
         new_tokens: Maximum number of tokens to sample.
         device: Device of the prompt.
         stop_tokens: Tokens that end the sampling, in addition to the end-of-document token.
@@ -97,8 +97,8 @@ def sample_text(
     prompt = torch.from_numpy(dataset.read(0, 1))[0, :_PROMPT_TOKENS].to(device)
     options |= {"stop_tokens": {dataset.eos_id, *stop_tokens}, "context": dataset.context}
     new = generate(model, prompt, new_tokens, **options)
-    # The file is not checked here: the run has checked it at its start, and the check forks a
-    # process, which is not safe here.
+    # The tokenizer file is not checked here, because the run has checked the file at its start. The
+    # check forks a process, which is not safe while a model is in use.
     tokenizer = TextTokenizer(dataset.tokenizer_file, check=False)
     return tokenizer.decode(prompt.tolist() + new.tolist())
 

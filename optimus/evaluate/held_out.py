@@ -29,7 +29,7 @@ class HeldOutLoss:
 CrossEntropies = Callable[[list[Microbatch]], list[Tensor]]
 """Function that returns a list of fp32 scalars: for each microbatch, the cross-entropy in nats,
 summed over all predicted tokens. All ranks of a model replica must call the function with the same
-microbatches. It returns the list on one of these ranks, and [] on the other ranks."""
+microbatches. The function returns the list on one of these ranks, and [] on the other ranks."""
 
 
 def held_out_loss(
@@ -64,8 +64,8 @@ def held_out_loss(
     count = min(max_instances or dataset.num_instances, dataset.num_instances)
     whole = count - count % batch_size
     # In a round, each data rank evaluates one batch. All batches of a round have the same size,
-    # because expert parallelism requires this. Instances after the last full batch are evaluated
-    # one by one.
+    # because expert parallelism requires equal sizes. Instances after the last full batch are
+    # evaluated one by one.
     rounds = [
         (round_start, round_start + data_rank * size, size, stop)
         for start, stop, size in ((0, whole, batch_size), (whole, count, 1))
