@@ -58,8 +58,8 @@ def is_expert(name: str) -> bool:
 def hf_name(name: str) -> str:
     """Return the name that transformers 5 uses for the Optimus parameter `name`.
 
-    Both libraries merge the weights of all experts of a layer into two parameters (`gate_up` and
-    `down`), so that every Optimus parameter has one counterpart.
+    Optimus and transformers 5 both merge the weights of all experts of a layer into two parameters
+    (`gate_up` and `down`), so that every Optimus parameter has one counterpart in transformers 5.
     """
     if name in _OUTSIDE:
         return _OUTSIDE[name]
