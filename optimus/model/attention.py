@@ -63,7 +63,7 @@ class Attention(nn.Module):
         """Return causal attention [B, S, H, C] for q [B, S, H, C] and k, v [B, S, G, C].
 
         `documents` contains the number of tokens of each document, and tokens attend only within
-        their document. If it is None, each sequence is one document.
+        their document. If `documents` is None, each sequence is one document.
         """
         if documents is not None:
             return _within_documents(q, k, v, documents)

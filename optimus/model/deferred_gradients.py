@@ -92,7 +92,7 @@ def defer_whole_gradients(leaves: Iterable[Tensor]) -> None:
 
 def _defer_gradient(leaf: weakref.ref[Tensor], gradient: Tensor | None) -> Tensor | None:
     deferred = active_deferral()
-    if deferred is None or gradient is None:  # no gradient: the layer has deferred its computation
+    if deferred is None or gradient is None:  # no gradient: the layer has deferred it
         return gradient
     weight = leaf()
     assert weight is not None

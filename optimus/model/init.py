@@ -38,8 +38,8 @@ class ParamSlice(Protocol):
         """Return the `ParamSlice` of one expert's weight, for a parameter that stacks the weights
         of several experts along its first dim.
 
-        The result is the same for all experts of this rank. It describes a tensor without the first
-        dim of the parameter.
+        The result is the same for all experts of this rank. The described tensor does not have the
+        first dim of the parameter.
         """
 
 

@@ -31,8 +31,8 @@ class Rotary(nn.Module):
         key = (seq_len, device)
         if key in self._tables:
             return self._tables[key]
-        # The CPU computes the table, so that it has the same bits on every device. Inference mode
-        # is disabled, because an evaluation may compute a table that training uses later, and
+        # The CPU computes the table, so that the table has the same bits on every device. Inference
+        # mode is disabled, because an evaluation may compute a table that training uses later, and
         # backward cannot use inference tensors.
         with torch.device("cpu"), torch.inference_mode(False):
             frequencies, factor = inverse_frequencies(self.config, seq_len)
@@ -83,7 +83,8 @@ def inverse_frequencies(config: ModelConfig, seq_len: int) -> tuple[Tensor, floa
 
     Args:
         config: configuration of the model.
-        seq_len: length of the sequence. Only the result for dynamic scaling depends on it.
+        seq_len: length of the sequence. Only with dynamic scaling, the result depends on this
+            length.
 
     Returns:
         Frequencies in radians per token, fp32 [C/2], and the factor, which is 1 except with YaRN
@@ -118,7 +119,7 @@ def _yarn(theta: float, dim: int, scaling: RopeScaling) -> tuple[Tensor, float]:
     """Return the frequencies [dim/2] and the factor of cosines and sines for YaRN scaling
     (arXiv 2309.00071). See `inverse_frequencies`."""
     # Pairs up to index `low` keep their frequencies. The frequencies of pairs from index `high` are
-    # divided by the factor. In between, they are interpolated.
+    # divided by the factor. In between, the frequencies are interpolated.
     low = _pair_turning(scaling.beta_fast or 32, theta, dim, scaling)
     high = _pair_turning(scaling.beta_slow or 1, theta, dim, scaling)
     if scaling.truncate:

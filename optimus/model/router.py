@@ -20,8 +20,8 @@ from optimus.config import ModelConfig
 
 
 class Routing(NamedTuple):
-    """Router statistics of one layer for one microbatch. Auxiliary losses are computed from
-    them."""
+    """Router statistics of one layer for one microbatch, from which the auxiliary losses are
+    computed."""
 
     counts: Tensor
     """int64 [E]: number of tokens routed to each expert; the sum is T*K."""
@@ -41,14 +41,14 @@ class Routing(NamedTuple):
 
 
 def top_k(probs: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Choose the k most probable experts of each token. Return their probabilities and indices, in
-    descending order of probability."""
+    """Choose the k most probable experts of each token. Return the probabilities and the indices of
+    the chosen experts, each [T, k], in descending order of probability."""
     return probs.topk(k, dim=-1)
 
 
 def uniform(probs: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Choose experts in a fixed order (forced uniform routing). Return the probabilities and
-    indices of the chosen experts.
+    """Choose experts in a fixed order (forced uniform routing). Return the probabilities and the
+    indices of the chosen experts, each [T, k].
 
     Choice j of token t is expert (t*k + j) mod E, where E is the number of experts. All experts
     thus get about the same number of tokens. The router still receives gradients, because its
@@ -132,8 +132,8 @@ def hf_load_balancing_loss(routings: Sequence[Routing], top_k: int) -> Tensor:
     """Return the load-balancing loss in the Hugging Face form, E * sum_e f_e * P_e.
 
     E is the number of experts. f_e is the fraction of the tokens that choose expert e (the sum of
-    all f_e is `top_k`), and P_e is the mean probability of expert e. Both are means over all
-    layers, so all layers must be on one pipeline stage.
+    all f_e is `top_k`), and P_e is the mean probability of expert e. f_e and P_e are means over
+    all layers, so all layers must be on one pipeline stage.
     """
     counts = torch.stack([routing.counts for routing in routings]).sum(0).float()
     mean_prob = torch.stack([routing.mean_prob for routing in routings]).mean(0)
