@@ -37,8 +37,8 @@ class TracedAction(NamedTuple):
 
 
 class TracedWork(NamedTuple):
-    """An operation of a resource of a rank on a chunk, such as a transfer to the device. Times are
-    in seconds from the start of the training step."""
+    """An operation on a chunk, such as a transfer to the device, that a resource of a rank
+    executes. Times are in seconds from the start of the training step."""
 
     kind: str
     """Name of the resource, such as `to device`."""
@@ -87,7 +87,8 @@ def write_trace(
 def _process(
     number: int, title: str, ranks: Sequence[Sequence[Traced]]
 ) -> Iterator[dict[str, Any]]:
-    """Yield the events of a process. Actions of a rank that overlap are in separate rows."""
+    """Yield the trace events of a process of the trace, which has a row for each rank. Actions of a
+    rank that overlap in time are in separate rows."""
     process = {"pid": number, "ph": "M"}
     yield {**process, "name": "process_name", "args": {"name": title}}
     for rank, actions in enumerate(ranks):

@@ -15,8 +15,9 @@ Value = int | float | str | dict[str, float] | None
 """Type of a value in the JSON object of a line of metrics.jsonl or eval.jsonl."""
 
 COMPUTE, BUBBLE, OPTIMIZER = "compute", "bubble", "optimizer"
-"""Phases of an update that `Recorder.begin_phase` receives. All other phases are mesh axes, such as
-`dp x ep`: the rank executes a collective over them, or waits for it."""
+"""Phases of an update that `Recorder.begin_phase` receives. All other phases have the names of mesh
+axes, such as `dp x ep`. In such a phase, the rank executes a collective over these axes or waits
+for the collective."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +61,8 @@ class StepComponents:
     """Maps the mesh axes of a process group to the time in which this rank executes the collectives
     of the group or waits for them."""
     bubble_s: float
-    """Waiting for messages of other pipeline stages. The value includes the time of the transfers,
-    which a plan counts as exposed communication of pp."""
+    """Waiting for messages of other pipeline stages. The value includes the time of the transfers.
+    A plan, in contrast, counts these transfers as exposed communication of pp."""
     optimizer_s: float
     """Clipping of the gradients and update of the states, without collectives."""
     other_s: float
@@ -275,8 +276,8 @@ NO_RECORDER = Recorder()
 
 
 class Recorders(Recorder):
-    """Recorder that passes all records to a list of recorders. Recorders can be added during the
-    run."""
+    """Recorder that passes all records to several other recorders. `add` adds a recorder, also
+    during the run."""
 
     def __init__(self, *recorders: Recorder) -> None:
         self._recorders: list[Recorder] = []

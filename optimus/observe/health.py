@@ -1,7 +1,8 @@
 """Warnings about faults that the loss does not show: unbalanced experts and gradient-norm spikes.
 
-The checks do not synchronize the device and do not call collectives. They compare an update of the
-model with recent updates of the same process. After a resume, there are no recent updates at first.
+The checks do not synchronize the device and do not call collectives. The checks compare an update
+of the model with recent updates of the same process. After a resume, there are no recent updates at
+first.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ _MIN_ROWS = 32
 is at least this value. With fewer tokens, loads are uneven by chance."""
 
 _FIRST_PAUSE = 100
-"""Minimum number of updates from a warning to its first repetition. The minimum doubles with each
-repetition."""
+"""Minimum number of updates from a warning to the first repetition of the warning. The minimum
+doubles with each repetition."""
 
 
 def expert_loads(expert_rows: Tensor, model: ModelConfig) -> list[Tensor]:
@@ -91,7 +92,7 @@ class TrainingHealth:
 
     def __init__(self, model: ModelConfig) -> None:
         self._norm = _GradNorm()
-        # With uniform routing, the experts' numbers of rows differ by at most one per microbatch.
+        # With uniform routing, the numbers of rows of experts differ by at most 1 per microbatch.
         judged = model.sparse_layers and model.router != "uniform"
         self._experts = _ExpertBalance(model) if judged else None
 
@@ -179,7 +180,7 @@ class _ExpertBalance:
     A layer is unbalanced if one of two conditions is true for the last 10 updates:
 
     - Overload: in each of the updates, the expert with the most tokens got far more tokens than the
-      mean over the layer. This expert may differ between updates.
+      mean over the layer. This expert can differ between updates.
     - Idleness: in all of the updates together, an expert got almost no tokens.
     """
 

@@ -38,7 +38,7 @@ class _LineHandler(logging.Handler):
     write: Callable[[str], None] | None = None
 
     def handle(self, record: logging.LogRecord) -> bool:
-        """Emit the record. Does not acquire the lock of this logging handler.
+        """Emit the record, and return True. Does not acquire the lock of this logging handler.
 
         With the lock, a signal handler that logs a message could deadlock.
         """

@@ -1,7 +1,7 @@
 """The metrics files of a run: metrics.jsonl, eval.jsonl, expert_load.jsonl and TensorBoard events.
 
-The first three contain one JSON object per line. When a run resumes at step n, it removes the lines
-of steps after n.
+The three files *.jsonl contain one JSON object per line. When a run resumes at step n, the lines of
+steps after n are removed.
 """
 
 from __future__ import annotations
@@ -62,12 +62,13 @@ class MetricsFiles(Recorder):
     ) -> None:
         """Open the files for appending. Remove the lines of steps after `step`.
 
-        Each file is replaced by a new file. Processes of earlier starts cannot append to the new
-        file.
+        Each file is replaced by a new file. Processes that remain from earlier starts of the run
+        cannot append to the new file.
 
         Args:
             run_dir: Run directory. Removed lines are moved to files in its `log/`.
-            workspace: The workspace of the run.
+            workspace: The workspace of the run, a temporary directory from which files are renamed
+                into the run directory.
             step: Step at which the run starts.
             expected: Maps `metrics` and `eval` to the steps, up to `step`, for which metrics.jsonl
                 and eval.jsonl must contain a line.
@@ -113,8 +114,8 @@ class MetricsFiles(Recorder):
         return self._last_evaluation or EvalRecord.from_values(self._eval.read_last())
 
     def is_replaced(self) -> bool:
-        """Return True if another process has replaced or removed metrics.jsonl since this object
-        has opened the file."""
+        """Return True if another process has replaced or removed metrics.jsonl after this object
+        opened the file."""
         return self._metrics.is_replaced()
 
     def sync(self) -> None:
@@ -131,8 +132,8 @@ class MetricsFiles(Recorder):
 
 
 def metrics_paths(run_dir: Path, name: str) -> tuple[Path, Path]:
-    """Return the path of a metrics file and the path of its hidden copy. `name` is "metrics",
-    "eval" or "expert_load"."""
+    """Return (path of a metrics file, path of the file's hidden copy). `name` is "metrics", "eval"
+    or "expert_load"."""
     return run_dir / f"{name}.jsonl", run_dir / f".{name}-copy.jsonl"
 
 
@@ -169,15 +170,18 @@ class JsonLines:
         cut_log: Path,
         expected: Iterable[int] = (),
     ) -> JsonLines:
-        """Repair a metrics file of a run that starts at `step`, and open it for appending.
+        """Repair a metrics file of a run that starts at `step`, and return a writer that appends to
+        the file.
 
         Lines of later steps and damaged lines are removed. Lost lines are restored from the copy.
         If several lines have the same step and the same `source` or `layer`, only the last line is
-        kept. Lines in metrics.jsonl have neither key. The file and its copy are replaced by new
-        files. Processes of earlier starts cannot append to the new files.
+        kept. Lines in metrics.jsonl have neither `source` nor `layer`. The file and its copy are
+        replaced by new files. Processes that remain from earlier starts of the run cannot append to
+        the new files.
 
         Args:
-            workspace: The workspace of the run.
+            workspace: The workspace of the run, a temporary directory from which files are renamed
+                into the run directory.
             path: The file.
             copy: Path of the file's copy, from which lost lines are restored. After the repair, the
                 copy has the same content as the file.
@@ -253,8 +257,8 @@ class JsonLines:
             os.close(self._copy_fd)
 
     def is_replaced(self) -> bool:
-        """Return True if another process has replaced or removed the file since this object has
-        opened it."""
+        """Return True if another process has replaced or removed the file after this object opened
+        the file."""
         return os.fstat(self._fd).st_nlink == 0
 
     def read_last(self) -> dict[str, Any]:
@@ -262,8 +266,8 @@ class JsonLines:
         return next(iter(read_json_lines(self._path)[-1:]), {})
 
     def _write_copy(self) -> None:
-        """Append to the copy the lines that are not in it yet. If the write fails, keep these lines
-        in memory."""
+        """Append to the copy the lines that the copy does not contain yet. If the write fails, keep
+        these lines in memory."""
         with self._copy_lock:
             with self._lock:
                 lines, self._uncopied = self._uncopied, b""
@@ -433,7 +437,7 @@ class TensorBoard(Recorder):
         # of a model with 48 layers are 144 scalars.
         values = [self._summary.Value(tag=tag, simple_value=x) for tag, x in scalars.items()]
         events = self._writer.file_writer
-        assert events is not None, "SummaryWriter opens it"
+        assert events is not None, "SummaryWriter opens the file"
         try:
             events.add_summary(self._summary(value=values), step)
         except OSError as error:  # raised in the writer's thread, which has ended

@@ -128,7 +128,8 @@ def write_report(run_dir: Path) -> tuple[Path, str]:
 
 def read_valid(path: Path, kind: type[_AnyLine]) -> tuple[list[_AnyLine], int]:
     """Return (valid lines of a file, as objects of the class `kind`; number of invalid lines). A
-    last line without a newline is not counted: a killed run may have written it incompletely."""
+    last line without a newline is not counted as invalid, because a run that was killed can leave
+    an incomplete line."""
     valid, damaged = [], 0
     for line in read_lines(path):
         try:
@@ -184,8 +185,8 @@ def _root_as_cwd() -> Iterator[None]:
 
 
 def load_pyplot() -> Any:
-    """Import matplotlib's module pyplot with default settings and without a display, and return
-    it."""
+    """Import and return matplotlib's module pyplot, with default settings and without a
+    display."""
     with _root_as_cwd():
         import matplotlib
         from matplotlib import pyplot

@@ -17,10 +17,10 @@ class StepTimer(Recorder):
     """Recorder that measures the components of updates on this rank.
 
     Each moment of an update belongs to its innermost phase. On a CPU, the timer reads the clock of
-    the host at the start and at the end of each phase. On an accelerator, it records an event in
-    the current stream and reads the times of the events after the update, so that the host never
-    waits for the device. The time of a phase is then that of the stream, which contains the time
-    for which the stream waits for a collective or for the host.
+    the host at the start and at the end of each phase. On an accelerator, the timer records an
+    event in the current stream and reads the times of the events after the update, so that the host
+    never waits for the device. The time of a phase is then measured in the stream. This time
+    includes waits of the stream for a collective or for the host.
 
     Args:
         device: The device of the rank.
@@ -36,9 +36,9 @@ class StepTimer(Recorder):
         self._phases: list[str] = []
         """The phases that contain the current moment, the innermost last; empty between updates."""
         self._changes: list[str] = []
-        """The innermost phase after each change."""
+        """The innermost phase after each change of the innermost phase."""
         self._times_ns: list[int] = []
-        """On a CPU, the time of each change."""
+        """On a CPU, the time of each change, from `time.perf_counter_ns`."""
         self._events: list[torch.Event] = []
         """On an accelerator, the event of each change. Later updates record the same events."""
         if device.type != "cpu":
@@ -47,7 +47,7 @@ class StepTimer(Recorder):
             self.stop(0)
 
     def start(self, now_ns: int) -> None:
-        """Begin an update. `now_ns` is its start, from `time.perf_counter_ns`."""
+        """Begin an update. `now_ns` is the start of the update, from `time.perf_counter_ns`."""
         self._phases = [_OTHER]
         self._changes.clear()
         self._times_ns.clear()
@@ -64,8 +64,8 @@ class StepTimer(Recorder):
             self._change(time.perf_counter_ns())
 
     def stop(self, now_ns: int) -> StepComponents:
-        """End the update, and return its components. On an accelerator, call this method after the
-        device has completed the update. `now_ns` is the end of the update, from
+        """End the update, and return the components of its time. On an accelerator, call this
+        method after the device has completed the update. `now_ns` is the end of the update, from
         `time.perf_counter_ns`."""
         self._change(now_ns)
         self._phases = []
