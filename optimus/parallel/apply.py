@@ -107,14 +107,15 @@ def layout_of_layers(
     layers: tuple[int, ...],
     divides_backward: bool,
 ) -> Layout:
-    """Return the layout of a rank without pipeline parallelism whose model has only some layers of
-    the configuration, for a profile.
+    """Return the layout of a rank whose model has only the layers `layers`. There is no pipeline
+    parallelism. Profiles of operations use such layouts.
 
     Args:
         config: The configuration.
         mesh, coordinate: As for `make_layout`, with pp = 1.
         layers: Indices of the layers.
-        divides_backward: True for a schedule that divides the backward.
+        divides_backward: True if the pipeline schedule divides each backward pass into the actions
+            I and W.
     """
     schedule = make_schedule("zb-h1" if divides_backward else "1f1b", 1, 1, 1)
     in_sequence = config.parallel.sequence_parallel

@@ -34,7 +34,7 @@ def time_dispatchers(
     All ranks must call this function. The function does not change `model`.
 
     Args:
-        model: this rank's model. It may have no MoE layers.
+        model: this rank's model, with or without MoE layers.
         shape: the shape [T, D] of a random input: T tokens of hidden size D.
         top_k: K, the number of experts per token.
         dtype: the dtype of activations.
@@ -48,7 +48,7 @@ def time_dispatchers(
     """
     device = next(model.parameters()).device
     # All MoE layers have the same T, D and K and will use the same dispatcher. Only the numbers of
-    # experts may differ between layers.
+    # experts can differ between layers.
     layers = [module for module in model.modules() if isinstance(module, FastSparseMoE)][:1]
     seconds = torch.zeros(_WARMUP + _ROUNDS, len(DISPATCHERS), dtype=torch.float64)
     for turn in range(_WARMUP + _ROUNDS):

@@ -124,7 +124,8 @@ class Dispatcher(ABC):
     Args:
         group: the ep ranks.
         num_experts: E, the total number of experts on all ranks.
-        choose: the function that the router uses to choose experts. Only planning calls it.
+        choose: the function with which the router chooses experts. The dispatcher calls `choose`
+            only for meta tensors, to plan memory and traffic.
     """
 
     def __init__(self, group: Group, num_experts: int, choose: Choice = top_k) -> None:
@@ -169,7 +170,7 @@ class AllGatherDispatcher(Dispatcher):
 
 
 class AllToAllDispatcher(Dispatcher):
-    """Dispatcher that sends a token only to the ranks that have at least one of its experts.
+    """Dispatcher that sends a token only to the ranks that have experts of the token.
 
     The rank whose data contains the token sums the results of these ranks. In `run`, the host waits
     for the device, because the sizes of the exchanges depend on the chosen experts.
@@ -208,8 +209,8 @@ class AllToAllDispatcher(Dispatcher):
         send to and to receive from each rank.
 
         Tensors on the meta device have no values. Therefore this method assumes random expert
-        probabilities, which balance the loads of the experts. If `assumes_all_tokens` is True, it
-        assumes instead that all tokens choose experts of this rank.
+        probabilities, which balance the loads of the experts. If `assumes_all_tokens` is True, this
+        method assumes instead that all tokens choose experts of this rank.
         """
         generator = torch.Generator().manual_seed(0)
         probs = torch.rand(len(chosen), self._num_experts, generator=generator)

@@ -14,7 +14,7 @@ def rank_imbalances(rows: Sequence[int], ep: int) -> list[float]:
     """Return the imbalance of each ep rank in a layer.
 
     Args:
-        rows: Number of tokens of each expert of the layer. Not all are 0.
+        rows: Number of tokens of each expert of the layer. At least one number is not 0.
         ep: Number of ep ranks, which divides the number of experts.
     """
     experts = len(rows) // ep
@@ -23,13 +23,13 @@ def rank_imbalances(rows: Sequence[int], ep: int) -> list[float]:
 
 
 def largest_imbalance(experts: int, experts_per_token: int, ep: int) -> float:
-    """Return the largest possible imbalance of a rank, which it has if as many experts as possible
-    of every token are on the rank."""
+    """Return the largest possible imbalance of a rank. A rank has this imbalance if it has as many
+    as possible of the experts of every token."""
     return ep * min(experts // ep, experts_per_token) / experts_per_token
 
 
 def arrivals(experts: int, experts_per_token: int, ep: int, imbalance: float = 1.0) -> float:
-    """Return the share of tokens that have at least one expert on an ep rank.
+    """Return the expected share of tokens that have at least one expert on an ep rank.
 
     The experts of a token form a set. The assumed probability of each set is proportional to x^j,
     where j is the number of experts in the set that are on the rank (Fisher's noncentral

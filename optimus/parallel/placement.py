@@ -53,7 +53,7 @@ class Placement:
 
 
 def whole_model(config: ModelConfig) -> Transformer:
-    """Return the undivided model on the meta device. Its parameters have names and shapes, but no
+    """Return the undivided model on the meta device. The parameters have names and shapes, but no
     memory."""
     with torch.device("meta"):
         return Transformer(config)

@@ -62,7 +62,8 @@ class RecomputeBlock(Block):
         self._experts = sparse and "experts" in modules and not (self._moe or self._whole)
         self._enabled = True
         # torch calls only the innermost saved-tensor hooks. While the hooks of `_NormOutput` are
-        # active, torch does not call the hooks of `KeptBytes`, and these functions are called.
+        # active, torch does not call the hooks of `KeptBytes`. `_NormOutput` then calls these
+        # functions instead.
         self.observers: list[Callable[[Tensor], object]] = []
         """Functions that are called with each tensor that `_NormOutput.pack` keeps for backward."""
 

@@ -36,7 +36,7 @@ class Kind(IntEnum):
     """Reduce the stage's gradients over the data-parallel ranks. `Action.microbatch` is the last
     microbatch that has contributed to these gradients."""
     OPT_STEP = 9
-    """Update the weights of all stages of the rank. This is the last action of a step."""
+    """Update the weights of all stages of the rank. OPT_STEP is the last action of a step."""
 
     __hash__ = int.__hash__  # Enum.__hash__ is a Python function, which makes dicts of actions slow
 

@@ -58,8 +58,8 @@ def add_transfers(
 def add_update(actions: Sequence[Action], reduce_each: bool) -> tuple[Action, ...]:
     """Return a rank's actions with gradient reductions inserted and the optimizer step appended.
 
-    With `reduce_each`, gradients are reduced after each microbatch. Without it, they are reduced
-    only after the last microbatch.
+    If `reduce_each` is True, gradients are reduced after each microbatch, otherwise only after the
+    last microbatch.
     """
     last_of = {a.stage: a for a in actions if a.kind in WEIGHT_GRADIENT}
     out: list[Action] = []
@@ -78,7 +78,7 @@ def _with_transfers(
     actions: Sequence[Action], last_stage: int, activations: _Incoming, gradients: _Incoming
 ) -> list[Action]:
     """Return the actions of a rank with sends and receives inserted. A schedule of a large run has
-    more than a million actions. Therefore this function makes a single pass over them."""
+    more than a million actions. Therefore this function makes a single pass over the actions."""
     incoming = {Kind.F: activations, Kind.B: gradients, Kind.I: gradients}
     out: list[Action] = []
     if actions and actions[0].kind in incoming:

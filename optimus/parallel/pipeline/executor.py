@@ -116,7 +116,7 @@ class Executor:
             before_backward: function that is called before each backward action (B, I or W) with
                 the index of the action's stage.
             last_backward: function that returns a context manager. Each stage's last action of kind
-                B or W runs inside it. See `LastBackward`.
+                B or W runs inside the context. See `LastBackward`.
 
         Returns:
             The loss terms of this rank's stages, by (stage, microbatch).

@@ -25,9 +25,9 @@ def stages_per_rank(config: Config, num_ranks: int) -> int:
 
 
 def needs_ring(config: Config, num_ranks: int) -> bool:
-    """Return True if the last pipeline rank may send activations to the first pipeline rank. This
-    is the case if a rank has several stages. It may also be the case with `offload.mode` = "auto",
-    which may select `offload.order` = "layer"."""
+    """Return True if the run needs channels between the last and the first pipeline rank. Runs with
+    several stages per rank need these channels. With `offload.mode` = "auto", the result is always
+    True, because this mode can select `offload.order` = "layer", with several stages per rank."""
     return config.offload.mode == "auto" or stages_per_rank(config, num_ranks) > 1
 
 

@@ -1,4 +1,4 @@
-"""Simulation of a pipeline schedule. It computes the start and end times of all actions."""
+"""Simulator of pipeline schedules, which computes the start and end times of all actions."""
 
 from __future__ import annotations
 
@@ -99,8 +99,8 @@ class _Simulation:
         """Ranks that wait for data: (True for an activation, key of the data) -> rank."""
 
     def run(self, rank: int) -> list[int]:
-        """Run the actions of a rank until it waits for data that no rank has sent yet. Return the
-        waiting ranks for which data has arrived."""
+        """Run the actions of a rank until the rank waits for data that no rank has sent yet. Return
+        the waiting ranks for which data has arrived."""
         last, alone = self._schedule.num_stages - 1, self._schedule.num_ranks == 1
         cost, actions, spans = self._cost, self._schedule.ranks[rank], self.spans[rank]
         activations, gradients = self._activations, self._gradients

@@ -79,7 +79,7 @@ class Stage:
     def forward(
         self, x: Tensor | None, tokens: Tensor, document_ids: Tensor | None = None
     ) -> Output:
-        """Run the stage's forward pass for one microbatch.
+        """Run the stage's forward pass for one microbatch. Return the output and the loss terms.
 
         Args:
             x: [B, S, D], the output of the previous stage; None on the first stage.
