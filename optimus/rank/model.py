@@ -88,7 +88,8 @@ class RankModel:
         )
 
     def make_states(self, initial: bool = True, poison: bool = False) -> ChunkEngine:
-        """Create the model states of this rank: parameters, gradients and optimizer states.
+        """Create and return the model states of this rank: parameters, gradients and optimizer
+        states.
 
         The parameters of `model` become views of these states. All ranks must call this method.
 
@@ -107,7 +108,8 @@ class RankModel:
             if self._groups.everyone.rank == 0:
                 logger.warning(
                     "offloading is not tested on %s yet: first compare the metrics of a short run "
-                    "with those of offload.mode = 'off', both with train.deterministic = true",
+                    "with the metrics of offload.mode = 'off', both with train.deterministic = "
+                    "true",
                     self._device.type,
                 )
         engine = make_states(

@@ -8,8 +8,8 @@ the FLOPs and bytes of an operation:
 - A matrix product has the FLOPs of its shape. A grouped product of experts counts as one product
   for each expert, with the mean number of rows of an expert.
 - Any other operation moves the bytes that it reads and writes: each operand and each result once.
-  Repeated elements of a broadcast operand count once. An operand that the operation changes counts
-  twice; an operand that it overwrites counts once.
+  Repeated elements of a broadcast operand count once. An operand that the operation reads and
+  changes in place counts twice; an operand that the operation only overwrites counts once.
 - A look-up of rows or elements reads as many bytes as it writes, and also its indices. An addition
   to rows or elements reads and writes as many bytes as it adds.
 - Views and allocations move no bytes and do not count as operations.
@@ -71,7 +71,8 @@ class Pass(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """A collective of the ranks along mesh axes. The following operations begin after its end."""
+    """A collective of the ranks along mesh axes. The next operation begins when the collective has
+    ended."""
 
     axis: str
     """Mesh axes of the process group, such as tp."""
@@ -89,7 +90,8 @@ class SegmentWork(NamedTuple):
 
     forward: tuple[Operation, ...]
     backward: tuple[Operation, ...]
-    """Operations of the backward, including recomputed ones."""
+    """Operations of the backward, including operations of the forward that the backward repeats
+    (recomputation)."""
     input_backward: tuple[Operation, ...] | None = None
     """Operations of the pipeline action I, which computes only the gradients of activations; None
     if the schedule does not divide the backward."""

@@ -64,10 +64,10 @@ class UseProfile(NamedTuple):
     """Index of the segment."""
     backward: bool
     kept: int
-    """Bytes that the use allocates and does not free, less the bytes of earlier uses that it frees.
-    The sum over all uses of a microbatch is almost 0."""
+    """Bytes that the use allocates and does not free, minus the bytes of earlier uses that this use
+    frees. The sum over all uses of a microbatch is almost 0."""
     peak: int
-    """Largest number of allocated bytes during the use, less the bytes before the use."""
+    """Largest number of allocated bytes during the use, minus the number before the use."""
     flops: int
     """Floating-point operations of matrix products and attention."""
     moved: int
@@ -82,8 +82,9 @@ class UseProfile(NamedTuple):
 
 
 class UseTracker(Recorder):
-    """Context manager that profiles the uses of segments of a model on the meta device. It is also
-    a recorder of process groups, and adds the collectives of a use to its profile.
+    """Context manager that profiles the uses of segments of a model on the meta device. As the
+    recorder of the process groups, it also adds the collectives of each use to the profile of the
+    use.
 
     Code within the context calls `use` at the beginning of each use. Operations before the first
     call are not profiled.
@@ -136,8 +137,8 @@ class UseTracker(Recorder):
         return attend(query, key, value, attn_mask, self._tensors)
 
     def use(self, segment: int, backward: bool) -> None:
-        """End the present use, and begin the use of `segment`. Do nothing if this use is already
-        the present one."""
+        """End the present use, and begin the forward or backward use of `segment`. Do nothing if
+        the present use is already this use."""
         if self._current != (segment, backward):
             self.end_use()
             self._current = segment, backward
@@ -200,7 +201,7 @@ class SegmentProfile(NamedTuple):
 
     forward: UseProfile
     backward: UseProfile | None
-    """None if neither the segment nor an earlier one has trained parameters."""
+    """None if neither this segment nor an earlier segment has trained parameters."""
     weights: UseProfile | None
     """The action W of this segment alone; None if the backward is not divided or the segment has no
     deferred gradients."""
@@ -226,9 +227,9 @@ class ModelProfile(NamedTuple):
 
         The first stage begins with the embedding; any other stage receives its input from the
         previous stage. The last stage ends with the head; any other stage receives the gradient of
-        its output from the next stage. The received tensors have `boundary` bytes each, which are
-        allocated until the end of the backward or, for the input if the backward is divided, until
-        the action W.
+        its output from the next stage. Each received tensor has `boundary` bytes, and stays
+        allocated until the end of the backward. If the backward is divided, the received input
+        stays allocated until the action W.
 
         Args:
             kinds: The kinds of the stage's layers (`kinds_of_layers`), in order.
@@ -303,7 +304,8 @@ def _together(uses: Sequence[UseProfile], segment: int) -> UseProfile:
 
 
 Profiled = dict[Any, ModelProfile]
-"""Cache of profiles, by the settings on which they depend (`profile_model`)."""
+"""Cache of profiles. The keys contain the settings on which the profiles depend, as documented in
+`profile_model`."""
 
 
 def profile_work(
@@ -313,7 +315,7 @@ def profile_work(
     concentrated: bool = False,
     profiled: Profiled | None = None,
 ) -> ModelWork:
-    """Profile the operations of a model for one microbatch on one tp and ep rank.
+    """Return the operations of a model for one microbatch on one tp and ep rank, from a profile.
 
     The result does not depend on pp and dp. Of the settings of `[optim]`, only `grad_dtype` and
     `frozen` change it.
@@ -367,17 +369,18 @@ def profile_stages(
 ) -> dict[int, StageProfile]:
     """Profile the stages of the rank at `coordinate` for one microbatch.
 
-    Only one layer of each kind is run. Its profile also holds for the other layers of this kind.
+    Only one layer of each kind is run. The profile of this layer also holds for the other layers
+    of this kind.
 
     Args:
         config: The run's configuration, with `train.seq_len` and `train.microbatch_size`.
         mesh: Sizes of all axes.
         coordinate: Coordinate of the rank in the mesh.
-        profiled: Cache of profiles from earlier calls, which may differ in the rank and in the
-            settings of `[optim]` and `[offload]`. Segments in the cache are not run again. The
-            profiles of other segments are added.
-        on_cpu: True for the operations of a run on a CPU, where operands of experts have only the
-            rows of the experts of the rank.
+        profiled: Cache of profiles from earlier calls, also with another rank or other settings.
+            Segments in the cache are not run again. The profiles of other segments are added to the
+            cache.
+        on_cpu: True for the operations of a run on a CPU. On a CPU, operands of experts have only
+            rows of the experts of this rank.
         concentrated: True if all tokens of all ep ranks choose only experts of this rank, so that
             the rank computes ep times as many rows as with equal loads. False if experts have equal
             loads.
@@ -417,9 +420,11 @@ def profile_model(
     """Return the profiles of the segments of a stage. The segments are run only if `profiled` does
     not contain their profiles.
 
-    If all parameters are trained, the profiles hold for all stages of the model. They depend on the
-    sizes of ep and tp, on the indices of the rank along these axes, `[model]`, the microbatch, the
-    dtype, `recompute.modules`, the dispatcher, `divides_backward`, `on_cpu` and `concentrated`.
+    If all parameters are trained, the profiles hold for all stages of the model. The profiles
+    depend on the sizes of ep and tp, the indices of the rank along these axes, `[model]`, the
+    microbatch size, `train.seq_len`, `train.dtype`, `optim.grad_dtype`, `optim.frozen`,
+    `recompute.modules`, `parallel.ep_dispatch`, `parallel.sequence_parallel`, `divides_backward`,
+    `on_cpu` and `concentrated`.
 
     Args:
         config, mesh, coordinate: As for `profile_stages`.
@@ -476,7 +481,7 @@ def _run_segments(
     concentrated: bool,
 ) -> ModelProfile:
     """Run the forward and the backward of a microbatch through some layers, as the executor runs
-    them, and profile each segment.
+    them, and return the profile of each segment.
 
     Args:
         config, mesh, coordinate: As for `profile_model`.

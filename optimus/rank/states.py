@@ -60,7 +60,7 @@ def make_states(
     initial: bool = False,
     poison: bool = False,
 ) -> ChunkEngine:
-    """Create the parameters, gradients and optimizer states of a rank's model.
+    """Create and return the parameters, gradients and optimizer states of a rank's model.
 
     The states are stored in chunks, which are flat buffers. The parameters of `model` become views
     of the chunks.
@@ -70,8 +70,8 @@ def make_states(
         layout: Layout of the rank.
         groups: Process groups of the rank.
         model: Model of the rank, from `build_model`.
-        initial: True to initialize the parameters randomly from `train.seed`. False to leave them
-            NaN until a checkpoint or weights are loaded.
+        initial: True to initialize the parameters randomly from `train.seed`. False to leave the
+            parameters NaN until a checkpoint or weights are loaded.
         poison: True to fill freed chunks with NaN, for tests.
     """
     slices, seed = layout.placements, train.seed
@@ -230,8 +230,8 @@ def plan_rank(
     memory. Return the states, the layout and the process groups of the rank.
 
     `num_microbatches` is the number of microbatches of a step; 0 for the number of pipeline ranks.
-    It affects only the plan of the parameter cache.
-    `recorder` receives the collectives of the states.
+    This number affects only the plan of the parameter cache. `recorder` receives the collectives of
+    the states.
     """
     layout = make_layout(config, mesh, coordinate, num_microbatches or mesh.pp)
     groups = plan_groups(mesh, mesh.rank_at(coordinate), recorder)
@@ -259,8 +259,7 @@ def attach(
 
 
 def _spare_limit(engine: ChunkEngine, config: Config) -> float:
-    """Return the largest number of bytes that the spare buffers for early updates may have on a
-    rank."""
+    """Return the maximum size, in bytes, of all spare buffers for early updates on a rank."""
     offload = config.offload
     if offload.mode == "off" or offload.early_adam == "off":
         return 0
@@ -275,15 +274,16 @@ def _spare_limit(engine: ChunkEngine, config: Config) -> float:
 
 
 def staging_of(config: Config, planned: PlannedRank) -> StagingBytes:
-    """Return the bytes that checkpoint.async_save needs on a rank, in host memory and on disk. Both
-    are 0 without checkpoint.async_save."""
+    """Return the bytes that checkpoint.async_save needs on a rank, in host memory and on disk. With
+    checkpoint.async_save = false, both numbers are 0."""
     sizes = staging_by_chunk(config, planned).values()
     return StagingBytes(sum(size.host for size in sizes), sum(size.disk for size in sizes))
 
 
 def staging_by_chunk(config: Config, planned: PlannedRank) -> dict[int, StagingBytes]:
-    """Return a dict from the number of each chunk to the bytes that checkpoint.async_save needs for
-    copies of its states on a rank."""
+    """Return a dict from the number of each chunk to the bytes that checkpoint.async_save needs on
+    a rank for copies of the chunk's states. With checkpoint.async_save = false, the dict is
+    empty."""
     if not config.checkpoint.async_save:
         return {}
     scatter = config.checkpoint.scatter
@@ -312,15 +312,16 @@ def plan_ranks(config: Config, mesh: Mesh) -> Iterator[tuple[Coordinate, dict[st
     Ranks that differ only along dp or ep have states of the same size.
 
     Yields:
-        The coordinate of the rank, and a dict of sizes in bytes. Its keys are those of
-        `ChunkEngine.state_bytes`, "cache" and "staging". "cache" is the memory of gathered
+        The coordinate of the rank, and a dict of sizes in bytes. The dict has the keys of
+        `ChunkEngine.state_bytes`, and "cache" and "staging". "cache" is the memory of gathered
         parameters with optim.resident = "cache" or with offloading. "staging" is the host memory
         for checkpoint.async_save. "disk" includes the copies of states on disk that
         checkpoint.async_save makes there. "total" is the device memory, including "cache". With
-        offloading, "tiers" is the result of `ChunkEngine.bytes_by_tier`, which also has, in each
-        tier, "cache"; "early", the spare buffers for early updates; and "checkpoints", the copies
-        that checkpoint.async_save makes. With offload.early_adam = "auto", spare buffers are
-        counted only if offload.host_memory limits them.
+        offloading, the dict also has the key "tiers": the result of `ChunkEngine.bytes_by_tier`
+        with three more sizes in each tier. These are "cache", as above; "early", the spare buffers
+        for early updates; and "checkpoints", the copies that checkpoint.async_save makes. With
+        offload.early_adam = "auto", spare buffers are counted only if offload.host_memory limits
+        them.
 
     Raises:
         ConfigError: A parallel size does not divide a model dimension, optim.cache_chunks is too
@@ -335,7 +336,7 @@ def plan_ranks(config: Config, mesh: Mesh) -> Iterator[tuple[Coordinate, dict[st
 
 def _writers(config: Config, mesh: Mesh) -> Iterator[Coordinate]:
     """Yield a mesh coordinate for each pair of a pp index and a tp index, as `_kinds` does. With
-    checkpoint.scatter = "paper", it is the coordinate of the rank that writes checkpoints, because
+    checkpoint.scatter = "paper", yield the coordinate of the rank that writes checkpoints, because
     only this rank has staging memory."""
     for coordinate in _kinds(mesh):
         if config.checkpoint.scatter == "paper":

@@ -48,13 +48,13 @@ def _product_of(packet: Any, args: Sequence[Any]) -> Product | None:
 def _pass_of(
     function: Any, args: Sequence[Any], read: Sequence[Tensor], written: Sequence[Tensor]
 ) -> Pass | None:
-    """Return the `Pass` of an operation that is not a matrix product; None if it reads and writes
-    no bytes.
+    """Return the `Pass` of an operation that is not a matrix product; None if the operation neither
+    reads nor writes memory.
 
     Args:
         function: The operation.
         args: Positional arguments of the operation.
-        read: All tensors in these arguments.
+        read: All tensors in the positional and keyword arguments.
         written: Results of the operation.
     """
     packet = function._overloadpacket
@@ -84,8 +84,8 @@ def _size(tensor: Tensor) -> int:
 
 
 class _Work(NamedTuple):
-    """Floating-point operations of a call of a torch operation, and its matrix product or memory
-    traffic."""
+    """Costs of a call of a torch operation: its number of floating-point operations, and its matrix
+    product or memory traffic."""
 
     flops: int
     operation: Product | Pass | None
@@ -118,12 +118,12 @@ class _Known(NamedTuple):
 
 
 _known: dict[Any, _Known] = {}
-"""Cache of operations on meta tensors, by function and arguments. It saves time, because torch
-computes the shapes of most results in Python. The operations of a profile occur again in other
-layers and in other profiles."""
+"""Cache of operations on meta tensors, by function and arguments. The cache saves time, because
+torch computes the shapes of most results in Python, and because the operations of a profile occur
+again in other layers and in other profiles."""
 _MOST_KNOWN = 1 << 13
-"""Number of operations at which `_known` is cleared. Successive profiles of a search have about a
-hundred different operations."""
+"""Number of cached operations at which `_known` is cleared. Successive profiles of a search have
+about a hundred different operations."""
 
 
 def _run(
@@ -133,8 +133,8 @@ def _run(
 
     Args:
         function: The operation.
-        args, kwargs: Its arguments.
-        read: All tensors in its arguments.
+        args, kwargs: Positional and keyword arguments of the operation.
+        read: All tensors in these arguments.
     """
     key = None
     if all(tensor.is_meta for tensor in read):
@@ -218,10 +218,10 @@ class _Storage(NamedTuple):
     num_bytes: int
     """Counted bytes. Storages that existed before the first operation count as 0 bytes."""
     rows: _ExpertRows | None
-    """Factors for operations that read this storage: for indices of rows and for results of grouped
-    products, which only operations of experts read. None for all other storages. The storages
-    identify these operations, because a divided backward computes the gradients of experts without
-    the ops in `_EXPERTS`."""
+    """Factors for operations that read this storage; None if they are not operations of experts.
+    Only operations of experts read row indices and results of grouped products. The tracker
+    identifies operations of experts by these operands, because a divided backward computes the
+    gradients of experts without the ops in `_EXPERTS`."""
 
 
 class TensorTracker(TorchDispatchMode):
@@ -237,15 +237,15 @@ class TensorTracker(TorchDispatchMode):
     def __init__(self, on_cpu: bool = False) -> None:
         super().__init__()
         # torch imports this module in the first operation under a mode. In a profile, the import
-        # would delay the release of tensors, which then count for too long.
+        # would delay the release of tensors, so that these would be counted for too long.
         importlib.import_module("torch._dynamo")
         self._on_cpu = on_cpu
         self.live = self.peak = self.flops = 0
         self._operations: list[Operation] = []
         self._expert_rows = 0
-        """Number of rows that the experts of a layer on this rank compute for a microbatch. 0 if
-        each row of their operands belongs to an expert of this rank. On a CPU, only these rows are
-        in memory."""
+        """Number of rows that the experts of a layer on this rank compute for a microbatch; 0 if
+        each row of the operands belongs to an expert of this rank. On a CPU, only rows of experts
+        of this rank are in memory."""
         self._known: dict[int, _Storage] = {}
         """The storages, by address."""
 
@@ -420,5 +420,5 @@ _EXPERTS: Mapping[Any, Callable[..., Any]] = {
 }
 """Implementations of the ops of the experts that run on accelerators, by op."""
 _GROUPED_PRODUCTS = {torch.ops.optimus.grouped_mm, torch.ops.optimus.grouped_mm_weight}
-"""Products of the R rows of all experts: [R, A] times [E, A, B], or transposed [R, A] times
-[R, B]."""
+"""Matrix products of the experts, for R rows of all experts together: [R, A] times [E, A, B], or
+transposed [R, A] times [R, B]."""
