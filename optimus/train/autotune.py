@@ -2,7 +2,7 @@
 kernel backend, grouped GEMM and expert dispatcher.
 
 The grouped GEMM has two implementations, called forms: "torch" is torch's grouped GEMM, and "loop"
-is a loop over the experts. Two backends or forms may add numbers in different orders, so that the
+is a loop over the experts. Two backends or forms can add numbers in different orders, so that the
 last bits of their results differ. A run therefore fails at its start if its ranks select different
 backends or forms.
 """
@@ -50,7 +50,7 @@ starts."""
 
 class KernelChoices(NamedTuple):
     """The values of the settings `kernels.backend` and `kernels.grouped_gemm` that a run uses. All
-    ranks have the same values. If the model has no experts, a value may still be "auto"."""
+    ranks have the same values. If the model has no experts, a value can still be "auto"."""
 
     backend: str
     grouped_gemm: str
@@ -168,7 +168,7 @@ def _agree_on_backend(world: World, kind: str) -> backend.Backend:
     """Activate the same kernel backend for the device type `kind` on all ranks and return it.
     Raises ConfigError if a rank cannot use any backend or if the backends of two ranks differ."""
     builds = world.launch.local_rank == 0
-    # A setting such as `cuda` is for the accelerator. Its host then uses the kernels of the CPU.
+    # A setting such as `cuda` is for the accelerator. The host then uses the kernels of its CPU.
     is_host = kind != world.device.type
     name = "auto" if is_host and backend.chosen()[0] != "torch" else ""
     chosen, answer = backend.Backend("torch"), Answer()
@@ -252,7 +252,7 @@ def _failure(answers: Sequence[Answer]) -> str:
 
 
 def _rank_ranges(ranks: Sequence[int]) -> str:
-    """Format rank numbers as text, such as `rank 3` or `ranks 0-7, 9`. `ranks` must be in ascending
+    """Return rank numbers as text, such as `rank 3` or `ranks 0-7, 9`. `ranks` must be in ascending
     order."""
     runs: list[list[int]] = []
     for rank in ranks:
@@ -272,9 +272,9 @@ def _form_setting(config: Config) -> str:
 
 
 def _form_before_start(config: Config, stored: Mapping[str, Any]) -> str:
-    """Return the implementation of the grouped GEMM that the configuration selects. If it selects
-    "auto", return the implementation in `stored`, which contains the settings of the checkpoint. If
-    `stored` contains none, return "auto"."""
+    """Return the implementation of the grouped GEMM that the configuration selects. For "auto",
+    return the implementation in `stored`, which contains the settings of the checkpoint, or "auto"
+    if `stored` contains no implementation."""
     form = _form_setting(config)
     return stored.get(_FORM, "auto") if form == "auto" else form
 
@@ -309,8 +309,8 @@ def _agree_on_form(config: Config, world: World, stored: Mapping[str, Any]) -> s
 
 
 def _unavailable(form: str, model: ModelConfig, tp: int, like: torch.Tensor) -> str:
-    """Check that the implementation `form` of the grouped GEMM supports `model` with the dtype and
-    device of `like`. Return the reason why it does not, or "" if it does."""
+    """Return "" if the implementation `form` of the grouped GEMM supports `model` with the dtype
+    and device of `like`; otherwise return the reason why `form` is not supported."""
     try:
         set_form(form)
         current_form(like, model.hidden_size, *_inner_sizes(model, tp))
@@ -337,7 +337,7 @@ def measure_grouped_gemm(model: ModelConfig, tp: int, tokens: int, like: torch.T
     Args:
         model: The model's configuration.
         tp: Number of tensor-parallel ranks.
-        tokens: Tokens of a microbatch. The timing uses at most 4096 of them.
+        tokens: Number of tokens of a microbatch. The timing uses at most 4096 tokens.
         like: A tensor with the dtype and device of the run.
     """
     layer = model.layer(model.experts_by_layer.index(max(model.experts_by_layer)))
@@ -388,7 +388,7 @@ def _make_experts_pass(layer: ModelConfig, tokens: int, like: torch.Tensor) -> C
 
 
 class DispatchChoice(NamedTuple):
-    """The value of `parallel.ep_dispatch` that a run uses, and the reason for its choice. The value
+    """The value of `parallel.ep_dispatch` that a run uses, and the reason for this value. The value
     names the dispatcher, which exchanges tokens between the ranks of expert parallelism."""
 
     name: str
@@ -453,7 +453,7 @@ def autotune_dispatch(
 
 def warn_of_alltoall(parallel: ParallelConfig, device_type: str) -> None:
     """Log a warning if `parallel.ep_dispatch` = "alltoall" is set for Intel GPUs, because
-    all-to-all operations may kill the process there."""
+    all-to-all operations can kill a process on these GPUs."""
     # The setting may come from the config.toml of a run on another device.
     if parallel.ep > 1 and device_type == "xpu" and parallel.ep_dispatch == "alltoall":
         logger.warning(
@@ -489,14 +489,14 @@ def choose_dispatch(device_type: str, deterministic: bool, recorded: str) -> Dis
         recorded: The dispatcher that the checkpoint records; "auto" if the checkpoint records no
             dispatcher that this run can use again.
     """
-    # Measurements in two runs can select different dispatchers, which may add results in different
-    # orders. Deterministic mode therefore fixes the choice, as for the grouped GEMM.
+    # Measurements in two runs can select different dispatchers, and two dispatchers can add results
+    # in different orders. Deterministic mode therefore fixes the choice, as for the grouped GEMM.
     if deterministic:
         return DispatchChoice("allgather", "selected by train.deterministic")
     if device_type == "xpu":
         # With xccl on 2 nodes, all_to_all_single under expert parallelism ended the process (in
         # ur_die) without a Python exception. A measurement would therefore end the run at its
-        # start, and again each time that it is resumed.
+        # start, and also at each resume.
         also = ", though the checkpoint has alltoall" if recorded == "alltoall" else ""
         return DispatchChoice(
             "allgather",

@@ -225,13 +225,14 @@ def _add_launch(commands: argparse._SubParsersAction) -> None:
         action="append",
         default=[],
         metavar="NODE",
-        help="use node NODE again, although it was excluded after failures; may be repeated",
+        help="use node NODE again, although it was excluded after failures; give the option once "
+        "for each such node",
     )
     parser.add_argument(
         "--next-job",
         metavar="COMMAND",
-        help="bash command that submits the job which continues the run, and prints the name of "
-        "that job",
+        help="bash command that submits the job which continues the run; the command must print "
+        "the name of that job",
     )
     parser.add_argument(
         "--unless-ended",
@@ -317,7 +318,7 @@ def _machine(args: argparse.Namespace, arguments: list[str]) -> int:
 
 
 def _add_status(commands: argparse._SubParsersAction) -> None:
-    text = "Show the nodes of a supervised run, its attempts, and how it has used its time."
+    text = "Show the nodes, the attempts and the use of time of a supervised run."
     parser = add_command(commands, "status", _status, text)
     parser.add_argument("run_dir", help="run directory of optimus launch")
     parser.add_argument("--watch", action="store_true", help="repeat every 2 s until the run ends")

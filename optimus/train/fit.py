@@ -1,9 +1,9 @@
-"""Two functions of a run: before its ranks start, a check that the run fits in memory; after its
-first updates, a comparison of the predicted memory and step time with the measured ones.
+"""Check that a run fits in memory, before the run starts; and comparison of the predicted memory
+and step time with the measured values, after the first updates.
 
-`check_before_ranks` runs in the command that starts the ranks. If only a rank can determine its
-device, the first rank makes the check, before the rendezvous. This module imports torch only in
-functions that run on a rank.
+`check_before_ranks` runs in the command that starts the ranks. If this command cannot determine the
+device of the ranks, the first rank makes the check instead, before the rendezvous. This module
+imports torch only in functions that run on a rank.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def capacity_before_ranks(
         is_node: False if this machine, such as a login node, is not a node of the run.
 
     Returns:
-        The memory; None if only a rank on a node can determine it.
+        The memory; None if only a rank on a node can determine the memory.
 
     Raises:
         ConfigError: The file of `train.machine` has no device.
@@ -125,8 +125,9 @@ def check_on_first_rank(
 
 
 def capacity_of_rank(train: TrainConfig, local_rank: int, ranks_per_node: int) -> Capacity:
-    """Return the memory of `train.machine` or, if it is not set, of the device of the rank with the
-    number `local_rank` on this node. Raises ConfigError as `pick_device`."""
+    """Return the memory of `train.machine` or, if this setting is empty, of the device of the rank
+    with the number `local_rank` on this node. Raises ConfigError if the machine or the device does
+    not exist."""
     from optimus.platform import device_memory, pick_device
 
     if train.machine:
@@ -258,7 +259,7 @@ class FirstUpdates:
 
     def _lacking_memory(self, ranks: Sequence[_RankFigures]) -> str:
         """Return a text with the problem if ranks on a CPU leave too little memory for the process
-        of the prediction. Return "" if they leave enough."""
+        of the prediction, otherwise ""."""
         if self._world.device.type != "cpu":
             return ""
         on_node = self._world.launch.local_world_size * max(rank.peak_bytes for rank in ranks)

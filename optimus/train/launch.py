@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 
 
 _ALLOCATIONS = {"SLURM_JOB_NODELIST", "PBS_NODEFILE"}
-"""Environment variables that Slurm or PBS sets in a job. They give the nodes of the job."""
+"""Environment variables with the nodes of a job, which Slurm or PBS sets in the job."""
 
 
 _FROZEN = (*FROZEN, "train.global_batch_tokens")
@@ -270,9 +270,10 @@ def supervise(job: Job) -> int:
 def _valid_sizes(
     config: Config, nodes: int, ranks_per_node: int, capacity: Capacity | None
 ) -> tuple[int, ...]:
-    """Return all node counts from 1 to `nodes` with which the configuration is valid. If the run
-    may continue on fewer nodes, leave out counts below `nodes` with which the run cannot fit in
-    memory. Raises ConfigError if the configuration is invalid with `nodes` nodes."""
+    """Return all node counts from 1 to `nodes` with which the configuration is valid. If the
+    settings allow the run to continue on fewer nodes, leave out counts below `nodes` with which the
+    run cannot fit in memory. Raises ConfigError if the configuration is invalid with `nodes`
+    nodes."""
     may_shrink = config.resilience.on_exhausted == "shrink" and config.train.fit_check == "refuse"
     sizes = []
     for number in range(1, nodes + 1):

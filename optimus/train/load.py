@@ -72,7 +72,7 @@ def load_start(
         damaged[full.path] = problem
         plan = _resolve_without(damaged, config, world, plan)
     if full is None and (path := plan.start.path) is not None:
-        states.clear_moments()  # a damaged checkpoint may have filled some of them
+        states.clear_moments()  # a damaged checkpoint may have filled some moments
         opening = partial(open_weights, config.model, path)
         load_weights(layout, partial(states.put, "master"), opening, world, distribute, path)
     states.sync_params()
@@ -116,7 +116,7 @@ def load_weights(
     Args:
         layout: The slices of the parameters that this rank has.
         put: Function that stores values of these slices.
-        open_weights: Function that opens the weights. Only the first rank calls it.
+        open_weights: Function that opens the weights. Only the first rank calls this function.
         world: All ranks.
         distribute: Value of the setting `checkpoint.distribute`.
         origin: Name of the weights in error messages.

@@ -217,8 +217,8 @@ def fix_arithmetic(train: TrainConfig, local_world_size: int) -> int:
 
 
 def _finite(value: float) -> float | None:
-    """Return `value`, or None if `value` is NaN or infinite, as a loss or the gradient norm of a
-    skipped update can be."""
+    """Return `value`, or None if `value` is NaN or infinite. In a skipped update, the losses and
+    the gradient norm can have such values."""
     return value if math.isfinite(value) else None
 
 
@@ -401,8 +401,8 @@ class Run:
         print_end(train, self.config.model, self.plan, *figures, newest)
 
     def update(self, step: int) -> float:
-        """Run the update number `step`, and return its duration in seconds, which includes the time
-        to read the data. On the first rank, record its metrics."""
+        """Run the update number `step`, and return its duration in seconds, including the time to
+        read the data. On the first rank, also record the metrics of the update."""
         self.meter.clear()
         self.trace.events.clear()
         start_ns = time.perf_counter_ns()
@@ -475,7 +475,8 @@ class Run:
         self, result: UpdateResult, seconds: float, components: StepComponents | None
     ) -> None:
         """Pass the metrics of an update to all recorders, which write metrics.jsonl and other
-        outputs. `seconds` is the duration of the update, and `components` has its components."""
+        outputs. `seconds` is the duration of the update, and `components` divides this duration
+        into components."""
         model = self.config.model
         moe = None
         if model.sparse_layers:

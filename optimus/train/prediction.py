@@ -1,8 +1,8 @@
 """Prediction of the memory and the step time of a run. A separate process makes the prediction
-after the first updates, so that no rank waits for it.
+after the first updates, so that no rank waits for the prediction.
 
 The first rank starts the process, because only `optimus launch` has other processes while ranks
-train. The process has the lowest priority, and ends with the rank at the latest.
+train. The process has the lowest priority, and ends at the latest when the rank ends.
 """
 
 from __future__ import annotations

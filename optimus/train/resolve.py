@@ -49,8 +49,8 @@ FROZEN = (
     "optim.frozen",
 )
 """Settings that a resumed run must not change, in addition to all settings in `[model]`. A setting
-that is also in CHANGEABLE may change if `checkpoint.allow_change` names it. `train.batch_tokens` is
-the actual number of tokens per update."""
+that is also in CHANGEABLE is allowed to change if `checkpoint.allow_change` names it.
+`train.batch_tokens` is the actual number of tokens per update."""
 
 _DATA_POSITION = ("data.identity", "train.batch_tokens")
 """Settings that, together with the step, determine which instances (token sequences) an update
@@ -63,7 +63,7 @@ CHANGEABLE = (
     "train.threads",
     *(f"model.{key}" for key in FREE_IN_LOGITS),
 )
-"""Settings that a resumed run may change if `checkpoint.allow_change` names them."""
+"""Settings that a resumed run is allowed to change if `checkpoint.allow_change` names them."""
 
 # These values are known only after ranks have measured them. `optimus.train.autotune` then compares
 # the values with those of the checkpoint.
@@ -72,7 +72,8 @@ _PER_LAUNCH = (
     *("train.run_dir", "train.deadline_s", "train.stop_at_step", "checkpoint.load"),
     *("train.fit_check", "train.machine"),
 )
-"""Settings that may differ between the commands of a run. Their differences are not reported."""
+"""Settings that can have another value in each command of a run. Differences between these values
+are not reported."""
 
 
 class RunData(NamedTuple):
@@ -86,8 +87,8 @@ class RunData(NamedTuple):
     file."""
 
     def check_shards(self) -> None:
-        """Raise DataError if a shard of a data set is missing or has the wrong size. Call this on
-        only one rank of a run, since data sets may have many thousands of shards."""
+        """Raise DataError if a shard of a data set is missing or has the wrong size. Call this
+        method on only one rank of a run, since data sets may have many thousands of shards."""
         for source in (self.training, self.held_out):
             for dataset in getattr(source, "sources", (source,)):
                 if isinstance(dataset, TokenDataset):
@@ -96,8 +97,8 @@ class RunData(NamedTuple):
 
 @dataclass(frozen=True)
 class PartialPlan:
-    """The plan of a run. It can also be made on a machine that does not have the data sets or the
-    run directory.
+    """The plan of a run, which can also be made on a machine that does not have the data sets or
+    the run directory.
 
     Without the data sets, `data` is None. Without the run directory, `start` is the start of a new
     run.
@@ -114,8 +115,7 @@ class PartialPlan:
     """Log lines about settings whose values differ from those in the checkpoint, and about a
     changed learning rate."""
     skipped_steps: tuple[int, ...]
-    """The steps whose updates are skipped. They are listed in the file SKIPPED_STEPS of the run
-    directory."""
+    """The steps whose updates are skipped, from the file SKIPPED_STEPS of the run directory."""
 
     def tokens_after(self, step: int) -> int:
         """Return the total number of tokens that the run has read when update `step` is
@@ -139,8 +139,8 @@ class RunInputs(NamedTuple):
 
 
 class ResolvedStart(NamedTuple):
-    """The fields of a RunPlan that only the first rank computes. This rank locks the run directory
-    before it computes the fields, and then broadcasts them to all ranks."""
+    """The fields of a RunPlan that only the first rank computes. The first rank locks the run
+    directory, computes the fields, and broadcasts the fields to all ranks."""
 
     start: Start
     changes: tuple[str, ...]
@@ -186,7 +186,8 @@ def resolve(
 
 
 def read_inputs(config: Config, world_size: int) -> RunInputs:
-    """Check the settings against the number of ranks and open the data sets. Creates no file.
+    """Check the settings for the given number of ranks, and return the mesh, the batch sizes and
+    the opened data sets. Creates no file.
 
     Raises:
         ConfigError, DataError: The settings or the data cannot be used. The message is one line
@@ -282,8 +283,9 @@ def find_start(
     training: InstanceSource | None,
     damaged: Mapping[Path, str] = NOTHING,
 ) -> ResolvedStart:
-    """Return the start of a run: the step and the checkpoint or weights from which it starts, log
-    lines about settings that differ from the checkpoint's, and the steps to skip.
+    """Return the start of a run: the step and the checkpoint or weights from which the run starts,
+    log lines about settings whose values differ from those in the checkpoint, and the steps to
+    skip.
 
     A run must lock the run directory before this call, so that no other run commits a checkpoint to
     the directory.
@@ -378,7 +380,7 @@ def _compare(settings: Mapping[str, Any], start: Start, allowed: Sequence[str]) 
     """
     stored, changes = start.settings, []
     exact = settings["train.deterministic"] and stored.get("train.deterministic")
-    # A run that starts from weights alone may change every setting.
+    # A run that starts from weights alone is allowed to change every setting.
     compared = settings if start.full is not None else _DATA_POSITION
     # `settings` has no data.identity if the data was not read.
     for key in sorted(set(stored) & set(compared) & set(settings)):
@@ -421,7 +423,7 @@ def _position_change(settings: Mapping[str, Any], stored: Mapping[str, Any], ste
 
 
 def open_data(data: DataConfig, seq_len: int, vocab_size: int) -> RunData:
-    """Open the data sets of a run.
+    """Open and return the data sets of a run.
 
     Args:
         data: The section `[data]`.
@@ -445,9 +447,9 @@ class _Opener(NamedTuple):
     vocab_size: int
 
     def open(self, key: str, path: str) -> TokenDataset:
-        """Open the data set at `path`, the value of setting `key`. Raises DataError if an instance
-        of the data set does not have `seq_len` tokens, or if the vocabulary of the data set is
-        larger than that of the model."""
+        """Open and return the data set at `path`, the value of setting `key`. Raises DataError if
+        an instance of the data set does not have `seq_len` tokens, or if the vocabulary of the data
+        set is larger than that of the model."""
         dataset = TokenDataset(path)
         if dataset.context != self.seq_len:
             raise DataError(
@@ -524,7 +526,7 @@ def _evaluation_path(path: str) -> str:
 
 def _read_tokenizer(dataset: InstanceSource) -> bytes:
     """Return the content of a data set's tokenizer file. Raises DamageError if the file cannot be
-    read or is not the file that made the data set."""
+    read, or differs from the tokenizer file with which the data set was made."""
     file = Path(dataset.tokenizer_file)
     try:
         content = read_regular(file, _MAX_TOKENIZER_BYTES)

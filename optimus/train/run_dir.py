@@ -64,8 +64,8 @@ class RunDirectory:
         """Write config.toml and open the files of metrics and evaluations.
 
         If the run starts at step n, checkpoints and metrics of later steps are moved to
-        subdirectories. Call this after the initial states are loaded, so that a failed load changes
-        no file.
+        subdirectories. Call this method after the initial states are loaded, so that a failed load
+        changes no file.
 
         Args:
             config: The run's configuration, with the settings that ranks chose by measurement.

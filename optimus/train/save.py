@@ -125,9 +125,10 @@ class Saves:
             states: The parameters and optimizer states of this rank.
             rank_states: The shards of `states` and their layout over ranks.
             loss_scale: The loss scale, whose state each checkpoint contains.
-            workspace: The workspace of the run.
-            sync_logs: Function that syncs the metrics files to disk. The first rank calls it before
-                it commits a checkpoint.
+            workspace: The workspace of the run, a temporary directory from which files are renamed
+                into the run directory.
+            sync_logs: Function that syncs the metrics files to disk. The first rank calls this
+                function before each commit of a checkpoint.
         """
         self._config, self._world, self._plan, self._states = config, world, plan, states
         self._settings = flat_settings(config, plan.batch, plan.data.training)
@@ -222,8 +223,8 @@ class Saves:
     def end(self) -> None:
         """Wait until all saves in progress have ended, and log each failed save.
 
-        All ranks must call this method. After an error, call it only if every rank raises that
-        error.
+        All ranks must call this method. After an error, call this method only if every rank raises
+        that error.
         """
         for pending in (self._fulls, self._models):
             if (outcome := pending.poll(wait=True)) and outcome.failure:
@@ -358,8 +359,8 @@ class Saves:
             )
 
     def _warn_of_unremovable(self, left: dict[Path, str]) -> None:
-        """Log warnings that name the directories that could not be removed and give the free disk
-        space.
+        """Log a warning for each directory that could not be removed, and a warning with the free
+        disk space.
 
         Args:
             left: Dict from the directories that could not be removed to the reasons. A directory

@@ -1,5 +1,5 @@
-"""Learning rate of each update, and its comparison with the learning rate that a checkpoint
-records."""
+"""Learning rate of each update, and comparison of a learning-rate schedule with the schedule that a
+checkpoint records."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def check_run(
     from optimus.train.resolve import resolve
 
     plan = resolve(config, world_size, check_data, check_run_dir)
-    # Only these import torch, which takes seconds.
+    # Only these modules import torch, which takes seconds.
     from optimus.io.workspace import check_not_in_use
     from optimus.planner.states import check_names, check_slots
     from optimus.rank.states import check_disk_memory
@@ -86,8 +86,8 @@ def dry_run(
         nodes, ranks_per_node: Numbers of nodes and ranks.
         check_data, check_run_dir: As for `check_run`.
         machine: Machine of the run, if `train.machine` is not set.
-        is_node: False if this machine is not a node of the run. Its memory and its disk are then
-            not checked.
+        is_node: False if this machine is not a node of the run. The memory and the disk of this
+            machine are then not checked.
     """
     plan = check_run(config, nodes * ranks_per_node, check_data, check_run_dir)
     _check_node(config, plan, nodes, ranks_per_node, machine, is_node)
@@ -108,13 +108,13 @@ def _check_node(
     machine: Machine | None,
     is_node: bool,
 ) -> None:
-    """Check that the ranks of a node fit in its memory, and that `offload.disk` can be used. See
-    `dry_run` for the arguments."""
+    """Check that the ranks of a node fit in the memory of the node, and that `offload.disk` can be
+    used. See `dry_run` for the arguments."""
     from optimus.chunks.state_file import check_directory
     from optimus.train.fit import capacity_before_ranks, capacity_of_rank, check_before_ranks
 
     # If this machine is a node of the run, it has the ranks of all nodes, because `optimus launch
-    # --launcher local` emulates the nodes on it.
+    # --launcher local` emulates all nodes on this machine.
     ranks_here = ranks_per_node * (nodes if is_node else 1)
     capacity = capacity_before_ranks(config.train, ranks_here, machine, is_node)
     if capacity is None and is_node and config.train.fit_check != "off":
@@ -123,7 +123,7 @@ def _check_node(
     if not check_before_ranks(config, plan.mesh, microbatches, capacity):
         logging.getLogger(__name__).info(
             "the memory of the nodes is unknown here, so it was not checked that the run fits; set "
-            "train.machine to check it"
+            "train.machine for this check"
         )
     if is_node and config.offload.disk:
         check_directory(config.offload.disk, range(ranks_here))
@@ -187,7 +187,7 @@ class StartUp:
         self._start = self._last = time.monotonic() if process_start is None else process_start
         if process_start is None:
             return
-        with contextlib.suppress(KeyError, ValueError):  # only `--nproc` sets it
+        with contextlib.suppress(KeyError, ValueError):  # only `--nproc` sets the variable
             command_start = float(os.environ[COMMAND_STARTED])
             if 0 <= command_start <= process_start:
                 self._start = command_start
