@@ -164,8 +164,8 @@ def adamw_(
 ) -> None:
     """Update master, exp_avg and exp_avg_sq in place by one step of AdamW.
 
-    The tensors must not overlap; the op does not check this. If an element of the gradient is NaN
-    or infinite, the same element of every output is not finite.
+    The tensors must not overlap; the op does not detect overlap. If an element of the gradient is
+    NaN or infinite, the same element of every output is not finite.
 
     Args:
         master: fp32 [n], the master weights.

@@ -23,8 +23,8 @@ CHOICES = ("auto", "sycl", "cuda", "cpu", "torch")
 DEVICE_OF = {"sycl": "xpu", "cuda": "cuda", "cpu": "cpu"}
 _BACKEND_OF = {device: backend for backend, device in DEVICE_OF.items()}
 MAX_BUILDING_WORLD = 16
-"""Maximum number of ranks of a run that may compile kernels. A run with more ranks only loads
-libraries from the cache."""
+"""Maximum number of ranks of a run in which ranks compile missing kernels. In a run with more
+ranks, the ranks only load libraries from the cache."""
 
 _WORLD_SIZES = (
     *("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE"),
@@ -45,8 +45,8 @@ class Backend:
     library: ctypes.CDLL | None = field(default=None, compare=False)
     """The loaded library; None for torch."""
     why_not: str = field(default="", compare=False)
-    """Reason why "auto" selected torch instead of the device's compiled backend; "" if it did
-    not."""
+    """Reason why "auto" selected torch although the device type has a compiled backend; "" in all
+    other cases."""
 
 
 _configured = "auto"
@@ -94,7 +94,7 @@ def active(device: torch.device | str) -> Backend:
     """Return the backend of a device. The first call for a device type loads the backend.
 
     Raises:
-        KernelError: the selected backend is not available. With "auto", this is not an error.
+        KernelError: the backend is selected by a name other than "auto", and is not available.
     """
     kind = device.type if isinstance(device, torch.device) else device.partition(":")[0]
     backend = _active.get(kind)
@@ -109,7 +109,7 @@ def active(device: torch.device | str) -> Backend:
 def find(kind: str, may_build: bool | None = None, key: str = "", name: str = "") -> Backend:
     """Select, load and return the backend of a device type.
 
-    This function does not make the result the active backend. To do that, call `use`.
+    The active backend of the device type does not change. `use` makes a backend active.
 
     Args:
         kind: device type: cpu, cuda or xpu.
@@ -120,7 +120,7 @@ def find(kind: str, may_build: bool | None = None, key: str = "", name: str = ""
         name: name of the backend to use; "" for the selected backend.
 
     Raises:
-        KernelError: the selected backend is not available. With "auto", this is not an error.
+        KernelError: the backend is selected by a name other than "auto", and is not available.
     """
     selected, origin = chosen()
     name = name or selected
@@ -187,7 +187,7 @@ def obtain(backend: str, may_build: bool, key: str = "") -> Entry:
 
 
 def load(entry: Entry) -> ctypes.CDLL:
-    """Load the library of a cache entry and check its C interface.
+    """Load and return the library of a cache entry, and check its C interface.
 
     Raises:
         KernelError: the library cannot be loaded, or does not have the interface that this package
@@ -217,7 +217,8 @@ def load(entry: Entry) -> ctypes.CDLL:
 
 
 def _load_descriptor(file: int) -> ctypes.CDLL:
-    """Load a library from the open descriptor of its file. Raises OSError if loading fails."""
+    """Load and return a library from the open descriptor of its file. Raises OSError if loading
+    fails."""
     status = os.fstat(file)
     inode = status.st_dev, status.st_ino
     if inode in _loaded:

@@ -145,8 +145,8 @@ def prebuilt(backend: str, key: str = "") -> Entry | None:
 
 
 def build(backend: str) -> Entry:
-    """Return the library of a backend. Compile it if the cache does not contain a library for the
-    same `Target`.
+    """Return the library of a backend. Compile the library if the cache does not contain a library
+    for the same `Target`.
 
     Raises:
         KernelError: the library cannot be compiled.

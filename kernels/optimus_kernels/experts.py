@@ -89,9 +89,9 @@ def experts(
         save_input_only: True to save memory by recomputing the pre-activation in backward instead
             of saving it.
         weight_grads: function that backward calls once to get the destination of the weight
-            gradients, see `Destination`. If the function or the destination is None, autograd gets
-            the gradients of gate_up and down. If not, autograd does not get these gradients.
-            torch.compile does not support this argument.
+            gradients (see `Destination`). If the function or the destination is None, backward
+            returns the gradients of gate_up and down to autograd; otherwise, autograd does not get
+            these gradients. torch.compile does not support this argument.
 
     Returns:
         [T, D] in the dtype of x.
@@ -149,7 +149,8 @@ class _Experts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Compute the gradients. Raises NotImplementedError if create_graph is True."""
+        """Return the gradients of the inputs of `forward`. Raises NotImplementedError if
+        create_graph is True."""
         # The ops of backward have no gradient. A second derivative would therefore be wrong without
         # an error.
         if torch.is_grad_enabled():

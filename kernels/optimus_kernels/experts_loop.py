@@ -97,7 +97,8 @@ def backward(
     into: WeightGrads | None,
     defer: bool = False,
 ) -> tuple[Tensor, Tensor, DeferredInputs | None]:
-    """Compute the gradients of the experts. Write the weight gradients to `into` if it is not None.
+    """Compute the gradients of the experts. If `into` is not None, write the weight gradients to
+    its tensors.
 
     Returns:
         dx [T, D], the gradient of the inputs; dweights [T, K] (fp32 or fp64), the gradient of the

@@ -33,7 +33,7 @@ class Operands(NamedTuple):
 
 
 class WeightGrads(NamedTuple):
-    """Tensors to which backward writes the weight gradients. These tensors and the weights may have
+    """Tensors to which backward writes the weight gradients. These tensors and the weights can have
     different dtypes."""
 
     gate_up: Tensor

@@ -184,7 +184,7 @@ def grouped_mm(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
     _backward,
 )
 def grouped_mm_weight(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
-    """Compute a^T @ b for the rows of each expert. This is the weight gradient of `grouped_mm`.
+    """Compute a^T @ b for the rows of each expert: the weight gradient of `grouped_mm`.
 
     Args:
         a: [R, A], sorted by expert.

@@ -27,7 +27,7 @@ _CODES = {-1: "the dtype is not fp32, bf16 or fp16", -2: "a size is negative or 
 
 
 class Native:
-    """Python wrapper of a compiled library's C functions. They launch kernels on one type of
+    """Python wrapper of a compiled library's C functions, which launch kernels on one type of
     device."""
 
     def __init__(self, library: ctypes.CDLL, device: str) -> None:
@@ -39,8 +39,8 @@ class Native:
             self._functions[name] = function
         self.route_scratch = library.optimus_route_scratch
         self.route_scratch.argtypes, self.route_scratch.restype = (_L, _L, _L), _L
-        # Only the CPU library has these functions, which are not in interface.h. With valid
-        # arguments, they always succeed. They may be missing in libraries of tests.
+        # Only the CPU library has the following functions, which are not in interface.h. With valid
+        # arguments, these functions always succeed. Libraries of tests may lack these functions.
         self.square_bins = getattr(library, "optimus_cpu_square_bins", None)
         if self.square_bins is not None:
             self.square_bins.argtypes, self.square_bins.restype = (_P, _L, _P), _I

@@ -53,7 +53,7 @@ class _Buffer:
         self.last_request = 0
 
     def count(self) -> int:
-        """Return the reference count of `memory`. Each tensor that uses the buffer adds one."""
+        """Return the reference count of `memory`. Each tensor that uses the buffer adds 1."""
         return sys.getrefcount(self.memory)
 
     def free(self) -> bool:

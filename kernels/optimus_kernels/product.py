@@ -133,7 +133,7 @@ def onednn_is_exact() -> bool:
 
 @functools.cache
 def _onednn_is_better() -> bool:
-    """Return True if oneDNN is to be preferred to MKL for fp32 products on this CPU."""
+    """Return True if torch must use oneDNN instead of MKL for fp32 products on this CPU."""
     # Times are not measured, so that ranks on equal machines agree. MKL is used if the vendor of
     # the processor is unknown.
     if not torch.backends.mkl.is_available():
@@ -153,7 +153,7 @@ def product(
     Args:
         a: [M, K].
         b: [K, N] of the same dtype.
-        out: [M, N], contiguous. It may have another dtype than a and b.
+        out: [M, N], contiguous. The dtype of `out` can differ from the dtype of a and b.
         add: True to add the product to `out`; False to overwrite `out`.
         scratch: tensor with at least M * N elements of a's dtype, which is overwritten if
             `needs_scratch` returns True. If it is None, memory is allocated when needed.
