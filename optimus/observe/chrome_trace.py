@@ -41,7 +41,7 @@ class TracedWork(NamedTuple):
     executes. Times are in seconds from the start of the training step."""
 
     kind: str
-    """Name of the resource, such as `to device`."""
+    """Name of the resource, such as `to device` for the copies from host memory to the device."""
     chunk: int
     start_s: float
     end_s: float

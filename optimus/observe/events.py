@@ -29,8 +29,8 @@ class MoeFigures:
     """
 
     aux_loss: float | None
-    """Load-balancing loss, averaged over the microbatches; None if the loss is not finite, as in a
-    skipped update."""
+    """Load-balancing loss, averaged over the microbatches; None if the loss is not finite, which is
+    possible in a skipped update."""
     z_loss: float | None
     expert_load_min: float
     """Smallest load among all experts of all MoE layers."""
@@ -83,8 +83,8 @@ class StepRecord:
 
     step: int
     loss: float | None
-    """Mean cross-entropy of the global batch in nats; None if the mean is not finite, as in a
-    skipped update."""
+    """Mean cross-entropy of the global batch in nats; None if the mean is not finite, which is
+    possible in a skipped update."""
     grad_norm: float | None
     """Gradient norm before clipping; None if the update was skipped."""
     lr: float
@@ -249,7 +249,7 @@ class Recorder:
         """Receive a record of the run, such as the metrics of an update."""
 
     def collective(self, axes: str, operation: str, num_bytes: int) -> None:
-        """Receive the description of a collective or point-to-point message of this rank.
+        """Receive the description of a collective of tensors, or of a message that this rank sends.
 
         Args:
             axes: Mesh axes of the process group, such as `dp x ep`.
@@ -264,8 +264,8 @@ class Recorder:
         True."""
 
     def begin_phase(self, phase: str) -> None:
-        """Receive the start of a phase, which is `COMPUTE`, `BUBBLE`, `OPTIMIZER` or the mesh axes
-        of a process group. A phase can contain other phases."""
+        """Receive the start of a phase. `phase` is `COMPUTE`, `BUBBLE`, `OPTIMIZER` or the mesh
+        axes of a process group. A phase can contain other phases."""
 
     def end_phase(self) -> None:
         """Receive the end of the innermost phase."""

@@ -1,7 +1,8 @@
 """Output of a process on standard error: the log, and the progress of a run.
 
-The loggers `optimus.*` write lines. Progress is a bar on a terminal and lines elsewhere. Only the
-commands call `set_up_logging`. A program that imports Optimus must configure logging itself.
+The loggers `optimus.*` write lines. If standard error is a terminal, progress is shown as a bar,
+otherwise as lines. Only the commands call `set_up_logging`. A program that imports Optimus must
+configure logging itself.
 """
 
 from __future__ import annotations

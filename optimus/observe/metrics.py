@@ -120,7 +120,7 @@ class MetricsFiles(Recorder):
 
     def sync(self) -> None:
         """Make all recorded lines durable. Call this method before the commit of a checkpoint.
-        Raises OSError."""
+        Raises OSError if a file cannot be written."""
         for file in self._files:
             file.sync()
 
@@ -237,7 +237,8 @@ class JsonLines:
             self._write_copy()
 
     def sync(self) -> None:
-        """Make all lines durable. Any thread may call this method. Raises OSError."""
+        """Make all lines durable. Any thread can call this method. Raises OSError if the file
+        cannot be written."""
         try:
             with self._lock:
                 self._write()
