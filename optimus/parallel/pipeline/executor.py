@@ -232,7 +232,8 @@ class Executor:
 
     def _in_phase(self, kind: Kind, do: Callable[[Action], None]) -> Callable[[Action], None]:
         """Return a function that runs `do(action)` and reports the phase of the action to
-        `self.recorder`. Sends and receives are collectives, which report their phases."""
+        `self.recorder`. For sends and receives, return `do`, because the functions of
+        `optimus.distributed.collectives` report the phase."""
         if kind in self._channels:
             return do
         phase = OPTIMIZER if kind is Kind.OPT_STEP else COMPUTE
