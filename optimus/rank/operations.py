@@ -1,9 +1,9 @@
 """Operations of a model's forward and backward, with the shapes, bytes and kernel launches that
 determine their time.
 
-An operation here is everything that one kernel computes. Each fused kernel of torch and each kernel
-of `optimus_kernels` counts as a single operation; no other operations are fused. These rules define
-the FLOPs and bytes of an operation:
+An operation here is the complete computation of one kernel. Each fused kernel of torch and each
+kernel of `optimus_kernels` counts as a single operation; no other operations are fused. These rules
+define the FLOPs and bytes of an operation:
 
 - A matrix product has the FLOPs of its shape. A grouped product of experts counts as one product
   for each expert, with the mean number of rows of an expert.

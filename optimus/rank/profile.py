@@ -1,7 +1,7 @@
 """Activation memory and FLOPs of a microbatch, from a run of the model on the meta device.
 
 Tensors on the meta device have shapes but no memory, so a profile needs neither an accelerator nor
-the memory of the model. A profile counts the bytes of all tensors that operations create. It
+the memory of the model. A profile counts the bytes of all tensors that operations create. The count
 excludes model states, because they exist before the microbatch. Elixir's pre-runtime profiler
 measures the same quantities (arXiv 2212.05339, section 3.1).
 
@@ -464,7 +464,7 @@ def within_block(name: str) -> str:
 def kinds_of_layers(config: Config, layers: range) -> dict[int, int]:
     """Return a dict from the number of each layer to its kind. Layers of the same kind have equal
     profiles. If all parameters are trained, the kind of a layer is its number of experts; otherwise
-    each layer is a kind, with the number of the layer."""
+    the kind of a layer is the number of the layer."""
     experts = config.model.experts_by_layer
     return {n: n if config.optim.frozen else experts[n] for n in layers}
 
@@ -488,7 +488,8 @@ def _run_segments(
         layers: Kind of each layer, by the number of the layer.
         is_first: True to run the embedding, too. Otherwise, another operation replaces it, so that
             there are operations before each layer.
-        is_last: As `is_first`, for the head and operations after each layer.
+        is_last: True to run the head, too. Otherwise, another operation replaces it, so that there
+            are operations after each layer.
         divides_backward, on_cpu, concentrated: As for `profile_model`.
     """
     train, kind = config.train, config.model

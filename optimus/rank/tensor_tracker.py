@@ -79,7 +79,7 @@ def _is_view(tensor: Tensor, of: Sequence[Tensor]) -> bool:
 
 
 def _size(tensor: Tensor) -> int:
-    """Return the bytes of a tensor. Elements that a stride of 0 repeats count once."""
+    """Return the number of bytes of a tensor. Elements that a stride of 0 repeats count once."""
     return min(tensor.nbytes, tensor.untyped_storage().nbytes())
 
 
@@ -203,7 +203,8 @@ def _tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 class _ExpertRows(NamedTuple):
-    """Factors for the launches and bytes of operations on rows of experts, in a layer."""
+    """Factors by which the kernel launches and the bytes of operations on rows of experts are
+    multiplied, in a layer."""
 
     launches: int
     """Number of kernel launches of each operation: on a CPU, one for each expert."""
