@@ -77,7 +77,7 @@ def capacity_before_ranks(
         The memory; None if only a rank on a node can determine the memory.
 
     Raises:
-        ConfigError: The file of `train.machine` has no device.
+        ConfigError: The machine `train.machine` does not exist, or its file has no device.
     """
     if train.machine:
         return capacity_of_machine(train.machine, ranks_per_node)
@@ -94,7 +94,7 @@ def check_before_ranks(
     config: Config, mesh: Mesh, num_microbatches: int, capacity: Capacity | None
 ) -> bool:
     """Check that a run fits in the memory `capacity`. Return False if `capacity` is None, so that a
-    rank must make the check.
+    rank must make the check; otherwise return True.
 
     Raises:
         ConfigError: The run cannot fit.
@@ -159,7 +159,7 @@ class FirstUpdates:
     """
 
     def __init__(self, config: Config, mesh: Mesh, num_microbatches: int, world: World) -> None:
-        """Measure the memory of the process.
+        """On a CPU, measure the memory of the process before the model is created.
 
         Args:
             config: The run's configuration, with the placement of the rank's states.
@@ -182,13 +182,14 @@ class FirstUpdates:
     def after_update(
         self, step: int, is_last: bool, seconds: float, directory: RunDirectory | None
     ) -> None:
-        """Record the duration of an update. After the number of updates that `FIRST_UPDATES`
-        explains, measure the memory and start the prediction. All ranks must call this method.
+        """Record the duration of an update. After the last of the first updates (see
+        `FIRST_UPDATES`), measure the memory and start the prediction. All ranks must call this
+        method.
 
         Args:
             step: Number of the update.
             is_last: True if the command ends after this update.
-            seconds: Duration of the update.
+            seconds: Duration of the update in seconds.
             directory: The run directory; None except on the first rank.
         """
         if self._prediction is not None and (result := self._prediction.result()) is not None:

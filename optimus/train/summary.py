@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 
 
 def print_start(config: Config, plan: PartialPlan, ranks_per_node: int) -> None:
-    """Log the plan of a run, its warnings, the step and checkpoint from which it starts, and the
-    settings that differ from the checkpoint's."""
+    """Log the plan of a run, the warnings about the plan, the step and the checkpoint from which
+    the run starts, and the settings whose values differ from those in the checkpoint."""
     _log("this run", plan_facts(config, plan))
     warnings = network_warnings(config.model, config.train, plan.mesh, ranks_per_node)
     repeats = _repeats(config.data.mix, config.train.max_steps, plan)
@@ -45,8 +45,8 @@ def print_start(config: Config, plan: PartialPlan, ranks_per_node: int) -> None:
 
 
 def format_resolved(config: Config, plan: RunPlan, choices: MeasuredChoices) -> str:
-    """Return a text that describes the plan of a run and the chosen values of its measured
-    settings, with one line per fact."""
+    """Return a text that describes the plan of a run and the values of the settings that are chosen
+    by measurement, with one line per fact."""
     start = plan.start
     path = f" from {start.path}" if start.path is not None else ", from initial weights"
     facts = [*plan_facts(config, plan), ("start", f"step {start.step:,}{path}")]
@@ -60,8 +60,8 @@ def format_resolved(config: Config, plan: RunPlan, choices: MeasuredChoices) -> 
 
 
 def resolved_tree(config: Config, plan: RunPlan, choices: MeasuredChoices) -> dict[str, Any]:
-    """Return a dict for JSON with the plan of a run, the chosen values of its measured settings,
-    and all settings that its checkpoints will record."""
+    """Return a dict for JSON with the plan of a run, the values of the settings that are chosen by
+    measurement, and all settings that checkpoints of the run will record."""
     batch, start, data = plan.batch, plan.start, plan.data
     counts = {"tokens": batch.tokens, "instances": batch.instances, "targets": batch.targets}
     return {

@@ -69,7 +69,7 @@ class Updater:
         skipped_steps: Collection[int] = (),
         data: InstanceSource | None = None,
     ) -> None:
-        """Make the backward pass of `rank_model` write its gradients to `states`.
+        """Make the backward pass of `rank_model` write the gradients to `states`.
 
         Args:
             config: The run's configuration.
