@@ -61,8 +61,8 @@ def uniform(probs: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 Choice = Callable[[Tensor, int], tuple[Tensor, Tensor]]
-"""Function that chooses K distinct experts for each token. It maps the probabilities fp32 [T, E]
-and K to (probabilities of the chosen experts [T, K], expert indices int64 [T, K])."""
+"""Function that chooses K distinct experts for each token. The function maps the probabilities fp32
+[T, E] and K to (probabilities of the chosen experts [T, K], expert indices int64 [T, K])."""
 
 CHOICES: Mapping[str, Choice] = {"top-k": top_k, "uniform": uniform}
 

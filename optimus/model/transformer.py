@@ -85,8 +85,8 @@ class Transformer(nn.Module):
     weights. If `layers` is given, the model has only the blocks of these layers. `keep_stages`
     deletes all modules that the pipeline stages of a rank do not use.
 
-    `document_ids` are integers [B, S], preferably on the CPU. They divide sequences into documents:
-    a document starts where the id changes, and tokens attend only within their document.
+    `document_ids` are integers [B, S], preferably on the CPU. The ids divide sequences into
+    documents: a document starts where the id changes, and tokens attend only within their document.
     """
 
     def __init__(self, config: ModelConfig, layers: Collection[int] | None = None) -> None:
