@@ -1,5 +1,5 @@
-"""`square_bins_`: sum of the squares of a flat tensor. Its bits do not depend on the order of
-blocks.
+"""`square_bins_`: sum of the squares of a flat tensor. The bits of the sum do not depend on the
+order of blocks.
 
 The squares in each block of 32 elements are added in fp64, in a fixed order. The block sums are
 then added exactly, as integers. There is a bin for each binary exponent, and the significand of a
