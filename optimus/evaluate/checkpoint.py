@@ -55,7 +55,7 @@ def load_model(
 def load_resolved(
     source: Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
 ) -> Transformer:
-    """Load the model from `source`, a checkpoint or a Hugging Face directory.
+    """Load and return the model from `source`, a checkpoint or a Hugging Face directory.
 
     `source` must not be a run directory. To load from a run directory, use `load_model`.
     """
