@@ -83,8 +83,8 @@ def inverse_frequencies(config: ModelConfig, seq_len: int) -> tuple[Tensor, floa
 
     Args:
         config: configuration of the model.
-        seq_len: length of the sequence. Only with dynamic scaling, the result depends on this
-            length.
+        seq_len: length of the sequence. The result depends on this length only with dynamic
+            scaling.
 
     Returns:
         Frequencies in radians per token, fp32 [C/2], and the factor, which is 1 except with YaRN
