@@ -238,7 +238,7 @@ class TensorTracker(TorchDispatchMode):
     def __init__(self, on_cpu: bool = False) -> None:
         super().__init__()
         # torch imports this module in the first operation under a mode. In a profile, the import
-        # would delay the release of tensors, so that these would be counted for too long.
+        # would delay the release of tensors, which would then be counted for too long.
         importlib.import_module("torch._dynamo")
         self._on_cpu = on_cpu
         self.live = self.peak = self.flops = 0
