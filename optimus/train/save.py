@@ -291,7 +291,7 @@ class Saves:
             pending.failures = 0
             if pending is self._fulls:
                 self.newest = store.full_path(self._config.train.run_dir, outcome.step)
-        elif outcome.failure.nonfinite:  # the value is in the saved copy
+        elif outcome.failure.nonfinite:  # the saved copy has a NaN or infinite value
             self._refuse_bad_states(outcome.step)
             if outcome.rank == self._world.rank:
                 write_marker(
