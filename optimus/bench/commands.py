@@ -37,8 +37,8 @@ _OPTIONS = {
 def add_to(commands: argparse._SubParsersAction) -> None:
     """Add the command `bench` to `commands`, the subcommands of `optimus`."""
     text = (
-        "Measure an update of a training run, restarts of a supervised run, offloading, or the "
-        "rates of this machine."
+        "Measure the time of a training update, the restarts of a supervised run, offloading, or "
+        "the rates of this machine."
     )
     parser = commands.add_parser("bench", help=text, description=text)
     parser.set_defaults(run=_bench)
@@ -46,29 +46,31 @@ def add_to(commands: argparse._SubParsersAction) -> None:
         "name",
         metavar="NAME",
         type=_benchmark,
-        help="step: an update against a plain torch loop; supervision: times of detection and "
-        "restart after failures, on nodes that this machine emulates; links: rates of copies and "
-        "updates for offloading; disk: updates of states on disk, against raw reads and writes; "
-        "offload: steps with random workloads on an emulated device, against predicted times; "
-        "machine: rates of matrix products, memory, network and disk, for the planner",
+        help="step: time of an update, compared with a plain torch loop; supervision: times of "
+        "detection and restart after failures, on nodes that this machine emulates; links: rates "
+        "of copies and updates for offloading; disk: rate of updates of optimizer states on disk, "
+        "compared with raw reads and writes; offload: times of steps with random workloads on an "
+        "emulated device, compared with predicted times; machine: rates of matrix products, "
+        "memory, network and disk, for the planner",
     )
     parser.add_argument(
         "config",
         nargs="?",
-        help="a TOML file; configs/run has examples. step requires it. Optional for supervision, "
-        "which uses it only for the NaN check, and for links and machine, which read from it the "
-        "device and the number of threads",
+        help="a TOML file; configs/run has examples. step requires the file. supervision uses the "
+        "file only for the NaN check; links and machine read only the device and the number of "
+        "threads from the file; these three benchmarks also run without a file",
     )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     _add_step_options(parser.add_argument_group("step"))
     _add_supervision_options(parser.add_argument_group("supervision"))
     offloading = parser.add_argument_group("links, disk and offload")
-    text = "links: write the rates to this file, for offload.links; machine: write a machine file"
+    text = "links: write the rates to this file, for the setting offload.links; machine: write a "
+    text += "machine file"
     offloading.add_argument("--out", metavar="FILE", help=text)
-    text = "links: also measure the disk of this directory; disk: measure the disk of this "
-    text += "directory (required) in --rounds N rounds (default: 10); offload: put all states into "
-    text += "a file in this directory"
+    text = "links: also measure the disk that contains this directory; disk: measure the disk that "
+    text += "contains this directory (required) in --rounds N rounds (default: 10); offload: put "
+    text += "all optimizer states into a file in this directory"
     offloading.add_argument("--disk", metavar="DIR", help=text)
     text = "offload: number of random workloads (default: 20), each with --steps N updates "
     text += "(default: 6); --seed N changes the workloads"
@@ -83,9 +85,9 @@ def _add_step_options(group: argparse._ArgumentGroup) -> None:
         "--nproc",
         type=int,
         metavar="N",
-        help="start N local ranks and measure time, payload bytes by mesh axis and pipeline bubble "
-        "instead of comparing with plain torch; machine: number of local ranks (default: one for "
-        "each accelerator, or 2 on a CPU)",
+        help="step: start N local ranks, and measure the time of an update, the payload bytes of "
+        "collectives by mesh axis and the pipeline bubble, without a comparison with plain torch; "
+        "machine: number of local ranks (default: one for each accelerator, or 2 on a CPU)",
     )
     group.add_argument(
         "--trace",
@@ -97,8 +99,8 @@ def _add_step_options(group: argparse._ArgumentGroup) -> None:
         "--profile",
         action="store_const",
         const=True,
-        help="measure the time by phase and by module instead of comparing with plain torch (one "
-        "process, on a CPU)",
+        help="measure the time of an update by phase and by module, without a comparison with "
+        "plain torch; this option needs one process and a CPU",
     )
 
 
@@ -107,10 +109,11 @@ def _add_supervision_options(group: argparse._ArgumentGroup) -> None:
         "--only",
         action="append",
         metavar="FIGURE",
-        help="measure only this figure: faults (time of detection, nodes that were excluded, "
+        help="measure only this figure: faults (time to detect a fault, nodes that were excluded, "
         "time to the first update), cold (time to the first update if the node has lost its warm "
-        "process, which forks ranks), files (number that a restart opens and creates), nan-check "
-        "(share of an update's time) or false-alarms; may be repeated",
+        "process, which forks ranks), files (numbers of files that a restart opens and creates), "
+        "nan-check (time of the NaN check as a share of an update's time) or false-alarms (number "
+        "of reported failures in a run without faults); repeat the option for several figures",
     )
     for name, text in (
         ("rounds", "number of faults of each kind (default: 3)"),
@@ -263,7 +266,8 @@ def _bench_supervision(args: argparse.Namespace) -> int:
     supervision.check(options, folder, has_config=args.config is not None)
     config = None if args.config is None else load_config(args.config, args.overrides)
     before = signal.getsignal(signal.SIGTERM)
-    # With an exception, the benchmark removes its processes and files before it ends.
+    # SIGTERM raises an exception, so that the benchmark removes its processes and files before it
+    # ends.
     with raising_keyboard_interrupt():
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
@@ -293,7 +297,7 @@ def _bench_step(args: argparse.Namespace, arguments: list[str]) -> int:
             raise ConfigError(f"--profile measures one process, not {ranks}; remove --profile")
         if args.trace and (args.profile or (ranks == 1 and not args.nproc)):
             raise ConfigError(
-                f"--trace {args.trace}: only a run with --nproc N has a trace; add it"
+                f"--trace {args.trace}: only a run with --nproc N has a trace; add --nproc N"
             )
         if args.trace and launch.is_first:  # this rank writes the file
             check_output(args.trace, "--trace")

@@ -1,4 +1,5 @@
-"""Rates of a disk, and of updates of optimizer states on the disk, for `optimus bench disk`."""
+"""Rates of raw reads and writes of a disk, and rates of updates of optimizer states on the disk,
+for `optimus bench disk`."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ _CHUNKS = 12
 _ELEMENTS = 1 << 22
 """Number of elements of a chunk. The states of a chunk have 48 MiB."""
 _STATE_BYTES = 12
-"""Bytes of the states of an element: fp32 master, exp_avg and exp_avg_sq."""
+"""Bytes of the optimizer states of an element: fp32 master weight, exp_avg and exp_avg_sq."""
 
 
 def bench_disk(directory: Path, rounds: int, threads: int) -> dict[str, Any]:
@@ -42,9 +43,11 @@ def bench_disk(directory: Path, rounds: int, threads: int) -> dict[str, Any]:
         threads: Number of threads of the run.
 
     Returns:
-        A dict for JSON: `bytes`, the number of bytes read and written in a round; `raw` and `tier`,
-        the bytes per second of the raw file and of the disk tier in each round; and `ratio`, for
-        each round the rate of the tier divided by the rate of the raw file.
+        A dict for JSON: `bytes`, the number of bytes that a round reads, and also writes; `raw`,
+        for each round the bytes per second of raw reads and writes; `tier`, for each round the
+        bytes per second that the updates read and write; `ratio`, for each round `tier` divided by
+        `raw`; `threads`, the number of threads of an update; and `load`, the load average of the
+        machine.
     """
     torch.set_num_threads(threads)
     size = _CHUNKS * _ELEMENTS * _STATE_BYTES
@@ -52,7 +55,7 @@ def bench_disk(directory: Path, rounds: int, threads: int) -> dict[str, Any]:
     assert engine.disk is not None
     try:
         with contextlib.closing(RawFile(engine.disk.path, size)) as raw:
-            raw.write()  # the first write of an allocated block may be slower
+            raw.write()  # the first write of an allocated block can be slower
             _update(engine)
             raw_s, tier_s = [raw.read_and_write()], []
             for _ in range(rounds):
@@ -94,7 +97,7 @@ def _update(engine: ChunkEngine) -> float:
     seconds."""
     engine.start_step()
     engine.gradients.finish()
-    for state in engine.chunks:  # a disk may move zeros faster than other values
+    for state in engine.chunks:  # a disk can transfer zeros faster than other values
         state.grad.normal_()
     start = time.perf_counter()
     engine.update(1e-3)

@@ -119,8 +119,8 @@ class Shape:
 class Launch:
     """A running command `optimus launch` with emulated nodes on this machine.
 
-    A `Launch` is a context manager. At the end of the context, it kills all processes of the
-    launch.
+    A `Launch` is a context manager. At the end of the context, all processes of the launch are
+    killed.
     """
 
     def __init__(self, config: Config, shape: Shape, plan: Plan) -> None:
@@ -176,7 +176,7 @@ class Launch:
 
     def remember(self) -> None:
         """Record the running processes of the launch, for `alive`. Call this method before killing
-        a process, because the children of a process cannot be found after it has ended."""
+        a process, because the children of a process cannot be found after the process has ended."""
         for process in list(self._seen.values()):
             with contextlib.suppress(psutil.NoSuchProcess):
                 self._seen.update({p.pid: p for p in process.children(recursive=True)})
@@ -275,9 +275,9 @@ def kill(processes: Iterable[psutil.Process], number: int = signal.SIGKILL) -> N
 
 
 def _environment(plan: Plan, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables of a launch. They contain `environ` without the variables of
-    a scheduler's job, and variables that make each interpreter import optimus.bench.probe and read
-    `plan`."""
+    """Return the environment variables of a launch: the variables in `environ` except those of a
+    scheduler's job, and additional variables that make each interpreter import optimus.bench.probe
+    and read `plan`."""
     # From the variables of a scheduler's job, the launch would read the job's name and end time.
     kept = {k: v for k, v in environ.items() if not k.startswith(("SLURM_", "PBS_"))}
     paths = [plan.folder, *filter(None, [environ.get("PYTHONPATH")])]

@@ -4,9 +4,9 @@ The results are the time of an update on the slowest rank, the traffic and the p
 Traffic is the payload of collectives in bytes, on the rank with the largest payload. The pipeline
 bubble is computed from the measured times of the pipeline actions, such as the forward of a
 microbatch. The schedule is also simulated twice: first with the measured mean time of each action,
-then with equal times of all stages, whose backward takes twice as long as their forward. For 1F1B
-with p pipeline ranks, m microbatches and v stages per rank, the second simulation gives the bubble
-ratio (p-1)/(m*v).
+then with the same time for each stage and a backward that takes twice as long as the forward. For
+1F1B with p pipeline ranks, m microbatches and v stages per rank, the second simulation gives the
+bubble ratio (p-1)/(m*v).
 """
 
 from __future__ import annotations
@@ -222,7 +222,7 @@ def format_layout(result: dict[str, Any]) -> str:
             f"{counted(result['microbatches'], 'microbatch', 'microbatches')}, "
             f"{counted(result['virtual_stages'], 'stage')} a rank: measured "
             f"{bubble['measured_ratio']:.3f}, "
-            f"simulated {bubble['simulated_ratio']:.3f}, of even stages "
+            f"simulated {bubble['simulated_ratio']:.3f}, with equal stage times "
             f"{bubble['even_stages_ratio']:.3f}, (p-1)/(m*v) {bubble['formula_ratio']:.3f}; "
             f"bubble_fraction {bubble['measured_fraction']:.3f}"
         )

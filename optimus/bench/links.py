@@ -1,4 +1,5 @@
-"""Rates of copies between memory tiers and of updates on the host, for `optimus bench links`."""
+"""Rates of copies between device, host and disk, and rates of updates on the host, for `optimus
+bench links`."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ def bench_links(device: torch.device, threads: int, disk: Path | None = None) ->
     """Measure the rates of copies and updates of a device and its host.
 
     Args:
-        device: The device. On a CPU, a copy between the tiers is a copy within host memory.
+        device: The device. On a CPU, a copy between device and host is a copy within host memory.
         threads: Number of threads of the run. An update on the host uses `update_threads(threads)`
             threads.
         disk: A directory on a disk that is also measured; None if no disk is measured.

@@ -1,8 +1,8 @@
 """`optimus bench machine`: measures the rates of this machine for the planner.
 
 All ranks run the same operation at the same time. The time of an operation on a rank is the median
-over its runs. A rate is the rate of the slowest rank. Matrix products and attention use the same
-library as in a training run.
+over the runs on this rank. A rate is the rate of the slowest rank. Matrix products and attention
+use the same library as in a training run.
 """
 
 from __future__ import annotations
@@ -52,8 +52,9 @@ _STEADY = 0.7
 use the machine."""
 _DISK_BYTES = 1 << 26
 _CPU_BYTES, _DEVICE_BYTES = 1 << 26, 1 << 29
-"""Size in bytes of a tensor that exceeds the caches, on a CPU and on other devices. The rate of the
-memory is measured with such a tensor. The largest buffer of a collective has the same size."""
+"""Size in bytes of a tensor that exceeds the caches: on a CPU, and on other devices. The rate of
+the memory is measured with a tensor of this size. The largest buffer of a collective has the same
+size."""
 
 
 class Shape(NamedTuple):
@@ -69,8 +70,8 @@ class Shape(NamedTuple):
 
 
 def shapes_for(device_type: str) -> tuple[Shape, ...]:
-    """Return the shapes of the matrix products to measure. Some have three equal sizes, some have
-    one size that is much smaller than the other two."""
+    """Return the shapes of the matrix products to measure. In a shape, all sizes are equal, or one
+    size is much smaller than the other two, or one size is twice as large as the other two."""
     large = 1024 if device_type == "cpu" else 8192
     cubes = (Shape(size, size, size) for size in (large, large // 2, large // 4, large // 8))
     medium, short = large // 2, large // 16
@@ -88,11 +89,11 @@ def fit_products(peak: float, rates: Sequence[tuple[Shape, float]]) -> tuple[flo
 
     Args:
         peak: Upper limit of the FLOP/s of a product.
-        rates: Shapes with the measured FLOP/s.
+        rates: Pairs (shape of a product, measured FLOP/s).
 
     Returns:
-        (`efficiency`, `half_size`) with the smallest squared errors of log(rate). `efficiency` is
-        below 1. The mean error of log(rate) is zero, as `Products` requires.
+        (`efficiency`, `half_size`) with the smallest sum of squared errors of log(rate).
+        `efficiency` is below 1. The mean error of log(rate) is zero, as `Products` requires.
     """
     highest = math.log(0.999)
 
@@ -122,9 +123,10 @@ def bench_machine(
 
     Returns:
         On rank 0, a dict for JSON: `machine`, the tables of a machine file; `network`, the rates of
-        each collective by level; and `steadiness`: on a CPU with one thread per rank, the processor
-        time of the ranks divided by the elapsed time; otherwise, the median rate of the fastest
-        fp32 product divided by the rate of its fastest run. None on all other ranks.
+        each collective by level of the network; and `steadiness`, at most 1: on a CPU with one
+        thread per rank, the processor time of rank 0 divided by the elapsed time; otherwise, the
+        highest median rate of an fp32 product divided by the highest rate of a single run. None on
+        all other ranks.
 
     Raises:
         RunEnded: A rank raised an OptimusError. Every rank raises RunEnded.
@@ -248,8 +250,8 @@ def _accelerator_bytes(device: torch.device) -> int:
 
 
 def _message_rates(level: LevelRates) -> Iterator[float]:
-    """Yield rates of a level in bytes per second: first the rates of the collectives without
-    latency, then the rate of each message."""
+    """Yield rates of a level of the network in bytes per second: first the rates of the collectives
+    without latency, then the rate of each message."""
     yield from level.rates.values()
     yield from (message.num_bytes / message.seconds for message in level.messages)
 
@@ -260,7 +262,8 @@ class _ProductTimes:
     def __init__(self, bench: RankTimer, dtype: torch.dtype) -> None:
         self.bench, self.dtype = bench, dtype
         self.times: dict[Shape, list[float]] = {}
-        """Seconds of the three products of a layer on this rank, by shape."""
+        """Seconds of each run on this rank, by shape. A run computes the three products of a
+        layer."""
 
     def add_round(self) -> None:
         """Time the products of all shapes."""
@@ -279,7 +282,7 @@ class _ProductTimes:
             rates.append((shape, 3 * shape.flops / seconds))
             fastest = max(fastest, 3 * shape.flops / -bench.slowest(-min(times)))
         peak = fastest
-        if device.type != "cpu" and self.dtype is torch.bfloat16:  # if known, from the data sheet
+        if device.type != "cpu" and self.dtype is torch.bfloat16:  # peak in the data sheet
             peak = max(peak, find_peak(device, self.dtype, "torch", lambda line: None).flops)
         with fastest_library(torch.empty(0, dtype=self.dtype, device=device)):
             attention = _attention_tables(bench, self.dtype, figure)
@@ -298,11 +301,11 @@ class _ProductTimes:
 
 
 def _layer_products(shape: Shape, dtype: torch.dtype, device: torch.device) -> Callable[[], None]:
-    """Return a function that computes the three products of a linear layer in a training step:
-    those of the output, of the gradient of the input, and of the gradient of the weight. The three
-    products have the same FLOPs. Libraries have different rates for them, because different
-    operands are transposed. As in a step, the caches do not contain the operands, and each product
-    writes a new tensor."""
+    """Return a function that computes the three products of a linear layer in a training step: for
+    the output, for the gradient of the input, and for the gradient of the weight. The three
+    products have the same FLOPs. Libraries have different rates for the three products, because
+    different operands are transposed. As in a step, the caches do not contain the operands, and
+    each product writes a new tensor."""
     rows, inner, columns = shape
     number = _copies(inner * columns * dtype.itemsize, device)
     sizes = (rows, inner), (columns, inner), (rows, columns)
@@ -319,8 +322,8 @@ def _layer_products(shape: Shape, dtype: torch.dtype, device: torch.device) -> C
 
 
 def _in_turn(runs: Sequence[Callable[[], Any]]) -> Callable[[], None]:
-    """Return a function. Each call of it runs the next function in `runs`; after the last function,
-    it starts again with the first."""
+    """Return a function that runs the next function in `runs` at each call. The function after the
+    last one is the first one."""
     turns = itertools.cycle(runs)
     return lambda: next(turns)()
 
@@ -334,7 +337,8 @@ def _copies(size_bytes: int, device: torch.device) -> int:
 def _attention_tables(
     bench: RankTimer, dtype: torch.dtype, figure: Callable[[float], dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Return the tables `attention` of a dtype. In memory, the heads of a token are adjacent, as in
+    """Return the tables `attention` of a dtype, which contain the FLOP/s of forward and backward
+    for several sequence lengths. In memory, the heads of a token are adjacent, as in
     `optimus.model.attention`."""
     device = bench.device
     shape, lengths = (32, 128), [1024, 2048, 4096, 8192]
@@ -391,8 +395,8 @@ def _memory_rate(bench: RankTimer) -> float:
     """Return the bytes per second that a device reads and writes while it adds a large tensor to
     another large tensor."""
     length = _tensor_bytes(bench.device) // 4
-    # The addition is in place, as in an optimizer. With a separate result, a CPU would also read
-    # the cache lines that it overwrites.
+    # The addition is in place, as in an optimizer. If the result were a separate tensor, a CPU
+    # would also read the cache lines of this tensor before overwriting them.
     total, values = (torch.ones(length, device=bench.device) for _ in range(2))
     return 3 * 4 * length / bench.median(lambda: total.add_(values))
 
@@ -422,7 +426,7 @@ def _product_code_bytes(bench: RankTimer) -> float | None:
     shape. Return None for accelerators, and if the growth is unknown or less than a page."""
     if bench.device.type != "cpu":
         return None
-    number, size = 32, 64  # number of shapes, and the sizes of their tensors, which are small
+    number, size = 32, 64  # number of shapes, and a small size of their tensors
     with fastest_library(torch.empty(0)):
         sizes = [(size + n, size, size) for n in range(2 * number)]
         operands = [(torch.ones(a, b), torch.ones(b, c), torch.ones(a, c)) for a, b, c in sizes]
@@ -462,8 +466,8 @@ def _launch_s(bench: RankTimer) -> float:
     tokens = torch.zeros(1, size, dtype=torch.int64, device=device)
     flushed = torch.zeros(_CPU_BYTES // 4 if device.type == "cpu" else 0)
     with fastest_library(torch.empty(0, device=device)):
-        # As in a step of a large model, the caches of a CPU do not contain the host's code and
-        # data.
+        # Writing `flushed` before each run removes the host's code and data from the caches of a
+        # CPU. In a step of a large model, the caches do not contain this code and data either.
         seconds = bench.median(lambda: net.losses(tokens).ce_sum.backward(), flushed.zero_)
     return seconds / launches
 
@@ -544,8 +548,8 @@ def format_machine(result: dict[str, Any]) -> str:
         peak, share = products["peak"]["value"], products["efficiency"]["value"]
         half = products["half_size"]["value"]
         lines.append(
-            f"{dtype} products: peak {peak / 1e12:.4g} TFLOP/s, large products {share:.0%} of it, "
-            f"half of that at size {half:.3g}"
+            f"{dtype} products: peak {peak / 1e12:.4g} TFLOP/s; very large products reach "
+            f"{share:.0%} of the peak; a size of {half:.3g} halves this rate"
         )
         for product in products["measured"]:
             shape = f"{product['rows']} x {product['inner']} x {product['columns']}"
@@ -561,14 +565,15 @@ def format_machine(result: dict[str, Any]) -> str:
         lines.append(f"{name}: {device[f'{name}_achieved']['value'] / 1e9:.4g} GB/s")
     if "product_code_bytes" in device:
         code = device["product_code_bytes"]["value"] / 1e3
-        lines.append(f"code of a product's shape: {code:.4g} kB")
+        lines.append(f"memory for the code of each new shape of a product: {code:.4g} kB")
     if "new_memory_achieved" in device:
         new_memory = device["new_memory_achieved"]["value"] / 1e9
         lines.append(f"new memory: {new_memory:.4g} GB/s, in addition to the first write")
-    lines.append(f"launch: {1e6 * device['launch_s']['value']:.3g} us for an operation")
+    lines.append(f"launch: {1e6 * device['launch_s']['value']:.3g} us for each operation")
     for name, level in result["network"].items():
         texts = (f"{key} {rate / 1e9:.3g} GB/s" for key, rate in level["rates"].items())
-        lines.append(f"{name}: {', '.join(texts)}, {1e6 * level['latency_s']:.3g} us for a step")
+        latency_us = 1e6 * level["latency_s"]
+        lines.append(f"{name}: {', '.join(texts)}, latency {latency_us:.3g} us for a ring step")
     for name in ("to_device", "to_host", "host_adam"):
         unit = "elements/s" if name == "host_adam" else "bytes/s"
         lines.append(f"{name}: {machine['links'][name]:.3g} {unit}")
@@ -576,14 +581,14 @@ def format_machine(result: dict[str, Any]) -> str:
     if result["steadiness"] < _STEADY:
         lines.append(
             f"warning: ranks reach only {result['steadiness']:.0%} of their speed, because other "
-            "programs use this machine; measure again when it is idle"
+            "programs use this machine; measure again when the machine is idle"
         )
     return "\n".join(lines)
 
 
 def ranks_to_measure(device_type: str) -> int:
-    """Return the number of local ranks for a measurement: one for each accelerator. On a CPU,
-    return two. These ranks divide the cores."""
+    """Return the number of local ranks for a measurement: one for each accelerator; on a CPU, two,
+    or one if only one core is available. Ranks on a CPU divide the cores."""
     if device_type == "cpu":
         return min(2, available_cores())
     return int(getattr(torch, device_type).device_count())

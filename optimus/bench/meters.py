@@ -31,7 +31,7 @@ def clocked(
     """Measure the time of a function and, if `grad` is given, of a backward pass of its result.
 
     Args:
-        run: Function to measure. With `grad`, it returns a tensor.
+        run: Function to measure. With `grad`, the function returns a tensor.
         device: Device on which the function runs.
         grad: Gradient of the result of `run`, for the backward pass; None to measure only `run`.
 
@@ -75,8 +75,8 @@ class PeakGemm:
     """A large matrix product, whose measured speed serves as the peak FLOP/s of the device.
 
     In fp32 on a CPU, the product is timed with torch's default library and with oneDNN, and the
-    faster time is used. oneDNN is not timed on CPUs with AMX, where it computes fp32 products in
-    bf16.
+    faster time is used. oneDNN is not timed on CPUs with AMX, where oneDNN computes fp32 products
+    in bf16.
 
     Attributes:
         flops: FLOPs of the product.

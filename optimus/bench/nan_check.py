@@ -33,7 +33,7 @@ def measure_nan_check(config: Config | None, updates: int, bar: float) -> dict[s
         config: Configuration of the run whose updates are measured in this process; None for a
             small model.
         updates: Number of timed updates.
-        bar: Maximum permitted share.
+        bar: Upper limit of the share.
 
     Returns:
         The dict from `share_figure`, with the number of tokens per update, the number of threads
@@ -69,12 +69,12 @@ def measure_nan_check(config: Config | None, updates: int, bar: float) -> dict[s
 
 
 def share_figure(shares: list[float], bar: float) -> dict[str, Any]:
-    """Return statistics of `shares`: for each of several updates, the share of its time that the
-    NaN check takes. `bar` is the largest permitted share.
+    """Return statistics of `shares`. Each value of `shares` is the time of the NaN check in an
+    update, divided by the time of this update. `bar` is the upper limit of the mean share.
 
-    `value` is the mean share. `is_met` is None, which means not decidable, if the 95 % confidence
-    interval of the mean contains `bar` or is wider than `bar`. Otherwise, `is_met` is True if the
-    mean is at most `bar`, and False if it is larger.
+    In the result, `value` is the mean share. `is_met` is None (not decidable) if the 95 %
+    confidence interval of the mean contains `bar` or is wider than `bar`. Otherwise, `is_met` is
+    True if the mean is at most `bar`, and False if the mean is larger.
     """
     mean = statistics.fmean(shares)
     half = _T95 * statistics.stdev(shares) / len(shares) ** 0.5
@@ -103,7 +103,7 @@ class _Stopwatch:
         self.seconds = 0.0
 
     def wrap(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that calls `call` and adds the time of the call to `seconds`."""
+        """Return a function that calls `call` and adds the time of the call to `self.seconds`."""
 
         def timed(*args: Any) -> Any:
             self._wait()

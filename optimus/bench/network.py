@@ -25,19 +25,21 @@ from optimus.distributed.world import World
 
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
 _SMALLEST, _RATIO = 1 << 10, 8
-"""Bytes of the smallest buffer, and the ratio of a size to the next smaller one."""
+"""Bytes of the smallest buffer, and the factor from a buffer size to the next larger size."""
 _RUNS, _FEW_RUNS = 32, 8
-"""Number of runs of a collective with a small and with a large buffer."""
+"""Number of runs of a collective: with a small buffer, and with a large buffer."""
 _LARGE = 1 << 24
-"""Bytes of a large buffer."""
+"""Minimum number of bytes of a large buffer."""
 _COMPUTED = {"cpu": 768}
-"""Sizes of the matrix product that a rank computes before a collective, by type of device. The
-product takes about as long as a training step computes between two collectives of tp."""
+"""Number of rows and columns of the square matrices that a rank multiplies before a collective, by
+type of device. The product takes about as long as a training step computes between two collectives
+of tp."""
 _COMPUTED_ON_DEVICE = 4096
 
 
 class Message(NamedTuple):
-    """A step of a ring collective, in which each rank sends a message to the next rank."""
+    """A step of a ring collective, in which each rank sends a message of `num_bytes` bytes to the
+    next rank. The step takes `seconds` seconds."""
 
     operation: str
     num_bytes: int
@@ -48,7 +50,8 @@ class LevelRates(NamedTuple):
     """Measured values of a level of the network."""
 
     rates: dict[str, float]
-    """Bytes per second and rank of each of OPERATIONS with the largest buffer, without latency."""
+    """Maps each of OPERATIONS to the bytes per second that a rank sends if the buffer has the
+    largest size. The latency is subtracted from the time."""
     latency_s: float
     """Seconds of a ring step of an all_reduce with the smallest buffer."""
     messages: list[Message]
@@ -56,8 +59,10 @@ class LevelRates(NamedTuple):
 
 
 def measure_network(bench: RankTimer, world: World, largest: int) -> dict[str, LevelRates]:
-    """Return a dict from the name of each level of the network to its measured values. All groups
-    of a level run the same collective at the same time.
+    """Return a dict that maps the name of each level of the network to the measured values of the
+    level. The level "node" connects the ranks of a node, and the level "cluster" connects the
+    nodes. A level with only one rank in each group is not measured. All groups of a level run the
+    same collective at the same time.
 
     Args:
         bench: The timer.
@@ -88,8 +93,9 @@ def _measure_level(bench: RankTimer, group: Group, largest: int) -> LevelRates:
             times[name].append(_measure(bench, run, size))
     for index, size in enumerate((*sizes, largest)):
         for name, of_sizes in times.items():
-            # The ranks wait for the slowest rank and for threads of the backend, which does not
-            # depend on the size. Single runs of it differ much, so that all small sizes count.
+            # Ranks wait for the slowest rank and for threads of the backend. The time of this wait
+            # does not depend on the buffer size, but differs much between runs. The mean over all
+            # small sizes is therefore added to each size.
             waits = [each.after - each.alone for each in of_sizes if each.size < _LARGE]
             seconds = of_sizes[index].alone + max(0.0, statistics.fmean(waits))
             sent = size if name == "send" else size // n
@@ -100,8 +106,8 @@ def _measure_level(bench: RankTimer, group: Group, largest: int) -> LevelRates:
     for name in OPERATIONS:
         largest_message = of_name[name][-1]
         seconds = largest_message.seconds
-        # Without the latency, but at least half of the time, because the measurement of the latency
-        # may be disturbed.
+        # Subtract the latency, but at most half of the time, because other programs can disturb the
+        # measurement of the latency.
         rates[name] = largest_message.num_bytes / max(seconds - latency_s, seconds / 2)
     return LevelRates(rates, latency_s, messages)
 
@@ -112,10 +118,10 @@ class _Times(NamedTuple):
     size: int
     """Bytes of the buffer."""
     alone: float
-    """Median without computation."""
+    """Median time without a computation before the collective."""
     after: float
-    """Mean after a computation, without the time of the computation. Threads of the backend must
-    wake up, and ranks wait for the slowest rank."""
+    """Mean time after a computation, without the time of the computation. The mean includes the
+    time in which threads of the backend wake up and ranks wait for the slowest rank."""
 
 
 def _measure(bench: RankTimer, run: Callable[[], Any], size: int) -> _Times:
@@ -129,8 +135,8 @@ def _measure(bench: RankTimer, run: Callable[[], Any], size: int) -> _Times:
 
 
 def _collectives(bench: RankTimer, group: Group, size: int) -> dict[str, Callable[[], Any]]:
-    """Return a dict from each of OPERATIONS to a function that runs it with buffers of `size` bytes
-    on each rank."""
+    """Return a dict that maps each of OPERATIONS to a function. The function runs the operation
+    with buffers of `size` bytes on each rank."""
     dtype = torch.float32 if bench.device.type == "cpu" else torch.bfloat16
     length = max(1, size // dtype.itemsize // group.size) * group.size
     whole, other = (torch.zeros(length, dtype=dtype, device=bench.device) for _ in range(2))

@@ -1,8 +1,8 @@
 """Times of training steps with offloaded chunks on an emulated device, for `optimus bench offload`.
 
-Segments sleep instead of computing, and copies and updates have the rates of an emulated link. The
-result shows how well the schedule overlaps computation, copies and updates, but not the speed of a
-device.
+The model consists of segments, each with one chunk of parameters. A segment sleeps instead of
+computing. Copies and updates have the rates of an emulated link. The result shows how well the
+schedule overlaps computation, copies and updates, but not the speed of a device.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ from optimus.config.machine import Links
 from optimus.errors import counted
 
 _ELEMENTS = 1 << 14
-"""Number of elements of a chunk. It is small, so that real copies and updates take much less time
-than emulated copies and updates."""
+"""Number of elements of a chunk. The number is small, so that real copies and updates take much
+less time than emulated copies and updates."""
 _PARAM_BYTES, _GRAD_BYTES = 2 * _ELEMENTS, 4 * _ELEMENTS
 _STATE_BYTES = 12 * _ELEMENTS
 _USED_SEGMENTS = 16
-"""Number of segments with which the processor time of a use is measured."""
+"""Number of segments of the model that `measure_uses` trains."""
 _USED_ELEMENTS = 1 << 8
-"""Number of elements of their chunks. A copy of a chunk takes less than a microsecond."""
+"""Number of elements of a chunk of the model that `measure_uses` trains. A copy of such a chunk
+takes less than a microsecond."""
 _USED_STEPS = 30
 _WARMUP = 2
 _INSTANT_S = 1e-9
@@ -43,14 +44,14 @@ _LR = 1e-3
 BAR = 1.10
 """Upper limit of a training step's time, as a multiple of the predicted time."""
 USE_BAR_S = 20e-6
-"""Upper limit of the processor time of a use of a segment, in seconds."""
+"""Upper limit of the median processor time of a call of `ParamStore.use`, in seconds."""
 HIDDEN = 0.90
 """Lower limit of the share of the copies' time that computation hides, if computation takes longer
 than the copies."""
 
 
 class Mix(NamedTuple):
-    """Work of a training step on the emulated device."""
+    """Sizes and durations of the operations of a training step on the emulated device."""
 
     segments: int
     """Number of segments, each with one chunk."""
@@ -58,7 +59,7 @@ class Mix(NamedTuple):
     """Size of the device's chunk cache, in chunks."""
     microbatches: int
     forward_s: float
-    """Duration of a segment's forward in seconds. Its backward takes twice as long."""
+    """Duration of a segment's forward in seconds. The backward takes twice as long."""
     upload_s: float
     """Duration of the copy of a chunk to the device, in seconds."""
     download_s: float
@@ -69,7 +70,7 @@ class Mix(NamedTuple):
     """True if all microbatches run through a segment before the next segment begins. Each segment
     is then a pipeline stage."""
     early: bool = False
-    """True if all chunks may be updated before the norm of the gradients is known."""
+    """True to allow the update of each chunk before the norm of all gradients is known."""
     clips: bool = False
     """True if the gradient norm is clipped in each training step, so that early updates are
     discarded."""
@@ -93,7 +94,7 @@ class Mix(NamedTuple):
 
     @property
     def work(self) -> StepWork:
-        """The work as input of the prediction."""
+        """The work of this training step, as input of `predict_step`."""
         n = self.segments
         needs = [frozenset({segment}) for segment in range(n)]
         return StepWork(
@@ -122,8 +123,8 @@ class Mix(NamedTuple):
 
 
 def draw_mixes(count: int, seed: int, on_disk: bool = False) -> list[Mix]:
-    """Return `count` random mixes. With `on_disk`, all states are on disk. Without it, computation
-    takes longer than the copies and updates in about half of the mixes."""
+    """Return `count` random mixes. With `on_disk`, all optimizer states are on disk. Without
+    `on_disk`, computation takes longer than the copies and updates in about half of the mixes."""
     chance, disk = random.Random(seed), random.Random(seed)
     mixes = []
     for _ in range(count):
@@ -173,22 +174,24 @@ def format_offload(result: dict[str, Any]) -> str:
     """Return the result of `bench_offload` as text, with one line per figure."""
     lines = [counted(len(result["mixes"]), "random mix", "random mixes")]
     for key, text in (
-        ("of_prediction", "step by predicted step"),
-        ("of_shortest", "step by the shortest possible step"),
+        ("of_prediction", "step time / predicted time"),
+        ("of_shortest", "step time / shortest possible time"),
     ):
         figure = result[key]
         lines.append(
             f"{text}: median {figure['median']:.3f}, largest {figure['max']:.3f} "
             f"(bar {figure['bar']:.2f})"
         )
-    lines.append(f"step by the busiest resource: median {result['of_limit']['median']:.3f}")
+    of_limit = result["of_limit"]["median"]
+    lines.append(f"step time / time of the busiest resource: median {of_limit:.3f}")
     for key, text in (("early", "never"), ("clipped", "always")):
         of_late = result[key]["of_late"]
         of_prediction = result[key]["of_prediction"]
         lines.append(
-            f"early updates, norm {text} clipped: step by step without them: median "
-            f"{of_late['median']:.3f}, {of_late['min']:.3f} to {of_late['max']:.3f}; by predicted "
-            f"step: largest {of_prediction['max']:.3f} (bar {of_prediction['bar']:.2f})"
+            f"early updates, norm {text} clipped: step time / step time without early updates: "
+            f"median {of_late['median']:.3f}, {of_late['min']:.3f} to {of_late['max']:.3f}; "
+            f"step time / predicted time: largest {of_prediction['max']:.3f} "
+            f"(bar {of_prediction['bar']:.2f})"
         )
     hidden = result["hidden"]
     if hidden["count"]:
@@ -206,15 +209,15 @@ def format_offload(result: dict[str, Any]) -> str:
 
 
 def run_mix(mix: Mix, steps: int, disk: str = "") -> tuple[list[float], StepTime]:
-    """Train with the work of a mix, and predict the time of a training step.
+    """Train with the sizes and durations of a mix, and predict the time of a training step.
 
     Args:
-        mix: The work.
+        mix: The mix.
         steps: Number of timed steps.
-        disk: Directory for states on disk.
+        disk: Directory for the file of the states, if the mix has states on disk.
 
     Returns:
-        (seconds of each timed training step, prediction).
+        (seconds of each timed training step, predicted times of a training step).
     """
     model, engine = _make_engine(mix, mix.links, _ELEMENTS, disk)
     segments = [
@@ -241,8 +244,9 @@ def run_mix(mix: Mix, steps: int, disk: str = "") -> tuple[list[float], StepTime
 def _make_engine(
     mix: Mix, links: Links | None, elements: int, disk: str = ""
 ) -> tuple[nn.Sequential, ChunkEngine]:
-    """Return the model of a mix, with a chunk of `elements` elements for each segment, and its
-    engine. `links` are the rates of its copies and updates; None for copies by the caller."""
+    """Return the model of a mix, with a chunk of `elements` elements for each segment, and the
+    engine of this model. `links` are the rates at which threads of the engine copy and update
+    chunks. If `links` is None, the calling thread makes the copies, without a limit of the rate."""
     model = nn.Sequential(*(_Segment(mix.forward_s, elements) for _ in range(mix.segments)))
     return model, ChunkEngine(
         dict(model.named_parameters()),
@@ -278,17 +282,18 @@ def _run_step(mix: Mix, model: nn.Sequential, engine: ChunkEngine) -> None:
 
 
 def measure_uses(steps: int, in_threads: bool) -> list[float]:
-    """Train without sleeping, and measure the bookkeeping of uses.
+    """Train a model whose segments do not sleep, and measure the time of `ParamStore.use`, which
+    is called before each forward and backward of a segment.
 
     Args:
         steps: Number of measured steps.
-        in_threads: True to let threads make the copies, as for an accelerator, without limits of
-            their rates. False to make the copies, which are small, in the calling thread.
+        in_threads: True to let threads make the copies, as for an accelerator, at rates that do
+            not delay the copies. False to make the copies, which are small, in the calling thread.
 
     Returns:
         The processor time of each call of `ParamStore.use`, in seconds: the time in which the
         calling thread frees chunks, starts copies in the order of the plan, and waits for copies.
-        The time in which it sleeps is not counted.
+        The time in which the thread sleeps is not counted.
     """
     instant = _INSTANT_S, _INSTANT_S, _INSTANT_S
     mix = Mix(_USED_SEGMENTS, _USED_SEGMENTS // 4, 1, 0.0, *instant)
@@ -341,17 +346,17 @@ def bench_offload(count: int, steps: int, seed: int, disk: str = "") -> dict[str
     directory.
 
     Returns:
-        A dict for JSON. `mixes` has an entry for each mix, with its work and these figures:
-        `step_s`, the median time of a step; `of_prediction`, this time as a multiple of the
-        predicted time; `of_limit`, as a multiple of the time of the resource that is used the
-        longest; `of_shortest`, as a multiple of `StepTime.shortest`; and, if computation takes
-        longer than the copies, `hidden`, the share of the copies' time that computation hides. It
-        is computed from the time of a measured step with instantaneous copies. Copies that no
-        schedule can hide, such as the first copy of a step, are not counted. `early` and `clipped`
-        are figures of the same work with early updates of all chunks, if the norm is never clipped
-        (`early`) or always clipped (`clipped`): `step_s`, `of_prediction`, and `of_late`, the time
-        of a step as a multiple of the first `step_s`. `use_s` and `use_in_threads_s` are the
-        processor times of `measure_uses`.
+        A dict for JSON. `mixes` has an entry for each mix, with its fields and these values:
+        `step_s`, the median time of a step; `of_prediction`, `step_s` as a multiple of the
+        predicted time; `of_limit`, `step_s` as a multiple of the time of the busiest resource;
+        `of_shortest`, `step_s` as a multiple of `StepTime.shortest`; and, if computation takes
+        longer than the copies, `hidden`, the share of the copies' time that computation hides.
+        `hidden` is computed from the time of a measured step with instantaneous copies. Copies that
+        no schedule can hide, such as the first copy of a step, are not counted. `early` (if the
+        norm is never clipped) and `clipped` (if the norm is always clipped) are dicts with values
+        for the same mix with early updates of all chunks: `step_s`, `of_prediction`, and
+        `of_late`, the `step_s` with early updates as a multiple of the `step_s` without early
+        updates. `use_s` and `use_in_threads_s` are the processor times of `measure_uses`.
     """
     entries = []
     for mix in draw_mixes(count, seed, bool(disk)):

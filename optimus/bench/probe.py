@@ -36,7 +36,7 @@ _STATUS = 9
 process."""
 _FEWEST = 2
 """Minimum number of timed saves (or evaluations) before a save (or evaluation) is made slow. The
-median of the measured times determines the time of the slow save."""
+median of the measured times determines the time of the slow save or evaluation."""
 _EVERY = 3
 """Every third save and every third evaluation is made slow."""
 
@@ -60,13 +60,13 @@ class Plan:
 
     @property
     def fault_file(self) -> Path:
-        """JSON file that requests the next fault of a rank. Its keys are `attempt`, `rank` and
-        `kind`, which is "nan", "error" or "exit"."""
+        """JSON file that requests the next fault of a rank. The JSON object has the keys `attempt`,
+        `rank` and `kind`, which is "nan", "error" or "exit"."""
         return Path(self.folder, "fault.json")
 
     def report(self, kind: str, **values: Any) -> None:
         """Append a JSON line to the file of reports: `kind`, `values`, the Unix time, and the ID,
-        attempt and rank of this process. Several processes may call this method at the same
+        attempt and rank of this process. Several processes can call this method at the same
         time."""
         values |= {"kind": kind, "time": time.time(), "pid": os.getpid()}
         values["attempt"] = int(os.environ.get("OPTIMUS_ATTEMPT", 0))
@@ -197,8 +197,9 @@ class _Slowdown:
         self._seconds: dict[str, list[float]] = defaultdict(list)
 
     def wrap(self, kind: str, call: Callable[..., Any], interval: int) -> Callable[..., Any]:
-        """Return a function that calls `call`. At some multiples of `interval` training steps, it
-        then sleeps. `call` is a method whose first argument is the step."""
+        """Return a function that calls `call` and returns its result. For some steps that are
+        multiples of `interval`, the function sleeps before it returns. `call` is a method whose
+        first argument is the step."""
 
         def timed(self_: Any, step: int, *args: Any, **kwargs: Any) -> Any:
             start = time.monotonic()
@@ -227,7 +228,7 @@ class _Audit:
         self._is_rank = False
 
     def begin(self) -> None:
-        """Record that this process is a rank. A forked process calls this at its start."""
+        """Record that this process is a rank. A forked process calls this method at its start."""
         self._is_rank = True
 
     def hook(self, event: str, args: tuple[Any, ...]) -> None:

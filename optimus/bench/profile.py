@@ -5,11 +5,11 @@ measured in an additional update with torch's profiler. An event of the forward 
 component whose module ran the op. An event of the backward pass belongs to the component whose
 forward pass created the autograd node of the event.
 
-Each component is compared with its bound, an estimate of its shortest possible time. The bound is
-the time of the component's matrix products at the peak FLOP/s. For a component without matrix
-products, the bound is the time to read and write its data at the memory bandwidth. The bandwidth is
-measured with a triad, a = b + 2c, and both the peak and the bandwidth are measured in the same
-process as the updates. The measurement needs a CPU and one process.
+Each component is compared with its bound, an estimate of the component's shortest possible time.
+The bound is the time of the component's matrix products at the peak FLOP/s. For a component without
+matrix products, the bound is the time to read and write the component's data at the memory
+bandwidth. The bandwidth is measured with a triad, a = b + 2c, and both the peak and the bandwidth
+are measured in the same process as the updates. The measurement needs a CPU and one process.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _MODULES: tuple[tuple[type, str], ...] = (
     (Attention, "rotary"),
 )
 """Pairs (module type, component). An op belongs to the component of the innermost module that runs
-it."""
+the op."""
 _OPS = {
     "aten::_scaled_dot_product": "attention",
     "_CrossEntropySum": "cross-entropy",
@@ -179,8 +179,9 @@ def _bounds(config: Config, plan: BatchPlan, peak: float, bandwidth: float) -> d
     numbers = {
         "norms": 5 * tokens * normed,  # forward: x, y; backward: x, dy, dx
         "rotary": 4 * tokens * len(layers) * (q + kv),
-        # dim: gather of x in forward, gathers of x and dy in backward, and two sums. inner: h, a in
-        # forward and h, da, dh, a in backward, where h is twice as wide as the activation a.
+        # 8 * dim: gather of x in forward, gathers of x and dy in backward, and two sums. 9 * inner:
+        # h and a in forward, and h, da, dh and a in backward. h is twice as wide as the activation
+        # a, and dh is twice as wide as da.
         "experts, rows": slots * (len(model.sparse_layers) * 8 * dim + 9 * inner),
         "cross-entropy": 3 * tokens * model.vocab_size,
         "embedding": 4 * tokens * dim,
@@ -188,7 +189,8 @@ def _bounds(config: Config, plan: BatchPlan, peak: float, bandwidth: float) -> d
     seconds = {name: 6 * tokens * value / peak for name, value in flops.items()}
     seconds |= {name: width * value / bandwidth for name, value in numbers.items()}
     parameters = count_parameters(model)[0]
-    adamw = 28 if width == 4 else 28 + width  # master, moments, gradient, parameter
+    # Bytes of a parameter's master weight, moments and gradient, and of a narrow parameter.
+    adamw = 28 if width == 4 else 28 + width
     for name, size in (("AdamW", adamw), ("gradients cleared and looked at", 8), (_NORM, 4)):
         seconds[name] = size * parameters / bandwidth
     return seconds
@@ -265,7 +267,8 @@ def _innermost(event: Any) -> str:
 
 
 def _classify(event: Any, in_forward: dict[int, str]) -> tuple[str, str]:
-    """Return the component and the phase to which the self time of an event belongs."""
+    """Return the component and the phase to which the self time of an event (without the time of
+    its children) belongs."""
     component, phase, backward = _innermost(event), "", False
     for ancestor in _ancestors(event):
         for op, name in _OPS.items():

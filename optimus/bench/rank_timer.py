@@ -68,15 +68,16 @@ class RankTimer:
         Args:
             run: The operation.
             runs: Number of runs.
-            compute: Computation of a rank before the operation; None for no computation. The
-                results are then the time of computation and operation together, less the time of
-                the computation alone. As in a step, they include the time for which a rank waits
-                for other ranks that compute longer.
+            compute: Computation of a rank before the operation; None for no computation. With
+                `compute`, each result is the time of computation and operation together, less the
+                time of the computation alone. As in a step, the result includes the time for which
+                a rank waits for other ranks that compute longer.
 
         Returns:
-            The median and the mean of the elapsed seconds. The mean excludes the slowest run. The
-            time of a step is the sum of many such operations, some of which take longer than the
-            median, since threads of a backend use the cores of other ranks.
+            The median and the mean of the elapsed seconds, each on the rank with the largest value.
+            The mean excludes the slowest run. The time of a step is the sum of many such
+            operations, some of which take longer than the median, since threads of a backend use
+            the cores of other ranks.
         """
         run()
         both, alone = list[float](), list[float]()
@@ -102,8 +103,8 @@ class RankTimer:
 
     @property
     def processor_share(self) -> float | None:
-        """Processor time of this rank divided by the elapsed time of its operations; None if the
-        processor time is not measured."""
+        """Processor time of this rank, divided by the elapsed time of the operations that the rank
+        has timed; None if the processor time is not measured."""
         return self._processor_s / self._elapsed_s if self._has_one_thread else None
 
     def _batch(self, run: Callable[[], Any], size: int) -> float:

@@ -1,9 +1,9 @@
 """`optimus bench step`: compares the time of a training update with a plain torch loop.
 
 Optimus and the plain loop train two copies of a model on the same tokens in this process. The
-updates of Optimus and of the plain loop alternate, so that other load on the machine affects both
-programs. The main result is the median, over all pairs of updates, of the ratio (time in Optimus) /
-(time in the plain loop).
+updates of Optimus and of the plain loop alternate, so that other load on the machine affects
+Optimus and the plain loop in the same way. The main result is the median, over all pairs of
+updates, of the ratio (time in Optimus) / (time in the plain loop).
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def make_rank(config: Config, world: World, recorder: Recorder = NO_RECORDER) ->
     """
     refuse_if(
         config.offload.mode == "auto",
-        "offload.mode = 'auto': bench step measures a placement, and does not choose it; use "
+        "offload.mode = 'auto': bench step does not choose a placement of the states; use "
         "offload.mode = 'manual' with the settings that optimus plan --machine prints",
     )
     mesh, plan = divide(config, world.size)
@@ -108,7 +108,7 @@ class PlainLoop:
 
     def objective(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Return two values for the tokens [B, S] of a microbatch: the microbatch's term of the
-        training objective, and the sum of its cross-entropies in nats."""
+        training objective, and the sum of the microbatch's cross-entropies in nats."""
         terms, settings = self._model.losses(tokens), self._config.model
         routers = settings.aux_loss_coef * terms.aux + settings.z_loss_coef * terms.z
         loss = terms.ce_sum / self._plan.targets + routers / self._plan.num_microbatches

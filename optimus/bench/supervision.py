@@ -1,10 +1,10 @@
 """`optimus bench supervision`: measures figures of supervised runs, such as the time to restart.
 
 Each figure (a measured value) has a bar, which is the limit for this value. This module launches
-runs of a tiny model on emulated nodes, and causes failures at random times. It reads the times of
-detection and restart from the ledger, in which the supervisor records events, and the times of the
-ranks' start-up phases from reports of the ranks. It does not import torch until the NaN check is
-measured.
+runs of a tiny model on emulated nodes, and causes failures at random times. The module reads the
+times of detection and restart from the ledger, in which the supervisor records events, and the
+times of the ranks' start-up phases from reports of the ranks. The module does not import torch
+until the NaN check is measured.
 """
 
 from __future__ import annotations
@@ -173,7 +173,8 @@ def bench_supervision(
 
 
 def figure(name: str, values: Sequence[float], bar: float, unit: str = "s") -> dict[str, Any]:
-    """Return the statistics of `values` (see `summarise`) and a comparison with `bar`, as a dict.
+    """Return the statistics of `values` (see `summarise`) and a comparison with the upper limit
+    `bar`, as a dict.
 
     `is_met` is True if the 95th percentile is at most `bar`, and None if `values` is empty. The
     95th percentile is the smallest of the values that at least 95 % of the values do not exceed.
@@ -184,7 +185,8 @@ def figure(name: str, values: Sequence[float], bar: float, unit: str = "s") -> d
 
 
 def summarise(values: Sequence[float]) -> dict[str, Any]:
-    """Return the median, 95th percentile, minimum, maximum and number of `values`."""
+    """Return a dict with the median, 95th percentile, minimum, maximum and number of `values`. If
+    `values` is empty, the number is 0 and the other entries are None."""
     ordered = sorted(values)
     if not ordered:
         return dict.fromkeys(("median", "p95", "min", "max")) | {"samples": 0}
@@ -307,7 +309,7 @@ def _measure_fault(
         "the first update of an attempt",
     )
     history = launch.history()
-    with contextlib.suppress(OptimusError):  # the agent was killed
+    with contextlib.suppress(OptimusError):  # raised if the agent has ended
         agent = launch.agent(node)
         kill([*agent.children(recursive=True), agent])
     marks = marks_after(history, attempt.attempt)
@@ -340,8 +342,8 @@ def _inject(launch: Launch, kind: str, node: str, local_rank: int) -> float | No
 
 
 def marks_after(history: History, attempt: int) -> list[NodeMarked]:
-    """Return the NodeMarked events between the end of a launch attempt and the start of the next
-    attempt."""
+    """Return the events in which the supervisor marked a node, such as "excluded", between the end
+    of a launch attempt and the start of the next attempt."""
     events = history.events
     marks: list[NodeMarked] = []
     for event in events[events.index(history.ends[attempt]) + 1 :]:
@@ -352,8 +354,8 @@ def marks_after(history: History, attempt: int) -> list[NodeMarked]:
 
 
 def restart_phases(history: History, attempt: int, report: dict[str, Any]) -> dict[str, float]:
-    """Return the seconds of each phase from the end of `attempt` to the end of the next attempt's
-    first update.
+    """Return a dict that maps each phase, from the end of `attempt` to the end of the next
+    attempt's first update, to its duration in seconds.
 
     Args:
         history: State of the run, with the events of its ledger.
@@ -377,7 +379,7 @@ def restart_phases(history: History, attempt: int, report: dict[str, Any]) -> di
 
 
 def _measure_cold(options: Options, work: Path, data: Path, result: dict[str, Any]) -> None:
-    """Measure the time to restart after the replacement node has lost its warm process, which forks
+    """Measure the time to restart if the replacement node has lost its warm process, which forks
     ranks. Add the figures to `result`."""
     chance = random.Random(options.seed)
     shape = Shape(options.nodes, options.rounds, options.ranks_per_node)
@@ -394,8 +396,8 @@ def _measure_cold(options: Options, work: Path, data: Path, result: dict[str, An
 
 
 def _measure_files(work: Path, data: Path, result: dict[str, Any]) -> None:
-    """Count two numbers of files, and add both to `result`: the module files that ranks open if a
-    warm process has forked these ranks, and the files that a launch attempt creates."""
+    """Count the module files that ranks open if a warm process has forked the ranks, and the files
+    that a launch attempt creates. Add the two counts to `result`."""
     small, large = (measure_files(work / f"files-{n}", data, n) for n in (_SMALL, _LARGE))
     opened = small.modules + large.modules
     result["figures"] += [
@@ -468,8 +470,8 @@ def _count(
 
 def _measure_false_alarms(options: Options, work: Path, data: Path, result: dict[str, Any]) -> None:
     """Observe a run without faults on a busy machine, count the failures that the supervisor
-    reports, and add the count to `result`. Some saves and evaluations of the run take ten times
-    their median time."""
+    reports, and add the count to `result`. Some saves take ten times the median time of a save, and
+    some evaluations ten times the median time of an evaluation."""
     shape = Shape(options.nodes, 1, options.ranks_per_node)
     slow = {"slowdown": 10.0, "save_interval": _ALARM_INTERVAL, "eval_interval": _ALARM_INTERVAL}
     with (

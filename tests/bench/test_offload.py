@@ -62,7 +62,7 @@ def test_uses_are_measured_in_processor_time(monkeypatch, in_threads):
 def test_offload_prints_its_figures(tmp_path, capsys):
     command = ["bench", "offload", "--mixes", "1", "--steps", "1", "--disk", str(tmp_path)]
     assert optimus(command) == 0
-    assert "step by predicted step: median" in capsys.readouterr().out
+    assert "step time / predicted time: median" in capsys.readouterr().out
     assert not list(tmp_path.iterdir())
     assert optimus(["bench", "offload", "--mixes", "2", "--steps", "2", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
@@ -71,7 +71,7 @@ def test_offload_prints_its_figures(tmp_path, capsys):
     assert 0 < use["min"] <= use["median"] and use["bar"] == 2e-5 and in_threads["median"] > 0
     assert optimus(["bench", "offload", "--mixes", "1", "--steps", "1"]) == 0
     text = capsys.readouterr().out
-    assert "step by predicted step: median" in text
+    assert "step time / predicted time: median" in text
     assert re.search(r"use of a segment: median [0-9.]+ us \(bar 20 us\), with copies in", text)
 
 
