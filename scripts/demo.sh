@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Demo on real text, run by `make demo`: prepares Python's standard library as a data set, trains a small
-# Mixture-of-Experts model on it with two ranks, evaluates it, plots its metrics and samples from it.
-# A second demo keeps the data and trains a new model; an interrupted demo continues where it stopped.
+# Mixture-of-Experts model on this data set with two ranks, evaluates the model, plots the metrics of the run,
+# and samples text from the model. After a complete demo, the next demo keeps the data and trains a new model.
+# After an interrupted demo, the next demo continues from the point of interruption.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -19,7 +20,7 @@ step() {
 library=$(python -P -c 'import sysconfig; print(sysconfig.get_paths()["stdlib"])')
 echo "Optimus demo: Python's standard library in $library; everything goes under $DEMO/"
 mkdir -p "$DEMO"
-# Some files have an invalid encoding on purpose, to test Python: they are quarantined and counted.
+# Some files have an invalid encoding on purpose, to test Python. These files are quarantined and counted.
 text=(--input "$library/**/*.py" --exclude '*/site-packages/*' --on-error quarantine)
 
 if [ ! -f "$DEMO/tokenizer.json" ]; then

@@ -3,7 +3,7 @@
 # command that runs in the job). `read_options` sets `command` (the command after --). The scripts of
 # `optimus train` set `options` to the names of their options.
 
-unset CDPATH # with it, cd prints the directory and may change to another one
+unset CDPATH # with CDPATH, cd prints the directory and can change to another directory
 me=$(basename "$0")
 root=$(cd -P "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 this=$(cd "$(dirname "$0")" && pwd)/$me
@@ -108,7 +108,7 @@ read_data_options() {
     program=${OPTIMUS_DATA:-$root/.venv/bin/optimus-data}
     [[ -n $dry ]] || type -P "$program" >/dev/null ||
         refuse "$program is no program; run scripts/setup.sh, or set OPTIMUS_DATA"
-    export TOKENIZERS_PARALLELISM=false # processes divide the work; more threads would compete for their cores
+    export TOKENIZERS_PARALLELISM=false # each core has a worker process; threads would compete for the cores
 }
 
 need_program() {
@@ -186,10 +186,11 @@ in_job() {
     "$@"
 }
 
-# Runs `launch`, the ranks of the job, and exits with their status. srun returns the highest status of all
-# ranks. When a rank fails, srun ends the others by SIGTERM; a rank whose Python has only just started then has
-# status 143, which would hide the status of the failed rank. Therefore the statuses that srun reports decide:
-# 4 and 2 if a rank has them, else the first one, since srun ends no rank before it has reported a failure.
+# Runs `launch`, the ranks of the job, and exits with a status of a rank. srun itself returns the highest status
+# of all ranks. When a rank fails, srun ends the other ranks by SIGTERM; a rank whose Python has only just started
+# then has status 143, which would hide the status of the failed rank. This function therefore reads the statuses
+# that srun reports. It exits with 4 if a rank has status 4, else with 2 if a rank has status 2, else with the
+# first reported status, since srun reports the failure before it ends other ranks.
 run_ranks() {
     local line first='' statuses=' ' status=0
     local failure='^srun: error: [^ ]+: tasks? [^ ]+: (Exited with exit code ([0-9]+)|[A-Z][a-z ]+)'
@@ -216,12 +217,12 @@ run_ranks() {
 # ends the supervisor, the ranks continue to train, and this function starts another supervisor.
 run_supervisor() {
     local status signalled='' starts=0
-    trap 'signalled=1' TERM # the supervisor also receives it; the ranks save and end
+    trap 'signalled=1' TERM # the supervisor also receives SIGTERM; the ranks save and end
     while ((starts += 1)); do
         status=0
         "${launch[@]}" || status=$?
         [[ $status -gt 128 && $status != 130 && $status != 143 && -z $signalled && $starts -lt 20 ]] || break
-        echo "$me: the supervisor ended with status $status; starting another one" >&2
+        echo "$me: the supervisor ended with status $status; starting another supervisor" >&2
         sleep 1
     done
     exit $((status > 128 ? 5 : status))

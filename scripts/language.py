@@ -5,8 +5,8 @@
 
 The script checks names, docstrings, comments, message strings and Markdown text. The rules are in
 CONTRIBUTING.md, section "Words". Without arguments, all paths except those in EXEMPT are checked. A
-finding is ignored if scripts/language_allowed.txt contains its source line. Exit status 1: there is
-a finding that is not ignored.
+finding is ignored if scripts/language_allowed.txt contains the source line of the finding. Exit
+status 1: there is a finding that is not ignored.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _QUESTION = re.compile(r"^(?:What|Where|Which|Whether|Who|Whose|Whoever|How|When
 """Disallowed first words of a docstring."""
 
 EXEMPT = (
-    # Texts that are kept as they are: input of tests.
+    # Input of tests, which must not change.
     "tests/golden/v1",
     "tests/test_language.py",
 )
@@ -161,7 +161,7 @@ def _check_prose(
 ) -> Iterator[Finding]:
     for match in _PATTERN.finditer(text):
         line = first_line + text.count("\n", 0, match.start())
-        if last_line is not None:  # a string may have more line ends than its source
+        if last_line is not None:  # a string can have more line ends than its source
             line = min(line, last_line)
         number = match.lastindex
         assert number is not None, "every alternative of the pattern is a group"
@@ -174,7 +174,7 @@ def _check_python(path: str, text: str) -> Iterator[Finding]:
             yield from _check_prose(path, token.start[0], token.string)
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            if " " in node.value:  # keys and patterns of one word are no prose
+            if " " in node.value:  # a single word, such as a key, is not prose
                 yield from _check_prose(path, node.lineno, node.value, node.end_lineno)
         elif isinstance(node, ast.Expr):
             continue

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Writes constraints-hashes.txt: the packages of constraints.txt, each with the sha256 of the file that pip
 # installs on Linux x86-64 with CPython 3.11. scripts/setup.sh checks these hashes on that platform; on other
-# platforms, it pins only the versions. Torch is left out, because its file depends on the chosen build. The
+# platforms, setup.sh pins only the versions. Torch is left out, because its file depends on the chosen build. The
 # packages of the extra `sycl` are left out, too. Run this script after a change of constraints.txt.
 set -euo pipefail
 unset CDPATH

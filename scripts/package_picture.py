@@ -54,7 +54,8 @@ def picture() -> str:
         implied = frozenset().union(*map(reach, imports[node]))
         for target in nodes:
             if target in imports[node] - implied:
-                # Arrows as long as the difference of levels keep the nodes of a level in one row.
+                # If each arrow is as long as the difference of the levels, the nodes of a level are
+                # in one row.
                 arrow = "-" * (level(node) - level(target) + 1) + ">"
                 lines.append(f"    {node} {arrow} {target}")
     return "\n".join(lines)

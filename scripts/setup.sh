@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes the virtual environment that the targets of `make` use. If it is up to date, changes nothing.
+# Makes the virtual environment that the targets of `make` use. Changes nothing if the environment is up to date.
 # Called by the Makefile; README ("Choosing torch") describes the variables.
 #
 #   VENV         directory of the environment
@@ -9,7 +9,7 @@
 #   TORCH_INDEX  package index with the wanted build of torch; empty: pip's default index. Torch and its
 #                dependencies come only from TORCH_INDEX, all other packages from pip's default index.
 set -euo pipefail
-unset CDPATH # with it, cd prints the directory and may change to another one
+unset CDPATH # with CDPATH, cd prints the directory and can change to another directory
 cd "$(dirname "$0")/.."
 
 VENV=${VENV:-$PWD/.venv} PYTHON=${PYTHON:-} TORCH=${TORCH:-} TORCH_INDEX=${TORCH_INDEX:-}
@@ -75,8 +75,8 @@ make_venv() {
         die "'$python -m venv' failed; on Debian and Ubuntu install the package python3-venv"
 }
 
-# Returns true if constraints-hashes.txt applies: on its platform, and with the pinned torch. On other platforms,
-# only versions are pinned. Another torch may need other versions of the packages on which both depend.
+# Returns true if constraints-hashes.txt applies: on Linux x86-64 with CPython 3.11, and with the pinned torch. On
+# other platforms, only versions are pinned. Another torch can need other versions of packages that Optimus needs.
 has_hashes() {
     [ "$TORCH" = pinned ] && [ "$("$VENV/bin/python" -c '
 import platform as p
@@ -101,8 +101,8 @@ install_torch() {
     else
         "$VENV/bin/python" -m pip install -c constraints.txt setuptools
     fi
-    # One index for this step: with two, pip could take any package from either. TORCH_INDEX may lack the other
-    # pinned packages, which the next step installs.
+    # This step has only one index: with two indexes, pip could take any package from either of them. TORCH_INDEX
+    # does not need to contain the other pinned packages, because the next step installs them.
     if [ -n "$TORCH_INDEX" ]; then
         "$VENV/bin/python" -m pip install --index-url "$TORCH_INDEX" "$(grep '^torch==' constraints.txt)"
     else
@@ -110,7 +110,7 @@ install_torch() {
     fi
 }
 
-# Without build isolation, the installed, pinned setuptools builds Optimus, and pip fetches no unpinned one.
+# Without build isolation, the installed and pinned setuptools builds Optimus; pip fetches no other setuptools.
 install_rest() {
     say "[3/3] the other dependencies and Optimus itself, editable"
     local pins=(-c constraints.txt)

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs the whole test suite on the oldest stack that Optimus supports: torch 2.8 with
 # intel-extension-for-pytorch 2.8 (its CPU build, the only one in the registry), in a separate
-# environment. Needs some 8 GB of disk and, the first time, a few minutes to install packages.
+# environment. Needs 9 GB of disk space. The first run takes a few minutes to install packages.
 #
 #   VENV     directory of the environment (.venv-compat)
 #   PYTHON   interpreter of the environment (python3.11)

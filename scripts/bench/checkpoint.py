@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Compare the speed of checkpoints in Optimus with other libraries and with plain file operations.
+"""Compare the speed of saves and loads in Optimus, in other libraries and with plain file
+operations.
 
     python scripts/bench/checkpoint.py [--dir FOLDER] [--ranks N] [--hidden N] [--rounds N] [--json]
 
@@ -300,8 +301,8 @@ def _compare(
 
     Returns:
         A dict with two keys. `s`: seconds of each contestant in each round. `ours_by`: for each
-        other contestant, the minimum, median and maximum of the ratio of its time to the time of
-        `ours` in the same round.
+        other contestant, the minimum, median and maximum over all rounds of the ratio (time of the
+        contestant) / (time of `ours`).
     """
     seconds = common.race(contestants, rounds, world, before=before)
     ours_by = {name: paired(s, seconds["ours"]) for name, s in seconds.items() if name != "ours"}
@@ -340,9 +341,9 @@ def _stall(states: RankStates, path: Path, rounds: int, world: World) -> dict[st
 
 
 def _peak_bytes(method: Method, folder: SaveFolder, world: World) -> dict[str, int]:
-    """Run a save and a load. For each of them, return by how many bytes resident memory increases
-    at its peak, on the rank with the largest increase. The keys of the result are "save" and
-    "load"."""
+    """Run a save and a load. Return a dict with the keys "save" and "load". Each value is the
+    largest increase of resident memory during the operation, in bytes, on the rank with the largest
+    increase."""
     meter = common.MemoryMeter()
     folder.renew()
     barrier(world.everyone)

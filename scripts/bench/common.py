@@ -1,7 +1,7 @@
 """Helpers for the benchmark scripts in this folder, which compare Optimus with other libraries.
 
-Import this module before the packages `optimus` and `optimus_kernels`: it adds the folders of this
-checkout that contain the two packages to sys.path.
+Import this module before the packages `optimus` and `optimus_kernels`: this module adds the folders
+of this checkout that contain the two packages to sys.path.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class Absent(Exception):
 def run_script(
     main: Callable[[Sequence[str] | None], None], argv: Sequence[str] | None = None
 ) -> int:
-    """Run the main function of a script. If it raises an OptimusError, print the error as one line
-    on standard error.
+    """Run the main function of a script. If `main` raises an OptimusError, print the error as one
+    line on standard error.
 
     Args:
         main: Function that parses its arguments and prints the result.
@@ -159,11 +159,11 @@ def race(
 
     Args:
         contestants: The functions by name.
-        rounds: Number of timed rounds. They follow an untimed round.
+        rounds: Number of timed rounds, which follow an untimed round.
         world: All ranks.
         clock: Clock in seconds.
-        before: Maps each name to a function that is called before the timed function. Its time is
-            not measured.
+        before: Maps each name to a function that is called before the timed function, and whose
+            time is not measured.
 
     Returns:
         A dict that maps each name to the seconds of the slowest rank in each round.

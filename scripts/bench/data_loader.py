@@ -61,7 +61,7 @@ def make_data(folder: Path, tokens: int, context: int) -> None:
     rng = np.random.default_rng(0)
     lengths = rng.geometric(1 / MEAN_DOCUMENT, tokens // MEAN_DOCUMENT).astype(np.int32) + 1
     stops = np.cumsum(lengths, dtype=np.int64)
-    # The time to read ids does not depend on their values.
+    # The time to read token ids does not depend on the values of the ids.
     ids = rng.integers(1, VOCAB, int(stops[-1]), dtype=np.uint16)
     ids[stops - 1] = 0
     ids.tofile(folder / "peer.bin")

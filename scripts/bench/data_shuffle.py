@@ -168,7 +168,9 @@ def memory(args: argparse.Namespace) -> dict:
 
 def scaling(args: argparse.Namespace) -> dict:
     """Measure the weak scaling of tokenization: compare the time of one worker to tokenize a corpus
-    with the time of two workers to tokenize two copies of the corpus."""
+    with the time of two workers to tokenize two copies of the corpus. Return the wall-clock seconds
+    of each round, and the minimum, median and maximum of the efficiency, from wall-clock time and
+    from CPU time."""
     times: dict[int, list[float]] = {1: [], 2: []}
     cpu: dict[int, list[float]] = {1: [], 2: []}
     with tempfile.TemporaryDirectory(dir=args.dir, prefix="data-shuffle-") as base:
@@ -184,7 +186,8 @@ def scaling(args: argparse.Namespace) -> dict:
                 command = [sys.executable, "-m", "data_prep.cli", "tokenize", "--input"]
                 command += [str(Path(base, half)) for half in halves]
                 command += ["--tokenizer", args.tokenizer, "--out", str(out)]
-                # The two copies have the same ids, which tokenize would refuse.
+                # The documents of the two copies have the same ids. Without `--id-field ""`,
+                # tokenize would refuse the second document of each id.
                 command += ["--workers", str(workers), "--unit-size", "1MB", "--id-field", ""]
                 start, before = time.perf_counter(), os.times()
                 subprocess.run(command, cwd=ROOT, check=True, capture_output=True)

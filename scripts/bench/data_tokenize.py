@@ -116,7 +116,7 @@ def run_once(
     out = args.work / name
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
-    if name == "megatron":  # it reads a tokenizer from a Hugging Face directory
+    if name == "megatron":  # Megatron-LM reads a tokenizer directory
         shutil.copy(args.tokenizer, out / "tokenizer.json")
         config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
         (out / "tokenizer_config.json").write_text(json.dumps(config))
@@ -156,7 +156,7 @@ def same_ids(name: str, ids: np.ndarray, expected: np.ndarray, eos: int) -> str:
     """
     if np.array_equal(ids, expected):
         return "equal"
-    ours, theirs = (  # documents in any order, because dolma writes them in another order
+    ours, theirs = (  # sorted, because dolma changes the order of documents
         sorted(document.tobytes() for document in np.split(a, np.flatnonzero(a == eos) + 1))
         for a in (ids, expected)
     )

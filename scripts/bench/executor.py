@@ -7,11 +7,11 @@ The script prints three measurements, each as median and quartiles:
 
 `interpretation` is the CPU time of the executor's loop if actions do nothing.
 
-`bookkeeping` is the CPU time that the executor adds to forward and backward passes: the time of
-these passes with an executor, minus their time without an executor.
+`bookkeeping` is the CPU time that the executor adds to forward and backward passes: the time of the
+passes with an executor, minus the time of the passes without an executor.
 
-`posting` is the wall-clock time to post a send or a receive of --bytes bytes over gloo. It does not
-include waiting for a message.
+`posting` is the wall-clock time to post a send or a receive of --bytes bytes over gloo. This time
+does not include waiting for a message.
 """
 
 from __future__ import annotations

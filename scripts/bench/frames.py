@@ -45,7 +45,7 @@ _TEXT = "A document of a few words, which the tokenizer divides into tokens.\n"
 @contextlib.contextmanager
 def entered_files() -> Iterator[set[str]]:
     """Context manager that yields a set of paths. If a function of Optimus is called in the `with`
-    block, the path of its source file is added to the set."""
+    block, the path of the function's source file is added to the set."""
     files: set[str] = set()
 
     def enter(frame: FrameType, event: str, argument: Any) -> None:

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Run everything that needs a GPU, on one GPU, in less than ten minutes: build the CUDA kernels, run their
-# tests, run all GPU benchmarks, and write a page with their results, the versions and the date.
+# Run everything that needs a GPU, on one GPU, in less than ten minutes: build the CUDA kernels, test the
+# kernels, run all GPU benchmarks, and write a page with the results, the versions and the date.
 #
 #   scripts/bench/gpu_all.sh [--out FOLDER] [--budget SECONDS] [--dry-run] [--rehearse]
 #
 # The output of each step (build, tests or benchmark) is written to FOLDER (default: build/gpu_all), where it
 # replaces the output of an earlier run; other files are kept. The page is also written to
-# docs/benchmarks/DEVICE.md. It lists each step that fails or for which no time is left; the exit status is
-# then 1. --budget is the time for all steps (570 s). --dry-run prints the commands. --rehearse runs small
+# docs/benchmarks/DEVICE.md. If a step fails, or if no time is left for a step, the page says so and the exit
+# status is 1. --budget is the time for all steps (570 s). --dry-run prints the commands. --rehearse runs small
 # versions of all steps on the CPU, and writes the page only to FOLDER. The variable PYTHON is the interpreter
 # (default: .venv/bin/python if it exists, else python3).
 set -euo pipefail

@@ -1,5 +1,5 @@
-"""Write the results of `scripts/bench/gpu_all.sh` to a Markdown page, with their date and the
-versions of the compared packages."""
+"""Write the results of `scripts/bench/gpu_all.sh` to a Markdown page, with the date of the results
+and the versions of the compared packages."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import moe_step
 from optimus.bench import step
 
 _EXPLANATION = """\
-The script runs a fixed list of steps on one GPU in less than ten minutes. `done` means that a step
-exited with status 0. The last line of its output follows. A step without a section below has no
-result.
+The script runs a fixed list of steps on one GPU in less than ten minutes. In the table of steps,
+`done` means that a step exited with status 0; the last line of the step's output follows. A step
+without a section below has no result.
 
 The steps `moe_*` run `scripts/bench/moe.py`, which measures an MoE block with its router. D is the
 hidden size, F the intermediate size of an expert, E the number of experts, K the number of experts
@@ -37,7 +37,8 @@ per token, and T the number of tokens. The blocks have the same weights and run 
 | not GEMM | share of the time that is not spent in matrix products |
 | saved B/token | bytes per token that autograd keeps for the backward |
 | error | largest relative error of output and gradients, compared with `loop` |
-| ours is faster | shortest time of the block divided by that of `ours` (in parentheses: by round) |
+| ours is faster | shortest time of the block divided by the shortest time of `ours` (in \
+parentheses: least, median and greatest ratio of a round) |
 
 The steps `pass_*` run `scripts/bench/moe_step.py`, which measures a pass (forward, loss and
 backward of a microbatch) of a whole model with the experts of Optimus or of another library. Times

@@ -58,7 +58,7 @@ _SLOW_S = 15.0
 """Time of a pass, in seconds, above which a block is timed in a single round."""
 _TOO_SLOW_ON_A_CPU = "hf-eager"
 """Peer that needs 35 s on a CPU for a pass at the size of Mula-7B. On a CPU, this peer is left out
-for large shapes unless it is named with --peers."""
+for large shapes unless --peers contains it."""
 _COLUMNS = (
     "block",
     "forward ms",
@@ -285,8 +285,8 @@ def _check(
     `absent`.
 
     Returns:
-        Two dicts that map the names of the blocks to the greatest relative error of the block and
-        to the seconds of its second pass.
+        Two dicts with the names of the blocks as keys. The values are the greatest relative error
+        of the block, and the seconds of the second pass of the block.
 
     Raises:
         OptimusError: The relative error of our block is above the limit for the dtype.
@@ -351,10 +351,10 @@ def _race(
         backward together. `peak` contains the FLOPs of the matrix product, and a list with a pair
         (wall-clock seconds, CPU seconds) for each round.
     """
-    # Each timed pass has a new batch and follows an untimed pass with another batch. oneDNN
-    # compiles products for each shape, and each training step has different numbers of rows. With
-    # one batch for all rounds, the shapes of the peers would be compiled only once, and the blocks
-    # would remove each other's products from oneDNN's cache.
+    # Each timed pass has a new batch and follows an untimed pass with another batch, because oneDNN
+    # compiles a product for each new shape, and in each training step the experts have other
+    # numbers of rows. With one batch for all rounds, the products of the peers would be compiled
+    # only once, and the blocks would remove each other's products from oneDNN's cache.
     peak = PeakGemm(x.dtype, device)
     times: dict[str, list] = {name: [] for name in blocks}
     peaks = []

@@ -91,9 +91,9 @@ class ThreeGrouped(Peer):
 
 
 class HuggingFace(Peer):
-    """Experts module of the Hugging Face library `transformers`. It stores the weights of all
-    experts in one tensor. `implementation` is transformers' name for the function that computes the
-    experts."""
+    """Experts module of the Hugging Face library `transformers`. The module stores the weights of
+    all experts in one tensor. `implementation` is transformers' name for the function that computes
+    the experts."""
 
     implementation = "grouped_mm"
 

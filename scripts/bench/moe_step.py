@@ -136,9 +136,10 @@ def measure(contest: Contest, batch: tuple[int, int], rounds: int) -> dict[str, 
 def summary(
     contest: Contest, times: dict[str, dict[str, list]], clock: int, seq_len: int
 ) -> dict[str, Any]:
-    """Return a dict for each library with its median times, and with the speed-up of a pass with
-    our experts over a pass with the library's experts. The value of `speed_up` is measured. The
-    value of `predicted` is computed from the median times of a pass and of a single MoE block."""
+    """Return a dict for JSON. The key `blocks` maps each library to its median times, and to the
+    speed-up of a pass with our experts over a pass with the library's experts: `speed_up` is
+    measured, and `predicted` is computed from the median times of a pass and of a single MoE
+    block."""
     config = contest.config
     slots = config.num_experts_per_tok * 3 * config.hidden_size * config.intermediate_size
     share = config.num_layers * 6.0 * slots / flops_per_token(config, seq_len)
@@ -189,12 +190,12 @@ def table(result: dict[str, Any]) -> str:
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="configs/model/demo.toml")
-    parser.add_argument("--layers", type=int, default=0, help="0: all layers of the model")
+    parser.add_argument("--layers", type=int, default=0, help="number of layers; 0: all layers")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--seq-len", type=int, default=256)
     parser.add_argument("--dtype", default="bf16", choices=("fp32", "bf16"))
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--threads", type=int, default=1, help="on a CPU")
+    parser.add_argument("--threads", type=int, default=1, help="number of threads on a CPU")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--peers", default="hf-grouped,loop,three-grouped,liger,scattermoe")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")

@@ -1,9 +1,10 @@
 """Compare `optimus.offload` with other libraries that train models larger than the device memory.
 
-Each point trains transformers' GPT-2 with random weights, gradient checkpointing, sequences of
-1,024 tokens and AdamW with clipping, within a limit of device memory that torch's allocator
-enforces. Each point runs in a new process, so that the libraries do not affect each other's memory.
-Points run in a fixed order, the most important first, until the time is over.
+A point is a training run of one library with one model, batch and limit of device memory, which
+torch's allocator enforces. Each point trains transformers' GPT-2 with random weights, gradient
+checkpointing, sequences of 1,024 tokens and AdamW with clipping. Each point runs in a new process,
+so that the libraries do not affect each other's memory. Points run in a fixed order, the most
+important first, until the time is over.
 
     python scripts/bench/offload_peers.py [--budget SECONDS] [--out FILE] [--rehearse]
 
@@ -36,7 +37,8 @@ from optimus.planner.rates import find_links
 GB = 10**9
 LR, CLIP = 1e-4, 1.0
 MODELS = {
-    # hidden size, layers, heads; 4B has the sizes of Table 6 of the second Elixir paper
+    # Hidden size, number of layers, number of heads. The model 4B has the sizes in Table 6 of the
+    # second Elixir paper.
     "1.5B": (1600, 48, 25),
     "4B": (3072, 32, 24),
     "8B": (4096, 40, 32),
@@ -48,7 +50,7 @@ LIBRARIES = (
 )
 SUPEROFFLOAD = {"ratio": 0.9, "super_offload": True, "cpuadam_cores_perc": 0.9}
 """Options that the examples of SuperOffload add to `offload_optimizer` of DeepSpeed's ZeRO-3."""
-MEGATRAIN = "counts 6 x parameters x tokens and keeps no fp32 masters in its release"
+MEGATRAIN = "reports 6 x parameters x tokens as FLOPs and keeps no fp32 master weights"
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ def points(rehearse: bool) -> Iterator[Point]:
     for model, memory, batch, microbatches in cases:
         for library in LIBRARIES:
             if library == "resident" and model != "1.5B":
-                continue  # the states of larger models need more than the limit
+                continue  # the states of larger models exceed the limit
             yield Point(library, model, memory * GB, batch, microbatches)
 
 
@@ -104,7 +106,7 @@ def make_model(name: str, seq_len: int, device: torch.device, dtype: torch.dtype
         model.to(dtype)
     model.to_empty(device="cpu")
     generator = torch.Generator(device).manual_seed(0)
-    for parameter in model.parameters():  # the CPU would take minutes
+    for parameter in model.parameters():  # random numbers from the CPU would take minutes
         noise = torch.empty(parameter.shape, device=device).normal_(0, 0.02, generator=generator)
         parameter.data.copy_(noise)
     model.tie_weights()
@@ -169,7 +171,8 @@ def fsdp2_step(point: Point, device: torch.device) -> tuple[Step, int, str]:
 def deepspeed_step(
     stage: int, point: Point, device: torch.device, options: dict[str, Any] | None = None
 ) -> tuple[Step, int, str]:
-    """As `optimus_step`, with DeepSpeed's ZeRO and `options` of `offload_optimizer`."""
+    """Return the same values as `optimus_step`, for DeepSpeed's ZeRO stage `stage`. `options` are
+    added to the setting `offload_optimizer` of DeepSpeed."""
     try:
         import deepspeed
     except ImportError:
@@ -208,8 +211,8 @@ def megatrain_step(point: Point, device: torch.device) -> tuple[Step, int, str]:
 
 
 def resident_step(point: Point, device: torch.device) -> tuple[Step, int, str]:
-    """Version of `optimus_step` without offloading: all states are on the device, in fp32 with
-    autocast."""
+    """Return the same values as `optimus_step`, for plain torch without offloading: all states are
+    on the device, in fp32, and the model computes in bf16 by autocast."""
     model = make_model(point.model, point.seq_len, device, torch.float32).to(device)
     count = sum(p.numel() for p in model.parameters())
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
@@ -261,7 +264,7 @@ def run_point(point: Point, device: torch.device, steps: int) -> dict[str, Any]:
             step(batches)
             platform.synchronize(device)
             times.append(time.perf_counter() - start)
-    except Exception as error:  # of any type; the table contains its text
+    except Exception as error:  # of any type; its text goes into the table
         return {"failed": f"{type(error).__name__}: {one_line(error)}"[:200]}
     tokens = point.batch * point.seq_len * point.microbatches
     return {
@@ -276,9 +279,9 @@ def run_point(point: Point, device: torch.device, steps: int) -> dict[str, Any]:
 
 def shortest_step(point: Point, parameters: int, links: Links) -> float:
     """Return a lower limit of the time of a training step with all chunks on the host, in seconds.
-    It is the maximum of the times of the computation (with recomputation), of the link in each
-    direction (two gathers of 2 bytes per parameter, and a bf16 gradient), and of the updates on the
-    host."""
+    The limit is the maximum of the times of the computation (with recomputation), of the link in
+    each direction (two gathers of 2 bytes per parameter, and a bf16 gradient), and of the updates
+    on the host."""
     tokens = point.batch * point.seq_len * point.microbatches
     return max(
         8 * parameters * tokens / links.flops,
@@ -313,10 +316,10 @@ def format_rows(rows: list[tuple[Point, dict[str, Any]]], links: Links) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--budget", type=float, default=480.0, help="seconds for all points")
-    parser.add_argument("--steps", type=int, default=3, help="timed steps of a point")
+    parser.add_argument("--budget", type=float, default=480.0, help="seconds for all runs")
+    parser.add_argument("--steps", type=int, default=3, help="number of timed steps of each run")
     parser.add_argument("--out", type=Path, help="file to which the table is written")
-    parser.add_argument("--rehearse", action="store_true", help="small models on the CPU")
+    parser.add_argument("--rehearse", action="store_true", help="run small models on the CPU")
     parser.add_argument("--point", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     device = torch.device("cpu" if args.rehearse else "cuda")

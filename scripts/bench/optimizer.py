@@ -126,7 +126,7 @@ def deepspeed_adam(chunk: Chunk) -> Callable[[], Any]:
 
         parameter = torch.nn.Parameter(chunk.master)
         optimizer = DeepSpeedCPUAdam([parameter], adamw_mode=True, **_CLASS_HYPERPARAMETERS)
-    except Exception as error:  # its build raises errors of many types
+    except Exception as error:  # the build of cpu_adam raises errors of many types
         raise common.Absent(" ".join(f"{type(error).__name__}: {error}".split())[:200]) from error
     moments = {"exp_avg": chunk.exp_avg, "exp_avg_sq": chunk.exp_avg_sq}
     parameter.grad = chunk.grad32
@@ -246,8 +246,8 @@ def bench_norm(size: int, rounds: int, clock: int, device: torch.device) -> dict
 
     Returns:
         A dict with the seconds per round of the op (`ours`), of its reference implementation
-        (`twin`) and of torch's plain sum (`read`). For `twin` and `read`, it also contains the
-        minimum, median and maximum of the ratio of the time to the time of `ours`.
+        (`twin`) and of torch's plain sum (`read`). For `twin` and `read`, the dict also contains
+        the minimum, median and maximum of the ratio of the time to the time of `ours`.
     """
     flat, bins = torch.randn(max(BLOCK, size - size % BLOCK), device=device), new_bins(device)
     runs: dict[str, list[Callable[[], Any]]] = {

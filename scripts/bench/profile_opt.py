@@ -5,7 +5,7 @@
 
 The profile needs no GPU and allocates no parameter. `optimus.offload` profiles each module of a
 transformers model (96 layers); `optimus plan` profiles one layer of each kind. The script prints
-the processor time of both, with and without recomputed layers.
+the processor time of both profiles, with and without recomputed layers.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ def whole_model(recompute: bool) -> int:
 
 
 def layer_kinds(recompute: bool) -> int:
-    """Profile a model of Optimus of the same width. Return the number of profiled stages."""
+    """Profile a model of Optimus with the same hidden size. Return the number of profiled
+    stages."""
     model = {
         "architecture": "olmo",
         "num_layers": LAYERS,

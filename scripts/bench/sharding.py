@@ -62,7 +62,7 @@ class FsdpLoop(PlainLoop):
         root.forward = super().objective
 
     def objective(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        return self._model(tokens)  # runs the hooks of FSDP2
+        return self._model(tokens)  # this call runs the hooks of FSDP2
 
     def run(self, microbatches: list[Microbatch]) -> float:
         """Run one training step. Return the mean cross-entropy over the tokens of all ranks."""
@@ -73,7 +73,7 @@ class FsdpLoop(PlainLoop):
 
 def measure_ranks(world: World, folder: Path, hidden: int, rounds: int) -> dict[str, Any]:
     """Measure the peak memory of a training step, compare optim.sharding "epso" with "so", and
-    compare Optimus with FSDP2. All ranks must call this function."""
+    compare Optimus with FSDP2. All ranks must call this function. Return the results as a dict."""
     size = world.size
     peak = measure_peak(
         common.mula_config(hidden, size, sharding="epso"),
@@ -115,8 +115,8 @@ def measure_peak(config: Config, small: Config, world: World) -> dict[str, Any]:
 
 
 def _train(config: Config, world: World, meter: common.MemoryMeter) -> tuple[int, dict[str, int]]:
-    """Run three training steps. Return (peak of resident memory in the last step, terms whose sum
-    predicts this peak), in bytes."""
+    """Run three training steps. Return two values in bytes: the peak of resident memory in the last
+    step, and a dict of terms whose sum predicts this peak."""
     ours = make_rank(config, world)
     states, microbatches, updater = ours.states, ours.microbatches(), ours.updater()
     for step in range(1, 1 + _WARMUP):

@@ -10,7 +10,7 @@ run.
 A file call is a system call on a file, such as write or rename. `random` kills rank 0, rank 1 or
 both ranks with SIGKILL at random moments, and resumes the run after each kill until the run ends.
 `points` kills a rank before and after each file call of a save, and in the middle of each write.
-`errors` lets each file call of a save fail (ENOSPC, EIO) or write too few bytes; the run must
+`errors` makes each file call of a save fail (ENOSPC, EIO) or write too few bytes; the run must
 continue. `power` records the file calls of a run, simulates a power cut after each call, and
 examines the possible states of the disk after the power cut.
 
@@ -81,7 +81,7 @@ def main() -> int:
     settings = {"checkpoint__async_save": True} if args.asynchronous else {}
     results = Results(work / "results.jsonl")
     scratch = work.resolve() / "scratch"
-    shutil.rmtree(scratch, ignore_errors=True)  # of an earlier, interrupted drill
+    shutil.rmtree(scratch, ignore_errors=True)  # left by an interrupted drill
     scratch.mkdir()
     with broken_runs.breaking_pool(scratch) as pool:
         if args.what == "random":
@@ -106,7 +106,7 @@ def _arguments() -> argparse.Namespace:
         "--first", type=int, default=0, help="points, errors: number of cases to run; 0: all"
     )
     parser.add_argument(
-        "--samples", type=int, default=10_000, help="power: random states of the whole disk"
+        "--samples", type=int, default=10_000, help="power: number of random disk states"
     )
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
@@ -147,7 +147,7 @@ def _unbroken(pool: RankPool, tree: dict[str, Any], work: Path) -> float:
     `work`, first do this run and store its duration."""
     duration = work / "unbroken.json"
     if not duration.exists():
-        for _ in range(2):  # the first also starts the pool
+        for _ in range(2):  # the first run also starts the pool
             shutil.rmtree(tree["train"]["run_dir"], ignore_errors=True)
             start = time.monotonic()
             assert not broken_runs.run_ranks(pool, tree)
@@ -164,8 +164,8 @@ def _start_and_kill(
     rng: random.Random,
 ) -> dict[str, Any]:
     """Start or resume the run in `run`, kill ranks at a random moment, and verify all checkpoints.
-    If the run ends before the kill, compare its results with `unbroken`, the folder of a run
-    without kills. Return a record for Results."""
+    If the run ends before the kill, compare the results of the run with `unbroken`, the folder of a
+    run without kills. Return a record for Results."""
     start, before = time.monotonic(), broken_runs.newest_step(run)
     victims, after_s = rng.choice(((0,), (1,), (0, 1))), rng.random() * whole_s / 2
     kills = dict.fromkeys(victims, after_s)
@@ -192,8 +192,8 @@ def break_calls(
     args: argparse.Namespace,
     settings: dict[str, Any],
 ) -> int:
-    """Repeat a save once for each of its file calls, and disturb this call: kill the rank at the
-    call, or let the call fail. Return the exit status."""
+    """Repeat a save once for each of its file calls, and disturb this file call: kill the rank at
+    the call, or let the call fail. Return the exit status."""
     save = broken_runs.record_save(pool, data, scratch, **settings)
     points = args.what == "points"
     cases = save.kills() if points else save.errors()

@@ -3,11 +3,12 @@
 
     python scripts/drills/data_kill.py --kills 100 [--workers 2] [--world 1] [--seed 0]
 
-The drill first prepares a data set from a corpus without kills. Then it prepares the same data set
-repeatedly, and kills the main process, a worker, or all processes of the command by SIGKILL at
-random moments. When a run ends without a kill, its output is compared with the first output, and
-the next run writes to a new directory. Exit status 0: the number of kills was reached, all outputs
-were byte-identical, and no file with a final name ever had other content.
+The drill first prepares a data set from a corpus without kills. Then the drill prepares the same
+data set repeatedly, and kills the main process, a worker, or all processes of the command by
+SIGKILL at random moments. When a run ends without a kill, the output of this run is compared with
+the first output, and the next run writes to a new directory. Exit status 0: the number of kills was
+reached, all outputs were byte-identical, and after each kill every file that is not temporary had
+its final content.
 """
 
 from __future__ import annotations
@@ -110,8 +111,8 @@ def differences(out: Path, expected: dict[str, bytes], whole: bool) -> list[str]
 
 
 def kill(process: subprocess.Popen[bytes], rng: random.Random) -> str:
-    """Kill the main process of the command, a worker, or all its processes, chosen at random.
-    Return the killed processes: "command", "worker" or "all"."""
+    """At random, kill the main process of the command, a worker process, or all processes of the
+    command. Return the killed processes: "command", "worker" or "all"."""
     target = rng.choice(("command", "command", "worker", "all"))
     children = children_of(process.pid)
     if target == "worker" and children:
@@ -127,7 +128,7 @@ def kill(process: subprocess.Popen[bytes], rng: random.Random) -> str:
 
 def start_and_kill(drill: Drill, out: Path, limit_s: float, rng: random.Random) -> str:
     """Start all ranks of the command, and kill each rank at a random moment within `limit_s`
-    seconds, unless it ends before. Return the result of the last call of `kill` ("command",
+    seconds, unless the rank ends earlier. Return the result of the last call of `kill` ("command",
     "worker" or "all"); "" if all ranks ended before they were killed."""
     ranks = [drill.start(out, rank) for rank in range(drill.world)]
     target = ""
@@ -149,7 +150,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--files", type=int, default=300)
     parser.add_argument(
-        "--longest", type=float, default=0.5, help="latest kill, as a fraction of a whole run"
+        "--longest", type=float, default=0.5, help="latest kill, as a fraction of a run's duration"
     )
     args = parser.parse_args(argv)
     rng, start = random.Random(args.seed), time.monotonic()

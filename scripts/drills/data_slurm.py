@@ -6,13 +6,13 @@ jobs.
 
 Each case prepares a data set from the same corpus. The data set must be byte-identical to the data
 set that a single process prepares from this corpus without Slurm, and `optimus-data verify` must
-accept it.
+accept the prepared data set.
 
 nodes    scripts/slurm/data.sh --nodes 2
 tasks    srun with two tasks on each of two nodes
 array    scripts/slurm/data.sh --array 2
 cancel   a job of two nodes is cancelled half-way, and an array of two jobs completes the output
-requeue  a job of two nodes is requeued half-way, and Slurm starts it again
+requeue  a job of two nodes is requeued half-way, and Slurm starts the job again
 rank     one of two ranks is killed half-way; the job is cancelled, and the same command completes
          the output
 node     all processes of one of two nodes are killed half-way; the job is cancelled, and the same
@@ -156,9 +156,9 @@ def requeue(drill: Drill, out: Path) -> str:
     def how(job: str) -> None:
         jobs.output_of("scontrol", "requeue", job)
         jobs.wait_until(lambda: "PENDING" in states(job), f"job {job} in the queue")
-        # Start the requeued job after 3 s. By default, Slurm would start it after two minutes. A
-        # start in the same second as the requeue would fail, because a node refuses it: "credential
-        # revoked".
+        # Start the requeued job after 3 s. By default, Slurm would start the job after two minutes.
+        # A start in the same second as the requeue would fail, because a node refuses the job:
+        # "credential revoked".
         jobs.output_of("scontrol", "update", f"JobId={job}", "StartTime=now+3")
 
     job = drill.disturb(out, how)
@@ -185,7 +185,7 @@ def rank(drill: Drill, out: Path) -> str:
 
 
 def node(drill: Drill, out: Path) -> str:
-    assert os.geteuid() == 0, "run the case `node` as root, so that a node has a namespace"
+    assert os.geteuid() == 0, "run the case `node` as root, so that each node has a namespace"
     slurmd = int((Path(os.environ["SLURM_DRILL"]) / "n2.pid").read_text())
     namespace, killed = os.readlink(f"/proc/{slurmd}/ns/uts"), []
 

@@ -8,8 +8,8 @@ r"""Cause failures of ranks, agents, nodes and supervisors of `optimus launch`; 
 
 Nodes are emulated on this machine: each emulated node is an agent process and the ranks that the
 agent starts. With --launcher srun, the nodes belong to a real Slurm installation, each node has a
-separate network, and a launch is a job. Each run trains a tiny model on 2 nodes of 2 ranks. The
-drill causes one fault of `tests/kit/faults/failures.py::CASES` (with srun:
+separate network, and each launch is a Slurm job. Each run trains a tiny model on 2 nodes of 2
+ranks. The drill causes one fault of `tests/kit/faults/failures.py::CASES` (with srun:
 `tests/kit/faults/slurm.py::CASES`) at a random step of the run. With --sequences, the drill causes
 several random faults, each of them after the run has recovered from the previous fault. After the
 run, the drill checks that

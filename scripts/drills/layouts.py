@@ -42,7 +42,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", default="layouts.jsonl", help="file of the results; -: none")
     parser.add_argument("--only", default="", help="only cases whose name contains this text")
-    parser.add_argument("--pairs", action="store_true", help="only the sample of the tests")
+    parser.add_argument("--pairs", action="store_true", help="only the cases of the tests")
     parser.add_argument("--first", type=int, default=0, help="number of cases to run; 0: all")
     args = parser.parse_args()
     results = Results(args.out)
@@ -64,8 +64,8 @@ def main() -> int:
 
 
 def _run(pool: RankPool, case: Case, known: dict[str, Outcome]) -> dict[str, Any]:
-    """Run a case, compare its outcome with the outcome of a run on one process, and return the
-    result as a record. `known` is a cache of the outcomes of runs on one process."""
+    """Run a case, compare the outcome of the case with the outcome of a run on one process, and
+    return the result as a record. `known` is a cache of the outcomes of runs on one process."""
     start = time.monotonic()
     record = {"case": str(case), "exact": case.is_exact}
 
@@ -77,8 +77,8 @@ def _run(pool: RankPool, case: Case, known: dict[str, Outcome]) -> dict[str, Any
     def run_alone(tree: dict[str, Any]) -> Outcome:
         key = repr(tree)
         if key not in known:
-            # Keep two runs, with the default eps and the large eps. The gradients of all runs would
-            # not fit in memory.
+            # Keep the outcomes of only two runs, one with the default eps and one with the large
+            # eps. The gradients of all runs would not fit in memory.
             if len(known) > 1:
                 known.pop(next(iter(known)))
             known[key] = run(1, tree)

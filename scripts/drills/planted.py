@@ -5,10 +5,10 @@
 
 Each entry of tests/planted/faults.toml is a fault: a change of one file, and the tests that must
 detect the change. The drill copies the tracked files of the working tree, once for each job. First,
-the tests of all faults run without a fault and must pass. Then each fault is planted, its tests
-run, and the file is restored. A fault is caught if a test fails. An error in the collection or
-import of tests is not a failure. If the tests of a fault are skipped on this machine, the fault is
-"not decidable here". Exit status 0: all faults were caught.
+the tests of all faults run without a fault and must pass. Then each fault is planted, the tests of
+the fault run, and the file is restored. A fault is caught if a test fails. An error in the
+collection or import of tests is not a failure. If the tests of a fault are skipped on this machine,
+the fault is "not decidable here". Exit status 0: all faults were caught.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ TABLE = ROOT / "tests" / "planted" / "faults.toml"
 _LIMIT_S = 600
 """Time limit of a run of pytest, in seconds."""
 _NO_FINDING = re.compile(r"(\w+\.)*(ImportError|ModuleNotFoundError|NameError|SyntaxError)\b")
-"""Pattern of failure messages that show that the changed code is invalid, for example because it
-cannot be imported. A test that fails with such a message has not caught the fault."""
+"""Pattern of failure messages that show that the changed code is invalid, for example because the
+code cannot be imported. A test that fails with such a message has not caught the fault."""
 _OUTCOMES = {"failure": "failed", "error": "error", "skipped": "skipped"}
 """Maps the name of an XML element in the JUnit entry of a test case to the outcome of the case."""
 
@@ -78,7 +78,7 @@ class Run(NamedTuple):
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="text in the name or file of a fault")
-    parser.add_argument("--jobs", type=int, default=1, help="number of faults at the same time")
+    parser.add_argument("--jobs", type=int, default=1, help="number of parallel jobs")
     parser.add_argument("--keep", action="store_true", help="keep the copies")
     args = parser.parse_args()
     faults = [fault for fault in read_faults() if args.only in f"{fault.name} {fault.file}"]
@@ -214,7 +214,7 @@ def _judge(fault: Fault, copy: Path, skipped: dict[str, str]) -> tuple[str, str]
 def run_tests(nodes: Sequence[str], copy: Path, *options: str, cache: Path | None = None) -> Run:
     """Run tests in a copy of the checkout.
 
-    Python does not write bytecode files. With bytecode files, it would not detect that a source
+    Python does not write bytecode files. With bytecode files, Python would not detect that a source
     file was changed twice within a second.
 
     Args:
@@ -242,7 +242,7 @@ def run_tests(nodes: Sequence[str], copy: Path, *options: str, cache: Path | Non
         try:
             output, status = process.communicate(timeout=_LIMIT_S)[0], process.returncode
         except subprocess.TimeoutExpired:
-            process.kill()  # also ends its ranks
+            process.kill()  # also ends ranks that pytest started
             output, status = process.communicate()[0], None
     return Run(status, _read_report(report), output.decode(errors="replace"))
 

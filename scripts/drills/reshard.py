@@ -4,12 +4,12 @@
     python scripts/drills/reshard.py (--all | --row LAYOUT | --sample N) [--first N] [--out FILE]
 
 A layout is a mesh of 1, 2, 4 or 8 ranks, and values of optim.sharding, optim.chunk_length,
-parallel.schedule and checkpoint.scatter. Ranks are simulated one after the other, but they write
-and read real shard files. All elements of the master weights and of the two moments are compared.
-`--all` selects all pairs of a saving and a loading layout; `--row` selects all pairs that contain
-LAYOUT; `--sample` selects N random pairs in addition to the pairs of the other options. Results are
-appended to --out; the same command continues after the last result. Exit status 0: all loaded bits
-equal the saved bits; 2: no pair was selected.
+parallel.schedule and checkpoint.scatter. Ranks are simulated one after the other, but the simulated
+ranks write and read real shard files. All elements of the master weights and of the two moments are
+compared. `--all` selects all pairs of a saving and a loading layout; `--row` selects all pairs that
+contain LAYOUT; `--sample` selects N random pairs in addition to the pairs of the other options.
+Results are appended to --out; the same command continues after the last result. Exit status 0: all
+loaded bits equal the saved bits; 2: no pair was selected.
 """
 
 from __future__ import annotations

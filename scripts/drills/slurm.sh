@@ -43,7 +43,7 @@ for program in slurmctld slurmd munged sbatch ${networks:+ip}; do
     command -v "$program" >/dev/null ||
         die "no $program on PATH (Debian has the daemons in /usr/sbin); run scripts/drills/install_slurm.sh" 69
 done
-await() { # PID: return its exit status; a trap may interrupt `wait` before the process ends
+await() { # PID: return the exit status of PID; a trap can interrupt `wait` before the process ends
     local status=0
     while kill -0 "$1" 2>/dev/null; do
         status=0
@@ -54,8 +54,8 @@ await() { # PID: return its exit status; a trap may interrupt `wait` before the 
 
 separate=(unshare --mount --uts --pid --mount-proc --fork --kill-child ${networks:+--net})
 if [[ $EUID == 0 && -z ${SLURM_DRILL_INSIDE:-} ]] && "${separate[@]}" true 2>/dev/null; then
-    # Namespaces with a separate /etc/hosts, host names and processes. All processes end with this
-    # shell, also if it is killed.
+    # Namespaces with a separate /etc/hosts, host names and processes. All processes end when this
+    # shell ends, even by SIGKILL.
     SLURM_DRILL_INSIDE=1 setpriv --pdeathsig KILL "${separate[@]}" \
         "${BASH_SOURCE[0]}" "${given[@]}" <&0 &
     child=$!
@@ -104,7 +104,7 @@ print(*(server.getsockname()[1] for server in sockets))
 PY
 }
 
-start() { # NAME COMMAND...: start a daemon in the foreground, with its log in NAME.log
+start() { # NAME COMMAND...: start a daemon as a job of this shell, with the log NAME.log and the ID in NAME.pid
     local name=$1
     shift
     "$@" >>"$base/$name.log" 2>&1 &
@@ -112,11 +112,11 @@ start() { # NAME COMMAND...: start a daemon in the foreground, with its log in N
     echo "$!" >"$base/$name.pid"
 }
 
-address() { # NUMBER: print the address of a node; that of the command has the number 254
+address() { # NUMBER: print the address of node NUMBER; 254 is the number of the command
     [[ -n $networks ]] && echo "10.77.0.$1" || echo 127.0.0.1
 }
 
-keep_node_on() { # NUMBER: run a node with its own network; start it again after each end
+keep_node_on() { # NUMBER: run node NUMBER in a separate network; start the node again each time it ends
     local node=$1 pid
     while :; do
         while [[ -e $base/n$node.off ]]; do sleep 0.1; done
@@ -127,7 +127,7 @@ keep_node_on() { # NUMBER: run a node with its own network; start it again after
         until [[ $(readlink "/proc/$pid/ns/net") != "$(readlink /proc/self/ns/net)" ]]; do
             sleep 0.01
         done
-        ip link delete "n$node" 2>/dev/null || true # of the last start
+        ip link delete "n$node" 2>/dev/null || true # the link of the previous start
         ip link add "n$node" type veth peer name eth0 netns "$pid"
         ip link set "n$node" master bridge up
         echo "$pid" >"$base/n$node.pid"
@@ -140,7 +140,7 @@ node_program='
 hostname "$1"
 ip link set lo up
 until [[ -e /proc/sys/net/ipv4/conf/eth0 ]]; do sleep 0.02; done
-ip link set eth0 address "$4" # the same after each start, since other nodes store it
+ip link set eth0 address "$4" # the same address after each start, since other nodes store the address
 ip link set eth0 up
 ip address add "$2/24" dev eth0
 while :; do

@@ -87,14 +87,14 @@ def run_cases(
     """Run the cases of a drill that the option --cases selects, and print the result of each case.
 
     Args:
-        parser: The parser of the command line; it gets the option --cases.
+        parser: The parser of the command line. This function adds the option --cases.
         cases: Functions by name. A function receives the result of `prepare` and a directory for
-            the output. It returns a description of the result, or raises AssertionError if the case
-            fails.
+            the output. The function returns a description of the result, or raises AssertionError
+            if the case fails.
         prepare: Function that is called once with a directory and the parsed arguments. Its result
             is passed to all cases.
-        check: Function that checks the output. It is called after each case with the same arguments
-            as the case. It returns text to add to the description, or raises AssertionError.
+        check: Function that is called after each case with the same arguments as the case. `check`
+            returns text to add to the description, or raises AssertionError if the output is wrong.
 
     Returns:
         The exit status: 0 if no case failed, else 1.

@@ -3,18 +3,19 @@
 
     python scripts/drills/soak.py [--minutes 30] [--nproc 2] [--work DIR] [KEY=VALUE ...]
 
-The drill trains with the configuration and the data set of the demo until train.deadline_s. The
-first run prepares the data set in --work. Once a second, the drill samples all processes of the
-run: resident memory (anonymous and shared, without pages of files), open files (without the shards
-of the data set, which remain open) and threads. The drill also records the wall-clock time of each
-step and the processor time of all ranks in each step. Other programs on the machine affect
-processor time less than wall-clock time. The time after the first fifth of the run is divided into
-twelve windows. For each quantity, a line is fitted to its medians in the twelve windows, and the
-rise of the line is printed with a 95 % confidence interval. Memory rises for some hundred updates
-until the caches of libraries are full. A run should therefore have thousands of updates. Exit
-status 0: each rise of memory, files, threads and processor time of a step is at most 1 % of the
-mean, or its confidence interval includes 0; the run ended with status 3, the status after a
-deadline, and with a valid checkpoint; no processes and no temporary files remain.
+The drill trains with the configuration and the data set of the demo until the deadline of the run
+(train.deadline_s). The first run prepares the data set in --work. Once a second, the drill samples
+all processes of the run: resident memory (anonymous and shared, without pages of files), open files
+(without the shards of the data set, which remain open) and threads. The drill also records the
+wall-clock time of each step and the processor time of all ranks in each step. Other programs on the
+machine affect processor time less than wall-clock time. The time after the first fifth of the run
+is divided into twelve windows. For each quantity, a line is fitted to the medians of the quantity
+in the twelve windows, and the rise of the line is printed with a 95 % confidence interval. Memory
+rises for some hundred updates until the caches of libraries are full. A run should therefore have
+thousands of updates. Exit status 0: each rise of memory, files, threads and processor time of a
+step is at most 1 % of the mean, or the confidence interval of the rise includes 0; the run ended
+with status 3, the status after a deadline, and with a valid checkpoint; no processes and no
+temporary files remain.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class Progress(NamedTuple):
 
 
 class Process(NamedTuple):
-    """Identity of a process. It includes the start time, because the system reuses process IDs."""
+    """Identity of a process: its ID and its start time, because the system reuses process IDs."""
 
     pid: int
     start: int
@@ -166,8 +167,8 @@ def _demo_data(work: Path) -> Path:
 def _watch(
     run: subprocess.Popen[bytes], metrics: Path, data: Path
 ) -> tuple[dict[Process, History], list[Progress]]:
-    """Sample all processes of the run until it ends. Return the samples of each process, and the
-    progress of the run over time.
+    """Sample all processes of the run until the run ends. Return the samples of each process, and
+    the progress of the run over time.
 
     A process belongs to the run if it is the command or a child of a process of the run. Sessions
     do not show which processes belong to the run, because ranks have new sessions.

@@ -92,7 +92,7 @@ def nodes(drill: Drill, out: Path) -> str:
 
 
 def world(drill: Drill, out: Path) -> str:
-    command = drill.command(out, "parallel.pp=8")  # refused before it is submitted
+    command = drill.command(out, "parallel.pp=8")  # fails before it submits a job
     done = subprocess.run(command, capture_output=True, text=True)
     message = "such as 8, or change the sizes"
     assert done.returncode == 2 and message in done.stderr, f"{done.returncode}: {done.stderr}"
@@ -104,7 +104,7 @@ def address(drill: Drill, out: Path) -> str:
     wait = "[[ ${SLURM_PROCID:-} != 3 || -z ${SLURM_STEP_ID:-} ]] || sleep 60"
     late.write_text(f'#!/bin/bash\n{wait}\nexec {drill.program} "$@"\n')
     late.chmod(0o755)
-    # sbatch passes the environment on.
+    # sbatch passes this environment to the job.
     changed = {"MASTER_ADDR": "nowhere.invalid", "OPTIMUS": str(late)}
     with mock.patch.dict(os.environ, changed):
         # Without a rendezvous, the first rank of each of the 2 nodes prints the error.

@@ -5,8 +5,8 @@
 #
 # --nodes N        number of nodes (1)
 # --account, --queue, --walltime, --filesystems      the options of qsub
-# --export NAMES   variables to export, such as A,B, as well as those a job needs (docs/launching.md)
-# --dry-run        print the commands that submit and launch the job, and run neither
+# --export NAMES   variables to export, such as A,B, in addition to those that a job needs (docs/launching.md)
+# --dry-run        print the commands that submit and launch the job, but do not run them
 # The argument after -- is a job that `optimus study scaling` has written.
 set -euo pipefail
 

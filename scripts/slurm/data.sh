@@ -5,11 +5,11 @@
 #       run --input '/data/text/*.json.gz' --tokenizer tokenizer.json --context 4096 --out OUT
 #
 # --nodes N        one job of N nodes, with one rank per node and a worker on each of its cores (1)
-# --array N        instead: an array of N one-node jobs; submit it again if they did not run at the same time
+# --array N        instead: an array of N one-node jobs; submit it again if its jobs did not run simultaneously
 # --account, --partition, --time                     the options of sbatch
-# --export NAMES   export these variables, such as A,B, and those a job needs (default: the whole environment)
-# --dry-run        print the commands that submit and launch the job, and run neither
-# Submit the same command again after a kill or the end of the time limit, with any N: it continues.
+# --export NAMES   export only these variables, such as A,B, and those that a job needs (default: all variables)
+# --dry-run        print the commands that submit and launch the job, but do not run them
+# After a kill or the end of the time limit, submit the same command again, with any N: the new job continues.
 set -euo pipefail
 
 source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/../jobs.sh" # also if called through a link

@@ -7,8 +7,8 @@
 # --ranks R        ranks on each node, one for each of its devices (1)
 # --gpus G         devices to request on each node
 # --account, --partition, --time                     the options of sbatch
-# --export NAMES   export these variables, such as A,B, and those a job needs (default: the whole environment)
-# --dry-run        print the commands that submit and launch the job, and run neither
+# --export NAMES   export only these variables, such as A,B, and those that a job needs (default: all variables)
+# --dry-run        print the commands that submit and launch the job, but do not run them
 # The argument after -- is a job that `optimus study scaling` has written.
 set -euo pipefail
 

@@ -6,19 +6,20 @@
 #
 # --nodes N        nodes with ranks (1)
 # --ranks R        ranks on each node, one for each of its devices (1)
-# --gpus G         devices to request on each node; every rank sees all of them and uses one
+# --gpus G         devices to request on each node; each rank uses one device, but all devices are visible to it
 # --cpus C         number of cores to which each rank is bound; without --cpus, ranks are not bound
-# --buffer-nodes K request K spare nodes; `optimus launch` replaces failed nodes by them (0: it only restarts)
+# --buffer-nodes K request K spare nodes for `optimus launch`, which replace failed nodes (0: only restarts)
 # --chain M        with --buffer-nodes: continue in up to M further jobs, until the run is done or stops
 # --after JOB      begin after the job JOB, and end at once if the run is done (for the jobs of a chain)
 # --account, --partition, --time                     the options of sbatch
-# --export NAMES   export these variables, such as A,B, and those a job needs (default: the whole environment)
-# --dry-run        print the commands that submit and launch the job, and run neither
+# --export NAMES   export only these variables, such as A,B, and those that a job needs (default: all variables)
+# --dry-run        print the commands that submit and launch the job, but do not run them
 # --skip-data-check, --skip-run-dir-check            if this machine cannot read the data or the run directory
 # The run is checked first as `optimus train --dry-run` does; a mistake ends with exit status 2.
-# The arguments after -- are those of `optimus train` (with --buffer-nodes, of `optimus launch`). Submit the same
-# command again after a kill or the end of the time limit: it continues from the last checkpoint. With
-# --buffer-nodes, the run saves a checkpoint before the limit; without it, set train.deadline_s for this.
+# The arguments after -- are those of `optimus train` (with --buffer-nodes, of `optimus launch`). After a kill or
+# the end of the time limit, submit the same command again: the run continues from the last checkpoint. With
+# --buffer-nodes, the run saves a checkpoint before the time limit; without --buffer-nodes, set
+# train.deadline_s to save one.
 set -euo pipefail
 
 source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/../jobs.sh" # also if called through a link
