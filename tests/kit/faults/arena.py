@@ -100,7 +100,8 @@ class Arena:
         """The content that each command read from an unchanged sample, by (sample, command)."""
 
     def prepare(self, formats: Iterable[Format] | None = None, jobs: int = 2) -> None:
-        """Run the commands of each format on its unchanged sample. Store the contents in `sound`.
+        """Run the commands of each format on the format's unchanged sample. Store the contents that
+        the commands read in `sound`.
 
         Args:
             formats: Formats whose samples exist; None: make the samples of all formats first.
@@ -111,7 +112,7 @@ class Arena:
         """
         if formats is None:
             os.environ["MPLCONFIGDIR"] = str(self.folder / "matplotlib")
-            for name in _MODULES:  # once, instead of in each worker
+            for name in _MODULES:  # import once, not in each worker
                 with contextlib.suppress(ImportError):
                     importlib.import_module(name)
             make_samples(self.samples)
@@ -293,7 +294,7 @@ def _work_of_group(group: int) -> tuple[int, bool]:
 def _collect(
     folder: Path, before: list[tuple[str, int, int, int]], status: int | None, watch: _Watch
 ) -> dict[str, Any]:
-    """Return the report on a case that has ended, and remove its folder.
+    """Return the report on a case that has ended, and remove the folder of the case.
 
     Args:
         folder: The folder of the case.
@@ -380,7 +381,7 @@ def _execute_in_copy(settings: _Settings, case: Case, folder: Path, audit: Audit
         apply_change(case, inside)
     report = execute(case, folder, audit, settings)
     if not report["problem"] and (name := file_with_canary(inside)):
-        report["problem"] = f"content of a file outside was copied to {name}"
+        report["problem"] = f"content of a file outside the directory was copied to {name}"
     return report | {"modules": sorted({*sys.modules} - known) if is_sound else []}
 
 
@@ -426,7 +427,8 @@ def apply_change(case: Case, inside: Path) -> None:
 
 
 def _without_hash(content: bytes) -> bytes:
-    """Return a JSON text without its last key if this is "self_xxh3", the hash of the text."""
+    """Return a JSON text. If its last key is "self_xxh3" (the hash of the text), leave out this
+    key."""
     match = re.search(rb',\s*"self_xxh3": "[0-9a-f]{16}"\s*}\s*$', content)
     return content[: match.start()] + b"\n}" if match else content
 
@@ -467,7 +469,7 @@ def execute(case: Case, folder: Path, audit: Audit, settings: _Settings) -> dict
     if not problem and grown > limits.memory_bytes and case.number >= 0:
         problem = f"used more than {limits.memory_bytes >> 20} MiB of memory"
     if not problem and CANARY in stdout + stderr:
-        problem = "content of a file outside was printed"
+        problem = "content of a file outside the directory was printed"
     if not problem and code == 0:
         try:
             content = case.command.content(stdout)

@@ -160,7 +160,7 @@ class RecordedSave(NamedTuple):
     """The run directory of a run of STEPS updates without interruption."""
     overrides: Mapping[str, Any]
     calls: list[list[Call]]
-    """For each rank, the file calls with which it changes files during the save."""
+    """For each rank, the file calls with which the rank changes files during the save."""
 
     def numbers(self, rank: int) -> range:
         """Return the indices of all file calls of a rank during the save, including calls that only
@@ -181,9 +181,9 @@ class RecordedSave(NamedTuple):
 
     def errors(self) -> list[Breakage]:
         """Return breakages that do not kill a rank. For each call of each rank, there is a breakage
-        with EIO. For each call that needs disk space, there are two with ENOSPC: for this call
-        alone, and for this and all later calls of the save. For each write, there is a short
-        write."""
+        with EIO. For each call that needs disk space, there are two breakages with ENOSPC: for this
+        call alone, and for this call and all later calls of the save. For each write, there is a
+        short write."""
         cases = []
         for rank in range(RANKS):
             ops = {call.number: call.op for call in self.calls[rank]}
@@ -229,13 +229,15 @@ def record_run(pool: RankPool, data: Path, root: Path, log: Path, **overrides: A
 def kill_save(
     pool: RankPool, data: Path, run_dir: Path, save: RecordedSave, breakage: Breakage
 ) -> int:
-    """Kill a rank in the save, verify the checkpoints, resume the run, and compare its result with
-    the unbroken run. Return the step from which the run resumed."""
+    """Kill a rank in the save, verify the checkpoints, resume the run, and compare the result of
+    the run with the unbroken run. Return the step from which the run resumed."""
     shutil.copytree(save.base, run_dir)
     tree = make_tree(data, run_dir, **save.overrides)
     outcomes = run_ranks(pool, tree, breakage=breakage)
     assert outcomes and outcomes[breakage.rank].how == "died", "the rank was not killed"
-    assert not any(outcome.how == "stopped" for outcome in outcomes), "a rank waited for a dead one"
+    assert not any(outcome.how == "stopped" for outcome in outcomes), (
+        "a rank waited for a rank that was killed"
+    )
     step = newest_step(run_dir)
     assert step in (BASE, BROKEN), step
     _resume(pool, tree, run_dir, save)
@@ -274,8 +276,8 @@ def fail_save(
 
 
 def _resume(pool: RankPool, tree: dict[str, Any], run_dir: Path, save: RecordedSave) -> None:
-    """Resume the run to its end, compare its result with the unbroken run, and remove the run
-    directory."""
+    """Resume the run to its end, compare the result of the run with the unbroken run, and remove
+    the run directory."""
     assert not run_ranks(pool, tree)
     assert_same_run(run_dir, save.unbroken)
     assert not list(checkpoints(tree).glob(".*"))

@@ -184,7 +184,8 @@ def hits() -> int:
 
 
 def kill_after(seconds: float) -> None:
-    """Kill this process by SIGKILL after a time. The kill may be in the middle of a system call."""
+    """Kill this process by SIGKILL after `seconds` seconds, possibly in the middle of a system
+    call."""
     assert ctypes.CDLL(None).file_calls_kill_after(ctypes.c_double(seconds)) == 0
 
 

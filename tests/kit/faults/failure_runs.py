@@ -27,7 +27,8 @@ from tests.kit.faults.supervised import (
 )
 
 _LAST_STEPS = 50
-"""Number of last updates in which no fault begins, because the run could end before the fault."""
+"""Number of updates at the end of a run in which no fault begins, because the run could end before
+the fault."""
 
 
 def run_case(
@@ -41,7 +42,7 @@ def run_case(
     """Do one run with one fault, and check its result.
 
     Args:
-        references: Curves of unbroken runs. The directory of this run is next to their directories.
+        references: Curves of unbroken runs. The directory of the new run is in `references.work`.
         name: Name of the case (fault).
         seed: Seed of the random choices.
         allocation: Nodes of the run; None for emulated nodes.
@@ -81,7 +82,7 @@ def run_sequence(
     recovered from the previous fault.
 
     Args:
-        references: Curves of unbroken runs. The directory of this run is next to their directories.
+        references: Curves of unbroken runs. The directory of the new run is in `references.work`.
         seed: Seed of the random choices.
         allocation: Nodes of the run; None for emulated nodes.
         names: Names of the cases from which the faults are chosen; () for all possible cases.
@@ -102,8 +103,8 @@ def run_sequence(
     expected, played, problems = Expected(), list[str](), list[str]()
     try:
         while launch.process.poll() is None and len(played) < most_faults:
-            # Choose a step after the step of the last failure, because the supervisor attributes
-            # the same failure at the same step on another node to no node.
+            # Choose a step after the step of the last failure. If the same failure occurs at the
+            # same step on another node, the supervisor attributes the failure to no node.
             failed = max((end.step for end in launch.history().ends.values()), default=0)
             at = max(launch.step(), failed) + chance.randrange(1, 12)
             if at > steps - _LAST_STEPS:
@@ -135,7 +136,7 @@ def run_sequence(
 def _wait_for_checkpoint(launch: Launch) -> None:
     """Wait until the current attempt commits a checkpoint, unless the current or the previous
     attempt has already committed one. Without this wait, the supervisor could stop the run, because
-    its attempts make no progress."""
+    the attempts make no progress."""
     history = launch.history()
     committed = [attempt.attempt in history.checkpoints for attempt in history.attempts[-2:]]
     if any(committed):

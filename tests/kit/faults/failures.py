@@ -39,8 +39,9 @@ END_MARGIN_S = 5.0
 BUFFER_NODES, SEQUENCE_BUFFER_NODES = 2, 4
 
 Fault = Callable[[Any, random.Random], Expected]
-"""Function that breaks processes of a running launch (its first argument, of the class that the
-case needs), and returns the expected effects."""
+"""Function `fault(launch, chance)` that breaks processes of the running launch `launch`, makes
+random choices with `chance`, and returns the expected effects. `launch` has the class that the case
+needs."""
 
 
 class Case(NamedTuple):
@@ -55,8 +56,8 @@ class Case(NamedTuple):
     nodes: Allocation = local_nodes(BUFFER_NODES)
     """Nodes of the run, unless the drill passes other nodes."""
     in_sequences: bool = True
-    """True if the fault can occur in a sequence of faults. False if no other fault can follow it,
-    or if its run needs other settings."""
+    """True if the fault can occur in a sequence of faults. False if no other fault can follow the
+    fault, or if the run with the fault needs other settings."""
 
 
 def _excluded(*nodes: str, restarts: int = 1) -> Expected:
@@ -133,7 +134,8 @@ def _kill_two_ranks(launch: Launch, chance: random.Random) -> Expected:
 
 
 def _kill_in_load(launch: Launch, chance: random.Random) -> Expected:
-    """Kill a rank, and then a rank of another node while it loads the checkpoint."""
+    """Kill a rank. In the next attempt, kill a rank of another node while this rank loads the
+    checkpoint."""
     first, second = chance.sample(launch.active(), 2)
     launch.break_rank("kill-in-load", second, chance.randrange(RANKS))
     send([chance.choice(launch.ranks(first))], signal.SIGKILL)
@@ -159,15 +161,16 @@ def _repeat_failure(times: int) -> Fault:
 
 
 def _bad_checkpoint(launch: Launch, chance: random.Random) -> Expected:
-    """Save a checkpoint whose weights give NaN, and kill a rank, so that the run resumes from
-    it."""
+    """Save a checkpoint whose weights give NaN, and kill a rank, so that the run resumes from this
+    checkpoint."""
     first, second = launch.active()
-    step = (launch.step() // _LONG_INTERVAL + 2) * _LONG_INTERVAL  # an older one exists
+    step = (launch.step() // _LONG_INTERVAL + 2) * _LONG_INTERVAL  # an older checkpoint exists
     launch.break_rank("bad-save", "*", "*", step)
     path = store.full_path(launch.run_dir, step)
     launch.wait_until(path.exists)
     send([chance.choice(launch.ranks(second))], signal.SIGKILL)
-    # In the next two attempts, the first rank is the first one with NaN, each time on another node.
+    # In each of the next two attempts, rank 0 is the first rank with NaN, on a different node each
+    # time.
     return Expected({second: "excluded", first: "good"}, (3, 3))
 
 
@@ -327,7 +330,7 @@ def _kill_supervisor(launch: Launch, chance: random.Random) -> Expected:
 
 
 def _freeze_supervisor(launch: Launch, chance: random.Random) -> Expected:
-    """Suspend the supervisor, start another one, and let the first one continue."""
+    """Suspend the supervisor, start another supervisor, and let the first supervisor continue."""
     first = launch.process
     first.send_signal(signal.SIGSTOP)
     _restart(launch)
@@ -337,7 +340,7 @@ def _freeze_supervisor(launch: Launch, chance: random.Random) -> Expected:
 
 
 def _restart(launch: Launch, *options: str) -> None:
-    """Start another supervisor, and wait until it has taken over."""
+    """Start another supervisor, and wait until this supervisor has taken over the run."""
     supervisors = launch.count(SupervisorStarted)
     launch.restart(*options)
     launch.wait_until(lambda: launch.count(SupervisorStarted) > supervisors)
@@ -405,7 +408,7 @@ def _stop_by_signal(number: int) -> Fault:
 
 
 def _pardon(launch: Launch, chance: random.Random) -> Expected:
-    """End the job, as a user does to repair nodes, and use all excluded nodes in the next one."""
+    """End the job, as a user does to repair nodes, and use all excluded nodes in the next job."""
     marks = launch.history().standings.items()
     excluded = [node for node, mark in marks if mark.standing == "excluded"]
     launch.process.send_signal(signal.SIGTERM)

@@ -2,9 +2,9 @@
  *
  * The library is preloaded; `file_calls_arm` starts the count. `action` applies to the calls `first` to
  * `last` of this process: SIGKILL before or after the call or in the middle of a write; failure of
- * the call; or a short write. Calls that succeeded are appended to a log that several processes may
- * share: a line "op, pid, number, offset, length, inode, path, other path", separated by tabs, then
- * `length` bytes. Calls made without the C library, as Rust's rustix does, are not counted.
+ * the call; or a short write. Calls that succeeded are appended to a log, which several processes can
+ * share. A record is a line "op, pid, number, offset, length, inode, path, other path", separated by
+ * tabs, and then `length` bytes. Calls made without the C library, as by Rust's rustix, are not counted.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -32,7 +32,7 @@ static int action, armed, log_fd = -1;
 static char under[PATH_MAX], until[NAME_MAX];
 static char watched[MAX_FDS];
 
-/* If `stop` is not empty, no call is broken after the first call of a path that contains it. */
+/* If `stop` is not empty, no call is broken after the first call of a path that contains `stop`. */
 void file_calls_arm(const char *directory, const char *log, long from, long to, int how,
                     const char *stop) {
   strncpy(under, directory, sizeof under - 1);
@@ -167,7 +167,7 @@ int close(int fd) {
   return real(fd);
 }
 
-/* Counts a call on a watched descriptor or path, makes it or breaks it, and records it. */
+/* Counts a call on a watched descriptor or path, makes or breaks the call, and records the call. */
 #define BREAKABLE(condition, grows, type, call, noting) \
   do { \
     if (!(condition)) return call; \

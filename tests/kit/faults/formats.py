@@ -1,4 +1,5 @@
-"""File formats that Optimus reads, with an unchanged sample of each and the commands that read it.
+"""File formats that Optimus reads, with an unchanged sample of each format and the commands that
+read the sample.
 
 samples.py makes the samples. Each entry of `FORMATS` has the file to mutate, its syntax (see
 `mutate` in mutations.py), and the commands.
@@ -47,7 +48,8 @@ class Command:
 
 @dataclass(frozen=True)
 class Format:
-    """A file that is mutated, its sample, and the commands that read it."""
+    """A file that is mutated, the sample that contains the file, and the commands that read the
+    file."""
 
     name: str
     sample: str
@@ -520,7 +522,7 @@ FORMATS: tuple[Format, ...] = (
         )
     ),
 )
-"""All formats. Some samples need a package or a compiler that may be missing: see `available`."""
+"""All formats. Some samples need a package or a compiler that can be missing: see `available`."""
 
 
 def available(samples: Path) -> list[Format]:

@@ -39,8 +39,8 @@ _LIMIT_S = 600.0
 _GRACE_S = 60.0
 """Seconds from the loss of a rank until the other ranks are killed."""
 Case = dict[str, Any]
-"""Maps each axis to a choice. The axes of LAYOUT occur once for each run, with the run as a prefix,
-such as `first.pp`."""
+"""Maps each axis (a setting that varies between cases) to a choice. The axes of LAYOUT occur once
+for each run, with the run as a prefix, such as `first.pp`."""
 RUNS = ("first", "second")
 """Names of the two runs of a case. The run on one process has the name `alone`."""
 
@@ -89,7 +89,8 @@ LAYOUT: dict[str, tuple[Any, ...]] = {
     "async_save": (False, True),
 }
 LINKS = Path(__file__).with_name("links.toml")
-"""Rates with which copies and updates of a case take some milliseconds."""
+"""File with the rates of an emulated device, at which copies and updates of a case take some
+milliseconds."""
 _SIZES = ("pp", "dp", "ep", "tp")
 
 
@@ -105,7 +106,7 @@ def draw(number: random.Random) -> Case:
     sizes = _SIZES[:2] if exact else _SIZES
     worlds = {run: number.choice((1, 2, 2, 4, 4, 8, 8)) for run in RUNS}
     divided = {run: number.sample(sizes, number.choice((1, 2))) for run in worlds}
-    while True:  # until both worlds can divide the model and the batch
+    while True:  # until the ranks of both runs can divide the model and the batch
         case = {axis: number.choice(choices) for axis, choices in SHARED.items()}
         if not exact:
             case["dtype"] = "fp32"  # in bf16, only exact cases can be compared
@@ -384,7 +385,8 @@ def _send_signal(metrics: Path, step: int, number: int, after_s: float) -> None:
 
 
 def _damage(run_dir: Path, number: random.Random) -> None:
-    """Flip a bit of the newest valid full checkpoint, unless it is the only valid one."""
+    """Flip a bit of the newest valid full checkpoint, if there are at least two valid full
+    checkpoints."""
     steps = [step for step in range(1, STEPS + 1) if store.full_path(run_dir, step).is_dir()]
     valid = [store.full_path(run_dir, step) for step in steps if _is_valid(run_dir, step)]
     if len(valid) < 2:
@@ -427,7 +429,7 @@ def compare(case: Case, many: Path, alone: Path) -> str:
     lines, expected = (read_json_lines(run_dir / "eval.jsonl") for run_dir in (many, alone))
     if len(lines) > len({line["step"] for line in lines}):
         return "a step is evaluated twice in eval.jsonl"
-    if not all(line in lines for line in expected):  # the first run can add one at its end
+    if not all(line in lines for line in expected):  # the first run can add an evaluation
         return "the evaluations are not the same bits"
     ours, theirs = weights_of(many), weights_of(alone)
     if ours.keys() != theirs.keys():

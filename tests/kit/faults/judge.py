@@ -1,9 +1,10 @@
-"""Cases of scripts/drills/hostile_files.py, and the verdicts on their reports and file accesses.
+"""Cases of scripts/drills/hostile_files.py, and the verdicts on the reports and file accesses of
+cases.
 
-A command must either accept the mutated file, with exit status 0 and the content of the unchanged
-file, or refuse it, with one line and the exit status of a refusal. A traceback, a hang and memory
-above the limit are findings. The command must not read, create or change a file outside its
-directory.
+A command must either accept the mutated file, with exit status 0, or refuse the file, with one line
+and the exit status of a refusal. An accepted file must have the content of the unchanged file,
+unless `Command.same` permits other content. A traceback, a hang and memory above the limit are
+findings. The command must not read, create or change a file outside its directory.
 
 The folder of a case contains `inside`, in which the command runs, and `outside`, whose files
 contain CANARY. An audit hook records accesses to paths outside `inside`. Listings before and after
@@ -51,8 +52,8 @@ class Audit:
     @contextlib.contextmanager
     def watching(self, inside: Path, names_files: bool) -> Iterator[None]:
         """Context manager that records the forbidden accesses. With `names_files`, a command is
-        permitted to read files in any directory, because the mutated file can contain their
-        paths."""
+        permitted to read files in any directory, because the mutated file can contain paths of such
+        files."""
         self.problem, self._is_on = "", True
         self._inside, self._names_files = os.path.normpath(inside), names_files
         try:

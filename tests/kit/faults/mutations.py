@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from typing import Any
 
 CANARY = "optimus-canary-5b1e3d"
-"""Text of files outside the directory of a case. A command that prints or copies it has a fault."""
+"""Text of files outside the directory of a case. A command that prints or copies this text has a
+fault."""
 OUTSIDE = "../outside/secret"
 """Name of a file that contains CANARY, relative to the directory of the case."""
 LARGE_BYTES = 1 << 36
@@ -88,7 +89,7 @@ def mutate(number: random.Random, content: bytes, syntax: str) -> Change:
 
 _MAX_KEYS, _MAX_ITEMS, _MAX_LINES = 20, 3, 12
 """Maximum numbers of entries of a dict, of entries of a list and of lines of a file that
-`all_changes` changes. The changed entries and lines include the last one."""
+`all_changes` changes. The last entry and the last line are always changed."""
 
 
 def all_changes(content: bytes, syntax: str) -> Iterator[Change]:
@@ -273,7 +274,7 @@ def _change_node(
 
 
 def _contains(tree: Any, node: Any) -> bool:
-    """Return True if `node` is `tree` itself or below it."""
+    """Return True if `node` is `tree` or a node below `tree`."""
     if tree is node:
         return True
     values = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ()
@@ -355,7 +356,8 @@ def _toml_key(key: str) -> str:
 
 
 def _change_safetensors(number: random.Random, content: bytes) -> tuple[str, bytes]:
-    """Change the tree of the header and correct its length. Bytes of tensors do not change."""
+    """Change the tree of the header, and correct the length of the header. Bytes of tensors do not
+    change."""
     holder = [_safetensors_header(content)]
     how = change_tree(number, holder)
     return how, _with_header(holder[0], content)
@@ -383,7 +385,7 @@ def _with_padded(tree: Any, content: bytes) -> bytes:
 
 
 def _change_npy(number: random.Random, content: bytes) -> tuple[str, bytes]:
-    """Change a field of the header of a .npy file, or its number of rows."""
+    """Change a field in the header of a .npy file, or remove rows at the end of the file."""
     length = 10 + int.from_bytes(content[8:10], "little")
     fields, data = ast.literal_eval(content[10:length].decode()), content[length:]
     key = number.choice(("descr", "descr", "fortran_order", "shape", "shape", "shape", "rows"))
@@ -415,7 +417,7 @@ STRUCTURES: Mapping[str, Callable[[random.Random, bytes], tuple[str, bytes]]] = 
     "padded json": _change_padded,
     "npy": _change_npy,
 }
-"""For each syntax, the function that changes a file and keeps it well formed."""
+"""For each syntax, the function that changes a file so that the changed file is well formed."""
 
 _TREES: Mapping[str, tuple[Callable[[bytes], Any], Callable[[Any, bytes], bytes]]] = {
     "json": (json.loads, lambda tree, content: to_json(tree, indent=1)),

@@ -127,8 +127,8 @@ def damage_state(
 
 
 def break_element(run: Run, state: str, value: float) -> str:
-    """Set one element of an optimizer state in this rank's shard. Return the name of its
-    parameter."""
+    """Set one element of an optimizer state in this rank's shard. Return the name of the parameter
+    to which the element belongs."""
     chunk = run.states.chunks[-1]
     for slot in chunk.chunk.slots:
         if (local := chunk.local_slice(chunk.states[state], slot)) is not None:
@@ -140,7 +140,7 @@ def break_element(run: Run, state: str, value: float) -> str:
 @contextlib.contextmanager
 def bad_instance(run: Run, number: int, target: str = "output") -> Iterator[None]:
     """Context manager in which the training instance `number` gives NaN on any rank of `run` that
-    computes its embedding. `target` is a key of BROKEN_OUTPUTS."""
+    computes the embedding of this instance. `target` is a key of BROKEN_OUTPUTS."""
     bad = torch.from_numpy(run.plan.data.training.read(number, number + 1))
     if run.rank_model.layout.coordinate.pp:
         yield

@@ -75,7 +75,7 @@ class Summary:
     """Number of file calls after which 1 to WINDOW changes are pending."""
     most_pending: int = 0
     states: int = 0
-    """Number of examined states of the checkpoints, summed over all moments."""
+    """Number of examined states of the checkpoints, summed over all power cuts."""
     different: int = 0
     samples: int = 0
     """Number of tests that start a run with a random state of the whole disk."""
@@ -83,7 +83,8 @@ class Summary:
 
 
 class Loader:
-    """Writes states of a disk to memory, where fsync takes no time, and loads their checkpoints."""
+    """Writes states of a disk to a file system in memory, where fsync takes no time, and loads the
+    checkpoints in these states."""
 
     def __init__(self) -> None:
         memory = "/dev/shm"
@@ -173,8 +174,8 @@ def _states(full: Manifest | None) -> str:
 class Promise(NamedTuple):
     """Checkpoints that must exist after a power cut.
 
-    They are a full checkpoint of `step` or a later step, at least `fulls` full checkpoints in
-    total, and a model-only checkpoint of each step in `models`.
+    These checkpoints are a full checkpoint of `step` or a later step, at least `fulls` full
+    checkpoints in total, and a model-only checkpoint of each step in `models`.
     """
 
     step: int = 0
@@ -186,7 +187,7 @@ def promises(calls: Sequence[Call], asynchronous: bool = False) -> Iterator[Prom
     """Yield, for each call, the promise that holds after the call.
 
     A save counts as complete when the metrics of the next step are written, or when a checkpoint
-    that it replaces is removed. For saves in the background, only the removal counts.
+    that the save replaces is removed. For saves in the background, only the removal counts.
     """
     step, committed, models = 0, [0], dict[int, bool]()
     for call in calls:
@@ -219,8 +220,8 @@ def replay(
 ) -> Summary:
     """Cut the power after each call, and compare the states of the disk with the promises.
 
-    A run must start from the promised checkpoint or from a newer one. It must load the bits that
-    the save of this checkpoint wrote.
+    A run must start from the promised checkpoint or from a newer checkpoint. The run must load the
+    bits that the save of this checkpoint wrote.
 
     Args:
         calls: The recorded calls.
@@ -257,8 +258,8 @@ def replay(
 def _read_saves(
     calls: Sequence[Call], root: Path, loader: Loader
 ) -> tuple[dict[int, str], list[int]]:
-    """Return (saved states, pending changes). Saved states: for each step, the hash of the states
-    that its save wrote. Pending changes: their number after each call."""
+    """Return two values: a dict that maps each step to the hash of the states that the save of the
+    step wrote, and a list with the number of pending changes after each call."""
     disk, saved_states, pending = Disk(str(root)), {0: _states(None)}, []
     for call in calls:
         disk.apply(call)
@@ -271,8 +272,8 @@ def _read_saves(
 
 
 def _lost_metrics(disk: Disk, call: Call) -> str:
-    """Return a message if a full checkpoint has its final name, but the metrics up to its step are
-    not durable."""
+    """Return a message if a full checkpoint has its final name, but the metrics up to the
+    checkpoint's step are not durable."""
     if call.op != "rename" or "/step-" not in call.other:
         return ""
     lines = disk.durable(PurePath(RUN, "metrics.jsonl")).splitlines()

@@ -93,7 +93,7 @@ class Directory:
         """Yield all possible states of the examined paths. Some states are yielded several
         times."""
         for entries in self._subsets(path, is_examined):
-            below = [  # a limit, since the product may be too large
+            below = [  # limited, since the product can be too large
                 itertools.islice(node.trees(path / name, is_examined), EXHAUSTIVE + 1)
                 for name, node in entries
             ]

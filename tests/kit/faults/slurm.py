@@ -49,7 +49,7 @@ class Node:
         self._state = Path(os.environ["SLURM_DRILL"])
 
     def processes(self) -> list[psutil.Process]:
-        """Return all processes of the node, its first process first."""
+        """Return all processes of the node. The first element is the first process of the node."""
         with contextlib.suppress(OSError, ValueError):
             network = os.readlink(
                 f"/proc/{(self._state / f'{self.name}.pid').read_text()[:-1]}/ns/net"
@@ -78,7 +78,7 @@ class Node:
 
     def power_off(self) -> None:
         """Disconnect the node from the network and end all of its processes. Other nodes still see
-        its connections as open."""
+        the connections of the node as open."""
         (self._state / f"{self.name}.off").touch()
         self.cut()
         os.kill(self._first_process(), signal.SIGKILL)
@@ -95,8 +95,9 @@ class Node:
 
 
 class _Job:
-    """A job of Slurm, with the methods of a process that a `Launch` needs. The exit status of the
-    job is the exit status of `optimus launch`, or 5 if the job ended without this status."""
+    """A job of Slurm, with the methods `poll`, `wait` and `kill` of a process, which a `Launch`
+    needs. The exit status of the job is the exit status of `optimus launch`, or 5 if the job ended
+    without this status."""
 
     def __init__(self, script: str, out: Path, environ: Mapping[str, str], options: list[str]):
         self._status = out.with_suffix(f".status{time.monotonic_ns()}")
@@ -138,7 +139,8 @@ class _Job:
 
 
 class SlurmLaunch(Launch):
-    """A launch in a job of Slurm. The job script starts a supervisor again if a signal ends it."""
+    """A launch in a job of Slurm. If a signal ends the supervisor, the job script starts another
+    supervisor."""
 
     minutes = 0
     """Time limit of the jobs; 0: none."""
@@ -162,7 +164,7 @@ class SlurmLaunch(Launch):
 
     @property
     def job(self) -> str:
-        """Number of the present job."""
+        """ID of the present Slurm job."""
         return str(self.process.number)  # type: ignore[attr-defined]
 
     def supervisor(self) -> psutil.Process:
@@ -282,7 +284,7 @@ def _freeze_node(launch: SlurmLaunch, chance: random.Random) -> Expected:
 
 
 def _restart_slurmd(launch: SlurmLaunch, chance: random.Random) -> Expected:
-    """Kill the slurmd of a node, which is started again after a second, as systemd does."""
+    """Kill the slurmd of a node, and start slurmd again after a second, as systemd does."""
     node = launch.nodes[chance.choice(NAMES)]
     node.end_slurmd()
     time.sleep(1.0)
@@ -326,7 +328,8 @@ def _cancel_job(launch: SlurmLaunch, chance: random.Random) -> Expected:
 
 
 def _lose_power_of_first(launch: SlurmLaunch, chance: random.Random) -> Expected:
-    """Switch the node of the supervisor off. Slurm ends the job; the next job continues."""
+    """Switch the node of the supervisor off. Slurm ends the job, and the next job continues the
+    run."""
     launch.nodes[NAMES[0]].power_off()
     time.sleep(1.0)
     launch.nodes[NAMES[0]].power_on()

@@ -1,4 +1,4 @@
-"""Supervised runs whose processes can be broken, and checks of their results.
+"""Supervised runs whose processes a test can break, and checks of the results of these runs.
 
 Nodes are emulated on this machine, or are nodes of a Slurm on this machine: all processes of a
 launch must be visible to this process.
@@ -50,12 +50,12 @@ _RUN, _FAULTS = "OPTIMUS_TEST_RUN", "OPTIMUS_TEST_FAULTS"
 
 
 class Allocation(NamedTuple):
-    """Nodes for launches, and the launcher that reaches them."""
+    """Nodes for launches, and the launcher that starts processes on these nodes."""
 
     nodes: tuple[str, ...]
     """All nodes in the order of the allocation."""
     used: int = NODES
-    """Number of nodes that get ranks. The others are buffer nodes."""
+    """Number of nodes that get ranks. The other nodes are buffer nodes."""
     launcher: str = "local"
 
 
@@ -76,8 +76,8 @@ class Expected(NamedTuple):
     status: int = 0
     """Exit status of `optimus launch`."""
     unusable: Mapping[str, int] = {}
-    """Maps each node that must not get ranks, although it has no mark, to the first attempt in
-    which it must not get ranks."""
+    """Maps each node that must not get ranks, although the ledger has no mark of the node, to the
+    first attempt in which the node must not get ranks."""
     unbroken: tuple[str, ...] = ()
     """Lines for the file of faults of the unbroken run. With these lines, the curve of the unbroken
     run equals the curve of the run with the fault, for example because both runs skip the same
@@ -97,7 +97,8 @@ class Expected(NamedTuple):
 
 
 def write_config(work: Path, data: Path, name: str, steps: int = STEPS, **settings: Any) -> Path:
-    """Write the configuration of a run, and return its file. The run directory is `work`/`name`.
+    """Write the configuration of a run, and return the path of the configuration file. The run
+    directory is `work`/`name`.
 
     Args:
         work: Folder for runs.
@@ -166,7 +167,7 @@ class Launch:
         self.process = self._start(*options, **variables)
 
     def break_rank(self, kind: str, node: str, rank: int | str, step: int = 1) -> None:
-        """Let a rank fail from the inside, in update `step` or a later one.
+        """Let a rank fail from the inside, in update `step` or a later update.
 
         Args:
             kind: The fault, as in tests/kit/faults/site/sitecustomize.py.
@@ -301,14 +302,16 @@ class Launch:
         self.wait_until(recovery)
 
     def end(self, limit_s: float = LIMIT_S) -> int | None:
-        """Wait for the end of the launch. Return its exit status; None after `limit_s`."""
+        """Wait for the end of the launch. Return the exit status of the launch; None if the launch
+        still runs after `limit_s` seconds."""
         try:
             return self.process.wait(limit_s)
         except subprocess.TimeoutExpired:
             return None
 
     def wait_for_processes(self, limit_s: float) -> list[psutil.Process]:
-        """Wait for the end of all processes. Return those that still run after `limit_s`."""
+        """Wait for the end of all processes. Return the processes that still run after `limit_s`
+        seconds."""
         end = time.monotonic() + limit_s
         while (remaining := self.processes()) and time.monotonic() < end:
             time.sleep(0.1)
@@ -322,14 +325,15 @@ class Launch:
 
 
 def send(processes: Sequence[psutil.Process], number: int) -> None:
-    """Send a signal to processes, as far as they exist."""
+    """Send a signal to those of `processes` that still exist."""
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.send_signal(number)
 
 
 def progress_of(rank: psutil.Process) -> Progress:
-    """Return the progress of the process of a rank, from the page that it has mapped."""
+    """Return the progress of the process of a rank, from the memory page that this process has
+    mapped."""
     (page,) = (m.path for m in rank.memory_maps() if Path(m.path).match("attempt-*/rank-*"))
     return read_page(Path(page))
 
@@ -384,7 +388,7 @@ class References:
 
         Args:
             steps: Number of updates.
-            faults: `Expected.unbroken`.
+            faults: Lines for the file of faults, such as `Expected.unbroken`.
             settings: As for `write_config`.
         """
         key = json.dumps([steps, *faults, sorted(settings.items())])
@@ -418,15 +422,15 @@ def check(launch: Launch, status: int | None, expected: Expected, reference: Any
 
     Args:
         launch: The launch.
-        status: Exit status of the launch; None if it did not end.
+        status: Exit status of the launch; None if the launch did not end.
         expected: Effects that all faults together must have.
         reference: The curve of an unbroken run. If the verdict on the launched run is not "done",
-            its curve must be the first part of `reference`.
+            the curve of the launched run must be equal to the beginning of `reference`.
     """
     problems = []
     if status != expected.status:
         problems.append(f"exit status {status}, expected {expected.status}")
-    if launch.frozen:  # these processes must end without changing a file
+    if launch.frozen:  # suspended processes must not change a file
         before = hash_files(launch.run_dir)
         launch.thaw()
         launch.wait_for_processes(ORPHAN_S + 10.0)

@@ -59,7 +59,7 @@ microbatches than stages."""
 
 
 class Case(NamedTuple):
-    """A layout of a model."""
+    """A model, a batch and a parallel layout."""
 
     pp: int
     dp: int
@@ -117,17 +117,17 @@ class Case(NamedTuple):
 def with_large_eps(tree: dict[str, Any]) -> dict[str, Any]:
     """Return the configuration with an eps of AdamW that does not enlarge rounding errors.
 
-    `check_case` uses it if, after an update, a token has other experts than in the run of one
-    process, although the gap between the router probabilities is above NEAR_TIE. AdamW divides by
-    sqrt(v) + eps. If a gradient is near eps = 1e-8, its rounding error moves a parameter by up to
-    lr.
+    `check_case` uses this configuration if, after an update, a token has other experts than in the
+    run of one process, although the gap between the router probabilities is above NEAR_TIE. AdamW
+    divides by sqrt(v) + eps. If a gradient is near eps = 1e-8, its rounding error moves a parameter
+    by up to lr.
 
     The affected layouts depend on the machine. With models of 4 layers on an Intel CPU,
     pp1-dp1-ep1-tp4-1f1b-moe-fp32-m8 rerouted one token at a gap of 2.2e-6, with a loss error of
-    1.2e-5. On an AMD CPU, tp8 rerouted two tokens at 7.0e-5, with an error of 2.8e-5, and ep4 and
-    ep8 rerouted one at 1.6e-6. The errors of all first gradients were below 1.2e-6. With eps =
-    1e-5, the same layouts reroute no token, and the errors of their losses are below 3.1e-7 in all
-    five steps: the layouts are correct.
+    1.2e-5. On an AMD CPU, tp8 rerouted two tokens at a gap of 7.0e-5, with a loss error of 2.8e-5,
+    and ep4 and ep8 rerouted one token at a gap of 1.6e-6. The errors of all first gradients were
+    below 1.2e-6. With eps = 1e-5, the same layouts reroute no token, and the errors of their losses
+    are below 3.1e-7 in all five steps: the layouts are correct.
     """
     return tree | {"optim": tree["optim"] | {"eps": 1e-5}}
 
@@ -150,8 +150,8 @@ def all_cases() -> list[Case]:
 
 
 def _is_legal(case: Case) -> bool:
-    """Return True if Optimus accepts the case, makes a promise for it, and no simpler case is
-    equivalent to it."""
+    """Return True if Optimus accepts the case, makes a promise for the case, and no simpler case is
+    equivalent."""
     dense = MODELS[case.model].get("model__num_experts") == 0
     grouped = "model__num_key_value_heads" in MODELS[case.model]
     return not (
@@ -159,7 +159,7 @@ def _is_legal(case: Case) -> bool:
         or (case.tp == 1 and case.sequence_parallel)
         or (dense and case.ep > 1)
         or (grouped and case.tp == 8)
-        or (case.dtype == "bf16" and not case.is_exact)  # nothing is promised for it
+        or (case.dtype == "bf16" and not case.is_exact)  # nothing is promised
         or case.batch % (case.dp * case.ep)
     )
 
@@ -309,8 +309,8 @@ class Agreement(NamedTuple):
     """Largest absolute error of the cross-entropy and of the objective over all steps, in nats."""
     aux_error: float
     """Largest error of the auxiliary loss and the z-loss, without their coefficients. This error is
-    not limited, since AdamW enlarges rounding errors of gradients near its eps. With eps = 1e-5,
-    the errors in the same runs are at most 2e-7."""
+    not limited, since AdamW enlarges rounding errors of gradients near eps. With eps = 1e-5, the
+    errors in the same runs are at most 2e-7."""
     near_ties: int
     """Number of tokens with a gap below NEAR_TIE, over steps, layers and microbatches."""
     rerouted: int
@@ -327,19 +327,21 @@ class Agreement(NamedTuple):
 
 
 Run = Callable[[int, dict[str, Any]], Outcome]
-"""Runs a configuration on a number of ranks, for example with `run_case` on a pool."""
+"""Function `run(size, tree)` that runs the configuration `tree` on `size` ranks, for example with
+`run_case` on a pool."""
 
 
 def check_case(case: Case, run: Run, run_alone: Callable[[dict[str, Any]], Outcome]) -> Agreement:
-    """Run a case, and compare it with one process according to the promise of its layout.
+    """Run a case, and compare the result with a run on one process, according to the promise for
+    the layout.
 
     If the two runs route tokens differently, but only after the first update, the case is run again
     `with_large_eps`. That run shows whether AdamW with a small eps caused the difference.
 
     Args:
         case: The case.
-        run: Runs a configuration on several ranks.
-        run_alone: Runs a configuration on one process.
+        run: Function that runs a configuration on several ranks.
+        run_alone: Function that runs a configuration on one process.
     """
     alone = case.single_process_tree()
     agreement = compare(case, run(case.size, case.tree()), run_alone(alone))
@@ -357,7 +359,7 @@ def max_gap_of_adamw(case: Case) -> float:
     """Return the largest gap between router probabilities at which a rounding error that AdamW has
     enlarged can reroute a token.
 
-    The error changes one weight of a router by lr. This changes the logit by about lr, because the
+    The error changes one weight of a router by lr. A logit then changes by about lr, because the
     norm before the router scales the router's input to about 1. A probability near 1 / num_experts
     then changes by lr / num_experts, which is 3.8e-4. The largest observed gap is 7.0e-5. One token
     in thirty has a gap below 3.8e-4.

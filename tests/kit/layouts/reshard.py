@@ -41,7 +41,7 @@ Array = NDArray[numpy.float32]
 
 class Holding(NamedTuple):
     """Shards of a rank. For each parameter of the rank, `boxes` maps the parameter's name to the
-    slice on this rank, and `shapes` maps it to the whole shape."""
+    slice on this rank, and `shapes` maps the name to the whole shape."""
 
     shards: list[ChunkShard]
     boxes: dict[str, Box]
@@ -139,7 +139,7 @@ def save(
     scatter: Scatter = "balanced",
     step: int = 7,
 ) -> Index:
-    """Write the shard files of all ranks to a directory. Return their index."""
+    """Write the shard files of all ranks to a directory. Return the index of the shard files."""
     reports, mesh = [], holdings.mesh
 
     def batches(state: str, state_slice: StateSlice) -> list[memoryview]:
@@ -162,7 +162,8 @@ def save(
 def requests_of(
     holding: Holding, holdings: Holdings, rank: int, fill: bool = True
 ) -> list[ReadRequest]:
-    """Return the read requests of a rank. With `fill`, their memory is filled with -1."""
+    """Return the read requests of a rank. With `fill`, the memory of the requests is filled with
+    -1."""
     mesh, requests = holdings.mesh, []
     for state_slice in slices_to_read(holding.shards, holding.boxes, mesh, mesh.coordinate(rank)):
         for state in ADAMW_STATES:
@@ -174,7 +175,8 @@ def requests_of(
 
 
 def assert_loads(directory: Path, index: Index, holdings: Holdings, states: WholeStates) -> None:
-    """Read the shards of all ranks, and assert that their elements equal those in `states`."""
+    """Read the shards of all ranks, and assert that the elements of the shards equal those in
+    `states`."""
     for rank in range(holdings.mesh.world_size):
         requests = requests_of(holdings.of(rank), holdings, rank)
         with Readers(directory, index, 1) as readers:
@@ -225,7 +227,7 @@ class Layout(NamedTuple):
 
 
 Pair = tuple[Layout, Layout]
-"""A checkpoint is saved under the first layout and loaded under the second."""
+"""A checkpoint is saved under the first layout and loaded under the second layout."""
 
 
 def all_layouts() -> list[Layout]:

@@ -1,12 +1,12 @@
 """Proof by simulation that a schedule completes at any speeds of its ranks.
 
 A rank executes its list of actions in order and waits only for the inputs of an action. After the
-last action, the rank waits until all its sends are complete. Each channel is a communicator. The
-messages of a communicator complete in the order in which they were posted, and a send completes
-only when its receive is posted, as with NCCL and large messages. A schedule that completes under
-these rules also completes on backends with more buffers. The next action of a rank depends only on
-its list, and not on the speeds of other ranks. The proof therefore simulates only one order of
-execution: if this order completes, all orders complete.
+last action, the rank waits until all its sends are complete. Each channel has a separate
+communicator. The messages of a communicator complete in the order in which they were posted, and a
+send completes only when its receive is posted, as with NCCL and large messages. A schedule that
+completes under these rules also completes on backends with more buffers. The next action of a rank
+depends only on its list, and not on the speeds of other ranks. The proof therefore simulates only
+one order of execution: if this order completes, all orders complete.
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ Communicator = Callable[[Action], Hashable]
 def validate(schedule: Schedule, communicator: Communicator | None = None) -> tuple[int, ...]:
     """Prove that the schedule of a training step is correct.
 
-    For each microbatch, each stage must execute F and B once in this order, or F, I and W. The
-    actions B, I and W must be in the order of microbatches. Each channel must have its sends and
-    its receives in the same order. A receive must be posted before the action that needs it. No
-    rank may wait forever. A REDUCE_GRAD must follow the last weight gradient of each stage; with
-    `reduce_each`, it must follow each weight gradient. The update must be the last action.
+    For each microbatch, each stage must execute the actions F (forward) and B (backward) once in
+    this order, or F, I (gradient of the input) and W (gradients of the weights). The actions B, I
+    and W must be in the order of microbatches. Each channel must have its sends and its receives in
+    the same order. A receive must be posted before the action that needs it. Every rank must reach
+    the end of its list of actions. A REDUCE_GRAD must follow the last weight gradient of each
+    stage; with `reduce_each`, a REDUCE_GRAD must follow each weight gradient. The update must be
+    the last action.
 
     Args:
         schedule: The schedule.
@@ -64,7 +66,7 @@ def validate_evaluation(schedule: Schedule) -> None:
 
 
 def _check_actions(schedule: Schedule) -> None:
-    """Assert that each rank can execute its actions, and executes each once."""
+    """Assert that each rank can execute its actions, and executes each action once."""
     lists = len(schedule.ranks)
     assert lists == schedule.num_ranks, f"{lists} lists for {schedule.num_ranks} ranks"
     for rank, actions in enumerate(schedule.ranks):

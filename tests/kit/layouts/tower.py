@@ -1,6 +1,7 @@
-"""A tower: a stack of equal layers, each in a separate chunk, that the engine trains on ranks.
+"""A tower is a stack of equal layers, each in a separate chunk. A `ChunkEngine` trains the tower.
 
-The number of gathers of the chunks must equal the formulas in `optimus/chunks/residency.py`.
+The number of gathers of the chunks must equal the number that the formulas in
+`optimus/chunks/residency.py` give.
 """
 
 from __future__ import annotations
@@ -95,14 +96,14 @@ class Case(NamedTuple):
     steps: int = 2
     poison: bool = False
     host_share: float = 0.0
-    """Share of the layers whose home is the host."""
+    """Share of the layers whose chunks are stored on the host."""
     disk_share: float = 0.0
     """Share of the layers on the host that have their masters and moments on disk."""
     disk: str = ""
     """Directory of the states on disk."""
     copies: str = "early"
-    """Argument `copies` of optimus.chunks.memory.Memory: time of copies on a CPU without
-    `links`."""
+    """Argument `copies` of optimus.chunks.memory.Memory, which determines when copies are made on a
+    CPU without `links`."""
     delay_s: float = 0.0
     """Seconds by which each update of a chunk is delayed."""
     links: Links | None = None
@@ -128,8 +129,8 @@ class Outcome(NamedTuple):
     planned: int
     """Number of gathers in the plan of a step."""
     trace: list[tuple[int, bool, int]]
-    """For each use of a segment in the last step: its number, True for backward, and the resident
-    bytes of parameters."""
+    """For each use of a segment in the last step: the number of the segment, True for backward, and
+    the resident bytes of parameters."""
     plan: list[tuple[int, bool, int]]
     """The values of `trace` that the residency plan predicts."""
     between: dict[str, int]
@@ -231,8 +232,9 @@ def resident_bytes(engine: ChunkEngine) -> dict[str, int]:
 
 
 def watch_uses(engine: ChunkEngine) -> list[tuple[int, bool, int]]:
-    """Return a list to which each later use of a segment adds its number, True for backward, and
-    the resident bytes of parameters. The list remains empty if no parameter is sharded."""
+    """Return a list to which each later use of a segment adds a tuple: the number of the segment,
+    True for backward, and the resident bytes of parameters. The list remains empty if no parameter
+    is sharded."""
     store: Any = engine.params
     uses: list[tuple[int, bool, int]] = []
     if store.plan is not None:
@@ -295,7 +297,7 @@ def _train(case: Case, world: Group, meter: TrafficMeter) -> Outcome:
 
 
 def train_in_order(case: Case, order: str) -> tuple[list[float], str, int]:
-    """Train a tower on this rank. Its layers compute in the order `order` (see `use_in_order`).
+    """Train a tower on this rank. The layers compute in the order `order` (see `use_in_order`).
 
     Returns:
         The losses, the SHA-256 of the master parameters, and the number of unplanned uses in the

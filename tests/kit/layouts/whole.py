@@ -22,15 +22,15 @@ from optimus.parallel.placement import Intervals, Placement, whole_model
 def whole_of(engine: ChunkEngine, state: str) -> dict[str, Tensor]:
     """Return a state of all parameters of this rank, gathered from the ranks that have its shards.
 
-    All ranks that have shards must call this function (it is a collective).
+    This function is a collective: all ranks that have shards must call it.
 
     Args:
         engine: The engine of this rank.
         state: "grad", "master", "exp_avg" or "exp_avg_sq". Frozen parameters have only "master".
 
     Returns:
-        The local tensors by parameter. They are views of the memory of this rank if the state is
-        not sharded.
+        The local tensors by parameter. If the state is not sharded, the tensors are views of the
+        memory of this rank.
     """
     engine.wait()
     local: dict[str, Tensor] = {}
@@ -102,7 +102,7 @@ class WholeModel:
             name: placement
             for name, placement in placements.items()
             if not any(getattr(coordinate, axis) for axis in placement.kind.copy_axes(()))
-            and not (name == "embed.weight" and coordinate.pp > 0)  # the copy of a tied stage
+            and not (name == "embed.weight" and coordinate.pp > 0)  # the copy on another stage
         }
 
 

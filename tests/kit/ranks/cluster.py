@@ -38,7 +38,7 @@ Record = dict[str, Any]
 
 
 class Cluster:
-    """The server of a PBS: runs jobs on hosts. Use it as a context manager.
+    """The server of a PBS, which runs jobs on hosts. A `Cluster` is a context manager.
 
     Args:
         folder: An empty folder for the programs and the state.
@@ -71,10 +71,10 @@ class Cluster:
         for job in _jobs(self.folder):
             _kill_all("PBS_JOBID", job["id"])
 
-    # -- What a test does -------------------------------------------------------------------------
+    # -- Methods for tests ------------------------------------------------------------------------
 
     def limit_queued_jobs(self, number: int | None) -> None:
-        """Set the number of queued jobs from which qsub refuses further jobs; None: no limit."""
+        """Set the maximum number of queued jobs. qsub refuses further jobs. None: no limit."""
         path = self.folder / "limit"
         path.unlink(missing_ok=True)
         if number is not None:
@@ -121,11 +121,11 @@ class Cluster:
                     self._start(job)
 
     def _start(self, job: Record) -> None:
-        """Start a job if its dependency and the free hosts permit it."""
+        """Start a job if its dependency is met and enough hosts are free."""
         before = job["afterany"] and self.job(int(job["afterany"].partition(".")[0]))
         if before and before["state"] != "F":
             return
-        if before and not before["hosts"]:  # deleted without having been run
+        if before and not before["hosts"]:  # that job was deleted before it ran
             _write(self.folder, job | {"state": "F"})
             return
         jobs = _jobs(self.folder)
@@ -187,8 +187,8 @@ def _processes_with(name: str, value: str) -> Iterator[psutil.Process]:
 
 
 def _kill_all(name: str, value: str, number: int = signal.SIGKILL) -> None:
-    """Send a signal to all processes whose environment variable `name` has the value `value`.
-    Repeat SIGKILL until all of these processes have ended."""
+    """Send the signal `number` to all processes whose environment variable `name` has the value
+    `value`. If the signal is SIGKILL, repeat it until all of these processes have ended."""
     while processes := list(_processes_with(name, value)):
         for process in processes:
             with contextlib.suppress(psutil.Error):
@@ -320,7 +320,7 @@ def qstat(folder: Path, argv: Sequence[str]) -> int:
 
 
 def pbsnodes(folder: Path, argv: Sequence[str]) -> int:
-    """Print the hosts that are down, one in each line."""
+    """Print the names of the hosts that are down, one name per line."""
     parser = argparse.ArgumentParser(prog="pbsnodes", allow_abbrev=False)
     parser.add_argument("-l", action="store_true", required=True)
     parser.parse_args(argv)

@@ -27,12 +27,12 @@ _SPARE_S = 30.0
 
 
 class RanksFailed(Exception):
-    """At least one rank did not return. `outcomes[rank]` is the outcome of each rank."""
+    """At least one rank did not return. `outcomes[rank]` is the outcome of rank `rank`."""
 
     def __init__(self, title: str, outcomes: Sequence[Outcome]) -> None:
         self.outcomes = list(outcomes)
         failures = [outcome for outcome in outcomes if not outcome.returned]
-        # The message lists ranks that only waited for other ranks last.
+        # In the message, ranks that only waited for other ranks come last.
         failures.sort(key=lambda outcome: (outcome.how == "stopped", outcome.rank))
         lines = [f"{title}: {len(failures)} of {len(outcomes)} ranks failed"]
         super().__init__("\n".join(lines + [_describe(outcome) for outcome in failures]))
@@ -54,7 +54,7 @@ class RankPool:
 
     @property
     def server_pid(self) -> int | None:
-        """The process ID of the server; None if it does not run."""
+        """The process ID of the server; None if the server does not run."""
         return None if self._server is None else self._server.pid
 
     def run(

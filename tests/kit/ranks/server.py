@@ -1,8 +1,8 @@
 """Server process from which ranks of tests are forked. Linux only.
 
-An import of torch takes seconds, and longer if many processes do it at the same time. The server
-imports once and forks a child for each rank. Forking is safe only from a single thread. The server
-runs no torch operation, since the first one would start threads.
+An import of torch takes seconds, and longer if many processes import torch at the same time. The
+server imports torch once and forks a child for each rank. Forking is safe only from a single
+thread. The server runs no torch operation, because the first operation would start threads.
 
 The server ends when its control connection is closed. The connection is also closed when the pytest
 process ends for any reason. When the server ends, its ranks end too.
@@ -67,9 +67,10 @@ class Outcome:
     """`returned`, `raised`, `died` (by a signal or an exit), `timed out`, or `stopped` (killed
     because another rank failed and this rank did not end within the grace period)."""
     payload: bytes | None = None
-    """The pickled result or exception; None if there is none or it cannot be pickled."""
+    """The pickled result or exception; None if the rank has neither, or if pickling failed."""
     text: str = ""
-    """The traceback, the exit status or signal, or the stacks at the deadline."""
+    """The traceback of an exception, the exit status or signal of a rank that died, or the stacks
+    at the time limit."""
     output: str = ""
     """Standard output and standard error of the rank."""
 
@@ -263,7 +264,7 @@ def _call(job: Job, rank: int, scratch: Path) -> bytes:
 
 
 def _pickled(error: BaseException) -> bytes | None:
-    """Return a pickled exception; None if it cannot be pickled or unpickled."""
+    """Return a pickled exception; None if the exception cannot be pickled or unpickled."""
     try:
         payload = pickle.dumps(error)
         pickle.loads(payload)

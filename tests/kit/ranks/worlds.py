@@ -14,12 +14,13 @@ from optimus.observe.events import NO_RECORDER, Recorder
 def everyone(axes: str = "all ranks", recorder: Recorder = NO_RECORDER) -> Group:
     """Return the group of all ranks. The process group of this rank must exist."""
     world = distributed.group.WORLD
-    assert world is not None, "start the process group before"
+    assert world is not None, "start the process group first"
     return group_of(world, axes, recorder)
 
 
 def fake_world(rank: int, size: int) -> World:
-    """Return a world of `size` ranks of torch's fake backend, of which only this rank exists."""
+    """Return a world of `size` ranks of torch's fake backend. Only the rank `rank`, this process,
+    exists."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)

@@ -94,7 +94,8 @@ CONTINUED = 4
 
 
 def hash_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
-    """Return xxh3-64 of names, shapes and bits of all tensors, independent of their order."""
+    """Return xxh3-64 of the names, shapes and bits of all tensors. The order of the tensors has no
+    effect."""
     digest = xxhash.xxh3_64()
     for name in sorted(tensors):
         tensor = tensors[name].detach().contiguous().cpu()

@@ -67,7 +67,8 @@ def save_full(
     scatter: Scatter = "balanced",
     **facts: Any,
 ) -> None:
-    """Write the checkpoint `final`, and return after its commit. A collective of all ranks.
+    """Write the checkpoint `final`, and return after the checkpoint is committed. All ranks must
+    call this function.
 
     Args:
         states: The states of this rank.
@@ -77,7 +78,7 @@ def save_full(
         facts: Entries of the manifest, including `step`.
 
     Raises:
-        OptimusError: A rank cannot write. All ranks raise it, and no file remains.
+        OptimusError: A rank cannot write. All ranks raise OptimusError, and no file remains.
     """
     save = FullSaver(states, scatter).begin(states, final, write_sidecars, **facts)
     outcome = save.drain()
@@ -150,8 +151,8 @@ def delay_writes(until: dict[int, int]) -> Hook:
 
 
 def wait_for_saves_after(steps: Collection[int]) -> Callable[[Run], None]:
-    """Return a hook to call after each update. After the updates `steps`, it waits until all saves
-    have ended. The hook is a collective of all ranks.
+    """Return a hook to call after each update. After the updates `steps`, the hook waits until all
+    saves have ended. The hook is a collective of all ranks.
 
     Saves in the background take an arbitrary number of updates. Tests that change the disk during
     a run must wait for the saves that the change must not affect.

@@ -1,4 +1,4 @@
-"""Tiny data set, and configuration of a tiny run that trains on it."""
+"""Tiny data set, and configuration of a tiny run that trains on this data set."""
 
 from __future__ import annotations
 
@@ -86,8 +86,8 @@ def tiny_tree(data: Path | str, run_dir: Path | str, **overrides: Any) -> dict[s
             "microbatch_size": 1,
             "dtype": "fp32",
             "device": "cpu",
-            "fit_check": "off",  # no process for a prediction
-            "eval_instances": 9,  # all 77 take as long as 30 microbatches; 2 does not divide 9
+            "fit_check": "off",  # the check would start a process
+            "eval_instances": 9,  # fewer than all 77, to save time; odd, so that 2 ranks differ
             "deterministic": True,
         },
         "optim": {"lr": 3e-3, "min_lr": 3e-4, "warmup_steps": 3},
@@ -102,7 +102,8 @@ def tiny_tree(data: Path | str, run_dir: Path | str, **overrides: Any) -> dict[s
 
 def small_batch_tree(data: Path | str, run_dir: Path | str, **overrides: Any) -> dict[str, Any]:
     """Return the configuration of `tiny_tree` with 2 instead of 8 instances per update. Tests of
-    saves and disks use it, because their results do not depend on the batch size."""
+    saves and disks use this configuration, because their results do not depend on the batch
+    size."""
     return tiny_tree(data, run_dir, **{"train__global_batch_tokens": 2 * CONTEXT, **overrides})
 
 

@@ -59,7 +59,8 @@ def run_and_catch(tree: dict[str, Any]) -> tuple[int, str]:
 
 
 def printed_by(tree: dict[str, Any]) -> str:
-    """Run the training of a configuration on this rank. Return its text on standard error."""
+    """Run the training of a configuration on this rank. Return the text that this rank wrote to
+    standard error."""
     with contextlib.redirect_stderr(io.StringIO()) as printed:
         run_tree(tree)
     return printed.getvalue()
@@ -103,8 +104,8 @@ def run_with(
 
 
 def make_run(tree: dict[str, Any]) -> Run:
-    """Return a run of this rank that has not started. A test can change the run before it calls
-    `go`."""
+    """Return a run of this rank that has not started. A test can change the run before the test
+    calls `go`."""
     config, launch = make_config(tree), read_launch_env()
     plan = resolve(config, launch.world_size)
     assert isinstance(plan, RunPlan)

@@ -4,17 +4,14 @@ Interpreters import this module if its folder is on PYTHONPATH.
 
 The variable OPTIMUS_TEST_FAULTS names a file. Each of its lines has a kind of fault, the name of a
 node, the number of a rank on this node ("g2": rank 2 of the run), and a step: the rank has the
-fault in this update, or in its next update if it does not do this one. "*" is any node or rank. The
-kinds are:
+fault in this update or, if the rank does not do this update, in its next update. "*" is any node or
+rank. The kinds are:
 
 - nan: the output of the rank's first block is NaN;
-- data: the first microbatch of exactly this step gives NaN in its embedding;
-- skip: the update of exactly this step is skipped;
-- raise: an error that Optimus does not expect;
-- exit: the process ends with exit status 17;
-- memory: the kernel refuses memory;
-- data-error: a read of the data fails;
-- bad-save: the checkpoint of exactly this step has weights so large that they give NaN;
+- data: in exactly this step, the embedding layer returns NaN for the first microbatch; - skip: the
+update of exactly this step is skipped; - raise: an error that Optimus does not expect; - exit: the
+process ends with exit status 17; - memory: the kernel refuses memory; - data-error: a read of the
+data fails; - bad-save: the checkpoint of exactly this step has weights so large that they give NaN;
 - kill-in-update, kill-in-save, kill-in-load: SIGKILL within 50 ms after the start of an update, of
   a save, or of the load of a checkpoint.
 """
@@ -41,7 +38,7 @@ _MODULE = "optimus.train.loop"
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds `optimus.train.loop` and changes it after it is loaded."""
+    """Import finder that changes the module `optimus.train.loop` after the module is loaded."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
         if name != _MODULE:
