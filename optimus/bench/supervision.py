@@ -421,7 +421,7 @@ class Files(NamedTuple):
     """Names of modules that ranks imported, and paths of module files that ranks opened, from the
     start of a rank to the first checkpoint."""
     opened: list[str]
-    """Other files that ranks opened up to the first update."""
+    """Files, except modules, that ranks opened before the end of the first update."""
     created: list[str]
     """Files and directories that any process created in the run directory, from the end of the
     previous attempt to the first update."""

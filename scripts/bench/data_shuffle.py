@@ -224,7 +224,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=whole(1), default=5)
     parser.add_argument("--input", nargs="+")
     parser.add_argument("--tokenizer")
-    parser.add_argument("--dir", help="directory for the files (default: the temporary directory)")
+    parser.add_argument("--dir", help="directory for the temporary files (default: the system's)")
     args = parser.parse_args(argv)
     args.context = args.context or (4096 if args.what == "ratio" else 16)
     args.memory = args.memory or (10**9 if args.what == "ratio" else 256 * 10**6)

@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""Compare optim.sharding "epso" with "so", compare Optimus with FSDP2, and measure peak memory.
+"""Compare the shardings "epso" and "so", compare Optimus with FSDP2, and measure peak memory.
 
     python scripts/bench/sharding.py [--ranks N] [--hidden N] [--rounds N] [--json]
 
-The local ranks train a model with the proportions of experts and other parameters in Mula-7B-A1B.
-The compared programs run in turn. Each measured time is the maximum over all ranks.
+"so" and "epso" are values of the setting optim.sharding. The local ranks train a model in which
+experts and other parameters have the same proportions as in Mula-7B-A1B. The compared programs run
+in turn. Each measured time is the maximum over all ranks.
 """
 
 from __future__ import annotations

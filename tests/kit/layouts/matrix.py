@@ -46,7 +46,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "dense": DENSE | {"model__num_key_value_heads": 4},
     "dense-tied-bias": DENSE | {"model__tie_embeddings": True, "model__attention_bias": True},
 }
-# Multiples of eight, so that eight ranks can divide each axis.
+# The sizes are multiples of eight, so that eight ranks can divide them.
 WIDE = {
     "model__num_attention_heads": 8,
     "model__num_experts": 8,

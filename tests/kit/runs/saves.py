@@ -87,7 +87,7 @@ def save_full(
 
 
 def save(run_dir: Path, step: int) -> None:
-    """Save a full checkpoint and remove old ones, as a run does."""
+    """Save a full checkpoint and remove old checkpoints, as a run does."""
 
     def write(directory: Path) -> None:
         (directory / "config.toml").write_text(f"step = {step}\n")
