@@ -51,7 +51,7 @@ settings of `[model]` do, too."""
 
 def settings_of(config: Config) -> dict[str, Any]:
     """Return the settings that determine memory and step time, as a dict from "section.key" to the
-    value in JSON."""
+    value, converted to types of JSON."""
     tree = config.model_dump(mode="json")
     flat = {f"model.{key}": value for key, value in tree["model"].items()}
     for section, keys in _COMPARED.items():
@@ -66,8 +66,8 @@ def settings_key(config: Config, mesh: Mesh) -> str:
 
 
 def placement_of(config: Config) -> dict[str, Any]:
-    """Return, as a dict for fit.json, the values in `config` of the settings that a run with
-    offload.mode = "auto" chooses."""
+    """Return the settings that a run with offload.mode = "auto" chooses, with their values in
+    `config`, as a dict for fit.json."""
     optim = config.optim
     return {
         "offload": config.offload.model_dump(mode="json"),
@@ -83,6 +83,7 @@ class _Kind(BaseModel):
     pp: Annotated[int, Field(ge=0)]
     tp: Annotated[int, Field(ge=0)]
     process_bytes: Annotated[int, Field(ge=0)]
+    """On a CPU, bytes of the process before its model was created; otherwise 0."""
     peak_bytes: Annotated[int, Field(gt=0)]
 
 
@@ -108,8 +109,7 @@ class _Fit(BaseModel):
     placement: _Placement
 
     def placed(self, config: Config) -> Config:
-        """Return `config` with the settings of the placement that the first rank of the run
-        executed."""
+        """Return `config` with the placement settings that the first rank of the run has used."""
         sizes = {
             "cache_chunks": self.placement.cache_chunks,
             "chunk_length": self.placement.chunk_length,
@@ -128,8 +128,8 @@ class _Update(BaseModel):
 
 
 def read_fit(run_dir: Path) -> dict[str, Any] | None:
-    """Return the content of fit.json; None if there is no such file. Raises ConfigError if the file
-    is damaged or cannot be read."""
+    """Return the content of fit.json; None if the run directory has no such file. Raises
+    ConfigError if the file is damaged or cannot be read."""
     path = run_dir / FIT_FILE
     try:
         figures = files.parse_checked_json(files.read_regular(path, _MAX_FIT_BYTES))
@@ -151,17 +151,19 @@ def compare(config: Config, run_dir: str, machine: str | None) -> dict[str, Any]
 
     Args:
         config: The configuration of the run.
-        run_dir: Its run directory.
+        run_dir: The run directory of the run.
         machine: Machine for the predicted step time; None for `train.machine`.
 
     Returns:
         - `memory`: list with an entry for each pair of coordinates `pp` and `tp`, with
           `predicted_bytes` and `measured_bytes`. Without fit.json, the list has only the first
-          rank, and on a CPU the prediction lacks the memory of libraries. With offload.mode =
+          rank, and the prediction has only the memory of the device. On a CPU, such a prediction
+          lacks the memory of the process, of libraries and of offloaded states. With offload.mode =
           "auto", the list has only the entry of the first rank, whose placement is in fit.json.
-        - `step`: `measured_s`, the median of `updates` updates; `low_s` and `high_s`, their 10th
-          and 90th percentile; `machine` (for the path of a file, the name of its device); and
-          `predicted_s`, or None and the reason `no_prediction`.
+        - `step`: `measured_s`, the median time of `updates` updates; `low_s` and `high_s`, the 10th
+          and the 90th percentile of these times; `machine`, the name of the machine (of its device
+          if `machine` is the path of a file); `predicted_s`, the predicted seconds, or None; and
+          `no_prediction`, the reason if `predicted_s` is None.
 
     Raises:
         ConfigError: The directory has no run, its run has another configuration, or its metrics are
@@ -201,7 +203,7 @@ def _check_same(config: Config, path: Path, run_dir: str) -> None:
     for key, value in planned.items():
         if stored[key] != value and (key != "parallel.dp" or (stored[key] and value)):
             raise ConfigError(
-                f"--against {run_dir}: its run has {key} = {stored[key]!r}, but the configuration "
+                f"--against {run_dir}: the run has {key} = {stored[key]!r}, but the configuration "
                 f"has {value!r}; use {stored_path} as the configuration"
             )
 
@@ -234,9 +236,10 @@ def predict(run_dir: Path) -> dict[str, Any]:
         run_dir: The run directory.
 
     Returns:
-        - `bytes`: predicted memory of the ranks of the first entry `ranks` in fit.json.
-        - `step_s`: predicted seconds of a step; None if there is no prediction.
-        - `no_step`: the reason why there is no prediction; "" otherwise.
+        - `bytes`: predicted bytes of the fullest of the ranks that the first entry of `ranks` in
+          fit.json describes.
+        - `step_s`: predicted seconds of a step; None if they cannot be predicted.
+        - `no_step`: the reason if `step_s` is None; "" otherwise.
 
     Raises:
         ConfigError: A file of the run directory is missing or damaged.
@@ -288,8 +291,8 @@ def _predicted_bytes(config: Config, mesh: Mesh, fit: _Fit | None, kind: _Kind) 
 
 
 def _predicted_step(config: Config, mesh: Mesh, name: str) -> tuple[float | None, str]:
-    """Return the predicted seconds of a step on a machine and "". Without a prediction, return None
-    and the reason."""
+    """Return the pair (predicted seconds of a step on a machine, ""), or (None, reason) if the
+    seconds cannot be predicted."""
     from optimus.planner.step_plan import plan_step
 
     if not name:

@@ -17,7 +17,7 @@ class Allocation:
     """Name or path of the machine's file."""
     ranks_per_node: int
     nodes: int = 0
-    """Number of nodes; 0: as many as the mesh of the configuration needs."""
+    """Number of nodes; 0 for the number that the mesh of the configuration needs."""
     hosts: tuple[str, ...] = ()
     """Names of the nodes in the order of their ranks; empty if they are not known."""
     host_group: str = ""
@@ -30,7 +30,7 @@ class Allocation:
 
 
 def allocate(machine: str | None, nodes: int | None, hosts: str | None) -> Allocation | None:
-    """Return the allocation that the options of a command select; None without `--machine`.
+    """Return the allocation that the options of a command select; None if `--machine` is not given.
 
     Args:
         machine: Value of `--machine`.
@@ -63,12 +63,13 @@ def allocate(machine: str | None, nodes: int | None, hosts: str | None) -> Alloc
 
 
 def read_hosts(path: str) -> tuple[str, ...]:
-    """Return the host names in a file with a name in each line, as in PBS_NODEFILE. Consecutive
-    lines with the same name, such as one for each rank of the host, give one name.
+    """Return the host names in a file with a name in each line, such as the file of PBS_NODEFILE.
+    Consecutive lines with the same name, such as a line for each rank of a host, give this name
+    once.
 
     Raises:
-        ConfigError: The file cannot be read, has no host, or has a host again after another host or
-            with and without its domain.
+        ConfigError: The file cannot be read or has no host; two lines of a host have another host
+            between them; or a host is named both with and without its domain name.
     """
     try:
         lines = Path(path).read_text(encoding="utf-8").split("\n")
@@ -78,7 +79,7 @@ def read_hosts(path: str) -> tuple[str, ...]:
     names = [line.strip() for line in lines if line.strip()]
     refuse_if(not names, f"--hosts {path} has no host; write a host name in each line")
     hosts = [name for name, before in zip(names, ["", *names], strict=False) if name != before]
-    first: dict[str, str] = {}  # by the name up to the first dot
+    first: dict[str, str] = {}  # from the name up to the first dot to the name
     for name in hosts:
         refuse_if(
             len(name.split()) > 1,

@@ -2,11 +2,11 @@
 
 As in training, all process groups along the same axes communicate at the same time. If k of the S
 ranks of a domain belong to one group, the domain has ranks of S / k groups, and these groups share
-the links that leave the domain. With an order of the hosts, the process groups differ, and the time
-is that of the slowest group, as if all of them were like it.
+the links that leave the domain. If the order of the hosts is given, process groups may have
+different times. The time of the slowest group is then used for all groups.
 
 The number of a rank shows its domains: a domain of a level has the ranks with equal `rank //
-link.ranks`. With an order of the hosts, the numbers are those of `optimus.planner.topology`.
+link.ranks`. If the order of the hosts is given, `optimus.planner.topology` assigns the numbers.
 """
 
 from __future__ import annotations
@@ -34,21 +34,22 @@ class Link(NamedTuple):
     ranks: int
     """Number of ranks in a domain of the level; 0: all ranks."""
     rate: float
-    """Bytes per second that one rank sends over the links of this level, which connect the domains
-    of the previous level, if all ranks send."""
+    """Bytes per second that each rank sends over the links of this level while all ranks send. The
+    links connect the domains of the previous level."""
     step_s: float = 0.0
     """Latency of a step of a collective in seconds."""
     rates: tuple[tuple[str, float], ...] = ()
     """Pairs (operation, rate) of the operations that do not have the rate `rate`."""
     taper: float = 1.0
-    """Share of the rate of a rank's port that remains if all ranks send. `rate` and `rates` contain
-    it."""
+    """Share of the rate of a rank's port that remains if all ranks send. `rate` and `rates` are
+    already multiplied by this share."""
     messages: tuple[tuple[str, float, float], ...] = ()
-    """Measured steps: operation, bytes of the message in ascending order, and seconds."""
+    """Measured steps as tuples (operation, bytes of the message, seconds), in ascending order of
+    bytes."""
 
     def seconds(self, size_bytes: float) -> float:
-        """Return the seconds of a step with a message of `size_bytes`. `messages` must be those of
-        one operation."""
+        """Return the seconds of a step with a message of `size_bytes`. `messages` must have the
+        steps of a single operation."""
         if not self.messages:
             return size_bytes / self.rate + self.step_s
         (_, first, least), (_, last, most) = self.messages[0], self.messages[-1]
@@ -66,8 +67,8 @@ Links = tuple[Link, ...]
 
 
 def links_of(levels: Sequence[Level]) -> Links:
-    """Return a Link for each level of a machine file. Its rates are those of the level
-    multiplied by the taper of the level."""
+    """Return a Link for each level of a machine file. The rates of a Link are the rates of the
+    level multiplied by the taper of the level."""
     links = []
     for level in levels:
         taper = 1.0 if level.taper is None else level.taper.value
@@ -83,7 +84,8 @@ def links_of(levels: Sequence[Level]) -> Links:
 
 @lru_cache(maxsize=256)
 def _links_for(operation: str, links: Links) -> Links:
-    """Return the links with the rate of an operation as `rate`, and its messages."""
+    """Return the links for one operation: `rate` is the rate of this operation, and `messages` has
+    only its measured steps."""
     return tuple(
         link._replace(
             rate=dict(link.rates).get(operation, link.rate),
@@ -95,8 +97,8 @@ def _links_for(operation: str, links: Links) -> Links:
 
 
 def of_ports(links: Links) -> Links:
-    """Return the links with the rates of the ports of a rank, which it reaches if few other ranks
-    of its domain send."""
+    """Return the links without the taper: the rates are those of the port of a rank. A rank reaches
+    these rates if few other ranks of its domain send."""
     return tuple(
         link._replace(
             rate=link.rate / link.taper,
@@ -115,9 +117,10 @@ class GroupPath(NamedTuple):
     """Largest number of domains of the previous level that have ranks of the group and are in the
     same domain of this level."""
     per_domain: float
-    """Number of ranks of the group in a domain of the previous level, divided by the number of
-    those that send to another domain in a ring; the smallest value of all domains. If the ranks of
-    each domain are consecutive in the ring, a single rank sends to another domain."""
+    """For a domain of the previous level: the number of ranks of the group in the domain, divided
+    by the number of these ranks that send to another domain in a ring. The field has the smallest
+    quotient of all domains. If the ranks of each domain are consecutive in the ring, one rank of
+    each domain sends to another domain."""
 
 
 @lru_cache(maxsize=4096)
@@ -145,8 +148,8 @@ def _levels_of(
     ranks: tuple[int, ...], sizes: tuple[int, ...]
 ) -> tuple[tuple[int, int, float], ...] | None:
     """Return the index of each level that a group crosses, and `domains` and `per_domain` of its
-    `GroupPath`; None if a domain of the last level does not hold all ranks. `sizes` has the number
-    of ranks in a domain of each level, 0: all ranks."""
+    `GroupPath`; None if a domain of the last level does not hold all ranks. `sizes` has, for each
+    level, the number of ranks in a domain; 0 means all ranks."""
     levels, size = [], 1
     for level, outer_size in enumerate(sizes):
         outer: dict[int, dict[int, int]] = {}
@@ -169,12 +172,13 @@ def _levels_of(
 def loads_of(
     operation: str, ranks: tuple[int, ...], links: Links, algorithm: Algorithm = "ring"
 ) -> tuple[float, ...]:
-    """Return the share of its time for which a large collective uses the links of each level: the
-    time of the transfer if only the rate of this level limited it, relative to its time. Arguments
-    as for `collective_s`."""
+    """Return, for each level, the share of the time of a large collective in which the collective
+    uses the links of the level. The share is the time that the collective would take if only the
+    rate of this level limited it, divided by the actual time. The arguments are those of
+    `collective_s`."""
 
     def seconds(limiting: int | None) -> float:
-        # Measured steps would determine the time of a level also with an unlimited rate.
+        # A level with measured steps would have their times even if its rate were unlimited.
         rates = tuple(
             link._replace(messages=())
             if limiting in (None, index)
@@ -190,7 +194,7 @@ def loads_of(
 
 _UNLIMITED = 1e30
 _LARGE = 1e12
-"""Bytes of a collective whose latency does not matter."""
+"""Bytes of a collective that is so large that its latency is negligible."""
 
 
 def collective_s(
@@ -235,16 +239,16 @@ def slowest_s(
     links: Links,
     algorithm: Algorithm = "ring",
 ) -> float:
-    """Return the seconds of a collective in the slowest of the process groups `groups`. Other
-    arguments as for `collective_s`."""
+    """Return the seconds of a collective in the slowest of the process groups `groups`. The other
+    arguments are those of `collective_s`."""
     return max(collective_s(operation, size_bytes, ranks, links, algorithm) for ranks in groups)
 
 
 def _ring_rate(paths: Sequence[GroupPath]) -> float:
     """Return the bytes per second that each rank of a ring sends to the next rank.
 
-    A domain has k ranks of the group. Those that send to another domain can use the share of the
-    links of all k ranks. The slowest level determines the rate of the ring.
+    If a domain has k ranks of the group, the ranks that send to another domain can use the links of
+    all k ranks. The slowest level determines the rate of the ring.
     """
     rate = math.inf
     for path in paths:
@@ -257,8 +261,8 @@ def _slowest_step(paths: Sequence[GroupPath]) -> float:
 
 
 def _ring(size_bytes: float, n: int, paths: Sequence[GroupPath]) -> float:
-    """Return the seconds of a reduce_scatter or all_gather in a ring: (n - 1) steps, in each of
-    which a rank sends 1/n of the buffer."""
+    """Return the seconds of a reduce_scatter or all_gather in a ring of n ranks: n - 1 steps, in
+    each of which a rank sends 1/n of the buffer."""
     step_s = size_bytes / n / _ring_rate(paths) + _slowest_step(paths)
     if all(path.link.messages for path in paths):
         step_s = max(path.link.seconds(size_bytes / n / path.per_domain) for path in paths)
@@ -270,9 +274,10 @@ def halving_steps(n: int) -> Iterator[tuple[list[int], list[int], float]]:
     receivers, and the share of the buffer that each sender sends. An all_gather has the same steps
     in reverse.
 
-    As in oneCCL's and MPICH's all-reduce (Rabenseifner 2004, doi 10.1007/978-3-540-24685-5_1), the
-    distance of the ranks that exchange doubles from 1, and the bytes halve. If n is not a power of
-    two, the additional ranks first send their buffers to a neighbour.
+    The steps are those of the all-reduce of oneCCL and MPICH (Rabenseifner 2004, doi
+    10.1007/978-3-540-24685-5_1). In the first step, ranks at distance 1 exchange half of the
+    buffer. In each further step, the distance doubles and the number of bytes halves. If n is not a
+    power of two, the additional ranks first send their buffers to a neighbour.
     """
     power = 1 << (n.bit_length() - 1)
     extra = n - power
@@ -297,9 +302,9 @@ def _halving(size_bytes: float, ranks: tuple[int, ...], links: Links) -> float:
 def _levels_of_steps(
     ranks: tuple[int, ...], sizes: tuple[int, ...]
 ) -> tuple[tuple[float, tuple[int, ...]], ...]:
-    """Return, for each of `halving_steps`, the share of the buffer and the indices of the levels
-    that connect a sender with its receiver. `sizes` has the number of ranks in a domain of each
-    level."""
+    """Return, for each step of `halving_steps`, the share of the buffer and the indices of the
+    levels that connect senders with their receivers. `sizes` has, for each level, the number of
+    ranks in a domain; 0 means all ranks."""
     members, steps = numpy.array(ranks), []
     for senders, receivers, share in halving_steps(len(ranks)):
         a, b = members[senders], members[receivers]
@@ -309,8 +314,9 @@ def _levels_of_steps(
 
 
 def _hierarchical(size_bytes: float, ranks: tuple[int, ...], links: Links) -> float:
-    """Return the seconds of a reduce_scatter that proceeds from level to level. At each level, d
-    domains exchange shards in a ring, after which the buffer of a rank is 1/d as large."""
+    """Return the seconds of a reduce_scatter that communicates at one level after the other, from
+    the fastest to the slowest. At each level, d domains exchange shards in a ring. The buffer of a
+    rank then has 1/d of the previous bytes."""
     seconds, sent = 0.0, size_bytes
     for d, rings in _rings_by_level(ranks, links):
         seconds += max(_ring(sent, d, paths) for paths in rings)
@@ -323,8 +329,9 @@ def _rings_by_level(
     ranks: tuple[int, ...], links: Links
 ) -> tuple[tuple[int, frozenset[tuple[GroupPath, ...]]], ...]:
     """Return, for each level at which domains exchange shards, the number of ranks in a ring and
-    the different paths of the rings. A level is left out if the ranks are divided unequally over
-    its domains; the rings of the next level then cross both levels."""
+    the different paths of the rings. A level is left out if each of its domains has a single rank,
+    or if its domains have different numbers of ranks. In the latter case, the rings of the next
+    level cross both levels."""
     levels, members = [], ranks
     for link in links:
         rings: dict[int, list[int]] = {}
@@ -341,7 +348,8 @@ def _rings_by_level(
 
 def _all_to_all(size_bytes: float, n: int, paths: Sequence[GroupPath]) -> float:
     """Return the seconds of an all_to_all, in which a rank sends 1/n of its buffer to each of n
-    ranks. All levels transfer at the same time, and their latencies add up."""
+    ranks. The levels transfer at the same time, so the slowest level determines the time; the
+    latencies of all levels add up."""
     reached, seconds, latency_s = 1, 0.0, 0.0
     for path in paths:
         new = min(n, reached * path.domains) - reached

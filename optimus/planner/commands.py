@@ -1,5 +1,5 @@
 """Options of `optimus plan` for the nodes of a machine and for the search over layouts, and the
-functions that carry them out."""
+functions that execute these options."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--nodes",
         type=int,
         metavar="N",
-        help="plan N nodes of the machine (default: as many as the configuration needs)",
+        help="plan the run on N nodes (default: as many nodes as the configuration needs)",
     )
     parser.add_argument(
         "--hosts",
@@ -53,7 +53,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--write-hosts",
         metavar="FILE",
-        help="write the hosts of --hosts in an order with fewer bytes between groups of nodes",
+        help="write the hosts of --hosts to this file, in an order in which fewer bytes cross "
+        "groups of nodes",
     )
     parser.add_argument(
         "--trace",
@@ -68,22 +69,23 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--against",
         metavar="RUN_DIR",
-        help="instead, compare predicted memory and step time with those of a run of this "
-        "configuration",
+        help="instead of planning, compare the predicted memory and step time with the values that "
+        "a run of this configuration measured",
     )
     parser.add_argument(
         "--load",
         metavar="RUN_DIR",
-        help="also predict memory and step time for the expert loads of a run of this model",
+        help="also predict memory and step time with the expert loads that a run of this model "
+        "measured",
     )
     parser.add_argument(
         "--search",
         action="store_true",
-        help="instead, search for the fastest layouts of the run that fit on the nodes",
+        help="instead of planning, search for the fastest layouts of the run that fit on the nodes",
     )
     for name, kind, metavar, text in (
         ("top", int, "N", "number of layouts to print (default: 10)"),
-        ("memory", float, "GIB", "memory of a rank (default: that of the machine's device)"),
+        ("memory", float, "GIB", "memory of a rank (default: the memory of the machine's device)"),
         ("out", str, "DIR", "write layouts.csv and pareto.png to this directory"),
         ("write", str, "FILE", "write the configuration of the first layout"),
     ):
@@ -91,7 +93,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def check_options(args: argparse.Namespace) -> None:
-    """Check the options of `add_options`. Raises ConfigError if one has no effect or a wrong
+    """Check the options of `add_options`. Raises ConfigError if an option has no effect or a wrong
     value."""
     refuse_if(args.write_hosts and not args.hosts, "--write-hosts needs --hosts FILE; add it")
     for name in ("trace", "picture", "load"):
@@ -143,8 +145,9 @@ def check_options(args: argparse.Namespace) -> None:
 
 
 def write_hosts(config: Config, mesh: dict[str, int], allocation: Allocation, path: str) -> None:
-    """Write the hosts of an allocation to the file `path`, in the order of `better_order` if it
-    is better. Raises ConfigError if the host names do not contain the group."""
+    """Write the hosts of an allocation to the file `path`: in the order that `better_order` returns
+    or, if it returns None, in the given order. Raises ConfigError if a host name does not contain
+    its group."""
     from optimus.distributed.mesh import Mesh
     from optimus.planner.topology import first_without_group
     from optimus.planner.traffic import better_order, topology_of
@@ -164,7 +167,8 @@ def write_hosts(config: Config, mesh: dict[str, int], allocation: Allocation, pa
 
 @contextlib.contextmanager
 def _output(option: str, path: str) -> Iterator[None]:
-    """Raise an OSError of the block, which writes the output `path` of `option`, as ConfigError."""
+    """Convert an OSError in the `with` block to a ConfigError. The block writes the file or
+    directory `path`, the value of `option`."""
     try:
         yield
     except OSError as error:
@@ -175,7 +179,8 @@ def write_planned_step(
     config: Config, mesh: dict[str, int], allocation: Allocation, trace: str, picture: str
 ) -> None:
     """Write the planned pipeline actions of a step on the nodes of a machine to the file `trace`,
-    and draw them to the file `picture`. "" or None: do not write this file."""
+    and draw these actions to the file `picture`. A file is not written if its path is "" or
+    None."""
     from optimus.config.machine import load_machine
     from optimus.distributed.mesh import Mesh
     from optimus.planner.step_plan import StepTrace
@@ -195,11 +200,14 @@ def find_misfit(
     """Return the error of a plan whose fullest rank needs more than the memory of the device; None
     if it fits or the memory is unknown.
 
-    Add to `result` the keys `missing`, a dict with the missing bytes of `device`, and `nearest`: a
-    list of the nearest layouts that fit, each with its changed settings (`changes`), the number of
-    `nodes` if the command needs the option --nodes (otherwise None), the predicted `bytes` of the
-    fullest rank (with offloading, those of a placement that fits), and the `command` that plans it,
-    for a shell.
+    If the plan does not fit, two keys are added to `result`. `missing` is a dict with the missing
+    bytes of `device`. `nearest` is a list of the nearest layouts that fit. Each entry has the keys
+
+    - `changes`: the settings that differ from the configuration;
+    - `nodes`: the number of nodes if the command needs the option --nodes; otherwise None;
+    - `bytes`: the predicted bytes of the fullest rank, with offloading those of a placement that
+      fits;
+    - `command`: the command that plans the layout, quoted for a shell.
 
     Args:
         config: The configuration.
@@ -240,10 +248,11 @@ _MOST_LAYOUTS = 3
 def _nearest_layouts(
     config: Config, machine: Machine, result: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    """Return the value of the key `nearest`, for all ranks on the nodes of a plan.
+    """Return the value of the key `nearest` without `command`: layouts that use all ranks of the
+    nodes of a plan.
 
-    If the plan has fewer ranks than its nodes provide, such as the plan of one replica, the
-    unchanged layout may fit on all ranks of the nodes. It is then the only result.
+    The plan may have fewer ranks than its nodes provide, for example if it is the plan of one
+    replica. If the unchanged layout fits on all ranks of the nodes, this layout is the only result.
     """
     from optimus.data.batch import plan_batch
     from optimus.planner.layouts import layout_changes, layout_of
@@ -265,9 +274,9 @@ def _nearest_layouts(
         applied, changes = layout.apply(config), layout_changes(present, layout)
         if config.parallel.dp and config.parallel.dp != layout.dp:
             changes["parallel.dp"] = layout.dp
-        elif not config.parallel.dp:  # it follows from the number of ranks
+        elif not config.parallel.dp:  # dp follows from the number of ranks
             changes.pop("parallel.dp", None)
-        # `Layout.apply` gives settings that have no meaning with the layout their default.
+        # `Layout.apply` sets settings that have no effect with the layout to their defaults.
         if applied.optim.cache_chunks != config.optim.cache_chunks:
             changes["optim.cache_chunks"] = applied.optim.cache_chunks
         if config.parallel.stage_layers:
@@ -302,7 +311,8 @@ def _nearest_layouts(
 
 
 def _command(arguments: Sequence[str], layout: dict[str, Any]) -> str:
-    """Return the command with `arguments` for an entry of `nearest`, quoted for a shell."""
+    """Return the command that plans an entry of `nearest`, quoted for a shell. `arguments` are the
+    words of the present command after `optimus`."""
     from optimus.planner.layouts import override
 
     changes = {key: override(value) for key, value in layout["changes"].items()}
@@ -322,9 +332,11 @@ def run_comparison(args: argparse.Namespace, config: Config) -> int:
 
 
 def run_search(args: argparse.Namespace, config: Config, allocation: Allocation | None) -> int:
-    """Rank the layouts of a run, and print and write the results. Return the exit status.
+    """Rank the layouts of a run, print the ranking, and write the files of --out and --write.
+    Return the exit status.
 
-    If no layout fits and the machine has links, those with offload.mode = "auto" are ranked.
+    If no layout fits without offloading and the file of the machine has a device and links, rank
+    the layouts with offload.mode = "auto".
     """
     from optimus.config.machine import load_machine
     from optimus.planner.expert_loads import loads_for_plan
@@ -335,17 +347,17 @@ def run_search(args: argparse.Namespace, config: Config, allocation: Allocation 
     if args.hosts:
         logger.info(
             "the order of --hosts has no effect on the search, because the best order depends on "
-            "the layout: it assumes hosts that fill group after group. A plan of a layout with "
-            "--hosts and --write-hosts has the time for the hosts"
+            "the layout. The search assumes that consecutive hosts fill one group of nodes after "
+            "the other. For the step time on these hosts, plan a layout with --hosts"
         )
     machine = load_machine(args.machine)
     refuse_if(
         args.load and machine.device is None,
         f"--load {args.load} has no effect: the file of {args.machine} has no device, so the "
-        "layouts are sorted by FLOPs; remove --load, or use another machine",
+        "search sorts the layouts by FLOPs; remove --load, or use another machine",
     )
     loads = loads_for_plan(args.load, config) if args.load else None
-    # Only these import torch, which takes seconds.
+    # Only these modules import torch, which takes seconds.
     from optimus.planner.placement_search import with_offload
     from optimus.planner.search import TOO_LARGE
     from optimus.planner.search_report import (
@@ -390,8 +402,8 @@ def run_search(args: argparse.Namespace, config: Config, allocation: Allocation 
 
 
 def _with_memory(config: Config, memory: float | None) -> Config:
-    """Return the configuration with the value of --memory as offload.device_memory, if states may
-    be offloaded."""
+    """Return the configuration with the value of --memory (in GiB) as offload.device_memory.
+    Without --memory, or if offload.mode is not "auto", return it unchanged."""
     from optimus.planner.placement_search import with_offload
 
     if memory is None or config.offload.mode != "auto":

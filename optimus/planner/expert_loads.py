@@ -13,19 +13,19 @@ from optimus.parallel.expert_load import rank_imbalances
 
 
 class StepLoad(NamedTuple):
-    """Loads of the ep ranks in an update, added up over all microbatches and all groups of ep
-    ranks."""
+    """Loads of the ep ranks in an update. The load of an ep rank is a sum over all microbatches and
+    all ep process groups."""
 
     step: int
     imbalances: dict[int, list[float]]
     """For each MoE layer, a value for each ep rank: the number of rows that the experts of this ep
-    rank have computed, divided by the mean over the ep ranks. Each token adds a row for each of its
-    experts."""
+    rank have computed, divided by the mean over the ep ranks. A token gives a row to each of the
+    experts that the router chooses for it."""
 
     @property
     def fullest(self) -> dict[int, float]:
-        """For each MoE layer, the largest value in `imbalances`: that of the ep rank with the most
-        rows."""
+        """For each MoE layer, the largest value in `imbalances`, which belongs to the ep rank with
+        the most rows."""
         return {layer: max(ranks) for layer, ranks in self.imbalances.items()}
 
     @property
@@ -72,7 +72,7 @@ class RunLoads:
                     f"{option}: line {number:,} of {path.name} is damaged; restore the file from "
                     "its hidden copy, or give another run"
                 )
-        # The updates for which the file has a line for each MoE layer
+        # Updates for which the file has a line for each MoE layer
         count = len(model.sparse_layers)
         self._rows = {step: layers for step, layers in rows.items() if len(layers) == count}
         refuse_if(
@@ -82,7 +82,7 @@ class RunLoads:
 
     def steps(self, ep: int) -> list[StepLoad]:
         """Return the loads of each update as if the experts were divided over `ep` ranks, sorted by
-        `mean`. The run may have had another number of ep ranks."""
+        `mean`. `ep` can differ from the number of ep ranks in the run."""
         if ep not in self._of_ep:
             loads = (
                 StepLoad(step, {layer: rank_imbalances(rows, ep) for layer, rows in layers.items()})
@@ -92,21 +92,22 @@ class RunLoads:
         return self._of_ep[ep]
 
     def at(self, ep: int) -> dict[str, StepLoad]:
-        """Return a dict with two updates, whose experts are divided over `ep` ranks: `median`, the
-        update with the median of `StepLoad.mean`, and `worst`, the update with the largest."""
+        """Return a dict with the loads of two updates, as if the experts were divided over `ep`
+        ranks: `median`, the update with the median of `StepLoad.mean`, and `worst`, the update with
+        the largest `StepLoad.mean`."""
         loads = self.steps(ep)
         return {"median": loads[(len(loads) - 1) // 2], "worst": loads[-1]}
 
 
 def loads_for_plan(run_dir: str, config: Config) -> RunLoads:
-    """Return the expert loads of the run directory that `--load` names. This function imports no
-    torch, so that a wrong directory is refused immediately. Raises ConfigError as `RunLoads`, or if
-    the loads would have no effect on a plan of `config`."""
+    """Return the expert loads of the run directory that `--load` names. This function does not
+    import torch, so that a wrong directory is refused immediately. Raises ConfigError as
+    `RunLoads`, or if the loads would have no effect on a plan of `config`."""
     refuse_if(not config.train.seq_len, f"--load {run_dir} needs train.seq_len; set it")
     refuse_if(
         config.offload.mode == "auto",
-        f"--load {run_dir} has no effect with offload.mode = 'auto', whose placement "
-        "reserves memory for offload.expert_imbalance; remove --load, or set offload.mode = 'off'",
+        f"--load {run_dir} has no effect with offload.mode = 'auto', since a placement assumes "
+        "the load offload.expert_imbalance; remove --load, or set offload.mode = 'off'",
     )
     return RunLoads(run_dir, config.model)
 

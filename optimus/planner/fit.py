@@ -1,9 +1,9 @@
 """Check that the ranks of a run fit in their memory, before they start.
 
 A run is refused if a lower bound of its memory exceeds the capacity, so that every run that fits
-can start. `least_bytes` documents the bound. The run warns if the memory that `optimus plan`
-predicts exceeds the capacity. The prediction takes seconds, so it is computed only if an upper
-limit, which is fast to compute, exceeds the capacity.
+can start. `least_bytes` documents the bound. If only the memory that `optimus plan` predicts
+exceeds the capacity, a warning is logged. The prediction takes seconds. It is therefore computed
+only if an upper limit of the prediction, which is fast to compute, exceeds the capacity.
 
 This module imports torch only for the prediction.
 """
@@ -94,8 +94,8 @@ def capacity_of_host(ranks: int) -> Capacity:
 
 
 def has_accelerator_files() -> bool:
-    """Return False if this machine certainly has no accelerator, and True if it may have one. Does
-    not import torch."""
+    """Return False if this machine certainly has no accelerator, and True otherwise. This function
+    does not import torch."""
     return any(Path(path).exists() for path in _GPU_FILES)
 
 
@@ -104,15 +104,15 @@ def least_bytes(config: Config, mesh: Mesh, num_microbatches: int, kind: str) ->
 
     The bound is the sum of
 
-    - the model states that are allocated between steps, exactly (`StateSizes`), without the
-      gathered parameters of optim.resident = "cache". With offloading, the bound of the host memory
-      (`kind` = "host") has only the parameters and, without offload.disk, also the masters and
-      moments. With offload.mode = "auto", the bound of the device memory has no states, because all
-      of them may be on the host;
-    - the inputs of all layers, for the largest number of microbatches that are in progress at the
-      same time. Backward needs the input of each layer even if it recomputes all other activations.
-      With optim.frozen, the inputs are left out, because layers before the first trained parameter
-      have no backward.
+    - the exact bytes of the model states that are allocated between steps (`StateSizes`), without
+      the gathered parameters of optim.resident = "cache". With offloading and `kind` = "host", only
+      the parameters are counted and, if offload.disk is not set, the masters and moments. With
+      offload.mode = "auto" and `kind` = "device", no states are counted, because a placement can
+      have all states on the host;
+    - the bytes of the inputs of all layers, for the largest number of microbatches that are in
+      progress at the same time. Backward needs the input of each layer even if all other
+      activations are recomputed. With optim.frozen, the inputs are left out, because layers before
+      the first trained parameter have no backward.
 
     The states are allocated throughout a step, so a rank needs at least the sum of states and
     inputs.
@@ -152,8 +152,8 @@ _Bytes = Callable[[Coordinate], int]
 def _layer_inputs(
     config: Config, mesh: Mesh, stages: tuple[range, ...], num_microbatches: int
 ) -> Callable[[int], int]:
-    """Return a function from a pp index to the largest number of bytes of layer inputs that the
-    rank keeps at the same time."""
+    """Return a function from a pp index to the largest number of bytes of layer inputs that a rank
+    with this index keeps at the same time."""
     train = config.train
     if config.optim.frozen or not train.seq_len:
         return lambda pp: 0
@@ -183,7 +183,8 @@ def _layer_inputs(
 
 def most_bytes(config: Config, mesh: Mesh, num_microbatches: int) -> _Bytes:
     """Return a function from a coordinate to an upper limit of the bytes that `rank_memory`
-    predicts for its rank. The limit is fast to compute. Arguments as for `least_bytes`."""
+    predicts for its rank. The limit is fast to compute. The arguments are those of
+    `least_bytes`."""
     model, train, stages = config.model, config.train, stages_of(config, mesh)
     states = StateSizes(config)
     optim = config.optim.model_copy(update={"resident": "all", "sharding": "none"})
@@ -194,7 +195,7 @@ def most_bytes(config: Config, mesh: Mesh, num_microbatches: int) -> _Bytes:
     width = max(1, model.num_experts_per_tok) * model.intermediate_size
     width = max(width, model.dense_intermediate_size) + model.hidden_size
     experts = max(model.experts_by_layer, default=0)
-    # ep may gather the tokens of all its ranks.
+    # With ep, a rank can receive the tokens of all ep ranks.
     layer = 4 * tokens * mesh.ep * (_LAYER_TENSORS * width + _EXPERT_VALUES * experts)
     head = 4 * tokens * _HEAD_TENSORS * (model.vocab_size + model.hidden_size)
 
@@ -212,11 +213,11 @@ def most_bytes(config: Config, mesh: Mesh, num_microbatches: int) -> _Bytes:
 
 
 _LAYER_TENSORS, _EXPERT_VALUES, _HEAD_TENSORS, _TOKEN_BYTES = 12, 8, 6, 32
-"""Upper limits of the memory that `most_bytes` counts for a token: the number of fp32 tensors that
-a layer keeps, each with the hidden size and with the intermediate size of each chosen expert; the
-number of fp32 values that a layer keeps for each expert; the number of fp32 tensors of the head,
-each with the sizes of the vocabulary and of the hidden state; and the bytes of inputs and loss
-terms."""
+"""Upper limits of the memory that `most_bytes` counts for a token: (1) the number of fp32 tensors
+that a layer keeps, each with as many values as the hidden size plus the intermediate sizes of all
+chosen experts; (2) the number of fp32 values that a layer keeps for each expert; (3) the number of
+fp32 tensors of the head, each with as many values as the vocabulary size plus the hidden size; and
+(4) the bytes of inputs and loss terms."""
 
 
 def check_fit(
@@ -227,9 +228,9 @@ def check_fit(
     run_name: str = "the run",
 ) -> None:
     """Check that each rank of a run fits in its memory. `train.fit_check` = "off" disables the
-    check, and "warn" replaces the error by a warning.
+    check, and "warn" replaces the error with a warning.
 
-    Log a warning if only the prediction exceeds the memory.
+    Log a warning if the lower bound fits but the prediction exceeds the memory.
 
     Args:
         config: The run.
@@ -283,8 +284,8 @@ def refuse_if_too_large(
 
 def predicted_bytes(config: Config, mesh: Mesh, num_microbatches: int, capacity: Capacity) -> int:
     """Return the predicted bytes of the ranks that share a memory: the bytes of the fullest rank,
-    times the number of these ranks. Return 0 with offload.mode = "auto", since the run then decides
-    on a placement that fits."""
+    times the number of ranks that share the memory. Return 0 with offload.mode = "auto", since the
+    run then chooses a placement that fits."""
     if config.offload.mode == "auto":
         return 0
     from optimus.planner.memory import rank_memory  # imports torch
@@ -299,7 +300,8 @@ def predicted_bytes(config: Config, mesh: Mesh, num_microbatches: int, capacity:
 
 
 def _on_fullest(mesh: Mesh, capacity: Capacity, bytes_of: _Bytes) -> int:
-    """Return the largest sum of `bytes_of` over ranks that share a memory, over all nodes."""
+    """Return the bytes of the fullest memory: `bytes_of`, added up over the ranks that share the
+    memory."""
     known: dict[tuple[int, int], int] = {}
 
     def cached(coordinate: Coordinate) -> int:

@@ -1,9 +1,9 @@
-"""Goodput: the share of a run's time in which it trains and no failure loses the result, if nodes
-fail and checkpoints take time.
+"""Goodput: the share of a run's time that is spent on training whose result is kept. The rest of
+the time is lost to checkpoints, to restarts, and to training that is repeated after a failure.
 
-Failures are a Poisson process. A failure loses the training since the last checkpoint, and the
-restart takes a constant time, during which nodes may fail again. Let r be the rate of failures, w
-the time of training between two checkpoints, c the time of a checkpoint and d the time of a
+Failures are a Poisson process. After a failure, the training since the last checkpoint is lost, and
+the restart takes a constant time, during which nodes can fail again. Let r be the rate of failures,
+w the time of training between two checkpoints, c the time of a checkpoint and d the time of a
 restart. The mean time from the end of a checkpoint to the end of the next one is then exp(r d)
 (exp(r (w + c)) - 1) / r (Daly 2006, doi 10.1016/j.future.2004.11.016).
 """
@@ -19,14 +19,14 @@ _LONGEST = 500.0
 def goodput(
     interval_s: float, checkpoint_s: float, restart_s: float, failures_per_s: float
 ) -> float:
-    """Return the goodput, between 0 and 1: the share of the time in which the run trains and no
-    failure loses the result.
+    """Return the goodput, between 0 and 1: the share of the time that is spent on training whose
+    result is kept.
 
     Args:
         interval_s: Seconds of training between two checkpoints.
         checkpoint_s: Seconds for which a checkpoint stops the training.
         restart_s: Seconds from a failure until the run trains again.
-        failures_per_s: Mean number of failures of all nodes of the run in a second.
+        failures_per_s: Mean number of failures per second, added up over all nodes of the run.
     """
     if interval_s == 0:
         return 0.0
@@ -44,9 +44,9 @@ def goodput(
 def best_interval(checkpoint_s: float, restart_s: float, failures_per_s: float) -> float:
     """Return the seconds of training between two checkpoints that give the largest goodput.
 
-    The result is close to sqrt(2 c / r) (Young 1974, doi 10.1145/361147.361115) if checkpoints are
-    short. The result does not depend on the time of a restart. Without failures, the result is
-    infinite.
+    If checkpoints are short, the result is close to sqrt(2 c / r), with the time c of a checkpoint
+    and the rate r of failures (Young 1974, doi 10.1145/361147.361115). The result does not depend
+    on the time of a restart, `restart_s`. Without failures, the result is infinite.
     """
     if failures_per_s == 0:
         return math.inf

@@ -1,7 +1,7 @@
-"""Device memory of gradients and of their reductions during a backward, computed from sizes alone.
+"""Device memory of gradients and of their reductions during a backward, computed only from sizes.
 
-`GradReducer.temporary_bytes` counts the same bytes for the buffers of a chunk engine. Tests compare
-the two numbers.
+`GradReducer.temporary_bytes` counts the same bytes for the gradient buffers of a real run. Tests
+compare the two numbers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from optimus.config.hardware import BYTES
 
 
 class Buffer(NamedTuple):
-    """Gradients that are reduced together."""
+    """Buffer of gradients that are reduced together."""
 
     length: int
     """Number of elements, with padding."""
@@ -22,8 +22,9 @@ class Buffer(NamedTuple):
     reduce: int
     """Number of ranks over which the gradients are summed."""
     shard: int
-    """Number of ranks that divide the states."""
+    """Number of ranks over which the optimizer states are divided."""
     stage: int
+    """Index of the pipeline stage."""
     segments: tuple[int, int]
     """Indices of the first and the last model segment (embedding, block or head) with parameters
     whose gradients are in the buffer."""
@@ -46,8 +47,8 @@ class GradientMemory:
 
         Args:
             buffers: All buffers of the rank.
-            by_segment: True if buffers are allocated and reduced segment by segment, False if stage
-                by stage (`GradReducer.attach`).
+            by_segment: True if buffers are allocated and reduced segment by segment, False if they
+                are allocated and reduced stage by stage (`GradReducer.attach`).
         """
         several = any(buffer.reduce > 1 for buffer in buffers)
         reduces_each = self._frees or self._rounds or (self._deterministic and several)
@@ -65,7 +66,8 @@ class GradientMemory:
         return most + reduction
 
     def _reduced_once(self, buffer: Buffer) -> int:
-        """Return the bytes of temporary memory that `ReduceOnce` needs for a buffer."""
+        """Return the bytes of temporary memory that a reduction once per step needs for a buffer
+        (`ReduceOnce`)."""
         if buffer.reduce == 1:
             return 0
         is_shard = buffer.reduce == buffer.shard and self._dtype == "fp32"
@@ -78,7 +80,8 @@ class GradientMemory:
         return 0 if buffer.dtype == self._dtype else buffer.length * BYTES[self._dtype]
 
     def _reduced_after_each(self, buffer: Buffer) -> int:
-        """Return the bytes of temporary memory that `ReducePerMicrobatch` needs for a buffer."""
+        """Return the bytes of temporary memory that a reduction after each microbatch needs for a
+        buffer (`ReducePerMicrobatch`)."""
         is_sum = buffer.reduce > 1 and not self._deterministic
         length = buffer.length // buffer.reduce if is_sum else buffer.length
         rounded = BYTES["bf16"] * length if self._rounds else 0
@@ -91,13 +94,13 @@ class GradientMemory:
 
 
 def _by_segment(buffers: Sequence[Buffer]) -> Iterator[Iterable[Buffer]]:
-    """For each segment whose backward allocates a buffer, yield the buffers that are allocated
-    during this backward."""
+    """For each segment whose backward allocates a buffer, yield the buffers that exist during this
+    backward."""
     for now in {buffer.segments[1] for buffer in buffers}:
         yield [b for b in buffers if b.segments[0] <= now <= b.segments[1]]
 
 
 def _by_stage(buffers: Sequence[Buffer]) -> Iterator[Iterable[Buffer]]:
-    """For each stage, yield the buffers that are allocated during its backward."""
+    """For each stage, yield the buffers that exist during its backward."""
     for stage in {buffer.stage for buffer in buffers}:
         yield [b for b in buffers if b.stage == stage]

@@ -33,8 +33,8 @@ SCHEDULES = (
 MICROBATCH_SIZES = (1, 2, 4, 8)
 RECOMPUTE = ((), ("norm",), ("attention",), ("norm", "attention"), ("block",))
 RECOMPUTE_EXPERTS = (("experts",), ("moe",), ("norm", "attention", "moe"))
-"""Values of `recompute.modules` that a search tries for all models, and further values for models
-with experts."""
+"""RECOMPUTE: values of `recompute.modules` that a search tries for all models. RECOMPUTE_EXPERTS:
+additional values for models with experts."""
 
 
 class Layout(NamedTuple):
@@ -58,11 +58,11 @@ class Layout(NamedTuple):
         return Mesh(*self[:4])
 
     def apply(self, config: Config) -> Config:
-        """Return the configuration with the values of the layout. A setting that has no effect with
-        these values gets its default."""
+        """Return `config` with the values of the layout. A setting that has no effect with these
+        values is set to its default."""
         parallel, offload = config.parallel, config.offload
         if self.offload != offload.mode:
-            if self.offload == "off":  # the other settings have no meaning
+            if self.offload == "off":  # the other settings of [offload] have no effect
                 offload = OffloadConfig()
             else:
                 offload = offload.model_copy(update={"mode": self.offload})
@@ -91,8 +91,8 @@ class Layout(NamedTuple):
         )
 
     def slots(self, config: Config) -> int:
-        """Return the value of `optim.cache_chunks` with this layout; 0 if the layout has no cache,
-        or with offload.mode = "auto", which chooses the value."""
+        """Return the value of `optim.cache_chunks` with this layout. Return 0 if the layout has no
+        cache, or if offload.mode = "auto", since a run then chooses the value."""
         has_cache = self.resident == "cache" or config.offload.host_share
         return config.optim.cache_chunks if has_cache and self.offload != "auto" else 0
 
@@ -121,7 +121,7 @@ def override(value: Any) -> str:
 
 
 def layout_of(config: Config, world_size: int) -> Layout:
-    """Return the layout of a configuration on a number of ranks."""
+    """Return the layout of a configuration on `world_size` ranks."""
     parallel = config.parallel
     model_size = parallel.pp * parallel.ep * parallel.tp
     return Layout(
@@ -140,7 +140,8 @@ def layout_of(config: Config, world_size: int) -> Layout:
 
 
 def layout_changes(before: Layout, after: Layout) -> dict[str, Any]:
-    """Return the settings of `after` that differ from those of `before`, by key."""
+    """Return a dict from keys such as "parallel.pp" to the values of `after`, for the settings in
+    which `after` differs from `before`."""
     old, new = before.settings(), after.settings()
     return {key: value for key, value in new.items() if value != old[key]}
 
@@ -170,8 +171,8 @@ class Space:
 
 
 def space_of(config: Config, world_size: int) -> Space:
-    """Return the space of a model: all divisors of the number of ranks up to the number of layers
-    (pp), experts (ep) and attention heads (tp)."""
+    """Return the space of a model. Each axis has the divisors of the number of ranks, up to the
+    number of layers for pp, of experts for ep, and of attention heads for tp."""
     model = config.model
     divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
     most_experts = max(1, *model.experts_by_layer)
@@ -188,7 +189,7 @@ class LayoutChecks:
     of the settings which the check reads.
 
     Args:
-        config: The configuration. It has the settings that layouts do not set.
+        config: The configuration, with the settings that layouts do not set.
     """
 
     def __init__(self, config: Config) -> None:
@@ -257,7 +258,7 @@ class LayoutChecks:
 
 
 def reason_of(error: ConfigError) -> str:
-    """Return the cause of an error without its numbers and without the remedy, so that equal causes
-    are counted together."""
+    """Return the cause in the message of an error, without numbers and without the remedy, so that
+    errors with the same cause are counted together."""
     cause = re.sub(r" \(.*?\)", "", str(error).split("; ")[0])
     return re.sub(r"(?<![\w.])\d[\d,]*(?!\w)", "N", cause)

@@ -45,12 +45,12 @@ _Run = tuple[Config, Mesh, Machine, str]
 
 class RankKind(NamedTuple):
     """Pipeline ranks at the same position (first, middle or last) with the same kinds of layers. A
-    plan shows only the rank that needs the most memory."""
+    plan shows only that rank of each kind that needs the most memory."""
 
     stage: str
-    """Position: first, middle or last; only, if there is a single pipeline rank."""
+    """Position: "first", "middle" or "last"; "only" if there is a single pipeline rank."""
     layers: str
-    """Kinds of layers: MoE, dense, or MoE and dense."""
+    """Kinds of layers: "MoE", "dense", or "MoE and dense"."""
     pp: tuple[int, ...]
     """Indices along pp."""
 
@@ -78,8 +78,8 @@ def _device_of(machine: Machine) -> str:
 
 
 class _EqualRanks:
-    """Pipeline ranks of the same kind that have equal layers, so that a profile of the first of
-    them is valid for all."""
+    """Pipeline ranks of the same kind that have equal layers, so that the profile of the first of
+    these ranks is valid for all of them."""
 
     def __init__(
         self,
@@ -90,8 +90,8 @@ class _EqualRanks:
         machine: Machine,
         known: tuple[Profiled, Profiled],
     ) -> None:
-        """Profile the first of the ranks `pp`. `known` has the arguments `balanced` and
-        `concentrated` of `RankProfiles`."""
+        """Profile the first of the pipeline ranks `pp`. `known` is the pair of the arguments
+        `balanced` and `concentrated` of `RankProfiles`."""
         self._config, self._mesh, self._pp = config, mesh, pp
         self._device = device = _device_of(machine)
         self._microbatches, self._stages = microbatches, stages_of(config, mesh)
@@ -112,13 +112,14 @@ class _EqualRanks:
 
     def largest(self, imbalances: Mapping[int, Sequence[float]]) -> RankMemory:
         """Return the memory of the rank that needs the most memory. `imbalances` has, for each MoE
-        layer, the rows that the experts of each ep rank compute, divided by their mean."""
+        layer and each ep rank, the number of rows that the experts of the ep rank compute, divided
+        by the mean over the ep ranks."""
         memories = (self._of_rank(pp, imbalances) for pp in self._pp)
         return max(memories, key=lambda memory: memory.device)
 
     def _of_rank(self, pp: int, imbalances: Mapping[int, Sequence[float]]) -> RankMemory:
-        # The profiles belong to the first of these ranks. The layers of the other ranks are at the
-        # same positions within their stages.
+        # The profiles belong to the first of the equal ranks. Layers at the same position in the
+        # stages of two of these ranks are equal.
         layers, theirs = self._layers(pp), self._layers(self._pp[0])
         sparse = [(a, b) for a, b in zip(layers, theirs, strict=True) if a in imbalances]
         ep_ranks = range(len(imbalances[sparse[0][0]]) if sparse else 0)
@@ -164,8 +165,8 @@ class _Memory:
             self._kinds.append((kind, ranks))
 
     def kinds(self, imbalances: Mapping[int, Sequence[float]] | None = None) -> list[dict]:
-        """Return `kinds` of `plan_on_machine`. Arguments as for `_EqualRanks.largest`; None: equal
-        loads."""
+        """Return `kinds` of `plan_on_machine`. `imbalances` is the argument of
+        `_EqualRanks.largest`; None for equal loads."""
         loads = imbalances if imbalances and self._depends else {}
         largest = (
             (kind, max((r.largest(loads) for r in ranks), key=lambda memory: memory.device))
@@ -174,8 +175,9 @@ class _Memory:
         return [_sizes_of(kind, memory) for kind, memory in largest]
 
     def largest_fitting(self, limit: float, device: int) -> float | None:
-        """Return the largest imbalance of an ep rank, the same in all layers and at most `limit`,
-        with which all ranks fit in `device` bytes. None if they do not fit with equal loads."""
+        """Return the largest imbalance of an ep rank with which all ranks fit in `device` bytes.
+        The imbalance is the same in all layers and at most `limit`. Return None if the ranks do not
+        fit even with equal loads."""
 
         def fits(imbalance: float) -> bool:
             loads = dict.fromkeys(self._model.sparse_layers, (imbalance,))
@@ -211,42 +213,50 @@ def plan_on_machine(
         mesh: Sizes of all axes.
         name: Name of the machine.
         loads: Expert loads of a run, for `load` in the result. Not with offload.mode = "auto".
-        topology: The order of the hosts; None: hosts that fill group after group.
+        topology: The order of the hosts. None: consecutive hosts fill one group of nodes after the
+            other.
         better: A better order of the hosts, for `better_step_s` in the result.
 
     Returns:
-        - `step`: the result of `plan_step`, or `no_step`: the reason why there is none.
-        - `better_step_s`: only with `better` and a step time, the seconds of a step in this order
-          of the hosts. Not with offload.mode = "auto".
-        - `kinds`: for each kind of rank, the rank that needs the most memory: `stage`, `layers` and
-          `pp` as in `RankKind`, and bytes on the device: `states`, `gathered` parameters,
-          `activations` of all microbatches in progress, `temporary` tensors and communication, and
-          their sum `total`.
+        - `step`: the result of `plan_step`. If the time of a step cannot be predicted, the result
+          has `no_step`, the reason, instead.
+        - `better_step_s`: the seconds of a step in the order `better` of the hosts; only with
+          `better` and `step`, and not with offload.mode = "auto".
+        - `kinds`: an entry for each kind of rank, with `stage`, `layers` and `pp` as in `RankKind`,
+          and the bytes on the device of the rank of this kind that needs the most memory: `states`;
+          `gathered`, for gathered parameters; `activations` of all microbatches in progress;
+          `temporary`, for temporary tensors and communication; and the sum `total`.
         - `mismatch`: phrases that name each difference between the conditions under which the
           values of the machine file were measured and the conditions of a run on this machine.
-          Empty if this machine, such as a login node, does not have the type of device of the file.
-        - `needed`: the largest `total`; `device_bytes`: the memory of the device, or None if the
-          machine's file does not have it. With offload.device_memory, `device_bytes` is this limit,
-          and `limited_by` is "offload.device_memory".
+          Empty if the file does not record the conditions, or if this machine, such as a login
+          node, has no accelerator but the file describes an accelerator.
+        - `needed`: the largest `total`. `device_bytes`: the memory of the device in bytes, or None
+          if the machine's file does not have it. With offload.device_memory, `device_bytes` is this
+          limit, and `limited_by` is "offload.device_memory".
         - `imbalance`: only for a model with experts and ep > 1. An imbalance is the number of rows
           that the experts of an ep rank compute, divided by the mean over the ep ranks. `largest`:
           the largest imbalance, the same in all layers, with which the ranks fit on the device;
-          None if they do not fit with equal loads, or if the memory of the device is unknown.
-          `limit`: the imbalance of an ep rank whose experts all tokens choose. `step_s`: the
-          seconds of a step with `largest`, if `step` is present.
-        - `load`: only with `loads`. `run`, the number of `steps`, and for the `median` and the
-          `worst` step of the run: its number `step`; the largest `imbalance` of an ep rank and its
-          `layer`; `mean_imbalance`, the mean over the layers of the largest imbalance; `kinds` and
-          `needed` with this load; and `step_plan`, the result of `plan_step`, if there is one.
-        - `reserve`: only with offloading on an accelerator. The bytes of the device memory that a
-          placement leaves unused (`reserve_of`).
-        - `placements`: only with offloading, the placements of the first and the last pipeline rank
-          as text. `ranks` and `memory` are those of the placements. With offload.mode = "auto",
-          `ranks` and `kinds` have only these ranks.
-        - `smallest`: for each of the `placements`, in bytes: `device`, the smallest
-          offload.device_memory with which a placement fits into the host memory, and `host`, the
-          smallest offload.host_memory with which a placement fits on the device. With offload.mode
-          = "manual", these are the sizes of the given placement.
+          None if the ranks do not fit even with equal loads, or if the memory of the device is
+          unknown. `limit`: the largest possible imbalance, that of an ep rank whose experts all
+          tokens choose. `step_s`: the seconds of a step with the imbalance `largest`, or None if
+          `step` is missing; only if `largest` is not None.
+        - `load`: only with `loads`. `run`, the run directory; `steps`, the number of steps with
+          loads; and `median` and `worst`, two steps of the run. Each of them has the number `step`
+          of the step; `imbalance`, the largest imbalance of an ep rank in any layer, and its
+          `layer`; `mean_imbalance`, the mean over the layers of the largest imbalance in the layer;
+          `kinds` and `needed` with this load; and, if the time of a step can be predicted,
+          `step_plan`, the result of `plan_step` with this load.
+        - `reserve`: only with offloading. The bytes of the device memory that a placement leaves
+          unused (`reserve_of`); 0 on a CPU.
+        - `placements`: only with offloading. The placements of the first and the last pipeline rank
+          as text. `ranks` and `memory` have the keys and values of the result of `plan`, for these
+          placements. With offload.mode = "auto", `ranks` and `kinds` have only the first and the
+          last pipeline rank.
+        - `smallest`: an entry for each of the `placements`, in bytes: `device`, the smallest
+          offload.device_memory with which some placement fits into the given host memory, and
+          `host`, the smallest offload.host_memory with which some placement fits into the given
+          device memory. With offload.mode = "manual", `device` and `host` are the bytes that the
+          given placement needs.
 
     Raises:
         ConfigError: As `decide_placement` or `check_limits`, or the machine has no rates.
@@ -295,8 +305,8 @@ def _mismatch(config: Config, machine: Machine) -> dict[str, list[str]]:
 def _load(
     loads: RunLoads, run: _Run, works: Works, memory: _Memory, topology: Topology | None
 ) -> dict[str, Any]:
-    """Return `load` of `plan_on_machine`: the imbalance of the expert loads of two steps, and the
-    memory and the step time of the ranks with these loads."""
+    """Return `load` of `plan_on_machine`: for two steps of a run, the imbalance of the expert
+    loads, and the memory and the step time that the ranks would have with these loads."""
     ep = run[1].ep
     result: dict[str, Any] = {"run": loads.run_dir, "steps": len(loads.steps(ep))}
     for key, of_step in loads.at(ep).items():
@@ -320,7 +330,7 @@ def needed_bytes(
     config: Config, mesh: Mesh, num_microbatches: int, machine: Machine, profiled: Profiled
 ) -> int:
     """Return `needed` of `plan_on_machine`, in bytes, for a run with another offload.mode than
-    "auto". `profiled` has the profiles that `nearest_fitting` has computed."""
+    "auto". `profiled` has profiles that are already known, such as those of `nearest_fitting`."""
     kinds = _Memory(config, mesh, num_microbatches, machine, profiled).kinds()
     return max(kind["total"] for kind in kinds)
 
@@ -422,7 +432,7 @@ def _manual(config: Config, mesh: Mesh, machine: Machine) -> dict[str, Any]:
         return {}
     device, first = _device_of(machine), decisions[0]
     is_limited = bool(config.offload.device_memory or config.offload.host_memory)
-    # A run also compares the host memory with its limit in every case.
+    # As in a run, the host memory is checked even if [offload] sets no limit.
     for decision in decisions:
         if is_limited or decision.memory.host > decision.limits.host:
             check_limits(decision, device)

@@ -17,16 +17,17 @@ class ProductRates(NamedTuple):
     """Rates of matrix products, from the machine file (`Products`)."""
 
     peak: float
+    """Peak FLOP/s of the device."""
     share: float
     """Share of `peak` that very large products reach."""
     half_size: float
     """Value of `Products.half_size`; 0 if the rate does not depend on the sizes of a product."""
     attention: tuple[tuple[float, float, float], ...] = ()
-    """Lengths of sequences in ascending order, each with the FLOP/s of fused attention in forward
-    and in backward. If empty, the rates of matrix products apply to attention."""
+    """Tuples (length of a sequence, FLOP/s of fused attention in forward, FLOP/s in backward), in
+    ascending order of length. If empty, the rates of matrix products apply to attention."""
 
     def attention_rate(self, seq_len: float, head_size: float, backward: bool) -> float:
-        """Return the FLOP/s of fused attention."""
+        """Return the FLOP/s of fused attention in forward, or in backward if `backward` is True."""
         if not self.attention:
             return self.rate(seq_len, head_size, seq_len)
         column = 2 if backward else 1
@@ -50,15 +51,16 @@ class UpdateBytes(NamedTuple):
     optimizer: float = 0.0
     """Bytes that the optimizer reads and writes."""
     gradients: float = 0.0
-    """Bytes of gradients that are read for their norm and for the check for values that are not
-    finite, or filled with zeros."""
+    """Bytes of gradients that are read to compute the norm and to find values that are not finite,
+    and bytes of gradients that are set to zero."""
     new: float = 0.0
     """Bytes of gradients and parameters that a rank frees within a step and therefore allocates
     again in each step."""
 
     def share(self, updated: float) -> UpdateBytes:
-        """Return the bytes if a rank updates only this share of its states on the device. The host
-        computes the norm of the other gradients, and copies overwrite them."""
+        """Return the bytes of a rank that updates only the share `updated` (0 to 1) of its states
+        on the device. The other gradients are not counted, because the host computes their norm,
+        and copies overwrite these gradients instead of setting them to zero."""
         return self._replace(optimizer=updated * self.optimizer, gradients=updated * self.gradients)
 
 
@@ -83,16 +85,18 @@ class Rates:
     fitted_on: tuple[str, ...] = ()
     """Published measurements (rows of tables) to which rates were fitted."""
     activations: float | None = None
-    """Bytes per second of element-wise operations and norms of activations; None: `memory`."""
+    """Bytes per second of element-wise operations and norms of activations; None for the rate
+    `memory`."""
     runs_ahead: bool = False
-    """True if the host may start operations of later passes while the device computes. False if the
+    """True if the host can start operations of later passes while the device computes. False if the
     host starts the operations of a pass only when the pass begins, as the closed formulas of
-    `step_time` assume. A value of `launch_s` that was fitted with these formulas requires False."""
+    `step_time` assume. If `launch_s` was fitted with these formulas, `runs_ahead` must be False."""
     new_memory: float = math.inf
     """Bytes per second at which the operating system maps new memory."""
 
     gradients: float | None = None
-    """Bytes per second of passes over gradients; None: `memory`."""
+    """Bytes per second at which `UpdateBytes.gradients` are transferred; None for the rate
+    `memory`."""
 
     def update_s(self, update: UpdateBytes) -> float:
         """Return the seconds of the update of a rank."""
@@ -101,7 +105,7 @@ class Rates:
 
 
 def is_cpu(machine: Machine) -> bool:
-    """Return True if the device of a machine is a CPU. Only the file of a CPU has a number of
+    """Return True if the device of a machine is a CPU. Only machine files for CPUs have a number of
     threads."""
     return machine.device is not None and machine.device.threads > 0
 
@@ -115,7 +119,8 @@ def rates_of(machine: Machine, dtype: Dtype, name: str = "the machine file") -> 
         name: Name of the machine, for messages.
 
     Raises:
-        ConfigError: The machine file has no rate of products in this dtype or of the memory.
+        ConfigError: The machine file has no rate of products in this dtype, or no rate of the
+            memory.
     """
     device: Device | None = machine.device
     remedy = "add it with its source, or measure it with optimus bench machine --out FILE"

@@ -26,8 +26,9 @@ from optimus.rank.states import PlannedRank, attach, plan_rank, staging_of
 class RankMemory:
     """Largest memory of a rank in a training step, in bytes.
 
-    `states`, `cache`, `gradients` and `activations` are on the device, and `device` is their sum.
-    The peaks of gradients and activations may be at different times, so the sum is an upper limit.
+    `states`, `cache`, `gradients`, `activations`, `copies` and `code` are on the device, and
+    `device` is their sum. The peaks of gradients and activations can be at different times, so the
+    sum is an upper limit.
     """
 
     states: int
@@ -42,16 +43,17 @@ class RankMemory:
     temporary: int
     """Bytes of `activations` that are temporary tensors and messages between stages."""
     states_on_host: int
-    """Model states in host memory, and the memory to which gradients are copied."""
+    """Model states in host memory, and the host buffers to which gradients are copied."""
     staging: int
     """Host memory for the copies of checkpoint.async_save."""
     disk: int = 0
     """Model states on disk, and their copies for checkpoint.async_save."""
     copies: int = 0
-    """On a CPU: bytes by which the copies that gloo makes of gradients and parameters, together
-    with the activations at the same time, exceed `activations`; 0 if they do not."""
+    """On a CPU, gloo copies gradients and parameters during collectives. Let s be the largest sum
+    of these copies and of the activations at the same time. This field is max(0, s -
+    `activations`)."""
     code: int = 0
-    """On a CPU: bytes of the code that oneDNN generates for products."""
+    """On a CPU: bytes of the machine code that oneDNN generates for matrix products."""
 
     @property
     def device(self) -> int:
@@ -61,7 +63,7 @@ class RankMemory:
 
     @property
     def host(self) -> int:
-        """Bytes of page-locked host memory."""
+        """Bytes of host memory for states and checkpoint copies."""
         return self.states_on_host + self.staging
 
 
@@ -83,11 +85,13 @@ def rank_memory(
         coordinate: The rank.
         num_microbatches: Number of microbatches of the rank in a step.
         device: Type of the rank's device.
-        profiles: Result of `RankProfiles.at`, if it is known; None to compute it. Of the sections
-            `[optim]` and `[offload]`, only `offload.order` changes the profiles.
-        imbalance: Number of rows that the experts of the rank compute in each layer, divided by the
-            mean over the ep ranks. This argument has no effect if `profiles` is given.
-        product_code: `product_code_bytes` of the machine's device.
+        profiles: Result of `RankProfiles.at`; None to compute it. In the sections `[optim]` and
+            `[offload]`, only `offload.order` changes the profiles.
+        imbalance: In each MoE layer, the number of rows that the experts of the rank compute,
+            divided by the mean over the ep ranks. This argument has no effect if `profiles` is
+            given.
+        product_code: Bytes of machine code for each shape of a matrix product: `product_code_bytes`
+            of the machine's device.
     """
     few = planned_microbatches(config, mesh, num_microbatches)
     planned = _plan_attached(config, mesh, coordinate, few)
@@ -149,8 +153,8 @@ def _memory_of(config: Config, planned: PlannedRank, activations: tuple[int, int
 
 
 def _num_products(profiles: Mapping[int, StageProfile]) -> int:
-    """Return the number of different shapes of matrix products. A shape that occurs in forward and
-    in backward counts twice, because the operands of backward are transposed."""
+    """Return the number of different shapes of matrix products. A shape that occurs both in forward
+    and in backward counts twice, because backward transposes operands."""
     return len(
         {
             (backward, *op[:3])
@@ -166,14 +170,14 @@ def _num_products(profiles: Mapping[int, StageProfile]) -> int:
 def _copied_bytes(
     config: Config, planned: PlannedRank, profiles: Mapping[int, StageProfile]
 ) -> int:
-    """Return the largest sum of the bytes that gloo's copies of gradients and parameters have and
-    of the bytes of activations at the same time.
+    """Return the largest sum of two numbers of bytes at the same time: gloo's copies of gradients
+    and parameters, and activations.
 
     A reduce_scatter copies its input, and an all_gather its output. Gradients of a chunk are
     reduced after the last backward of its first segment or, if they are not reduced segment by
     segment, after the last backward of the stage. At this time, no other microbatch has
-    activations. After the update, all parameters are gathered: simultaneously with optim.overlap,
-    otherwise one chunk after the other.
+    activations. After the update, all parameters are gathered: with optim.overlap all chunks at the
+    same time, otherwise one chunk after the other.
     """
     optim, chunks = config.optim, planned.engine.chunks
     sharded = [c for c in chunks if c.groups.shard_group.size > 1]
@@ -209,14 +213,15 @@ def _copied_bytes(
 class RankProfiles:
     """Profiles of the stages of a rank for one microbatch, for any load of its experts.
 
-    The bytes are linear in the number of tokens that arrive at the rank and in the number of rows
+    The bytes are linear in the number of tokens that the rank receives and in the number of rows
     that its experts compute. The bytes for a given load are therefore interpolated between two
     profiles: in the first, all ep ranks have equal loads, and in the second, all tokens choose
     experts of this rank.
 
     Args:
         config, mesh, coordinate, device: As for `rank_memory`.
-        balanced, concentrated: Argument `profiled` of `profile_stages` for the two profiles.
+        balanced, concentrated: Known profiles of segments with equal loads, and with all tokens on
+            this rank (argument `profiled` of `profile_stages`).
     """
 
     def __init__(
@@ -290,16 +295,17 @@ def interpolate(
 
 def depends_on_load(config: Config, mesh: Mesh, device: str) -> bool:
     """Return True if the memory of a rank depends on the load of its experts. On accelerators, the
-    buffers of the dispatcher `allgather` have the same number of rows for every load, enough for
-    the experts of all ranks."""
+    buffers of the dispatcher `allgather` always have enough rows for the tokens of all ep ranks, so
+    their size does not depend on the load."""
     if mesh.ep == 1 or not config.model.sparse_layers:
         return False
     return device == "cpu" or config.parallel.ep_dispatch == "alltoall"
 
 
 def concentration(config: Config, mesh: Mesh, layer: int, imbalance: float, device: str) -> float:
-    """Return the weight of the second profile of `RankProfiles`: 0 for equal loads, 1 if all tokens
-    choose experts of the rank, and a value between 0 and 1 for other loads."""
+    """Return the weight of the second profile of `RankProfiles` in an interpolation: 0 for equal
+    loads, 1 if all tokens choose experts of the rank, and a value between 0 and 1 for other
+    loads."""
     if not depends_on_load(config, mesh, device):
         return 0.0
     model = config.model
@@ -320,8 +326,8 @@ def _between(a: UseProfile, b: UseProfile, weight: float) -> UseProfile:
 
 
 def library_bytes(config: Config, mesh: Mesh, pp: int) -> int:
-    """Return the bytes by which the memory of a process on a CPU grows in the first updates, apart
-    from tensors. The result does not depend on the size of the model.
+    """Return the bytes by which the memory of a process on a CPU grows in the first updates,
+    without the bytes of tensors. The result does not depend on the size of the model.
 
     Args:
         config: The run's configuration.
@@ -338,8 +344,8 @@ first time, and memory of autograd, oneDNN and gloo. Median of nine runs of tiny
 ranks (x86-64, torch 2.13), which needed 31 to 42 MB. A run that has timed kernels before it creates
 its model needs half of this memory."""
 _SYMPY_BYTES = 30_000_000
-"""Bytes of sympy, which torch imports when a backward begins with a given gradient, as in each
-pipeline stage except the last. Measured in a single run."""
+"""Bytes of the library sympy. torch imports sympy when a backward begins with a given gradient, as
+in each pipeline stage except the last. Measured in a single run."""
 
 
 def activations_of(
@@ -365,8 +371,8 @@ def activations_of(
 
 
 def input_bytes(config: Config, num_microbatches: int) -> int:
-    """Return the bytes of the tokens and the loss terms of a step, and of the tables of the rotary
-    embedding. The loss terms include the number of tokens of each expert."""
+    """Return the bytes of three kinds of tensors: the tokens of a step, the loss terms of a step
+    with the number of tokens of each expert, and the tables of the rotary embedding."""
     train, model = config.train, config.model
     tokens = train.microbatch_size * train.seq_len * torch.int64.itemsize
     counts = sum(model.experts_by_layer) * torch.int64.itemsize
@@ -388,11 +394,11 @@ def boundary_bytes(config: Config, sequence_shares: int) -> int:
 
 
 class Peak(NamedTuple):
-    """Bytes of activations and temporary tensors when their sum is largest."""
+    """Bytes of activations and temporary tensors at the time when their sum is largest."""
 
     total: int
     temporary: int
-    """Bytes of `total` that an operation or a message between stages needs for its duration."""
+    """Bytes of `total` that exist only during an operation or a message between stages."""
 
 
 def peak_of_step(
@@ -402,14 +408,15 @@ def peak_of_step(
     boundary: int,
     keeps_sent: bool = False,
 ) -> Peak:
-    """Return the most bytes of activations and temporary tensors of a rank in a training step.
+    """Return the largest number of bytes that activations and temporary tensors of a rank need in a
+    training step.
 
     Args:
         schedule: The pipeline schedule.
         rank: Index of the rank along pp.
-        profiles: The profile of each stage of the rank. A profile counts the tensors that the stage
-            receives from the time at which the stage begins to use them. It also counts the
-            gradient that the stage sends.
+        profiles: The profile of each stage of the rank. A profile counts a received tensor from the
+            time at which the stage begins to use the tensor. A profile also counts the gradient
+            that the stage sends.
         boundary: Bytes of a tensor between stages.
         keeps_sent: True if sent tensors are freed only at the end of the step, as with gloo, which
             does not report that a tensor has been sent.
@@ -435,7 +442,7 @@ def peak_of_step(
             live -= boundary * (stage < last)
             run(profiles[stage].backward)
             if stage < last and keeps_sent and schedule.rank_of(stage + 1) != rank:
-                live += boundary  # the output
+                live += boundary  # the sent output
             if stage > 0:  # the gradient waits until it is sent, or until the previous stage runs
                 live += boundary
                 # The previous stage, which is on this rank, also keeps the input of this stage.
@@ -449,14 +456,14 @@ def peak_of_step(
             live -= boundary
         peak = max(peak, Peak(live, 0))
     sends = any(action.kind is Kind.SEND_GRADIENT for action in schedule.ranks[rank])
-    # The last gradient that the rank sent is freed only after it has arrived at the other rank.
+    # The last gradient that the rank sends is freed only after the other rank has received it.
     sent = boundary * sends
     return Peak(peak.total + sent, peak.temporary + sent)
 
 
 def bytes_of_stage(profile: StageProfile) -> StageBytes:
-    """Return the bytes of a stage for one microbatch. All passes of a microbatch together free the
-    bytes that its forward keeps."""
+    """Return the bytes of a stage for one microbatch. The backward (or the actions I and W) of a
+    microbatch frees all bytes that the forward keeps."""
     (kept, forward), (freed, backward) = map(_sum_and_peak, profile[:2])
     weights = 0 if profile.weights is None else profile.weights.peak
     return StageBytes(kept, kept + freed, forward, backward, weights)

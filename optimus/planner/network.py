@@ -1,4 +1,5 @@
-"""Transfers of a pipeline's ranks in `optimus.planner.play`, from the levels of a network."""
+"""Transfers between ranks for the simulation in `optimus.planner.play`, computed from the levels of
+a network."""
 
 from __future__ import annotations
 
@@ -15,16 +16,18 @@ _WITH_STEPS = ("all_reduce", "all_gather", "reduce_scatter")
 
 
 class Network:
-    """The network of a machine, and the groups of ranks that use it.
+    """The network of a machine, and the process groups that use it.
 
-    A transfer uses the ports of the levels that its group crosses (`loads_of`), those of the faster
-    levels only in part. The rate of a level in the machine file, without its taper, is the rate of
-    a port. With a taper below 1, the domains of the previous level have links for the share `taper`
-    of their ranks, and a transfer uses the port of the previous level.
+    A transfer uses the ports of the levels that its group crosses. It uses only a fraction of the
+    rate of the ports at the faster levels (`loads_of`). The rate of a port is the rate of the level
+    in the machine file, without the taper. If the taper of a level is below 1, the links that leave
+    a domain of the previous level carry the rate of only the share `taper` of its ports. A transfer
+    through these links also uses the port of the previous level.
 
     Args:
-        groups: The process groups of each axis. Those of `pp` are pipelines. With `STAGES`, the
-            numbers of the ranks follow the order of the hosts (`placed_groups`).
+        groups: The process groups of each axis. The groups of `pp` are pipelines. If the key
+            `STAGES` is present, the numbers of the ranks follow the order of the hosts
+            (`placed_groups`).
         links: Levels of the network.
         algorithm: Algorithm of collectives.
     """
@@ -38,8 +41,8 @@ class Network:
         self._links_of_steps = self._ports if algorithm == "ring" else self._shared_links()
 
     def collective(self, operation: str, size_bytes: float, axes: str) -> Transfer:
-        """Return the transfer of a collective of the slowest group of `axes`. Other arguments as
-        for `collective_s`."""
+        """Return the transfer of a collective of the slowest group of `axes`. `operation` and
+        `size_bytes` are as for `collective_s`."""
         return self._transfer(operation, size_bytes, self._groups[axes])
 
     def _transfer(
@@ -52,7 +55,8 @@ class Network:
     def _loads(
         self, operation: str, groups: Sequence[tuple[int, ...]], links: Links
     ) -> tuple[float, ...]:
-        """Return `Transfer.loads` of a collective: at each level, the largest load of a group."""
+        """Return `Transfer.loads` of a collective: at each level, the largest load of all
+        `groups`."""
         of_groups = (loads_of(operation, ranks, links, self._algorithm) for ranks in groups)
         largest = (max(of_level) for of_level in zip(*of_groups, strict=True))
         loads = [load * link.taper for load, link in zip(largest, links, strict=True)]
@@ -62,10 +66,12 @@ class Network:
         return tuple(loads)
 
     def _shared_links(self) -> Links:
-        """Return the links with the rates of ranks if all ranks of a stage send at the same time.
+        """Return the links with the rates that a rank reaches if all ranks of a stage send at the
+        same time.
 
-        Algorithms other than a ring use the levels one after the other. The mean load of a level is
-        therefore less than its load in the steps that use it, in which ranks share the links.
+        Algorithms other than a ring use the levels one after the other. The mean load of a level
+        over a whole collective is therefore less than the load in the steps that use the level.
+        These rates account for the ranks that share the links in such steps.
         """
         links = []
         for level, (link, port) in enumerate(zip(self._links, self._ports, strict=True)):
@@ -90,9 +96,11 @@ class Network:
         Args:
             size_bytes: Bytes that a rank sends to the next stage for one microbatch.
             num_stages: Number of stages.
-            reduce, gather: As `Transfers` has them, the same for all stages.
-            exposed_s: For some kinds of actions, the seconds of the collectives within the action
-                of each stage, by axis. Those that compete with transfers are in `exchanges`.
+            reduce, gather: Collectives of the gradients of a stage, the same for all stages, and of
+                the parameters (as in `Transfers`).
+            exposed_s: For some kinds of actions and each stage, a dict from axes to the seconds of
+                the collectives within the action. `Transfers.exchanges` has those of these
+                collectives that compete with transfers.
         """
         send, p = self.sends(size_bytes), len(self._pipelines[0])
         levels = {
@@ -116,9 +124,9 @@ class Network:
         )
 
     def sends(self, size_bytes: float) -> dict[tuple[int, bool], Transfer]:
-        """Return the transfers between pipeline ranks, in the slowest pipeline. The key has the
-        index of the sending rank, and True if it sends to the next rank, False if to the previous
-        rank."""
+        """Return the transfers between pipeline ranks, in the slowest pipeline. A key is a pair:
+        the index of the sending rank, and True if it sends to the next rank or False if it sends to
+        the previous rank."""
         p, transfers = len(self._pipelines[0]), dict[tuple[int, bool], Transfer]()
         for index in range(p):
             for is_next, neighbour in ((True, (index + 1) % p), (False, index - 1)):
@@ -131,12 +139,12 @@ class Network:
         return transfers
 
     def exchanges(self, seconds: Mapping[str, float], levels: Collection[int]) -> Transfer:
-        """Return one transfer that represents all collectives within a pass that use a level of
+        """Return a transfer that represents those collectives within a pass that use a level of
         `levels`.
 
         Args:
-            seconds: For each axis, the seconds that its collectives in the pass take while all
-                ranks send at the same time.
+            seconds: A dict from axes to the seconds of the collectives of these axes in the pass,
+                while all ranks send at the same time.
             levels: The levels that transfers use.
         """
         total_s, used_s = 0.0, [0.0] * len(self._links)
@@ -154,7 +162,8 @@ class Network:
         return Transfer(total_s, tuple(seconds / total_s for seconds in used_s))
 
     def shared_levels(self, levels: Collection[int]) -> dict[int, SharedLevel]:
-        """Return those of `levels` at which ranks of a domain share links."""
+        """Return the `SharedLevel` of each of the `levels` at which the ranks of a domain share
+        links, by index of the level."""
         return {level: self._shared(level) for level in levels if self._links[level].taper < 1}
 
     def _shared(self, level: int) -> SharedLevel:

@@ -46,10 +46,10 @@ def autotune_placement(
     """Return the configuration with the placement of the states that this rank uses.
 
     With offload.mode = "auto", decide on the placement. The decision uses the rates of
-    `train.machine`, as `optimus plan` does. Without a machine, it uses rates that this function
-    measures, which leave out the time of collectives. With other modes, check the limits of memory.
-    On an accelerator, `offload.device_memory` then limits the allocations of torch. All ranks must
-    call this function.
+    `train.machine`, as `optimus plan` does. If `train.machine` is not set, the decision uses rates
+    that this function measures; it then ignores the time of collectives. With offload.mode =
+    "manual", check the limits of memory. On an accelerator, `offload.device_memory` then limits the
+    allocations of torch. All ranks must call this function.
 
     Args:
         config: The run's configuration.
@@ -90,7 +90,7 @@ def autotune_placement(
             asked > available,
             f"offload.{key} = {getattr(offload, key)!r} is {counted(asked - available, 'byte')} "
             f"more than the states of a rank may use; use at most {counted(available, 'byte')}, or "
-            "leave it out",
+            "remove the key",
         )
     free = 0
     if offload.disk and offload.mode == "auto":
@@ -122,9 +122,9 @@ def _links_of(
     ranks_per_node: int,
     log: Callable[[str], None],
 ) -> Links:
-    """Return the rates of the links: those of the file `offload.links`; if this setting is empty,
-    those of the machine; and without them, the rates that the first rank measures. All ranks get
-    the same rates."""
+    """Return the rates of the links, the same on all ranks: the rates in the file `offload.links`;
+    if this setting is empty, the rates in the machine file; and if the machine file has none, the
+    rates that the first rank measures."""
     offload, links = config.offload, None
     if offload.links:
         links = load_links(offload.links)
@@ -152,9 +152,9 @@ def _states_text(config: Config, memory: RankMemory) -> str:
 
 
 def largest_rank(config: Config, mesh: Mesh, pp: int) -> Coordinate:
-    """Return the rank that needs the most memory of all ranks with the pipeline index `pp`. These
-    ranks must have the same placement, and a placement that fits on the returned rank fits on all
-    of them."""
+    """Return the coordinate of the rank that needs the most memory of all ranks with the pipeline
+    index `pp`. These ranks must have the same placement. A placement that fits on the returned rank
+    fits on all of them."""
     # If tp does not divide a size, the last rank has the largest share. With checkpoint.scatter =
     # "paper", only a rank that writes checkpoints has staging memory.
     coordinate = Coordinate(pp, 0, 0, mesh.tp - 1)
@@ -164,8 +164,8 @@ def largest_rank(config: Config, mesh: Mesh, pp: int) -> Coordinate:
 
 
 def limits_of(config: Config, links: Links, device: int, host: int, disk: int = 0) -> RankLimits:
-    """Return the limits of a rank. `device`, `host` and `disk` are the bytes that apply where
-    `[offload]` sets no limit."""
+    """Return the limits of a rank. `device`, `host` and `disk` are the limits in bytes that apply
+    if the section `[offload]` sets no limit."""
     offload = config.offload
     return RankLimits(
         parse_bytes(offload.device_memory) or device,
@@ -176,7 +176,7 @@ def limits_of(config: Config, links: Links, device: int, host: int, disk: int = 
 
 
 def check_limits(decision: Decision, device: str) -> None:
-    """Raise ConfigError if a placement does not fit."""
+    """Raise ConfigError if a placement does not fit. `device` is the type of the device."""
     memory, limits = decision.memory, decision.limits
     allowed = limits.device - reserve_of(limits.device, device)
     if memory.device > allowed or memory.host > limits.host:
@@ -188,12 +188,12 @@ def host_limit(memory: int, ranks_per_node: int) -> int:
     """Return the host memory that the states of a rank may use without `offload.host_memory`.
 
     The limit leaves memory for Python and its libraries, the loader, messages and the page cache: 2
-    GiB and 5 % of the memory of a rank, but at most a quarter of it. A process on a CPU uses 0.25
-    GB before its states are allocated; the libraries of accelerators add 1 to 2 GB.
+    GiB plus 5 % of a rank's share of the memory, but at most a quarter of this share. A process on
+    a CPU uses 0.25 GB before its states are allocated; the libraries of accelerators add 1 to 2 GB.
 
     Args:
         memory: Bytes of a node that its processes can use.
-        ranks_per_node: Number of ranks that share them.
+        ranks_per_node: Number of ranks that share these bytes.
     """
     share = memory // ranks_per_node
     return share - min(share // 4, (2 << 30) + share // 20)

@@ -1,21 +1,22 @@
 """Time of a training step with offloading on a machine.
 
-A simulation plays the pipeline schedule on the resources of each pipeline rank: its device, its
-port to other ranks, the two directions of the link to its host, the host, which updates chunks, and
-the two directions of a disk (`TierSimulation`). A forward or backward waits for the copies of its
-chunks, the update waits for all gradients, and the next step waits for the updates of the previous
-step that are not complete. The updates of a step overlap with the next step, so several steps are
-simulated one after the other.
+A simulation runs the pipeline schedule on the resources of each pipeline rank: the device, the port
+to other ranks, the two directions of the link between device and host, the host, which updates
+chunks, and the reads and the writes of a disk (`TierSimulation`). A forward or backward waits for
+the copies of its chunks, the update waits for all gradients, and the next step waits for the
+updates of the previous step that are not complete. The updates of a step overlap with the next
+step, so several steps are simulated one after the other.
 
 The simulation leaves out:
 
 - the competition of the ranks of a node for the bandwidth of the host memory or the disk. The rates
   in a machine file are measured on each rank while all ranks of the node run the same measurement;
 - the time in which the host adds gradients;
-- the start of operations by the host before the device is ready for them;
+- the early start of operations: a host starts the operations of a pass only when the pass begins,
+  not while the device is busy with the previous pass;
 - the competition between gathers of chunks and transfers between stages for the port of a rank;
-- the placements of middle pipeline ranks. With offload.mode = "auto", they get the placement of the
-  first rank.
+- the placements of middle pipeline ranks. With offload.mode = "auto", the middle ranks get the
+  placement of the first rank.
 
 If a schedule divides backward, gradients are copied to the host after the action I.
 """
@@ -70,7 +71,7 @@ from optimus.planner.workload import Works, step_of
 from optimus.rank.states import PlannedRank, staging_of
 
 _UNKNOWN = 1 << 62
-"""Limit of the disk in bytes, and of the host memory if the machine file does not have its size."""
+"""Limit in bytes of the disk, and of the host memory if the machine file does not have its size."""
 _UNLIMITED = Links(**dict.fromkeys(Links.model_fields, 1e30))
 """Rates with which copies and updates on the host take no time."""
 
@@ -80,19 +81,19 @@ class OffloadedStep:
     """Time of a step with offloading."""
 
     step: Step
-    """The operations of the devices in a step: those of a step without offloading, except the
-    updates of chunks on the host."""
+    """The operations of the devices in a step: the operations of a step without offloading, without
+    the updates of the chunks that the host updates."""
     time: StepTime
     """Seconds of the step by component. `offload_s` is the number of seconds by which copies,
     updates on the host and the disk make the step longer."""
     played: Played
     """Actions and transfers of the last simulated step."""
     spans: tuple[tuple[ResourceSpan, ...], ...]
-    """For each pipeline rank, the intervals in which its links, host and disk are busy during this
-    step. Times are seconds from the start of the step."""
+    """For each pipeline rank, the intervals in which its links, host and disk are busy during the
+    last simulated step. Times are in seconds from the start of this step."""
     seconds: dict[str, float]
-    """For each resource, the seconds for which it is busy in a step, on the rank where it is busy
-    longest."""
+    """For each resource, the seconds for which the resource is busy in a step (mean over the
+    simulated steps), on the rank on which the resource is busy longest."""
 
 
 class Placements(NamedTuple):
@@ -101,7 +102,7 @@ class Placements(NamedTuple):
     searches: list[PlacementSearch]
     """Searches for the first and the last pipeline rank."""
     decisions: list[Decision]
-    """Their results."""
+    """Results of `searches`, in the same order."""
 
     def configs(self, num_ranks: int) -> list[Config]:
         """Return the configuration that each of `num_ranks` pipeline ranks executes."""
@@ -122,8 +123,8 @@ def decide_placements(
 
     A rank may use the memory of its device and its share of the host memory of a node, unless the
     section `[offload]` sets other limits. If the machine file has no rates of products in the run's
-    dtype, the rates `flops` and `memory` of its table `links` give the time of the device's
-    operations.
+    dtype, the time of the device's operations is computed from the rates `flops` and `memory` of
+    the table `links`.
 
     Args:
         config, mesh, machine, name, works, topology: As for `time_offloaded`.
@@ -138,12 +139,12 @@ def decide_placements(
 
 
 def bytes_of_placement(config: Config, mesh: Mesh, machine: Machine, name: str) -> int:
-    """Return the bytes on the device of the fullest rank with any placement that fits. This
-    placement may differ from the placement of `decide_placements`, which takes much longer to find.
+    """Return the bytes on the device of the fullest rank, with a placement that fits. This
+    placement can differ from the placement of `decide_placements`, which takes much longer to find.
     Raises ConfigError if no placement fits.
 
-    With more microbatches, only the memory for the tokens of a step grows. Therefore the placement
-    is searched for a step with few microbatches.
+    Only the memory for the tokens of a step grows with the number of microbatches. The search
+    therefore assumes a step with few microbatches.
     """
     microbatches, train = _microbatches(config, mesh), config.train
     tokens = train.microbatch_size * train.seq_len * mesh.num_data_ranks
@@ -178,14 +179,14 @@ def manual_placements(config: Config, mesh: Mesh, machine: Machine) -> list[Deci
     """Return the placements of the first and of the last pipeline rank with offload.mode =
     "manual". The list is empty if the machine file and the configuration have no device memory.
 
-    The memory of these placements assumes unbalanced experts (`offload.expert_imbalance`), as the
-    memory that a run compares with `offload.device_memory` and `offload.host_memory`. The memory
-    may exceed these limits.
+    The memory of these placements is computed for the load `offload.expert_imbalance`, as in a run,
+    which compares this memory with `offload.device_memory` and `offload.host_memory`. This function
+    does not check that the memory is within these limits.
     """
     limits = _limits(config, machine, Links())
     if not limits.device:
         return []
-    # The spare buffers for early updates use half of the free host memory.
+    # With "auto", the spare buffers for early updates use half of the free host memory.
     if config.offload.early_adam == "auto":
         config = with_offload(config, host_memory=str(limits.host))
     device, decisions = "cpu" if is_cpu(machine) else "cuda", list[Decision]()
@@ -204,8 +205,9 @@ def _microbatches(config: Config, mesh: Mesh) -> int:
 
 
 def machine_limits(config: Config, machine: Machine, name: str) -> RankLimits:
-    """Return the memory that a rank may use on a machine, and its rates. The device memory is 0 if
-    it is unknown. Raises ConfigError if the machine has no links."""
+    """Return the memory that a rank may use on a machine, and the rates of its links. The device
+    memory is 0 if it is unknown. Raises ConfigError if neither the configuration nor the machine
+    file has rates of links."""
     links = load_links(config.offload.links) if config.offload.links else machine.links
     if links is None:
         raise ConfigError(
@@ -217,7 +219,7 @@ def machine_limits(config: Config, machine: Machine, name: str) -> RankLimits:
 
 
 def _limits(config: Config, machine: Machine, links: Links) -> RankLimits:
-    """Return the result of `machine_limits` with the rates `links`."""
+    """Return the result of `machine_limits`, with `links` as the rates."""
     device = 0 if machine.device is None else int(machine.device.memory_bytes.value)
     memory, host = machine.host_memory_bytes, _UNKNOWN
     if memory is not None:
@@ -243,7 +245,8 @@ def time_offloaded(
         machine: The machine.
         name: Name of the machine, for messages.
         works, imbalances, topology: As for `step_of`.
-        placements: Result of `decide_placements` with offload.mode = "auto"; None to call it.
+        placements: With offload.mode = "auto", the result of `decide_placements`; None to call this
+            function.
 
     Raises:
         ConfigError: As `decide_placements`, or the machine file lacks rates for the step.
@@ -302,7 +305,7 @@ def time_offloaded(
 
 
 def _used_rates(configs: Sequence[Config]) -> set[str]:
-    """Return the keys of the table `links` that determine the time of a step."""
+    """Return the keys of the table `links` whose rates determine the time of a step."""
     on_disk = any(config.offload.disk_share for config in configs)
     return {"to_device", "to_host", "host_adam", *(("disk_read", "disk_write") if on_disk else ())}
 
@@ -312,22 +315,23 @@ class _Rank(NamedTuple):
 
     work: StepWork
     num_uses: Mapping[tuple[int, bool], int]
-    """Number of segment uses in a pass of one microbatch. A key is a pair: the stage, and True for
-    the backward or False for the forward."""
+    """Number of segment uses in a pass of one microbatch. A key is the pair (stage, is
+    backward)."""
     updated_share: float
-    """Share of the trained elements whose states are on the device."""
+    """Share (0 to 1) of the trained elements whose states are on the device."""
     reductions: tuple[Reduction, ...]
-    """Collectives of all gradients in a step, and of the parameters whose states are on the
-    device."""
+    """Collectives of a step: the reductions of all gradients, and the gathers of the parameters
+    whose states are on the device."""
     gathers_s: Mapping[str, float]
-    """Seconds of the gathers of chunks on the host in a step, by axes."""
+    """A dict from axes to the seconds in a step for the gathers of those chunks that are on the
+    host."""
 
 
 def _plan_ranks(
     configs: Sequence[Config], mesh: Mesh, schedule: Schedule, times: SegmentTimes, host: int
 ) -> list[_Rank]:
-    """Return the pipeline ranks. `configs` has the configuration of each rank, and `host` is the
-    limit of host memory of a rank in bytes."""
+    """Return a `_Rank` for each pipeline rank. `configs` has the configuration of each rank, and
+    `host` is the limit of the host memory of a rank in bytes."""
     known: dict[Any, tuple[Workload, PlannedRank]] = {}
     ranks = []
     for pp, config in enumerate(configs):
@@ -345,7 +349,7 @@ def _plan_ranks(
 def _plan_chunks(
     config: Config, mesh: Mesh, pp: int, schedule: Schedule, times: SegmentTimes
 ) -> tuple[Workload, PlannedRank]:
-    """Return the chunks of a rank, as if all of them were on the host."""
+    """Return the workload and the planned states of a rank, as if all chunks were on the host."""
     order, rank = config.offload.order, largest_rank(config, mesh, pp)
     planned = plan_on_host(config, order, mesh, rank, schedule.num_microbatches)
     work = planned.engine.workload(
@@ -384,7 +388,7 @@ def _plan_rank(
     num_host = math.ceil(offload.host_share * len(work.chunks))
     num_disk = math.ceil(offload.disk_share * work.num_trained(num_host))
     spare = {"on": math.inf, "off": 0.0}.get(offload.early_adam)
-    if spare is None:  # as `optimus.rank.states.attach`
+    if spare is None:  # the formula of `optimus.rank.states.attach`
         free = host - work.host(num_host, num_disk) - staging_of(config, planned).host
         spare = max(0, free) // 2
     num_uses = {(stage * p + pp, False): stages.count(stage) for stage in stages}
@@ -410,24 +414,26 @@ def _plan_rank(
 
 
 class _OffloadedDevice:
-    """The device of a pipeline rank in `play`, whose actions wait for chunks."""
+    """The device of a pipeline rank in the simulation `play`. Actions on this device wait for
+    chunks."""
 
     def __init__(self, rank: _Rank, links: Links) -> None:
         self._num_uses = rank.num_uses
         self.simulation = TierSimulation(rank.work, links)
         self.start_s = 0.0
-        """Start of the current step."""
+        """Time in seconds at which the current step starts."""
         self.norm_s = 0.0
-        """Time at which all gradients of the rank are on the host, and the states of its previous
-        update on the disk."""
+        """Time in seconds at which all gradients of the rank are on the host and the states of the
+        previous update are on the disk."""
 
     def run(self, action: Action, start: float, seconds: float) -> float:
-        """Return the time at which an action ends. Call this for the rank's actions in order.
+        """Return the time at which an action ends, in seconds from the start of the step. The
+        simulation calls this method for the actions of the rank in order.
 
         Args:
             action: The action.
-            start: Time from the start of the step at which it can begin.
-            seconds: Its duration if it waits for no chunk.
+            start: Time at which the action can begin, in seconds from the start of the step.
+            seconds: Duration of the action if it waits for no chunk.
         """
         kind, now = action.kind, self.start_s + start
         if kind is Kind.F or kind is Kind.B or kind is Kind.I:
@@ -440,8 +446,7 @@ class _OffloadedDevice:
 
 
 class _Steps(NamedTuple):
-    """The attributes `played`, `tiers` and `resources_s` of `OffloadedStep`, for the last simulated
-    step."""
+    """Values of the attributes `played`, `spans` and `seconds` of `OffloadedStep`."""
 
     played: Played
     spans: tuple[tuple[ResourceSpan, ...], ...]
@@ -451,7 +456,7 @@ class _Steps(NamedTuple):
 def _play(
     step: Step, rates: Rates, schedule: Schedule, ranks: Sequence[_Rank], links: Links
 ) -> _Steps:
-    """Simulate `STEPS` steps, after which the duration of a step no longer changes. Return the last
+    """Simulate `STEPS` steps, so that the duration of a step no longer changes, and return the last
     step."""
     devices = [_OffloadedDevice(rank, links) for rank in ranks]
     start_s = 0.0

@@ -3,11 +3,12 @@
 `memory.peak_of_step` adds up the bytes of a rank action by action. The bytes during an action are a
 sum of products. Each product is the number of microbatches for which a stage keeps a tensor, times
 the bytes of the tensor for one microbatch. The numbers of microbatches depend only on the schedule.
-This module therefore computes a matrix of these numbers once for each schedule, with a row for each
-action, and multiplies the matrix by the bytes of each layout. A row is left out if every value in
-it is at most the value in the same column of another row, because such a row cannot give the
-maximum. Above a certain number of microbatches, a schedule repeats its rows, so that a schedule
-with fewer microbatches gives the same matrix.
+For each schedule, this module therefore computes a matrix of these numbers once, with a row for
+each action. For each layout, it multiplies the matrix by the bytes of the layout; the peak is the
+maximum of the product. A row is left out if each of its values is at most the value in the same
+column of another row, because such a row cannot determine the maximum. Above a certain number of
+microbatches, a schedule repeats its rows, so that a schedule with fewer microbatches has the same
+matrix.
 """
 
 from __future__ import annotations
@@ -31,11 +32,13 @@ class StageBytes(NamedTuple):
     """Bytes that the stage keeps from the action I (gradient of the input) to the action W
     (gradients of the weights); 0 if the backward is not divided."""
     forward_peak: int
-    """Largest number of bytes during the forward, less the bytes before it."""
+    """Largest number of bytes during the forward, minus the bytes before the forward."""
     backward_peak: int
-    """Largest number of bytes during the backward or the action I, less the bytes before it."""
+    """Largest number of bytes during the backward or the action I, minus the bytes before this
+    action."""
     weights_peak: int
-    """Largest number of bytes during the action W, less the bytes before it; 0 without W."""
+    """Largest number of bytes during the action W, minus the bytes before W; 0 if the backward is
+    not divided."""
 
 
 class RankPeaks(NamedTuple):
@@ -46,10 +49,11 @@ class RankPeaks(NamedTuple):
     """int64 [number of actions, 5v + 1]. Each row describes the memory during an action. It has,
     for each stage and each of the five fields of `StageBytes`, the number of microbatches for which
     the bytes of the field are in memory. The last element is the number of tensors in memory that
-    were received from other stages or are still to be sent."""
+    the rank has received from other stages or has yet to send."""
 
     def bytes(self, stages: Sequence[StageBytes], boundary: int) -> int:
-        """Return the most bytes of activations and temporary tensors, as `peak_of_step`.
+        """Return the largest number of bytes of activations and temporary tensors. The result is
+        equal to `total` of `peak_of_step`.
 
         Args:
             stages: The stages of the rank in ascending order.
@@ -67,7 +71,7 @@ def peaks_of(
     num_microbatches: int,
     ranks: tuple[int, ...],
 ) -> RankPeaks:
-    """Return the counts of all pipeline ranks in `ranks`, whose stages have equal bytes.
+    """Return the counts of the pipeline ranks `ranks`, whose stages have equal bytes.
 
     Args:
         schedule, num_ranks, virtual_stages, num_microbatches: As for `make_schedule`.
@@ -115,7 +119,7 @@ def _rows(
     live = [0] * (5 * virtual_stages + 1)
     rows = set()
     sends = any(action.kind is Kind.SEND_GRADIENT for action in actions)
-    # The last gradient that the rank sent is freed only after it has arrived at the other rank.
+    # The last gradient that the rank sends is freed only after the other rank has received it.
     live[-1] = int(sends)
 
     def add_peak(column: int) -> None:

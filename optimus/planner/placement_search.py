@@ -43,7 +43,7 @@ from optimus.rank.states import PlannedRank, attach, plan_rank, staging_by_chunk
 
 @dataclass(frozen=True)
 class RankLimits:
-    """Memory that a rank may use, in bytes, and the rates of its device, host and links."""
+    """Bytes of each memory that a rank may use, and the rates of its device, host and links."""
 
     device: int
     host: int
@@ -63,13 +63,13 @@ class Decision:
     placement: SimulatedPlacement | None = None
     """Result of the search; None if all states fit on the device, so that there was no search."""
     on_device: int = 0
-    """With a `placement`: bytes that the device would need if all states were there."""
+    """With a `placement`: bytes that the rank would need on the device without offloading."""
     of_orders: Mapping[str, float | None] = field(default_factory=dict)
-    """In a pipeline: for each value of `offload.order`, the predicted seconds of a step on the
-    slowest rank, or None if a rank does not fit."""
+    """With several pipeline ranks: a dict from each value of `offload.order` to the predicted
+    seconds of a step on the slowest rank, or to None if a rank does not fit."""
     in_cache_s: float | None = None
-    """In a pipeline: predicted seconds of a step on this rank with offload.order = "microbatch" and
-    all chunks on the host in the cache of the device; None if they do not fit there."""
+    """With several pipeline ranks: predicted seconds of a step on this rank with offload.order =
+    "microbatch" and a cache for all chunks on the host; None if no such placement fits."""
     reserve: int = 0
     """Result of `reserve_of`."""
 
@@ -108,7 +108,7 @@ class Decision:
 
 
 def placement_text(config: Config) -> str:
-    """Return as text the settings of a placement that has states on the host."""
+    """Return, as text, the settings of a placement that has states on the host."""
     offload, optim = config.offload, config.optim
     cached = counted(optim.cache_chunks, "chunk") if optim.cache_chunks else "all chunks"
     on_disk = ""
@@ -164,8 +164,8 @@ def decide_placement(
     Args:
         config: The run's configuration, with `train.seq_len`.
         mesh: Sizes of all axes.
-        coordinate: The rank, a result of `largest_rank`, so that ranks that exchange states get the
-            same decision.
+        coordinate: The rank. It must be a result of `largest_rank`, so that all ranks with the same
+            pipeline index get the same decision.
         num_microbatches: Number of microbatches of the rank in a step.
         limits: The memory that the rank may use, and its rates.
         device: Type of the rank's device, such as "cuda".
@@ -178,8 +178,8 @@ def decide_placement(
 
 class PlacementSearch:
     """The possible placements of the states of a rank. The arguments are those of
-    `decide_placement` and the times of the segments. If these are None, they follow from the rates
-    of `limits.links`."""
+    `decide_placement`, and `times`, the times of the segments. If `times` is None, the times are
+    computed from the rates `limits.links`."""
 
     def __init__(
         self,
@@ -209,7 +209,7 @@ class PlacementSearch:
 
     @cached_property
     def orders(self) -> tuple[str, ...]:
-        """The values of `offload.order` that the run may use, the same on all ranks."""
+        """The values of `offload.order` that the run permits, the same on all ranks."""
         if self._rank[2] > 1:
             with contextlib.suppress(ConfigError):  # the model does not allow this order
                 check(_with_placement(self._config, order="layer"))
@@ -217,8 +217,8 @@ class PlacementSearch:
         return ("microbatch",)
 
     def decide(self, order: str = "") -> Decision:
-        """Return the placement with the shortest step. `order` is the value of `offload.order`; "":
-        the better of the possible values. Raises ConfigError if no placement fits."""
+        """Return the placement with the shortest step. `order` is the value of `offload.order`, or
+        "" for the value with the shorter step. Raises ConfigError if no placement fits."""
         memory, limits = self._on_device, self._limits
         plain = self._plain
         if order == "layer":
@@ -282,22 +282,22 @@ class PlacementSearch:
         return dataclasses.replace(self._limits, device=device, host=host)
 
     def _capacity(self, excess: TierBytes) -> TierBytes:
-        """Return the bytes of each tier that the search may fill. `excess` has the bytes that the
-        rank needs in addition to the estimates of the search."""
+        """Return the bytes of each tier that the search may use. `excess` has, for each tier, the
+        bytes by which a rank exceeds the estimates of the search."""
         limits = TierBytes(self._allowed, self._limits.host, self._limits.disk)
         left = zip(limits, excess, self._fixed, strict=True)
         return TierBytes(*(limit - more - fixed for limit, more, fixed in left))
 
     @property
     def _fixed(self) -> TierBytes:
-        """Bytes for the copies of checkpoint.async_save, which each placement needs. The copies of
+        """Bytes of each tier for the copies of checkpoint.async_save in any placement. Copies of
         states on disk are also on disk; the workloads subtract them from the host memory."""
         return TierBytes(0, self._on_device.staging)
 
     def _settings_of(self, best: SimulatedPlacement) -> Config:
         """Return the configuration that executes a placement."""
         work = best.workload
-        # The engine rounds up.
+        # The engine rounds up the number of chunks, so half a chunk is subtracted.
         on_disk = (best.num_disk - 0.5) / work.num_trained(best.num_host) if best.num_disk else 0.0
         chosen = _with_placement(
             _with_optim(self._config, chunk_length=work.chunk_length),
@@ -342,7 +342,7 @@ class PlacementSearch:
         ]
 
     def _profile(self, config: Config) -> dict[int, StageProfile]:
-        """Return the profiles of the stages, with the load `offload.expert_imbalance`."""
+        """Return the profiles of the stages for the load `offload.expert_imbalance`."""
         mesh, coordinate, _, device = self._rank
         loads = dict.fromkeys(config.model.sparse_layers, config.offload.expert_imbalance)
         return RankProfiles(config, mesh, coordinate, device).at(loads)
@@ -358,9 +358,9 @@ def decide_together(
     greatest_of: Callable[[int], int] = lambda value: value,
     compares_cache: bool = True,
 ) -> list[Decision]:
-    """Decide on the placements of pipeline ranks, which must have the same `offload.order`.
+    """Return the placements of pipeline ranks, which must have the same `offload.order`.
 
-    If a rank must offload states, all get the order with the shortest step of the slowest rank.
+    If a rank offloads states, all ranks get the order with the shortest step of the slowest rank.
 
     Args:
         searches: Searches for ranks of the same run.
@@ -409,14 +409,14 @@ need a smaller cache."""
 
 
 def reserve_of(device_memory: int, device: str) -> int:
-    """Return the device memory that a plan leaves unused. On accelerators, torch's allocator
-    reserves more bytes than the tensors need, because its free memory is fragmented. Return 0 on a
-    CPU."""
+    """Return the bytes of device memory that a plan leaves unused. On accelerators, torch's
+    allocator reserves more bytes than the tensors need, because its free memory is fragmented.
+    Return 0 on a CPU."""
     return 0 if device == "cpu" else device_memory // _RESERVE
 
 
 _RESERVE = 20
-"""The unused memory is the device memory divided by this number."""
+"""The reserve is the device memory divided by this number."""
 
 
 def with_offload(config: Config, **values: Any) -> Config:
@@ -439,7 +439,7 @@ def _with_placement(
     slots: int = 0,
     order: str = "microbatch",
 ) -> Config:
-    """Return a copy of a configuration with a placement. By default, all chunks are on the host."""
+    """Return a copy of `config` with a placement (by default, all chunks are on the host)."""
     is_manual = mode == "manual"
     chosen = with_offload(
         config,
@@ -459,7 +459,7 @@ def plan_on_host(
     """Create the states of the rank at `coordinate` on the meta device, with all chunks on the
     host. `order` is the value of `offload.order`; the other arguments are those of `plan_rank`."""
     on_host = _with_placement(config, order=order)
-    if on_host.offload.early_adam == "auto":  # spare buffers only use memory that is left
+    if on_host.offload.early_adam == "auto":  # spare buffers use only the memory that is left
         on_host = with_offload(on_host, early_adam="off")
     planned = plan_rank(on_host, mesh, coordinate, num_microbatches)
     attach(planned.engine, planned.segments, planned.layout, on_host)
@@ -521,8 +521,8 @@ def _workload(
 def _with_copies(
     work: Workload, config: Config, on_host: PlannedRank, on_disk: PlannedRank
 ) -> Workload:
-    """Return a workload in which the copies of states on disk for checkpoint.async_save are on
-    disk. `on_host` has all states on the host, and `on_disk` has as many states on disk as
+    """Return a workload in which checkpoint.async_save copies states on disk to disk instead of
+    host memory. `on_host` has all states on the host, and `on_disk` has as many states on disk as
     possible."""
     before, after = (staging_by_chunk(config, planned) for planned in (on_host, on_disk))
     chunks: list[ChunkCost] = []
@@ -537,8 +537,8 @@ def _with_copies(
 def _seconds(
     profiles: Mapping[int, StageProfile], num_segments: int, links: Links, dtype: str
 ) -> tuple[list[float], list[float]]:
-    """Return the seconds of the forward and of the backward of each segment. `dtype` is the dtype
-    of matrix products."""
+    """Return two lists: the seconds of the forward and of the backward of each segment. `dtype` is
+    the dtype of matrix products."""
     forward, backward = [0.0] * num_segments, [0.0] * num_segments
     for profile in profiles.values():
         for use in (*profile.forward, *profile.backward):
@@ -548,7 +548,7 @@ def _seconds(
 
 
 def with_reserve(needed: int, device: str) -> int:
-    """Return the smallest device memory of which `needed` bytes remain after `reserve_of`."""
+    """Return the smallest memory in bytes of which `needed` bytes remain after `reserve_of`."""
     least = needed
     while least - reserve_of(least, device) < needed:
         least += needed - (least - reserve_of(least, device))
@@ -558,8 +558,8 @@ def with_reserve(needed: int, device: str) -> int:
 def does_not_fit(
     mode: str, config: Config, needs: TierBytes, limits: RankLimits, device: str
 ) -> DoesNotFit:
-    """Return the error for a run that needs more memory than it may use. The message has the number
-    of bytes that each memory lacks, and only remedies for these memories. `mode` is the value of
+    """Return the error for a run that needs more memory than it may use. For each memory that is
+    too small, the message has the number of missing bytes and remedies. `mode` is the value of
     offload.mode."""
     offload, missing, remedies = config.offload, list[str](), list[str]()
     lacking: dict[str, int] = {}
@@ -585,7 +585,7 @@ def does_not_fit(
             remedies.append("set a smaller offload.host_share")
         if offload.disk:
             size = counted(limits.disk, "byte")
-            remedies.append(f"let offload.disk have more than {size}")
+            remedies.append(f"make more than {size} available in offload.disk")
         else:
             share = " and offload.disk_share" if mode == "manual" else ""
             remedies.append(f"set offload.disk to a directory on a local disk{share}")

@@ -34,21 +34,22 @@ def plan(
 
     Args:
         config: The configuration.
-        allocation: The nodes of the run. If it has no number of nodes and `parallel.dp` is 0, the
-            plan is for one replica.
-        load: Directory of a run with expert loads. Needs a machine.
+        allocation: The nodes of the run. If `allocation` has no number of nodes and `parallel.dp`
+            is 0, the plan is for one replica.
+        load: Directory of a run with expert loads. With `load`, `allocation` must not be None.
 
     These keys, among others, are always present:
 
     - `total_params`, `active_params`: numbers of parameters.
     - `world`: number of ranks.
     - `ranks`: list with one entry for each pair of pp and tp coordinates. An entry has the bytes of
-      the model states on one rank with these coordinates. The `total` of an entry excludes `host`,
-      the states in host memory, `disk`, the states on disk, and `staging`, the host memory that
-      checkpoint.async_save uses. With offloading, `tiers` has for `device`, `host` and `disk` the
-      bytes of each kind of states, of the `cache` of gathered parameters, of `staging` buffers for
-      copies of gradients and of states on disk, of spare buffers for `early` updates, and of copies
-      for `checkpoints`.
+      the model states on one rank with these coordinates. `total` counts only bytes on the device.
+      Three more keys are not included in `total`: `host`, the bytes of states in host memory;
+      `disk`, the bytes of states on disk; and `staging`, the bytes of host memory that
+      checkpoint.async_save uses. With offloading, `tiers` has a dict for each of `device`, `host`
+      and `disk`, with the bytes of each kind of states; of the `cache` of gathered parameters; of
+      `staging` buffers, which hold copies of gradients and of states on disk; of spare buffers for
+      `early` updates; and of copies for `checkpoints`.
     - `memory`: the entry of `ranks` with the largest `total`, without its coordinates.
 
     The following keys are present only if settings of `[train]` are given. The FLOPs are those of
@@ -60,8 +61,9 @@ def plan(
 
     Raises:
         DoesNotFit: With offloading, a rank needs more memory than it may use.
-        ConfigError: The mesh does not fit the allocation, the global batch cannot be divided over
-            the ranks of a number of nodes, or as `plan_ranks`, `loads_for_plan`, `topology_of`.
+        ConfigError: The mesh does not fit the allocation; or the allocation has a number of nodes,
+            and the global batch cannot be divided over their ranks; or as `plan_ranks`,
+            `loads_for_plan` or `topology_of`.
     """
     train = config.train
     loads = loads_for_plan(load, config) if load else None
@@ -174,7 +176,7 @@ def _memory_lines(result: dict[str, Any]) -> list[tuple[str, str]]:
         )
     lines.append(("on the fullest rank" if len(kinds) > 1 else "on each rank", head))
     tiers = memory.get("tiers", {})
-    # The table has the sum of the column, as the text of a placement has.
+    # As in the text of a placement, the size is the sum of all kinds of bytes in host memory.
     if memory["host"]:
         lines.append(("in host memory in addition", _size_text(sum(tiers["host"].values()))))
     if not tiers:
@@ -204,7 +206,8 @@ def _memory_lines(result: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _tier_lines(ranks: list[dict[str, Any]], mesh: dict[str, int]) -> list[tuple[str, str]]:
-    """Return a table of the bytes in each tier, for each group of ranks with equal bytes."""
+    """Return, as pairs (name, value), a table of the bytes in each tier, for each group of ranks
+    with equal bytes."""
     names: dict[str, list[str]] = {}
     tables: dict[str, dict[str, dict[str, int]]] = {}
     for rank in ranks:

@@ -2,8 +2,8 @@
 
 Each rank has a device, a host, and a port at each level of the network. The device runs the actions
 of the schedule in order. The host of an accelerator starts the operations of the actions in the
-same order, and within a step it does not wait for the device. The host may be ahead of the device,
-but an action ends only after the host has started all of its operations. A port sends tensors to
+same order. Within a step, the host does not wait for the device, so it can be ahead of the device.
+An action ends only after the host has started all operations of the action. A port sends tensors to
 other ranks and takes part in collectives, at the same time as the device computes. Two rules
 determine how transfers compete:
 
@@ -12,12 +12,12 @@ determine how transfers compete:
   levels do not compete, because a rank has different links within a node and between nodes.
 - The ranks of a domain, such as a rack, share the links that leave the domain. If these links carry
   less than the ports of all ranks (the taper of a machine file), the sending ranks of the domain
-  share the links equally. A transfer then uses both these links and the port of the previous level,
+  share the links equally. A transfer then uses these links and also the port of the previous level,
   such as the network adapter of a node.
 
 The simulation has a single pipeline. The ranks of all other pipelines run the same actions at the
-same time, so a transfer of a pipeline rank counts once for each rank with the same stages in the
-domain.
+same time. In a domain, a transfer of a pipeline rank is therefore counted once for each rank of the
+domain that has the same stages.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class Transfer(NamedTuple):
     """A transfer of a rank."""
 
     seconds: float
-    """Duration if no other transfer competes with it."""
+    """Duration in seconds if no other transfer competes with this transfer."""
     loads: tuple[float, ...] = (1.0,)
-    """For each level of the network, the fraction of the rate of the rank's port that the transfer
-    uses if no other transfer competes with it, at most 1."""
+    """For each level of the network, the fraction (0 to 1) of the rate of the rank's port that the
+    transfer uses if no other transfer competes with it."""
 
     def times(self, number: float) -> Transfer:
         """Return the transfer of `number` times as many bytes."""
@@ -55,8 +55,9 @@ class SharedLevel(NamedTuple):
     """`loads[d][s]` is the number of ranks in domain d that have the stages of pipeline rank s.
     These ranks send at the same time as rank s."""
     domains: Sequence[Sequence[int]] = ()
-    """For each pipeline rank, the domains that contain ranks of its stages. The slowest of them
-    determines its rate. Empty: only domain r for pipeline rank r."""
+    """For each pipeline rank, the domains that contain ranks with its stages. The slowest of these
+    domains determines the rate of the pipeline rank. If empty, pipeline rank r is only in domain
+    r."""
 
 
 class Transfers(NamedTuple):
@@ -65,22 +66,23 @@ class Transfers(NamedTuple):
     send: Callable[[Action], Transfer] = lambda action: Transfer(0.0)
     """Returns the transfer of an action whose kind is in `SENDS`."""
     reduce: Mapping[int, Sequence[Transfer]] = {}
-    """The collectives of each stage's gradients, which begin with the stage's last backward.
-    OPT_STEP waits for them."""
+    """A dict from each stage to the collectives of its gradients, which begin with the last
+    backward of the stage. OPT_STEP waits for these collectives."""
     gather: Sequence[Transfer] = ()
     """The collectives of parameters, which each rank begins at the start of the step. The second
-    action of the rank waits for them."""
+    action of the rank waits for these collectives."""
     exchanges: Mapping[tuple[Kind, int], Transfer] = {}
-    """A dict from the kind and the stage of an action to those collectives within the action that
-    compete with other transfers. The device waits for these collectives after the computation of
-    the action. The cost of the action includes the time of all other collectives."""
+    """A dict from the kind and the stage of an action to a transfer that represents the collectives
+    within the action that compete with other transfers. After the computation of the action, the
+    device waits for this transfer. The cost of the action includes the time of all other
+    collectives."""
     shared: Mapping[int, SharedLevel] = {}
     """A dict from the index of a level to the links that leave its domains, for the levels at which
     these links carry less than the ports of all ranks of a domain."""
 
 
 class Device(Protocol):
-    """A device whose actions may wait, for example for copies of parameters."""
+    """A device whose actions can wait, for example for copies of parameters."""
 
     def run(self, action: Action, start: float, seconds: float) -> float:
         """Return the time at which an action ends, in seconds. The simulation calls this method for
@@ -101,7 +103,7 @@ class Played(Timeline):
     """Transfers of each rank, in the order of their ends. The actions are the sends, REDUCE_GRAD
     for collectives of gradients, and RECV_ACTIVATION of stage 0 for collectives of parameters."""
     hosts: tuple[tuple[Span, ...], ...] = ()
-    """For each rank, the times at which the host starts the operations of actions."""
+    """For each rank, the intervals in which the host starts the operations of the actions."""
 
 
 def play(
@@ -131,7 +133,7 @@ class _Job(NamedTuple):
     """A transfer in progress."""
 
     left: float
-    """Remaining seconds, if no other transfer competes with it."""
+    """Seconds that remain if no other transfer competes with this transfer."""
     start: float
     rank: int
     loads: tuple[float, ...]
@@ -142,7 +144,7 @@ class _Ports:
     """The transfers in progress of a rank or, with shared levels, of all ranks.
 
     Attributes:
-        version: Number of changes. An event for an earlier version is obsolete.
+        version: Number of changes of `active`. An event for an earlier version is obsolete.
         next_end: Time at which the next transfer ends, if there is one.
     """
 
@@ -151,7 +153,7 @@ class _Ports:
         self.active: list[_Job] = []
         self.version, self.next_end = 0, 0.0
         self._last = 0.0
-        """Time for which the remaining seconds hold."""
+        """Time at which the jobs in `active` have `_Job.left` remaining seconds."""
         self._speeds: list[float] = []
         self._next = 0
         """Index in `active` of the transfer that ends next."""
@@ -188,7 +190,7 @@ class _Ports:
         self._change()
 
     def finish(self, now: float) -> _Job:
-        """End the transfer that ends next, at `now`."""
+        """Remove the transfer that ends next, at the time `now`, and return it."""
         self._advance(now)
         job = self.active.pop(self._next)
         self._change()
@@ -204,7 +206,7 @@ class _Ports:
             ]
 
     def _change(self) -> None:
-        """Compute the speeds and the next end."""
+        """Compute the speeds of the transfers and the time at which the next transfer ends."""
         self.version += 1
         if not self.active:
             return
@@ -232,14 +234,15 @@ class _Play:
         self._schedule, self._cost, self._transfers = schedule, cost, transfers
         self._devices, self._launch = devices, launch
         self._launched = [0.0] * schedule.num_ranks
-        """Time at which the host of each rank has started all operations so far."""
+        """Time at which the host of each rank has started the operations of the actions that have
+        been simulated so far."""
         self._hosts: list[list[Span]] = [[] for _ in schedule.ranks]
         ranks = range(schedule.num_ranks)
         self._next = [0] * schedule.num_ranks
         """Index of the next action of each rank."""
         shared = transfers.shared
         self._ports = [_Ports(shared) for _ in range(1 if shared else schedule.num_ranks)]
-        """Transfers of each rank, or of all ranks."""
+        """A `_Ports` for each rank or, with shared levels, one for all ranks."""
         self._collectives = [0] * schedule.num_ranks
         """Number of collectives of each rank in progress."""
         self._waits: list[bool] = [False] * schedule.num_ranks
@@ -248,7 +251,7 @@ class _Play:
         """Data that has arrived. An element has True for an activation or False for a gradient, and
         the stage and the microbatch that need the data."""
         self._waiting: dict[tuple[bool, int, int], int] = {}
-        """Ranks that wait, by the data for which they wait."""
+        """A dict from the data for which a rank waits to this rank."""
         self._events: list[tuple[float, int, int, int, int]] = []
         self._count = 0
         self._spans: list[list[Span]] = [[] for _ in ranks]
@@ -289,7 +292,7 @@ class _Play:
         heapq.heappush(self._events, (time, self._count, event, number, version))
 
     def _act(self, rank: int, now: float) -> None:
-        """Run the actions of a rank that is idle, up to the next one that takes time or waits."""
+        """Run the actions of an idle rank until an action takes time or must wait."""
         actions, last = self._schedule.ranks[rank], self._schedule.num_stages - 1
         cost, devices, spans = self._cost, self._devices, self._spans[rank]
         exchanges = self._transfers.exchanges
@@ -348,7 +351,7 @@ class _Play:
                 self._begin(rank, now, transfer, Action(Kind.REDUCE_GRAD, stage, microbatch))
 
     def _begin_exchange(self, rank: int, now: float) -> None:
-        """Begin the collectives within the last action of a rank."""
+        """Begin the transfer of `exchanges` for the last action of a rank."""
         action = self._spans[rank][-1].action
         self._begin(rank, now, self._transfers.exchanges[action[:2]], action)
 
@@ -364,13 +367,13 @@ class _Play:
         self._plan_end(number)
 
     def _plan_end(self, number: int) -> None:
-        """Add the event at which the next transfer of some ports ends."""
+        """Add the event for the next end of a transfer in the `_Ports` with the index `number`."""
         ports = self._ports[number]
         if ports.active:
             self._push(ports.next_end, _PORT, number, ports.version)
 
     def _finish(self, number: int, now: float) -> None:
-        """End the transfer of some ports that ends next."""
+        """End the transfer that ends next in the `_Ports` with the index `number`."""
         _, start, rank, _, action = self._ports[number].finish(now)
         self._plan_end(number)
         if action.kind in COMPUTE:
@@ -382,7 +385,7 @@ class _Play:
         self._complete(rank, now, action)
 
     def _complete(self, rank: int, now: float, action: Action) -> None:
-        """Wake the rank that waits for a transfer."""
+        """Record that a transfer has ended, and resume the rank that waits for it."""
         kind, stage, microbatch = action
         if kind not in SENDS:
             self._collectives[rank] -= 1

@@ -1,5 +1,5 @@
-"""Rates of this machine's device, host, links and disk for the placement of model states, measured
-once and cached."""
+"""Measured rates of this machine's device, host, links and disk, for the placement of model states.
+The rates are measured once and cached."""
 
 from __future__ import annotations
 
@@ -31,10 +31,12 @@ from optimus_kernels import adamw_, library_of
 _COPIED_BYTES = 1 << 26
 """Bytes of a timed copy. A chunk of 32 Mi bf16 elements has this size."""
 _UPDATED = 1 << 22
-"""Elements of a timed update. The states, 18 bytes for each element, exceed the caches of a CPU."""
+"""Number of elements in a timed update. The states, 18 bytes for each element, are larger than the
+caches of a CPU."""
 _RUNS = 15
 _DISK_RUNS = 3
-"""Numbers of timed runs: of a copy or an update, and of reads and writes of a disk."""
+"""_RUNS: number of timed runs of a copy or an update. _DISK_RUNS: number of timed reads and of
+timed writes of a disk."""
 _HUGE_PAGE = 2 << 20
 
 
@@ -45,15 +47,17 @@ def find_links(
     ranks_per_node: int = 1,
     disk: Path | None = None,
 ) -> Links:
-    """Return the rates of this rank, from the cache or from a measurement of a few seconds.
+    """Return the rates of this rank in the units of `Links`, from the cache or from a measurement
+    that takes a few seconds.
 
     Args:
         device: Device of this rank.
         dtype: Dtype of matrix products. The rate of products is measured only in this dtype.
         log: Function that writes one line to the log.
         ranks_per_node: Number of ranks that share the cores and the disk of this machine. Cached
-            rates are used only for this number.
-        disk: Directory on a disk, which is also measured; None: no disk is measured.
+            rates are used only if they were measured with the same number. Each rank gets an equal
+            share of the rates of the disk.
+        disk: Directory on a disk that is also measured; None to measure no disk.
     """
     library = library_of(torch.empty(0, dtype=dtype, device=device))
     key = f"{setup_of(device, dtype, library).key}-{ranks_per_node}"
@@ -82,7 +86,8 @@ def find_links(
 
 
 def _cached(name: str, measure: Callable[[], dict[str, float]]) -> dict[str, float]:
-    """Return rates from a file in the cache, or measure them and write this file."""
+    """Return the rates in the file NAME.json of the cache. If the file cannot be read, call
+    `measure` and write the file."""
     folder = cache_dir()
     path = None if folder is None else folder / f"{name}.json"
     if path is not None:
@@ -107,12 +112,13 @@ def measure_links(device: torch.device, threads: int) -> dict[str, list[float]]:
     disk.
 
     Args:
-        device: The device. On a CPU, a copy between the tiers is a copy within its memory.
-        threads: Number of threads of a rank. `update_threads` gives the number of threads of an
-            update on the host.
+        device: The device. On a CPU, a copy between host and device is a copy within the memory of
+            the CPU.
+        threads: Number of threads of a rank. The number of threads of an update on the host is
+            `update_threads(threads, device)`.
 
     Returns:
-        The rates of all timed runs, by their key in the table `links` of a machine file.
+        A dict from keys of the table `links` of a machine file to the rates of all timed runs.
     """
     host = platform.host_zeros(_COPIED_BYTES, torch.uint8, device)
     on_device = torch.zeros(_COPIED_BYTES, dtype=torch.uint8, device=device)
@@ -143,7 +149,7 @@ def measure_links(device: torch.device, threads: int) -> dict[str, list[float]]:
 
 
 def _times(run: Callable[[], Any], device: torch.device) -> list[float]:
-    """Return the seconds of _RUNS runs."""
+    """Return the seconds of _RUNS calls of `run`. Two calls before them are not timed."""
     times = []
     for _ in range(_RUNS + 2):
         platform.synchronize(device)
@@ -176,7 +182,7 @@ class RawFile:
                 memory.madvise(mmap.MADV_HUGEPAGE)
         flat = torch.frombuffer(memory, dtype=torch.uint8)
         flat = flat[-flat.data_ptr() % _HUGE_PAGE :][: 2 * THREADS * BLOCK_BYTES]
-        flat.view(torch.float32).uniform_(0.1, 1.0)  # a disk may move zeros faster
+        flat.view(torch.float32).uniform_(0.1, 1.0)  # some disks transfer zeros faster
         self._blocks = flat.split(BLOCK_BYTES)
 
     def close(self) -> None:
@@ -215,14 +221,14 @@ class RawFile:
 
 
 def disk_rates(directory: Path, runs: int = 7) -> dict[str, list[float]]:
-    """Measure a disk. Return two lists, `disk_read` and `disk_write`, with the bytes per second of
-    each run. These are keys of the table `links` in a machine file. Raises OSError if the directory
-    cannot be used, or has no O_DIRECT."""
+    """Measure a disk. Return a dict from `disk_read` and `disk_write`, keys of the table `links` in
+    a machine file, to the bytes per second of each run. Raises OSError if the directory cannot be
+    written, or if its file system has no O_DIRECT."""
     size = 32 * BLOCK_BYTES
     with tempfile.NamedTemporaryFile(dir=directory, prefix="optimus-bench-") as file:
         os.posix_fallocate(file.fileno(), 0, size)
         with contextlib.closing(RawFile(Path(file.name), size)) as raw:
-            raw.write()  # the first write of an allocated block may be slower
+            raw.write()  # the first write of an allocated block can be slower
             seconds = [(raw.read(), raw.write()) for _ in range(runs)]
     return {
         "disk_read": [size / read for read, _ in seconds],

@@ -2,11 +2,12 @@
 
 A full checkpoint has the fp32 master weights and moments of all parameters. A model-only checkpoint
 has the weights in `optimus.checkpoint.weights.DTYPE`. All nodes together write at the lower of two
-rates: the rate of the first file system in the machine file, and the rate at which their ranks send
-through the outermost level of the network. Without checkpoint.async_save, the training stops while
-a checkpoint is written. With checkpoint.async_save, the training stops only while states are copied
-to host memory; a save that takes longer than the interval delays the next save; and a failure also
-loses the training during the last write.
+rates: the rate of the first file system in the machine file, and the rate at which all ranks
+together send through the outermost level of the network. Without checkpoint.async_save, the
+training stops while a checkpoint is written. With checkpoint.async_save, the training stops only
+while states are copied to host memory; if a save takes longer than the interval, the training also
+stops until the save is complete; and after a failure, the training during the last write is also
+lost.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from optimus.planner.goodput import best_interval, goodput
 from optimus.planner.states import plan_ranks
 
 _FULL_BYTES, _FROZEN_BYTES, _MODEL_BYTES = 12, 4, 2
-"""Bytes of a trained and of a frozen parameter in a full checkpoint, and of any parameter in a
-model-only checkpoint."""
+"""Bytes of a trained parameter and of a frozen parameter in a full checkpoint, and of any parameter
+in a model-only checkpoint."""
 
 _FOR_GOODPUT = ("storage.0.write", "failures_per_node_day")
-"""Keys of the machine file without which the goodput is unknown."""
+"""Keys of the machine file that are necessary to compute the goodput."""
 
 
 class Save(NamedTuple):
@@ -41,7 +42,7 @@ class Save(NamedTuple):
 
 
 def checkpoint_bytes(config: Config) -> tuple[int, int]:
-    """Return the bytes of a full and of a model-only checkpoint."""
+    """Return a pair: the bytes of a full checkpoint and of a model-only checkpoint."""
     full = model = 0
     for name, shape in model_shapes(config.model).items():
         size = math.prod(shape)
@@ -65,20 +66,22 @@ def plan_run(
 
     Returns:
         - `interval`: number of steps between full checkpoints; 0 if the run saves none.
-        - `storage`: name of the file system, or None; `checkpoint_bytes`, `checkpoint_write_s` and
-          `checkpoint_stop_s` of a full checkpoint, and `model_checkpoint_...` of a model-only one.
-        - `checkpoint_s`: mean seconds in a step for which checkpoints stop the training; None if
-          the machine has no rate of storage.
-        - `goodput`: share of the time in which the run trains and no failure loses the result, with
-          `checkpoint.interval`; `best_interval`, the number of steps between full checkpoints that
-          gives the largest goodput, and `best_goodput`, the largest goodput. All three are None if
-          the machine file lacks the rate of storage or of failures.
+        - `storage`: name of the file system, or None. `checkpoint_bytes`, `checkpoint_write_s` and
+          `checkpoint_stop_s`: the fields of `Save` for a full checkpoint. `model_checkpoint_bytes`
+          and so on: the same for a model-only checkpoint, only with checkpoint.model_interval.
+        - `checkpoint_s`: mean seconds per step for which checkpoints stop the training; None if the
+          machine file has no rate of storage.
+        - `goodput`: share of the time that is spent on training whose result is kept, with the
+          given `checkpoint.interval`. `best_interval`: the number of steps between full checkpoints
+          with the largest goodput. `best_goodput`: the largest goodput. All three are None if the
+          run saves no full checkpoint, or if the machine file has no rate of storage or no rate of
+          failures.
         - `work_share`: equal to `goodput`; if `goodput` is None, the share of the time in which no
           checkpoint stops the training.
-        - `run_s`, `node_hours`: only with train.max_steps, the seconds and node-hours of the whole
-          run with these delays, without evaluation.
-        - `missing_of_run`: keys of values that the machine file lacks. The results above that need
-          such a value are None or leave out the delay that it determines.
+        - `run_s`, `node_hours`: only with train.max_steps. The seconds and node-hours of the whole
+          run, with the time lost to checkpoints and failures, without evaluation.
+        - `missing_of_run`: keys of values that the machine file lacks. Results that need such a
+          value are None or leave out the delay that the value determines.
     """
     checkpoint, missing = config.checkpoint, list[str]()
     steps = config.train.max_steps
@@ -126,8 +129,8 @@ def _named(save: Save) -> dict[str, float]:
 def _saves(
     config: Config, mesh: Mesh, machine: Machine, nodes: int, step_s: float, missing: list[str]
 ) -> tuple[Save, Save]:
-    """Return a full and a model-only checkpoint. Add to `missing` the keys of values that the
-    machine file lacks."""
+    """Return a `Save` for a full checkpoint and a `Save` for a model-only checkpoint. Add to
+    `missing` the keys of values that the machine file lacks."""
     checkpoint, storage = config.checkpoint, machine.storage[0]
     sizes = checkpoint_bytes(config)
     rate = storage.write.value

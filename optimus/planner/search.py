@@ -1,9 +1,10 @@
 """Search for the fastest layout of a run on a number of ranks.
 
-A search evaluates all layouts of a space. Layouts that the checks of the configuration refuse, or
-that need more memory than a rank has, are counted by reason. A check or a number of bytes that is
-the same for several layouts is computed once. With offload.mode = "auto", layouts that do not fit
-on the device are then evaluated with offloading (`optimus.planner.search_offload`).
+A search evaluates all layouts of a space. A layout is rejected if a check of the configuration
+refuses it, or if it needs more memory than a rank has. The rejected layouts are counted by reason.
+A check or a number of bytes that is the same for several layouts is computed once. With
+offload.mode = "auto", layouts that do not fit on the device are then evaluated with offloading
+(`optimus.planner.search_offload`).
 """
 
 from __future__ import annotations
@@ -45,32 +46,33 @@ from optimus.rank.profile import Profiled
 logger = logging.getLogger(__name__)
 
 _Share = Sequence[Any]
-"""Meshes whose layouts a process evaluates, or candidates for offloading."""
+"""Elements that one process evaluates: meshes with all their layouts, or candidates for
+offloading."""
 _Report = Callable[[int], object]
-"""Function that is called with the number of layouts that were evaluated since its last call."""
+"""Function that is called with the number of layouts that were evaluated since the previous
+call."""
 
 
 class Evaluation(NamedTuple):
     """A layout that the search has evaluated."""
 
     time: float
-    """Predicted seconds of a step, or the FLOPs of `ComputeBound`."""
+    """Predicted seconds of a step or, if the machine has no rates, the FLOPs of `ComputeBound`."""
     memory: int
     """Predicted bytes on the fullest rank."""
     layout: Layout
 
 
 class Ranking(NamedTuple):
-    """Result of a search, or of a process that evaluates some of its layouts."""
+    """Result of a search, or of a process that evaluates some of the layouts of a search."""
 
     evaluations: list[Evaluation]
-    """The layouts that fit, sorted by `time`. Of layouts with equal times, those that divide a
-    replica over fewer ranks come first, then those that keep more states on each rank, then those
-    that need less memory."""
+    """The layouts that fit, sorted by `time`. Layouts with equal times are sorted by these keys in
+    turn: the number of ranks of a replica, `resident` ("all" first), and the memory."""
     rejected: Counter[str]
     """Number of rejected layouts by reason."""
     candidates: list[Candidate]
-    """Layouts that may be evaluated with offloading; empty in the result of a search."""
+    """Layouts that remain to be evaluated with offloading; empty in the result of a search."""
 
     @property
     def pareto(self) -> list[Evaluation]:
@@ -98,28 +100,31 @@ def search(
     """Evaluate all layouts of a space.
 
     Args:
-        config: The configuration. Its settings that are not in `Layout` apply to all layouts.
+        config: The configuration. Settings that are not in `Layout` apply to all layouts.
         world_size: Number of ranks.
         space: The values to combine.
-        memory: Returns the bytes on the fullest rank. It may raise ConfigError to reject a layout.
-        time: Returns the time of a step. It may raise ConfigError to reject a layout.
+        memory: Function that returns the bytes of a layout on the fullest rank. If it raises
+            ConfigError, the layout is rejected.
+        time: Function that returns the time of a step of a layout. If it raises ConfigError, the
+            layout is rejected.
         checks: Checks of the layouts of `config`.
         limit_bytes: Memory of a rank; None for no limit.
-        processes: Number of processes that evaluate the layouts. They do not change the result.
-        report: Function that is called with the number of evaluated layouts and of all layouts,
-            before the first evaluation and regularly after it.
+        processes: Number of processes that evaluate the layouts. The result does not depend on this
+            number.
+        report: Function that is called with the number of evaluated layouts and the number of all
+            layouts, before the first evaluation and regularly during the search.
         offloaded: The layouts with offload.mode = "auto"; None if `config` has another mode.
 
     Raises:
-        OptimusError: A process that evaluates layouts has ended.
-        ConfigError: `config` has no global batch or offload.mode = "manual", or a pattern of
-            optim.groups or optim.frozen matches no parameter.
+        OptimusError: A process that evaluates layouts has ended without a result.
+        ConfigError: `config` has no train.seq_len or no train.global_batch_tokens; offload.mode is
+            "manual"; or a pattern of optim.groups or optim.frozen matches no parameter.
     """
     for key in ("seq_len", "global_batch_tokens"):
         refuse_if(
             not getattr(config.train, key),
-            f"train.{key} = 0: a search needs it, to compare steps with the same number of tokens; "
-            f"set train.{key}",
+            f"train.{key} = 0: a search compares steps with the same number of tokens, so it needs "
+            f"this value; set train.{key}",
         )
     refuse_if(
         config.offload.mode == "manual",
@@ -172,8 +177,7 @@ MOST_PLACEMENTS = 48
 """Maximum number of layouts for which a search looks for a placement with offloading."""
 _AT_ONCE = 4
 """Number of layouts that are evaluated with offloading before the best time is updated. This number
-is the same for any number of processes, so that the number of processes does not change the
-result."""
+is fixed, so that the result does not depend on the number of processes."""
 
 
 def _evaluate_candidates(
@@ -190,7 +194,7 @@ def _evaluate_candidates(
         slower = [c for c in candidates if c.least_s >= best_s]
         ranking.rejected[_SLOWER] += len(slower)
         candidates = [c for c in candidates if c.least_s < best_s]
-        if best_s == math.inf:  # no layout has fitted yet; the bounds do not show which fit
+        if best_s == math.inf:  # no layout fits so far; `least_s` does not show which layouts fit
             candidates.sort(key=lambda c: (c.activations, c))
         else:
             candidates.sort()
@@ -208,7 +212,7 @@ def _evaluate_candidates(
 
 
 TOO_LARGE = "more memory than a rank has"
-"""Reason of `Ranking.rejected`."""
+"""Reason in `Ranking.rejected`, as are the texts below."""
 _SLOWER = f"{TOO_LARGE}, and with offloading slower than the best layout"
 _IMPOSSIBLE = f"{TOO_LARGE}, and with offloading {{}} do not fit"
 _ONE_RANK = f"{TOO_LARGE}, and all values of optim.sharding are equal with a single data rank"
@@ -245,8 +249,8 @@ def _evaluate(
     meshes: Sequence[tuple[int, int, int, int]],
     report: _Report,
 ) -> Ranking:
-    """Evaluate the layouts of some meshes. The result is not sorted. `report` is called with the
-    number of layouts since its last call."""
+    """Evaluate the layouts of `meshes`. The result is not sorted. `report` is called with the
+    number of layouts that were evaluated since the previous call."""
     rejected: Counter[str] = Counter()
     evaluations: list[Evaluation] = []
     candidates: list[Candidate] = []
@@ -294,8 +298,8 @@ def _in_this_process(
 def _in_processes(
     evaluate: Callable[[_Share, _Report], Ranking], shares: Sequence[_Share], report: _Report
 ) -> list[Ranking]:
-    """Return the results of `evaluate` for each element of `shares`. A separate process evaluates
-    each element.
+    """Return the result of `evaluate` for each element of `shares`, in the same order. Each element
+    is evaluated in a separate process.
 
     Raises:
         OptimusError: A process has ended without a result.
@@ -357,18 +361,19 @@ def _send(
     sender: Connection,
     receivers: Sequence[Connection],
 ) -> None:
-    """Evaluate `share`, the meshes or candidates of this process, in a process of `_in_processes`.
-    Send the numbers of evaluated layouts, then the result or the exception."""
+    """Evaluate `share`, the meshes or candidates of this process. Send to the first process the
+    numbers of evaluated layouts, then the result or the exception. Each process of `_in_processes`
+    runs this function."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the first process prints the message
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    # With these connections open, this process would not notice that the first process has ended.
+    # If these connections stayed open, `send` would not fail after the first process has ended.
     for receiver in receivers:
         receiver.close()
     message: Any
     try:
         message = evaluate(share, sender.send)
     except Exception as error:
-        error.add_note(traceback.format_exc())  # pickled without its traceback
+        error.add_note(traceback.format_exc())  # pickle does not keep the traceback
         message = error
         try:
             pickle.loads(pickle.dumps(error))
@@ -379,11 +384,12 @@ def _send(
 
 
 class FittingLayout(NamedTuple):
-    """A layout that fits on a machine, near a configuration that does not."""
+    """A layout that fits on a machine and differs in few settings from a configuration that does
+    not fit."""
 
     changes: dict[str, Any]
-    """A dict from the keys of the settings that differ, such as "optim.sharding", to their new
-    values."""
+    """A dict from the keys of the settings that differ, such as "optim.sharding", to the values of
+    the layout."""
     evaluation: Evaluation
 
     def __str__(self) -> str:
@@ -400,18 +406,19 @@ def nearest_fitting(
 ) -> Iterator[FittingLayout]:
     """Yield layouts that fit on nodes of a machine and differ little from a configuration.
 
-    Layouts with fewer changed settings come first. Of layouts with the same number of changes, the
-    fastest come first. parallel.dp follows from the other axes and is not counted. At most
-    `_MOST_CHANGES` settings differ; there is no result if no such layout fits. Layouts with more
-    changes are evaluated only when the caller asks for them.
+    Layouts with fewer changed settings come first. Layouts with the same number of changes are
+    sorted by time. parallel.dp is determined by the other axes and is not counted. At most
+    `_MOST_CHANGES` settings differ; if no such layout fits, nothing is yielded. Layouts with more
+    changes are evaluated only when the caller requests the next layout.
 
     Args:
         config: The configuration, with its global batch.
-        machine: The machine, with the memory of its device. If it has no rates, layouts are
-            compared by `ComputeBound`.
+        machine: The machine, with the memory of its device. If its file has no rates for the dtype
+            of the run, layouts are sorted by `ComputeBound`.
         nodes: Number of nodes.
         limit: Maximum number of layouts.
-        profiled: Known profiles of segments. Further profiles are added.
+        profiled: Known profiles of segments, to which this function adds the profiles that it
+            computes.
     """
     assert machine.device is not None, "the machine has no device"
     checks = LayoutChecks(config)

@@ -1,10 +1,10 @@
-"""Device memory of the ranks of each layout of a search. The bytes are equal to the result of
+"""Device memory of the ranks of each layout of a search. The bytes are equal to those of
 `rank_memory`.
 
 The memory of a rank is the sum of its model states and their cache, its temporary gradients and its
 activations. States and gradients are computed by arithmetic (`StateSizes`). For activations, a few
-layers are run on the meta device (`profile_model`), once for each microbatch size, ep, tp,
-recomputation, and division of the backward.
+layers are run on the meta device (`profile_model`), once for each combination of microbatch size,
+ep, tp, recomputed modules, and divided or undivided backward.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from optimus.planner.states import StateSizes
 from optimus.rank.profile import ModelProfile, Profiled, kinds_of_layers, profile_model
 
 _Group = tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]
-"""A pair: pipeline ranks with equal layers, and for each stage of such a rank the kinds of its
-layers."""
+"""A pair: a tuple of pipeline ranks with equal layers; and for each stage of such a rank, a tuple
+with the kinds of the layers."""
 
 
 class LayoutMemory:
@@ -39,12 +39,13 @@ class LayoutMemory:
 
     Args:
         config: The configuration.
-        checks: The checks of its layouts.
-        limit_bytes: Memory of a rank. If the states of a rank alone need more, the result has only
-            their bytes.
-        profiled: Known profiles of segments. Further profiles are added.
-        loads: Loads of the experts in a run. The memory is that of the update with the worst load.
-            None: uniform routing.
+        checks: The checks of the layouts of `config`.
+        limit_bytes: Memory of a rank. If the states alone exceed this limit, the result is the
+            number of bytes of the states, without activations.
+        profiled: Known profiles of segments, to which this object adds the profiles that it
+            computes.
+        loads: Loads of the experts in a run. The memory is computed for the update with the worst
+            load. None for uniform routing.
     """
 
     def __init__(
@@ -82,10 +83,10 @@ class LayoutMemory:
         )
 
     def activations(self, layout: Layout) -> tuple[int, int]:
-        """Return the bytes of activations of the first and of the last pipeline rank. A plan
-        decides on the placements of the states of these two ranks. No placement changes the bytes
-        of activations."""
-        # The first and the last pipeline rank each are the only rank of their group.
+        """Return a pair: the bytes of activations of the first and of the last pipeline rank. The
+        placement of the states is decided for these two ranks, and it does not change the bytes of
+        activations."""
+        # The first pipeline rank is alone in its group, and so is the last.
         of_groups = self._activations_of(layout)
         return max(of_groups[0]), max(of_groups[-1])
 
@@ -96,13 +97,13 @@ class LayoutMemory:
         return train.global_batch_tokens // (tokens * layout.dp * layout.ep)
 
     def _coordinates(self, layout: Layout) -> list[int]:
-        """Return tp indices, one for each different number of vocabulary rows that a tp rank can
-        have."""
+        """Return tp indices: for each number of vocabulary rows that occurs on a tp rank, the index
+        of a rank with this number."""
         return _different_shares(self._config.model.vocab_size, layout.tp)
 
     def _bytes_of_states(self, layout: Layout) -> list[tuple[int, ...]]:
-        """Return, for each group of pipeline ranks, the bytes of states, cache and gradients of the
-        rank with each tp index of `_coordinates`."""
+        """Return, for each group of pipeline ranks and each tp index of `_coordinates`, the bytes
+        of states, cache and gradients of the rank."""
         by_segment = layout.schedule != "zb-h1" and not self._config.train.compile
         key = layout[:4], layout.virtual_stages, by_segment, layout.sharding, layout.resident
         if key in self._of_ranks:
@@ -126,8 +127,8 @@ class LayoutMemory:
         return result
 
     def _groups_of(self, layout: Layout) -> list[_Group]:
-        """Return the pipeline ranks in groups with equal layers. The ranks of a group differ only
-        in their positions in the schedule."""
+        """Return groups of pipeline ranks with equal layers. The ranks of a group differ only in
+        their positions in the schedule."""
         key = layout.pp, layout.virtual_stages
         if key not in self._groups:
             stages, groups = self._checks.stages(layout), dict[Any, list[int]]()
@@ -137,7 +138,7 @@ class LayoutMemory:
                     for stage in stages[rank :: layout.pp]
                 )
                 ends = rank == 0, rank == layout.pp - 1
-                # With loads, layers of the same kind differ.
+                # With loads, layers of the same kind differ, so each rank is a group.
                 number = 0 if self._loads is None else rank
                 groups.setdefault((ends, kinds, number), []).append(rank)
             self._groups[key] = [(tuple(ranks), kinds) for (_, kinds, _), ranks in groups.items()]
@@ -145,7 +146,7 @@ class LayoutMemory:
 
     def _activations_of(self, layout: Layout) -> list[list[int]]:
         """Return, for each group of pipeline ranks and each tp index of `_coordinates`, the bytes
-        of activations and inputs of the rank that needs the most."""
+        of activations and inputs of the rank of the group that needs the most memory."""
         key = layout[:8]
         if key not in self._activations:
             microbatches = self.microbatches(layout)
@@ -195,8 +196,8 @@ class LayoutMemory:
         return self._stages[key]
 
     def _weights_of(self, layout: Layout, rank: int) -> dict[int, float]:
-        """Return the result of `concentration` for each MoE layer of a pipeline rank, on the ep
-        rank that needs the most memory. Return an empty dict if the memory does not depend on
+        """Return a dict from each MoE layer of a pipeline rank to the result of `concentration` for
+        the ep rank with the largest load. Return an empty dict if the memory does not depend on
         loads."""
         config, mesh = self._config, layout.mesh
         if self._loads is None or not depends_on_load(config, mesh, "cuda"):
@@ -234,8 +235,8 @@ class LayoutMemory:
     def _model(
         self, layout: Layout, index: int, stage: int, concentrated: bool = False
     ) -> ModelProfile:
-        """Return the profiles of the segments of a stage on the rank with an index of
-        `_coordinates`. `concentrated` is as for `profile_model`."""
+        """Return the profiles of the segments of a stage. `index` is an index in `_coordinates`,
+        and `concentrated` is as for `profile_model`."""
         divides = layout.schedule == "zb-h1"
         if self._config.optim.frozen:  # frozen segments differ by stage
             stages = self._checks.stages(layout)
@@ -279,8 +280,8 @@ class LayoutMemory:
 
 
 def _different_shares(size: int, count: int) -> list[int]:
-    """Return indices of the ranks that divide `size` elements, one for each different number of
-    elements that a rank gets."""
+    """Return, for each number of elements that a rank gets if `count` ranks divide `size` elements,
+    the index of a rank with this number."""
     lengths: dict[int, int] = {}
     for index in {0, count - 1} if size % count else {0}:
         start, stop = share(size, index, count)

@@ -1,9 +1,10 @@
 """Time and memory of the layouts of a search with offload.mode = "auto".
 
 The search for a placement of a layout takes seconds, a thousand times as long as the evaluation of
-a layout whose states are on the device. Therefore a layout is evaluated with offloading only if it
-does not fit on the device, if it can have a placement, and if the lower bound of its time is less
-than the time of the best layout. The layout with the smallest bound is evaluated first.
+a layout whose states are on the device. A layout is therefore evaluated with offloading only under
+three conditions: it does not fit on the device, lower bounds of its memory do not exclude a
+placement, and the lower bound of its time is less than the time of the best layout so far. The
+layout with the smallest lower bound of the time is evaluated first.
 """
 
 from __future__ import annotations
@@ -32,30 +33,31 @@ from optimus.planner.workload import (
 TOO_MANY_ACTIVATIONS = "the activations"
 TOO_MANY_STATES = "the states"
 _MASTER, _MOMENTS = 4, 8
-"""Bytes of the fp32 master and of AdamW's moments of a parameter. If the training dtype is fp32,
-there is no master."""
+"""Bytes of the fp32 master and of the two moments of AdamW for a parameter. If the training dtype
+is fp32, a parameter has no master."""
 _GRADIENT = 2
 """Smallest number of bytes that the gradient of a parameter can have on the device and in a copy to
 the host."""
 
 
 class _HostStates(NamedTuple):
-    """Lower bounds of the sizes that determine the time of a step, for a rank with states on the
-    host."""
+    """For a rank with states on the host, lower bounds of the sizes that determine the time of a
+    step."""
 
     updated: float = 0.0
     """Number of parameters that the host updates."""
     copied: float = 0.0
-    """Bytes of the updated values of these parameters, which are copied to the device once in a
-    step."""
+    """Bytes of the values of the parameters that the host updates. These values are copied to the
+    device once in a step."""
     uncached: float = 0.0
-    """Bytes of values that are copied for each use, because the cache has no space for them."""
+    """Bytes of parameter values that are copied to the device for each use, because the cache has
+    no space for them."""
     gradients: float = 0.0
     """Bytes of gradients that are copied to the host after each microbatch."""
 
 
 class Candidate(NamedTuple):
-    """A layout that does not fit on the device without offloading."""
+    """A layout that does not fit on the device without offloading, but may fit with offloading."""
 
     least_s: float
     """Lower bound of the seconds of a step with offloading."""
@@ -96,14 +98,14 @@ class OffloadedLayouts:
         self._seconds, self._memory, self._checks = seconds, memory, checks
 
     def candidate(self, layout: Layout) -> Candidate | str:
-        """Return the bounds of a layout that does not fit on the device without offloading. If it
-        fits with no placement, return the reason: `TOO_MANY_ACTIVATIONS` or `TOO_MANY_STATES`.
+        """Return the bounds of a layout that does not fit on the device without offloading. If no
+        placement can fit, return the reason: `TOO_MANY_ACTIVATIONS` or `TOO_MANY_STATES`.
 
-        The lower bound of the time is the largest of several times: the time of the passes and of
-        the reductions of gradients, the time of the copies in each direction of the link, and the
-        time of the updates on the host. The times of copies and updates are those for the smallest
-        number of parameters whose states must be on the host so that the first and the last
-        pipeline rank fit on the device.
+        The lower bound of the time is the largest of four times: the sum of the passes and of the
+        reductions of gradients, the copies to the device, the copies to the host, and the updates
+        on the host. The times of copies and updates are those for the smallest number of parameters
+        whose states must be on the host so that the first and the last pipeline rank fit on the
+        device.
         """
         layout = layout._replace(offload="auto")
         activations = max(self._memory.activations(layout))
@@ -122,8 +124,8 @@ class OffloadedLayouts:
         return time.total_s, max(decision.memory.device for decision in placements.decisions)
 
     def _least_s(self, layout: Layout, by_layer: bool) -> float | None:
-        """Return the lower bound of the time with an order of the microbatches; None if no
-        placement fits. `by_layer` is True for offload.order = "layer"."""
+        """Return the lower bound of the seconds of a step with offload.order = "layer" if
+        `by_layer` is True, otherwise with "microbatch". Return None if no placement can fit."""
         config, mesh = layout.apply(self._config), layout.mesh
         stages, microbatches = self._checks.stages(layout), microbatches_of(config, mesh)
         kept, weights, ranks = 0, stage_weights(config, mesh, stages), list[_HostStates]()
@@ -133,7 +135,7 @@ class OffloadedLayouts:
                 return None
             kept = microbatches * self._bytes_of_inputs(config, mesh)
             if mesh.pp > 1 and len(set(config.model.experts_by_layer)) > 1:
-                # The layers are on other ranks than in `weights`.
+                # With this order, the layers are on other ranks than `weights` assumes.
                 return None if kept > self._allowed else self._seconds.of_passes(layout, by_layer)
         for pp, activations in zip((0, mesh.pp - 1), self._memory.activations(layout), strict=True):
             segment = largest_segment(config, mesh, stages, pp)
@@ -159,8 +161,8 @@ class OffloadedLayouts:
     def _states_on_host(
         self, config: Config, mesh: Mesh, weights: Weights, memory: int, segment: float
     ) -> _HostStates | None:
-        """Return the lower bounds for a pipeline rank that has as few states on the host as its
-        device memory permits; None if the rank fits with no placement.
+        """Return the lower bounds for a pipeline rank that has as few states on the host as the
+        device memory permits; None if no placement can fit.
 
         A parameter with states on the device needs device memory for its value, its states and the
         sum of its gradients. A parameter with states on the host needs device memory only for its
@@ -169,7 +171,7 @@ class OffloadedLayouts:
 
         Args:
             config, mesh: The run.
-            weights: Number of parameters of the rank.
+            weights: Numbers of parameters of the rank (`stage_weights`).
             memory: Bytes of device memory for states.
             segment: Number of parameters of the largest segment of the rank. The values and
                 gradients of a segment are on the device at the same time.
@@ -218,8 +220,9 @@ class OffloadedLayouts:
 
 
 def _shards(sharding: str, mesh: Mesh) -> tuple[int, int]:
-    """Return two numbers of ranks: over the first, the states of experts are divided, and over the
-    second, the states of all other parameters (`updated_parameters`)."""
+    """Return a pair: the number of ranks over which the states of experts are divided, and the
+    number of ranks over which the states of all other parameters are divided
+    (`updated_parameters`)."""
     if sharding == "none":
         return 1, 1
     return mesh.dp, mesh.dp * (mesh.ep if sharding == "epso" else 1)

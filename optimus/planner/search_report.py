@@ -21,19 +21,19 @@ logger = logging.getLogger(__name__)
 _GIB = 1 << 30
 _PROGRESS_S = 10.0
 _MOST_POINTS = 20_000
-"""Maximum number of evaluated layouts in a picture. If there are more, the picture shows layouts at
-equal distances in the ranking."""
+"""Approximate maximum of the number of layouts in a picture. If a ranking has more layouts, the
+picture shows every n-th of them."""
 
 
 class Unit(NamedTuple):
     """The unit of the times of a ranking."""
 
     name: str
-    """Name of the column of the table, with the unit."""
+    """Name of the column in layouts.csv and of the key in JSON, with the unit."""
     text: str
     """Name in the text and in the picture, with the unit."""
     size: float
-    """Number by which the times are divided."""
+    """Number by which the values of `Evaluation.time` are divided."""
 
 
 SECONDS = Unit("step_s", "step, s", 1.0)
@@ -41,8 +41,8 @@ PFLOP = Unit("bound_pflop", "PFLOP of the busiest rank, with its idle time", 1e1
 
 
 class SearchProgress:
-    """Logs the progress of a search: the number of layouts at the start, then at most one line in
-    `_PROGRESS_S` seconds. A call has the arguments of the function `report` of `search`."""
+    """Logs the progress of a search: at the start the number of layouts, then at most one line in
+    `_PROGRESS_S` seconds. An object of this class is the argument `report` of `search`."""
 
     def __init__(self) -> None:
         self._next_s: float | None = None
@@ -60,8 +60,9 @@ class SearchProgress:
 
 
 def report(ranking: Ranking, top: int, unit: Unit) -> dict[str, Any]:
-    """Return a ranking as a dict for JSON: the numbers of layouts, and the first `top` layouts and
-    the Pareto front, each with its settings, its time in `unit` and its memory."""
+    """Return a ranking as a dict for JSON: the numbers of evaluated and of rejected layouts, the
+    first `top` layouts, and the Pareto front. Each layout has its settings, its time in `unit` and
+    its memory in bytes."""
     return {
         "evaluated": len(ranking.evaluations),
         "rejected": dict(ranking.rejected.most_common()),
@@ -106,7 +107,8 @@ def format_report(ranking: Ranking, top: int, unit: Unit) -> str:
 
 
 def write_report(ranking: Ranking, unit: Unit, directory: Path) -> None:
-    """Write `layouts.csv`, all evaluated layouts in the order of the ranking, and `pareto.png`."""
+    """Write two files to `directory`: `layouts.csv`, a table of all evaluated layouts in the order
+    of the ranking, and `pareto.png`, a picture of their times and memory."""
     make_dirs(directory)
     text = io.StringIO()
     first = _row(ranking.evaluations[0], unit)
@@ -120,7 +122,7 @@ def write_report(ranking: Ranking, unit: Unit, directory: Path) -> None:
 
 
 def write_config(config: Config, path: str) -> None:
-    """Write a configuration that `optimus train` reads."""
+    """Write a configuration as a TOML file, which `optimus train` can read."""
     write_bytes(path, dump_toml(config).encode())
 
 

@@ -1,8 +1,9 @@
 """Time of a step of each layout of a search, or a lower bound of this time.
 
-The times are equal to the results of `step_time`, but are computed faster: the passes of the
-microbatches once for all layouts that differ only in `optim.sharding` and `optim.resident`, and the
-collectives of gradients and parameters once for all layouts that differ only in recomputation.
+The times are equal to the results of `step_time`, but are computed faster. The passes of the
+microbatches are computed once for all layouts that differ only in `optim.sharding` and
+`optim.resident`. The collectives of gradients and parameters are computed once for all layouts that
+differ only in the recomputed modules.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class ComputeBound:
         return self._of_token[key]
 
     def _layers(self, recompute: tuple[str, ...]) -> list[float]:
-        """Return the FLOPs of each layer for a token: 2 for a multiply-add in forward, 4 more in
+        """Return the FLOPs of each layer for a token. A multiply-add needs 2 FLOPs in forward, 4 in
         backward, and 2 more if backward recomputes it."""
         if recompute not in self._of_layer:
             model, seq_len = self._config.model, self._config.train.seq_len
@@ -90,7 +91,7 @@ class ComputeBound:
 
 
 class _Update(NamedTuple):
-    """Seconds of the update in a step: of its collectives and of the optimizer."""
+    """Seconds of the collectives and of the optimizer in the update of a step."""
 
     collectives: list[tuple[str, float, Overlap]]
     """The result of `collective_times`."""
@@ -102,12 +103,12 @@ class StepSeconds:
 
     Args:
         config: The configuration.
-        checks: The checks of its layouts.
+        checks: The checks of the layouts of `config`.
         rates: The rates of the machine.
-        profiled: Known profiles of segments. Further profiles are added. The same object can be an
-            argument of `LayoutMemory`.
-        loads: Loads of the experts in a run. The time is that of the update with the median load.
-            None: uniform routing.
+        profiled: Known profiles of segments, to which this object adds the profiles that it
+            computes. `LayoutMemory` can share the same dict.
+        loads: Loads of the experts in a run. The time is computed for the update with the median
+            load. None for uniform routing.
     """
 
     def __init__(
@@ -123,8 +124,8 @@ class StepSeconds:
         self._segments: dict[Any, tuple[Segments, PassTimes]] = {}
         self._traffic: dict[Any, StateTraffic] = {}
         self._weights: dict[Any, tuple[int, Weights]] = {}
-        # Caches for the last mesh and for the last layout. A search evaluates the layouts of a
-        # mesh, and those that differ only in the settings of states, in immediate succession.
+        # Caches for the last mesh and for the last layout. A search evaluates the layouts of a mesh
+        # one after the other, and so the layouts that differ only in the settings of states.
         self._mesh: Any = None
         self._updates: dict[Any, _Update] = {}
         self._passes: Any = None
@@ -132,7 +133,7 @@ class StepSeconds:
 
     def __call__(self, layout: Layout) -> float:
         """Return the seconds of a step of a layout whose batch can be divided over its ranks."""
-        # A cache without a limit takes the same time as whole parameters.
+        # Without a limit of cache_chunks, "cache" takes the same time as "parameters".
         if layout.resident == "cache" and not self._config.optim.cache_chunks:
             layout = layout._replace(resident="parameters")
         if self._pipeline is None or self._passes != layout[:8]:
@@ -143,9 +144,10 @@ class StepSeconds:
 
     def of_passes(self, layout: Layout, by_layer: bool = False) -> float:
         """Return a lower bound of the seconds of a step that holds for any placement of the states.
-        The bound is the time of the passes of all microbatches on the busiest pipeline rank, plus
-        the time of the passes of one microbatch on the pipeline ranks before this rank: their
-        forwards precede its first forward, and their backwards follow its last backward.
+        For each pipeline rank, take the time of the passes of all microbatches on this rank, plus
+        the time of the passes of one microbatch on the previous ranks: forwards on the previous
+        ranks precede the first forward of this rank, and backwards on the previous ranks follow its
+        last backward. The bound is the largest of these sums.
 
         With `by_layer`, each layer is a stage (offload.order = "layer"), and the bound is the time
         of all passes divided by the number of pipeline ranks.
@@ -171,8 +173,8 @@ class StepSeconds:
         return max(sum(others[:rank]) + microbatches * sum(both[rank::p]) for rank in range(p))
 
     def collective_s(self, operation: Operation, size: float, mesh: Mesh, axes: str) -> float:
-        """Return the seconds of a collective with buffers of `size` bytes over the group of `axes`
-        of a mesh."""
+        """Return the seconds of a collective with buffers of `size` bytes in the slowest process
+        group of `axes`."""
         groups, rates = groups_of(mesh)[axes], self._rates
         return slowest_s(operation, size, groups, rates.links, rates.algorithm)
 
@@ -185,7 +187,8 @@ class StepSeconds:
         return pipeline_time(step, self._rates, times)
 
     def _segments_of(self, layout: Layout) -> tuple[Segments, PassTimes]:
-        """Return the operations of the segments, and a cache of the times of their passes."""
+        """Return a pair: the operations of the segments, and the times of their passes, which are
+        cached."""
         divides = layout.schedule == "zb-h1"
         key = layout.ep, layout.tp, layout.microbatch_size, layout.recompute, divides
         if key not in self._segments:
@@ -220,14 +223,14 @@ class StepSeconds:
 
     def _traffic_of(self, layout: Layout, config: Config) -> StateTraffic:
         """Return the object that counts the collectives of gradients and parameters. Layouts with
-        equal settings of states share the object."""
+        the same `sharding` and `resident` share the object."""
         key = layout.sharding, layout.resident, config.parallel.sequence_parallel
         if key not in self._traffic:
             self._traffic[key] = StateTraffic(config, extrapolates=True)
         return self._traffic[key]
 
     def _fullest(self, layout: Layout, config: Config) -> tuple[int, Weights]:
-        """Return the result of `fullest_rank`."""
+        """Return the result of `fullest_rank` for a layout."""
         key = layout.pp, layout.ep, layout.tp, layout.virtual_stages
         if key not in self._weights:
             self._weights[key] = fullest_rank(config, layout.mesh, self._checks.stages(layout))

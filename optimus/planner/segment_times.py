@@ -1,4 +1,5 @@
-"""Seconds of the segments of a rank's model and of the collectives of its chunks on a machine."""
+"""Seconds of the segments of a rank's model, and of the collectives of the rank's chunks, on a
+machine."""
 
 from __future__ import annotations
 
@@ -58,12 +59,13 @@ class SegmentTimes:
     def of_rank(
         self, layout: Layout, divides_backward: bool = False
     ) -> tuple[list[float], list[float]]:
-        """Return the seconds of the forward and of the backward of each segment of a rank, with
-        collectives.
+        """Return two lists: the seconds of the forward and of the backward of each segment of a
+        rank, including the collectives within the segment.
 
         Args:
             layout: The layout of the rank.
-            divides_backward: True to return the seconds of the action I instead of the backward.
+            divides_backward: True to return the seconds of the action I (gradient of the input)
+                instead of the backward.
         """
         numbers = [1 + layer for stage in layout.stages for layer in layout.layers[stage]]
         numbers = [0] * layout.has_first + numbers + [len(self._layers) - 1] * layout.has_last
@@ -73,7 +75,8 @@ class SegmentTimes:
         return [self._forward[number] for number in numbers], backward
 
     def gathers(self, engine: ChunkEngine) -> list[float]:
-        """Return the seconds of the gather of each chunk, in order of first use."""
+        """Return the seconds of the all_gather of each chunk, in order of first use; 0 for a chunk
+        that is not divided over ranks."""
         return [
             self._collective_s("all_gather", chunk.params.nbytes, chunk.groups.shard_group.axes)
             if chunk.groups.shard_group.size > 1
@@ -89,9 +92,10 @@ class SegmentTimes:
         elements: Sequence[int],
         forward_s: float,
     ) -> list[float]:
-        """Return `Workload.end_s` of a rank: the seconds of the collectives of all gradients, of
-        the update of the chunks on the device, and of the gathers of these chunks. With
-        optim.overlap, the gathers overlap with the first forward and its gathers of other chunks.
+        """Return `Workload.end_s` of a rank: for each number of chunks on the host, from 0 to all
+        chunks, the sum of the seconds of the collectives of all gradients, of the update of the
+        chunks on the device, and of the gathers of the chunks on the device. With optim.overlap,
+        these gathers overlap with the first forward and with the gathers of other chunks.
 
         Args:
             config: The run.
@@ -117,7 +121,7 @@ class SegmentTimes:
         return by_number[::-1]
 
     def total_s(self, reductions: Iterable[Reduction]) -> float:
-        """Return the seconds of all collectives, one after the other."""
+        """Return the seconds that `reductions` take if they run one after the other."""
         return sum(r.repeats * self._collective_s(r.name, r.size_bytes, r.axis) for r in reductions)
 
     def _collective_s(self, operation: Operation, num_bytes: float, axes: str) -> float:
@@ -146,14 +150,15 @@ def segment_times(
     topology: Topology | None = None,
 ) -> SegmentTimes | None:
     """Return the times of the segments of a run on a machine, or None if the machine file lacks
-    rates for the run. A plan and a run use these times to decide on the placement of the states.
+    rates for the run. Both a plan and a run use these times to decide on the placement of the
+    states.
 
     Args:
         config, mesh, works, topology: As for `SegmentTimes`.
         machine: The machine.
         name: Name of the machine.
     """
-    with contextlib.suppress(ConfigError):  # the plan shows why a step has no time
+    with contextlib.suppress(ConfigError):  # the plan reports the missing rate
         rates = rates_of(machine, config.train.dtype, name)
         return SegmentTimes(config, mesh, rates, works, topology=topology)
     return None
@@ -169,9 +174,9 @@ def chunks_by_first_use(engine: ChunkEngine) -> list[ParamChunk]:
 def chunk_reductions(
     config: Config, schedule: Schedule, chunks: Sequence[ParamChunk], first: int
 ) -> tuple[Reduction, ...]:
-    """Return the collectives of a step: those that `ReducePerMicrobatch` runs for the gradients of
-    all chunks, and the gathers of the parameters of those chunks that are on the device, the chunks
-    with an index below `first`."""
+    """Return the collectives of a step: the collectives that `ReducePerMicrobatch` runs for the
+    gradients of all `chunks`, and the gathers of parameters for the chunks on the device,
+    `chunks[:first]`."""
     optim, numbers = config.optim, Counter[Reduction]()
 
     def add(

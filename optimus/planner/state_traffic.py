@@ -1,8 +1,8 @@
-"""Collectives of gradients and parameters in an update of a rank, computed from sizes alone.
+"""Collectives of gradients and parameters in an update of a rank, computed only from sizes.
 
 `optimus.rank.traffic.plan_traffic` lists the collectives of an update in order, from the chunk
-engine. A search needs the collectives of many layouts. This module therefore counts them from the
-sizes of the chunks, without an engine. Tests compare the two results.
+engine of a rank. A search needs the collectives of many layouts. This module therefore counts the
+collectives from the sizes of the chunks, without an engine. Tests compare the two results.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ class _Chunks(NamedTuple):
     groups: GroupAxes
     """Axes of the process groups. Axes of size 1 are left out, except in `copy`."""
     number: int
+    """Number of chunks."""
     length: int
     """Number of elements of all chunks, with padding."""
     is_use: bool = False
@@ -40,8 +41,7 @@ class _Chunks(NamedTuple):
 
 
 class _Kind(NamedTuple):
-    """Kind of a collective: the properties that collectives must have in common to be counted
-    together."""
+    """Kind of a collective. Collectives with equal values of all fields are counted together."""
 
     axis: str
     name: Operation
@@ -55,7 +55,7 @@ class _Total(NamedTuple):
 
     number: int = 0
     num_bytes: int = 0
-    """Sum of the bytes of the full buffers of a rank over all of these collectives."""
+    """Bytes of the full buffer of a rank, added up over all collectives of the kind."""
 
     def plus(self, other: _Total, factor: int = 1) -> _Total:
         return _Total(*(a + factor * b for a, b in zip(self, other, strict=True)))
@@ -74,10 +74,11 @@ class StateTraffic:
     are on the device.
 
     Args:
-        config: The configuration. Of the section `[parallel]`, only `sequence_parallel` is used.
-        extrapolates: True to count the gathers of a limited cache for a few microbatches, and to
-            assume that they repeat. With pp pipeline ranks, they repeat after pp microbatches, with
-            rare exceptions if a rank has several stages.
+        config: The configuration. In the section `[parallel]`, only `sequence_parallel` has an
+            effect.
+        extrapolates: True to count the gathers of a limited cache only for a few microbatches, and
+            to assume that the gathers then repeat. With pp pipeline ranks, the gathers repeat after
+            pp microbatches, with rare exceptions if a rank has several stages.
     """
 
     def __init__(self, config: Config, extrapolates: bool = False) -> None:
@@ -96,12 +97,12 @@ class StateTraffic:
     def of_rank(
         self, config: Config, mesh: Mesh, stages: tuple[range, ...], pp: int, microbatches: int
     ) -> tuple[Reduction, ...]:
-        """Return the collectives of the ranks with index `pp`. An element describes all collectives
-        of the same kind: their number and their mean size.
+        """Return the collectives of the ranks with the index `pp` along the pipeline. An element
+        describes all collectives of a kind, with their number and their mean size.
 
         Args:
-            config: The configuration, with the schedule. The schedule has an effect only if the
-                cache is limited.
+            config: The configuration, with the schedule. The schedule has an effect only if
+                optim.cache_chunks limits the cache.
             mesh: Sizes of the axes.
             stages: The layers of each pipeline stage.
             pp: Index along the pipeline.
@@ -200,7 +201,7 @@ class StateTraffic:
         self, config: Config, mesh: Mesh, stages: Sequence[range], pp: int, microbatches: int
     ) -> _Totals:
         """Return the gathers of a limited cache in a step, by kind, as `plan_residency` plans them.
-        A gather that begins before the use that needs it overlaps with earlier passes."""
+        A gather that begins before the use of its chunk overlaps with earlier passes."""
         params = self._sizes.params_of(mesh, stages, Coordinate(pp, 0, 0, 0))
         chunks = self._sizes.chunks_of(params, mesh)
         used = [{params[member].segment for member in chunk.members} for chunk in chunks]
@@ -228,12 +229,12 @@ class StateTraffic:
 
 
 _OVERLAPS: tuple[Overlap, Overlap] = ("nothing", "passes")
-"""Computation that overlaps with a gather into the cache. The first item is for a gather that
-begins at the use of its chunk, the second for one that begins before this use."""
+"""Computation that overlaps with a gather into the cache. The first element is for a gather that
+begins at the use of its chunk, the second element for a gather that begins before this use."""
 
 
 def _name(axes: Axes) -> str:
-    """Return the name of the process group over axes with several ranks."""
+    """Return the name of the process group over `axes`, such as "dp x ep"."""
     return " x ".join(axes)
 
 

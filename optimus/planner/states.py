@@ -1,11 +1,11 @@
-"""Bytes of the model states of any rank, computed from sizes alone: without torch, a model or
+"""Bytes of the model states of any rank, computed only from sizes, without torch, a model or
 process groups.
 
 Model states are parameters, gradients, master weights and moments. Tests compare the results with
 `ChunkEngine.state_bytes`, which counts the bytes of the tensors that training allocates. With
 offloading, `plan_ranks` creates a chunk engine on the meta device instead. A search over layouts
-needs the bytes of hundreds of thousands of ranks, so the bytes of ranks with equal states, and of
-groups of parameters with equal layouts, are computed only once.
+needs the bytes of hundreds of thousands of ranks. The bytes of ranks with equal states, and of
+parameters with equal layouts, are therefore computed only once.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ EMBEDDING, HEAD = -1, -2
 _DIVIDED = ("q_proj", "k_proj", "v_proj", "q_norm", "k_norm", "gate_proj", "up_proj")
 """Modules whose parameters tp divides."""
 _ROWS = ("o_proj", "down_proj", "embed", "head")
-"""Modules whose weight, but not whose bias, tp divides."""
+"""Modules of which tp divides the weight, but not the bias."""
 _HIDDEN_NORMS = ("attention_norm", "mlp_norm", "final_norm")
 
 
@@ -82,7 +82,7 @@ class _Segment(NamedTuple):
     """Parameters of a segment of the model."""
 
     params: list[tuple[int, _Class]]
-    """The number of elements and the class, without the stage, of each parameter."""
+    """A pair for each parameter: its number of elements, and its class without the stage."""
     by_class: dict[_Class, list[int]]
 
 
@@ -103,7 +103,7 @@ class _Chunk(NamedTuple):
     length: int
     used: int
     members: Sequence[int]
-    """Indices of its parameters in the order of first use."""
+    """Indices of the parameters of the chunk, in order of first use."""
 
 
 class _GroupSizes(NamedTuple):
@@ -120,7 +120,7 @@ class RankBytes(NamedTuple):
     sizes: dict[str, int]
     """Bytes of each of KINDS and "padding", "cache" and "total", as in `plan_ranks`."""
     fewest_slots: int
-    """Smallest number of chunks in the parameter cache with which the rank can run."""
+    """Smallest size of the parameter cache, in chunks, with which the rank can run."""
     temporary: tuple[int, int]
     """Bytes of gradients that are allocated only during a backward, and of temporary tensors of
     reductions. First element: gradients are allocated by stage; second element: by segment (see
@@ -128,11 +128,11 @@ class RankBytes(NamedTuple):
 
 
 class StateSizes:
-    """Bytes of the model states of any rank, for a model and settings that do not depend on the
-    mesh.
+    """Bytes of the model states of any rank of a run, for any mesh.
 
     Args:
-        config: The configuration. Of the section `[parallel]`, only `sequence_parallel` is used.
+        config: The configuration. In the section `[parallel]`, only `sequence_parallel` has an
+            effect.
         moment_bytes: Bytes of an element of each moment of the optimizer.
     """
 
@@ -166,7 +166,7 @@ class StateSizes:
         Args:
             mesh: Sizes of the axes, which must divide the sizes of the model.
             stages: The layers of each pipeline stage.
-            coordinate: Indices of the rank. The result does not depend on those along dp and ep.
+            coordinate: Indices of the rank. The indices along dp and ep do not change the result.
         """
         local = stages[coordinate.pp :: mesh.pp]
         ends = coordinate.pp == 0, coordinate.pp == mesh.pp - 1
@@ -179,8 +179,8 @@ class StateSizes:
         return self._ranks[key]
 
     def fullest(self, mesh: Mesh, stages: Sequence[range]) -> RankBytes:
-        """Return the bytes of the rank with the largest "total". In the result, `fewest_slots` is
-        the largest of all ranks."""
+        """Return the bytes of the rank with the largest "total". `fewest_slots` of the result is
+        the largest value of all ranks."""
         rows = {_share(self._model.vocab_size, tp, mesh.tp): tp for tp in range(mesh.tp)}
         ranks = [
             self.of_rank(mesh, stages, Coordinate(pp, 0, 0, tp))
@@ -306,10 +306,10 @@ class StateSizes:
     def _class(self, name: str, mesh: Mesh) -> _Class:
         """Return the class of a parameter, with stage 0, which the caller replaces."""
         module, leaf = name.split(".")[-2:]
-        # With sequence parallelism, each tp rank applies these to its share of the sequence.
+        # With sequence parallelism, a tp rank applies such parameters to a share of the sequence.
         is_partial = module in _HIDDEN_NORMS or (module, leaf) == ("o_proj", "bias")
         partial = ("tp",) if is_partial and self._in_sequence and mesh.tp > 1 else ()
-        # As in `make_placements`: tp, unlike ep, divides only if there are several ranks.
+        # As in `make_placements`: ep always divides; tp divides only if it has several ranks.
         divided = tuple(a for a in _divided_by(name) if a != "tp" or mesh.tp > 1)
         options = options_of(name, self._optim) if self._has_patterns else DEFAULT_OPTIONS
         is_whole = options.frozen and not self.divides_params
@@ -392,9 +392,9 @@ class StateSizes:
 
 
 class _Tally:
-    """Adds up the bytes of a rank's states by kind, like `count_bytes`. It counts the buffers of
-    `ChunkState`, `UseGradBuffer` and `ReducePerMicrobatch`, except gradients that are allocated
-    only during a backward."""
+    """Adds up the bytes of a rank's states by kind, like `count_bytes`. The counted buffers are
+    those of `ChunkState`, `UseGradBuffer` and `ReducePerMicrobatch`, without the gradients that are
+    allocated only during a backward."""
 
     def __init__(self, settings: StateSizes, adds_each: bool) -> None:
         """`adds_each` is True if gradients are added up after each microbatch."""
@@ -405,7 +405,7 @@ class _Tally:
     def add_chunk(
         self, chunk: _Chunk, groups: _GroupSizes, is_on_host: bool, is_transient: bool
     ) -> None:
-        """Add the buffers of a chunk of L elements."""
+        """Add the buffers of a chunk."""
         settings, length = self._settings, chunk.length
         shard = length // groups.shard
         buffers = [("parameters", (shard if is_transient else length) * settings.itemsize, True)]
@@ -447,9 +447,9 @@ class _Tally:
         return settings.divides_gradients and is_added
 
     def _add(self, buffers: Sequence[tuple[str, int, bool]], is_on_host: bool) -> int:
-        """Add the buffers of a chunk to the totals. Return the sum of their bytes. `buffers` has
-        tuples (kind, bytes, follows). If `is_on_host`, the states of the chunk are in host memory,
-        with those buffers for which `follows` is True. The other buffers are on the device."""
+        """Add the buffers of a chunk to the totals, and return the sum of their bytes. `buffers`
+        has tuples (kind, bytes, follows). Buffers with `follows` = True are in host memory if
+        `is_on_host` is True. All other buffers are on the device."""
         for kind, size, follows in buffers:
             self._sizes[kind] += size
             if is_on_host and follows:
@@ -474,7 +474,7 @@ def _group_sizes(key: _Class, mesh: Mesh) -> _GroupSizes:
 
 @lru_cache(maxsize=1 << 12)
 def _pack(sizes: tuple[int, ...], reduce_size: int, target_length: int) -> tuple[_Packed, ...]:
-    """Return the chunks of a class of parameters with these numbers of elements."""
+    """Return the chunks of a class of parameters, which have these numbers of elements."""
     params = [Parameter(str(n), (size,), None, reduce_size) for n, size in enumerate(sizes)]
     chunks = lay_out(params, target_length).chunks
     return tuple(_Packed(chunk.length, chunk.used, len(chunk.slots)) for chunk in chunks)
@@ -487,8 +487,8 @@ def _share(size: int, index: int, count: int) -> int:
 
 
 def _divided_by(name: str) -> Axes:
-    """Return the axes whose ranks have slices of a parameter; () if all ranks have the whole
-    parameter. `name` may be relative to the block."""
+    """Return the axes that divide a parameter over their ranks; () if all ranks have the whole
+    parameter. `name` is the full name or the name within a block."""
     module, leaf = name.split(".")[-2:]
     if module == "experts":
         return ("ep", "tp")
@@ -507,8 +507,8 @@ def check_names(optim: OptimConfig, model: ModelConfig) -> None:
 
 
 def check_slots(config: Config, mesh: Mesh) -> None:
-    """Check that the parameter cache of each rank can hold the largest segment, which is the
-    embedding, a block or the head.
+    """Check that the parameter cache of each rank can hold each segment: the embedding, a block or
+    the head.
 
     The cache has space for optim.cache_chunks chunks. A chunk is a flat buffer of parameters. All
     chunks of a segment are needed at the same time.
@@ -557,7 +557,7 @@ def _kinds(mesh: Mesh) -> Iterator[Coordinate]:
 def plan_ranks(
     config: Config, mesh: Mesh, moment_bytes: Sequence[int] = ADAMW
 ) -> Iterator[tuple[Coordinate, dict[str, Any]]]:
-    """For each pair of a pp index and a tp index, compute the bytes of the model states of a rank.
+    """Yield the bytes of the model states of a rank, for each pair of a pp index and a tp index.
 
     Ranks that differ only along dp or ep have states of the same size.
 

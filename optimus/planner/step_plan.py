@@ -48,21 +48,26 @@ def plan_step(
         placements: As for `time_offloaded`.
 
     Returns:
-        - `step_s`: seconds of a step without checkpoints. It is the sum of `compute_s`, `exposed_s`
-          (a dict by axis), `bubble_s`, `optimizer_s` and, with offloading, `offload_s`, the number
-          of seconds by which copies, updates on the host and the disk make the step longer.
-        - `resources_s`: only with offloading, the seconds for which each resource (the links, the
+        - `step_s`: seconds of a step without checkpoints: the sum of `compute_s`, the values of
+          `exposed_s` (a dict from axes to seconds), `bubble_s`, `optimizer_s` and, with offloading,
+          `offload_s`, the number of seconds by which copies, updates on the host and the disk make
+          the step longer.
+        - `resources_s`: only with offloading. The seconds for which each resource (the links, the
           host and the disk) is busy in a step, on the rank where this resource is busy longest.
         - `tokens_per_s`: tokens of a step divided by `step_s`. `tflops_per_device`: model TFLOP/s
-          of a device. `mfu`: the ratio of these to `peak_flops`, the peak FLOP/s of a device.
-        - `tokens_per_day`: `tokens_per_s` times the seconds of a day, times `work_share`.
-        - `nodes`: number of nodes; and the result of `plan_run`.
-        - `fitted_on`: the published rows on which rates of the machine file were fitted.
-        - `missing`: keys of rates that the machine file lacks, so that `step_s` is a lower bound.
+          of a device. `peak_flops`: peak FLOP/s of a device. `mfu`: model FLOP/s of a device
+          divided by `peak_flops`.
+        - `tokens_per_day`: `tokens_per_s` times 86,400, times `work_share` of `plan_run`.
+        - `nodes`: number of nodes.
+        - All keys of the result of `plan_run`.
+        - `fitted_on`: the published measurements to which rates of the machine file were fitted.
+        - `missing`: keys of rates that the machine file lacks. If there are any, `step_s` is a
+          lower bound.
 
     Raises:
-        ConfigError: The machine file has no rates for the run's dtype, memory or network, or the
-            batch does not fit the mesh. With offloading, as `time_offloaded`.
+        ConfigError: The machine file has no rates of products in the run's dtype, of the memory or
+            of the network; or the global batch cannot be divided over the data ranks. With
+            offloading, also as `time_offloaded`.
     """
     train = config.train
     rates = rates_of(machine, train.dtype, name)
@@ -105,8 +110,8 @@ class StepTrace(NamedTuple):
     actions: list[list[TracedAction]]
     """The pipeline actions of each rank, with the names of `optimus bench step --trace`."""
     others: dict[str, Sequence[Sequence[Traced]]]
-    """Transfers and launches of each rank and, with offloading, the work of the links, the host and
-    the disk, by the name of the resource."""
+    """A dict from the name of a resource to its intervals of activity on each rank: transfers,
+    launches of the host and, with offloading, the links, the host and the disk."""
 
     @classmethod
     def of(
@@ -117,7 +122,8 @@ class StepTrace(NamedTuple):
         name: str,
         topology: Topology | None = None,
     ) -> StepTrace:
-        """Simulate a step. Arguments and errors are those of `plan_step`."""
+        """Simulate a step and return its times. The arguments and the errors are those of
+        `plan_step`."""
         others: dict[str, Sequence[Sequence[Traced]]] = {}
         if config.offload.mode != "off":
             offloaded = time_offloaded(config, mesh, machine, name, topology=topology)
@@ -143,9 +149,9 @@ class StepTrace(NamedTuple):
         write_trace(path, self.actions, "planned", self.others)
 
     def draw(self, path: Path) -> None:
-        """Draw a PNG with a row of actions for each pipeline rank, from the first rank at the top.
-        Wide actions have the number of their microbatch. Raises ConfigError if the file cannot be
-        written."""
+        """Draw a PNG file with a row of actions for each pipeline rank, the first rank at the top.
+        Wide actions are labelled with the number of the microbatch. Raises ConfigError if the file
+        cannot be written."""
         pyplot = load_pyplot()
         rows = len(self.actions)
         figure, axes = pyplot.subplots(figsize=(14, min(40, 1.5 + 0.35 * rows)))

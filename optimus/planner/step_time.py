@@ -1,7 +1,8 @@
-"""Time of a training step, from the operations of its stages and the rates of a machine.
+"""Time of a training step, computed from the operations of its stages and the rates of a machine.
 
-A step is compute + exposed communication by mesh axis + pipeline bubble + optimizer, on the rank
-that takes longest. All functions are pure. Every rate is at most the peak in the machine file.
+The time of a step is the sum of computation, exposed communication of each mesh axis, pipeline
+bubble and optimizer, on the rank that takes longest. All functions are pure. Every rate is at most
+the peak in the machine file.
 """
 
 from __future__ import annotations
@@ -24,9 +25,12 @@ from optimus.rank.operations import FusedAttention, Pass, Product
 from optimus.rank.operations import Operation as LayerOperation
 
 Groups = Mapping[str, Sequence[tuple[int, ...]]]
-"""The ranks of the process groups of each axis, without those that use the network as another one
-does. The ranks have the numbers of `optimus.planner.collectives`."""
+"""A dict from axes to the ranks of process groups. Of process groups that use the network in the
+same way, only the first is included. The ranks have the numbers that `optimus.planner.collectives`
+describes."""
 Overlap = Literal["nothing", "forward", "backward", "passes"]
+"""Computation with which a collective overlaps: none, the first forward, the last backward, or all
+passes of all microbatches."""
 
 
 class Layers(NamedTuple):
@@ -35,7 +39,8 @@ class Layers(NamedTuple):
     forward: tuple[LayerOperation, ...]
     """Operations of one layer for one microbatch."""
     backward: tuple[LayerOperation, ...] = ()
-    """Operations of its backward, with those that it recomputes."""
+    """Operations of the backward of one layer for one microbatch, including recomputed
+    operations."""
     number: float = 1.0
     """Number of layers."""
     input_backward: tuple[LayerOperation, ...] | None = None
@@ -47,13 +52,12 @@ class Reduction(NamedTuple):
     """A collective that reduces gradients or gathers parameters."""
 
     axis: str
-    """Name of the group in `Step.groups`, such as dp."""
+    """Key of the process groups in `Step.groups`, such as "dp"."""
     name: Operation
     size_bytes: float
     """Bytes of the full buffer of a rank."""
     overlaps: Overlap = "nothing"
-    """Computation during which the collective runs: the last backward, the first forward, or all
-    passes of all microbatches."""
+    """Computation during which the collective runs."""
     repeats: int = 1
     """Number of times that the collective runs in a step."""
 
@@ -68,15 +72,17 @@ class Step:
     microbatches: int
     """Number of microbatches of each data rank."""
     groups: Groups
-    """The process groups of each axis that the operations name. Each group `pp` has the ranks of a
-    pipeline."""
+    """The process groups of each axis that the operations name. A process group of "pp" has the
+    ranks of a pipeline."""
     dtype: Dtype = "bf16"
     schedule: str = "1f1b"
     virtual_stages: int = 1
     transfer_bytes: float = 0.0
-    """Bytes of a stage's output that a rank sends to the next stage for one microbatch."""
+    """Bytes that a rank sends to the next stage for one microbatch: the output of the stage or,
+    with sequence parallelism, a tp rank's share of the output."""
     transfers_block: bool = False
-    """True if a rank waits for its transfers (Megatron-LM); False if they overlap with compute."""
+    """True if a rank waits for its transfers (Megatron-LM); False if transfers overlap with
+    computation."""
     reductions: tuple[Reduction, ...] = ()
     update: UpdateBytes = field(default_factory=UpdateBytes)
     """Bytes of the update of a rank."""
@@ -97,8 +103,8 @@ class StepTime:
     offload_s: float = 0.0
     """Seconds for which the device waits for copies, for updates on the host and for the disk."""
     missing: tuple[str, ...] = field(default=())
-    """Keys of rates that the machine file lacks. The peak rate or no latency replaces them, so that
-    the time is a lower bound."""
+    """Keys of rates that the machine file lacks. The peak rate, or a latency of 0, is used instead,
+    so that the time is a lower bound."""
 
     @property
     def total_s(self) -> float:
@@ -110,13 +116,13 @@ class PassTime(NamedTuple):
     """Seconds of a forward or backward pass for one microbatch."""
 
     compute_s: float
+    """Seconds without communication: the device computes, or waits until operations are started."""
     exposed_s: dict[str, float]
-    """Communication within the pass, by axis."""
+    """Seconds of communication within the pass, by axis."""
     device_s: float = 0.0
     """Seconds for which the device computes."""
     launch_s: float = 0.0
-    """Seconds that the host of an accelerator needs to start the operations, while the device
-    computes."""
+    """Seconds that the host of an accelerator needs to start the operations; 0 on a CPU."""
 
     @property
     def total_s(self) -> float:
@@ -135,8 +141,8 @@ class PassTime(NamedTuple):
 
 
 def _product_s(rates: Rates, rows: float, inner: float, columns: float) -> float:
-    """Return the seconds of one product [rows, inner] x [inner, columns], which is limited by the
-    FLOP/s or by the memory (roofline)."""
+    """Return the seconds of one product [rows, inner] x [inner, columns], limited by the FLOP/s or
+    by the memory (roofline)."""
     flops = 2.0 * rows * inner * columns
     moved = rates.element_bytes * (rows * inner + inner * columns + rows * columns)
     return max(flops / rates.products.rate(rows, inner, columns), moved / rates.memory)
@@ -152,7 +158,8 @@ def _attention_s(attention: FusedAttention, rates: Rates) -> float:
 def _add(
     operations: Iterable[LayerOperation], rates: Rates, groups: Groups
 ) -> tuple[float, float, dict[str, float]]:
-    """Return the device's seconds, the number of launches and the communication by axis."""
+    """Return a tuple: the seconds for which the device computes, the number of operations that the
+    host starts, and a dict from axes to the seconds of communication."""
     device_s, launches, exposed_s = 0.0, 0.0, dict[str, float]()
     for op in operations:
         if isinstance(op, Product):
@@ -178,8 +185,8 @@ def pass_time(
     """Return the time of the forward or the backward of `number` equal layers for one microbatch.
 
     On an accelerator, the host starts operations while the device runs earlier operations. A pass
-    therefore takes the longer of two times: that of the host to start its operations, and that of
-    the device to run them.
+    therefore takes the longer of two times: the time in which the host starts the operations, and
+    the time in which the device runs them.
     """
     device_s, launches, exposed_s = _add(operations, rates, groups)
     waiting_s = sum(exposed_s.values())
@@ -193,8 +200,9 @@ def pass_time(
 
 
 class PassTimes:
-    """Cache of the times of passes. Most stages have the same tuples of operations. The cache finds
-    a time by the identity of the tuple, so callers must keep the tuples as long as this object."""
+    """Cache of the times of passes. Most stages have the same tuples of operations. The key of a
+    time is the `id` of the tuple of operations, so callers must keep the tuples as long as this
+    object."""
 
     def __init__(self, rates: Rates, groups: Groups) -> None:
         self._rates, self._groups = rates, groups
@@ -230,11 +238,12 @@ def pipeline_s(
 ) -> float:
     """Return the seconds of a pipeline step without transfers.
 
-    For gpipe, 1f1b and interleaved, the result is a closed formula: the busiest rank runs all
-    microbatches, and one microbatch passes through the other ranks. It is exact for equal stages,
-    where the bubble is (p-1)/v microbatches (arXiv 2104.04473). For zb-h1 with m >= p, ranks run
-    the action W during the bubble, which is then (p-1) (F + I - W) (arXiv 2401.10241, table 2). If
-    m < p, zb-h1 is simulated.
+    For gpipe, 1f1b and interleaved, the result is computed by a formula: the time in which the
+    busiest rank runs all microbatches, plus the time in which one microbatch passes through the
+    other ranks. The formula is exact if all stages take equal times; the bubble is then the time of
+    (p-1)/v microbatches (arXiv 2104.04473). For zb-h1 with m >= p, ranks run the action W during
+    the bubble, which is then (p-1) (F + I - W), with the seconds F, I and W of the actions of a
+    stage (arXiv 2401.10241, table 2). If m < p, zb-h1 is simulated.
 
     Args:
         schedule: Name of the schedule.
@@ -242,8 +251,8 @@ def pipeline_s(
         virtual_stages: v.
         num_microbatches: m.
         forward_s, backward_s: Seconds of each stage for one microbatch, p*v values.
-        weights_s: Seconds of the action W of each stage, which are included in `backward_s`; by
-            default half of them.
+        weights_s: Seconds of the action W of each stage. `backward_s` includes these seconds. By
+            default, W takes half of `backward_s`.
     """
     p, v, m = num_ranks, virtual_stages, num_microbatches
     if schedule == "gpipe":
@@ -283,8 +292,8 @@ def _costs(forward_s: Sequence[float], backward_s: Sequence[float]) -> Callable[
 
 
 MAX_PLAYED = 100_000
-"""Largest number of actions of a schedule for which `played_time` simulates a step. Its three
-simulations then take two to five seconds."""
+"""Largest number of actions of a schedule for which `played_time` simulates a step. With this
+number, the three simulations of `played_time` take two to five seconds."""
 
 
 def play_step(
@@ -326,8 +335,8 @@ def play_step(
                 reduce.append(transfer.times(reduction.repeats / step.virtual_stages))
     optimizer_s = rates.update_s(step.update) + blocking_s + max(0.0, ahead_s)
 
-    # Collectives within a pass compete with transfers. Exceptions are a device that waits for
-    # chunks, and a divided backward.
+    # Collectives within a pass compete with transfers. The simulation ignores this competition on a
+    # device that waits for chunks, and for a divided backward.
     passes = {} if devices else {Kind.F: forward, Kind.B: backward}
     exposed_s = {kind: [time.exposed_s for time in times] for kind, times in passes.items()}
     transfer_bytes = step.transfer_bytes if sends else 0.0
@@ -364,7 +373,7 @@ def _by_kind(
     inputs: Sequence[PassTime],
     seconds_of: Callable[[PassTime], float],
 ) -> dict[Kind, list[float]]:
-    """Return the seconds of each stage for each kind of action that computes. `inputs` has the
+    """Return, for each kind of action that computes, the seconds of each stage. `inputs` has the
     times of the action I; the action W takes the remaining time of the backward."""
     forward_s, backward_s, inputs_s = (
         [seconds_of(time) for time in times] for times in (forward, backward, inputs)
@@ -392,11 +401,12 @@ def played_time(step: Step, rates: Rates, schedule: Schedule) -> StepTime:
     the schedule has more than `MAX_PLAYED` actions, or if ranks wait for their transfers
     (`Step.transfers_block`), return the result of `step_time`.
 
-    Three simulations give the components: without transfers, with the transfers between stages, and
-    with all transfers and collectives. The bubble is the idle time in the first simulation. The
-    exposed communication of pp is the difference between the second and the first. The difference
-    between the third and the second is divided over the axes of the collectives, in proportion to
-    their seconds. The computation includes the time for which the device waits for the host.
+    The components are computed from three simulations: without transfers, with the transfers
+    between stages, and with all transfers and collectives. The bubble is the idle time in the first
+    simulation. The exposed communication of pp is the time of the second simulation minus the time
+    of the first. The time of the third simulation minus the time of the second is divided over the
+    axes of the collectives, in proportion to the seconds of the collectives of each axis. The
+    computation includes the time for which the device waits for the host.
     """
     time = step_time(step, rates)
     if sum(map(len, schedule.ranks)) > MAX_PLAYED or step.transfers_block:
@@ -427,17 +437,17 @@ def played_time(step: Step, rates: Rates, schedule: Schedule) -> StepTime:
 
 
 def unless_rounding(seconds: float, step_s: float) -> float:
-    """Return the difference `seconds` of simulated times of a step, or 0.0 if it is a rounding
-    error: less than 1e-9 of the seconds `step_s` of the step."""
+    """Return `seconds`, a difference of simulated times of a step, or 0.0 if the difference is a
+    rounding error: less than 1e-9 of the seconds `step_s` of the step."""
     return seconds if abs(seconds) >= 1e-9 * step_s else 0.0
 
 
 def collective_times(
     reductions: Iterable[Reduction], groups: Groups, rates: Rates
 ) -> Iterator[tuple[str, float, Overlap]]:
-    """Yield a tuple for each collective of gradients and parameters: the axis, the seconds, and the
-    computation with which it overlaps. On a CPU, collectives run on the cores that compute, so they
-    overlap with nothing."""
+    """Yield a tuple for each element of `reductions`: the axis, the seconds of all repeats, and the
+    computation with which the collective overlaps. On a CPU, collectives run on the cores that
+    compute, so they do not overlap with computation."""
     for reduction in reductions:
         of_axis = groups[reduction.axis]
         seconds = slowest_s(
@@ -461,7 +471,7 @@ class PipelineTime(NamedTuple):
     exposed_s: Mapping[str, float]
     bubble_s: float
     window_s: Mapping[Overlap, float]
-    """Seconds of computation during which collectives of gradients and parameters may run."""
+    """Seconds of computation during which collectives with each `Overlap` can run."""
 
     def with_update(
         self,
@@ -470,7 +480,8 @@ class PipelineTime(NamedTuple):
         missing: tuple[str, ...],
     ) -> StepTime:
         """Return the time of the step. `collectives` is the result of `collective_times`,
-        `optimizer_s` the seconds of the optimizer, and `missing` the attribute of `Rates`."""
+        `optimizer_s` is the number of seconds of the optimizer, and `missing` is
+        `Rates.missing`."""
         exposed_s, window_s = dict(self.exposed_s), dict(self.window_s)
         for axis, seconds, overlaps in collectives:
             hidden_s = min(seconds, window_s[overlaps])
@@ -483,10 +494,10 @@ def pipeline_time(step: Step, rates: Rates, times: PassTimes | None = None) -> P
     """Return the time of the passes of a step.
 
     Args:
-        step: The step. Its reductions and its optimizer have no effect.
+        step: The step. `reductions` and `update` of the step have no effect.
         rates: The rates of the machine.
-        times: Cache of the times of passes, from other steps with the same ep and tp groups; None
-            for a new cache.
+        times: Cache of the times of passes, which other steps with the same ep and tp groups can
+            share; None for a new cache.
     """
     p, v, m = len(step.groups.get("pp", [(0,)])[0]), step.virtual_stages, step.microbatches
     assert len(step.stages) == p * v, (len(step.stages), p, v)
@@ -526,7 +537,8 @@ def pipeline_time(step: Step, rates: Rates, times: PassTimes | None = None) -> P
 
 
 def _pass_times(step: Step, times: PassTimes) -> tuple[list[PassTime], list[PassTime]]:
-    """Return the times of the forward and of the backward of each stage for one microbatch."""
+    """Return two lists: the times of the forward and of the backward of each stage for one
+    microbatch."""
     stages = step.stages
     forward = [_sum(times(layers.forward, layers.number) for layers in s) for s in stages]
     backward = [_sum(times(layers.backward, layers.number) for layers in s) for s in stages]
@@ -541,9 +553,10 @@ def _busiest(forward: Sequence[PassTime], backward: Sequence[PassTime], p: int) 
 
 
 def _host_transfers_s(step: Step, rates: Rates) -> list[float]:
-    """Return the seconds for which the transfers of a forward, or of a backward, occupy the cores
-    of the rank of each stage: on a CPU half of the time of each transfer that the rank sends or
-    receives, and none on an accelerator, where transfers overlap with computation."""
+    """Return, for each stage, the seconds for which the transfers of a forward (or of a backward)
+    occupy the cores of the rank. On a CPU, this is half of the time of each transfer that the rank
+    sends or receives. On an accelerator, the result is 0, since transfers overlap with
+    computation."""
     last = len(step.stages) - 1
     if rates.launches_queue or step.transfers_block or not last:
         return [0.0] * (last + 1)

@@ -1,15 +1,16 @@
-"""Process groups for an order of the hosts, and the bytes that their collectives send between nodes
-and between groups of nodes.
+"""Process groups for an order of the hosts, and the bytes that the collectives of these groups send
+between nodes and between groups of nodes.
 
-A group of nodes has few links to other groups, as a rack that is a group of a dragonfly network.
-All functions are pure. The links that a collective uses depend on the ranks of its process group,
-the order of the hosts and the algorithm:
+A group of nodes is a set of nodes with few links to other groups, such as a rack in a dragonfly
+network. All functions are pure. The links that a collective uses depend on the ranks of its process
+group, the order of the hosts and the algorithm:
 
 - `ring`: each rank sends to the next rank of the process group.
 - `halving`: the steps of `optimus.planner.collectives.halving_steps`, in which neighbours exchange
   most bytes.
 - `hierarchical`: a ring in each node, then rings of the ranks with equal indices in their nodes,
-  and the same for groups. A level is left out if the ranks are divided unequally over its domains.
+  and the same for groups of nodes. A level is left out if its domains have different numbers of
+  ranks of the process group.
 """
 
 from __future__ import annotations
@@ -33,14 +34,15 @@ ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
 
 @dataclass(frozen=True)
 class Topology:
-    """Nodes and groups of a run's ranks. The numbers of the ranks follow the order of the nodes."""
+    """Nodes and groups of nodes of the ranks of a run. Consecutive ranks are on the same node or on
+    consecutive nodes."""
 
     ranks_per_node: int
     groups: tuple[int, ...] | None = None
     """Number of the group of each node; None if the groups are unknown."""
     sizes: tuple[int, ...] = ()
     """Number of ranks in a domain of each level of the network, from the smallest. If the domains
-    of the last level have more ranks than a node, they are the groups of nodes."""
+    of the last level have more ranks than a node, these domains are the groups of nodes."""
 
     def domains(self, ranks: ndarray) -> list[ndarray]:
         """Return the node of each rank and, if the groups are known, the group of each rank, as
@@ -53,16 +55,16 @@ class Topology:
         return numpy.array(self.groups)
 
     def positions(self) -> ndarray | None:
-        """Return a number for each rank that shows its domains: at each level, the domain of a rank
-        is its number divided by the number of ranks in a domain.
+        """Return a number for each rank, from which the domains of the rank follow: at each level,
+        the index of the domain is the number // (number of ranks in a domain).
 
         Returns:
-            None if the groups are unknown or the network has no level for them. If the hosts fill
-            group after group, these numbers are those of the ranks.
+            int64 [ranks]; None if the groups are unknown or the network has no level for groups. If
+            the hosts fill one group completely after the other, the result is 0, 1, 2, ...
         """
         if self.groups is None or not self.sizes or self.sizes[-1] <= self.ranks_per_node:
             return None
-        free: dict[int, int] = {}  # the next number in each group
+        free: dict[int, int] = {}  # from a group to its next free number
         nodes = []
         for group in self.groups:
             nodes.append(free.setdefault(group, len(free) * self.sizes[-1]))
@@ -80,7 +82,7 @@ class Crossing(NamedTuple):
     """Bytes sent to another group of nodes; None if the groups are unknown."""
 
     def plus(self, other: Crossing) -> Crossing:
-        """Return the sum of both."""
+        """Return the sums of the fields of both crossings."""
         groups = None if self.groups is None else self.groups + (other.groups or 0.0)
         return Crossing(self.sent + other.sent, self.nodes + other.nodes, groups)
 
@@ -90,11 +92,12 @@ def groups_of_hosts(hosts: Sequence[str], pattern: str) -> tuple[int, ...] | Non
 
     Args:
         hosts: Names of hosts.
-        pattern: Regular expression of a host name up to its first dot. Its first group is the name
-            of the host's group. Empty if names do not contain the group.
+        pattern: Regular expression that matches a host name up to its first dot. The first group of
+            the expression matches the name of the group of nodes. Empty if host names do not
+            contain the group.
 
     Returns:
-        None if the name of a host does not match.
+        The numbers; None if the name of a host does not match.
     """
     names = [_group_name(host, pattern) for host in hosts]
     numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
@@ -102,8 +105,8 @@ def groups_of_hosts(hosts: Sequence[str], pattern: str) -> tuple[int, ...] | Non
 
 
 def first_without_group(hosts: Sequence[str], pattern: str) -> str:
-    """Return the first host whose name does not contain the group. Arguments as for
-    `groups_of_hosts`, which must return None for them."""
+    """Return the first host whose name does not contain the group. The arguments are those of
+    `groups_of_hosts`, which must return None for these arguments."""
     return next(host for host in hosts if _group_name(host, pattern) is None)
 
 
@@ -113,16 +116,17 @@ def _group_name(host: str, pattern: str) -> str | None:
 
 
 STAGES = "stages"
-"""Key of the ranks of each pipeline rank in the result of `placed_groups`."""
+"""Key in the result of `placed_groups` for the ranks with each pp index."""
 
 
 def placed_groups(
     mesh: Mesh, topology: Topology, positions: ndarray, axes: Iterable[Axes]
 ) -> dict[str, Sequence[tuple[int, ...]]]:
-    """Return the process groups along each of `axes` by the names of the axes, and `STAGES`.
+    """Return a dict from the names of each of `axes`, such as "dp x ep", to process groups; and
+    from `STAGES` to the ranks with each pp index.
 
-    Ranks have the numbers of `Topology.positions`. Of process groups whose ranks share domains
-    in the same way, the result has only the first.
+    Ranks have the numbers of `Topology.positions`. If the ranks of several process groups share
+    domains in the same way, the result has only the first of these process groups.
     """
     groups: dict[str, Sequence[tuple[int, ...]]] = {
         " x ".join(names): _distinct(positions[_process_groups(mesh, names)], topology.sizes)
@@ -132,7 +136,8 @@ def placed_groups(
 
 
 def _distinct(rows: ndarray, sizes: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Return the first of all rows of ranks that share domains in the same way."""
+    """Return rows of ranks. If the ranks of several rows share domains in the same way, the result
+    has only the first of these rows. `sizes` is `Topology.sizes`."""
     by_pattern: dict[tuple[int, ...], tuple[int, ...]] = {}
     for row in rows.tolist():
         pattern: list[int] = []
@@ -160,7 +165,7 @@ def all_reduce_crossing(
         axes: Axes of the process groups, without pp.
         topology: Nodes and groups of the ranks.
         algorithm: Algorithm of the collective.
-        stage_bytes: Bytes of a rank's buffer on each pipeline rank; by default 1.
+        stage_bytes: For each pp index, the bytes of a rank's buffer; by default 1 byte.
     """
     members = _process_groups(mesh, axes)
     per_stage = numpy.ones(mesh.pp) if stage_bytes is None else numpy.asarray(stage_bytes, float)
@@ -179,8 +184,8 @@ def all_reduce_crossing(
 def pipeline_crossing(
     mesh: Mesh, virtual_stages: int, topology: Topology, size_bytes: float = 1.0
 ) -> Crossing:
-    """Return the bytes that all ranks send to neighbouring stages for one microbatch: an activation
-    of `size_bytes` for each boundary of stages, and its gradient."""
+    """Return the bytes that all ranks send to neighbouring stages for one microbatch: for each
+    boundary between stages, an activation of `size_bytes` and its gradient."""
     columns = _process_groups(mesh, ("pp",))
     if mesh.pp == 1:
         return Crossing(0.0, 0.0, None if topology.groups is None else 0.0)
@@ -193,11 +198,12 @@ def pipeline_crossing(
 def best_order(
     mesh: Mesh, hosts: Sequence[str], groups: Sequence[int], ranks_per_node: int
 ) -> tuple[list[str], tuple[int, ...]]:
-    """Return the hosts in an order that keeps pipeline stages within groups, with their groups.
+    """Return a pair: the hosts in an order that keeps pipeline stages within groups of nodes, and
+    the group of each host in this order.
 
-    Ranks of a stage have consecutive numbers, and most bytes are reduced within a stage. Groups
-    that can take whole stages come first; the remaining nodes follow, group by group. The order of
-    the hosts within a group is kept.
+    Ranks of a stage have consecutive numbers, and most bytes are reduced within a stage. First,
+    each group takes as many whole stages as its nodes can hold. The remaining nodes follow, group
+    by group. The order of the hosts within a group is kept.
     """
     block = max(1, mesh.world_size // mesh.pp // ranks_per_node)
     of_group: dict[int, list[int]] = defaultdict(list)
@@ -215,7 +221,8 @@ def best_order(
 
 
 def _process_groups(mesh: Mesh, axes: Axes) -> ndarray:
-    """Return the ranks of all process groups along `axes`, [groups, size], in rank order."""
+    """Return the ranks of all process groups along `axes` as an array [number of groups, ranks of a
+    group], in rank order."""
     ranks = numpy.arange(mesh.world_size).reshape(mesh)
     names = list(AXES)
     inner = [names.index(axis) for axis in names if axis in axes]
@@ -224,11 +231,12 @@ def _process_groups(mesh: Mesh, axes: Axes) -> ndarray:
 
 
 _Edges = Iterator[tuple[ndarray, ndarray, ndarray]]
-"""Arrays of sending ranks, receiving ranks and bytes."""
+"""Triples of arrays: sending ranks, receiving ranks, and bytes."""
 
 
 def _count(edges: _Edges, topology: Topology) -> Crossing:
-    """Return the bytes of all edges, and those of edges between nodes and between groups."""
+    """Return the bytes of all edges, of the edges between nodes, and of the edges between
+    groups."""
     sent, across = 0.0, [0.0, 0.0]
     for source, target, size in edges:
         size = numpy.broadcast_to(size, source.shape)
@@ -240,14 +248,14 @@ def _count(edges: _Edges, topology: Topology) -> Crossing:
 
 
 def _ring(size: int) -> Iterator[tuple[ndarray, ndarray, float]]:
-    """Yield the indices of senders and receivers, and the bytes that each sends, for a buffer of 1
-    byte."""
+    """Yield the indices of senders and receivers in an all-reduce, and the bytes that each sender
+    sends for a buffer of 1 byte."""
     index = numpy.arange(size)
     yield index, (index + 1) % size, 2 * (size - 1) / size
 
 
 def _halving(size: int) -> Iterator[tuple[ndarray, ndarray, float]]:
-    """Yield as `_ring` does."""
+    """Yield the same values as `_ring`, for recursive halving."""
     for senders, receivers, share in halving_steps(size):
         a, b = numpy.array(senders), numpy.array(receivers)
         yield a, b, share  # in the reduce-scatter

@@ -1,5 +1,5 @@
-"""Bytes that the ranks of a run send along each axis in a step, and the shares that they send to
-other nodes and to other groups of nodes."""
+"""Bytes that the ranks of a run send along each axis in a step, and the shares of these bytes that
+cross nodes and groups of nodes."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ def axis_crossings(
     config: Config, mesh: Mesh, topology: Topology, algorithm: Algorithm
 ) -> dict[str, tuple[Crossing, bool]]:
     """Return, for each axis or pair of axes with process groups of several ranks, the bytes that
-    all ranks send.
+    all ranks send in collectives.
 
     Returns:
-        A dict from axes, such as "dp x ep", to (bytes, True if they are the bytes of a step). If
-        the bytes of a step are not known, they are those of an all-reduce of 1 byte, of which the
-        same shares cross nodes and groups. The bytes of a step are known for pp, and without
-        offloading for gradients and parameters over dp and dp x ep; in deterministic mode only for
-        parameters.
+        A dict from axes, such as "dp x ep", to a pair (bytes, is_step). If the bytes of a step are
+        known, `is_step` is True. Otherwise, the bytes are those of an all-reduce of 1 byte, of
+        which the same shares cross nodes and groups. The bytes of a step are known for pp. Without
+        offloading, they are also known for gradients and parameters over dp and dp x ep; in
+        deterministic mode only for parameters.
     """
     result = {"pp": _pipeline(config, mesh, topology)} if mesh.pp > 1 else {}
     for axes, halves in _state_bytes(config, mesh).items():
-        # Each half of an all-reduce sends half of its bytes.
+        # A reduce-scatter or an all-gather sends half of the bytes of an all-reduce.
         whole = [size / 2 for size in halves]
         names = tuple(axes.split(" x "))
         result[axes] = all_reduce_crossing(mesh, names, topology, algorithm, whole), True
@@ -58,11 +58,13 @@ def axis_crossings(
 
 
 def plan_crossings(config: Config, mesh: Mesh, topology: Topology) -> dict[str, Any]:
-    """Return the shares of the bytes that cross nodes and groups as a dict for JSON.
+    """Return the shares of the bytes that cross nodes and groups, as a dict for JSON.
 
     Returns:
-        By axes: "step_bytes", the bytes that all ranks send in a step (None: not known); and for
-        each algorithm, a dict with the shares "nodes" and "groups" (None: groups are unknown).
+        A dict from axes to a dict with "step_bytes", the bytes that all ranks send in a step (None
+        if they are not known), and for each algorithm a dict with two shares between 0 and 1:
+        "nodes", sent to other nodes, and "groups", sent to other groups (None if groups are
+        unknown).
     """
     result: dict[str, Any] = {}
     for algorithm in ALGORITHMS:
@@ -79,7 +81,7 @@ def topology_of(allocation: Allocation) -> Topology:
     """Return the nodes and groups of an allocation.
 
     Raises:
-        ConfigError: The hosts contain more nodes of a group than the machine file.
+        ConfigError: `hosts` has more nodes of a group than a group has in the machine file.
     """
     levels = [level for level in load_machine(allocation.machine).levels if level.ranks]
     size, hosts = allocation.ranks_per_node, allocation.hosts
@@ -136,7 +138,7 @@ def plan_topology(
     gain = "no better order of the hosts is known"
     if better is not None:
         before, after = (_group_bytes(config, mesh, each) for each in (topology, better[1]))
-        # The share of the axes whose bytes are not known counts only if the known bytes are equal.
+        # The axes whose bytes are not known count only if the known bytes are equal.
         old, new = next((b, a) for b, a in zip(before, after, strict=True) if a < b)
         gain = (
             f"another order of the hosts sends {100 * (1 - new / old):.0f} % fewer bytes across "
@@ -150,8 +152,8 @@ def plan_topology(
 def better_order(
     config: Config, mesh: Mesh, allocation: Allocation, topology: Topology
 ) -> HostOrder | None:
-    """Return the hosts of an allocation in the order of `best_order`. None if the groups are
-    unknown, or if this order does not have fewer bytes of `_group_bytes` than the given order."""
+    """Return the hosts of an allocation in the order of `best_order`. Return None if the groups are
+    unknown, or if this order does not reduce `_group_bytes`."""
     groups = topology.groups
     if groups is None:
         return None
@@ -163,8 +165,9 @@ def better_order(
 
 
 def _group_bytes(config: Config, mesh: Mesh, topology: Topology) -> tuple[float, float]:
-    """Return the bytes that cross groups with ring collectives: those of a step over all axes for
-    which they are known or estimated, and those of an all-reduce of 1 byte over each other axis."""
+    """Return two sums of the bytes that cross groups with ring collectives: of a step, over all
+    axes whose bytes are known or estimated; and of an all-reduce of 1 byte over each of the other
+    axes."""
     crossings = axis_crossings(config, mesh, topology, "ring")
     for axis, sizes in _activation_bytes(config, mesh).items():
         crossings[axis] = all_reduce_crossing(mesh, (axis,), topology, "ring", sizes), True
@@ -174,13 +177,14 @@ def _group_bytes(config: Config, mesh: Mesh, topology: Topology) -> tuple[float,
 
 
 def _activation_bytes(config: Config, mesh: Mesh) -> dict[str, list[float]]:
-    """Return the estimated bytes of the buffers of an all-reduce over ep and over tp that sends as
-    much as all collectives of activations and of their gradients in a step, for each pipeline rank.
+    """Return a dict from "ep" and "tp" to a list with the bytes of a buffer for each pipeline rank.
+    An all-reduce of this buffer over the axis sends, as an estimate, as many bytes as all
+    collectives of activations and of gradients of activations over this axis in a step.
 
     Over ep, each MoE layer gathers and reduces the tokens of all ep ranks in the forward and in the
-    backward, with `parallel.ep_dispatch` = "alltoall" only those that have an expert on the rank.
-    Over tp, each layer has two all-reduces in the forward and two in the backward. Recomputation is
-    not included. The result is empty without `train.seq_len`.
+    backward; with `parallel.ep_dispatch` = "alltoall", only the tokens that have an expert on the
+    rank. Over tp, each layer has two all-reduces in the forward and two in the backward.
+    Recomputation is not included. The result is empty without `train.seq_len`.
     """
     train, model, ep = config.train, config.model, mesh.ep
     if not train.seq_len:
@@ -215,13 +219,14 @@ def _pipeline(config: Config, mesh: Mesh, topology: Topology) -> tuple[Crossing,
 
 
 def _state_bytes(config: Config, mesh: Mesh) -> dict[str, list[float]]:
-    """Return the bytes of gradients and parameters in the reduce-scatters and all-gathers of a
-    step, by axes and for each pipeline rank. An all-reduce counts as one of each.
+    """Return a dict from axes to a list with the bytes for each pipeline rank: the buffers of
+    gradients and parameters in the reduce-scatters and all-gathers of a step. An all-reduce counts
+    as a reduce-scatter and an all-gather.
 
     The result is empty with offloading, and without `train.seq_len` if gradients are reduced for
     each microbatch. The axes tp and ep are left out, because most of their bytes are activations.
-    In deterministic mode, the axes of gradients are left out: the bytes of an all-to-all cross
-    other links.
+    In deterministic mode, the axes of gradients are left out, because an all-to-all sends its bytes
+    over other links than an all-reduce.
     """
     optim, train = config.optim, config.train
     is_each = optim.resident != "all" or train.deterministic
@@ -232,7 +237,7 @@ def _state_bytes(config: Config, mesh: Mesh) -> dict[str, list[float]]:
         microbatches = plan_batch(train, mesh.num_data_ranks).microbatches_per_rank
     traffic, stages = StateTraffic(config), stages_of(config, mesh)
     result: dict[str, list[float]] = {}
-    unknown = {ENDS, "tp", "ep"}  # over tp and ep, mostly activations are sent
+    unknown = {ENDS, "tp", "ep"}  # most bytes over tp and ep are activations
     for pp in range(mesh.pp):
         for sums in traffic.of_rank(config, mesh, stages, pp, microbatches):
             if sums.name == "all_to_all":

@@ -24,14 +24,14 @@ _STATE_BYTES = 24
 """Bytes that AdamW reads and writes for the fp32 master and the moments of a parameter."""
 
 Works = dict[bool, ModelWork]
-"""Results of `profile_work` by its argument `concentrated`."""
+"""A dict from values of the argument `concentrated` of `profile_work` to its results."""
 
 
 class Weights(NamedTuple):
-    """Number of parameters of the stages of one rank."""
+    """Number of parameters that a rank has in all of its stages."""
 
     experts: float
-    """Parameters of experts, which are divided over ep."""
+    """Parameters of experts. ep divides the experts over ranks."""
     others: float
     """All other parameters."""
 
@@ -52,18 +52,18 @@ def step_of(
     Args:
         config: The run.
         mesh: Sizes of the axes.
-        stages: Layers of each pipeline stage; None for those of the configuration.
+        stages: Layers of each pipeline stage; None for the stages of the configuration.
         on_cpu: True for a run on a CPU.
-        works: Known results of `profile_work`, by its argument `concentrated`. Further results are
-            added.
+        works: Known results of `profile_work`, to which this function adds the results that it
+            computes.
         imbalances: For each MoE layer, the largest number of rows that the experts of an ep rank
-            compute, divided by the mean over the ep ranks; None: uniform routing to experts.
+            compute, divided by the mean over the ep ranks; None for uniform routing to experts.
         segments: The result of `segment_layers`, if it is known. `on_cpu`, `works` and `imbalances`
             then have no effect.
-        traffic: Object that counts the collectives of gradients and parameters, from a
-            configuration that may differ only in `[parallel]`; None to create it.
-        topology: The order of the hosts; None: hosts that fill group after group, with the process
-            groups of the first rank.
+        traffic: Object that counts the collectives of gradients and parameters. Its configuration
+            must be equal to `config` except in the section `[parallel]`. None to create the object.
+        topology: The order of the hosts. None: consecutive hosts fill one group of nodes after the
+            other, and the process groups of the first rank represent all process groups.
 
     Raises:
         ConfigError: train.seq_len is not set, the global batch is not a multiple of the tokens of
@@ -99,9 +99,9 @@ def step_of(
 
 @lru_cache(maxsize=1 << 6)
 def groups_of(mesh: Mesh, topology: Topology | None = None) -> Groups:
-    """Return the process groups by the names of their axes: those of the first rank, which
-    represent all process groups, or the result of `placed_groups` if `topology` has the groups of
-    the hosts."""
+    """Return a dict from the names of axes to process groups. If `topology` has the groups of the
+    hosts, the result is that of `placed_groups`. Otherwise, the process groups of the first rank
+    represent all process groups."""
     axes: tuple[Axes, ...] = ("pp",), ("tp",), ("ep",), ("dp",), ("dp", "ep")
     positions = None if topology is None else topology.positions()
     groups: dict[str, Sequence[tuple[int, ...]]]
@@ -123,13 +123,14 @@ def segment_layers(
     works: Works | None = None,
     imbalances: Mapping[int, float] | None = None,
 ) -> Segments:
-    """Return the operations of the embedding, of each layer and of the head for one microbatch.
-    Those of a layer are for the ep rank whose experts compute the most rows in this layer.
+    """Return the operations of the embedding, of each layer and of the head for one microbatch. The
+    operations of a layer are those of the ep rank whose experts compute the most rows in this
+    layer.
 
     Each element of the result is a sequence of `Layers`. With equal loads of the experts, the
-    sequence has a single element, otherwise an element for each of the two profiles between which
-    `_unbalanced` interpolates. Equal layers share an object. Of the mesh, only the sizes of ep and
-    tp have an effect. Arguments as for `step_of`.
+    sequence has a single element. Otherwise, the sequence has an element for each of the two
+    profiles between which `_unbalanced` interpolates. Equal layers share an object. In `mesh`, only
+    the sizes of ep and tp have an effect. The arguments are those of `step_of`.
     """
     works, is_unbalanced = {} if works is None else works, mesh.ep > 1 and bool(imbalances)
     for concentrated in (False, True) if is_unbalanced else (False,):
@@ -147,8 +148,8 @@ def segment_layers(
 
 
 def _counted(segments: Segments, stage: range) -> Iterator[Layers]:
-    """Yield the operations of the different layers of a stage. `Layers.number` counts equal
-    layers."""
+    """Yield the operations of each different layer of a stage. `Layers.number` is the number of
+    equal layers."""
     of_stage = segments[1 + stage.start : 1 + stage.stop]
     numbers = Counter(map(id, of_stage))
     for layers in of_stage:
@@ -163,9 +164,9 @@ def _unbalanced(
     this layer.
 
     The time of a layer is interpolated between two profiles: in the first, all ep ranks have equal
-    loads, and in the second, all tokens choose experts of the rank. With alltoall, the bytes of the
-    collectives over ep are proportional to the number of tokens that arrive at the rank. Arguments
-    as for `step_of`.
+    loads, and in the second, all tokens choose experts of the rank. With the dispatcher `alltoall`,
+    the bytes of the collectives over ep are proportional to the number of tokens that the rank
+    receives. The arguments are those of `step_of`.
     """
     model = config.model
     result = []
@@ -191,8 +192,8 @@ def _unbalanced(
 def _with_exchanges(
     operations: tuple[Operation, ...], balanced: tuple[Operation, ...], longer: float
 ) -> tuple[Operation, ...]:
-    """Return `operations` with the collectives of `balanced` instead of their collectives. The
-    bytes of each all_to_all over ep are multiplied by `longer`."""
+    """Return the operations in `operations` that are not collectives, followed by the collectives
+    in `balanced`. The bytes of each all_to_all over ep are multiplied by `longer`."""
     exchanges = (
         op._replace(num_bytes=op.num_bytes * longer)
         if (op.axis, op.name) == ("ep", "all_to_all")
@@ -208,7 +209,7 @@ def _layers(work: SegmentWork, number: float) -> Layers:
 
 
 def _first_layers(model: ModelConfig) -> dict[int, int]:
-    """Return a dict from each number of experts that a layer can have to the index of the first
+    """Return a dict from each number of experts that occurs in a layer to the index of the first
     layer with this number."""
     layers: dict[int, int] = {}
     for layer, experts in enumerate(model.experts_by_layer):
@@ -217,7 +218,8 @@ def _first_layers(model: ModelConfig) -> dict[int, int]:
 
 
 def _kinds(model: ModelConfig, stage: range) -> Counter[int]:
-    """Return the number of layers of a stage, by their number of experts."""
+    """Return a dict from each number of experts to the number of layers of a stage that have this
+    number of experts."""
     experts_by_layer = model.experts_by_layer
     return Counter(experts_by_layer[layer] for layer in stage)
 
@@ -229,7 +231,7 @@ def microbatches_of(config: Config, mesh: Mesh) -> int:
     if batch % together:
         raise ConfigError(
             f"train.global_batch_tokens = {batch} must be a multiple of {together}, the tokens of "
-            "a microbatch on all data ranks; change it, train.microbatch_size or the ranks"
+            "a microbatch on all data ranks; change the batch, train.microbatch_size or the ranks"
         )
     return max(1, batch // together)
 
@@ -237,8 +239,8 @@ def microbatches_of(config: Config, mesh: Mesh) -> int:
 def stage_weights(
     config: Config, mesh: Mesh, stages: tuple[range, ...] | None = None
 ) -> list[Weights]:
-    """Return, for each index along pp, the number of parameters of a single rank with this index.
-    Arguments as for `step_of`."""
+    """Return, for each index along pp, the numbers of parameters of a single rank with this index.
+    The arguments are those of `step_of`."""
     model = config.model
     stages = plan_stages(config, mesh.pp) if stages is None else stages
     parameters = {
@@ -270,8 +272,8 @@ def _parameters(model: ModelConfig, layer: int) -> tuple[int, int]:
 
 
 def largest_segment(config: Config, mesh: Mesh, stages: tuple[range, ...], pp: int) -> float:
-    """Return the number of parameters on a rank of the largest segment (layer, embedding or head)
-    of the pipeline rank `pp`."""
+    """Return the number of parameters that a rank has of the largest segment (layer, embedding or
+    head) of the pipeline rank `pp`."""
     model = config.model
     kinds = {kind for stage in stages[pp :: mesh.pp] for kind in _kinds(model, stage)}
     layers = (_parameters(model, layer) for e, layer in _first_layers(model).items() if e in kinds)
@@ -282,7 +284,8 @@ def largest_segment(config: Config, mesh: Mesh, stages: tuple[range, ...], pp: i
 
 
 def fullest_rank(config: Config, mesh: Mesh, stages: tuple[range, ...]) -> tuple[int, Weights]:
-    """Return the pipeline rank with the most parameters, and the numbers of its parameters."""
+    """Return the index of the pipeline rank with the most parameters, and the numbers of its
+    parameters."""
     weights = stage_weights(config, mesh, stages)
     fullest = max(range(mesh.pp), key=lambda pp: sum(weights[pp]))
     return fullest, weights[fullest]
@@ -297,7 +300,8 @@ def updated_parameters(sharding: str, mesh: Mesh, weights: Weights) -> float:
 
 
 def update_bytes(config: Config, mesh: Mesh, weights: Weights, microbatches: int) -> UpdateBytes:
-    """Return the bytes of an update on a rank that has `weights` parameters."""
+    """Return the bytes that an update transfers on a rank with the numbers of parameters
+    `weights`."""
     optim, param_bytes = config.optim, BYTES[config.train.dtype]
     grad_bytes, reduced_bytes = BYTES[optim.grad_dtype], BYTES[optim.grad_reduce_dtype]
     updated, of_rank = updated_parameters(optim.sharding, mesh, weights), sum(weights)
@@ -313,11 +317,10 @@ def update_bytes(config: Config, mesh: Mesh, weights: Weights, microbatches: int
 
 
 def _refuse_not_modelled(config: Config) -> None:
-    """Raise ConfigError if the run moves model states between device, host and disk during a
-    step."""
+    """Raise ConfigError if the run offloads model states."""
     offload = config.offload
     refuse_if(
         offload.mode != "off",
         f"offload.mode = {offload.mode!r}: the time of a step with offloading is not planned; set "
-        'it to "off" to plan the time without offloading',
+        'offload.mode = "off" to plan the time without offloading',
     )

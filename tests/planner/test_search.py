@@ -544,7 +544,7 @@ def test_search_prints_a_json_object(tmp_path, capsys):
         (["--memory", "1e-6"], "none of 16,384 layouts is possible"),
         (["--top", "0"], "--top 0 must be a number above 0"),
         (["--resolved"], "--search and --resolved exclude each other"),
-        (["train.global_batch_tokens=0"], "train.global_batch_tokens = 0: a search needs it"),
+        (["train.global_batch_tokens=0"], "train.global_batch_tokens = 0: a search compares steps"),
         (["optim.frozen=['nothing']"], "optim.frozen names 'nothing'"),
         (["offload.mode='auto'"], "so the time of a step with offloading is unknown; use another"),
         (
