@@ -1,5 +1,5 @@
-"""The command `optimus study`. This module imports torch only in the functions that need it: to
-plan a point or a run, and for `optimus study moe`."""
+"""The command `optimus study`. This module imports torch only in functions that need torch: to plan
+a point or a run, and for `optimus study moe`."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def add_to(commands: argparse._SubParsersAction) -> None:
 
 
 def _add_run_options(parser: argparse.ArgumentParser, default: str) -> None:
-    """Add the arguments for the configurations, the machine and the nodes. `default` names the runs
-    without configurations."""
+    """Add the arguments for the configurations, the machine and the nodes. `default` is a phrase
+    for the runs that the command uses if no configuration is given."""
     parser.add_argument(
         "configs", nargs="*", metavar="CONFIG", help=f"TOML files (default: {default})"
     )
@@ -65,12 +65,12 @@ def _add_run_options(parser: argparse.ArgumentParser, default: str) -> None:
 def _add_moe(studies: argparse._SubParsersAction) -> None:
     text = (
         "Compare FastSparseMoE with a loop over the experts, and EPSO with optimizer states that "
-        "are sharded along dp alone, as in Table 3 of the Optimus paper."
+        "are sharded only along dp, as in Table 3 of the Optimus paper."
     )
     parser = add_command(studies, "moe", _moe, text)
     _add_run_options(parser, "the paper's MoE runs")
     for name, default, text in (
-        ("tokens", 0, "tokens of a rank in a round (default: a microbatch, or 256 on a CPU)"),
+        ("tokens", 0, "tokens of a rank in a round (default: a microbatch; on a CPU, 256)"),
         ("rounds", 5, "number of timed rounds (default: 5)"),
     ):
         parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=text)
@@ -80,7 +80,7 @@ def _add_moe(studies: argparse._SubParsersAction) -> None:
 def _add_scaling(studies: argparse._SubParsersAction) -> None:
     text = (
         "Plan a short run of CONFIG, a point of the study, on each number of nodes. Write the "
-        "configurations and jobs of the points, and submit or run the points without results."
+        "configurations and jobs of the points, and submit or run the points that have no results."
     )
     parser = add_command(studies, "scaling", _scaling, text)
     add_config(parser)
@@ -104,8 +104,8 @@ def _add_scaling(studies: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--routing",
         metavar="R,R",
-        help="top-k, uniform, or top-k,uniform for two points on each number of nodes (default: "
-        "model.router)",
+        help="routing to experts: top-k, uniform, or top-k,uniform for two points on each number "
+        "of nodes (default: model.router)",
     )
     for name, default, text in (
         ("steps", 30, "number of updates of a point (default: 30)"),
@@ -126,7 +126,7 @@ def _add_scaling(studies: argparse._SubParsersAction) -> None:
         "--max-node-hours",
         type=float,
         metavar="H",
-        help="start no job if all jobs together could use more than H node-hours",
+        help="start no job if the time limits of all jobs allow more than H node-hours in total",
     )
     for name, text in (
         ("queue", "queue of all jobs (default: the machine's first queue that takes the point)"),
@@ -136,7 +136,7 @@ def _add_scaling(studies: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--walltime",
         metavar="WALLTIME",
-        help="time limit of each point, H:MM:SS (default: from its planned step time)",
+        help="time limit of each point, H:MM:SS (default: computed from the planned step time)",
     )
     parser.add_argument(
         "--share-jobs",
@@ -147,7 +147,7 @@ def _add_scaling(studies: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--skip-data-check",
         action="store_true",
-        help="do not check data.path, for data that this machine cannot read",
+        help="with --submit: do not check data.path, since this machine cannot read the data",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
 
@@ -201,7 +201,7 @@ def _scaling(args: argparse.Namespace, arguments: list[str]) -> int:
     if args.max_node_hours is not None and node_hours > args.max_node_hours:
         raise ConfigError(
             f"--max-node-hours {args.max_node_hours:g}: {counted(len(missing), 'point')} could use "
-            f"{node_hours:,.4g} node-hours; use fewer --nodes or --steps, or raise the limit"
+            f"{node_hours:,.4g} node-hours; use fewer --nodes or --steps, or a larger limit"
         )
     threads = local_threads(points) if args.local else 0
     if args.local or args.submit:
@@ -262,16 +262,16 @@ def _settings(
     directory: StudyDirectory,
 ) -> Settings:
     """Return the settings of the study. With weak scaling and `parallel.dp = 0`, the number of
-    tokens of a data rank is that of the stored study, so that points with fewer nodes can be added.
-    A new study divides the global batch by the number of data ranks on the smallest number of
-    nodes."""
+    tokens of a data rank is read from the stored study, so that points with fewer nodes can be
+    added. In a new study, it is the global batch divided by the number of data ranks on the
+    smallest number of nodes."""
     from optimus.study.scaling import Settings, tokens_per_data_rank
 
     stored, tokens = directory.settings(), 0
     if args.scaling == "strong":
         refuse_if(
             not config.train.global_batch_tokens,
-            "--scaling strong needs the global batch that all points have; set "
+            "--scaling strong needs a global batch, which all points have; set "
             "train.global_batch_tokens",
         )
     elif config.train.global_batch_tokens:
@@ -284,7 +284,8 @@ def _settings(
 
 
 def _check_runs(points: Sequence[Point], check_data: bool) -> None:
-    """Check each point as `optimus train --dry-run` does."""
+    """Check each point as `optimus train --dry-run` does. `check_data` is False to leave out the
+    check of data.path."""
     from optimus.train.startup import check_run
 
     for point in points:
@@ -301,7 +302,7 @@ def _write_jobs(
     machine: Machine,
     machine_name: str,
 ) -> list[list[str]]:
-    """Write the scripts of the jobs, and return the commands that submit them."""
+    """Write the scripts of the jobs, and return the command that submits each job."""
     from optimus.study.directory import scheduler, submission_of
 
     system, commands = args.submit or scheduler(machine), []
@@ -374,7 +375,7 @@ def _report(points: Sequence[Point], states: dict[str, State]) -> None:
 def _report_jobs(
     jobs: Sequence[Job], submissions: Sequence[Sequence[str]], node_hours: float
 ) -> None:
-    """Print the jobs and the commands that submit them."""
+    """Print each job and the command that submits it."""
     import shlex
 
     from optimus.study.scaling import walltime_text
@@ -412,7 +413,8 @@ def _submit(
     submissions: Sequence[Sequence[str]],
     machine: Machine,
 ) -> int:
-    """Submit the jobs. Each queue gets at most as many jobs as it takes from a user."""
+    """Submit the jobs. If a queue limits the number of jobs of a user, submit at most this number.
+    Return the exit status 0."""
     limits = {queue.name: queue.max_jobs for queue in machine.queues if queue.max_jobs}
     left = 0
     for job, command in zip(jobs, submissions, strict=True):
@@ -538,6 +540,6 @@ def _runs(args: argparse.Namespace, arguments: list[str]) -> int:
     if misfits := [run.name for run in runs if not run.fits]:
         raise ConfigError(
             f"{', '.join(misfits)}: states and activations exceed the memory of a device of "
-            f"{args.machine}; use a layout that optimus plan --search finds"
+            f"{args.machine}; use a layout of optimus plan --search"
         )
     return 0

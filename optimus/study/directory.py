@@ -3,7 +3,7 @@
 study.json, config.toml      settings and configuration of the study
 points/NAME/config.toml      configuration of a point, for `optimus train`
 points/NAME/plan.json        nodes, ranks, tokens and planned step time of the point
-points/NAME/job.json         the scheduler's name of the job that runs the point
+points/NAME/job.json         scheduler and identifier of the job that runs the point
 points/NAME/status           exit status of the point, written when it ends
 points/NAME/log.txt, run/    output and run directory of the point
 jobs/NAME.sh                 a job, for scripts/pbs/study.sh and scripts/slurm/study.sh
@@ -59,12 +59,13 @@ _ANSWER_S = 60.0
 _SUBMIT_S = 600.0
 """Time limit of the command that submits a job, in seconds."""
 _GONE = {"pbs": (35, 153), "slurm": (1,)}
-"""Exit statuses of qstat and squeue for a job that has ended: PBS reports a finished (35) or
-unknown (153) job, Slurm an invalid job."""
+"""Exit statuses of qstat and squeue for a job that has ended. qstat: 35 for a finished job, 153 for
+an unknown job. squeue: 1 for an invalid job."""
 _IN_QUEUE = {
     "pbs": ("qstat", "{job}"),
     "slurm": ("squeue", "--noheader", "--jobs={job}"),
 }
+"""Commands that print a job if it waits or runs."""
 _JOB = """\
 #!/bin/bash
 # {title}
@@ -111,7 +112,7 @@ class StudyFile(_File):
 
 
 class PlannedStep(_File):
-    """Values of `optimus.planner.step_plan.plan_step` that `optimus study show` uses."""
+    """Those values of `optimus.planner.step_plan.plan_step` that `optimus study show` reads."""
 
     step_s: Annotated[float, Field(gt=0)]
     compute_s: float
@@ -136,10 +137,10 @@ class PlannedPoint(_File):
 
 
 class _JobFile(_File):
-    """Contents of job.json: the scheduler, and the name that it gave to the job that runs the
-    point."""
+    """Contents of job.json: the job that runs the point, and its scheduler."""
 
     name: str
+    """Identifier of the job, which the scheduler has assigned."""
     system: System
 
 
@@ -168,7 +169,7 @@ class StudyDirectory:
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
         """Return a context manager that locks the study. Raises ConfigError if another command has
-        locked it."""
+        locked the study."""
         make_dirs(self.path)
         with open(self.path / ".lock", "ab") as file:
             try:
@@ -190,8 +191,8 @@ class StudyDirectory:
             others = sorted(entry.name for entry in self.path.glob("[!.]*"))
             if others:
                 raise DataError(
-                    f"{self.path} has no study, but other files such as {others[0]}; use another "
-                    "--out"
+                    f"{self.path} has no study, but has other files, such as {others[0]}; use "
+                    "another --out"
                 )
             return None
         return _read_json(path, StudyFile)
@@ -274,14 +275,16 @@ class StudyDirectory:
 
     def plans(self) -> dict[str, PlannedPoint]:
         """Return a dict from the name of each point to the contents of its plan.json, sorted by
-        name. Names begin with the number of nodes. Raises DataError if a file is damaged."""
+        name, and so by the number of nodes, with which a name begins. Raises DataError if a file is
+        damaged."""
         plans = {}
         for folder in sorted(entry for entry in self.points.glob("*") if entry.is_dir()):
             if (folder / "plan.json").exists():
                 plans[folder.name] = _read_json(folder / "plan.json", PlannedPoint)
             else:
                 logger.warning(
-                    "%s has no plan.json, so it is no point of the study and is ignored; remove it",
+                    "%s has no plan.json, so it is not a point of the study and is ignored; remove "
+                    "this folder",
                     folder,
                 )
         return plans
@@ -292,12 +295,12 @@ class StudyDirectory:
         Args:
             name: Name of the point.
             steps: Number of updates of a point.
-            must_ask: True to raise OptimusError if the scheduler does not answer, False to return
-                "submitted".
+            must_ask: What to do if the scheduler does not answer: True to raise OptimusError, False
+                to return the state "submitted".
 
         Raises:
             DataError: The metrics, `status` or `job.json` of the point are damaged.
-            OptimusError: The scheduler does not answer.
+            OptimusError: The scheduler does not answer, and `must_ask` is True.
         """
         folder = self.points / name
         path = folder / "status"
@@ -325,12 +328,12 @@ class StudyDirectory:
                 return State("submitted", str(error))
             if is_in_queue:
                 return State("submitted", f"job {job.name}")
-            return State("failed", f"job {job.name} ended before this point did")
+            return State("failed", f"job {job.name} ended before this point was complete")
         return State("missing")
 
     def submit(self, job: Job, system: System, command: Sequence[str]) -> str:
-        """Submit a job. Write the name that the scheduler gives to the job to the file job.json of
-        each point of the job, and return this name.
+        """Submit a job, and return the identifier that the scheduler assigns to the job. Write the
+        identifier to job.json of each point of the job.
 
         Args:
             job: The job.
@@ -340,7 +343,7 @@ class StudyDirectory:
         Raises:
             OptimusError: The scheduler refuses the job or does not answer.
         """
-        # A job that starts immediately writes a status, which must not be removed later.
+        # Remove the old statuses first: a job that starts immediately writes new ones.
         for point in job.points:
             (self.points / point.name / "status").unlink(missing_ok=True)
         try:
@@ -354,14 +357,14 @@ class StudyDirectory:
             )
         except subprocess.TimeoutExpired:
             raise OptimusError(
-                f"{command[0]} did not end within {_SUBMIT_S:.0f} s; check whether the job is in "
-                "the queue, and if it is not, run the same command again"
+                f"{command[0]} did not end within {_SUBMIT_S:.0f} s; check if the job is in the "
+                "queue; if not, run the same command again"
             ) from None
         words = done.stdout.split()
         if not words:
             raise OptimusError(
                 f"{command[0]} ended with exit status {done.returncode}: {one_line(done.stderr)}; "
-                "fix this and run the same command again"
+                "fix the cause and run the same command again"
             )
         job_id = words[-1].partition(";")[0]  # sbatch prints JOB;CLUSTER
         for point in job.points:
@@ -374,7 +377,7 @@ class StudyDirectory:
 
         Args:
             point: The point.
-            limit_s: Seconds after which the point is killed and has exit status 5; None: no limit.
+            limit_s: Seconds after which the point is killed, with exit status 5; None for no limit.
             threads: Number of threads of a rank.
 
         Raises:
@@ -414,7 +417,7 @@ class StudyDirectory:
 def submission_of(
     directory: StudyDirectory, job: Job, system: System, machine: Machine, account: str
 ) -> list[str]:
-    """Return the command that submits a job. `account` is "" for none."""
+    """Return the command that submits a job, as a list of words. `account` is "" for no account."""
     time = walltime_text(job.walltime_s)
     options = ["--nodes", str(job.nodes)]
     if system == "pbs":
@@ -430,8 +433,8 @@ def submission_of(
 
 
 def scheduler(machine: Machine) -> System:
-    """Return the scheduler for the commands of a dry run: "pbs" if the machine file sets
-    `filesystems` (an option that only PBS has) or this computer has no sbatch, otherwise
+    """Return the scheduler for the commands that a dry run prints: "pbs" if the machine file sets
+    `filesystems` (an option that only PBS has) or if this computer has no command sbatch; otherwise
     "slurm"."""
     return "slurm" if shutil.which("sbatch") and not machine.filesystems else "pbs"
 
@@ -443,14 +446,15 @@ def _settings_values(settings: Settings, machine: Machine) -> dict[str, Any]:
 
 
 def _is_in_queue(system: str, job: str) -> bool:
-    """Return True if a job waits or runs. Raises OptimusError if the scheduler does not answer."""
+    """Return True if a job waits in the queue or runs. Raises OptimusError if the scheduler does
+    not answer."""
     command = [word.format(job=job) for word in _IN_QUEUE[system]]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_ANSWER_S)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise OptimusError(
-            f"cannot query job {job}: {one_line(error)}; run this command on a machine where "
-            f"{command[0]} answers"
+            f"cannot query job {job}: {one_line(error)}; run this command on a machine on which "
+            f"{command[0]} works"
         ) from None
     if done.returncode == 0:
         return bool(done.stdout.strip())
@@ -483,15 +487,15 @@ def read_metrics(run_dir: Path) -> tuple[StepLine, ...]:
 def read_components(
     run_dir: Path, lines: Sequence[StepLine]
 ) -> tuple[tuple[StepComponents, ...], str]:
-    """Read the components of a run's update times.
+    """Read how the time of each update of a run is divided into components.
 
     Args:
         run_dir: The run directory.
         lines: Lines of the run's metrics, one for each update.
 
     Returns:
-        The components for each line, in seconds, and "". If an update has no valid components: an
-        empty tuple, and a text with the reason.
+        A pair: the components of each update in `lines`, in seconds, and "". If an update has no
+        valid components, the pair is () and a text with the reason.
     """
     valid, _ = read_valid(run_dir / "metrics.jsonl", ComponentsLine)
     of_steps = {line.step: line.components for line in valid}
@@ -505,7 +509,7 @@ def read_components(
 
 
 def _read_json(path: Path, kind: type[_AnyFile]) -> _AnyFile:
-    """Return the contents of a file of the study. Raises DataError if it is damaged."""
+    """Return the contents of a file of the study. Raises DataError if the file is damaged."""
     try:
         return kind.model_validate_json(read_regular(path, _MAX_BYTES))
     except ValidationError as error:
@@ -523,21 +527,21 @@ def _read_json(path: Path, kind: type[_AnyFile]) -> _AnyFile:
 
 
 def _last_error(log: Path) -> str:
-    """Return the last line of a log that contains `error:`, or a text that the log has no such
-    line."""
+    """Return the last line of a log that contains `error:`. If there is none, return a text that
+    says so."""
     try:
         with open(log, "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - (1 << 16)))
             lines = file.read().decode("utf-8", "replace").splitlines()
     except OSError:
         return "no log"
-    errors = [line for line in lines if "error:" in line.lower()]  # also ValueError: of Python
+    errors = [line for line in lines if "error:" in line.lower()]  # also matches "ValueError:"
     return one_line(errors[-1])[:300] if errors else "the log has no line with 'error:'"
 
 
 def local_threads(points: Sequence[Point]) -> int:
     """Return the number of threads of a rank if this machine runs the points: the number of cores
-    divided by the ranks of the largest point, so that all points have the same threads.
+    divided by the number of ranks of the largest point. The number is the same for all points.
 
     Raises:
         ConfigError: A point has more ranks than this machine has cores.

@@ -1,9 +1,9 @@
 """Table 3 of the Optimus paper: speed-ups of FastSparseMoE and EPSO over a baseline.
 
 The baseline computes the experts in a loop, as the OLMoE block of transformers 4 does, and shards
-the optimizer states along dp alone ("so"). The experts and the AdamW update of one rank are
-measured on this device. The planner predicts the time of all other operations of a step. Each value
-is therefore marked as measured or modelled.
+the optimizer states only along dp ("so"). The experts and the AdamW update of one rank are measured
+on this device. The planner predicts the time of all other operations of a step. Each value is
+marked as measured or modelled.
 
 Dims: T tokens, D hidden, F intermediate of an expert, E experts, K experts per token.
 """
@@ -43,8 +43,9 @@ PAPER: dict[str, tuple[float | None, ...]] = {
     "mula-100b-a7b": (1.51, 1.31, 1.23, 1.06, 1.41),
     "mula-220b-a10b": (1.66, 1.48, 1.07, 1.01, 1.51),
 }
-"""Speed-ups in Table 3 of the Optimus paper, by run: the columns passes, step_of_passes, optimizer,
-step_of_optimizer and both of COLUMNS. None: the paper has no value."""
+"""A dict from runs to speed-ups in Table 3 of the Optimus paper, for the columns "passes",
+"step_of_passes", "optimizer", "step_of_optimizer" and "both" of COLUMNS. None: the paper has no
+value."""
 COLUMNS = {
     "experts": "experts",
     "passes": "F+B",
@@ -54,27 +55,30 @@ COLUMNS = {
     "step_of_optimizer": "training with EPSO",
     "both": "training with both",
 }
-"""Headings of the speed-ups over the baseline. With FastSparseMoE: forward and backward of the
-experts (experts), forward and backward of the model (passes), and the step (step_of_passes). With
-EPSO: the AdamW update (update), the update with its communication (optimizer), and the step
-(step_of_optimizer). With both: the step (both)."""
+"""Headings of the speed-ups over the baseline. Speed-ups by FastSparseMoE: of forward and backward
+of the experts ("experts"), of forward and backward of the model ("passes"), and of the step
+("step_of_passes"). Speed-ups by EPSO: of the AdamW update ("update"), of the update with its
+communication ("optimizer"), and of the step ("step_of_optimizer"). Speed-up by FastSparseMoE and
+EPSO together: of the step ("both")."""
 _MOST_UPDATED = 1 << 25
-"""Maximum number of parameters in a timed update. If one of the two compared updates is larger,
-both are scaled down by the same factor, which does not change the ratio of their times."""
+"""Maximum number of parameters in a timed update. If one of the two compared updates has more
+parameters, both numbers are divided by the same factor. The ratio of the times is assumed to stay
+the same."""
 _CPU_TOKENS = 256
-"""Default tokens of a rank on a CPU, where a microbatch of the paper takes minutes."""
+"""Default number of tokens of a rank on a CPU. A microbatch of the paper would take minutes."""
 
 
 class Speedup(NamedTuple):
     """A speed-up over the baseline: the ratio of the times, baseline / improved."""
 
     value: float
-    """Median of the measured ratios of all rounds, or the modelled speed-up for this median."""
+    """Median of the measured ratios of all rounds, or the modelled speed-up that follows from this
+    median."""
     source: Literal["measured", "modelled"]
     least: float
-    """Speed-up in the round with the smallest measured ratio."""
+    """Speed-up that follows from the smallest measured ratio of a round."""
     most: float
-    """Speed-up in the round with the largest measured ratio."""
+    """Speed-up that follows from the largest measured ratio of a round."""
 
 
 class LoopExperts(nn.Module):
@@ -82,10 +86,11 @@ class LoopExperts(nn.Module):
     transformers 4.
 
     Args:
-        gate_up: Weights [E, 2F, D] of the gate and up projections of E experts. The parameters
-            share its memory.
-        down: Weights [E, D, F] of the down projection. The parameters share its memory.
-        first_expert: Index of the first of these experts among all experts of the layer.
+        gate_up: Weights [E, 2F, D] of the gate and up projections of E experts. The parameters of
+            this module share the memory of this tensor.
+        down: Weights [E, D, F] of the down projections. The parameters share the memory of this
+            tensor.
+        first_expert: Index of the first of the E experts among all experts of the layer.
     """
 
     def __init__(self, gate_up: Tensor, down: Tensor, first_expert: int = 0) -> None:
@@ -101,7 +106,7 @@ class LoopExperts(nn.Module):
         self.down = parameters(down)
 
     def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """Return the output [T, D]. Arguments as for `Experts.forward`."""
+        """Return the output [T, D]. The arguments are those of `Experts.forward`."""
         out = torch.zeros_like(x)
         matrices = zip(self.gate, self.up, self.down, strict=True)
         for index, (gate, up, down) in enumerate(matrices, self._first):
@@ -119,7 +124,7 @@ def local_experts(config: Config, ep: int, device: torch.device) -> Experts:
     share = layer.model_copy(update={"num_experts": layer.experts // ep})
     with device:
         module = Experts(share).to(platform.dtype_of(config.train.dtype))
-    module.num_experts = layer.experts  # the others are on other ranks
+    module.num_experts = layer.experts  # the other experts are on other ranks
     with torch.no_grad():
         for weight in module.parameters():
             weight.normal_(std=0.02)
@@ -130,7 +135,7 @@ def measure_experts(
     config: Config, ep: int, tokens: int, rounds: int, device: torch.device
 ) -> list[float]:
     """Measure forward and backward of the experts on one rank, alternately with FastSparseMoE and
-    in a loop.
+    with `LoopExperts`.
 
     Args:
         config: The run.
@@ -141,8 +146,9 @@ def measure_experts(
         device: The device.
 
     Returns:
-        The smallest, the median and the largest ratio of the times loop / FastSparseMoE over the
-        rounds. The times are processor time on a CPU, otherwise wall-clock time.
+        Three ratios of times, `LoopExperts` / FastSparseMoE: the smallest, the median and the
+        largest of all rounds. The times are processor times on a CPU, and wall-clock times on other
+        devices.
     """
     model, dtype = config.model, platform.dtype_of(config.train.dtype)
     ours = local_experts(config, ep, device)
@@ -165,14 +171,15 @@ def measure_experts(
 
 
 def measure_updates(sizes: tuple[float, float], rounds: int, device: torch.device) -> list[float]:
-    """Measure AdamW updates of `sizes[0]` and of `sizes[1]` parameters, alternately. Sizes above
-    _MOST_UPDATED are reduced: both by the same factor.
+    """Measure AdamW updates of `sizes[0]` and of `sizes[1]` parameters, alternately. If a size is
+    above _MOST_UPDATED, both sizes are divided by the same factor.
 
-    Return the smallest, the median and the largest ratio of the times of a round, first / second.
+    Return the smallest, the median and the largest ratio of the times of a round: time of the first
+    update / time of the second update.
     """
     scale = min(1.0, _MOST_UPDATED / max(sizes))
     counts = [max(1, round(scale * size)) for size in sizes]
-    # Both updates use the same memory, because the pages of two allocations may differ in size.
+    # Both updates use the same memory, because the pages of two allocations can differ in size.
     states = [torch.full((max(counts),), 0.01, device=device) for _ in range(4)]
     states.append(states[0].bfloat16())
     runs: dict[str, Callable[[], Any]] = {
@@ -209,13 +216,15 @@ def study_moe(
         mesh: Mesh of the run.
         machine: Machine for which the time of a step is predicted.
         machine_name: Name of the machine, for messages.
-        tokens: Tokens of a rank in the measurement; 0: those of a microbatch, or 256 on a CPU.
+        tokens: Number of tokens of a rank in the measurement. 0: the tokens of a microbatch or, on
+            a CPU, 256.
         rounds: Number of timed rounds.
         device: Device of the measurement.
 
     Returns:
-        A dict with a `Speedup` for each column of COLUMNS, or None for a column without effect
-        because ep is 1; and with `tokens`, the number of tokens of a rank in the measurement.
+        A dict from each column of COLUMNS to a `Speedup`. With ep = 1, EPSO has no effect, and the
+        value of its columns is None. The key `tokens` has the number of tokens of a rank in the
+        measurement.
 
     Raises:
         ConfigError: The model has no experts, or the step cannot be planned.
@@ -257,7 +266,7 @@ def _speedups(
 
     Args:
         config: The run.
-        mesh: Its mesh.
+        mesh: Mesh of the run.
         rates: Rates of the machine.
         works: Argument of `step_of`.
         experts: Measured speed-up of the experts of a rank.
@@ -282,8 +291,8 @@ def _speedups(
 
 
 def _step_with(sharding: str, config: Config, mesh: Mesh, works: Works) -> Step:
-    """Return the operations and collectives of a step with another value of `optim.sharding`, in
-    which collectives of gradients and parameters do not overlap with computation."""
+    """Return the operations and collectives of a step with `sharding` as the value of
+    `optim.sharding`. Collectives of gradients and parameters do not overlap with computation."""
     optim = config.optim.model_copy(update={"sharding": sharding, "overlap": False})
     return step_of(config.model_copy(update={"optim": optim}), mesh, works=works)
 
@@ -320,8 +329,9 @@ def _with_slower_experts(step: Step, config: Config, mesh: Mesh, experts: float)
 
 
 def expert_work(config: Config, mesh: Mesh) -> tuple[tuple[Operation, ...], tuple[Operation, ...]]:
-    """Return the operations of the experts of a layer on a rank for one microbatch, in forward and
-    in backward, with uniform routing: gather of rows, two grouped products, SwiGLU, weighted sum.
+    """Return the operations of the experts of a layer on a rank for one microbatch with uniform
+    routing: a tuple for forward and a tuple for backward. The operations of forward are a gather of
+    rows, two grouped products, SwiGLU and a weighted sum.
     """
     train, layer = config.train, config.model.layer(config.model.sparse_layers[0])
     rows = train.microbatch_size * train.seq_len * layer.num_experts_per_tok
@@ -341,15 +351,15 @@ def expert_work(config: Config, mesh: Mesh) -> tuple[tuple[Operation, ...], tupl
     modules = set(config.recompute.modules)
     if modules & {"moe", "block"}:
         backward += forward
-    elif "experts" in modules:  # recomputes only the pre-activation
+    elif "experts" in modules:  # backward recomputes only the input of SwiGLU
         backward += (moved, up)
     return forward, backward
 
 
 def format_table(results: dict[str, dict[str, Any]], conditions: str) -> str:
-    """Return a Markdown table of speed-ups with the rows of each run: the results of `study_moe`,
-    and the values of the paper. `conditions` is a sentence about the measurement, which precedes
-    the table."""
+    """Return a Markdown table of speed-ups. Each run has a row with the results of `study_moe` and,
+    if the paper has the run, a row with the values of the paper. The sentence `conditions` about
+    the measurement precedes the table."""
     lines = [
         conditions,
         "",

@@ -40,16 +40,16 @@ class Measured(NamedTuple):
     updates: int
     """Number of measured updates."""
     step_s: float
-    """Median."""
+    """Median of the step times in seconds."""
     low_s: float
-    """First quartile."""
+    """First quartile of the step times in seconds."""
     high_s: float
-    """Third quartile."""
+    """Third quartile of the step times in seconds."""
     tokens_per_s: float
     """Tokens of an update divided by `step_s`."""
     components: StepComponents | None
-    """Components of the step on the first rank, from `_middle_components`; None if they are not
-    measured."""
+    """Components of the step time on the first rank, from `_middle_components`; None if they are
+    not measured."""
     no_components: str
     """Reason why `components` is None."""
 
@@ -74,15 +74,15 @@ class Result:
 
     @property
     def components_s(self) -> dict[str, dict[str, float]]:
-        """Seconds of the components of a step: a dict for `measured` and a dict for `simulated`,
-        each by name of the component. In addition to the sum `exposed`, each dict has the exposed
-        communication of each mesh axis, such as `exposed_dp`."""
+        """Two dicts, with the keys "measured" and "simulated". Each of them is a dict from the name
+        of a component to its seconds in a step. `exposed` is a sum over all mesh axes; the exposed
+        communication of each axis has its own key, such as `exposed_dp`."""
         measured = self.measured and self.measured.components
         return {"measured": _seconds(measured), "simulated": _seconds(self.planned)}
 
 
 def _seconds(step: PlannedStep | StepComponents | None) -> dict[str, float]:
-    """Return the seconds of the components of a step by name; {} if `step` is None."""
+    """Return a dict from the names of the components of a step to seconds; {} if `step` is None."""
     if step is None:
         return {}
     seconds = {
@@ -141,10 +141,10 @@ def _measure(
 
 
 def _middle_components(updates: Sequence[StepComponents]) -> StepComponents:
-    """Return the mean of each component over the middle half of the updates, by step time.
+    """Return the mean of each component over the middle half of the updates, sorted by step time.
 
-    The sum of these means is a time between the quartiles of the step times. The sum of the medians
-    of all components can be far from the median of the step times.
+    The sum of these means is between the quartiles of the step times. In contrast, the sum of the
+    medians of all components can be far from the median of the step times.
     """
     ordered, quarter = sorted(updates, key=lambda update: update.total_s), len(updates) // 4
     middle, mean = ordered[quarter : len(ordered) - quarter], statistics.fmean
@@ -175,7 +175,8 @@ def reference_points(results: Sequence[Result]) -> dict[str, Result]:
 
     references = {}
     for routing in _routings(results):
-        # Of points with equal keys, max returns the first, which is the smallest.
+        # If several points have the largest key, max returns the first, which is the smallest
+        # point.
         point = max((result for result in results if result.routing == routing), key=rates)
         if any(rates(point)):
             references[routing] = point
@@ -188,9 +189,9 @@ def efficiencies(
     """Return a dict from the names of points to their scaling efficiency.
 
     The efficiency of a point is the tokens per second of a rank in this point, divided by the
-    tokens per second of a rank in the reference point of the same routing. This holds for weak and
-    for strong scaling. A point without a rate has no efficiency. If the reference point has no
-    rate, no point of its routing has an efficiency.
+    tokens per second of a rank in the reference point of the same routing. This definition applies
+    to weak and to strong scaling. A point without a rate has no efficiency. If the reference point
+    has no rate, no point of its routing has an efficiency.
 
     Args:
         results: Points sorted as by `collect`.
@@ -218,8 +219,8 @@ def planned_rate(result: Result) -> float | None:
 
 
 def rows(results: Sequence[Result]) -> list[dict[str, Any]]:
-    """Return the row of points.csv for each point: a dict from the name of a column to its value,
-    or to None if the point does not have this value."""
+    """Return the row of points.csv for each point, as a dict from the name of a column to a value.
+    The value is None if the point does not have it."""
     measured, planned = (efficiencies(results, rate) for rate in (measured_rate, planned_rate))
     references = reference_points(results)
     components = {
@@ -259,8 +260,8 @@ def rows(results: Sequence[Result]) -> list[dict[str, Any]]:
 
 
 def write_results(results: Sequence[Result], folder: Path) -> list[Path]:
-    """Write `points.csv`, `loss.csv`, `figure4.png` and `throughput.png` to a folder, and return
-    their paths."""
+    """Write `points.csv`, `loss.csv`, `figure4.png` and `throughput.png` to `folder`, and return
+    the paths of these files."""
     make_dirs(folder)
     losses = [
         {
@@ -285,7 +286,8 @@ def write_results(results: Sequence[Result], folder: Path) -> list[Path]:
 
 
 def format_results(results: Sequence[Result]) -> str:
-    """Return the results as text: a table, and a line for each point without a measurement."""
+    """Return the results as text: a table of the points, a line for each failed or submitted point,
+    and the lines of `_component_lines`."""
     header = ("point", "tiles", "measured step, s (quartiles)", "tokens/s", "efficiency")
     cells = [(*header, "simulated step, s", "simulated efficiency", "state")]
     for result, row in zip(results, rows(results), strict=True):
@@ -315,8 +317,8 @@ def format_results(results: Sequence[Result]) -> str:
 
 
 def _component_lines(results: Sequence[Result]) -> list[str]:
-    """Return a table of the measured and simulated components of a step, and a line for each
-    measured point without measured components."""
+    """Return the lines of a table of the measured and simulated components of a step, followed by a
+    line for each measured point without measured components."""
     cells = [("point", "evidence", *(f"{name}, s" for name in _COMPONENTS))]
     for result in results:
         for evidence, seconds in result.components_s.items():
@@ -332,7 +334,8 @@ def _component_lines(results: Sequence[Result]) -> list[str]:
 
 
 def _aligned(cells: Sequence[tuple[str, ...]]) -> list[str]:
-    """Return the lines of a table."""
+    """Return the lines of a table with aligned columns. `cells` has a tuple of cells for each
+    line."""
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return [
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
@@ -413,7 +416,7 @@ def _draw_points(
 ) -> None:
     """Draw a quantity of all points against the number of tiles (ranks).
 
-    Measured values are filled markers with quartiles, planned values are open markers.
+    Measured values are drawn as filled markers with quartiles, planned values as open markers.
 
     Args:
         axes: Axes of matplotlib.
@@ -421,7 +424,7 @@ def _draw_points(
         routings: All routings. Each has a color and a marker.
         values_of: Function that returns a dict from the name of each point to the quantity. Its
             arguments are the points and `measured_rate` or `planned_rate`.
-        suffixes: Text that ends the labels of a routing, by routing.
+        suffixes: A dict from a routing to the text at the end of its labels.
     """
     measured, planned = (values_of(results, rate) for rate in (measured_rate, planned_rate))
     for number, routing in enumerate(routings):
@@ -459,8 +462,9 @@ def _draw_points(
 
 
 def _draw_components(axes: Any, results: Sequence[Result], routings: Sequence[str]) -> None:
-    """Draw the simulated components of a step as open bars, the measured components of each routing
-    as filled bars to the right of them, and measured steps as filled points."""
+    """Draw the simulated components of a step as open bars. To the right of these bars, draw the
+    measured components of each routing as filled bars, and the measured step times as filled
+    points."""
     positions = {ranks: n for n, ranks in enumerate(sorted({r.ranks for r in results}))}
     width = 0.8 / (1 + len(routings))
     for result in results:

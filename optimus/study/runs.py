@@ -18,8 +18,8 @@ FOLDER = Path(__file__).resolve().parents[2] / "configs" / "run"
 MULA = ("mula-1b", "mula-7b-a1b", "mula-20b-a2b", "mula-100b-a7b", "mula-220b-a10b")
 """The runs of the Optimus paper."""
 _NODES_FOR_A_BUFFER_NODE = 64
-"""Number of nodes for which a run gets one buffer node, which replaces a node that fails. This
-number is a choice without a source."""
+"""A run gets a buffer node, which replaces a node that fails, for each full or partial set of this
+number of nodes. This number is a choice without a source."""
 _GIB = 1 << 30
 
 
@@ -33,8 +33,9 @@ class PlannedRun(NamedTuple):
     queue: str
     """Name of the queue; "" if the machine file has no queues."""
     walltime_s: int
+    """Requested time of each job in seconds."""
     jobs: int
-    """Number of jobs, one after the other."""
+    """Number of jobs that run one after the other."""
 
     @property
     def fits(self) -> bool:
@@ -44,7 +45,7 @@ class PlannedRun(NamedTuple):
 
     @property
     def job_line(self) -> str:
-        """Command that submits the run to PBS. A run of several jobs has buffer nodes."""
+        """Command that submits the run to PBS. Only a run of several jobs has buffer nodes."""
         words = ["scripts/pbs/train.sh", "--nodes", str(self.plan["nodes"])]
         words += ["--machine", self.plan["machine"], "--account", "PROJECT"]
         words += ["--queue", self.queue] if self.queue else []
@@ -63,11 +64,11 @@ def plan_run(path: Path, machine: Machine, machine_name: str, nodes: int) -> Pla
         path: The configuration.
         machine: The machine.
         machine_name: Name of the machine, or the path of its file.
-        nodes: Number of nodes if the configuration has `parallel.dp = 0`.
+        nodes: Number of nodes. It has an effect only if the configuration has `parallel.dp = 0`.
 
     Raises:
-        ConfigError: The run cannot be planned, the machine's file describes no device, or no queue
-            takes the nodes of the run.
+        ConfigError: The run cannot be planned, the machine file describes no device, or no queue
+            takes the number of nodes of the run.
     """
     from optimus.planner.plan import plan
 
@@ -89,9 +90,9 @@ def plan_run(path: Path, machine: Machine, machine_name: str, nodes: int) -> Pla
 def _jobs(machine: Machine, result: dict[str, Any]) -> tuple[str, int, int]:
     """Return the queue, the walltime in seconds and the number of jobs of a run.
 
-    If a queue permits a walltime of 1.2 times the planned time, the run gets a single job with this
-    walltime. Otherwise, the run gets several jobs, each with the longest walltime that a queue
-    permits.
+    If a queue permits a walltime of 1.2 times the planned time, rounded up to full hours, the run
+    gets a single job with this walltime. Otherwise, the run gets several jobs, each with the
+    longest walltime that a queue permits.
     """
     nodes, seconds = result["nodes"], math.ceil(1.2 * result["step"]["run_s"] / 3600) * 3600
     entries = [e for e in machine.queues if e.nodes[0] <= nodes <= e.nodes[1]]
@@ -116,7 +117,7 @@ def format_page(runs: Sequence[PlannedRun], machine: str, command: str) -> str:
         f"`{command}` writes this page. All values are predictions by `optimus plan` with the",
         f"machine file {machine}; no run was measured on this machine. Times assume uniform",
         "routing to experts. Hours and node-hours include the time for checkpoints and failures if",
-        "the machine file has the values that this needs. If the machine file lacks a value, all",
+        "the machine file has the necessary values. If the machine file lacks a value, all",
         "times are lower bounds.",
         "",
         "| run | nodes x ranks | pp dp ep tp | states, GiB | needed, GiB | of the device | step, s "
@@ -148,9 +149,9 @@ def format_page(runs: Sequence[PlannedRun], machine: str, command: str) -> str:
     largest = max(run.plan["needed"] for run in runs)
     lines += [
         "",
-        "The needed memory is that of the states, activations and temporary tensors of the rank "
-        f"that needs most. A device has {device / 1e9:.4g} GB ({device / _GIB:.4g} GiB): {fit}. "
-        f"The largest run needs {largest / 1e9:.4g} GB.",
+        "The needed memory is the sum of states, activations and temporary tensors on the rank "
+        f"that needs the most memory. A device has {device / 1e9:.4g} GB ({device / _GIB:.4g} "
+        f"GiB): {fit}. The largest run needs {largest / 1e9:.4g} GB.",
         "" if not missing else f"\nValues that the machine file lacks: {', '.join(missing)}.\n",
         "The commands that submit the runs:",
         "",
@@ -160,6 +161,6 @@ def format_page(runs: Sequence[PlannedRun], machine: str, command: str) -> str:
         "",
         "A run that needs more time than the walltime of a job continues in further jobs "
         f"(`--chain`). The longest run takes {counted(max(run.jobs for run in runs), 'job')}. "
-        "Replace DATA by the path of a data set, and RUN by that of the run directory.",
+        "Replace DATA with the path of a data set, and RUN with the path of the run directory.",
     ]
     return "\n".join(lines).replace("\n\n\n", "\n\n") + "\n"

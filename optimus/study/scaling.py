@@ -1,4 +1,4 @@
-"""The points and jobs of a scaling study, computed without running anything.
+"""The points and jobs of a scaling study. No function of this module runs a point or submits a job.
 
 A point is a short run of a configuration on a number of nodes. With weak scaling, each data rank
 has the same number of tokens in every point; with strong scaling, the global batch is the same.
@@ -22,11 +22,11 @@ from optimus.errors import ConfigError, counted, refuse_if
 Scaling = Literal["weak", "strong"]
 ROUTINGS = ("top-k", "uniform")
 _START_S = 600
-"""Seconds of the walltime that a job has for the start of a point: rendezvous, process groups,
-compilation of kernels. This number is a choice; the time is not measured on many nodes."""
+"""Seconds of the walltime that are reserved for the start of a point: rendezvous, process groups,
+compilation of kernels. This number is a choice; the start has not been measured on many nodes."""
 _MARGIN = 3.0
-"""Ratio of the requested time of the updates to their predicted time. The predicted time is a lower
-bound if the machine file lacks values."""
+"""Requested time of the updates divided by their predicted time. If the machine file lacks values,
+the predicted time is a lower bound."""
 _ROUND_S = 300
 """Walltimes of jobs are rounded up to a multiple of this number of seconds."""
 
@@ -43,7 +43,7 @@ class Settings:
     warmup: int
     """Number of updates at the start of a point that are not measured."""
     tokens_per_data_rank: int
-    """Tokens of a data rank in an update with weak scaling; 0: one microbatch."""
+    """With weak scaling, the number of tokens of a data rank in an update; 0 for one microbatch."""
 
     def global_batch_tokens(self, config: Config, mesh: Mesh) -> int:
         """Return `train.global_batch_tokens` of a point with this mesh."""
@@ -54,7 +54,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Point:
-    """A run of the study: the configuration on a number of nodes, with one kind of routing."""
+    """A run of the study: the configuration on `nodes` nodes, with the routing `routing`."""
 
     name: str
     nodes: int
@@ -71,14 +71,14 @@ class Point:
 
     @property
     def expected_s(self) -> float | None:
-        """Predicted seconds of all updates; None if they are not planned."""
+        """Predicted seconds of all updates of the point; None if `planned` is None."""
         if self.planned is None:
             return None
         return self.config.train.stop_at_step * self.planned["step_s"]
 
     @property
     def walltime_s(self) -> int:
-        """Seconds to request for the point. Raises ConfigError if its time is not planned."""
+        """Seconds to request for the point. Raises ConfigError if `planned` is None."""
         if self.expected_s is None:
             raise ConfigError(
                 f"the time of a step on {counted(self.nodes, 'node')} is not planned "
@@ -99,19 +99,19 @@ class Job:
 
     @property
     def nodes(self) -> int:
-        """Number of nodes of the job, which is that of its largest point. While a smaller point
-        runs, the other nodes are idle."""
+        """Number of nodes of the job: the number of nodes of its largest point. While a smaller
+        point runs, the other nodes are idle."""
         return max(point.nodes for point in self.points)
 
     @property
     def node_hours(self) -> float:
-        """Node-hours of the whole walltime, which the job uses if it does not end earlier."""
+        """Node-hours of the whole walltime. A job that ends earlier uses fewer node-hours."""
         return self.nodes * self.walltime_s / 3600
 
 
 def parse_nodes(text: str) -> tuple[int, ...]:
     """Return the numbers of nodes in a list such as `32,64,128`, in ascending order. Raises
-    ConfigError if an element is no number of nodes or occurs twice."""
+    ConfigError if an element is not a number of nodes or occurs twice."""
     numbers = []
     for word in text.split(","):
         refuse_if(
@@ -129,8 +129,8 @@ def parse_nodes(text: str) -> tuple[int, ...]:
 
 def parse_limit(text: str | None) -> int | None:
     """Return the time limit of a point in seconds from the value of `--walltime`, which is
-    hours:minutes:seconds; None if the option is not set. Raises ConfigError if the text is no time
-    or the time is too short."""
+    hours:minutes:seconds; None if the option is not set. Raises ConfigError if the text is not a
+    time or if the time is 0."""
     if text is None:
         return None
     try:
@@ -155,14 +155,15 @@ def parse_routings(text: str | None, config: Config) -> tuple[str, ...]:
     for routing in routings:
         refuse_if(
             routing not in ROUTINGS,
-            f"--routing {text}: {routing!r} is no routing; use {' or '.join(ROUTINGS)}",
+            f"--routing {text}: {routing!r} is not a routing; use {' or '.join(ROUTINGS)}",
         )
     return routings
 
 
 def _mesh_on(config: Config, machine: Machine, name: str, nodes: int) -> Mesh:
-    """Return the mesh of a run on a number of nodes: pp, ep and tp are those of the configuration,
-    and dp follows. Raises ConfigError if pp * ep * tp does not divide the number of ranks."""
+    """Return the mesh of a run on `nodes` nodes: pp, ep and tp are those of the configuration, and
+    dp is the number of ranks divided by pp * ep * tp. Raises ConfigError if pp * ep * tp does not
+    divide the number of ranks."""
     free = config.parallel.model_copy(update={"dp": 0})
     model_ranks, ranks = make_mesh(free).world_size, nodes * machine.ranks_per_node
     least = math.lcm(model_ranks, machine.ranks_per_node) // machine.ranks_per_node
@@ -178,11 +179,12 @@ def _mesh_on(config: Config, machine: Machine, name: str, nodes: int) -> Mesh:
 def tokens_per_data_rank(config: Config, machine: Machine, name: str, nodes: Iterable[int]) -> int:
     """Return `train.global_batch_tokens` divided by the number of data ranks of the configuration.
 
-    With `parallel.dp = 0`, the number of data ranks is the number on the smallest of `nodes`.
-    `name` is the name of the machine, for messages.
+    With `parallel.dp = 0`, the number of data ranks is that of a run on the smallest number in
+    `nodes`. `name` is the name of the machine, for messages.
 
     Raises:
-        ConfigError: The mesh does not fit these nodes, or the batch is not divisible.
+        ConfigError: The mesh does not fit this number of nodes, or the global batch is not a
+            multiple of the tokens of a microbatch on all data ranks.
     """
     if config.parallel.dp:
         mesh = make_mesh(config.parallel)
@@ -253,9 +255,9 @@ def make_point(
 
 
 def check_point_fit(point: Point, machine: Machine) -> None:
-    """Check with `check_fit` that a point fits in the memory of the machine's devices. A machine
-    file without a device is not checked. Log a warning if the predicted memory exceeds the memory
-    of a device but the lower bound does not.
+    """Check with `check_fit` that a point fits in the memory of the machine's devices. If the
+    machine file has no device, check nothing. Log a warning if the predicted memory exceeds the
+    memory of a device but the lower bound does not.
 
     Raises:
         ConfigError: The lower bound exceeds the memory, and `train.fit_check` is "refuse".
@@ -277,9 +279,9 @@ def local_limits(
 
     Args:
         points: The points.
-        limit_s: Limit of each point in seconds; None: `Point.walltime_s`.
-        is_required: Applies if `limit_s` is None and the time of a point is not planned. True to
-            raise ConfigError, False to run this point without a limit.
+        limit_s: Limit of each point in seconds; None for `Point.walltime_s`.
+        is_required: This argument has an effect only if `limit_s` is None and the time of a point
+            is not planned. True to raise ConfigError, False to run the point without a limit.
     """
     return {
         point.name: limit_s
@@ -298,17 +300,17 @@ def pack_jobs(
 ) -> list[Job]:
     """Return the jobs that run the points.
 
-    Each point has a separate job, unless its queue takes fewer jobs from a user (`Queue.max_jobs`)
-    than there are points in this queue. Then each job runs as many points, one after the other, as
-    the longest walltime of the queue permits.
+    By default, each point has a separate job. If a queue limits the number of jobs of a user
+    (`Queue.max_jobs`) and has more points than this limit, each job in the queue runs as many
+    points, one after the other, as the longest walltime of the queue permits.
 
     Args:
         points: The points.
         machine: The machine, with its queues.
         queue: Name of the queue; "" for the first queue in the file that takes a point.
-        limit_s: Walltime of each point in seconds; None: `Point.walltime_s`.
-        share: True to run several points in a job also in queues that do not limit the number of
-            jobs of a user.
+        limit_s: Walltime of each point in seconds; None for `Point.walltime_s`.
+        share: True to run several points in a job in all queues, even if a queue does not limit the
+            number of jobs of a user.
 
     Raises:
         ConfigError: No queue takes a point, the machine has no queue of this name, or the time of a
@@ -343,8 +345,9 @@ def pack_jobs(
 
 def _queue_of(machine: Machine, name: str, nodes: int, seconds: int) -> Queue | None:
     """Return the first queue that takes a job of `nodes` nodes for `seconds` seconds; None if the
-    machine file has no queues. If `name` is not "", return the queue of this name, or None if there
-    is none. Raises ConfigError if no queue takes the job."""
+    machine file has no queues. If `name` is not "", consider only the queue with this name, and
+    return None if the machine file has no such queue. Raises ConfigError if no queue takes the
+    job."""
     entries = [entry for entry in machine.queues if name in ("", entry.name)]
     if not entries:
         return None
@@ -383,5 +386,5 @@ def _job(queue: str, group: Sequence[tuple[Point, int]], entries: Sequence[Queue
 
 
 def walltime_text(seconds: int) -> str:
-    """Return seconds as hours:minutes:seconds."""
+    """Return a number of seconds as the text hours:minutes:seconds, such as 1:05:00."""
     return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"

@@ -235,7 +235,7 @@ def test_study_of_another_configuration_is_refused(config, tmp_path, capsys):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     assert main(study(config, tmp_path / "full")) == 2
-    assert "other files such as file; use another --out" in capsys.readouterr().err
+    assert "has other files, such as file; use another --out" in capsys.readouterr().err
 
 
 def test_dense_model_has_no_routing(tiny_data, tmp_path, capsys):
