@@ -1,4 +1,4 @@
-"""Comparison of the predicted memory and step time of a run with the measured ones: `optimus plan
+"""Comparison of the predicted memory and step time of a run with the measured values: `optimus plan
 --against`."""
 
 from __future__ import annotations
@@ -166,8 +166,8 @@ def compare(config: Config, run_dir: str, machine: str | None) -> dict[str, Any]
           `no_prediction`, the reason if `predicted_s` is None.
 
     Raises:
-        ConfigError: The directory has no run, its run has another configuration, or its metrics are
-            damaged.
+        ConfigError: The directory has no run, the run has another configuration, or the metrics of
+            the run are damaged.
     """
     path = Path(run_dir)
     _check_same(config, path, run_dir)
@@ -259,7 +259,7 @@ def _memory(
 ) -> Iterator[dict[str, int]]:
     if fit is None:
         kinds = [_Kind(pp=0, tp=0, process_bytes=0, peak_bytes=updates[-1].mem_bytes)]
-    else:  # with "auto", the ranks of other stages may have other placements
+    else:  # with "auto", the ranks of other stages can have other placements
         kinds = fit.ranks[:1] if config.offload.mode == "auto" else fit.ranks
     for kind in kinds:
         yield {

@@ -178,7 +178,7 @@ def loads_of(
     `collective_s`."""
 
     def seconds(limiting: int | None) -> float:
-        # A level with measured steps would have their times even if its rate were unlimited.
+        # Measured steps are removed, because an unlimited rate would not change their times.
         rates = tuple(
             link._replace(messages=())
             if limiting in (None, index)

@@ -198,7 +198,7 @@ def find_misfit(
     config: Config, result: dict[str, Any], arguments: Sequence[str]
 ) -> ConfigError | None:
     """Return the error of a plan whose fullest rank needs more than the memory of the device; None
-    if it fits or the memory is unknown.
+    if the plan fits or the memory is unknown.
 
     If the plan does not fit, two keys are added to `result`. `missing` is a dict with the missing
     bytes of `device`. `nearest` is a list of the nearest layouts that fit. Each entry has the keys
@@ -251,8 +251,8 @@ def _nearest_layouts(
     """Return the value of the key `nearest` without `command`: layouts that use all ranks of the
     nodes of a plan.
 
-    The plan may have fewer ranks than its nodes provide, for example if it is the plan of one
-    replica. If the unchanged layout fits on all ranks of the nodes, this layout is the only result.
+    A plan can have fewer ranks than its nodes provide, for example the plan of one replica. If the
+    unchanged layout fits on all ranks of the nodes, this layout is the only result.
     """
     from optimus.data.batch import plan_batch
     from optimus.planner.layouts import layout_changes, layout_of

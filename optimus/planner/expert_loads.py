@@ -43,8 +43,8 @@ class RunLoads:
         model: Model of the plan. The run must have the same model.
 
     Raises:
-        ConfigError: The run has another model, or its expert_load.jsonl is missing or damaged. An
-            incomplete last line, which a killed run can leave, is ignored.
+        ConfigError: The run has another model, or the file expert_load.jsonl of the run is missing
+            or damaged. An incomplete last line, which a killed run can leave, is ignored.
     """
 
     def __init__(self, run_dir: str, model: ModelConfig) -> None:

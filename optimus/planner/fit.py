@@ -1,4 +1,4 @@
-"""Check that the ranks of a run fit in their memory, before they start.
+"""Check that the ranks of a run fit in memory, before the ranks start.
 
 A run is refused if a lower bound of its memory exceeds the capacity, so that every run that fits
 can start. `least_bytes` documents the bound. If only the memory that `optimus plan` predicts
@@ -45,7 +45,7 @@ class Capacity:
     name: str
     """Phrase for messages, such as `the cuda device of the first rank`."""
     ranks: int = 1
-    """Number of ranks that share the memory. Their rank numbers are consecutive."""
+    """Number of ranks that share the memory. These ranks have consecutive numbers."""
     kind: Literal["device", "host"] = "device"
     """`host` if offloaded states use the same memory, as on a CPU; `device` otherwise."""
 
@@ -76,7 +76,7 @@ def capacity_of_machine(name: str, ranks_on_node: int) -> Capacity:
         ranks_on_node: As for `capacity_of`.
 
     Raises:
-        ConfigError: There is no such machine, or its file has no device.
+        ConfigError: The machine does not exist, or the file of the machine has no device.
     """
     machine = load_machine(name, "train.machine")
     if machine.device is None:
@@ -257,7 +257,8 @@ def check_fit(
         return
     if (predicted := predicted_bytes(*settings, capacity)) > capacity.num_bytes:
         logger.warning(
-            "%s may not fit: %s; `optimus plan CONFIG --machine NAME` lists layouts that fit",
+            "%s possibly does not fit: %s; `optimus plan CONFIG --machine NAME` lists layouts that "
+            "fit",
             run_name,
             _message(predicted, capacity, "a predicted "),
         )

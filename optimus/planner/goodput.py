@@ -4,8 +4,8 @@ the time is lost to checkpoints, to restarts, and to training that is repeated a
 Failures are a Poisson process. After a failure, the training since the last checkpoint is lost, and
 the restart takes a constant time, during which nodes can fail again. Let r be the rate of failures,
 w the time of training between two checkpoints, c the time of a checkpoint and d the time of a
-restart. The mean time from the end of a checkpoint to the end of the next one is then exp(r d)
-(exp(r (w + c)) - 1) / r (Daly 2006, doi 10.1016/j.future.2004.11.016).
+restart. The mean time from the end of a checkpoint to the end of the next checkpoint is then
+exp(r d) (exp(r (w + c)) - 1) / r (Daly 2006, doi 10.1016/j.future.2004.11.016).
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ def best_interval(checkpoint_s: float, restart_s: float, failures_per_s: float) 
     if failures_per_s == 0:
         return math.inf
     low, high = 0.0, math.sqrt(2 * checkpoint_s / failures_per_s) + checkpoint_s
-    # The derivative of the goodput has the sign of 1 - exp(-r (w + c)) - r w, which decreases.
+    # The derivative of the goodput with respect to w has the sign of 1 - exp(-r (w + c)) - r w,
+    # which decreases as w grows.
     while high - low > 1e-9 * high:
         middle = (low + high) / 2
         exponent = failures_per_s * (middle + checkpoint_s)

@@ -22,14 +22,14 @@ STATES = (
     ("none", "parameters"),
     *itertools.product(("so", "epso"), ("all", "parameters", "cache")),
 )
-"""Pairs of `optim.sharding` and `optim.resident`."""
+"""Pairs of `optim.sharding` and `optim.resident` that a search tries."""
 SCHEDULES = (
     ("1f1b", 1),
     ("zb-h1", 1),
     ("gpipe", 1),
     *(("interleaved", v) for v in (2, 3, 4, 6, 8)),
 )
-"""Pairs of `parallel.schedule` and `parallel.virtual_stages`."""
+"""Pairs of `parallel.schedule` and `parallel.virtual_stages` that a search tries."""
 MICROBATCH_SIZES = (1, 2, 4, 8)
 RECOMPUTE = ((), ("norm",), ("attention",), ("norm", "attention"), ("block",))
 RECOMPUTE_EXPERTS = (("experts",), ("moe",), ("norm", "attention", "moe"))

@@ -259,7 +259,8 @@ def plan_on_machine(
           given placement needs.
 
     Raises:
-        ConfigError: As `decide_placement` or `check_limits`, or the machine has no rates.
+        ConfigError: There is no machine `name`, the global batch cannot be divided over the data
+            ranks, or as `decide_placements` or `check_limits`.
     """
     train, machine = config.train, load_machine(name)
     microbatches = mesh.pp
@@ -515,7 +516,7 @@ def _load_lines(result: dict[str, Any]) -> list[tuple[str, str]]:
     if "imbalance" in result and result["imbalance"]["largest"] is not None:
         largest, limit = result["imbalance"]["largest"], result["imbalance"]["limit"]
         text = f"{largest:.2f} times an equal share of the tokens on an ep rank's experts"
-        text += ", all that is possible" if largest == limit else f" of {limit:.2f} possible"
+        text += ", the largest possible share" if largest == limit else f" of {limit:.2f} possible"
         if balanced is not None:
             text += f": {_slower(result['imbalance']['step_s'], balanced['step_s'])}"
         lines.append(("largest imbalance that fits", text))

@@ -21,8 +21,8 @@ class Network:
     A transfer uses the ports of the levels that its group crosses. It uses only a fraction of the
     rate of the ports at the faster levels (`loads_of`). The rate of a port is the rate of the level
     in the machine file, without the taper. If the taper of a level is below 1, the links that leave
-    a domain of the previous level carry the rate of only the share `taper` of its ports. A transfer
-    through these links also uses the port of the previous level.
+    a domain of the previous level carry the rate of only the share `taper` of the ports of the
+    domain. A transfer through these links also uses the port of the previous level.
 
     Args:
         groups: The process groups of each axis. The groups of `pp` are pipelines. If the key
@@ -99,8 +99,8 @@ class Network:
             reduce, gather: Collectives of the gradients of a stage, the same for all stages, and of
                 the parameters (as in `Transfers`).
             exposed_s: For some kinds of actions and each stage, a dict from axes to the seconds of
-                the collectives within the action. `Transfers.exchanges` has those of these
-                collectives that compete with transfers.
+                the collectives within the action. `Transfers.exchanges` has only the collectives
+                that compete with transfers.
         """
         send, p = self.sends(size_bytes), len(self._pipelines[0])
         levels = {

@@ -47,8 +47,8 @@ def autotune_placement(
 
     With offload.mode = "auto", decide on the placement. The decision uses the rates of
     `train.machine`, as `optimus plan` does. If `train.machine` is not set, the decision uses rates
-    that this function measures; it then ignores the time of collectives. With offload.mode =
-    "manual", check the limits of memory. On an accelerator, `offload.device_memory` then limits the
+    that this function measures, and ignores the time of collectives. With offload.mode = "manual",
+    check the limits of memory. On an accelerator, `offload.device_memory` then limits the
     allocations of torch. All ranks must call this function.
 
     Args:
@@ -99,7 +99,8 @@ def autotune_placement(
     if offload.mode == "auto":
         searches = [PlacementSearch(config, *rank, limits, device.type, times)]
         (decision,) = decide_together(searches, lambda value: greatest(value, everyone, device))
-        # On a CPU, the rates of the machine file serve only to decide on the placement.
+        # An accelerator needs offload.links only for the decision. On a CPU, which emulates a
+        # device, copies and updates of the run then take the time of these rates.
         if device.type != "cpu":
             decision = dataclasses.replace(decision, config=with_offload(decision.config, links=""))
     else:

@@ -4,11 +4,11 @@
 sum of products. Each product is the number of microbatches for which a stage keeps a tensor, times
 the bytes of the tensor for one microbatch. The numbers of microbatches depend only on the schedule.
 For each schedule, this module therefore computes a matrix of these numbers once, with a row for
-each action. For each layout, it multiplies the matrix by the bytes of the layout; the peak is the
-maximum of the product. A row is left out if each of its values is at most the value in the same
-column of another row, because such a row cannot determine the maximum. Above a certain number of
-microbatches, a schedule repeats its rows, so that a schedule with fewer microbatches has the same
-matrix.
+each action. For each layout, the module multiplies the matrix by the bytes of the layout; the peak
+is the maximum of the product. A row is left out if each of its values is at most the value in the
+same column of another row, because such a row cannot determine the maximum. Above a certain number
+of microbatches, a schedule repeats its rows, so that a schedule with fewer microbatches has the
+same matrix.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class RankPeaks(NamedTuple):
     are in memory."""
 
     counts: np.ndarray
-    """int64 [number of actions, 5v + 1]. Each row describes the memory during an action. It has,
+    """int64 [number of actions, 5v + 1]. Each row describes the memory during an action. A row has,
     for each stage and each of the five fields of `StageBytes`, the number of microbatches for which
     the bytes of the field are in memory. The last element is the number of tensors in memory that
     the rank has received from other stages or has yet to send."""
@@ -102,8 +102,8 @@ def _counts_of_ranks(
 
 def _fewer_microbatches(name: str, num_ranks: int, num_microbatches: int) -> int:
     """Return a number of microbatches, at most `num_microbatches`, with which a schedule has the
-    same rows of counts as with `num_microbatches`. For gpipe, some counts differ, because they grow
-    with the number of microbatches; `peaks_of` corrects them."""
+    same rows of counts as with `num_microbatches`. For gpipe, some counts differ, because these
+    counts grow with the number of microbatches; `peaks_of` corrects them."""
     if name == "gpipe":
         return min(num_microbatches, 8)
     if name == "interleaved" and num_microbatches % num_ranks:

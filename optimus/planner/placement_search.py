@@ -167,7 +167,7 @@ def decide_placement(
         coordinate: The rank. It must be a result of `largest_rank`, so that all ranks with the same
             pipeline index get the same decision.
         num_microbatches: Number of microbatches of the rank in a step.
-        limits: The memory that the rank may use, and its rates.
+        limits: The memory that the rank may use, and the rates of its links.
         device: Type of the rank's device, such as "cuda".
 
     Raises:
@@ -291,7 +291,7 @@ class PlacementSearch:
     @property
     def _fixed(self) -> TierBytes:
         """Bytes of each tier for the copies of checkpoint.async_save in any placement. Copies of
-        states on disk are also on disk; the workloads subtract them from the host memory."""
+        states on disk are also on disk; the workloads subtract such copies from the host memory."""
         return TierBytes(0, self._on_device.staging)
 
     def _settings_of(self, best: SimulatedPlacement) -> Config:

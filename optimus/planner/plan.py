@@ -1,5 +1,5 @@
-"""The result of `optimus plan`: the number of parameters, the FLOPs and the memory of a run, which
-follow from its configuration alone. With a machine, the result also has the values of
+"""The result of `optimus plan`: the number of parameters, the FLOPs and the memory of a run. These
+values depend only on the configuration. With a machine, the result also has the values of
 `optimus.planner.machine_plan`."""
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def plan(
     Raises:
         DoesNotFit: With offloading, a rank needs more memory than it may use.
         ConfigError: The mesh does not fit the allocation; or the allocation has a number of nodes,
-            and the global batch cannot be divided over their ranks; or as `plan_ranks`,
-            `loads_for_plan` or `topology_of`.
+            and the global batch cannot be divided over the ranks of these nodes; or as
+            `plan_ranks`, `loads_for_plan` or `topology_of`.
     """
     train = config.train
     loads = loads_for_plan(load, config) if load else None

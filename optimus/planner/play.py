@@ -117,11 +117,12 @@ def play(
 
     Args:
         schedule: The actions of each rank.
-        cost: Returns the seconds of an action on the device. It is not called for sends and
-            receives.
+        cost: Function that returns the seconds of an action on the device. The function is not
+            called for sends and receives.
         transfers: The transfers and their seconds; None if transfers take no time.
         devices: The device of each rank. If empty, the actions of all ranks do not wait.
-        launch: Returns the seconds that the host needs to start the operations of an action.
+        launch: Function that returns the seconds that the host needs to start the operations of an
+            action.
     """
     return _Play(schedule, cost, transfers or Transfers(), devices, launch).run()
 

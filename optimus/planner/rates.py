@@ -149,7 +149,7 @@ def measure_links(device: torch.device, threads: int) -> dict[str, list[float]]:
 
 
 def _times(run: Callable[[], Any], device: torch.device) -> list[float]:
-    """Return the seconds of _RUNS calls of `run`. Two calls before them are not timed."""
+    """Return the seconds of _RUNS calls of `run`. Two earlier calls are not timed."""
     times = []
     for _ in range(_RUNS + 2):
         platform.synchronize(device)

@@ -183,7 +183,7 @@ def _duration_text(seconds: float) -> str:
 
 def run_lines(result: dict[str, Any], is_one_replica: bool = False) -> list[tuple[str, str]]:
     """Return the result of `plan_run` as pairs (name, value) for a table. Node-hours are left out
-    if the plan is for one replica, because the run may have more nodes."""
+    if the plan is for one replica, because the run can have more nodes."""
     lines = []
     for key, name in (("", "full checkpoint"), ("model_", "model-only checkpoint")):
         if f"{key}checkpoint_bytes" in result:

@@ -62,7 +62,7 @@ class Candidate(NamedTuple):
     least_s: float
     """Lower bound of the seconds of a step with offloading."""
     activations: int
-    """Bytes of activations of the first or the last pipeline rank, whichever needs more."""
+    """Bytes of activations of the first or of the last pipeline rank: the larger number."""
     layout: Layout
 
 

@@ -37,7 +37,7 @@ class Unit(NamedTuple):
 
 
 SECONDS = Unit("step_s", "step, s", 1.0)
-PFLOP = Unit("bound_pflop", "PFLOP of the busiest rank, with its idle time", 1e15)
+PFLOP = Unit("bound_pflop", "PFLOP of the busiest rank, including idle time", 1e15)
 
 
 class SearchProgress:
@@ -131,7 +131,7 @@ def _draw(ranking: Ranking, unit: Unit, path: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(8, 6))
     step = max(1, len(ranking.evaluations) // _MOST_POINTS)
     axes.plot(*_points(ranking.evaluations[::step], unit), ".", ms=2, color="tab:gray")
-    axes.plot(*_points(ranking.pareto, unit), "o-", ms=5, label="no layout is better in both")
+    axes.plot(*_points(ranking.pareto, unit), "o-", ms=5, label="Pareto front")
     axes.set_xlabel("memory of the fullest rank, GiB")
     axes.set_ylabel(unit.text)
     axes.set_yscale("log")

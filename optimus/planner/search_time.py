@@ -124,8 +124,8 @@ class StepSeconds:
         self._segments: dict[Any, tuple[Segments, PassTimes]] = {}
         self._traffic: dict[Any, StateTraffic] = {}
         self._weights: dict[Any, tuple[int, Weights]] = {}
-        # Caches for the last mesh and for the last layout. A search evaluates the layouts of a mesh
-        # one after the other, and so the layouts that differ only in the settings of states.
+        # Caches for the last mesh and for the last layout. A search evaluates all layouts of a mesh
+        # in succession and, among these, all layouts that differ only in the settings of states.
         self._mesh: Any = None
         self._updates: dict[Any, _Update] = {}
         self._passes: Any = None
@@ -143,11 +143,11 @@ class StepSeconds:
         return time.total_s
 
     def of_passes(self, layout: Layout, by_layer: bool = False) -> float:
-        """Return a lower bound of the seconds of a step that holds for any placement of the states.
-        For each pipeline rank, take the time of the passes of all microbatches on this rank, plus
-        the time of the passes of one microbatch on the previous ranks: forwards on the previous
-        ranks precede the first forward of this rank, and backwards on the previous ranks follow its
-        last backward. The bound is the largest of these sums.
+        """Return a lower bound of the seconds of a step, valid for any placement of the states. For
+        each pipeline rank, take the time of the passes of all microbatches on this rank, plus the
+        time of the passes of one microbatch on the previous ranks: forwards on the previous ranks
+        precede the first forward of this rank, and backwards on the previous ranks follow its last
+        backward. The bound is the largest of these sums.
 
         With `by_layer`, each layer is a stage (offload.order = "layer"), and the bound is the time
         of all passes divided by the number of pipeline ranks.
@@ -168,7 +168,7 @@ class StepSeconds:
             of_stage[-1] += seconds[-1]
             of_stages.append(of_stage)
         both = [sum(pair) for pair in zip(*of_stages, strict=True)]
-        # With zb-h1, the gradients of weights may be computed last.
+        # With zb-h1, the gradients of weights can be computed last.
         others = of_stages[0] if layout.schedule == "zb-h1" else both
         return max(sum(others[:rank]) + microbatches * sum(both[rank::p]) for rank in range(p))
 

@@ -199,7 +199,7 @@ def step_lines(result: dict[str, Any], is_one_replica: bool = False) -> list[tup
     offloading = []
     if "offload_s" in result:
         work = ", ".join(f"{name} {s:,.4g} s" for name, s in result["resources_s"].items())
-        text = f"{share(result['offload_s'])}; work in a step: {work}"
+        text = f"{share(result['offload_s'])}; busy in a step: {work}"
         offloading.append(("  exposed offloading", text))
     lines = [
         (f"step on {result['machine']}", f"{step_s:,.4g} s on {counted(result['nodes'], 'node')}"),

@@ -41,8 +41,9 @@ class Topology:
     groups: tuple[int, ...] | None = None
     """Number of the group of each node; None if the groups are unknown."""
     sizes: tuple[int, ...] = ()
-    """Number of ranks in a domain of each level of the network, from the smallest. If the domains
-    of the last level have more ranks than a node, these domains are the groups of nodes."""
+    """Number of ranks in a domain of each level of the network, from the smallest domains to the
+    largest. If the domains of the last level have more ranks than a node, these domains are the
+    groups of nodes."""
 
     def domains(self, ranks: ndarray) -> list[ndarray]:
         """Return the node of each rank and, if the groups are known, the group of each rank, as

@@ -142,10 +142,10 @@ def plan_topology(
         old, new = next((b, a) for b, a in zip(before, after, strict=True) if a < b)
         gain = (
             f"another order of the hosts sends {100 * (1 - new / old):.0f} % fewer bytes across "
-            "groups; --write-hosts FILE writes it"
+            "groups; --write-hosts FILE writes this order"
         )
         if topology.positions() is None:
-            gain += "; the machine file has no level for groups, so the step time ignores them"
+            gain += "; the machine file has no level for groups, so the step time ignores groups"
     return {"crossings": crossings, "num_groups": len(set(topology.groups)), "gain": gain}
 
 

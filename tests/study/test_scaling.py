@@ -216,7 +216,7 @@ def test_point_that_may_not_fit_gets_a_warning(config, tmp_path, capsys, caplog)
     assert not out.exists() and not caplog.text
     machine.write_text(text.replace("value = 4e9", "value = 7e5"))
     assert main([*study(config, out, nodes="1"), *options]) == 0
-    assert "point 00001-top-k may not fit: a rank needs a predicted" in caplog.text
+    assert "point 00001-top-k possibly does not fit: a rank needs a predicted" in caplog.text
 
 
 def test_study_of_another_configuration_is_refused(config, tmp_path, capsys):
