@@ -263,8 +263,8 @@ def _settings(
 ) -> Settings:
     """Return the settings of the study. With weak scaling and `parallel.dp = 0`, the number of
     tokens of a data rank is read from the stored study, so that points with fewer nodes can be
-    added. In a new study, it is the global batch divided by the number of data ranks on the
-    smallest number of nodes."""
+    added. In a new study, this number is the global batch divided by the number of data ranks on
+    the smallest number of nodes."""
     from optimus.study.scaling import Settings, tokens_per_data_rank
 
     stored, tokens = directory.settings(), 0

@@ -275,8 +275,8 @@ class StudyDirectory:
 
     def plans(self) -> dict[str, PlannedPoint]:
         """Return a dict from the name of each point to the contents of its plan.json, sorted by
-        name, and so by the number of nodes, with which a name begins. Raises DataError if a file is
-        damaged."""
+        name. Since a name begins with the number of nodes, the dict is also sorted by the number of
+        nodes. Raises DataError if a file is damaged."""
         plans = {}
         for folder in sorted(entry for entry in self.points.glob("*") if entry.is_dir()):
             if (folder / "plan.json").exists():
@@ -503,7 +503,7 @@ def read_components(
         return (), (
             f"{missing} of {counted(len(lines), 'update')} have no valid components in "
             f"{run_dir / 'metrics.jsonl'}; remove {run_dir.parent} and run the same `optimus study "
-            "scaling` command again to measure them"
+            "scaling` command again to measure the components"
         )
     return tuple(of_steps[line.step] for line in lines), ""
 
@@ -527,8 +527,8 @@ def _read_json(path: Path, kind: type[_AnyFile]) -> _AnyFile:
 
 
 def _last_error(log: Path) -> str:
-    """Return the last line of a log that contains `error:`. If there is none, return a text that
-    says so."""
+    """Return the last line of a log that contains `error:`. If the log has no such line, return a
+    text that reports this."""
     try:
         with open(log, "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - (1 << 16)))

@@ -220,7 +220,7 @@ def planned_rate(result: Result) -> float | None:
 
 def rows(results: Sequence[Result]) -> list[dict[str, Any]]:
     """Return the row of points.csv for each point, as a dict from the name of a column to a value.
-    The value is None if the point does not have it."""
+    The value is None if the point has no such value."""
     measured, planned = (efficiencies(results, rate) for rate in (measured_rate, planned_rate))
     references = reference_points(results)
     components = {
