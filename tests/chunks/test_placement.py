@@ -90,15 +90,15 @@ def test_everything_on_the_device_has_no_copies() -> None:
 
 
 @pytest.mark.parametrize("compute_s", [0.01, 0.1, 1.0])
-def test_times_of_further_microbatches_are_those_of_listed_ones(compute_s: float) -> None:
+def test_times_of_further_microbatches_equal_those_of_listed_microbatches(compute_s: float) -> None:
     """Times with the uses of only 10 of 40 microbatches."""
     whole = workload(6, 40, compute_s=compute_s)
-    part = replace(workload(6, 10, compute_s=compute_s), reductions=40, further=30)
-    assert part.compute_s == pytest.approx(whole.compute_s)
+    short = replace(workload(6, 10, compute_s=compute_s), reductions=40, further=30)
+    assert short.compute_s == pytest.approx(whole.compute_s)
     for num_host, slots in ((6, 1), (6, 3), (5, 4), (3, 3)):
         placement = num_host, slots, LINKS
-        assert part.estimate(*placement) == pytest.approx(whole.estimate(*placement))
-        times = astuple(part.predict(*placement))
+        assert short.estimate(*placement) == pytest.approx(whole.estimate(*placement))
+        times = astuple(short.predict(*placement))
         assert times == pytest.approx(astuple(whole.predict(*placement)), rel=1e-3)
 
 

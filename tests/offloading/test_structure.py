@@ -288,7 +288,7 @@ def test_checkpoint_with_a_block_after_the_block_whose_backward_continues(
 
 def test_recomputation_before_the_backward_of_its_block_copies_no_other_block():
     """The checkpoints of two blocks contain a further operation, so that backward recomputes these
-    blocks while the later block is the last one whose backward has begun."""
+    blocks while the last use in backward is that of the later block."""
     model, copied = Blocks(), []
 
     def forward(x: Tensor) -> Tensor:
