@@ -5,8 +5,9 @@ All ranks are in the same state. In `poll`, which is called between two updates 
 ranks compute the greatest `Status` of their threads. This status selects the next state.
 
 Threads do not call collectives, because all ranks must call the collectives of a process group in
-the same order, and threads cannot ensure this order. A separate group for the threads would need
-more connections between all ranks (gloo) or could not use host memory (nccl). Therefore a save
+the same order, and threads cannot ensure this order. A separate process group for the threads
+would need more connections between all ranks (gloo) or could not use host memory (nccl). Therefore
+a save
 advances only in `poll`: the commit starts at the first `poll` after the last byte is durable, and
 the ranks learn at the first `poll` after the end of the commit that the commit has succeeded.
 """
@@ -27,8 +28,8 @@ from optimus.errors import NonFiniteError, OptimusError
 _PAUSES_S = (0.001, 0.2)
 """First pause and longest pause of `drain` between two calls of `poll`, in seconds."""
 _GRACE_S = 30.0
-"""Seconds within which the thread of a rank must stop after the save has failed. A thread that
-takes longer is assumed to hang."""
+"""Seconds within which the thread of a rank must stop after the save has failed. If the thread has
+not stopped after this time, it is assumed to hang."""
 
 
 class State(Enum):
@@ -53,8 +54,8 @@ class Status(IntEnum):
 
     DONE = 0
     COMMITTED = 1
-    """The thread has renamed the checkpoint's directory to its final name, but has exceeded its
-    time limit before or after the rename."""
+    """The thread has renamed the checkpoint's directory to the final name, but has exceeded the
+    time limit, before or after the rename."""
     BUSY = 2
     FAILED = 3
 
@@ -107,9 +108,9 @@ class AsyncSave:
     to end. When the threads have ended, a thread of the first rank calls `clean()`.
 
     `commit` must call `stop.claim()` before it renames the directory, so that no failure is
-    reported for a checkpoint that has its final name. There is one exception: if the rename exceeds
-    the time limit by _GRACE_S seconds, `poll` first reports a failure. When the rename has ended, a
-    later `poll` reports that the checkpoint was committed.
+    reported for a checkpoint that has its final name. There is one exception: if the rename is not
+    complete _GRACE_S seconds after the time limit of the commit, `poll` first reports a failure.
+    When the rename has ended, a later `poll` reports that the checkpoint was committed.
     """
 
     def __init__(

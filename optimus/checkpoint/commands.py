@@ -19,19 +19,19 @@ def add_to(commands: argparse._SubParsersAction) -> None:
     text = "List, check, show and export the checkpoints of a run."
     parser = commands.add_parser("checkpoint", help=text, description=text)
     actions = parser.add_subparsers(metavar="ACTION", required=True)
-    _add(actions, "list", _list, "List the checkpoints, and say for each if it is valid.")
+    _add(actions, "list", _list, "List the checkpoints, and show which of them are valid.")
     verify = _add(
         actions,
         "verify",
         _verify,
-        "Compare files with checksums, and weights with configurations.",
+        "Compare files with their checksums, and weights with the model configuration.",
     )
     verify.add_argument(
         "--threads",
         type=int,
         default=0,
         metavar="N",
-        help="number of threads (default: 0, for 2 per core, at most 16)",
+        help="number of threads; 0, the default: 2 per core, at most 16",
     )
     _add(
         actions,
@@ -132,7 +132,7 @@ def _format_list(result: Mapping[str, Any]) -> str:
     if result["full_by_model"]:
         lines.append(
             f"a model-only checkpoint has 1/{result['full_by_model']:.2f} of the bytes of a full "
-            "checkpoint (1/8 in the Optimus paper, which counts gradients too)"
+            "checkpoint (1/8 in the Optimus paper, which also counts gradients)"
         )
     if any(about["kind"] == "full" for about in result["checkpoints"]):
         start = result["next_start"] or "nothing: no full checkpoint is valid"
@@ -176,9 +176,10 @@ def _format_show(about: Mapping[str, Any]) -> str:
             facts.append(
                 (
                     "balance",
-                    f"checkpoint.scatter = {about['scatter']}; largest ratio maximum / mean of the "
-                    f"bytes in any pipeline stage: over ranks {writers['rank_max_by_mean']:.3f}, "
-                    f"over nodes {writers['node_max_by_mean']:.3f}",
+                    f"checkpoint.scatter = {about['scatter']}; maximum / mean of the written "
+                    "bytes, in the least even pipeline stage: over ranks "
+                    f"{writers['rank_max_by_mean']:.3f}, over nodes "
+                    f"{writers['node_max_by_mean']:.3f}",
                 )
             )
     width = max(len(name) for name, _ in facts)

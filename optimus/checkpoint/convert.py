@@ -81,9 +81,9 @@ def from_hf(source: str | os.PathLike, out: str | os.PathLike) -> None:
 def to_hf(source: str | os.PathLike, out: str | os.PathLike, dtype: str | None = None) -> Path:
     """Convert a checkpoint to a complete Hugging Face directory.
 
-    The function reads every byte of the checkpoint once, and compares the checksums. If `source` is
-    a run directory and the newest full checkpoint of the run is damaged, the function converts the
-    next older full checkpoint.
+    The function reads every byte of the checkpoint once, and compares the checkpoint with its
+    checksums. If `source` is a run directory and the newest full checkpoint of the run is damaged,
+    the function converts the next older full checkpoint.
 
     Args:
         source: A checkpoint or a run directory.
@@ -131,8 +131,8 @@ def _write_hf(path: Path, out: Path, dtype: str | None) -> None:
 def _copy_sidecars(source: Path, target: Path) -> None:
     """Copy the tokenizer, chat templates and generation configuration from `source` to `target`.
 
-    A link in a downloaded directory may refer to any file of this user, and the copies may be
-    published. Therefore links to files outside `source` are refused.
+    A link in a downloaded directory can refer to any file of this user, and the user may publish
+    the copies. Therefore links to files outside `source` are refused.
 
     Raises:
         CheckpointError: A file is a link to a file outside `source`, is too large, or does not have
@@ -183,7 +183,7 @@ def _resolve_inside(path: Path, source: Path) -> tuple[Path, Path]:
     if home.parent.name == "snapshots" and real.parent == repository / "blobs":
         return real, repository
     raise CheckpointError(
-        f"{path}: links to {real}, outside its directory; replace it by a copy or remove it"
+        f"{path}: links to {real}, outside its directory; replace the link by a copy or remove it"
     )
 
 

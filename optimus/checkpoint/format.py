@@ -1,8 +1,9 @@
 """The file manifest.json of a checkpoint, and checks of the checkpoint's files.
 
-A checkpoint is a directory whose `manifest.json` lists its other files with sizes and hashes. A
-save writes all files to a temporary directory, the manifest last, and then renames the directory. A
-checkpoint is valid if its manifest is readable and all files have the listed sizes and hashes.
+A checkpoint is a directory with a `manifest.json`, which lists the sizes and hashes of the
+directory's other files. A save writes all files to a temporary directory, the manifest last, and
+then renames the directory. A checkpoint is valid if its manifest is readable and all files have the
+listed sizes and hashes.
 
 `kind` is "full" or "model". A full checkpoint has the master weights and the moments in shard files
 (optimus/checkpoint/shard_file.py) and an index (optimus/checkpoint/index.py). A model-only
@@ -42,7 +43,7 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 """Names of tokenizer files. A checkpoint whose manifest lists one of these files was saved with a
 tokenizer."""
 TEMPLATES = "additional_chat_templates"
-"""Name of the folder of chat templates in a checkpoint. The folder may contain at most
+"""Name of the folder of chat templates in a checkpoint. The folder must contain at most
 _MAX_TEMPLATES entries and at most _MAX_LEVELS levels of folders."""
 _MAX_TEMPLATES, _MAX_LEVELS = 1_000, 8
 _TOKENIZER_FILES = (
@@ -80,7 +81,7 @@ _MANIFEST_BYTES = 4 << 20
 """Maximum size, in bytes, of a manifest. A save writes a manifest of a few kilobytes."""
 _SIDECAR_BYTES, _INDEX_BYTES = 256 << 20, 1 << 30
 """Maximum bytes of a tokenizer or configuration file, and maximum bytes of index.jsonl. An index of
-400,000 slices needs 1/40 of this maximum."""
+400,000 slices has 1/40 of the maximum size of index.jsonl."""
 _FORMAT_1 = re.compile(rb'\s*\{\s*"format": *1\b')
 
 
@@ -113,7 +114,7 @@ class _Fields(BaseModel):
     """Pydantic model of manifest.json that checks the types and ranges of the fields.
 
     The hash of the manifest detects damage of the file, but not an invalid value that a program has
-    written. These checks detect such values.
+    written. The checks of the fields detect such a value.
     """
 
     kind: Literal["full", "model"]
@@ -185,8 +186,8 @@ class Manifest:
 
     def _check_unlisted(self) -> None:
         """Raise CheckpointError if the directory has a weight, configuration or tokenizer file that
-        the manifest does not list. A tokenizer may be added to a checkpoint that was saved without
-        a tokenizer."""
+        the manifest does not list. Tokenizer files are accepted if the checkpoint was saved without
+        a tokenizer, because a user can add them later."""
         listed = {entry.name for entry in self.files}
         may_be_added = () if listed.intersection(_TOKENIZERS) else _TOKENIZER_FILES
         try:
@@ -210,8 +211,8 @@ class Manifest:
             in_threads(lambda number: index.open(self.path, number).close(), numbers)
 
     def check_rows(self, index: Index) -> None:
-        """Check that the index locates every element of every parameter once. Raises
-        CheckpointError."""
+        """Check the positions in the index, as `Index.check_rows` does. Raises CheckpointError with
+        the path of the checkpoint."""
         try:
             index.check_rows(self.settings.get(FROZEN) or ())
         except CheckpointError as error:
@@ -219,7 +220,7 @@ class Manifest:
 
     def verify(self, threads: int = 0) -> None:
         """Compare every byte of the checkpoint with the hashes in the manifest and the index.
-        Raises CheckpointError for the first file that does not match."""
+        Raises CheckpointError with the first element of `problems(threads)`, if there is one."""
         if problems := self.problems(threads):
             raise CheckpointError(problems[0])
 

@@ -153,7 +153,7 @@ class Index:
         A row contains the positions of the states of one parameter slice in a shard file.
 
         - The rows of a parameter cover all its elements and states. Only parameters that match a
-          pattern of `frozen` may lack moments.
+          pattern of `frozen` can lack moments.
         - Each byte of the shard files, except headers and padding, belongs to exactly one row.
         - The distances in bytes between the states of a row are the same for neighboring rows of a
           shard file.

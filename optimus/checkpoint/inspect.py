@@ -166,7 +166,7 @@ def _count_elements(path: Path) -> int:
     read."""
     try:
         with files.open_regular(path) as file:
-            size = os.fstat(file.fileno()).st_size  # the header of a damaged file may claim more
+            size = os.fstat(file.fileno()).st_size  # a damaged file may give a longer header
             length = min(size, _HEADER_BYTES, int.from_bytes(file.read(8), "little"))
             header = json.loads(file.read(length))
         shapes = [entry["shape"] for name, entry in header.items() if name != "__metadata__"]
@@ -187,8 +187,8 @@ def list_checkpoints(path: str | os.PathLike) -> dict[str, Any]:
         A dict with the keys `path`; `checkpoints`, a list of the results of `describe`;
         `next_start`, the name of the checkpoint from which a run with `checkpoint.load = "auto"`
         would continue; and `full_by_model`, the size of the newest valid full checkpoint divided by
-        the size of the newest valid model-only checkpoint. The last two values are None if the run
-        does not have such checkpoints.
+        the size of the newest valid model-only checkpoint. `next_start` is None without a valid
+        full checkpoint. `full_by_model` is None without valid checkpoints of both kinds.
 
     Raises:
         CheckpointError: There is no checkpoint.
@@ -211,8 +211,8 @@ def list_checkpoints(path: str | os.PathLike) -> dict[str, Any]:
 
 
 def verify(path: str | os.PathLike, threads: int = 0) -> dict[str, Any]:
-    """Compare every byte of checkpoints with the checksums in their manifests. Compare the names
-    and shapes of their weights with their model configurations. Imports torch.
+    """Compare every byte of each checkpoint with the checksums in the checkpoint's manifest, and
+    the names and shapes of its weights with its model configuration. Imports torch.
 
     Args:
         path: A checkpoint, or a run directory. For a run directory, all checkpoints outside
@@ -256,7 +256,7 @@ def _verify_path(path: Path, threads: int) -> dict[str, Any]:
             check_content(manifest)
         if manifest.is_sharded and not problems:
             size += sum(shard.size for shard in manifest.index().shards)
-    except OptimusError as error:  # includes ConfigError, for its configuration
+    except OptimusError as error:  # ConfigError: invalid configuration file
         problems = [str(error)]
     seconds = time.perf_counter() - start
     return {"name": path.name, "kind": kind, "bytes": size, "s": seconds, "problems": problems}
@@ -266,14 +266,15 @@ def show(path: str | os.PathLike) -> dict[str, Any]:
     """Describe one checkpoint in detail.
 
     Args:
-        path: A checkpoint, or a run directory, which selects the newest valid full checkpoint of
-            the run.
+        path: A checkpoint or a run directory. For a run directory, the function describes the
+            newest valid full checkpoint of the run.
 
     Returns:
-        A dict with the keys of `describe`, and `files` (bytes by file name), `settings`,
+        A dict with the keys of `describe`, and `files` (size in bytes of each file), `settings`,
         `loss_scale`, `mesh` and `writers`. For a valid checkpoint with shard files, the dict also
-        has `tensors` and `scatter`, and `writers` is a dict with the number of shard files and the
-        result of `balance`. For other checkpoints, `writers` is None.
+        has `tensors`, the number of parameters, and `scatter`, the value of `checkpoint.scatter`;
+        `writers` is then a dict with `files`, the number of shard files, and the keys of `balance`.
+        For other checkpoints, `writers` is None.
 
     Raises:
         CheckpointError: There is no checkpoint, the run has no valid full checkpoint, or the
@@ -312,9 +313,9 @@ def balance(sizes: Mapping[int, int], ranks: Mapping[str, int]) -> dict[str, Any
         ranks: `Manifest.ranks`.
 
     Returns:
-        A dict with the keys `rank_max_by_mean` and `node_max_by_mean`, the greatest ratio of any
-        stage over ranks and over nodes; and `largest_bytes` and `smallest_bytes`, the largest and
-        the smallest number of bytes of a rank.
+        A dict with the keys `rank_max_by_mean`, the greatest ratio of a stage over its ranks;
+        `node_max_by_mean`, the greatest ratio of a stage over its nodes; and `largest_bytes` and
+        `smallest_bytes`, the largest and the smallest number of bytes of a rank.
     """
     world = _world(ranks)
     stage = world // ranks["pp"]

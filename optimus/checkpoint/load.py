@@ -4,11 +4,11 @@ exchange the shares.
 If n ranks have the same shard, each of these ranks reads an n-th of the shard (its share). Then the
 ranks exchange their shares in place, along one mesh axis after the other, by the collective that
 `checkpoint.distribute` selects. With `broadcast`, the ranks along an axis take turns, and each rank
-sends all shares that it has read or received. With `all_reduce`, each rank first sets the rest of
-its shard to zero, and an all-reduce along each axis adds the shards as integers. Adding zero to an
-integer does not change its bits. If several pipeline stages have the same parameter, the first of
-these stages sends the parameter's states to the other stages in stripes. This exchange needs
-additional memory for one stripe.
+sends all shares that it has read or received. With `all_reduce`, each rank first sets all elements
+outside its share to zero, and an all-reduce along each axis adds the shards as integers. Adding
+zero to an integer does not change its bits. If several pipeline stages have the same parameter, the
+first of these stages sends the parameter's states to the other stages, in stripes of STRIPE
+elements. A stripe is the only additional memory that this exchange needs.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ from optimus.io.safetensors import as_bytes, check_shapes
 
 HOST_BYTES = 1 << 30
 """Maximum bytes of host memory for the states that are read from files and then copied to an
-accelerator."""
+accelerator or written to disk."""
 Distribute = Literal["broadcast", "all_reduce"]
 """Possible values of the setting `checkpoint.distribute`."""
 
 
 class ReadRequest(NamedTuple):
-    """Request to read a state (such as the master weights) of parameter slices to `memory`."""
+    """Request to read one state, such as the master weights, of parameter slices into `memory`."""
 
     state: str
     params: Sequence[tuple[ParamSlice, int]]
@@ -81,8 +81,8 @@ class Readers(files.Closing):
         least recently used reader."""
 
     def read(self, requests: Sequence[ReadRequest]) -> None:
-        """Read the states of all `requests` to their `memory`. Each file and each block is read at
-        most once.
+        """Read the state of each request into the request's `memory`. Each file and each block is
+        read at most once.
 
         Raises:
             CheckpointError: A file is damaged or a parameter is missing. The message names the file
@@ -137,11 +137,11 @@ def plan_reads(index: Index, requests: Sequence[ReadRequest]) -> numpy.ndarray:
 
 
 def load_full(states: RankStates, manifest: Manifest, method: Distribute) -> str:
-    """Load the states of all ranks from a full checkpoint. All ranks must call this
-    function.
+    """Load the states of all ranks from a full checkpoint. All ranks must call this function.
 
-    The run that saved the checkpoint may have had another number of ranks or another mesh. The
-    first rank reads the index for all ranks. Every block that is read is compared with its hash.
+    The run that saved the checkpoint can have had another number of ranks or another mesh than this
+    run. The first rank reads the index for all ranks. Every block that is read is compared with its
+    hash.
 
     Args:
         states: The states of this rank, which are overwritten. If the load fails, their values are
@@ -240,10 +240,10 @@ def broadcast_to_replicas(
     these ranks must call this function.
 
     Args:
-        shard: The shard. Each of the ranks has read a different share of it.
-        flats: A 1-D tensor with the elements of the shard for each state. Before the call, only
+        shard: The shard. Each of the ranks has read a different share of the shard.
+        flats: For each state, a 1-D tensor with the elements of the shard. Before the call, only
             this rank's share is filled; after the call, all elements are filled.
-        states: The states of this rank, for its groups and its device.
+        states: The states of this rank. They also provide the groups and the device of the rank.
         method: `checkpoint.distribute`.
     """
     groups = states.groups
@@ -254,7 +254,7 @@ def broadcast_to_replicas(
     start, stop = share_bounds(shard, share)
     along = [(groups.over(axis), getattr(mesh, axis)) for axis in AXES if axis in shard.copy_axes]
     for values in flats:
-        # This is `values` itself, unless `values` is in host memory or on disk
+        # A copy if `values` is on disk or on another device than `states.device`, else `values`.
         flat = states.read(values).to(states.device)
         if method == "all_reduce":
             flat[:start] = 0
@@ -278,7 +278,7 @@ def broadcast_to_replicas(
 def send_to_later_stages(
     name: str, states: RankStates, stage_group: Group, method: Distribute
 ) -> None:
-    """Copy the states of a parameter that several pipeline stages have from the first of these
+    """For a parameter that several pipeline stages have, copy the states from the first of these
     stages to the other stages. All ranks of `stage_group` and of the shard groups must call this
     function.
 

@@ -64,12 +64,12 @@ BEGIN_S = 60.0
 
 @dataclass(frozen=True)
 class RankStates:
-    """A rank's shards of the master weights and moments, and the element ranges in these shards."""
+    """A rank's shards of the master weights and moments, and the parameters in these shards."""
 
     groups: Groups
     device: torch.device
-    """Device of the rank. Collectives exchange tensors on this device. If the home of a chunk is
-    the host, its shards are in host memory or on disk."""
+    """Device of the rank. Collectives exchange tensors on this device. The shards of an offloaded
+    chunk are in host memory or on disk."""
     shards: Sequence[StateShard]
     names: tuple[str, ...]
     """Names of the states of a trained parameter, such as "master", in the order in which a shard
@@ -238,8 +238,8 @@ def write_shard(
         identity: The save, the step and the rank that writes the file.
         names: Names of all states of the checkpoint, in the order of its index.
         slices: The (state, slice) pairs to write.
-        batches: Function (state, slice) that returns the bytes to write. The sizes of all batches
-            of a slice except the last are multiples of 64 bytes.
+        batches: Function of (state, slice) that returns the bytes of this pair in batches. The size
+            of each batch, except the last batch of a pair, is a multiple of 64 bytes.
         stop: As for ShardWriter.
         direct: As for ShardWriter.
 
@@ -298,7 +298,8 @@ class Saver(ABC):
         limit_s: float = 1800.0,
         begin_s: float = BEGIN_S,
     ) -> None:
-        """Determine what this rank writes in each save. With `staged`, allocate memory for copies.
+        """Store the slices that this rank writes in each save. With `staged`, allocate memory for
+        copies of the slices.
 
         Args:
             states: The states of this rank.
@@ -334,7 +335,7 @@ class Saver(ABC):
 
         The first rank creates a directory, to which every rank writes its slices. Then the first
         rank writes the other files, checks all files and commits. With `staged` (see the
-        constructor), training may change the states as soon as `begin` has returned. Without
+        constructor), training can change the states as soon as `begin` has returned. Without
         `staged`, training must not change the states until the save has ended.
 
         Args:
@@ -345,13 +346,13 @@ class Saver(ABC):
             after_commit: Function that is called on the first rank after the commit.
             clean: Function that removes the directory of a failed save. Called on the first rank.
             workspace: The workspace of the run, on the first rank; None outside a run.
-            reserve: Function that returns the number of bytes that another unfinished save may
-                still write. The disk must have space for both saves.
+            reserve: Function that returns the maximum number of bytes that another unfinished save
+                still has to write. The disk must have space for the two saves.
             step: Number of updates that the run has completed.
             facts: Other fields of the manifest.
 
         Raises:
-            OptimusError: The save cannot start. All ranks raise it.
+            OptimusError: The save cannot start. All ranks raise this error.
         """
         everyone, device = states.groups.everyone, states.device
         states, created = self._stage(states, final, workspace, reserve)
@@ -424,7 +425,7 @@ class Saver(ABC):
         return states, created
 
     def unwritten(self) -> int:
-        """Return the number of bytes that the latest save may still write.
+        """Return the maximum number of bytes that the latest save still has to write.
 
         The result is the size of the checkpoint minus the size of the disk blocks that the files in
         its temporary directory occupy. If this directory no longer exists, the result is the whole
@@ -482,8 +483,8 @@ class FullSaver(Saver):
     def __init__(
         self, states: RankStates, scatter: Scatter, *, direct: bool = True, **limits: Any
     ) -> None:
-        """Determine the slices of this rank and the size of the checkpoint. All ranks must
-        call this constructor.
+        """Determine the slices of this rank and the size of the checkpoint. All ranks must call
+        this constructor.
 
         Args:
             states: The states of this rank.
@@ -522,7 +523,7 @@ class FullSaver(Saver):
                 raise NonFiniteError(
                     f"non-finite values on rank {rank} ({socket.gethostname()}): after the copy of "
                     f"the states of step {step} to host memory, {state} of {nonfinite}; no "
-                    "checkpoint contains non-finite values; check the host's memory, and give the "
+                    "checkpoint contains non-finite values; check the host's memory, and run the "
                     "same command again to resume from the newest checkpoint, or from the start if "
                     "there is none"
                 )

@@ -41,7 +41,7 @@ Box = tuple[Intervals, ...]
 
 STRIPE = 1 << 20
 """Number of elements in a stripe of a parameter: 4 MiB of fp32. If several pipeline stages have the
-same parameter, the stages take turns in writing its stripes."""
+same parameter, the stages take turns in writing the parameter's stripes."""
 BATCH_ELEMENTS = 1 << 22
 """Maximum number of elements that are converted or copied at once: 16 MiB of fp32."""
 
@@ -121,8 +121,8 @@ def whole_box(shape: Sequence[int]) -> Box:
 
 
 def find_nonfinite(flat: ndarray, state_slice: StateSlice) -> str:
-    """Return a text with the name, value and index of the first non-finite parameter element; "" if
-    all are finite.
+    """Return a text with the first non-finite element: the name of the parameter, the value, and
+    the index of the element in the flattened box. Return "" if all elements are finite.
 
     Args:
         flat: The values of the elements of `state_slice`, fp32. Padding may have any value.
@@ -140,8 +140,8 @@ def find_nonfinite(flat: ndarray, state_slice: StateSlice) -> str:
 
 
 def share_of(mesh: Mesh, coordinate: Coordinate, axes: Collection[str]) -> Share:
-    """Return the share of the rank at `coordinate` in a shard that all ranks along the mesh `axes`
-    have, and that they divide evenly."""
+    """Return the share of the rank at `coordinate` in a shard. All ranks along the mesh `axes` have
+    this shard, and each of these ranks gets a share of about equal size."""
     return Share(mesh.number_of(coordinate, axes), mesh.size_of(axes))
 
 
@@ -176,10 +176,10 @@ def slices_to_write(
         boxes: The boxes of the rank's parameters, by name.
         mesh: The mesh of all ranks.
         coordinate: The rank's coordinate.
-        scatter: With `balanced`, all ranks that have a copy of a shard write equal shares of it,
-            and the pipeline stages that have a parameter write stripes of it in turn. With `paper`,
-            the rank with data-parallel index m mod dp writes the whole model-parallel shard m, and
-            only the first stage that has a parameter writes it.
+        scatter: With `balanced`, all ranks that have a copy of a shard write equal shares,
+            and pipeline stages that have the same parameter write stripes of the parameter in turn.
+            With `paper`, the rank with data-parallel index m mod dp writes the whole model-parallel
+            shard m. If several stages have the same parameter, only the first of them writes it.
         turns: Maps each parameter that several pipeline stages have to `Share(index, count)`: the
             index of the rank's stage among these stages, and the number of these stages.
     """
@@ -218,7 +218,7 @@ def slices_to_read(
 
 def writer_in_paper(mesh: Mesh, coordinate: Coordinate) -> int:
     """Return the data-parallel index of the rank that writes the model-parallel shard of the rank
-    at `coordinate`, for `checkpoint.scatter = "paper"`. It is m mod dp for shard m."""
+    at `coordinate`, for `checkpoint.scatter = "paper"`. For shard m, the index is m mod dp."""
     return mesh.number_of(coordinate, MODEL) % mesh.dp
 
 
@@ -336,7 +336,7 @@ def intersect(box: Box, param: ParamSlice) -> ndarray:
     overlaps = [_overlap(a, b) for a, b in zip(box, param.box, strict=True)]
     if not all(map(len, overlaps)):
         return numpy.empty((0, 3), dtype=numpy.int64)
-    # In all dims after this one, both boxes have the same index ranges.
+    # The last dim in which the index ranges of the two boxes differ.
     divided = max(dim for dim in range(len(box)) if box[dim] != param.box[dim])
     shapes = [[sum(b - a for a, b in dim) for dim in each] for each in (box, param.box)]
     offsets = []

@@ -42,8 +42,8 @@ logger = logging.getLogger(__name__)
 KEPT_FULL = 2
 """Number of newest full checkpoints that `remove_old` keeps."""
 QUARANTINE = "set-aside"
-"""Folder in `checkpoints/`. When a run starts, it moves checkpoints to this folder if it does not
-continue from them, for example checkpoints of later steps. No command removes checkpoints from this
+"""Folder in `checkpoints/`. When a run starts, it moves checkpoints that later starts must not load
+to this folder, for example checkpoints of later steps. No command removes checkpoints from this
 folder."""
 _REMOVED = "removed-"
 """Prefix of the temporary names of directories that are being removed. No save writes to these
@@ -242,7 +242,7 @@ def newest_valid(
     for path in reversed(_of_kind(run_dir, "step")):
         if path in excluded:
             continue
-        # A read error may be temporary, and the run would repeat updates from an older checkpoint.
+        # A read error may be temporary. Skipping the checkpoint would repeat updates of the run.
         for action in (
             "reading a checkpoint again after an error:",
             "skipping a damaged checkpoint:",
@@ -381,7 +381,7 @@ def _start_at(origin: str, manifest: Manifest, first_step: int | None) -> Start:
 def _may_come_from(load: str, path: Path) -> bool:
     """Return True if a run with `checkpoint.load = load` may have saved the checkpoint at `path`.
 
-    The function resolves links in `load` and in the manifest's `origin`, and compares the two. The
+    The function compares `load` with the manifest's `origin`, after resolving links in both. The
     result is also True if `load` is "auto" or if the manifest is damaged.
     """
     try:
@@ -424,10 +424,12 @@ def _refuse_if_saved(run_dir: str | os.PathLike, load: str, first_step: int) -> 
 
 
 def prepare_directory(run_dir: str | os.PathLike, start: Start, workspace: Workspace) -> None:
-    """Remove the directories of unfinished saves, and move the checkpoints of later steps than the
-    run's start to QUARANTINE.
+    """Remove the directories of unfinished saves, and move checkpoints that later starts of the run
+    must not load to QUARANTINE.
 
-    Call this after the checkpoint has been loaded, so that a failed load does not change the
+    Checkpoints of later steps are moved. If the run starts without optimizer states, all full
+    checkpoints are moved. If the run does not start from a checkpoint in its directory, all
+    checkpoints are moved. Call this after the load, so that a failed load does not change the
     directory. A warning names each directory of an unfinished save that cannot be removed.
 
     Args:
@@ -456,8 +458,8 @@ def prepare_directory(run_dir: str | os.PathLike, start: Start, workspace: Works
 
 
 def set_newest_aside(run_dir: str | os.PathLike, workspace: Workspace) -> None:
-    """Move the newest full checkpoint to QUARANTINE, so that the run continues from the full
-    checkpoint before it.
+    """Move the newest full checkpoint to QUARANTINE, so that the run continues from the second
+    newest full checkpoint.
 
     Model-only checkpoints of the same or later steps are moved as well. If the run has fewer than
     two full checkpoints, nothing is moved. Raises CheckpointError if a checkpoint cannot be moved.
@@ -484,7 +486,7 @@ def _set_aside(path: Path, workspace: Workspace) -> None:
 
 def _move_to_quarantine(temporary: Path, directory: Path, name: str) -> None:
     """Move a checkpoint from the path `temporary`, in a workspace, to QUARANTINE in the folder
-    `directory` (`checkpoints/`). The checkpoint gets the name `name` again."""
+    `directory` (`checkpoints/`). The checkpoint gets a unique name that begins with `name`."""
     aside = directory / QUARANTINE
     files.make_dirs(aside)
     unique = files.temporary_name(aside / name).with_suffix("")
@@ -564,8 +566,7 @@ def _delete(path: Path) -> None:
 
 
 def space_left(run_dir: str | os.PathLike) -> str:
-    """Return the text "DIRECTORY has N GB free" for messages about the run's checkpoint
-    directory."""
+    """Return the text "DIRECTORY has N GB free" for the run's checkpoint directory."""
     directory = checkpoints_dir(run_dir)
     return f"{directory} has {shutil.disk_usage(directory).free / 1e9:.3f} GB free"
 

@@ -83,8 +83,9 @@ def model_config_of(path: Path, compare_counts: bool = True) -> ModelConfig:
 
 
 def check_weights(config: ModelConfig, path: Path) -> None:
-    """Check that a directory has the configuration of a model, and that its weights have the
-    model's tensor names and shapes. Reads only the headers of the weight files.
+    """Check that the model in a directory has the configuration `config`, and that the weights in
+    the directory have the tensor names and shapes of this model. The function reads only the
+    headers of the weight files.
 
     Args:
         config: Configuration of the model.
@@ -130,7 +131,7 @@ def check_weights(config: ModelConfig, path: Path) -> None:
 
 
 def check_content(manifest: Manifest) -> None:
-    """Check that a checkpoint can be loaded. Does not read weights.
+    """Check that a checkpoint can be loaded. The function does not read weights.
 
     The configuration files must be readable and describe the same model. The tensors must have the
     names and shapes of this model, and supported dtypes.
@@ -164,7 +165,7 @@ class Weights(files.Closing, ABC):
     """Base class of readers that return weights a few elements at a time. A reader is also a
     context manager.
 
-    The iterator yields a pair (slice, values) for each slice in `slices`, in the order in which the
+    Iteration yields a pair (slice, values) for each slice in `slices`, in the order in which the
     files contain the slices. `values` is a 1-D tensor on the host in the stored dtype. The tensor
     is valid until the next pair is requested. The iterator also compares checksums, and raises
     CheckpointError if a checksum differs. Callers must iterate to the end, because the iterator
@@ -446,5 +447,5 @@ def _check_file(
         or content != written
         or sum(entry.nbytes for entry in checksums) != written.nbytes
     ):
-        raise OptimusError(f"{path.name} does not contain what the ranks wrote")
+        raise OptimusError(f"{path.name} does not contain the bytes that the ranks wrote")
     return FileEntry(path.name, size, digest.hexdigest())

@@ -166,7 +166,7 @@ def test_lost_writes_are_detected_before_the_commit(ranks, tiny_data, tmp_path, 
     ended = ranks(2, run_with_damage, tree, how, start_world=False)
     assert [rank[:2] for rank in ended] == [(0, "")] * 2
     (warning,) = ended[0].warnings()
-    word = " bytes, but " if how in ("odd", "longer") else " does not contain what the ranks wrote"
+    word = " bytes, but " if how in ("odd", "longer") else " does not contain the bytes"
     assert "step 3 is not saved: model.safetensors" in warning and word in warning
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert names == ["model-00000006", "model-00000009", "step-00000009"]
