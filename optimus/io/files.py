@@ -40,7 +40,7 @@ class Closing:
     """Base class of context managers that call `close` at the end of the `with` block."""
 
     def close(self) -> None:
-        """Release files, threads or memory; may be called more than once."""
+        """Release files, threads or memory. More than one call is allowed."""
 
     def __enter__(self) -> Self:
         return self
@@ -50,7 +50,8 @@ class Closing:
 
 
 def fsync_dir(path: str | os.PathLike) -> None:
-    """fsync a directory to make creations, renames and removals of files in it durable.
+    """fsync a directory, so that files created, renamed or removed in it remain so after a power
+    cut.
 
     If a file system cannot fsync directories, the function only logs a warning, once per file
     system.
@@ -80,7 +81,7 @@ def sync_to_disk(fd: int) -> None:
 
 
 def drop_cached(fd: int) -> None:
-    """Ask the kernel to drop a file from the page cache. Not every file system supports this."""
+    """Ask the kernel to drop a file from the page cache. Some file systems ignore the request."""
     with contextlib.suppress(OSError, AttributeError):
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
@@ -90,7 +91,7 @@ def make_dirs(path: str | os.PathLike) -> None:
     os.makedirs(path, exist_ok=True)
     # Sync all parents: a process that was killed may have created some parents without fsync.
     for parent in Path(path).resolve().parents:
-        with contextlib.suppress(PermissionError):  # a directory that this user may not list
+        with contextlib.suppress(PermissionError):  # this user cannot open the directory
             fsync_dir(parent)
         if os.path.ismount(parent):
             break
@@ -104,13 +105,13 @@ def temporary_name(path: str | os.PathLike) -> Path:
 
 
 def is_temporary(path: str | os.PathLike) -> bool:
-    """Return True if the name of `path` has the form of the names from `temporary_name`."""
+    """Return True if the name of `path` has the form of the names that `temporary_name` returns."""
     return _TEMPORARY.fullmatch(Path(path).name) is not None
 
 
 def is_temporary_of_this_host(path: str | os.PathLike) -> bool:
-    """Return True if the name of `path` has the form of the names from `temporary_name` on this
-    host."""
+    """Return True if the name of `path` has the form of the names that `temporary_name` returns on
+    this host."""
     fields = Path(path).name.rsplit(".", 4)  # .NAME, HOST, PID, RANDOM, tmp
     return is_temporary(path) and len(fields) == 5 and fields[1] == _host()
 
@@ -125,8 +126,8 @@ def commit(temporary: str | os.PathLike, final: str | os.PathLike) -> None:
     """Rename a synced file or directory to its final name, durably. Raises OSError."""
     os.rename(temporary, final)
     fsync_dir(Path(final).parent)
-    # Without this fsync, the directory could reappear at its old name after a power cut, without
-    # the files that were removed after the rename.
+    # Without this fsync, the old name could exist again after a power cut. The old name would refer
+    # to the renamed directory, from which files may have been removed after the rename.
     if Path(temporary).parent != Path(final).parent:
         fsync_dir(Path(temporary).parent)
 
@@ -177,8 +178,9 @@ def check_output(path: str | os.PathLike, option: str) -> None:
 
 
 def check_output_dir(path: str | os.PathLike, option: str) -> None:
-    """Check that a directory with its missing parents can be created, and files in it. Arguments
-    and exception as for `check_output`."""
+    """Check that files can be created in the directory `path`. If the directory does not exist,
+    check that the directory and its missing parents can be created. Arguments and exception as for
+    `check_output`."""
     existing = Path(path)
     while not os.path.lexists(existing) and existing != existing.parent:
         existing = existing.parent
@@ -187,7 +189,8 @@ def check_output_dir(path: str | os.PathLike, option: str) -> None:
 
 
 def _problem_of(path: Path) -> str:
-    """Create a temporary file next to `path` and remove it. Return "", or the cause of an error."""
+    """Create a temporary file next to `path` and remove it. Return "" if this succeeds, else the
+    cause of the error."""
     temporary = temporary_name(path)
     try:
         temporary.touch(exist_ok=False)
@@ -315,7 +318,7 @@ def read_regular(
 
 def _size_and_most(file: io.IOBase) -> tuple[int, int]:
     """Return the size of an open file, and the maximum number of bytes to read from it."""
-    # Many files of /proc have a size of 0, and some are endless.
+    # The size of many files of /proc is reported as 0, and reads of some of them never end.
     size = os.fstat(file.fileno()).st_size
     return size, max(size, _READ_BYTES)
 

@@ -1,6 +1,6 @@
 """Safetensors files: look-up of tensors by name, checks of shapes, and parallel writes.
 
-Several processes may write slices of parameters to the same files in any order. The names, shapes
+Several processes can write slices of parameters to the same files in any order. The names, shapes
 and dtypes of the tensors determine the position of every byte, so that each process computes the
 same `FilePlan`. The files have the same bytes as files that the safetensors library writes.
 """
@@ -80,7 +80,7 @@ class TensorFiles:
         if entry.dtype not in DTYPES:
             raise CheckpointError(
                 f"{file.path}: tensor {name} has dtype {entry.dtype}, which is not supported; "
-                f"convert it to one of {', '.join(DTYPES)}"
+                f"convert the tensor to one of {', '.join(DTYPES)}"
             )
         return file, entry
 
@@ -291,7 +291,8 @@ def create_files(directory: Path, plan: FilePlan) -> None:
         fd = os.open(directory / file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         try:
             _write_at(fd, memoryview(header), 0)
-            # On NFS, a client that extends a file may overwrite another client's data with zeros.
+            # The file gets its full size before tensors are written. On NFS, a client that extends
+            # a file may overwrite another client's data with zeros.
             os.ftruncate(fd, plan.sizes[file])
         finally:
             os.close(fd)
@@ -300,7 +301,7 @@ def create_files(directory: Path, plan: FilePlan) -> None:
 class TensorWriter(files.Closing):
     """Writer of parameter slices into files that `create_files` has created.
 
-    Several processes may write different slices at the same time. Methods raise OSError if a file
+    Several processes can write different slices at the same time. Methods raise OSError if a file
     cannot be opened or written.
     """
 
@@ -310,8 +311,8 @@ class TensorWriter(files.Closing):
         Args:
             directory: Directory of the files.
             plan: The plan from which `create_files` has created the files.
-            checksums: True to store in `written`, for each file, the checksum of the bytes that
-                this writer has written to the file.
+            checksums: If True, the attribute `written` maps each file name to the checksum of the
+                bytes that this writer has written to the file.
         """
         self._directory, self._plan, self._checksums = directory, plan, checksums
         self._fds: dict[str, int] = {}
@@ -332,7 +333,7 @@ class TensorWriter(files.Closing):
 
     def write_bytes(self, parameter: str, start: int, data: memoryview) -> None:
         """Write elements of a parameter from bytes. `data` contains the elements in the parameter's
-        dtype in the plan. See `write`."""
+        dtype in the plan. The other arguments are those of `write`."""
         slices, itemsize = self._plan.slices[parameter], self._plan.dtypes[parameter].itemsize
         if parameter not in self._starts:
             self._starts[parameter] = [param_slice.start for param_slice in slices]

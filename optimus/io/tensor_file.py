@@ -19,8 +19,8 @@ INDEX = "model.safetensors.index.json"
 ITEMSIZES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
 """Bytes per element of each supported dtype. The keys are the names of dtypes in headers."""
 HEADER_BYTES = 16 << 20
-"""Maximum size of a header: 16 MiB, enough for 120,000 tensors. The maximum bounds the memory of
-the JSON parser."""
+"""Maximum size of a header: 16 MiB, enough for 120,000 tensors. The maximum limits the memory that
+the JSON parser uses."""
 INDEX_BYTES = 64 << 20
 """Maximum size of model.safetensors.index.json: 64 MiB, enough for 500,000 tensor names."""
 _MAX_ELEMENTS = 1 << 56
@@ -28,8 +28,8 @@ _MAX_ELEMENTS = 1 << 56
 torch's signed 64-bit integers can represent the size of a tensor in bytes."""
 
 traffic = {"opens": 0, "bytes": 0}
-"""Number of files that this process has opened as TensorFile, and number of bytes that it has read
-from these files. Tests reset the two numbers to 0."""
+"""`opens`: number of files that this process has opened as TensorFile. `bytes`: number of bytes
+that this process has read from these files. Tests reset the two numbers to 0."""
 
 
 class TensorEntry(NamedTuple):
@@ -45,7 +45,8 @@ class TensorEntry(NamedTuple):
 
 
 class TensorFile:
-    """An open safetensors file. `tensors` maps names to header entries, sorted by byte offset."""
+    """An open safetensors file. `tensors` maps each tensor name to the tensor's header entry. The
+    entries are sorted by byte offset."""
 
     def __init__(self, path: Path) -> None:
         """Open the file and read its header.
@@ -117,7 +118,7 @@ class TensorFile:
 
 def _parse_entry(name: str, fields: dict[str, Any], data_start: int) -> TensorEntry:
     """Parse the header entry of the tensor `name`. `data_start` is the byte at which the tensors
-    begin. This function adds it to the offsets of the entry.
+    begin. The function adds `data_start` to the offsets of the entry.
 
     Raises ValueError, KeyError, TypeError or AttributeError if the entry is invalid.
     """

@@ -40,7 +40,7 @@ _NOT_EMPTY = (errno.ENOTEMPTY, errno.EEXIST)
 
 
 class Workspace:
-    """Directory in which one start of a run writes files before a rename to their final paths.
+    """Directory in which one start of a run writes files before they get their final paths.
 
     All ranks of the start use the same workspace.
     """
@@ -69,8 +69,8 @@ class Workspace:
         Raises:
             ConfigError: The workspace cannot be created, or another workspace cannot be removed,
                 because a directory is not writable. The folder is not changed.
-            OptimusError: A process of an earlier start creates files faster than they are moved, or
-                a later start has removed the new workspace.
+            OptimusError: A process of an earlier start creates files faster than this start can
+                move them, or a later start has removed the new workspace.
             OSError: The workspace cannot be created, or another workspace cannot be removed, for
                 another reason.
         """
@@ -103,8 +103,8 @@ class Workspace:
     def _remove_old(self) -> None:
         """Move the content of the workspaces of earlier starts to this workspace, and remove the
         empty directories."""
-        # Renames of earlier starts already fail. But a network file system's client may refer to a
-        # directory by its inode number. Such a client can create files in the directory until the
+        # Renames by earlier starts already fail. But a client of a network file system may refer to
+        # a directory by its inode number. Such a client can create files in the directory until the
         # directory is removed.
         end = time.monotonic() + _FENCE_S
         while old := list(self.path.glob(f"{_OLD}*")):
@@ -212,15 +212,15 @@ class Workspace:
 
 
 class CreatedPaths:
-    """The files and directories that a start of a run creates. If the run is refused, they are
-    removed.
+    """The files and directories that a start of a run creates. `remove` removes them if the run is
+    refused.
 
     Args:
         run_dir: The run directory.
-        folders: Names of directories in it that the start creates. They are removed only if they
-            are empty.
-        others: Names of other files and directories in it that the start creates, without the lock
-            file.
+        folders: Names of directories in `run_dir` that the start creates. A directory is removed
+            only if it is empty.
+        others: Names of other files and directories in `run_dir` that the start creates, except the
+            lock file.
     """
 
     def __init__(self, run_dir: Path, folders: Iterable[str], others: Iterable[str] = ()) -> None:
@@ -236,8 +236,9 @@ class CreatedPaths:
 
         Args:
             lock: The result of `lock_run_dir`; None if another run may use the directory.
-            workspace: Workspace of this start, in an element of `others`. If a later start has
-                removed it, no other file is removed. None if the start has created no file.
+            workspace: Workspace of this start, in a directory that `others` names; None if the
+                start has created no file. Files are renamed into the workspace and removed there.
+                If a later start has removed the workspace, the renames fail and the files remain.
         """
         if workspace is not None:
             entries = [p for p in self._others if p != workspace.path.parent]
@@ -259,14 +260,15 @@ class CreatedPaths:
 
 
 def find_workspaces(folder: Path) -> list[Path]:
-    """Return the paths of the workspaces in a folder, without symbolic links."""
+    """Return the paths of the workspaces in a folder, sorted. Symbolic links are left out."""
     paths = folder.glob(f"{_PREFIX}*")
     return sorted(path for path in paths if path.is_dir() and not path.is_symlink())
 
 
 def check_writable(folder: Path) -> None:
     """Raise ConfigError if `Workspace.open(folder)` would fail because `folder`, or a workspace in
-    it, is not writable. A folder that does not exist is accepted. Does not change files."""
+    it, is not writable. A folder that does not exist is accepted. The function changes no
+    files."""
     if not folder.is_dir():
         return
     directories = [folder]
@@ -298,8 +300,8 @@ def lock_run_dir(path: Path, owner: bytes = b"", replace: bool = False) -> Binar
 
     Args:
         path: `train.run_dir`.
-        owner: Bytes that describe the locking process, which `read_lock_owner` returns. They are
-            written to the lock file.
+        owner: Bytes that describe the locking process. The function writes these bytes to the lock
+            file, from which `read_lock_owner` reads them.
         replace: True to replace the lock file by a new file, because the process that has locked
             the old file is suspended or on a lost node.
 
@@ -315,12 +317,12 @@ def lock_run_dir(path: Path, owner: bytes = b"", replace: bool = False) -> Binar
         ) from None
     while True:
         file = _open_lock_file(path, replace)
-        with contextlib.suppress(OSError):  # earlier versions let others read it
+        with contextlib.suppress(OSError):  # earlier versions let other users read the file
             os.fchmod(file.fileno(), 0o600)
         _lock(file, path, fcntl.LOCK_EX)
         if os.fstat(file.fileno()).st_nlink:
             break
-        file.close()  # a run that cannot start has removed the file since it was opened
+        file.close()  # a refused run removed the file after this process had opened it
     try:
         file.truncate(0)
         file.write(owner)
@@ -332,8 +334,8 @@ def lock_run_dir(path: Path, owner: bytes = b"", replace: bool = False) -> Binar
         ) from None
     if path.stat().st_mode & stat.S_IWOTH:
         logger.warning(
-            "%s: every user of this machine may write to it and replace its checkpoints; run "
-            "chmod o-w on it",
+            "%s: every user of this machine can write to this directory and replace its "
+            "checkpoints; run chmod o-w on it",
             path,
         )
     return file
@@ -357,15 +359,15 @@ def _open_lock_file(path: Path, replace: bool) -> BinaryIO:
 
 
 def read_lock_owner(path: Path) -> bytes:
-    """Return the argument `owner` of the last `lock_run_dir` for the run directory `path`; b"" if
-    the lock file cannot be read."""
+    """Return the argument `owner` of the last call of `lock_run_dir` for the run directory `path`;
+    b"" if the lock file cannot be read."""
     with contextlib.suppress(OSError):
         return files.read_regular(path / LOCK, 1 << 10)
     return b""
 
 
 def check_not_in_use(path: Path) -> None:
-    """Raise ConfigError if another run has locked the run directory `path`. Does not create
+    """Raise ConfigError if another run has locked the run directory `path`. The function creates no
     files."""
     try:
         with files.open_regular(path / LOCK) as file:

@@ -47,7 +47,7 @@ def test_directory_writable_by_all_users_causes_a_warning(tmp_path, capsys):
     tmp_path.chmod(0o777)
     RunDirectory(tmp_path)._lock.close()
     (line,) = capsys.readouterr().err.splitlines()
-    assert f"warning: {tmp_path}: every user of this machine may write to it" in line
+    assert f"warning: {tmp_path}: every user of this machine can write to this directory" in line
 
 
 def test_run_that_cannot_start_removes_only_files_that_it_has_created(tmp_path):
