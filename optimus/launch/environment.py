@@ -24,7 +24,7 @@ class LaunchEnv:
     Attributes:
         rank: From 0 to `world_size` - 1.
         world_size: Number of processes of the run.
-        local_rank: Rank among the run's processes on this machine; it selects the device.
+        local_rank: Rank among the run's processes on this machine. It selects the device.
         local_world_size: Number of processes of the run on this machine.
         init_method: Rendezvous address, as for `torch.distributed.init_process_group`: `env://`,
             `tcp://HOST:PORT` or `file://...`.
@@ -52,8 +52,8 @@ SINGLE = LaunchEnv(0, 1, 0, 1, "env://")
 
 @dataclass(frozen=True)
 class JobRank:
-    """Rank of this process among all processes of a Slurm or PBS job or job array. The processes
-    divide work, but do not communicate."""
+    """Rank of this process among all processes of a job or job array of Slurm or PBS. Each process
+    handles a share of the input, and the processes do not communicate."""
 
     rank: int
     world: int
@@ -92,7 +92,7 @@ _LAUNCHERS = (
         ("OMPI_COMM_WORLD_LOCAL_RANK",),
         ("OMPI_COMM_WORLD_LOCAL_SIZE",),
     ),
-    _Launcher(  # PALS, which may set no size
+    _Launcher(  # PALS, which does not always set a world size
         "PALS_RANKID",
         ("PMI_SIZE", "WORLD_SIZE"),
         ("PALS_LOCAL_RANKID", "LOCAL_RANK"),
@@ -127,7 +127,7 @@ _OF_RANK = {name for launcher in _LAUNCHERS for name in (launcher.rank, *launche
 
 STARTED = time.monotonic()
 """`time.monotonic()` at about the start of this process, before imports that take seconds. A rank
-that was forked from a process with these imports sets the value again."""
+forked from the warm process, which has done these imports, sets the value at its start."""
 COMMAND_STARTED = "OPTIMUS_COMMAND_STARTED"
 """Environment variable by which `optimus train --nproc` passes its value of `STARTED` to the
 ranks."""
@@ -181,23 +181,23 @@ def read_launch_env(environ: Mapping[str, str] = os.environ) -> LaunchEnv:
 
 
 def read_rank(environ: Mapping[str, str] = os.environ) -> int:
-    """Return the rank of this process for use in messages; 0 if the rank is unknown. Does not raise
-    errors."""
+    """Return the rank of this process for use in messages; 0 if the rank is unknown. The function
+    raises no errors."""
     launcher = _launcher_of(environ)
     text = environ[launcher.rank] if launcher else "0"
     return int(text) if text.isdigit() else 0
 
 
 def prints_for_machine(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return True if this process prints errors that all ranks of its machine raise. Does not raise
-    errors.
+    """Return True if this process prints an error that all ranks of its machine raise. The function
+    itself raises no errors.
 
-    Usually, only the process with local rank 0 prints such errors. If the user has set RANK without
-    a launcher, every process prints them.
+    Usually, only the process with local rank 0 prints such an error. If the user has set RANK
+    without a launcher, every process prints the error.
     """
     launcher = _launcher_of(environ)
     if launcher is _BY_HAND and RENDEZVOUS not in environ and _AGENT_STORE not in environ:
-        return True  # the variables of a single rank may be wrong
+        return True  # possibly only this rank's variables are wrong
     names = launcher.local_ranks if launcher else ()
     text = next((environ[name] for name in names if name in environ), "0")
     return not text.isdigit() or int(text) == 0
@@ -224,7 +224,8 @@ def prints_start(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def read_job_rank(environ: Mapping[str, str] = os.environ, world: int | None = None) -> JobRank:
-    """Return the rank of this process among all processes of its Slurm or PBS job or job array.
+    """Return the rank of this process among all processes of its Slurm or PBS job, or of its job
+    array.
 
     A job array of n jobs with w processes each has n * w ranks. Without a launcher and without a
     job array, the function returns `ALONE`: rank 0 of 1.
@@ -248,8 +249,8 @@ _OWN_CGROUP = Path("/proc/self/cgroup")
 
 
 def usable_memory() -> int:
-    """Return the bytes of physical memory that this process can use: the minimum of the memory of
-    the machine and the limits of its control groups."""
+    """Return the bytes of physical memory that this process can use: the minimum of the machine's
+    memory and the limits of this process's control groups."""
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([physical, *_limits()])
 
@@ -279,12 +280,12 @@ def _limits() -> Iterator[int]:
 
 
 def available_cores() -> int:
-    """Return the number of cores that this process may use."""
+    """Return the number of cores that this process can use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def read_local_size(environ: Mapping[str, str] = os.environ) -> int:
-    """Return the number of processes of the job on this machine; 1 if it is unknown."""
+    """Return the number of processes of the job on this machine; 1 if this number is unknown."""
     launcher = _launcher_of(environ)
     return (_local(environ, launcher)[1] or 1) if launcher else 1
 

@@ -22,8 +22,8 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 def signal_name(number: int) -> str:
-    """Return the name of a signal, such as SIGTERM. If the signal has no name, like most real-time
-    signals, return a text that contains its number."""
+    """Return the name of a signal, such as SIGTERM. For a signal without a name, such as most
+    real-time signals, return `signal NUMBER`."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -64,8 +64,8 @@ def report_interrupt(number: int = signal.SIGINT) -> int:
 
 
 def exit_on_signals(numbers: Iterable[int], report: Callable[[int], int]) -> None:
-    """Install handlers that end this process. A signal gets a handler only if it still has its
-    default handler.
+    """For each of the given signals, install a handler that ends this process. A signal that is
+    ignored or already has another handler is not changed.
 
     Args:
         numbers: Numbers of the signals.
@@ -73,8 +73,9 @@ def exit_on_signals(numbers: Iterable[int], report: Callable[[int], int]) -> Non
     """
 
     def end(number: int, frame: object) -> NoReturn:
-        signal.signal(number, signal.SIG_IGN)  # a second Ctrl-C does not repeat the line
-        # During the import of torch, an exception might be swallowed or end in a traceback.
+        signal.signal(number, signal.SIG_IGN)  # a second signal prints no second line
+        # An exception raised here during the import of torch might be suppressed or cause a
+        # traceback.
         os._exit(report(number))
 
     for number in numbers:
@@ -84,9 +85,8 @@ def exit_on_signals(numbers: Iterable[int], report: Callable[[int], int]) -> Non
 
 @contextlib.contextmanager
 def raising_keyboard_interrupt() -> Iterator[None]:
-    """Context manager. Within the context, Ctrl-C raises KeyboardInterrupt, so that a command can
-    remove its incomplete files. If the process ignores Ctrl-C (nohup), the context manager does not
-    change this."""
+    """Context manager in which Ctrl-C raises KeyboardInterrupt, so that a command can remove its
+    incomplete files. If the process ignores SIGINT, the context manager has no effect."""
     before = signal.getsignal(signal.SIGINT)
     if before is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

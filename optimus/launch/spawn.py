@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 _POLL_S = 0.05
 _GRACE_S = 5.0
-"""Seconds from the failure of a rank until the other ranks are killed."""
+"""Maximum number of seconds from the failure of a rank until the other ranks are killed."""
 _STOP_GRACE_S = 60.0
 """Seconds from the end of the first rank of a stopped run until the remaining ranks are killed.
 Until then, the remaining ranks can finish writing and closing files."""
@@ -40,15 +40,15 @@ _STOPPED = OutcomeKind.STOPPED.exit_status
 _PR_SET_PDEATHSIG = 1
 NO_VARIABLES: Mapping[str, str] = {}
 _CAUSES = (OutcomeKind.NONFINITE, OutcomeKind.USAGE, OutcomeKind.STOPPED, OutcomeKind.FAILED)
-"""Kinds of outcome in order of precedence. The exit status of a run is that of the first kind with
-which a rank has ended. If no rank has ended with one of these kinds, but the exit status of a rank
-is not 0, the run has the exit status of LOST_PEER."""
+"""Kinds of outcome in order of precedence. The run has the exit status of the first kind in this
+list with which a rank has ended. If no rank has ended with a kind in this list, but the exit status
+of a rank is not 0, the run has the exit status of LOST_PEER."""
 
 
 def spawn_local(
     arguments: Sequence[str], nproc: int, variables: Mapping[str, str] = NO_VARIABLES
 ) -> int:
-    """Run `optimus ARGUMENTS` as `nproc` ranks on this machine, and wait until all have ended.
+    """Run `optimus ARGUMENTS` as `nproc` ranks on this machine. Wait until all ranks have ended.
 
     Stop signals are passed on to the ranks. A second Ctrl-C kills the ranks. If a rank fails, the
     other ranks are killed after at most _GRACE_S seconds.
@@ -128,9 +128,9 @@ def _passing_signals(ranks: list[subprocess.Popen]) -> Iterator[list[int]]:
         passed.append(number)
         if passed.count(signal.SIGINT) > 1:
             return  # `_watch` kills the ranks
-        # The ranks print the first signal as the reason of the stop. The following SIGTERM ends
-        # each rank that has not started its first step. After the first signal, other ranks ignore
-        # SIGTERM.
+        # Each rank receives `number`, and then SIGTERM. A rank that has started its first step
+        # stops because of `number` and ignores the SIGTERM. The SIGTERM ends each rank that has not
+        # started its first step.
         for sent in (number, signal.SIGTERM):
             _send(ranks, sent)
 
@@ -199,5 +199,5 @@ def _watch(ranks: list[subprocess.Popen], passed: list[int]) -> int:
 def _ended_early(passed: list[int], statuses: Sequence[int | None]) -> bool:
     """Return True if a stop signal has ended a rank before the rank's first step. `passed` are the
     received stop signals, `statuses` the return codes of the ranks."""
-    # After its first step starts, a rank handles SIGTERM.
+    # From its first step on, a rank handles SIGTERM and is no longer ended by this signal.
     return bool(passed) and -signal.SIGTERM in statuses
