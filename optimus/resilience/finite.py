@@ -59,7 +59,8 @@ class BadState(NamedTuple):
 
 
 def find_bad_state(states: ChunkEngine, rank: int) -> BadState | None:
-    """Return the first non-finite value in this rank's optimizer states; None if all are finite."""
+    """Return the first non-finite value in this rank's optimizer states; None if all values are
+    finite."""
     for state in _search_order(states):
         shard = states.first_shard(state, lambda flat: not is_finite(flat))
         if shard is None:
@@ -94,8 +95,8 @@ def refuse_bad_states(
 ) -> None:
     """Raise the same NonFiniteError on all ranks if an optimizer state of any rank is not finite.
 
-    All ranks must call this. The rank that the error message names also writes
-    `nonfinite-rank*.json`.
+    All ranks must call this function. The rank that the error message names also writes the file
+    `nonfinite-rank*.json`, a marker that describes the value.
 
     Args:
         train: `[train]`, for the run directory and the dtype.

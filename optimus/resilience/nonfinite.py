@@ -1,5 +1,7 @@
-"""Detects non-finite values: gradients are examined before they are reduced, and all ranks know the
-result before the optimizer step. Also searches for the rank and layer that computed the values."""
+"""Detection of non-finite losses and gradients, and of the rank and layer that computed them.
+
+Gradients are checked before they are reduced over ranks, and all ranks know the result of the check
+before the optimizer step."""
 
 from __future__ import annotations
 
@@ -180,8 +182,10 @@ class Finding(NamedTuple):
             finite when it is computed again.
         stage: Pipeline rank; negated for a gradient, because gradients spread towards the first
             stage.
-        when: Number of module outputs and collectives that the rank checked before it found the
-            value.
+        when: For a module output, the position among the module outputs and the inputs of
+            collectives that the rank checked, from 1. For a gradient, the number of finite inputs
+            of collectives before the first non-finite input; infinity if all inputs were finite. 0
+            for a value of another kind.
         depth: Number of parameters after the gradient's parameter in the gradient buffer; 0 for a
             value of another kind.
         rank: The rank that found the value.
@@ -206,7 +210,7 @@ class Finding(NamedTuple):
 
     @property
     def was_repeated(self) -> bool:
-        """True if a second computation gave a non-finite value again."""
+        """True if a second computation of the step also gave a non-finite value."""
         return self.distance < _ONCE
 
 
@@ -255,16 +259,18 @@ class Watch:
         self.start(0)
 
     def start(self, step: int) -> None:
-        """Discard the findings of the last update, and start to check the update number `step`."""
+        """Discard the recorded values of the last update. Begin the check of update `step`."""
         self._step = step
         self._extremes: list[tuple[list[str], list[Tensor]]] = []
-        """For each gradient buffer, in the order of the backward pass: the names of its parameters,
-        last layers first, and for each parameter a tensor [2] on the device with the least and the
-        greatest value of its gradient. Both values are NaN if any value of the gradient is NaN."""
+        """A pair (names, extremes) for each gradient buffer, in the order of the backward pass.
+        `names` are the names of the buffer's parameters, last layers first. `extremes` has a tensor
+        [2] on the device for each parameter: the least and the greatest value of the gradient, or
+        two NaNs if any value of the gradient is NaN."""
 
     def look_at(self, buffer: GradBuffer) -> None:
-        """Check the gradients in `buffer` before they are reduced over ranks. The caller passes the
-        buffers in the order of the backward pass, from the last layers to the first."""
+        """Record the extreme values of the gradients in `buffer` before the gradients are reduced
+        over ranks; `any_rank_is_nonfinite` checks these values. The caller passes the buffers in
+        the order of the backward pass, from the last layers to the first."""
         # The results stay on the device: copying them to the host here would make the host wait for
         # the device once per chunk.
         names = [name for name, view in buffer.grad_views.items() if view.numel()][::-1]
@@ -283,7 +289,7 @@ class Watch:
 
     def refuse_bad_states(self) -> None:
         """Raise the same NonFiniteError on all ranks if an optimizer state of any rank is not
-        finite. All ranks must call this."""
+        finite. All ranks must call this method."""
         refuse_bad_states(
             self._train,
             self._optim,
@@ -317,7 +323,7 @@ class Watch:
     def explain(self, microbatches: list[Microbatch], circumstance: str = "") -> NoReturn:
         """Find the cause of a non-finite value and raise the same NonFiniteError on all ranks.
 
-        All ranks must call this, after `any_rank_is_nonfinite` has returned True. To find the
+        All ranks must call this method after `any_rank_is_nonfinite` has returned True. To find the
         cause, the ranks may run the forward and backward passes of the step again.
 
         Args:
@@ -375,7 +381,7 @@ class Watch:
     def _findings(self, microbatches: list[Microbatch]) -> list[Finding]:
         """Return the findings of all ranks, sorted. The first finding is nearest to the cause.
 
-        All ranks must call this.
+        All ranks must call this method.
         """
         everyone = self._groups.everyone
         in_update, _ = self._bad_gradient()

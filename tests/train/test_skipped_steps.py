@@ -134,7 +134,7 @@ DAMAGED = [
 @pytest.mark.parametrize("content", DAMAGED, ids=range(len(DAMAGED)))
 def test_damaged_file_of_skipped_steps_is_refused(tmp_path, content):
     (tmp_path / SKIPPED_STEPS).write_bytes(content.encode("latin-1"))
-    with pytest.raises(ConfigError, match="damaged: it must be .*; write the steps") as refused:
+    with pytest.raises(ConfigError, match="damaged: it must be .*; correct the file") as refused:
         read_skipped_steps(tmp_path)
     assert "\n" not in str(refused.value) and str(tmp_path / SKIPPED_STEPS) in str(refused.value)
 

@@ -129,7 +129,7 @@ class Agent:
     """Folder for the files of this agent, on a disk of the node."""
     code: str = field(default_factory=lambda: hash_code())
     """Hash of the Python files of Optimus when this agent started. Later changes of the files do
-    not change it."""
+    not change this attribute."""
     attempt: int = 0
     """Number of the last attempt that this agent has started."""
     ranks: dict[int, _Rank] = field(default_factory=dict)
@@ -165,9 +165,9 @@ class Agent:
         """
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
-            # The scheduler sends these signals before the end of a job. The ranks handle them and
-            # save.
-            if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup sets it
+            # The scheduler sends these signals before the end of a job. The agent sends SIGTERM to
+            # the ranks, which then save a checkpoint.
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
                 loop.add_signal_handler(number, partial(self._signal_ranks, signal.SIGTERM))
         lost_at, is_connected = time.monotonic(), False
         while True:
@@ -225,8 +225,8 @@ class Agent:
     async def _check_supervisor(self) -> None:
         """Raise OSError if another supervisor has taken over.
 
-        The connection does not show this: if the earlier supervisor is suspended, its connection
-        stays open.
+        The state of the connection does not show a takeover: if the earlier supervisor is
+        suspended, the connection to this supervisor stays open.
         """
         # Read the file in a thread, because reports must continue while the shared file system does
         # not answer.
@@ -399,7 +399,7 @@ class Agent:
             async with asyncio.timeout(_OUTPUT_S):
                 await reading
         if isinstance(rank.process, LaunchedProcess) and rank.process.was_lost:
-            rank.was_ended = True  # its end does not show a failure of this node
+            rank.was_ended = True  # the end of the rank does not show a failure of this node
         # Kill the rank's child processes now. Later, another process group may have the same ID.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(rank.process.pid, signal.SIGKILL)
@@ -428,8 +428,8 @@ class Agent:
         """Send a report every `beat_s` seconds, and soon after a rank has ended or printed a line.
 
         Raises:
-            OSError: The connection is lost, or some sent bytes have been unacknowledged for more
-                than 2 * `beat_s` seconds.
+            OSError: The connection is lost, or the other machine has not acknowledged all sent
+                bytes for more than 2 * `beat_s` seconds.
         """
         sent: set[int] = set()
         acknowledged_at = time.monotonic()
@@ -533,8 +533,8 @@ def parse_address(content: bytes) -> tuple[list[str], int]:
 
 
 def hash_code() -> str:
-    """Return a hash of all Python files of Optimus. The supervisor refuses an agent with another
-    hash, because all nodes must have the same files."""
+    """Return a hash of all Python files of the package `optimus`. The supervisor refuses an agent
+    with another hash, because all nodes must have the same files."""
     root = Path(__file__).resolve().parents[2]
     content = b""
     for path in sorted(root.rglob("*.py")):

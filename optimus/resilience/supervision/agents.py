@@ -81,8 +81,8 @@ class Job:
 
     run_dir: Path
     config: str
-    """The resolved configuration of the run, in TOML. The ranks of all attempts read a copy of it,
-    so that a change of the user's file does not change a later attempt."""
+    """The resolved configuration of the run, as TOML text. The ranks of all attempts read a copy of
+    this text, so that a change of the user's file does not change a later attempt."""
     nodes: tuple[str, ...]
     """Nodes, in the order of the allocation."""
     ranks_per_node: int
@@ -102,9 +102,9 @@ class Job:
     ends_at: float = math.inf
     """Unix time of the end of the job; infinity without a limit."""
     margin_s: float = 120.0
-    """Number of seconds before the end of the job at which ranks begin to save a checkpoint."""
+    """The ranks begin to save a checkpoint this number of seconds before the end of the job."""
     pardoned: tuple[str, ...] = ()
-    """Excluded nodes that the user has named with `--pardon`, so that they may get ranks again."""
+    """Excluded nodes that the user has named with `--pardon`. These nodes can get ranks again."""
     stage: Path | None = None
     """Folder on a disk of each node for a copy of the Python environment; None if the environment
     is not copied."""
@@ -133,8 +133,8 @@ class Node:
     """Number of the launch attempt to which `ranks` belongs."""
     ranks: dict[int, RankReport] = field(default_factory=dict)
     ended: dict[int, int] = field(default_factory=dict)
-    """A dict from each ended rank of this node to its position in the order in which the ranks of
-    all nodes ended."""
+    """Maps each rank of this node that has ended to a number. Over all nodes, these numbers ascend
+    in the order in which the ranks ended."""
     kill_sent_at: float = -math.inf
     """Time of the last request to kill ranks, by the supervisor's clock."""
     asked: type[Message] = Message
@@ -378,7 +378,7 @@ class Agents:
             node = self._welcome(channel, hello)
             if node is None:
                 other = self.nodes.get(hello.node)
-                is_needed = other is not None and other.channel is None  # the agent may try again
+                is_needed = other is not None and other.channel is None  # the agent can try again
                 has_ended = hello.attempt in self._history.ends and not is_needed
                 if not hello.attempt or has_ended:  # otherwise its ranks may still run and save
                     await channel.send(End())
@@ -426,7 +426,7 @@ class Agents:
             problem = f"the clock of {node.name} differs by {seconds:.0f} s; set the clocks"
         elif 0 <= hello.open_files < MIN_OPEN_FILES:
             number = counted(hello.open_files, "file")
-            problem = f"{node.name} may open only {number}; raise ulimit -n"
+            problem = f"{node.name} can open only {number}; raise ulimit -n"
         if problem:
             if problem not in self._problems:  # the agent may connect again
                 self._problems.add(problem)
@@ -510,7 +510,7 @@ class Agents:
     async def ask(
         self, node: Node, message: Message, answer: type[_A], limit_s: float | None = None
     ) -> _A:
-        """Send a message to an agent and return its answer, which has the type `answer`.
+        """Send a message to an agent, and return the agent's answer, which has the type `answer`.
 
         Raises:
             OSError: The connection is lost.

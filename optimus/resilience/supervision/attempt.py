@@ -102,8 +102,8 @@ def read_skipped_steps(run_dir: str | os.PathLike) -> tuple[int, ...]:
                 if is_valid and steps == sorted({*steps}):
                     return tuple(steps)
     raise ConfigError(
-        f'{path}: damaged: it must be {{"steps": [N, ...]}} with ascending step numbers; write the '
-        "steps to skip again, or remove the file to skip none"
+        f'{path}: damaged: it must be {{"steps": [N, ...]}} with ascending step numbers; correct '
+        "the file, or remove the file to skip no steps"
     )
 
 
@@ -163,7 +163,7 @@ class ProgressPage(Recorder):
 
 
 def create_page(path: Path) -> None:
-    """Create the file of a ProgressPage, for a rank that is about to start. Raises OSError."""
+    """Create the file of a ProgressPage for a rank that will be started. Raises OSError."""
     with open(path, "xb") as file:
         words = memoryview(bytearray(mmap.PAGESIZE)).cast("q")
         words[_BEGAN] = time.monotonic_ns()

@@ -22,13 +22,12 @@ scheduler's commands. All other SLURM_ variables are removed."""
 class Chain:
     """Submits and removes the job that continues a run after the present job.
 
-    The next job starts after the end of the present job, for any exit status of the present job.
-    The next job is submitted before ranks start, because the scheduler can end the present job at
-    any time.
+    The next job starts after the end of the present job, even if the present job fails. The next
+    job is submitted before ranks start, because the scheduler can end the present job at any time.
     """
 
     def __init__(self, command: str, environ: Mapping[str, str] = os.environ) -> None:
-        """Store the arguments. Does not start a process.
+        """Store the arguments. The constructor starts no process.
 
         Args:
             command: Bash command that submits the next job. The last word of its output must be

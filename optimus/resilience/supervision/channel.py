@@ -44,7 +44,8 @@ _CLOSE_S = 1.0
 the process at the other end may be suspended and read nothing."""
 _LENGTH = struct.Struct(">I")
 _SIOCOUTQNSD = 0x894B
-"""Linux: request for the number of bytes in the send buffer that have not been sent."""
+"""Code of the ioctl request, on Linux, for the number of bytes in a socket's send buffer that have
+not been sent."""
 
 Side = Literal["agent", "supervisor"]
 _OTHER: dict[Side, Side] = {"agent": "supervisor", "supervisor": "agent"}
@@ -62,7 +63,7 @@ class PeerError(OptimusError):
 
 
 class Channel:
-    """An authenticated connection between the supervisor and an agent. One task may send while
+    """An authenticated connection between the supervisor and an agent. One task can send while
     another task receives."""
 
     def __init__(
@@ -190,7 +191,8 @@ class Channel:
 
 
 def make_private(folder: Path) -> None:
-    """Create the supervisor's folder, which has the launch secret, if it does not exist.
+    """Create the supervisor's folder, in which the launch secret is stored, if the folder does not
+    exist.
 
     Raises:
         ConfigError: The path is not a folder in which only this user can write.
@@ -209,8 +211,8 @@ def make_private(folder: Path) -> None:
 
 
 def create_secret(path: Path) -> bytes:
-    """Create a launch secret. The processes of a launch use it to authenticate. Write the secret to
-    a file that only this user may read, and return the secret."""
+    """Create a launch secret, with which the processes of a launch authenticate. Write the secret
+    to the file `path`, which only this user can read. Return the secret."""
     secret = secrets.token_hex(_SECRET_BYTES // 2).encode()
     with contextlib.suppress(FileNotFoundError):
         path.unlink()
@@ -237,7 +239,7 @@ def read_secret(path: Path) -> bytes:
                 raise ConfigError(f"{path}: not a regular file; {remedy}")
             if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
                 raise ConfigError(
-                    f"{path}: others may read or write the launch secret; {remedy} in a directory "
+                    f"{path}: others can read or write the launch secret; {remedy} in a directory "
                     "that only you can write"
                 )
             secret = file.read(_SECRET_BYTES + 1)

@@ -1,7 +1,7 @@
 """Decisions of the supervisor: which node caused a failure, and how the run continues.
 
-The functions `find_cause` and `decide` are pure: equal arguments give equal results. The present
-time is one of the arguments.
+The functions `find_cause` and `decide` are pure: equal arguments give equal results. The arguments
+include the time.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ _SILENT = "silent"
 """Signature of a failure in which the agent of a node has become silent."""
 _NONFINITE = OutcomeKind.NONFINITE.exit_status
 _STATE = "nonfinite state"
-"""Signature of a non-finite value that is not due to data, as in a damaged optimizer state."""
+"""Signature of a non-finite value that the training data did not cause, such as a value in a
+damaged optimizer state."""
 _NO_EVIDENCE = {
     *(0, OutcomeKind.STOPPED.exit_status, OutcomeKind.LOST_PEER.exit_status),
-    _NONFINITE,  # a marker, not the exit status, attributes it to a node
-    *(-number for number in STOP_SIGNALS),  # the scheduler may send these to ranks
+    _NONFINITE,  # only a marker shows the rank that computed the non-finite value
+    *(-number for number in STOP_SIGNALS),  # the scheduler can send these signals to ranks
 }
 """Exit statuses that do not show the rank on which a failure began."""
 
@@ -125,12 +126,18 @@ def find_cause(evidence: Evidence, ranks: int, now: float) -> AttemptEnded:
     """Return the event for the end of a launch attempt with `ranks` ranks. The event contains the
     cause of the end.
 
-    Several observations may show a cause. The strongest of them determines the cause. From
-    strongest to weakest: a marker, in which a rank describes a non-finite value; all ranks have
-    ended without an error; an agent is silent; mpiexec has not started all ranks; ranks have
-    refused their configuration; the first exit status or signal that is not the result of another
-    rank's failure; the rank with the fewest collectives or, of several such ranks, with the longest
-    time in its phase. A failure that only the last observation shows is ambiguous.
+    Several observations may show a cause. The strongest observation determines the cause. From
+    strongest to weakest:
+
+    1. A rank has written a marker, which describes a non-finite value.
+    2. All ranks have ended without an error.
+    3. An agent is silent.
+    4. mpiexec has not started all ranks.
+    5. Ranks have refused their configuration.
+    6. A rank has ended with an exit status or by a signal that is not the result of another rank's
+       failure. The first such end counts.
+    7. A rank has started the fewest collectives. Of several such ranks, the rank with the longest
+       time in its phase counts. A failure that only this observation shows is ambiguous.
     """
     markers = sorted(evidence.markers, key=lambda marker: (marker.step, marker.rank))
     lines = [
@@ -356,7 +363,7 @@ class Decision:
 def decide(
     history: History, policy: Policy, reachable: Sequence[str], remaining_s: float
 ) -> Decision:
-    """Decide how a run without a running launch attempt continues.
+    """Decide how a run continues when no launch attempt is running.
 
     Args:
         history: The state of the run, including the end of the last attempt.
@@ -402,7 +409,7 @@ def decide(
                 )
             skipped = tuple(sorted({*skipped, end.step}))
         elif last.load == "older":
-            return _stop(f"{shared}; a start from the older checkpoint did not help", marks)
+            return _stop(f"{shared}; a start from the older checkpoint failed, too", marks)
         else:
             load = "older"
         reason = shared
@@ -485,8 +492,8 @@ def _usable(history: History, reachable: Sequence[str], marks: Marks) -> list[st
 
 
 def _assign(before: Sequence[str], usable: Sequence[str], policy: Policy) -> tuple[str, ...] | None:
-    """Return the nodes of the next launch attempt in the order of their ranks; None if there are
-    too few.
+    """Return the nodes of the next launch attempt in the order of their ranks; None if too few
+    nodes are usable.
 
     Each node that is still usable keeps its ranks. A free node takes the ranks of a failed node.
 

@@ -1,12 +1,12 @@
-"""Process that mpiexec runs for each rank, and that starts the rank in place of the agent.
+"""Process that mpiexec runs for each rank. This process, not the agent, starts the rank.
 
 Some transports need ranks that the launcher starts. For example, oneCCL over MPI gets addresses
 from MPI's process manager. A single mpiexec per attempt then starts `python -P -m
 optimus.resilience.supervision.launched_rank SECRET WORKSPACE` for each rank. This process connects
 to the agent of its node, starts the rank as its child process, and reports the exit status of the
-rank to the agent. It then waits until the agent closes the connection, because mpiexec ends all
-processes as soon as it notices that one of them has ended. The exit status of mpiexec therefore
-says nothing about a single rank.
+rank to the agent. This process then waits until the agent closes the connection, because mpiexec
+ends all processes when one of the processes ends. The exit status of mpiexec therefore does not
+show how a single rank ended.
 
 This module does not import torch.
 """
@@ -176,7 +176,7 @@ def main(argv: Sequence[str]) -> int:
     """Start a rank for the agent of this node, and report the end of the rank to the agent. Return
     exit status 1 if no agent can be reached, else 0."""
     secret_file, workspace = argv
-    for number in STOP_SIGNALS:  # mpiexec passes on signals; the agent ends the rank
+    for number in STOP_SIGNALS:  # mpiexec forwards signals; only the agent ends the rank
         signal.signal(number, lambda number, frame: None)
     rank = read_rank()
     try:

@@ -1,4 +1,5 @@
-"""Launchers start an agent on each node of an allocation. This module does not import torch."""
+"""Launchers, which start an agent on each node of an allocation. This module does not import
+torch."""
 
 from __future__ import annotations
 
@@ -55,8 +56,9 @@ class Launcher(ABC):
     def addresses(self) -> list[str]:
         """Return the addresses of this machine at which the supervisor listens.
 
-        These are the addresses of the machine's network interfaces. The host name is not used,
-        because some systems map it to a loopback address.
+        These are the IPv4 addresses of the machine's network interfaces, except loopback addresses.
+        The host name is returned only if there is no such address, because some systems map the
+        host name to a loopback address.
         """
         addresses = [
             entry.address
@@ -81,7 +83,7 @@ class Launcher(ABC):
     def rank_command(
         self, nodes: Sequence[str], ranks_per_node: int, secret: Path, workspace: str, python: str
     ) -> list[str] | None:
-        """Return the command that starts the ranks of an attempt; None if the agents start them.
+        """Return the command that starts the ranks of an attempt; None if agents start the ranks.
 
         Args:
             nodes: The nodes of the attempt, in the order of their ranks.
@@ -225,7 +227,7 @@ def read_nodes(
     if len(nodes) < number:
         raise ConfigError(
             f"--nodes and --buffer-nodes ask for {number} nodes, but {origin} has {len(nodes)}; "
-            "lower them or request more nodes"
+            "lower these options or request more nodes"
         )
     return nodes
 
@@ -251,7 +253,8 @@ def _read_hosts(path: Path) -> list[str]:
 
 
 def read_job_end(environ: Mapping[str, str] = os.environ) -> float:
-    """Return the Unix time at which the scheduler ends the job; infinity if it is unknown."""
+    """Return the Unix time, in seconds, at which the scheduler ends the job; infinity if this time
+    is unknown."""
     if "SLURM_JOB_ID" in environ:
         with contextlib.suppress(KeyError, ValueError):
             return float(int(environ["SLURM_JOB_END_TIME"]))

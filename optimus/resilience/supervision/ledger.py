@@ -1,7 +1,7 @@
 """The ledger of a supervised run, `events.jsonl`, and the state of the run that its events define.
 
-The ledger is a file to which the supervisor appends an event for each change of the run's state. It
-is the only source of truth: a new supervisor replays the events and continues with the same state.
+The ledger is a file to which the supervisor appends an event for each change of the run's state. A
+new supervisor derives the state from these events alone, and continues with the same state.
 Each line is a JSON object with one event. The key `hash` of the object contains a hash of the line
 and, through the hash of the previous line, of all lines before.
 """
@@ -38,7 +38,7 @@ FailureKind = Literal["hard", "soft", "ambiguous", "shared"]
 value. ambiguous: the observations do not identify a node with certainty. shared: the failure is not
 attributed to a node, for example because ranks on several nodes ended with the same error."""
 Standing = Literal["good", "suspect", "excluded"]
-"""State of a node in the judgement of the supervisor. good: no failure is attributed to the node.
+"""State that the supervisor assigns to a node. good: no failure is attributed to the node.
 suspect: a failure may be due to the node. excluded: the node does not get ranks in the present and
 later jobs of the run."""
 
@@ -182,7 +182,7 @@ class History:
     def __init__(self, events: Iterable[Event] = ()) -> None:
         self.events: list[Event] = []
         self.supervisors = 0
-        """Number of supervisors that have taken over the run."""
+        """Number of supervisors that have supervised the run."""
         self.standings: dict[str, NodeMarked] = {}
         """Maps each node that has a NodeMarked event to the last of these events."""
         self.attempts: list[AttemptStarted] = []
@@ -301,7 +301,7 @@ class Ledger:
 
         Raises:
             OSError: The event cannot be written, for example because the disk is full. The ledger
-                is unchanged, and the caller may try again.
+                is unchanged, and the caller can try again.
         """
         text = json.dumps(event.model_dump(), ensure_ascii=False)
         body = text.encode("utf-8", "replace").decode()[:-1]  # [:-1]: without the closing brace
@@ -335,8 +335,8 @@ class Ledger:
 
 
 def read_history(run_dir: Path) -> History:
-    """Read the state of a run from its ledger. Does not change files. Raises ConfigError if the
-    ledger is damaged or cannot be read."""
+    """Return the state of a run, read from its ledger. The function changes no files. Raises
+    ConfigError if the ledger is damaged or cannot be read."""
     return _load(run_dir)[0]
 
 

@@ -1,4 +1,4 @@
-"""Markers: files that each describe a non-finite value, written by the rank that computed it.
+"""Markers: files that describe non-finite values. The rank that computed a value writes its marker.
 
 The supervisor reads markers to find the node that failed, and users read markers to find the cause.
 This module does not import torch.
@@ -45,8 +45,8 @@ class LayerOutput(_Record):
     """Statistics of the output of a transformer block."""
 
     min: float | None
-    """Least finite value; None if no value is finite. `max` and `mean` are also computed from the
-    finite values, or None."""
+    """Least finite value. `min`, `max` and `mean` are statistics of the finite values, and None if
+    no value is finite."""
     max: float | None
     mean: float | None
     nonfinite: float
@@ -54,8 +54,8 @@ class LayerOutput(_Record):
 
 
 class Marker(_Record):
-    """Description of a non-finite value. The rank that computed the value writes it to a JSON
-    file."""
+    """Description of a non-finite value. The rank that computed the value writes the description
+    to a JSON file."""
 
     rank: _Count
     step: _Count
@@ -75,7 +75,7 @@ class Marker(_Record):
     """The pass that computed the value; None if no pass computed the value, as in an optimizer
     state."""
     was_repeated: bool = False
-    """True if a second computation on the same node gave a non-finite value again."""
+    """True if a second computation on the same node also gave a non-finite value."""
     instances: tuple[Instance, ...] = ()
     """The instances of the microbatch."""
     data_xxh3: str = ""
@@ -83,7 +83,8 @@ class Marker(_Record):
     layers: dict[_Text, LayerOutput] = {}
     """Statistics of the outputs of the rank's transformer blocks for the microbatch, in order."""
     state: _Text = ""
-    """Name of the optimizer state that contains the value; "" if no optimizer state does."""
+    """Name of the optimizer state that contains the value; "" if the value is not in an optimizer
+    state."""
     parameter: _Text = ""
     """Name of the parameter to which the state belongs."""
     element: tuple[int, ...] = ()

@@ -52,7 +52,7 @@ class Hello(Message):
     time: float
     """Unix time in seconds by the clock of the node."""
     open_files: int
-    """Number of files that a process on the node may have open at a time; -1 without a limit."""
+    """Number of files that a process on the node can have open at a time; -1 without a limit."""
     attempt: _Count
     """Number of the last attempt (launch of all ranks) whose ranks the agent has started; 0 if
     there is none."""

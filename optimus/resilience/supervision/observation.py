@@ -36,7 +36,8 @@ _STALL_FACTOR = 1.2
 """An attempt has failed if no rank starts a collective for _AGREE_S plus `parallel.timeout_s` times
 this factor. Ranks that wait for each other end earlier, after `parallel.timeout_s` seconds."""
 _STOP_S = 60.0
-"""Seconds to wait for the other ranks after a rank has ended because the run stops."""
+"""Seconds to wait for the other ranks after a rank has ended without an error, because the run is
+complete or stops."""
 _CANNOT_START = 127
 """Exit status in the evidence for the first rank of a node whose agent cannot start the ranks."""
 _NONFINITE = OutcomeKind.NONFINITE.exit_status
@@ -63,7 +64,7 @@ class Observer:
         by_mpiexec: bool,
         mpiexec: subprocess.Popen[bytes] | OSError | None = None,
     ) -> Evidence:
-        """Wait until a launch attempt has ended or failed, and return the observations on it.
+        """Wait until a launch attempt has ended or failed. Return the observations on the attempt.
 
         Args:
             attempt: The attempt.
@@ -96,8 +97,8 @@ class Observer:
                 return replace(evidence, stalled_s=now - changed_at)
             if problem := _launch_problem(mpiexec, world, nodes):
                 launch_ended = min(launch_ended, now)
-                # Wait for some time, because mpiexec may have ended since a node is lost. The agent
-                # of this node then becomes silent.
+                # Wait for some time: if mpiexec has ended because a node is lost, the agent of this
+                # node becomes silent.
                 if now - launch_ended > 1.5 * self._job.heartbeat_s:
                     return replace(evidence, launch_problem=problem)
             if evidence.ends:

@@ -1,4 +1,4 @@
-"""Copy the Python environment to the disks of the nodes.
+"""Functions that copy the Python environment to the disks of the nodes.
 
 Thousands of ranks that import from a shared file system open millions of files there. The
 supervisor therefore packs the environment into an archive once per job. Each agent unpacks the
@@ -83,8 +83,8 @@ def staged_python(folder: Path) -> str:
 
 
 def staged_variables(folder: Path, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return environment variables with which the Python interpreter in `folder`, a copy of the
-    environment, imports packages from this copy."""
+    """Return environment variables for the Python interpreter in `folder`, a copy of the
+    environment. With these variables, the interpreter imports packages from this copy."""
     paths = [str(folder / _PACKAGES), *filter(None, [environ.get("PYTHONPATH")])]
     return {"PYTHONPATH": os.pathsep.join(paths)}
 
@@ -100,7 +100,7 @@ def unpack_environment(archive: Path, digest: str, parent: Path) -> None:
     is_shared = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not status.st_mode & stat.S_ISVTX
     if is_shared or status.st_uid not in (0, os.geteuid()):
         raise OSError(
-            f"other users may replace folders of {parent}; pass another folder with --stage"
+            f"other users can replace folders of {parent}; pass another folder with --stage"
         )
     with contextlib.suppress(FileNotFoundError):
         _check_copy(folder)

@@ -34,8 +34,8 @@ queue, because no later time is known."""
 
 
 _QUIET_S = 3600.0
-"""If the last event is older than this number of seconds, the status contains its age, because the
-job may have ended."""
+"""If the last event is older than this number of seconds, `format_status` prints the event's age,
+because the job may have ended."""
 
 
 def goodput(history: History, now: float) -> dict[str, float]:

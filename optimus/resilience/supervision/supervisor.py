@@ -129,7 +129,7 @@ class Supervisor:
             raise
 
     def _check_earlier_jobs(self) -> None:
-        """Check the files of earlier jobs. Does not change files."""
+        """Check the files of earlier jobs. This method changes no files."""
         job = self._job
         events = read_history(job.run_dir).events
         started = [event for event in events if isinstance(event, SupervisorStarted)]
@@ -157,7 +157,7 @@ class Supervisor:
         """Hash of the archive of the Python environment; "" if there is no archive yet."""
         self._mpiexec: subprocess.Popen[bytes] | OSError | None = None
         """The command that started the ranks of the last attempt, or the reason why it could not be
-        started; None if agents or an earlier supervisor have started them."""
+        started; None if agents or an earlier supervisor have started the ranks."""
         self._workspace.write_bytes(self._folder / CONFIG, job.config.encode())
 
     def _is_takeover(self) -> bool:
@@ -190,11 +190,11 @@ class Supervisor:
     # -- The run ----------------------------------------------------------------------------------
 
     async def run(self) -> int:
-        """Supervise the run. Return the exit status of `optimus launch`."""
+        """Supervise the run until this job ends. Return the exit status of `optimus launch`."""
         job, history = self._job, self._history
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-            if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup sets it
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
                 loop.add_signal_handler(number, self._on_signal, number)
         clock = asyncio.create_task(self._agents.run_clock())
         try:
@@ -334,7 +334,7 @@ class Supervisor:
         return decision.status
 
     async def _submit_next_job(self) -> bool:
-        """Submit the job that continues the run. Return False if the scheduler refuses it.
+        """Submit the job that continues the run. Return False if the scheduler refuses the job.
 
         If the run has no chain of jobs, or the next job is already submitted, submit nothing and
         return True.
@@ -344,12 +344,12 @@ class Supervisor:
             return True
         try:
             name, problem = await chain.submit(), ""
-            logger.info("job %s continues the run after this one", name)
+            logger.info("job %s continues the run after this job", name)
         except OSError as error:
             name, problem = "", one_line(error)
             logger.error(
-                "the next job of the chain is refused: %s; this job continues without it, and the "
-                "submission is repeated every %.0f s and at the end",
+                "the next job of the chain is refused: %s; this job continues, and the submission "
+                "is repeated every %.0f s and at the end of this job",
                 problem,
                 _SUBMIT_S,
             )
@@ -387,8 +387,7 @@ class Supervisor:
     def _bad_documents(self) -> list[str]:
         """Return the documents whose instances gave non-finite values in the last attempt.
 
-        Each document is FILE:LINE. If there are more than _MAX_DOCUMENTS documents, return only the
-        first _MAX_DOCUMENTS.
+        Each document is given as FILE:LINE. At most _MAX_DOCUMENTS documents are returned.
         """
         attempts = self._history.attempts
         end = self._history.ends.get(attempts[-1].attempt) if attempts else None
@@ -412,8 +411,8 @@ class Supervisor:
     # -- Attempts ---------------------------------------------------------------------------------
 
     async def _start_attempt(self, decision: Decision) -> None:
-        """Launch the ranks of the next launch attempt on the nodes of `decision`. If one of the
-        nodes cannot be prepared, do not launch ranks."""
+        """Launch the ranks of the next attempt on the nodes of `decision`. If one of the nodes
+        cannot be prepared, return without launching ranks."""
         job = self._job
         number = self._history.attempts[-1].attempt + 1 if self._history.attempts else 1
         first = self._agents.nodes[decision.nodes[0]]
@@ -471,7 +470,7 @@ class Supervisor:
     async def _stage(self, names: Sequence[str]) -> bool:
         """Let each agent unpack a copy of the Python environment on its node, once per job.
 
-        Exclude the nodes on which this fails. Return False if it fails on any node.
+        Exclude each node on which the copy fails. Return False if the copy fails on any node.
         """
         job = self._job
         if job.stage is None:
@@ -506,13 +505,13 @@ class Supervisor:
         has_updated = self._history.has_updated(attempt)
         by_mpiexec = self._agents.rank_command(attempt.nodes, attempt.workspace) is not None
         if by_mpiexec and self._mpiexec is None and not has_updated:
-            # An earlier supervisor may have ended before it started mpiexec. A second mpiexec for
-            # the same attempt could start only some of its ranks. The ranks would belong to two MPI
-            # applications.
+            # The earlier supervisor may have ended before or after it had started mpiexec. A second
+            # mpiexec for the same attempt could start only some of the attempt's ranks, and the
+            # ranks would then belong to two MPI applications.
             await self._kill(attempt)
             await self._add(_interrupted(attempt))
             return
-        for name in attempt.nodes:  # an earlier supervisor may have started ranks on some of them
+        for name in attempt.nodes:  # an earlier supervisor may have started some ranks
             node = self._agents.nodes[name]
             if node.attempt == attempt.attempt:
                 continue
@@ -532,7 +531,8 @@ class Supervisor:
         if end.outcome == "failed":
             logger.error("attempt %d failed: %s", attempt.attempt, "; ".join(end.evidence))
         await self._kill(attempt)
-        if end.outcome in ("done", "stopped"):  # else an unreachable rank may use it
+        # After a failure, a rank that cannot be reached may still use the workspace.
+        if end.outcome in ("done", "stopped"):
             self._job.workspace_of(attempt).close()
 
     async def _kill(self, attempt: AttemptStarted) -> None:

@@ -220,7 +220,7 @@ def test_secret_is_for_this_user_only(tmp_path):
     assert path.stat().st_mode & 0o777 == 0o600 and read_secret(path) == secret
     assert create_secret(path) != secret and len(secret) == 64
     path.chmod(0o640)
-    with pytest.raises(ConfigError, match="others may read or write the launch secret"):
+    with pytest.raises(ConfigError, match="others can read or write the launch secret"):
         read_secret(path)
     path.unlink()
     with pytest.raises(ConfigError, match="No such file"):

@@ -333,7 +333,7 @@ def test_failure_that_another_node_repeats_is_attributed_to_no_node(third):
     decision = run.decide()
     assert decision.action == "stop" and decision.status == STOPPED_BY_SUPERVISOR
     assert "e" not in decision.marks
-    assert "older checkpoint did not help" in decision.reason
+    assert "older checkpoint failed, too" in decision.reason
 
 
 @pytest.mark.parametrize("change", [{"step": 6}, {"signature": "y"}, {"signature": "silent"}])

@@ -42,7 +42,7 @@ def test_nodes_of_a_pbs_job_have_no_duplicates(tmp_path):
     (tmp_path / "nodefile").write_text("a\na\nb\nb\n")
     environ = {"PBS_NODEFILE": str(tmp_path / "nodefile")}
     assert read_nodes("mpiexec", 2, None, environ) == ("a", "b")
-    with pytest.raises(ConfigError, match="PBS_NODEFILE has 2; lower them"):
+    with pytest.raises(ConfigError, match="PBS_NODEFILE has 2; lower these options"):
         read_nodes("mpiexec", 3, None, environ)
 
 

@@ -61,7 +61,7 @@ def test_copy_imports_no_file_of_the_original(packed, environment, tmp_path):
         ("missing", "No such file or directory"),
         ("file", "is not a directory that only this user can write"),
         ("open", "is not a directory that only this user can write"),
-        ("parent", "other users may replace folders of"),
+        ("parent", "other users can replace folders of"),
         ("race", "is not a directory that only this user can write"),
         ("disk", "No such file or directory"),
     ],

@@ -68,7 +68,7 @@ def test_launch_without_a_valid_allocation_starts_nothing(tiny_data, tmp_path, c
         (["--nodes", "0", "--launcher", "local"], "--nodes 0 must be at least 1"),
         ([], "there is no Slurm or PBS job here"),
         (["--launcher", "ssh"], "there is no allocation"),
-        (["--launcher", "ssh", "--hosts", str(hosts), "--nodes", "3"], "has 2; lower them"),
+        (["--launcher", "ssh", "--hosts", str(hosts), "--nodes", "3"], "has 2; lower these"),
         (["--nodes", "5", "--launcher", "local"], "train.global_batch_tokens"),
         (["--launcher", "local", "--pardon", "x9"], "--pardon x9: not a node of this run"),
     ):
@@ -155,7 +155,7 @@ class WithFewFiles(Local):
     ("launcher", "reason"),
     [
         (WithoutNode, "node1: local ended with status 1 before an agent answered"),
-        (WithFewFiles, "node1: node1 may open only 512 files; raise ulimit -n"),
+        (WithFewFiles, "node1: node1 can open only 512 files; raise ulimit -n"),
     ],
 )
 def test_final_line_has_the_reason_why_a_node_is_missing(
