@@ -26,7 +26,8 @@ from optimus.errors import (
 
 _PIPE_CLOSED = 128 + signal.SIGPIPE  # a shell's exit status for a program that SIGPIPE ended
 _STALL_S = 5.0
-"""Maximum time in seconds that a write to standard error waits until the stream accepts data."""
+"""Maximum time, in seconds, for which a write to standard error waits until the stream accepts
+data."""
 _SLOW_TO_START = (["train"], ["eval"], ["generate"], ["bench"])
 """Commands whose start takes seconds because they import torch. On a terminal, each of them first
 prints the line `optimus: starting COMMAND`."""
@@ -75,8 +76,9 @@ def process() -> NoReturn:
 
     set_up_logging(read_rank())
     set_library_variables()
-    # Ranks of a launcher keep the default actions of these signals, which work even while a rank
-    # waits for other ranks. A `StopRequest` replaces the handlers later.
+    # Ranks of a launcher keep the default actions of the stop signals except SIGINT. A default
+    # action ends a rank even while the rank waits for other ranks, when Python runs no handlers. In
+    # training, `StopRequest` installs other handlers later.
     if sys.argv[1:2] == ["train"] and not is_launched():
         exit_on_signals(STOP_SIGNALS, report_early_stop)
     elif not is_launched():
@@ -180,8 +182,8 @@ class _Stderr:
 
 def _open_standard_streams() -> None:
     """Open each closed standard stream on os.devnull, and wrap standard error in `_Stderr`."""
-    # Otherwise a file of the run could get the descriptor of a closed stream, and then receive the
-    # output of the stream.
+    # Otherwise, a file that the command opens could get the descriptor of a closed stream. The
+    # output of the stream would then be written to this file.
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
@@ -222,7 +224,7 @@ def _end(error: OptimusError) -> int:
 
     ended = end_alone(error)
     if is_started_by_launcher():
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # else status 143 could replace the run's
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # status 143 could replace the run's status
     if ended.prints:
         with _without_output_errors():
             print(ended.line, file=sys.stderr, flush=True)
@@ -290,7 +292,7 @@ def _add_plan(commands: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--resolved",
         action="store_true",
-        help="instead, print the mesh, batch, data, first step and settings of `train`",
+        help="instead of a prediction, print mesh, batch, data, first step and settings of the run",
     )
     add_options(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
@@ -359,7 +361,7 @@ def _add_convert(commands: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("direction", choices=("from-hf", "to-hf"))
     parser.add_argument(
-        "source", help="from-hf: a Hugging Face directory; to-hf: a checkpoint or run"
+        "source", help="from-hf: a Hugging Face directory; to-hf: a checkpoint or run directory"
     )
     parser.add_argument("out", help="directory to create; it must not exist")
     parser.add_argument(
@@ -433,7 +435,7 @@ def _add_generate(commands: argparse._SubParsersAction) -> None:
         ("top-k", int, 50, "sample from the N likeliest tokens; 0: from the whole vocabulary"),
         ("seed", int, 0, "seed of the sampling"),
     ):
-        help_text = f"{meaning} ({default})"
+        help_text = f"{meaning} (default: {default})"
         parser.add_argument(f"--{name}", type=kind, default=default, metavar="N", help=help_text)
 
 
@@ -480,7 +482,7 @@ def _add_kernels(commands: argparse._SubParsersAction) -> None:
         "backends",
         nargs="*",
         metavar="BACKEND",
-        help="build: sycl, cuda or cpu; default: all whose compiler is installed",
+        help="build: sycl, cuda or cpu; default: each backend whose compiler is installed",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
 

@@ -37,8 +37,8 @@ _GIB = 1 << 30
 
 
 def examine() -> dict[str, Any]:
-    """Return the dict that `optimus doctor --json` prints. No collective is run, and nothing is
-    compiled."""
+    """Return the dict that `optimus doctor --json` prints. The function runs no collective and
+    compiles no kernel."""
     return {
         "versions": _versions(),
         "machine": _machine(),

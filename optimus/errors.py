@@ -107,7 +107,7 @@ class ConfigError(OptimusError):
 
 
 class DoesNotFit(ConfigError):
-    """Raised if a run needs more device memory, host memory or disk space than it can use.
+    """Raised if a run needs more device memory, host memory or disk space than is available.
 
     Attributes:
         missing: Maps the name of a tier (device, host or disk) to the number of missing bytes.
@@ -119,7 +119,8 @@ class DoesNotFit(ConfigError):
 
 
 class LaunchError(ConfigError):
-    """Raised if environment variables of a launcher or the rendezvous address cannot be used.
+    """Raised if the rendezvous address, or an environment variable that the launcher sets, cannot
+    be used.
 
     Attributes:
         of_rank: True if the error concerns this rank alone. If False, all ranks of the machine
@@ -199,8 +200,8 @@ def reason_of(error: OSError) -> str:
 
 
 def one_line(text: object) -> str:
-    """Return `text` as one printable line. If the line is longer than _LINE_CHARS, its middle is
-    left out."""
+    """Return `text` as one printable line. If the line has more than _LINE_CHARS characters, its
+    middle is replaced by ` [...] `."""
     line = printable(" ".join(str(text).split()))
     if len(line) <= _LINE_CHARS:
         return line
@@ -208,7 +209,8 @@ def one_line(text: object) -> str:
 
 
 def printable(text: str) -> str:
-    """Return `text` with control characters, line ends and lone surrogates escaped."""
+    """Return `text` with control characters other than tabs, invisible format characters, line ends
+    and lone surrogates escaped."""
     if text.isprintable():
         return text
     # Unicode categories. Cc: terminal escapes; Cf: invisible marks, such as those that reverse the

@@ -304,7 +304,7 @@ def read_peak(path: Path, private: bool = True) -> Peak | str | None:
             if owner_and_mode.st_uid != os.geteuid():
                 return f"{name}: belongs to another user"
             if owner_and_mode.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-                return f"{name}: can be written by others; run chmod go-w on it to use it"
+                return f"{name}: can be written by others; to use it, run chmod go-w on it"
         try:
             return _parse(file.read(1 << 16))
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -333,7 +333,7 @@ def _parse(data: bytes) -> Peak:
 
 
 def _cache(peak: Peak, log: Callable[[str], None]) -> None:
-    """Write a peak to the cache. If the write fails, log a line."""
+    """Write a peak to the cache, if there is a cache directory. If the write fails, log a line."""
     if (directory := cache_dir()) is None:
         return
     try:
@@ -341,7 +341,7 @@ def _cache(peak: Peak, log: Callable[[str], None]) -> None:
             folder.mkdir(mode=0o700, exist_ok=True)
         path = directory / f"{peak.setup.key}.json"
         write_peak(path, peak)
-        path.chmod(0o600)  # under umask 002 the group could write it, and read_peak would refuse it
+        path.chmod(0o600)  # umask 002 lets the group write, which read_peak refuses
     except OSError as error:
         log(
             f"the peak FLOP/s for MFU is not cached: {error.filename or directory}: "
@@ -359,7 +359,8 @@ def write_peak(path: Path, peak: Peak, workspace: Workspace | None = None) -> No
 class RunPeak:
     """Peak FLOP/s from which one run computes its MFU.
 
-    Only the first rank has a RunPeak. The peak is the peak of this rank's device or CPU threads.
+    Only the first rank has a RunPeak. The peak is that of the first rank's device or, on a CPU, of
+    the first rank's intra-op threads.
     """
 
     def __init__(
@@ -398,10 +399,11 @@ class RunPeak:
         self._record()
 
     def mfu(self, flops: float) -> float | None:
-        """Return the MFU of a step, or None if `flops` is above the peak.
+        """Return the MFU of a step, `flops` / peak. If `flops` is above the peak, return None, and
+        use `flops` as the peak of later steps.
 
         Args:
-            flops: Model FLOP/s of the step. A value above the peak becomes the new peak.
+            flops: Model FLOP/s of the step.
         """
         if flops <= self.peak.flops:
             return flops / self.peak.flops

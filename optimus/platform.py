@@ -1,4 +1,5 @@
-"""Choice of a rank's device and collective backend, and functions for work on devices."""
+"""Functions that choose a rank's device, collective backend and number of threads, and functions
+that allocate and limit host and device memory."""
 
 from __future__ import annotations
 
@@ -113,7 +114,8 @@ def import_ipex() -> str:
 
 
 def check_compile(compile_blocks: bool) -> None:
-    """Raise ConfigError if `train.compile` is used together with IPEX."""
+    """Raise ConfigError if `compile_blocks`, the value of `train.compile`, is True and this process
+    uses or will import IPEX."""
     # In compiled code, IPEX's layer_norm for CPUs has no gradient.
     wanted = os.environ.get("OPTIMUS_IPEX") != "0" and importlib.util.find_spec(_IPEX) is not None
     if compile_blocks and (wanted or _IPEX in sys.modules):
@@ -156,7 +158,7 @@ def _private_folder() -> Path:
         path.mkdir(mode=0o700)
     status = path.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
-        path = Path(tempfile.mkdtemp(prefix=f"{path.name}-"))  # another user created it first
+        path = Path(tempfile.mkdtemp(prefix=f"{path.name}-"))  # exists, but is not private
     return path
 
 
@@ -187,14 +189,14 @@ def set_threads(threads: int, deterministic: bool, local_world_size: int) -> int
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has finished all submitted work."""
+    """Wait until the device has finished all submitted operations."""
     if device.type != "cpu":
         getattr(torch, device.type).synchronize(device)
 
 
 _locked_pages: dict[int, mmap.mmap] = {}
-"""Memory that CUDA has page-locked, by its address. It stays mapped until it is unlocked, because
-CUDA would treat other memory at the same addresses as page-locked."""
+"""Maps an address to the memory at this address that CUDA has page-locked. The memory stays mapped
+until it is unlocked, because CUDA would treat other memory at the same address as page-locked."""
 
 
 def host_zeros(length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -230,10 +232,11 @@ def host_zeros(length: int, dtype: torch.dtype, device: torch.device) -> torch.T
 
 def free_host(flat: torch.Tensor) -> None:
     """Unlock the memory of a tensor that `host_zeros` returned. All copies from and to the tensor
-    must be complete. The tensor keeps its values, and its memory is freed with the last reference
-    to it.
+    must be complete. The tensor keeps its values. The memory is freed when the last reference to
+    the tensor is deleted.
 
-    Only CUDA needs this call. Elsewhere, torch's allocator uses the memory of a freed tensor again.
+    Only memory that CUDA has page-locked needs this call. For other tensors, the call has no
+    effect, and torch's allocator frees or reuses their memory.
     """
     if flat.data_ptr() in _locked_pages:
         runtime: Any = torch.cuda.cudart()
@@ -242,17 +245,17 @@ def free_host(flat: torch.Tensor) -> None:
 
 
 def trim_heap() -> None:
-    """Return free memory of glibc's heap to the operating system. No effect without glibc. A call
-    takes up to a tenth of a second."""
+    """Return free memory of glibc's heap to the operating system. A call takes up to a tenth of a
+    second. Without glibc, the call has no effect."""
     if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         trim(0)
 
 
 def _raise_limit(size: int) -> str:
-    """Return the remedy if `size` more bytes of locked memory exceed the limit of this process; ""
-    if they do not."""
-    # NVIDIA's driver pins pages without this limit (os_lock_user_pages of its kernel module), so
-    # that memory above the limit is no reason to refuse a run before the driver does.
+    """Return a phrase that asks the user to raise the limit of locked memory, if `size` more bytes
+    exceed the limit of this process. Otherwise return ""."""
+    # A run is refused only if locking fails, not if the limit is exceeded: NVIDIA's driver locks
+    # pages without regard to the limit (os_lock_user_pages of its kernel module).
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     needed = size + sum(len(pages) for pages in _locked_pages.values())
     if soft == resource.RLIM_INFINITY or needed <= soft:
@@ -272,8 +275,8 @@ def device_memory(device: torch.device) -> int:
 
 
 def limit_device_memory(device: torch.device, size: int) -> None:
-    """Make allocations on an accelerator fail if torch would use more than `size` bytes. No effect
-    on a CPU, and on accelerators for which torch has no limit."""
+    """Make allocations on an accelerator fail if torch would use more than `size` bytes. The call
+    has no effect on a CPU or on an accelerator for which torch cannot set a limit."""
     limit = getattr(getattr(torch, device.type), "set_per_process_memory_fraction", None)
     if device.type != "cpu" and limit is not None:
         limit(min(1.0, size / device_memory(device)), device)

@@ -2,8 +2,8 @@
 
 The agent, which starts the ranks of a supervised run on its node, starts this process as `python -P
 -m optimus.warm` with a socket as standard input. The warm process initialises no device and
-computes nothing. A forked rank therefore starts like a new interpreter, but without the seconds
-that imports take. Each request is a JSON object with the environment and the arguments of a rank,
+computes nothing. A forked rank therefore starts like a new interpreter, but saves the seconds that
+imports take. Each request is a JSON object with the environment and the arguments of a rank,
 together with the descriptor of a pipe for the rank's output. The answers to the agent are the
 process IDs and, later, the exit statuses of the ranks.
 """
@@ -31,8 +31,8 @@ _MODULES = (
     "optimus.train.loop",
     "optimus.train.startup",
     "optimus_kernels",
-    "optimus.bench.commands",  # the parser of the command line needs it
-    "optimus.planner.commands",  # the parser needs this module, too
+    "optimus.bench.commands",  # the parser of the command line needs this module
+    "optimus.planner.commands",  # the parser also needs this module
     "optimus.checkpoint.commands",
     "optimus.study.commands",
     "optimus.train.commands",
@@ -48,7 +48,7 @@ def main() -> NoReturn:
     from optimus.resilience.supervision.warm_process import MAX_BYTES
 
     # Slurm sends SIGTERM to all processes of a job. If the warm process ended, the kernel would
-    # kill its ranks before they could save.
+    # kill its ranks before the ranks could save.
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     requests = socket.socket(fileno=os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -108,16 +108,16 @@ def _single_blas_thread() -> Iterator[None]:
 
 
 def _import_all() -> None:
-    """Import all modules that a rank uses, including modules that it imports after its start.
+    """Import all modules that a rank uses, including modules that a rank imports after its start.
 
-    A forked rank then reads no files of modules. tests/bench/test_supervision.py checks this.
+    A forked rank then reads no module files. tests/bench/test_supervision.py checks this.
     """
     for name in _MODULES:
         importlib.import_module(name)
-    with contextlib.suppress(ImportError):  # a run without TensorBoard needs no package for it
+    with contextlib.suppress(ImportError):  # TensorBoard is optional
         importlib.import_module("torch.utils.tensorboard")
     kernels = importlib.import_module("optimus_kernels.backend")
-    # Reads the sources of the kernels and loads their library, if it is compiled already.
+    # Read the sources of the kernels. Load the kernels' library if it is already compiled.
     with contextlib.suppress(kernels.KernelError):
         kernels.build.plan("cpu")
     with contextlib.suppress(kernels.KernelError):
@@ -142,7 +142,8 @@ def _become_rank(request: dict[str, Any], output: int, parent: int) -> NoReturn:
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.close(output)
-    # The present stream objects keep positions in the earlier files.
+    # The existing stream objects still have the positions and settings of the files to which
+    # descriptors 1 and 2 referred before.
     sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     os.environ.clear()
