@@ -27,14 +27,15 @@ from optimus.errors import DamageError, DataError, counted
 
 _BLOCK = 256
 """Number of instances in a block. A block is a range of consecutive positions in the permuted order
-of an epoch. `_permute_block` computes the stored positions of a block's instances. The results for
-the last few blocks are cached, because several microbatches use the same block."""
+of an epoch. `_permute_block` computes the stored positions of a block's instances. A data set
+caches these positions for the `_CACHED_BLOCKS` most recently used blocks, because several
+microbatches use the same block."""
 _CACHED_BLOCKS = 4
 
 
 class InstanceSource(Protocol):
-    """Protocol of an endless stream of instances (token sequences). Data sets and mixtures of data
-    sets implement it."""
+    """Protocol of an endless stream of instances (token sequences). `TokenDataset` and
+    `MixedDataset` implement this protocol."""
 
     context: int
     """Tokens per instance."""
@@ -49,7 +50,8 @@ class InstanceSource(Protocol):
 
     @property
     def tokenizer_file(self) -> str:
-        """Path of the data's tokenizer: a tokenizer.json or a sentencepiece tokenizer.model."""
+        """Path of the tokenizer of the instances: a tokenizer.json, or a tokenizer.model of
+        sentencepiece."""
 
     def read(self, start: int, stop: int, out: np.ndarray | None = None) -> np.ndarray:
         """Return the token ids of instances [start, stop), int64 [stop - start, context].
@@ -67,16 +69,16 @@ class InstanceSource(Protocol):
 
 
 class FiniteSource(InstanceSource, Protocol):
-    """Protocol of an `InstanceSource` with a known number of different instances, for
-    evaluation."""
+    """Protocol of an `InstanceSource` with a known number of different instances. Evaluation uses
+    such a source."""
 
     num_instances: int
     """Number of instances that can be read before an instance is repeated."""
 
 
 class TokenDataset:
-    """Reader of a complete data set that `optimus-data` has written. Several threads may use one
-    reader.
+    """Reader of a complete data set that `optimus-data` has written. Several threads can use the
+    same reader at the same time.
 
     Epoch 0 reads the instances in stored order. Later epochs read them in pseudorandom orders,
     which docs/formats/dataset.md specifies.
@@ -114,14 +116,15 @@ class TokenDataset:
         self._permuted_block = functools.lru_cache(_CACHED_BLOCKS)(self._permute_block)
 
     def check_shards(self) -> None:
-        """Raise DataError unless all shard files exist and have the right sizes."""
+        """Raise DataError unless all shard files exist and have the sizes in the manifest."""
         self._reader.check_sizes()
 
     def held_out(self) -> HeldOutRule | None:
         """Return the rule by which `optimus-data` selected the documents that only evaluation uses.
 
         Return None if the rule is unknown. For a data set made by `optimus-data blend`, the rule is
-        unknown if order.json or the first source is missing, or if the first source has changed.
+        unknown if the data set's order.json is missing, or if the first source of the blend is
+        missing or has changed.
         """
         return dataset_held_out_rule(self.path, self._manifest)
 
@@ -144,7 +147,7 @@ class TokenDataset:
             Token ids, int64 [stop - start, context].
 
         Raises:
-            DataError: A shard is missing.
+            DataError: A shard is missing or cannot be read.
             DamageError: A shard has a wrong size, or an id is outside the vocabulary.
         """
         out = np.empty((stop - start, self.context), np.int64) if out is None else out
@@ -165,20 +168,21 @@ class TokenDataset:
         return [(path, number) for number in range(start, stop)]
 
     def documents(self, number: int) -> list[str]:
-        """Return the source of each document in the instance `number`, in order.
+        """Return the location, in the input files, of each document in the instance `number`.
 
-        A source is FILE:LINE, or FILE for a document that is a whole file.
+        A location is FILE:LINE, or FILE for a document that is a whole file. The locations have the
+        order of the documents in the instance.
 
         Raises:
             ConfigError: There is no such instance.
-            DataError: The data set has no record of the sources, or is damaged.
+            DataError: The data set has no record of the locations, or is damaged.
         """
         return documents_of(self.path, number)
 
     def check_ids(self, tokens: np.ndarray, start: int) -> None:
         """Check that the token ids of instances are in the vocabulary.
 
-        A model with a sharded vocabulary does not detect an invalid id. Its loss is then wrong.
+        A model with a sharded vocabulary does not detect an invalid id, and computes a wrong loss.
 
         Args:
             tokens: The instances, int64 [number of instances, context].
@@ -210,7 +214,8 @@ class TokenDataset:
             start: Number of the first instance to read.
 
         Raises:
-            DataError: A shard is missing, or its size differs from the manifest.
+            DataError: A shard is missing or cannot be read.
+            DamageError: The size of a shard differs from the size in the manifest.
         """
         for offset, epoch, first, count in self._by_epoch(start, start + len(indices)):
             stop = first + count
@@ -231,11 +236,8 @@ class TokenDataset:
             number += count
 
     def _permuted(self, epoch: int, first: int, stop: int) -> np.ndarray:
-        """Return the stored positions of the instances at positions [first, stop) of an epoch.
-        `epoch` must be at least 1.
-
-        The result contains the index of each instance in the stored order, int64 [stop - first].
-        """
+        """Return the indices, in the stored order, of the instances at positions [first, stop) of
+        an epoch: int64 [stop - first]. `epoch` must be at least 1."""
         blocks = range(first // _BLOCK, -(-stop // _BLOCK))
         rows = np.concatenate([self._permuted_block(epoch, block) for block in blocks])
         return rows[first - blocks[0] * _BLOCK : stop - blocks[0] * _BLOCK]

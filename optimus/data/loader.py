@@ -17,24 +17,27 @@ from optimus.data.dataset import InstanceSource
 from optimus.data.documents import document_ids
 from optimus.io import files
 
-_PREFETCH = 2  # groups of updates in memory: one in use, and a reserve for slow reads
+_PREFETCH = 2
+"""Number of groups that the thread of a loader reads ahead: the next group, and a second group in
+case a read is slow. A group contains the microbatches of consecutive updates."""
 _GROUP_BYTES = 1 << 21
-"""Maximum size in bytes of the token ids in a group of consecutive updates. The thread of the
-loader reads a whole group and puts it into the queue at once. The thread therefore wakes the
-training thread once per group instead of once per update. A group of a single update may be
-larger."""
+"""Maximum size in bytes of the token ids in a group, unless the group has a single update. The
+thread of the loader puts a whole group into the queue at once. The thread therefore wakes the
+training thread once per group instead of once per update."""
 
 
 def microbatch_starts(
     step: int, instances_per_step: int, microbatch_size: int, data_rank: int, num_data_ranks: int
 ) -> list[int]:
-    """Return the first instance of each microbatch that a data rank reads in an update.
+    """Return the first instance of each microbatch that data rank `data_rank` reads in update
+    `step`.
 
-    Update `step`, counted from 1, reads `instances_per_step` consecutive instances. The
-    microbatches of an update are assigned to the data ranks in turn.
+    All data ranks together read `instances_per_step` consecutive instances in an update. Updates
+    are counted from 1. Microbatch i of an update belongs to data rank i % num_data_ranks.
 
     Returns:
-        Numbers of instances. Successive updates read successive instances, from 0.
+        The number of the first instance of each microbatch, in order. Update 1 begins with instance
+        0, and each later update continues after the last instance of the previous update.
     """
     first = (step - 1) * instances_per_step
     numbers = range(data_rank, instances_per_step // microbatch_size, num_data_ranks)
@@ -64,7 +67,7 @@ def make_microbatch(
 class Loader(files.Closing):
     """Loader of the microbatches of one data-parallel rank.
 
-    A thread prefetches the microbatches of the next updates. Callers may request updates in any
+    A thread prefetches the microbatches of the next updates. Callers can request updates in any
     order. A Loader is a context manager.
     """
 
@@ -102,7 +105,7 @@ class Loader(files.Closing):
         # False ends the thread.
         self._groups: queue.SimpleQueue = queue.SimpleQueue()
         self._tickets: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        self._updates: deque[list[Microbatch]] = deque()  # rest of the group in use
+        self._updates: deque[list[Microbatch]] = deque()  # not yet returned, of the current group
         self._stopping = False
         self._thread: threading.Thread | None = None
         self._next_step = 0
@@ -147,12 +150,12 @@ class Loader(files.Closing):
         self._thread.start()
 
     def _read_ahead(self, step: int) -> None:
-        updates = 1  # the first update is needed soon; each later group is twice as long
+        updates = 1  # the first update is needed soon; the size of a group then doubles each time
         while self._tickets.get() and not self._stopping:
             try:
                 result: list[list[Microbatch]] | BaseException = self._read(step, updates)
             except BaseException as error:  # `microbatches` raises this error
-                if updates > 1:  # read single updates, so that only the damaged update raises
+                if updates > 1:  # read single updates: only the unreadable update must raise
                     updates = 1
                     self._tickets.put(True)
                     continue
@@ -164,14 +167,15 @@ class Loader(files.Closing):
             updates = min(2 * updates, self._max_updates)
 
     def _read(self, step: int, updates: int) -> list[list[Microbatch]]:
-        """Read this rank's microbatches of the updates [step, step + updates). Return a list of
-        microbatches for each update."""
+        """Read this rank's microbatches of the updates [step, step + updates). Return a list that
+        contains, for each update, the list of its microbatches."""
         _, size, _, _ = self._split
         steps = range(step, step + updates)
         starts = [start for s in steps for start in microbatch_starts(s, *self._split)]
         shape = (len(starts) * size, self._dataset.context)
         tokens = self._tokens.take()[: shape[0] * shape[1]].reshape(shape)
-        # Read consecutive instances at once.
+        # Each call of `read` reads as many consecutive instances as possible. `breaks` are the
+        # microbatches that do not begin directly after the previous microbatch.
         breaks = [n for n in range(1, len(starts)) if starts[n] != starts[n - 1] + size]
         for first, stop in itertools.pairwise([0, *breaks, len(starts)]):
             self._dataset.read(

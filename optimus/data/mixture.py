@@ -14,10 +14,11 @@ from optimus.errors import DataError
 
 
 class MixedDataset:
-    """Endless stream of instances from several data sets, in exact proportion to their weights.
+    """Endless stream of instances from several data sets. The number of instances from a data set
+    is exactly proportional to the weight of the data set.
 
-    If all instances of a data set have been read, this data set starts a new epoch. The epochs of
-    the other data sets do not change.
+    When all instances of a data set have been read, a new epoch of this data set starts. The other
+    data sets continue in their current epochs.
     """
 
     def __init__(self, sources: Sequence[TokenDataset], weights: Sequence[int]):
@@ -29,9 +30,10 @@ class MixedDataset:
                 weights[i] instances of source i.
 
         Raises:
-            DataError: Two sources have different tokenizers, different numbers of tokens per
-                instance or the same instances; or only some sources have held-out data; or held-out
-                documents of a source may be training documents of another source.
+            DataError: The sources do not all have the same tokenizer, the same EOS id, the same
+                number of tokens per instance, and the same split (training or held-out data). Or
+                two sources have the same instances. Or a held-out document of a source could be a
+                training document of another source.
         """
         assert len(sources) == len(weights) > 0
         first = sources[0]
@@ -49,8 +51,8 @@ class MixedDataset:
             equal = by_identity.setdefault(source.identity, source)
             if equal is not source:
                 raise DataError(
-                    f"data.mix: {equal.path} and {source.path} have the same instances; keep one "
-                    "of them and set its weight to the sum of both weights"
+                    f"data.mix: {equal.path} and {source.path} have the same instances; remove one "
+                    "of these data sets, and add its weight to the weight of the other data set"
                 )
         self.context, self.eos_id = first.context, first.eos_id
         self.vocab_size = max(source.vocab_size for source in sources)
@@ -83,9 +85,8 @@ class MixedDataset:
 
 
 def _check_held_out(sources: Sequence[TokenDataset]) -> None:
-    """Raise DataError unless all sources have training data or all sources have held-out data.
-    Raise DataError also if a held-out document of one source could be a training document of
-    another source."""
+    """Raise DataError if the sources have different splits (training and held-out data), or if a
+    held-out document of a source could be a training document of another source."""
     first = sources[0]
     for source in sources[1:]:
         if source.split != first.split:

@@ -24,7 +24,7 @@ _SPEC_TYPES: dict[int, dict[int, type]] = {
     _NORMALIZER: {2: bytes, 3: int, 4: int},  # charsmap, add_dummy_prefix, remove_extra_whitespaces
 }
 _NEVER = -1e6
-"""Score of control symbols. It is so low that a text is never encoded as a control symbol."""
+"""Score of control symbols. With this low score, no text is encoded as a control symbol."""
 _SPACE = "\u2581"
 _PROBES = (
     "The quick brown fox; it's 3.14159 (x_1)!",
@@ -42,8 +42,8 @@ _PROBES = (
 
 
 def sentencepiece_as_json(path: Path) -> str:
-    """Convert the sentencepiece model at `path` to a tokenizer.json, and return the content of this
-    file. The two tokenizers encode texts to the same ids.
+    """Convert the sentencepiece model at `path` to a tokenizer.json. Return the content of the
+    tokenizer.json, which encodes texts to the same ids as the model.
 
     Raises:
         DataError: The model is neither BPE nor unigram, or no tokenizer.json encodes all test texts
@@ -67,8 +67,9 @@ def _as_json(path: Path, reference: SentencePieceTokenizer) -> str:
     symbols = [piece for piece, _, kind in pieces if kind == _USER_DEFINED]
     probes = [*_PROBES, *(f"a{symbol} {symbol}b" for symbol in symbols[:20])]
     expected = [ids.tolist() for ids in reference.encode(probes)]
-    # A space prepended by the normalizer gives the right ids for text with a leading space. A space
-    # prepended by the pre-tokenizer gives the right ids for text with user-defined symbols.
+    # Either the normalizer or the pre-tokenizer can prepend a space to a text, as sentencepiece
+    # does. The normalizer gives the right ids for texts with a leading space. The pre-tokenizer
+    # gives the right ids for texts with user-defined symbols.
     for as_normalizer in (True, False):
         tokenizer = _convert(pieces, trainer, normalizer, as_normalizer)
         actual = [tokenizer.encode(text, add_special_tokens=False).ids for text in probes]
@@ -138,14 +139,16 @@ def _convert(
             tokenizer.add_special_tokens([AddedToken(piece, normalized=False, special=True)])
         elif kind == _USER_DEFINED:
             tokenizer.add_tokens([AddedToken(piece, normalized=True, special=False)])
-    tokenizer.encode_special_tokens = True  # only for the comparison
+    # For the comparison of ids in `_as_json`. A tokenizer.json does not contain this setting.
+    tokenizer.encode_special_tokens = True
     return tokenizer
 
 
 def _merges(pieces: Sequence[tuple[str, float, int]]) -> list[tuple[str, str]]:
-    """Return the BPE merges in descending order of the score of the merged piece.
+    """Return the BPE merges of a sentencepiece model.
 
-    A merge is a pair of normal pieces whose concatenation is a normal piece.
+    A merge is a pair of normal pieces whose concatenation is a normal piece. The merges are sorted
+    by the score of the concatenation, the highest score first.
     """
     numbers = {piece: number for number, (piece, _, kind) in enumerate(pieces) if kind == _NORMAL}
     merges = []
@@ -185,10 +188,11 @@ def _fields_of(message: object, types: Mapping[int, type]) -> dict[int, Any]:
 
     Args:
         message: Value of the outer field, the bytes of the nested message.
-        types: Maps the number of each field to read to the type of the field's value.
+        types: Maps field numbers to the expected types of the field values. Fields that are not in
+            `types` are ignored.
 
     Returns:
-        A dict that maps field numbers to values. Fields that are not in `types` are left out.
+        A dict that maps the numbers of the fields to their values.
 
     Raises:
         ValueError: `message` is a number, or a field has a value of a wrong type.

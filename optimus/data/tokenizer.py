@@ -1,5 +1,5 @@
-"""Tokenizers of data sets and checkpoints: encode and decode text, and write tokenizer files for
-transformers."""
+"""Functions to encode and decode text with the tokenizer of a data set or checkpoint, and to write
+tokenizer files for transformers."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def tokenizer_path(folder: Path) -> Path:
 
 
 class TextTokenizer:
-    """Tokenizer that is loaded from a tokenizer.json or a sentencepiece model. It encodes a text to
-    the same ids as `optimus-data`."""
+    """Tokenizer that is loaded from a tokenizer.json or a sentencepiece model. With the same file,
+    `optimus-data` encodes a text to the same ids."""
 
     def __init__(self, path: str | os.PathLike, check: bool = True) -> None:
         """Load the tokenizer from the file `path`. If `check` is True, a forked child process loads
@@ -52,11 +52,11 @@ class TextTokenizer:
             return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def token_id(self, name: str) -> int | None:
-        """Return the id of the token with the text `name`, or None if there is no such token. In a
-        sentencepiece model, search only the control symbols."""
+        """Return the id of the token with the text `name`, or None if there is no such token. For a
+        sentencepiece model, return None if the token is not a control symbol."""
         try:
             if isinstance(self._tokenizer, SentencePieceTokenizer):
-                return self._tokenizer.control_id(name)  # searches only control symbols
+                return self._tokenizer.control_id(name)
             return self._tokenizer.token_to_id(name)
         except UnicodeEncodeError:  # half of a surrogate pair, which no token contains
             return None
@@ -72,8 +72,8 @@ def eos_from_names(file: Path) -> int | None:
     """Return the id of a tokenizer's end-of-document token, or None if the id cannot be determined.
 
     In a tokenizer.json, the end-of-document token is a special token with a usual name, such as
-    <|endoftext|>, or else the only special token. In a sentencepiece model, the end-of-document
-    token is the end-of-sentence symbol.
+    <|endoftext|>. If there is no such token, the end-of-document token is the only special token.
+    In a sentencepiece model, the end-of-document token is the end-of-sentence symbol.
 
     Raises:
         DataError: The file is not a tokenizer.
@@ -97,29 +97,31 @@ def add_transformers_files(
     vocab_size: int,
     max_length: int,
 ) -> int | None:
-    """Write tokenizer files for transformers. With these files, `AutoTokenizer` encodes texts to
-    the same ids as the tokenizer in `file`.
+    """Write tokenizer files for transformers to the folder of `file`. With these files,
+    `AutoTokenizer` encodes texts to the same ids as the tokenizer in `file`.
 
-    The files are written to the folder of `file`: tokenizer_config.json and, if necessary, a
-    tokenizer.json, which replaces an existing tokenizer.json.
+    The function always writes tokenizer_config.json. If `file` is a sentencepiece model, the
+    function also writes an equivalent tokenizer.json, and renames `file` to tokenizer.model. If
+    `file` is a tokenizer.json that adds special tokens to texts, the function replaces `file` with
+    a tokenizer.json that does not add special tokens.
 
     Args:
         file: tokenizer.json or tokenizer.model.
         eos, bos, pad: Ids of the end-of-document, beginning-of-sequence and padding tokens; None if
             not known.
-        vocab_size: Size of the model's vocabulary. A special token with "pad" in its name is used
-            only if its id is less than this size.
+        vocab_size: Size of the model's vocabulary. A special token with "pad" in its name becomes
+            the padding token only if its id is less than this size.
         max_length: Value of `model_max_length` in tokenizer_config.json, in tokens.
 
     Returns:
         The id of the padding token: `pad` if the tokenizer has this id, else the id of a special
-        token with "pad" in its name, else `eos`.
+        token with "pad" in its name, else `eos`. None if there is no such token and `eos` is None.
 
     Raises:
         DataError: The file is not a tokenizer, or a tokenizer.json cannot reproduce the ids of the
             sentencepiece model.
     """
-    open_tokenizer(file)  # raises DataError if it is not a tokenizer
+    open_tokenizer(file)  # raises DataError if the file is not a tokenizer
     text = sentencepiece_as_json(file) if is_sentencepiece(file) else file.read_text("utf-8")
     tokenizer = Tokenizer.from_str(text)
     special = _special_tokens(tokenizer)
@@ -127,11 +129,13 @@ def add_transformers_files(
         pads = (i for i, name in special.items() if "pad" in name.lower() and i < vocab_size)
         pad = next(pads, eos)
     config: dict[str, Any] = {
-        # Both transformers 4 and 5 support this class and do not replace its pre-tokenizer.
+        # transformers 4 and transformers 5 support this class, and use the pre-tokenizer that is
+        # in tokenizer.json.
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": max_length,
         "clean_up_tokenization_spaces": False,
-        # A decoder continues the end of the prompt, so padding is on the left.
+        # A decoder-only model generates after the last token of a prompt. Padding tokens must not
+        # follow this token, so padding is on the left.
         "padding_side": "left",
         "model_input_names": ["input_ids", "attention_mask"],
     }
@@ -143,7 +147,7 @@ def add_transformers_files(
     if others := [name for name in special.values() if name not in config.values()]:
         config["additional_special_tokens"] = others
     if is_sentencepiece(file):
-        if file.name != SENTENCEPIECE:  # the file name of an earlier version
+        if file.name != SENTENCEPIECE:  # an earlier version used the name tokenizer.json
             file.rename(file.with_name(SENTENCEPIECE))
         file.with_name(TOKENIZER).write_text(text, encoding="utf-8")
     elif tokenizer.num_special_tokens_to_add(False):
@@ -155,6 +159,7 @@ def add_transformers_files(
 
 
 def _special_tokens(tokenizer: Tokenizer) -> dict[int, str]:
-    """Return a dict that maps the ids of the special tokens, in ascending order, to their texts."""
+    """Return a dict that maps the id of each special token to the token's text. The ids are in
+    ascending order."""
     added = sorted(tokenizer.get_added_tokens_decoder().items())
     return {number: token.content for number, token in added if token.special}
