@@ -1,8 +1,8 @@
 """File names, dtypes, array headers and checksummed JSON of a data set.
 
-A unit is a range of input files that are tokenized together. It has one token array per split. The
-sidecar of a unit or of a shard is a JSON file that contains the sizes and hashes of its files.
-docs/formats/dataset.md lists all files.
+A unit is a range of input files that are tokenized together. A unit has one token array per split.
+The sidecar of a unit is a JSON file that contains the sizes and hashes of the unit's other files. A
+shard has a similar sidecar. docs/formats/dataset.md lists all files.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ MAX_COUNT = 1 << 56
 can represent 64 * count."""
 
 ARRAY_BYTES, TOKENIZER_BYTES, _JSON_BYTES = 1 << 34, 1 << 28, 1 << 28
-"""Largest accepted sizes in bytes of files that are read into memory as a whole. ARRAY_BYTES: the
-table of a unit's documents. TOKENIZER_BYTES: a tokenizer. _JSON_BYTES: a JSON file, which may list
-a million inputs."""
+"""Largest accepted sizes, in bytes, of files that are read into memory as a whole. ARRAY_BYTES
+applies to the table of a unit's documents, TOKENIZER_BYTES to a tokenizer, and _JSON_BYTES to a
+JSON file. The JSON file of a large data set lists a million inputs."""
 HEADER_BYTES = 128
 """Length in bytes of the headers that `npy_header` makes. With this length, the data after the
 header is aligned to 64 bytes."""
@@ -101,8 +101,8 @@ def little_endian(dtype: str) -> np.dtype:
 def npy_header(shape: tuple[int, ...], dtype: str) -> bytes:
     """Return the header (version 1.0) of a C-ordered little-endian .npy file, HEADER_BYTES long.
 
-    numpy is not used, because its padding may change with its version, and the bytes of a data set
-    must not change.
+    This function does not call numpy: another version of numpy could write another padding, and the
+    bytes of a data set must not change.
     """
     code = {"uint16": "<u2", "uint32": "<u4", "int64": "<i8", "uint8": "|u1"}[dtype]
     text = f"{{'descr': '{code}', 'fortran_order': False, 'shape': {shape!r}, }}"
@@ -227,8 +227,8 @@ def as_record(kind: type[_Record], value: dict[str, Any], path: str | os.PathLik
         path: The file, for the error message.
 
     Raises:
-        DataError: A key is missing, or its value has another type. This is possible even if the
-            hash is correct, because another program may have written the file.
+        DataError: A key is missing, or its value has another type. A file that another program has
+            written can have this problem although its hash is correct.
     """
     try:
         return _column(kind, [value], "")[0]
@@ -259,7 +259,8 @@ def are_counts(numbers: Sequence[int]) -> bool:
 
 
 def are_paths(texts: Iterable[str]) -> bool:
-    """Return True if all texts can be paths: encodable for the file system and without NUL."""
+    """Return True if all texts can be paths. A path can be encoded for the file system, and does
+    not contain NUL."""
     try:
         return b"\0" not in os.fsencode("".join(texts))
     except UnicodeEncodeError:  # half of a surrogate pair
@@ -280,10 +281,11 @@ def foreign(path: str | os.PathLike, problem: object) -> DataError:
 
 
 def _column(kind: Any, values: list[Any], key: str) -> list[Any]:
-    """Convert `values`, the values of the key `key` in several JSON objects, to type `kind`.
+    """Convert `values`, the values of the key `key` in several JSON objects, to type `kind`. Return
+    the converted values in the same order.
 
-    One call converts the values of all objects, because a data set may list a million files. Raises
-    ValueError if a value has another type.
+    A data set can list a million files. One call for all objects is faster than one call per
+    object. Raises ValueError if a value has another type.
     """
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is types.UnionType:  # `kind` is "type | None"

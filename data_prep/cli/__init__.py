@@ -1,7 +1,8 @@
-"""Entry point of `optimus-data`. It handles stop signals, a closed output pipe and the exit status.
+"""Entry point of `optimus-data`. `main` handles stop signals and a closed output pipe, and returns
+the exit status.
 
-`main` sets the signal handlers before it imports other modules, because Python prints a traceback
-for Ctrl-C before these handlers are set.
+`main` sets the signal handlers before it imports other modules. Before the handlers are set, Ctrl-C
+makes Python print a traceback.
 """
 
 from __future__ import annotations
@@ -107,9 +108,9 @@ class _StopSignals:
     """Handler that ends the process at the first Ctrl-C or SIGTERM.
 
     The handler kills the workers, removes temporary files, prints one line and exits. The handler
-    does not raise an exception, because an exception during an import, a destructor or an exit
-    function would be ignored or printed as a traceback. Incomplete output does not remain, because
-    a file gets its final name only when it is complete.
+    does not raise an exception: Python would ignore an exception during an import, a destructor or
+    an exit function, or print a traceback for the exception. Incomplete output does not remain,
+    because a file gets its final name only when the file is complete.
     """
 
     def take_over(self) -> None:
@@ -142,7 +143,7 @@ class _StopSignals:
                 time.sleep(60)
         try:
             kept = _kill_and_clean()
-            start = "\n" if os.isatty(2) else ""  # the line may show a progress bar or ^C
+            start = "\n" if os.isatty(2) else ""  # the terminal line may have a progress bar or ^C
             line = f"{start}{_stop_line(number, kept)}\n"
             os.write(2, line.encode(errors="backslashreplace"))
         finally:

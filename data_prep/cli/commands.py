@@ -70,7 +70,7 @@ def _add_makers(commands: Any) -> None:
         type=options.whole(1, 1 << 24),
         required=True,
         metavar="N",
-        help="number of ids",
+        help="maximum number of token ids",
     )
     add.add_argument(
         "--out",
@@ -83,19 +83,19 @@ def _add_makers(commands: Any) -> None:
     text = "Tokenize, shuffle and shard. The same command continues an interrupted run."
     _add(commands, "run", _run, text, *_WHOLE_RUN)
     _add(commands, "plan", _plan, "Estimate the disk space, memory and time of a run.", *_WHOLE_RUN)
-    text = "Mix several sources into one data set, in exact shares."
+    text = "Mix several sources into one data set, in exact proportion to their weights."
     groups = (options.add_blend, options.add_shuffle, options.add_out, *_SHARDING)
     _add(commands, "blend", _blend, text, *groups)
 
 
 def _add_steps(commands: Any) -> None:
     """Add the subcommands for the separate steps of the subcommand `run`."""
-    text = "Step 1 of run: text to token arrays."
+    text = "Step 1 of run: convert text to token arrays."
     groups: tuple[_Group, ...] = (options.add_inputs, options.add_tokenize, options.add_out)
     groups += (options.add_workers, options.add_memory, options.add_ranks)
     _add(commands, "tokenize", _tokenize, text, *groups)
 
-    text = "Step 1 for token files of Megatron-LM, dolma or OLMo, in place of tokenize."
+    text = "Replace tokenize: convert token files of Megatron-LM, dolma or OLMo to token arrays."
     groups = (options.add_import, options.add_out, options.add_workers, options.add_ranks)
     _add(commands, "import", _import, text, *groups)
 
@@ -105,7 +105,7 @@ def _add_steps(commands: Any) -> None:
         "--to",
         type=options.folder,
         metavar="NEW",
-        help="directory for the data set, if it is not OUT; OUT is then not changed",
+        help="directory of the data set (default: OUT); with --to, OUT is not changed",
     )
     options.add_shuffle(add)
     options.add_ranks(add)
@@ -126,7 +126,10 @@ def _add_readers(commands: Any) -> None:
     text = "Print counts, entropy, and unigram and bigram losses."
     add = _add(commands, "stats", _stats, text, options.add_dataset)
     add.add_argument(
-        "--eval", metavar="DIR", help="data set for the losses (DIR/eval if it exists)"
+        "--eval",
+        metavar="EVAL_DIR",
+        help="data set on which the losses are computed (default: the folder eval of the data set, "
+        "if this folder exists)",
     )
 
 
@@ -253,7 +256,8 @@ def _token_arrays(out: Path) -> tuple[dict[str, dict[str, int]], list[str]]:
     """Count the tokens and documents of each split in the directory `out`.
 
     Returns:
-        A dict that maps the name of each split to its counts, and a line of text for each split.
+        A dict that maps the name of each split to a dict with the keys `tokens` and `documents`,
+        and a list with a line of text for each split.
     """
     from data_prep.pipeline.shuffle import data_sets
     from data_prep.tokenize.token_set import read_token_set
@@ -287,7 +291,7 @@ def _import(args: argparse.Namespace) -> int:
     corrections = import_tokens(request, options.worker_group_of(args))
     counts, lines = _token_arrays(out)
     lines[0] += f"; EOS added to {counted(corrections['eos_added'], 'document')}, "
-    lines[0] += f"{counted(corrections['empty_documents'], 'empty one')} left out"
+    lines[0] += f"{counted(corrections['empty_documents'], 'empty document')} left out"
     value = {"out": args.out, **counts.pop("train"), **corrections, **counts}
     value["wall_s"] = round(time.monotonic() - start, 3)
     return _answer(args, value, lines)
@@ -309,7 +313,8 @@ def _shuffle(args: argparse.Namespace) -> int:
     }
     lines = [
         f"{target}: {split}: {counted(order['instances'], 'instance')} for "
-        f"{counted(order['shards'], 'shard')}, {counted(order['tail_tokens'], 'token')} left over"
+        f"{counted(order['shards'], 'shard')}, {counted(order['tail_tokens'], 'token')} in no "
+        "instance"
         for split, order in value.items()
     ]
     return _answer(args, {"out": str(target), **value}, lines)
@@ -353,8 +358,8 @@ def _report(
     start: float,
     group: WorkerGroup,
 ) -> int:
-    """Print a report on a finished data set as text or JSON, and return the exit status 0. Ranks
-    above 0 print nothing."""
+    """Print a report on a finished data set as text or JSON. Ranks above 0 print nothing. Return
+    the exit status, 0."""
     if group.rank > 0:
         return 0
     from data_prep.dataset.describe import report

@@ -16,7 +16,8 @@ _BINARY = {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 
 
 class Parser(argparse.ArgumentParser):
-    """Parser that raises ConfigError for wrong arguments, instead of printing its usage."""
+    """Argument parser that raises ConfigError for wrong arguments. The argparse parser would print
+    its usage and exit."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{one_line(message)}; see {self.prog} --help")
@@ -84,8 +85,9 @@ def add_inputs(parser: argparse.ArgumentParser) -> None:
         parser,
         "files, directories or quoted globs (** matches any folders): text and source files "
         "(one document per file), .jsonl, .jsonl.gz, .jsonl.zst (one per line), .parquet (one per "
-        "row). In directories, names with a leading dot are skipped and counted; a broken link is "
-        "an error. @FILE: inputs listed in FILE, one per line, with comments after #",
+        "row). In directories, names with a leading dot are skipped, and their number is printed; "
+        "a broken link is an error. @FILE: inputs listed in FILE, one per line, with comments "
+        "after #",
         "skip files whose full path matches, such as '*/site-packages/*'",
     )
     parser.add_argument(
@@ -123,17 +125,18 @@ def add_tokenize(parser: argparse.ArgumentParser) -> None:
         type=size,
         default=UNIT_BYTES,
         metavar="SIZE",
-        help="small files share a token array, up to this number of bytes of text (default: 4MiB)",
+        help="maximum total size on disk of small files that share a token array (default: 4MiB)",
     )
 
 
 def add_import(parser: argparse.ArgumentParser) -> None:
-    """Add the options for token files of other programs, and for the tokenizer of these files."""
+    """Add the options that select token files of other programs, and the options for the tokenizer
+    with which these files were made."""
     files = ".bin files of Megatron-LM with their .idx files, and .npy files of dolma or OLMo"
     _add_patterns(parser, files, "skip files whose full path matches")
-    _add_tokenizer(parser, "tokenizer.json that made the ids")
+    _add_tokenizer(parser, "tokenizer.json of the tokenizer that made the ids")
     parser.add_argument(
-        "--dtype", choices=("uint16", "uint32"), help="type of ids in .npy files without header"
+        "--dtype", choices=("uint16", "uint32"), help="dtype of ids in .npy files without a header"
     )
 
 
@@ -150,7 +153,9 @@ def _add_tokenizer(parser: argparse.ArgumentParser, text: str) -> None:
     """Add `--eos`, `--eval-fraction` and `--tokenizer`, whose help is `text`."""
     parser.add_argument("--tokenizer", required=True, metavar="FILE", help=text)
     parser.add_argument(
-        "--eos", metavar="TOKEN", help="end-of-document token (default: by its name, such as </s>)"
+        "--eos",
+        metavar="TOKEN",
+        help="end-of-document token (default: the special token with a usual name, such as </s>)",
     )
     parser.add_argument(
         "--eval-fraction",
@@ -194,7 +199,8 @@ def add_shuffle(parser: argparse.ArgumentParser) -> None:
         type=size,
         default=0,
         metavar="SIZE",
-        help="bytes of a shard (default: a 64th of the data, from 4MiB to 1GiB)",
+        help="maximum size of a shard (default: 1/64 of the data, but at least 4MiB and at most "
+        "1GiB)",
     )
 
 
@@ -211,7 +217,7 @@ def add_workers(parser: argparse.ArgumentParser) -> None:
 
 
 def add_memory(parser: argparse.ArgumentParser) -> None:
-    """Add the option for the memory limit of all processes of this rank."""
+    """Add the option `--memory`, the limit of the memory of all processes of this rank together."""
     parser.add_argument(
         "--memory",
         type=size,
@@ -227,9 +233,10 @@ def add_fused(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--fused",
         action="store_true",
-        help="compress token arrays, and remove them when the shards are complete. This writes "
-        "about 25%% fewer bytes, and the output takes half of the space, but another context or "
-        "seed needs a new tokenize step",
+        help="compress token arrays, and remove them when the shards are complete. A run with "
+        "--fused writes about 25%% fewer bytes than a run without --fused, and the output takes "
+        "half of the space. To change the context or the seed later, the text must be tokenized "
+        "again",
     )
 
 
@@ -241,15 +248,16 @@ def add_blend(parser: argparse.ArgumentParser) -> None:
         required=True,
         action="extend",
         metavar="DIR=WEIGHT",
-        help="directory with token arrays, and its share of the instances, such as code=0.3",
+        help="directory with token arrays, and its weight, such as code=0.3. The number of "
+        "instances from a directory is proportional to its weight",
     )
     parser.add_argument(
         "--instances",
         type=whole(1),
         default=0,
         metavar="N",
-        help="total number of instances; small sources repeat (default: the largest number "
-        "without repetition)",
+        help="total number of instances; if a source has too few instances, its instances are "
+        "repeated (default: the largest number for which no instance is repeated)",
     )
 
 
@@ -259,9 +267,9 @@ def add_strategy(parser: argparse.ArgumentParser) -> None:
         "--strategy",
         choices=("auto", "gather", "bucket"),
         default="auto",
-        help="gather: read rows at random positions; bucket: first sort rows into buckets, which "
-        "moves twice the bytes, but in long reads; auto: the strategy that is probably faster. "
-        "All write the same output (default: auto)",
+        help="gather: read rows at random positions; bucket: first sort the rows into files, so "
+        "that all reads are long, but twice as many bytes are read and written; auto: the strategy "
+        "that is probably faster. All strategies write the same output (default: auto)",
     )
 
 
@@ -278,7 +286,8 @@ def add_ranks(parser: argparse.ArgumentParser) -> None:
         "--world",
         type=whole(1),
         metavar="W",
-        help="number of processes that share the work; 1: this process only, under any launcher",
+        help="number of processes that share the work (default: as set by the launcher); 1: this "
+        "process does all work, even if a launcher started several processes",
     )
     parser.add_argument("--patience", type=_refuse_patience, help=argparse.SUPPRESS)
 

@@ -1,5 +1,5 @@
-"""Classes, functions and constants to read finished data sets. This is the only module of data_prep
-that `optimus` imports."""
+"""Classes, functions and constants to read finished data sets. `optimus` imports data_prep only
+through this module."""
 
 from data_prep.dataset.describe import MAX_EPOCHS, documents_of
 from data_prep.dataset.manifest import (

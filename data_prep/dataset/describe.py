@@ -27,8 +27,8 @@ from data_prep.tokenizer.tokenizer import library_errors, open_tokenizer, sha256
 from optimus.errors import ConfigError, DamageError, DataError, counted
 
 MAX_EPOCHS = 4
-"""Number of epochs of a source in a blend above which a report contains a warning. Up to four
-epochs of a text are nearly as good as new text (arXiv 2305.16264)."""
+"""A report contains a warning if a blend has more than MAX_EPOCHS epochs of a source. Training on
+up to four epochs of a text is nearly as good as training on new text (arXiv 2305.16264)."""
 MIN_HELD_OUT_DOCUMENTS = 20
 MIN_HELD_OUT_TOKENS = 10_000
 """A report warns about a held-out split that has fewer than MIN_HELD_OUT_DOCUMENTS documents or
@@ -36,11 +36,12 @@ fewer than MIN_HELD_OUT_TOKENS tokens. The loss on so little text is mostly nois
 (docs/formats/dataset.md, "Documents and tokens")."""
 _MIN_LONG_DOCUMENTS = 10
 _MIN_TOKENS_OF_LONG_DOCUMENTS = 200_000
-"""A report does not warn about a held-out split that has at least _MIN_LONG_DOCUMENTS documents and
-at least _MIN_TOKENS_OF_LONG_DOCUMENTS tokens."""
+"""Exception for long documents: a report does not warn about a held-out split that has at least
+_MIN_LONG_DOCUMENTS documents and at least _MIN_TOKENS_OF_LONG_DOCUMENTS tokens, even if the split
+has fewer than MIN_HELD_OUT_DOCUMENTS documents."""
 _EXAMPLE_BATCH_TOKENS = 4096
-"""Number of tokens per training step that reports assume. It is the value of
-`train.global_batch_tokens` in configs/run/demo.toml."""
+"""Number of tokens per training step that reports assume: the value of `train.global_batch_tokens`
+in configs/run/demo.toml."""
 _MAX_SUGGESTED_FRACTION = 0.2
 
 
@@ -51,11 +52,12 @@ def report(
 
     Args:
         out: Directory of the data set.
-        manifests: Manifest of the training split and, if it exists, of the held-out split.
+        manifests: The manifest of the training split and, if there is a held-out split, the
+            manifest of the held-out split.
         wall_s: Wall-clock time of the command in seconds.
 
     Returns:
-        The report as a JSON object, and as lines of text.
+        (report as a JSON object, the same report as lines of text).
     """
     value: dict[str, Any] = {"out": out, "wall_s": round(wall_s, 3)}
     lines = []
@@ -73,7 +75,7 @@ def report(
             f"{out}: {manifest.part}: {counted(manifest.num_instances, 'instance')} of "
             f"{manifest.context} tokens from {counted(manifest.documents, 'document')} in "
             f"{counted(len(manifest.shards), 'shard')}; {manifest.tail_tokens:,} of "
-            f"{counted(manifest.tokens, 'token')} left over as tails"
+            f"{counted(manifest.tokens, 'token')} in no instance (tails)"
         )
         if manifest.num_instances == 0:
             lines.append(
@@ -100,8 +102,8 @@ def report(
 
 
 def for_training(manifest: Manifest) -> str:
-    """Return a line of text that states the training settings for a data set and the length of an
-    epoch."""
+    """Return a line of text that states the settings for training on a data set, and the number of
+    tokens and steps of an epoch."""
     tokens = manifest.num_instances * manifest.context
     number_steps = tokens // _EXAMPLE_BATCH_TOKENS
     steps = counted(number_steps, "step") if number_steps else "less than one step"
@@ -129,9 +131,10 @@ def _warnings(train: Manifest, held_out_parts: Sequence[Manifest]) -> list[str]:
         if _epochs(source) > MAX_EPOCHS:
             max_instances = math.floor(train.num_instances * MAX_EPOCHS / _epochs(source))
             warnings.append(
-                f"{source.tokens_dir} is repeated for {_epochs_text(source)}; above {MAX_EPOCHS}, "
-                f"repeated text helps ever less: give it a smaller weight, more text, or at most "
-                f"--instances {max_instances}"
+                f"{source.tokens_dir} is repeated for {_epochs_text(source)}; text that is "
+                f"repeated for more than {MAX_EPOCHS} epochs helps less with each epoch: reduce "
+                f"the weight of this source, add text to it, or set --instances to at most "
+                f"{max_instances}"
             )
     for held_out in held_out_parts:
         number, in_instances = held_out.documents, held_out.num_instances * held_out.context
@@ -173,7 +176,7 @@ def stats(dataset: Path, held_out: Path | None = None) -> dict[str, Any]:
     Args:
         dataset: Directory of the data set.
         held_out: Directory of a second data set. The losses of the unigram and bigram models of
-            `dataset` are computed on it.
+            `dataset` are computed on this second data set.
 
     Returns:
         Counts, and the unigram entropy in nats. With `held_out`, the value of the key `held_out`
@@ -202,8 +205,8 @@ def stats(dataset: Path, held_out: Path | None = None) -> dict[str, Any]:
         other = read_manifest(held_out)
         if other.tokenizer_sha256 != manifest.tokenizer_sha256:
             raise DataError(
-                f"{held_out} was made with another tokenizer than {dataset}; make both with the "
-                "same --tokenizer"
+                f"{held_out} was made with another tokenizer than {dataset}; make both data sets "
+                "with the same --tokenizer"
             )
         if other.vocab_size > manifest.vocab_size:
             raise DataError(
@@ -227,12 +230,12 @@ def stats(dataset: Path, held_out: Path | None = None) -> dict[str, Any]:
 def _blocks(dataset: Path, manifest: Manifest) -> Iterator[tuple[np.ndarray, int]]:
     """Yield blocks of the ids of all instances.
 
-    If an instance is longer than a block, it is divided into several blocks. Consecutive blocks of
-    an instance overlap by one column, so that each pair of adjacent tokens is in a block.
+    An instance that is longer than a block is divided into several blocks. Consecutive blocks of an
+    instance overlap by one column, so that each pair of adjacent tokens is in a block.
 
     Yields:
-        A block, int64 [instances, columns] with at most _BLOCK_TOKENS ids, and 1 if its first
-        column repeats the last column of the previous block, else 0.
+        (block, seen). `block` is int64 [instances, columns], with at most _BLOCK_TOKENS ids. `seen`
+        is 1 if the first column of the block repeats the last column of the previous block, else 0.
     """
     reader, context = ShardReader(dataset, manifest), manifest.context
     step = max(1, _BLOCK_TOKENS // context)
@@ -278,12 +281,13 @@ def _count(
 def _losses(
     held_out: Path, manifest: Manifest, counts: np.ndarray, pairs: np.ndarray | None, size: int
 ) -> dict[str, float | None]:
-    """Return the mean losses in nats of a unigram and a bigram model on a held-out data set. The
-    models are add-one estimates from the counts in another data set.
+    """Return the mean losses, in nats, of a unigram and a bigram model on a held-out data set. The
+    probabilities of the models are estimated from counts in another data set, with 1 added to each
+    count.
 
     Args:
         held_out: Directory of the held-out data set.
-        manifest: Its manifest.
+        manifest: Manifest of the held-out data set.
         counts: Counts of the ids in the other data set.
         pairs: Counts of the bigrams in the other data set. None: the bigram loss is None.
         size: Size of the vocabulary of the other data set.
@@ -325,8 +329,8 @@ MAX_CHARACTERS = 16 * MAX_TOKENS
 
 
 def documents_of(dataset: Path, number: int) -> list[str]:
-    """Return the location of each document in an instance, in order: FILE:LINE, or FILE if the
-    document is a whole file.
+    """Return the location of each document in an instance, in order. A location is FILE:LINE, or
+    FILE if the document is a whole file.
 
     See `inspect` for the arguments and errors.
     """
@@ -430,13 +434,12 @@ def _decode(tokenizer_path: Path, ids: np.ndarray) -> str:
 
 
 def _segments(dataset: Path, order: Order | BlendOrder, source: int) -> list[dict[str, Any]]:
-    """Return the documents in an instance, in order.
+    """Return descriptions of the documents in an instance, in order.
 
-    `source` is the number of the instance before the shuffle. The result contains a dict with the
-    keys `first`, `stop`, `input`, `line` and `document_token` for each document. Tokens
-    [first, stop) of the instance belong to the document, which is in line `line` (0: the whole
-    file) of the file `input`. Token `first` of the instance is token `document_token` of the
-    document.
+    `source` is the number of the instance before the shuffle. A description is a dict with the keys
+    `first`, `stop`, `input`, `line` and `document_token`. Tokens [first, stop) of the instance
+    belong to the document. The document is line `line` of the file `input`, or the whole file if
+    `line` is 0. Token `first` of the instance is token `document_token` of the document.
     """
     if isinstance(order, BlendOrder):
         number, _, numbers = next(order.split(np.array([source])))

@@ -35,7 +35,7 @@ class ShardEntry:
 
 @dataclass(frozen=True)
 class InputEntry:
-    """Manifest entry for an input file: its path, its size in bytes, and its hash."""
+    """Manifest entry for an input file: the path, the size in bytes, and the hash of the file."""
 
     name: str
     size: int
@@ -192,7 +192,7 @@ def _check(manifest: Manifest, path: Path) -> None:
         (0 <= manifest.seed < 1 << 64, f"seed = {manifest.seed} is not from 0 to 2^64 - 1"),
         (
             0 <= manifest.eval_fraction < 1,
-            f"eval_fraction = {manifest.eval_fraction} is not from 0 to below 1",
+            f"eval_fraction = {manifest.eval_fraction} is not in the range [0, 1)",
         ),
     )
     quarantined, inputs, blend = manifest.quarantined, manifest.inputs, manifest.blend
@@ -263,8 +263,8 @@ def _check_shards(manifest: Manifest, path: Path) -> None:
 
 @dataclass(frozen=True)
 class HeldOutRule:
-    """Rule that selects the documents to hold out for evaluation. A document is held out if its
-    hash is below a limit."""
+    """Rule that selects the documents to hold out for evaluation. A document is held out if the
+    hash of the document is below a limit."""
 
     fraction: float
     """Expected fraction of the documents that are held out (`--eval-fraction`)."""
@@ -276,7 +276,7 @@ class HeldOutRule:
 def held_out_rule(rules: TokenPlan | Manifest) -> HeldOutRule:
     """Return the rule that selects held-out documents, from a plan.json or a manifest.
 
-    Do not pass the manifest of a blend, because it does not contain the rule.
+    Do not pass the manifest of a blend: such a manifest does not contain the rule.
     """
     return HeldOutRule(rules.eval_fraction, is_import(rules.text_field))
 
@@ -286,7 +286,7 @@ def dataset_held_out_rule(dataset: Path, manifest: Manifest) -> HeldOutRule | No
 
     Args:
         dataset: Directory of the data set.
-        manifest: Its manifest.
+        manifest: Manifest of the data set.
 
     Returns:
         The rule. The rule of a blend is read from its first source, because all sources have the
@@ -323,13 +323,15 @@ def check_held_out(first: Path, rule: HeldOutRule, second: Path, other: HeldOutR
     """
     if other.fraction != rule.fraction:
         raise DataError(
-            f"{second} holds out the fraction {other.fraction:g} of its documents and {first} the "
-            f"fraction {rule.fraction:g}: training on one data set could use documents that the "
-            "other data set holds out; make both with the same --eval-fraction"
+            f"{second} holds out the fraction {other.fraction:g} of its documents, but {first} "
+            f"holds out the fraction {rule.fraction:g}: training on one data set could use "
+            "documents that the other data set holds out; make both data sets with the same "
+            "--eval-fraction"
         )
     if other.fraction and other.by_ids != rule.by_ids:
         raise DataError(
-            f"{first} and {second} select held-out documents differently, one by their text and "
-            "one by their imported ids: training on one data set could use documents that the "
-            "other data set holds out; make both without --eval-fraction"
+            f"{first} and {second} select held-out documents differently: one data set by the text "
+            "of a document, the other data set by imported ids. Training on one data set could use "
+            "documents that the other data set holds out; make both data sets without "
+            "--eval-fraction"
         )

@@ -31,25 +31,24 @@ class ShardReader:
 
     Args:
         dataset: Directory of the data set.
-        manifest: Its manifest.
+        manifest: Manifest of the data set.
 
     Raises:
-        DataError: Raised by the methods that read rows: a shard cannot be read, or its size is not
+        DataError: The methods that read rows raise this error if a shard cannot be read.
+        DamageError: The methods that read rows raise this error if the size of a shard differs from
             the size in the manifest.
     """
 
     def __init__(self, dataset: Path, manifest: Manifest):
         self._dataset, self._manifest = dataset, manifest
         self._dtype = layout.little_endian(manifest.dtype)
-        # shard -> [n, C], the least recently used shard first
+        # Maps a shard to [instances, tokens per instance]. The least recently used shard is first.
         self._open: OrderedDict[int, np.ndarray] = OrderedDict()
         self._lock = threading.Lock()
 
     def rows(self, first: int, stop: int, left: int = 0, right: int | None = None) -> np.ndarray:
-        """Return columns [left, right) of rows [first, stop) as a new array in the stored dtype.
-
-        If `right` is None, the rows are copied to their end.
-        """
+        """Return columns [left, right) of rows [first, stop) as a new array in the stored dtype,
+        [stop - first, right - left]. If `right` is None, the last column is included."""
         right = self._manifest.context if right is None else right
         out = np.empty((stop - first, right - left), self._dtype)
         self.rows_into(out, first, left)
@@ -75,7 +74,8 @@ class ShardReader:
         """Copy row `rows[i]` to `out[targets[i]]` for each i. Rows are read in ascending order.
 
         Args:
-            out: The target [_, C], of any dtype that can represent the ids.
+            out: The target, [number of rows, tokens per instance], of any dtype that can represent
+                the ids.
             rows: Numbers of the rows, int64 [n].
             targets: Indices of the rows of `out`, int64 [n]. None: row `rows[i]` is copied to
                 `out[i]`.
@@ -96,7 +96,7 @@ class ShardReader:
             rows = self._open.pop(shard, None)
             if rows is None:
                 if len(self._open) == _OPEN_SHARDS:
-                    # The shard is unmapped when the last array that refers to it is deleted.
+                    # The shard is unmapped when no array refers to the mapped memory.
                     self._open.popitem(last=False)
                 entry = self._manifest.shards[shard]
                 path = self._dataset / entry.name
@@ -112,7 +112,8 @@ class ShardReader:
         """Check that all shards exist and have the sizes in the manifest.
 
         Raises:
-            DamageError, DataError: A shard has another size or cannot be read.
+            DataError: A shard is missing or its size cannot be read.
+            DamageError: A shard has another size.
         """
         paths = [self._dataset / entry.name for entry in self._manifest.shards]
 

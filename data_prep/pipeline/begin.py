@@ -27,8 +27,8 @@ def begin(
     quarantine: bool,
     limits: Limits = NO_LIMITS,
 ) -> TokenizeWork:
-    """Write the plan and a copy of the tokenizer to the directory of each split. Return the values
-    that workers need to tokenize.
+    """Write the plan and a copy of the tokenizer to the directory of each split. Return the
+    settings with which workers tokenize the inputs.
 
     Files that already exist are checked and not written again.
 
@@ -37,7 +37,7 @@ def begin(
         tokenizer_file: The tokenizer.
         plan: The plan of tokenization.
         quarantine: True: leave out documents that cannot be used. False: raise an error.
-        limits: The limits of a document (memory and size) for the workers.
+        limits: Limits on the size of a document, and on the memory of a worker for a document.
 
     Raises:
         DataError: `out` already has another plan, order.json or tokenizer. The message names the
@@ -58,8 +58,8 @@ def begin(
 def _check_output(
     out: Path, tokens_dir: Path, tokenizer_file: Path, plan: TokenPlan, plan_xxh3: str
 ) -> None:
-    """Raise DataError if a data set already has another plan, order.json or tokenizer than this
-    run. The data set is the directory that contains `tokens_dir`."""
+    """Raise DataError if the data set in the parent directory of `tokens_dir` already has a plan,
+    an order.json or a tokenizer that differs from this run."""
     if (tokens_dir / layout.PLAN).exists():
         for difference in differences(read_plan(tokens_dir), plan):
             raise DataError(
@@ -80,7 +80,7 @@ def _check_output(
 
 def require_tokens(tokens_dir: Path) -> None:
     """Raise DataError if `--fused` has removed the token arrays, or if tokenization is not
-    finished. The last step of tokenization compares the ids of the documents."""
+    finished. The last step of tokenization is the comparison of the ids of the documents."""
     require_arrays(tokens_dir)
     require_distinct(tokens_dir)
 
@@ -93,7 +93,7 @@ def check_tokenizer(source: Path, folder: Path) -> None:
         folder: The directory of the data set.
     """
     if (folder / layout.ORDER).exists():
-        return  # order.json determines the tokenizer; a damaged copy is written again
+        return  # order.json determines the tokenizer; `copy_tokenizer` replaces a damaged copy
     copy = layout.tokenizer_file(folder)
     if copy.exists() and _read(copy) != _read(source):
         raise DataError(f"{copy} and {source} are different tokenizers; choose another output")

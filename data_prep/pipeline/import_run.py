@@ -1,4 +1,4 @@
-"""`optimus-data import`: converts token files of other programs to token arrays.
+"""`optimus-data import`: convert token files of other programs to token arrays.
 
 See docs/formats/dataset.md, "Token files of other programs".
 """
@@ -37,8 +37,9 @@ from optimus.io import files
 
 _BLOCK_TOKENS = 1 << 20
 _AS_DESCRIBED = "as described"
-# An .idx file is read with its .bin file. dolma's lists of documents (.csv.gz) are not needed,
-# because each document ends with EOS.
+# Suffixes of files that do not become a unit. An .idx file belongs to the unit of the .bin file of
+# the same stem. dolma's lists of documents (.csv.gz) are not read, because each document ends with
+# EOS.
 _SIDECARS = (".idx", ".csv.gz")
 
 
@@ -83,8 +84,8 @@ def import_tokens(request: ImportRequest, group: WorkerGroup = ALONE) -> dict[st
 def _make_plan(
     token_files: Sequence[InputFile], facts: TokenizerFacts, request: ImportRequest
 ) -> TokenPlan:
-    """Return the plan of the import. Each unit of the plan is a .bin file with its .idx file, or a
-    .npy file."""
+    """Return the plan of the import. Each unit of the plan is either a .npy file, or a .bin file
+    together with the .idx file of the same stem."""
     inputs: list[InputFile] = []
     units: list[tuple[int, int]] = []
     for file in token_files:
@@ -95,7 +96,8 @@ def _make_plan(
             continue
         if not file.name.endswith((".bin", ".npy")):
             raise DataError(
-                f"{file.name}: neither a Megatron-LM .bin nor a .npy of ids; --exclude it"
+                f"{file.name}: is neither a .bin file of Megatron-LM nor a .npy file of ids; "
+                "--exclude it"
             )
         unit = [file]
         if file.name.endswith(".bin"):
@@ -115,8 +117,8 @@ class _ImportTask(UnitTask):
 
     @staticmethod
     def job(work: TokenizeWork, unit: int, advance: Callable[[int], None]) -> None:
-        """Convert a token file to token arrays. If the arrays of this file are complete, only check
-        that the file has not changed."""
+        """Convert a token file to token arrays. If the arrays of this file already exist and are
+        complete, only check that the file has not changed."""
         if (record := complete_and_whole(work, unit)) is None:
             _import_unit(work, unit)
             advance(work.plan.unit_bytes(unit))
@@ -167,7 +169,8 @@ def _divide(block: list[np.ndarray], below: int) -> dict[str, list[int]]:
 
 
 def _blocks(name: str, foreign: Foreign, facts: TokenizerFacts) -> Iterator[list[np.ndarray]]:
-    """Yield the documents of a token file in lists. Each document is a uint32 array without EOS.
+    """Yield lists of consecutive documents of a token file. Each document is a uint32 array without
+    EOS.
 
     A document ends at each EOS token, and at each document end that the token file lists.
     """

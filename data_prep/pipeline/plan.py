@@ -1,8 +1,9 @@
-"""`optimus-data plan`: estimates the tokens, disk, memory and time of a run.
+"""`optimus-data plan`: estimate the number of tokens, the disk space, the memory and the time of a
+run.
 
 The estimate is based on a few MB of the inputs and on the present speed of this machine. If the
-inputs are similar to each other, the estimated numbers of documents and tokens are usually exact to
-a few percent.
+inputs are similar to each other, the estimated numbers of documents and tokens usually differ from
+the true numbers by a few percent.
 """
 
 from __future__ import annotations
@@ -37,20 +38,20 @@ _SAMPLE_FILES = 16
 _SAMPLE_TEXT_BYTES = 256 << 10
 """Bytes of text to tokenize from each sampled file."""
 _SAMPLE_DISK_BYTES = 8 << 20
-"""Bytes to read from each sampled file, to measure the ratio of the size of its text to the size of
-the file."""
+"""Bytes to read from each sampled file, to measure the ratio (size of the text) / (size of the
+file)."""
 _LARGEST_WHOLE = 64 << 20
 """Size in bytes above which a text file is not sampled: sampling would read the whole file."""
 _DOC_BYTES = 40
-"""Bytes on disk of a document in addition to its tokens: 24 for its row in the table of documents,
-and 16 for the hash of its id."""
+"""Bytes that a document takes on the disk in addition to its tokens: 24 for a row in the table of
+documents, and 16 for the hash of the document's id."""
 _PROBE_BYTES = 32 << 20
 
 
 @dataclass
 class Sample:
     """Estimated totals over all inputs. For each group of files with the same suffix and similar
-    sizes, a single file is sampled, and its figures are extrapolated to the group."""
+    sizes, a single file is sampled. The counts in this file are extrapolated to the group."""
 
     text_bytes: float = 0.0
     documents: float = 0.0
@@ -81,11 +82,14 @@ def estimate(
         shuffle: The length and order of the instances, and the size of the shards.
         memory_bytes: The memory limit of a rank while it writes shards.
         world: The number of ranks.
-        fused: True: estimate a run with `--fused`, which removes the token arrays at its end.
+        fused: True: estimate a run with `--fused`, which removes the token arrays at the end of the
+            run.
         strategy: `--strategy` of the run: "auto", "gather" or "bucket".
 
     Returns:
-        Counts, bytes and seconds, and `fits`: True if the disk has enough free space.
+        A dict with counts, sizes in bytes (keys that end with `_bytes`), times in seconds (keys
+        that end with `_s`), `dtype`, `strategy`, and `fits`, which is True if the disk has enough
+        free space.
 
     Raises:
         DataError, ConfigError: The run would fail with the same error.
@@ -134,7 +138,8 @@ def estimate(
         "disk_free_bytes": free,
         "memory_bytes": min(memory_bytes, shard_workers * (block_bytes + (200 << 20))),
         "tokenize_s": encode_s / (request.workers * world),
-        # Factor 2: all bytes are read and written. None: the speed could not be measured.
+        # The factor 2 counts a read and a write of each byte. None: the speed of the disk could not
+        # be measured.
         "shard_s": 2 * writes * shard_bytes / written_per_s / world if written_per_s else None,
         "sampled_bytes": sample.encoded_bytes,
         "fits": peak <= free,
@@ -144,8 +149,8 @@ def estimate(
 def _counts(
     sample: Sample, eval_fraction: float, shuffle: ShuffleRequest, units: int
 ) -> dict[str, int]:
-    """Return the expected numbers of documents and tokens, and the expected number of instances of
-    each split."""
+    """Return the expected number of documents, of tokens, of training instances (`instances`) and
+    of held-out instances (`eval_instances`)."""
     documents = round(sample.documents)
     tokens = round(sample.tokens) + documents
     tails = 0 if shuffle.carry_tails else units * shuffle.context // 2
@@ -161,11 +166,11 @@ def _counts(
 def take_sample(
     inputs: Sequence[InputFile], text_field: str, tokenizer: str, limits: Limits
 ) -> Sample:
-    """Return the bytes of text, documents and tokens of the inputs, estimated from a sample.
+    """Estimate the number of documents, the number of tokens and the bytes of text in the inputs.
 
     Inputs with the same suffix and similar sizes form a stratum. The start of one file per stratum
     is read. Documents that cannot be used are left out. Raises DataError if no text can be sampled,
-    or a document exceeds `limits`.
+    or if a document exceeds `limits`.
     """
     known = [file for file in inputs if file.size <= _LARGEST_WHOLE or kind_of(file.name) != "text"]
     by_suffix: dict[str, list[InputFile]] = {}
@@ -249,7 +254,7 @@ def _write_speed(folder: Path) -> float | None:
     try:
         start = time.perf_counter()
         with open(path, "xb", buffering=0) as file:
-            path.unlink()  # at once, so that no file remains after a kill
+            path.unlink()  # now, so that the file does not remain if this process is killed
             for _ in range(_PROBE_BYTES // len(block)):
                 file.write(block)
             os.fsync(file.fileno())
@@ -281,7 +286,7 @@ def describe(value: dict[str, Any]) -> list[str]:
 
 
 def duration(seconds: float) -> str:
-    """Return a text for a time in seconds, in a suitable unit: `1.5 min` for 90."""
+    """Return a text for a time of `seconds` seconds, in a suitable unit: `1.5 min` for 90."""
     for size, unit in ((86400.0, "days"), (3600.0, "h"), (60.0, "min")):
         if seconds >= size:
             return f"{seconds / size:.1f} {unit}"

@@ -1,7 +1,7 @@
 """The pipeline that makes a data set from text: tokenize, shuffle, shard, and write the manifest.
 
 Each step skips the work that earlier runs completed. If a run is killed, the same command continues
-it and writes the same bytes.
+the run. The data set then has the same bytes as after a run that was not killed.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def prepare(
         request: The inputs, the output directory, and the parameters of tokenization.
         shuffle_request: The length and order of the instances, and the size of the shards.
         shard_request: The workers, the memory and the strategy for writing shards.
-        fused: True: keep the token arrays only until the shards are complete, and compress them.
+        fused: True: compress the token arrays, and remove the arrays when the shards are complete.
         group: The ranks that share the work.
 
     Returns:
@@ -110,7 +110,8 @@ def prepare(
         ConfigError: a parameter is wrong, or the memory is not enough.
         DataError: an input cannot be used, or `request.out` contains another data set.
     """
-    divide_memory(shard_request.memory_bytes, shard_request.workers)  # before hours of tokenizing
+    # Check the limits of memory now, before hours of tokenization.
+    divide_memory(shard_request.memory_bytes, shard_request.workers)
     memory_of(request, require_file(request.tokenizer, "--tokenizer"))
     if fused:
         require_zstd()
@@ -128,18 +129,20 @@ def prepare(
                 if not manifests:
                     raise
         if fused and group.rank == 0:
-            with working_in(request.out):  # a lock: other ranks must not remove the files
+            # `working_in` takes the lock, so that other runs do not remove this run's temporary
+            # files.
+            with working_in(request.out):
                 drop_arrays(request.out)
         return manifests
 
 
 def tokenize(request: TokenizeRequest, group: WorkerGroup = ALONE, packed: bool = False) -> None:
-    """Tokenize all inputs, and write their token arrays to the directory `request.out`.
+    """Tokenize all inputs, and write the token arrays to the directory `request.out`.
 
     Args:
         request: The inputs, the output directory, and the parameters of tokenization.
         group: The ranks that share the work.
-        packed: True: compress the arrays, for a run with `--fused`, which removes them at its end.
+        packed: True: compress the arrays, as for a run with `--fused`.
 
     Raises:
         ConfigError: a parameter is wrong, or the memory is not enough.
@@ -163,7 +166,7 @@ def tokenize(request: TokenizeRequest, group: WorkerGroup = ALONE, packed: bool 
             )
         work = dataclasses.replace(work, packed=packed)
         make_distinct_units(work, workers, group)
-        if not packed:  # the arrays that a run with --fused removed exist again
+        if not packed:  # the arrays exist again, if an earlier run with --fused removed them
             for folder in reversed(tokens_dirs(request.out, plan).values()):
                 unmark_removed(folder)
 
@@ -181,8 +184,8 @@ def memory_of(request: TokenizeRequest, tokenizer: Path) -> tuple[int, Limits]:
 def plan_of(
     request: TokenizeRequest, facts: TokenizerFacts, inputs: Sequence[InputFile]
 ) -> TokenPlan:
-    """Return the plan of tokenization for these inputs. The plan contains the rules and values that
-    determine the token arrays."""
+    """Return the plan of tokenization for `inputs`. The plan contains all values that determine the
+    token arrays."""
     id_field = request.id_field
     if id_field is None:
         tokens_dir = request.out / layout.TOKENS_DIR
@@ -247,9 +250,9 @@ def _shard_split(dataset: Path, request: ShardRequest, group: WorkerGroup) -> Ma
 def drop_arrays(out: Path) -> None:
     """Remove the token arrays of a finished data set. Called for the option `--fused`.
 
-    A mark file in each folder of arrays records the removal. All mark files are written before any
-    array is removed. The mark file of the training split is written first, because `find_finished`
-    reads only this mark file. Raises DataError if an array is damaged.
+    A mark file (removed.json) in each folder of arrays records the removal. All mark files are
+    written before any array is removed. The mark file of the training split is written first,
+    because `find_finished` reads only this mark file. Raises DataError if an array is damaged.
     """
     folders = [dataset / layout.TOKENS_DIR for dataset in data_sets(out)]
     for folder in folders:
@@ -264,12 +267,12 @@ def drop_arrays(out: Path) -> None:
 def find_finished(
     request: TokenizeRequest, shuffle_request: ShuffleRequest, group: WorkerGroup = ALONE
 ) -> list[Manifest]:
-    """Return the manifests of the data set if a run with `--fused` has finished it, else [].
+    """Return the manifest of each split if a run with `--fused` has finished the data set, else [].
 
-    At its end, a run with `--fused` removes the token arrays and writes removed.json to the folders
-    of the arrays. If a file of the data set is missing or damaged, this function deletes
-    removed.json and returns [], so that the present run makes the arrays again. The ranks share the
-    work of hashing the inputs. Raises the errors of `tokenize` and `shuffle`.
+    When the shards are complete, a run with `--fused` writes removed.json to the folders of token
+    arrays and removes the arrays. If a file of the data set is missing or damaged, this function
+    deletes removed.json and returns [], so that the present run makes the arrays again. Each rank
+    checks the hashes of its share of the inputs. Raises the errors of `tokenize` and `shuffle`.
     """
     out = request.out
     if not removed(out / layout.TOKENS_DIR):

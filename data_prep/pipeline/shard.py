@@ -1,5 +1,5 @@
-"""The third step of `optimus-data run`: writes the instances in permuted order to shards, and then
-the manifest, which completes a data set."""
+"""The third step of `optimus-data run`: write the instances to shards in permuted order, and then
+write the manifest. A data set with a manifest is complete."""
 
 from __future__ import annotations
 
@@ -55,11 +55,12 @@ from optimus.launch.environment import usable_memory
 
 FORM = "optimus-shard"
 PROCESS_BYTES = 100 << 20
-"""Bytes of memory of a process without data: the interpreter, numpy and indices of arrays."""
+"""Bytes of memory that a process needs in addition to the memory for rows: for the interpreter,
+numpy, and the tables of token arrays."""
 _LEAST_BLOCK_BYTES = 4 << 20
 _ROWS_HELD = 3
-"""Number of copies of a row that are in memory if the row is larger than the memory for rows: one
-copy each to read, gather and write the row."""
+"""Number of copies of a row that are in memory at the same time if rows are large: the copy that is
+read, the copy that is gathered, and the copy that is written."""
 _SPARE_BYTES = 16 << 20
 """Bytes of PROCESS_BYTES that are free for copies of large rows."""
 _GOOD_BLOCK_BYTES = 28 << 20
@@ -69,7 +70,7 @@ memory."""
 
 @dataclass(frozen=True)
 class ShardWork:
-    """The values that a worker needs to write any shard of a data set."""
+    """Settings with which workers write the shards of a data set."""
 
     dataset: Path
     order: Order | BlendOrder
@@ -86,8 +87,8 @@ class ShardWork:
 
 
 class ShardRecord(TypedDict):
-    """Content of the sidecar of a shard, which is a JSON file. `order` is the hash of order.json,
-    `first` is the row number of the first instance, and `size` is in bytes."""
+    """Content of the sidecar of a shard, a JSON file. `order` is the hash of order.json, `first` is
+    the row number of the shard's first instance, and `size` is the size of the shard in bytes."""
 
     order: str
     first: int
@@ -102,17 +103,18 @@ def shard_path(dataset: Path, shard: int) -> Path:
 
 
 def sidecar_path(dataset: Path, shard: int) -> Path:
-    """Return the path of the sidecar of a shard, which is written when the shard is complete."""
+    """Return the path of the sidecar of a shard. The sidecar is written when the shard is
+    complete."""
     return shard_path(dataset, shard).with_suffix(".json")
 
 
 def divide_memory(memory_bytes: int, workers: int, row_bytes: int = 0) -> tuple[int, int]:
-    """Divide memory between the workers and, if there are several, the parent process.
+    """Divide memory between the workers and, if there are several workers, the parent process.
 
     Args:
-        memory_bytes: Memory of all processes together.
+        memory_bytes: Memory of all processes together, in bytes.
         workers: The largest number of workers.
-        row_bytes: Bytes of a row, which is an instance.
+        row_bytes: Size of a row (instance) in bytes.
 
     Returns:
         The number of workers that can run at once, and the bytes of memory of each worker for rows.
@@ -137,18 +139,17 @@ def memory_for(workers: int) -> int:
     """Return the default value of `--memory` for sharding, in bytes.
 
     The default is the memory that the workers need, but at most half of the memory of the machine
-    and at least 2 GB. It depends only on `workers` and the machine. Ranks on equal machines
-    therefore divide the instances into the same sorted runs (`gather.rows_of_run`).
+    and at least 2 GB. The default depends only on `workers` and the machine. Ranks on equal
+    machines therefore divide the instances into the same sorted runs (`gather.rows_of_run`).
     """
     needed = (workers + 1) * (PROCESS_BYTES + _GOOD_BLOCK_BYTES)
     return max(2 * 10**9, min(needed, usable_memory() // 2))
 
 
 def fewer_workers(step: str, memory_bytes: int, workers: int, asked: int, enough: int) -> str:
-    """Return the message that a step uses fewer workers than requested, because of its memory
-    limit.
+    """Return a message for a step that uses only `workers` of the `asked` workers.
 
-    Only `workers` of the `asked` workers fit in the limit of `memory_bytes` bytes. All `asked`
+    More than `workers` workers do not fit in the memory limit of `memory_bytes` bytes. All `asked`
     workers would fit in `enough` bytes.
     """
     return (
@@ -171,7 +172,7 @@ def shard_all(
         dataset: The directory of the data set.
         order: The order of the data set.
         workers: Number of worker processes of this rank, if the memory is enough.
-        memory_bytes: Memory limit of this rank.
+        memory_bytes: Memory limit of this rank, in bytes.
         strategy: "auto", "gather" or "bucket".
         group: The ranks that share the work.
 
@@ -192,7 +193,7 @@ def shard_all(
     except (
         OSError,
         DataError,
-    ):  # other ranks may have finished and removed files that this rank reads
+    ):  # possibly because other ranks have finished and removed files that this rank reads
         task = ShardTask(work, workers, label)
         if group.world == 1 or task.missing() or task.verify():
             raise
@@ -275,7 +276,7 @@ def _check_arrays(dataset: Path, order: Order | BlendOrder) -> None:
         if wrong := damaged({paths[unit]: source.units[unit].xxh3 for unit in units}):
             raise DamageError(
                 f"{wrong[0]}: its content is damaged (hash differs), so no shards are made from "
-                f"it; run optimus-data verify {dataset} to see how to repair it"
+                f"this array; run optimus-data verify {dataset} to see how to repair the array"
             )
 
 
@@ -357,8 +358,8 @@ def _do_shard(work: ShardWork, shard: int, advance: Callable[[int], None]) -> No
     with contextlib.closing(source), files.atomic_writer(path) as file:
         file.write(header)
         permutation = order.epoch_zero()
-        # Rows and indices take three quarters of `block_bytes`. The rest is for the window of
-        # tokens that is read and the rows selected from it.
+        # Rows and indices take three quarters of `block_bytes`. The rest is for the tokens of a
+        # sequential read, and for the rows that are selected from these tokens.
         step = max(1, work.block_bytes * 3 // 4 // (order.row_bytes + INDEX_BYTES))
         buffer = _buffer(min(step, order.instances_per_shard), order.context, order.dtype)
         for begin in range(first, stop, step):
@@ -372,7 +373,7 @@ def _do_shard(work: ShardWork, shard: int, advance: Callable[[int], None]) -> No
             raise DamageError(
                 f"{path}: the new shard differs from the shard that an earlier run wrote (hash "
                 f"{promised}), so a token array is damaged; run optimus-data verify "
-                f"{work.dataset} to see how to repair it"
+                f"{work.dataset} to see how to repair the array"
             )
     record = {
         "format": FORM,
@@ -397,8 +398,8 @@ def _buffer(rows: int, context: int, dtype: str) -> np.ndarray:
 class Source:
     """Description of a complete set of token arrays.
 
-    `plan` is its plan.json, `inputs` are the input files with their hashes, and `records` are the
-    contents of the sidecars of its units.
+    `plan` is the content of plan.json. `inputs` are the entries for the input files. `records` are
+    the contents of the sidecars of the units.
     """
 
     plan: TokenPlan
@@ -482,8 +483,8 @@ def read_source(dataset: Path, order: Order, has_arrays: bool = True) -> Source:
 
     Args:
         dataset: The directory of the data set.
-        order: The order of the data set, or of one source of a blend.
-        has_arrays: False: the arrays may be missing, because `--fused` removed them.
+        order: The order of the data set or, for a blend, the order of a source.
+        has_arrays: False: missing arrays are not an error, because `--fused` removes arrays.
 
     Raises:
         DataError: a file is missing or damaged, or belongs to another plan.

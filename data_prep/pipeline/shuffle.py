@@ -1,5 +1,5 @@
-"""The second step of `optimus-data run`: writes or checks the order.json of a data set or of a
-blend."""
+"""The second step of `optimus-data run`: write the order.json of a data set or of a blend, or check
+an existing order.json."""
 
 from __future__ import annotations
 
@@ -32,14 +32,15 @@ class ShuffleRequest:
     """Tokens of an instance."""
     seed: int = 0
     carry_tails: bool = False
-    """True: an instance may continue in the next token array. False: the tokens after the last
-    complete instance of each array (its tail) are not in an instance."""
+    """True: an instance can continue in the next token array. False: the tokens after the last
+    complete instance of a token array, called the tail of the array, are in no instance."""
     shard_bytes: int = 0
-    """Bytes of a shard. 0: the default of `order.rows_of_shard`."""
+    """Maximum size of a shard in bytes. 0: the default of `order.rows_of_shard`."""
 
 
 def data_sets(out: Path) -> list[Path]:
-    """Return the directories of the training split and, if it exists, of the held-out split."""
+    """Return a list with the directory of the training split and, if there is a held-out split, the
+    directory of the held-out split."""
     held_out = out / layout.EVAL_DIR
     return [out, held_out] if (held_out / layout.TOKENS_DIR / layout.PLAN).exists() else [out]
 
@@ -49,13 +50,14 @@ def shuffle(
 ) -> list[Order]:
     """Write an order.json for the token arrays of each split. Rank 0 does this for all ranks.
 
-    Instances of the held-out split always continue in the next token array (`carry_tails`). A token
-    array of this split has few documents. Without `carry_tails`, most of its tokens could be in a
-    tail, and tails are not in an instance.
+    For the held-out split, `carry_tails` is always True, so that an instance can continue in the
+    next token array. A token array of this split has few documents. Without `carry_tails`, most
+    tokens of such an array could be in its tail, and thus in no instance.
 
     Args:
         source: The directory that contains the token arrays.
-        target: The directory of the data set, to which order.json is written. It may be `source`.
+        target: The directory of the data set, to which order.json is written. `target` can be equal
+            to `source`.
         request: The parameters of instances and shards.
         group: The ranks that share the work.
 
@@ -141,8 +143,8 @@ def _check_request(
     carry_tails: bool,
     **more: Any,
 ) -> None:
-    """Raise DataError if an attribute of `order` differs from `request`, `carry_tails` or `more`.
-    `more` contains the expected values of other attributes."""
+    """Raise DataError if an attribute of `order` does not have the value in `request`,
+    `carry_tails` or `more`. `more` maps names of further attributes to their expected values."""
     length = rows_of_shard(order.num_instances, order.row_bytes, request.shard_bytes)
     values = {"context": request.context, "seed": request.seed, "carry_tails": carry_tails, **more}
     for key, now in {**values, "instances_per_shard": length}.items():
@@ -165,8 +167,8 @@ def check_order(dataset: Path, order: Order | BlendOrder, tokenizer: Path) -> No
     """Check that `order` and a copy of `tokenizer` can be written to `dataset`. Does not write
     files.
 
-    Raises DataError if `dataset` has a different order.json. Without an order.json, raises
-    DataError if `dataset` has a different tokenizer, or token arrays that `order` does not use.
+    Raises DataError if `dataset` has a different order.json. If `dataset` has no order.json, raises
+    DataError if `dataset` has a different tokenizer, or has token arrays that `order` does not use.
     """
     path = dataset / layout.ORDER
     if not path.exists():
@@ -206,7 +208,7 @@ def write_order(dataset: Path, order: Order | BlendOrder, tokenizer: Path) -> No
     if not (dataset / layout.ORDER).exists():
         content = files.checked_json(order.to_json())
         with contextlib.suppress(DataError):  # the manifest is missing or cannot be read
-            # Remove a manifest of another order, because it lists other shards.
+            # Remove the manifest of another order, because this manifest lists other shards.
             if read_manifest(dataset).order_xxh3 != files.xxh3_bytes(content):
                 (dataset / layout.MANIFEST).unlink()
         files.write_bytes(dataset / layout.ORDER, content)
@@ -216,9 +218,9 @@ def write_order(dataset: Path, order: Order | BlendOrder, tokenizer: Path) -> No
 def blend(
     sources: Sequence[str], out: Path, ask: ShuffleRequest, instances: int, group: WorkerGroup
 ) -> BlendOrder:
-    """Write the order.json of a blend, unless it exists, and return the order.
+    """Write the order.json of a blend, unless an equal order.json exists. Return the order.
 
-    Rank 0 writes for all ranks.
+    Rank 0 writes the file for all ranks.
 
     Args:
         sources: `DIR=WEIGHT` of each source. DIR contains token arrays.
@@ -303,7 +305,7 @@ def _check_together(folders: Sequence[Path]) -> list[str]:
         if plan.tokenizer != first.tokenizer:
             raise DataError(
                 f"{folder} was made with another tokenizer or --eos than {folders[0]}; make both "
-                "with the same --tokenizer and --eos"
+                "sources with the same --tokenizer and --eos"
             )
         check_held_out(folders[0], held_out_rule(first), folder, held_out_rule(plan))
         plans.append(files.xxh3_file(tokens_dir / layout.PLAN))
@@ -320,13 +322,13 @@ def _write(
             ask.context,
             ask.seed,
             carry_tails=ask.carry_tails,
-            shard_bytes=1,  # without effect: `make_blend` sets the length of shards
+            shard_bytes=1,  # not used: `make_blend` computes the length of shards
         )
         for folder in folders
     ]
     order = make_blend(orders, weights, ask.seed, instances, ask.shard_bytes)
     tokenizer = layout.tokenizer_file(folders[0])
-    if not (out / layout.ORDER).exists():  # else some of its shards may already be on the disk
+    if not (out / layout.ORDER).exists():  # else some shards of the blend may be on the disk
         _check_disk(out, order)
     check_order(out, order, tokenizer)
     write_order(out, order, tokenizer)
@@ -336,7 +338,7 @@ def _check_disk(out: Path, order: BlendOrder) -> None:
     """Raise ConfigError if the disk does not have enough free space for a blend."""
     needs, free = order.num_instances * order.row_bytes, shutil.disk_usage(out).free
     if needs > free:
-        fit = free // order.row_bytes  # 0 is not suggested: it means the largest blend
+        fit = free // order.row_bytes  # 0 is not suggested: --instances 0 selects the largest blend
         raise ConfigError(
             f"{counted(order.num_instances, 'instance')} of {order.context} tokens take "
             f"{needs / 1e9:,.1f} GB, and "

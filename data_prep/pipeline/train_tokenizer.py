@@ -30,8 +30,8 @@ def train_tokenizer(
     text_field: str = "text",
     quarantine: bool = False,
 ) -> tuple[int, list[str]]:
-    """Train a BPE tokenizer that uses the pre-tokenizer and byte alphabet of GPT-2. Write it to
-    `out`.
+    """Train a BPE tokenizer that uses the pre-tokenizer and byte alphabet of GPT-2. Write the
+    tokenizer to `out`.
 
     Args:
         inputs: The files with the text.
@@ -41,7 +41,7 @@ def train_tokenizer(
         quarantine: True: leave out documents that cannot be used. False: raise an error.
 
     Returns:
-        (number of ids, list with a line of text for each document or file that was left out).
+        (number of ids, list of descriptions of the documents and files that were left out).
 
     Raises:
         ConfigError: `vocab_size` is too small.
@@ -55,7 +55,7 @@ def train_tokenizer(
     out = Path(out)
     if out.is_dir():
         raise DataError(f"--out {str(out)!r} is a directory; name a file, such as tokenizer.json")
-    make_folder(out.parent, out)  # before hours of training
+    make_folder(out.parent, out)  # an error must occur before hours of training
     os.environ["TOKENIZERS_PARALLELISM"] = "true"
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -87,7 +87,7 @@ def _batches(
     size = 0
     for file in inputs:
         if quarantine:
-            try:  # read the file twice: text of a damaged file must not be used
+            try:  # read the file to its end first: no text of a damaged file must be used
                 for _ in InputReader(file, text_field, lambda count: None):
                     pass
             except DamagedFile as error:
@@ -120,5 +120,5 @@ def _texts(file: InputFile, text_field: str, progress: Progress) -> Iterator[str
     except (
         UnicodeDecodeError,
         DamagedStream,
-    ) as error:  # a long text, which was valid when it was checked
+    ) as error:  # in a long text that `InputReader` has checked before
         raise DataError(f"{file.name}: changed while it was read: {one_line(error)}") from None

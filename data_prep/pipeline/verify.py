@@ -1,4 +1,5 @@
-"""`optimus-data verify`: reads all files of a data set and compares them with their hashes."""
+"""`optimus-data verify`: read all files of a data set, and compare the hash of each file with the
+stored hash."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ def verify(dataset: Path) -> Iterator[str]:
 
     Yields:
         A line for each problem. The line contains the file, the problem, and the commands that
-        repair the file. A repaired file has the same bytes as before
+        repair the file. A repaired file has the same bytes as before the damage
         (tests/data_prep/test_repair.py).
     """
     manifest, problem = None, ""
@@ -86,7 +87,7 @@ def verify(dataset: Path) -> Iterator[str]:
             plans = [o.plan for o in (order, held_out_order) if isinstance(o, Order)]
             if not problem and len({*plans}) > 1:
                 path = held_out / layout.ORDER
-                problem = f"{path}: has another plan than {dataset}, so it is not the held-out part"
+                problem = f"{path}: has another plan than the training split in {dataset}"
         except DataError:
             problem = ""  # the check of the held-out split reports the problem
         if problem:
@@ -97,8 +98,8 @@ def verify(dataset: Path) -> Iterator[str]:
 
 
 class Repairs:
-    """Texts that contain shell commands to repair damaged files of a data set. A repaired file has
-    the same bytes as the original file."""
+    """Builder of texts with shell commands that repair damaged files of a data set. A repaired file
+    has the same bytes as before the damage."""
 
     def __init__(self, dataset: Path, order: Order | BlendOrder | None = None):
         self._dataset, self._order = dataset, order
@@ -136,8 +137,8 @@ class Repairs:
     def of_tokens(self, source: Order, *paths: Path) -> str:
         """Return commands that repair files in the folder of token arrays of `source`.
 
-        The commands do not remove files outside the data set, because order.json may name any
-        folder of the user.
+        The commands do not remove files outside the data set, because a damaged order.json could
+        name any folder of the user.
         """
         if not self._is_inside(source):
             out = str((self._dataset / source.tokens_dir).parent)
@@ -170,8 +171,8 @@ def _makers(dataset: Path) -> str:
 
 
 def _is_fused(tokens_dir: Path) -> bool:
-    """Return True if `--fused` has removed the token arrays from the folder `tokens_dir`. The
-    folder then has the mark file of `--fused`, or does not contain arrays."""
+    """Return True if `--fused` has removed some or all token arrays from the folder `tokens_dir`.
+    The folder then contains the mark file of `--fused`, or contains no arrays."""
     if not tokens_dir.is_dir():
         return False
     return (tokens_dir / MARK).exists() or not has_any_array(tokens_dir)
@@ -190,7 +191,8 @@ def _check_manifest(dataset: Path, manifest: Manifest, order: Order | BlendOrder
     """Compare the manifest with order.json, and with the plans and sidecars of the token arrays.
 
     Yields:
-        A line for each difference. Damage to the token arrays is not reported.
+        A line for each difference. Damage of the token arrays, their plans and their sidecars is
+        not reported, because `_check_tokens` reports it.
     """
     path = dataset / layout.MANIFEST
     order_xxh3 = files.xxh3_file(dataset / layout.ORDER)
@@ -233,7 +235,7 @@ def _check_small_files(dataset: Path, manifest: Manifest, repairs: Repairs) -> I
         for line in _check_file(path, aside.size, aside.xxh3):
             yield f"{line}; {repairs.of_shards(path)}"
     elif path.exists():
-        yield f"{path}: {layout.MANIFEST} does not list it; remove it"
+        yield f"{path}: {layout.MANIFEST} does not list this file; remove the file"
 
 
 def _check_file(path: Path, size: int, xxh3: str) -> Iterator[str]:
@@ -286,7 +288,7 @@ def _check_unit(tokens_dir: Path, number: int, order: Order, plan: TokenPlan) ->
             yield f"{path}: {key} = {record.get(key)}, but {layout.ORDER} says {value}"
     array = array_path(tokens_dir, number)
     if (record["array"]["xxh3"], record["docs"]["xxh3"]) != (unit.xxh3, unit.docs_xxh3):
-        yield f"{array}: the hashes in its sidecar differ from those in {layout.ORDER}"
+        yield f"{array}: the hashes in its sidecar differ from the hashes in {layout.ORDER}"
     itemsize = layout.little_endian(plan.dtype).itemsize
     if record["array"]["size"] != layout.HEADER_BYTES + unit.tokens * itemsize:
         size = counted(record["array"]["size"], "byte")
@@ -313,8 +315,8 @@ def _check_unit(tokens_dir: Path, number: int, order: Order, plan: TokenPlan) ->
 
 
 def _problem_of_docs(table: np.ndarray, unit: Unit, inputs: range) -> str:
-    """Check that a table of documents, int64 [D, 3], has the counts in `unit`, and that all input
-    numbers in it are in `inputs`.
+    """Check that a table of documents, int64 [D, 3], has the counts in `unit`, and that each row
+    has an input number in `inputs`.
 
     Return a description of the first problem, or "" if there is none.
     """
@@ -365,13 +367,14 @@ def _check_shard(dataset: Path, manifest: Manifest, shard: ShardEntry) -> Iterat
     if xxh3 != shard.xxh3:
         yield f"{path}: its content is damaged (hash differs)"
     elif actual_header != header:
-        yield f"{path}: its header does not describe {manifest.dtype} [{shard.instances}, C]"
+        shape = [shard.instances, manifest.context]
+        yield f"{path}: its header does not describe an array {manifest.dtype} {shape}"
     elif largest >= manifest.vocab_size:
         yield f"{path}: contains id {largest}, outside the vocabulary of {manifest.vocab_size}"
 
 
 def _scan(path: Path, dtype: np.dtype) -> tuple[int, str, bytes]:
-    """Return the largest id, the hash and the header of a shard."""
+    """Return the largest id, the hash (hexadecimal) and the header of a shard."""
     largest = -1
     with files.open_regular(path) as file:
         header = file.read(layout.HEADER_BYTES)

@@ -1,4 +1,5 @@
-"""Calls of functions that may crash, hang or fill the memory, in a forked child process."""
+"""Function calls in a forked child process, for functions that could crash, hang or fill the
+memory."""
 
 from __future__ import annotations
 
@@ -31,17 +32,20 @@ _PR_SET_PDEATHSIG = 1
 """Option of prctl(2): the signal that a process receives when its parent ends."""
 _STOP_S = 1.0
 """Seconds that `run` waits before it raises an error, if a stop signal such as SIGTERM ended the
-child. This process usually receives the same signal, and its signal handler should run first."""
+child. The parent usually receives the same signal, and the signal handler of the parent should run
+before `run` raises. `run` also waits at most this time for the id of a child whose `fork` was
+interrupted."""
 
 
 class CrashError(Exception):
-    """The function that `run` called crashed its process (for example by a segmentation fault), or
-    exceeded the limit of processor time or memory. The message gives the signal or the limit."""
+    """Raised if the function that `run` called crashed the child process (for example by a
+    segmentation fault), or exceeded the limit of processor time or memory. The message states the
+    signal or the limit."""
 
 
 class UnfinishedError(Exception):
-    """The child process of `run` did not start, or ended without a result for a reason other than
-    the called function. The message gives the reason."""
+    """Raised if the child process of `run` did not start, did not end in time, or ended without a
+    result for a reason other than the called function. The message states the reason."""
 
 
 def run(
@@ -50,7 +54,7 @@ def run(
     """Call `call` in a forked child process. The standard error of the child is discarded.
 
     Args:
-        call: The function. It must not use locks that other threads of this process may hold.
+        call: The function, which must not use locks that another thread of this process could hold.
         limit_s: Limit of the wall-clock time in seconds.
         cpu_s: Limit of the processor time in seconds. 0: no limit.
         memory_bytes: Limit of the memory that the child allocates. 0: no limit.
@@ -76,8 +80,8 @@ def run(
                     _run_and_exit(call, parent, writer, mask, cpu_s, memory_bytes)
             poll = select.poll()
             poll.register(pipe, select.POLLIN)
-            # A process that another thread has forked may keep the pipe open after the child has
-            # ended.
+            # Wait for the end of the child too, not only for the end of the pipe: a process that
+            # another thread has forked can keep the pipe open after the child has ended.
             with contextlib.suppress(OSError, AttributeError):  # Linux 5.3 or newer
                 process = os.pidfd_open(pid)
                 stack.callback(os.close, process)
@@ -112,7 +116,7 @@ def run(
 def _error_of(status: int, cpu_s: int) -> CrashError | UnfinishedError:
     """Return the error for a child process that ended with `status` and without a result."""
     if not os.WIFSIGNALED(status):
-        return UnfinishedError("the child process ended without a result, or memory was short")
+        return UnfinishedError("the child process ended without a result; perhaps memory was short")
     number = os.WTERMSIG(status)
     if number == signal.SIGXCPU:
         return CrashError(f"it takes more than {cpu_s} s of processor time")
@@ -141,10 +145,10 @@ def _pipe() -> tuple[int, int]:
 def _child_statuses() -> Iterator[None]:
     """Context manager that makes the system keep the exit status of a child process.
 
-    The system discards the status if this process ignores SIGCHLD. The context manager therefore
-    restores the default action. Only the main thread can do this. In another thread, the status is
-    discarded, and `run` reports a crash as a lack of memory. Other children of this process that
-    end while the context is active remain zombies.
+    If this process ignores SIGCHLD, the system discards the statuses of its children. The context
+    manager therefore sets the default action of SIGCHLD. Only the main thread can set an action. In
+    another thread, the status of the child is discarded, and `run` reports a crash as a lack of
+    memory. Other children of this process that end while the context is active remain zombies.
     """
     is_ignored = signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN
     if not is_ignored or threading.current_thread() is not threading.main_thread():
@@ -223,9 +227,11 @@ def _isolate(cpu_s: int, memory_bytes: int) -> None:
 
 
 def _limit(kind: int, value: int) -> None:
-    """Lower the soft limit of a resource.
+    """Set the soft limit of the resource `kind` to `value`, but at most to the hard limit.
 
-    The hard limit is not changed, so that SIGXCPU precedes SIGKILL.
+    The hard limit is not changed. At the soft limit of processor time, the child therefore gets
+    SIGXCPU, by which the parent recognizes the reason. At the hard limit, the child would get
+    SIGKILL.
     """
     _, hard = resource.getrlimit(kind)
     if hard != resource.RLIM_INFINITY:

@@ -1,4 +1,5 @@
-"""Memory of a worker for a document. See docs/formats/dataset.md, "Memory"."""
+"""Computation of the memory that a worker has, and needs, to tokenize a document. See
+docs/formats/dataset.md, "Memory"."""
 
 from __future__ import annotations
 
@@ -10,11 +11,12 @@ from optimus.launch.environment import usable_memory
 
 _PARENT_BYTES = 64 << 20
 _BASE_BYTES = 192 << 20
-"""Bytes of memory of a worker without its tokenizer and document. Measured: 150 to 170 MB. The
-encoder's cache of word ids takes 90 MB of this memory."""
+"""Bytes of memory that a worker needs in addition to its tokenizer and a document. Measurements
+gave 150 to 170 MB, of which the encoder's cache of token ids takes 90 MB."""
 _TOKENIZER_FACTOR = 16
 """Bytes of memory per byte of tokenizer.json, for the loaded tokenizer and a copy of its merges."""
 _LEAST_ROOM_BYTES = 32 << 20
+"""Smallest memory for a document, in bytes, with which a worker is started."""
 _DEFAULT_BYTES = 2 * 10**9
 _LEAVE_OUT = "leave such documents out with --max-document SIZE --on-error quarantine"
 
@@ -34,7 +36,7 @@ class Limits:
 
         Args:
             where: File and line of the document, for the message.
-            label: Name of the document or of the work that needs the memory, for the message.
+            label: Name of the document, or of the object that needs the memory, for the message.
             needs: The needed memory in bytes.
             or_else: A remedy other than more memory, for the end of the message.
         """
@@ -63,7 +65,7 @@ def divide_memory(
     """Return (number of workers that can tokenize at once, limits of a document).
 
     Args:
-        memory_bytes: Memory of all workers together, in bytes. None: `default_bytes()`.
+        memory_bytes: Memory of all processes together, in bytes. None: `default_bytes()`.
         workers: Largest number of workers.
         tokenizer: The tokenizer file.
         max_document: Value of `--max-document`.
@@ -103,10 +105,11 @@ def bytes_of_line(line: bytes) -> int:
     """Return the memory, in bytes, that is needed to read a document from a JSON line.
 
     Three copies are in memory at the same time: the bytes of the line, the line as a Python string,
-    and the text of the document. Python strings take 1, 2 or 4 bytes per character, depending on
-    their widest character. An ASCII line may contain wide characters as escape sequences. While the
-    JSON decoder builds the text, it enlarges its buffer by a quarter at a time, and copies the
-    buffer once if a wider character follows. The text is therefore counted 1.5 times.
+    and the text of the document. A Python string takes 1, 2 or 4 bytes per character, depending on
+    the widest character in the string. An ASCII line can contain wide characters as escape
+    sequences. The JSON decoder builds the text in a buffer. The decoder enlarges the buffer by a
+    quarter at a time, and copies the buffer once if a wider character follows. The text is
+    therefore counted 1.5 times.
     """
     width = _width(line)
     text = max(width, 4) if b"\\u" in line else width
@@ -114,7 +117,8 @@ def bytes_of_line(line: bytes) -> int:
 
 
 def bytes_of_text(data: bytes) -> int:
-    """Return the bytes of memory that the UTF-8 text `data` and its decoded string take."""
+    """Return the bytes of memory that the UTF-8 text `data` and the decoded string take
+    together."""
     return len(data) * (1 + _width(data))
 
 

@@ -1,5 +1,5 @@
-"""Runs jobs in local worker processes. Jobs are calls of the same function. With a single worker,
-this process does all jobs."""
+"""Worker processes on this machine that run jobs. The jobs are calls of the same function. With a
+single worker, the calling process runs all jobs."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from optimus.launch.environment import available_cores, read_local_size
 _POLL_S = 0.2
 
 Job = Callable[[Any, int, Callable[[int], None]], Any]
-"""Function `job(context, index, advance) -> result` that does an item of work. It calls
-`advance(n)` when it has processed n more bytes or instances."""
+"""Function `job(context, index, advance) -> result` that does the item of work with the number
+`index`. The function calls `advance(n)` each time it has processed n more bytes or instances."""
 
 _state: tuple[Any, Any, Any] | None = None  # (context, counter, stop flag) of a worker process
 
 
 class _Cancelled(Exception):
-    """Raised by the function `advance` that a job receives, to end a job whose result is no longer
-    needed."""
+    """The function `advance` that a job receives raises this exception to end the job, if the
+    result of the job is no longer needed."""
 
 
 def cores_of_this_rank() -> int:
-    """Return the number of cores for this rank.
+    """Return the number of processor cores that this rank can use.
 
-    If a launcher started several ranks on this machine and did not bind them to cores, each rank
-    uses an equal share.
+    If a launcher started several ranks on this machine and did not bind the ranks to cores, each
+    rank gets an equal share of the cores.
     """
     cores = available_cores()
     unbound = cores == (os.cpu_count() or 1)
@@ -47,8 +47,8 @@ def run_jobs(
 ) -> dict[int, Any]:
     """Call `job(context, index, advance)` for every index in `order`. Jobs start in this order.
 
-    `context` is sent to each worker once. The first error of a job ends the other jobs, and
-    `run_jobs` raises this error. Files that jobs have completed are not removed.
+    `context` is sent to each worker once. If a job raises an error, `run_jobs` ends the other jobs
+    and raises this error. Files that jobs have completed are not removed.
 
     Returns:
         A dict that maps each index to the result of its job.
@@ -75,8 +75,8 @@ def run_jobs(
         return {index: future.result() for future, index in futures.items()}
     except BrokenProcessPool:
         raise OptimusError(
-            "a worker process was killed (out of memory?); run the same command again to "
-            "continue, perhaps with fewer --workers"
+            "a worker process was killed, perhaps because memory was short; run the same command "
+            "again to continue; if a worker is killed again, use a smaller --workers"
         ) from None
     finally:
         stop.value = 1  # after an error, jobs end at their next `advance`
@@ -87,8 +87,8 @@ def run_jobs(
 def _end_with_each_other(workers: Sequence[Any]) -> None:
     """Wait until all workers have ended. If a worker is killed, kill the other workers.
 
-    A worker that is killed while it receives a message does not release a lock. The other workers
-    and the executor could wait for this lock forever.
+    A worker that is killed while it receives a message does not release the lock of the message
+    queue. The other workers and the executor could then wait for this lock forever.
     """
     while alive := [worker for worker in workers if worker.is_alive()]:
         if any(worker.exitcode not in (None, 0) for worker in workers):
@@ -113,14 +113,15 @@ def _watch(waiting: set[Future], counter: Any, progress: Progress) -> None:
 def _start_worker(context: Any, counter: Any, stop: Any, parent: int) -> None:
     global _state
     _state = (context, counter, stop)
-    for number in (signal.SIGINT, signal.SIGTERM):  # the parent handles them, and kills workers
+    # The parent process gets these signals too, and kills the workers.
+    for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_die_with, args=(parent,), daemon=True).start()
 
 
 def _die_with(parent: int) -> None:
-    """Wait until the process `parent` has ended. Then end this process, whose results no process
-    would read."""
+    """Wait until the process `parent` has ended. Then end this worker process, because no process
+    would read its results."""
     while os.getppid() == parent:
         time.sleep(_POLL_S)
     os._exit(1)

@@ -14,7 +14,7 @@ _UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 def short(value: float) -> str:
-    """Return `value` with three digits and a decimal prefix, such as 31.5M."""
+    """Return a text with three digits of `value` and a decimal prefix, such as 31.5M."""
     for size, prefix in _UNITS:
         if value >= size:
             digits = ".3g" if value < 999.5 * size else ".0f"
@@ -67,7 +67,8 @@ class Progress:
             self._line()
 
     def advance(self, amount: int) -> None:
-        """Add `amount` to the amount that is done. Show the progress every few seconds."""
+        """Add `amount` to the amount that is done. Update the bar, or print a line if the last line
+        is at least _LINE_EVERY_S seconds old."""
         self._done += amount
         if self._bar is not None:
             self._bar.update(amount)

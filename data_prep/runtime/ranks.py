@@ -1,10 +1,10 @@
 """The ranks of a command: processes that share work only through files in the output directory.
 
-The ranks may be on any number of machines. A rank that ends in an error writes its message to the
-output directory. A rank that works sends heartbeats: it regularly updates a file in this directory.
-A waiting rank can therefore detect that another rank has failed or was lost
-(docs/formats/dataset.md, "Many machines"). Every item of work is idempotent: if two ranks do the
-same item, they write the same bytes under the same name.
+The ranks can be on any number of machines. A rank that ends with an error writes the message of the
+error to the output directory. A rank that works sends heartbeats: the rank regularly updates a file
+in the output directory. A waiting rank can therefore detect that another rank has failed or was
+lost (docs/formats/dataset.md, "Many machines"). Every item of work is idempotent: if two ranks do
+the same item, both ranks write the same bytes to a file with the same name.
 """
 
 from __future__ import annotations
@@ -32,20 +32,21 @@ _FAILED, _ALIVE = ".failed-rank-", ".alive-rank-"
 _MESSAGE_BYTES = 1 << 20
 _HEARTBEATS_PER_SILENCE = 8
 _END_S = 1.0
-"""Longest wait in seconds for the end of the thread that sends heartbeats. The thread may hang with
-the file system."""
+"""Longest wait, in seconds, for the end of the thread that sends heartbeats. If the file system
+hangs, the thread does not end."""
 
 
 class RankFiles:
     """The files in an output directory through which the ranks of a command communicate.
 
-    A rank that ends in an error writes its message to `.failed-rank-R.*.tmp`. As a heartbeat, a
-    rank that works regularly updates the modification time of `.alive-rank-R.*.tmp`.
+    A rank R that ends with an error writes the message of the error to `.failed-rank-R.*.tmp`. As a
+    heartbeat, a rank R that works regularly updates the modification time of
+    `.alive-rank-R.*.tmp`.
     """
 
     def __init__(self, out: Path):
-        """Record the names of the files that ranks of earlier runs have left in `out`. `out` may be
-        missing."""
+        """Record the names of the files that ranks of earlier runs have left in `out`. It is not an
+        error if the directory `out` does not exist."""
         self._out = out
         self._old = self._names(_FAILED)
         self._old_heartbeats: dict[str, int | None] = dict.fromkeys(self._names(_ALIVE))
@@ -97,7 +98,7 @@ class RankFiles:
                 try:
                     _touch(path)
                 except OSError as error:
-                    if not warned and self._out.is_dir():  # else the work begins later
+                    if not warned and self._out.is_dir():  # else the directory is created later
                         warned = True
                         say(
                             f"{path}: cannot be updated: {error.strerror}; other ranks may "
@@ -127,20 +128,20 @@ class RankFiles:
         The clocks of machines differ. Compare a time only with an earlier time of the same file.
 
         Returns:
-            Maps each rank to pairs (name, modification time in ns) of its files. A file that
-            existed before this object was created is left out until its modification time has
-            changed since the first call.
+            A dict that maps each rank to pairs (name, modification time in ns) of the rank's files.
+            A file that existed before this object was created is left out until its modification
+            time has changed since the first call.
         """
         heartbeats: dict[int, set[tuple[str, int]]] = {rank: set() for rank in ranks}
         for name in self._names(_ALIVE):
             number = name.removeprefix(_ALIVE).partition(".")[0]
             if not (number.isascii() and number.isdecimal() and int(number) in heartbeats):
                 continue
-            with contextlib.suppress(OSError):  # the rank has ended
+            with contextlib.suppress(OSError):  # the rank has ended and removed its file
                 time_ns = os.stat(self._out / name).st_mtime_ns
                 if name in self._old_heartbeats:
-                    # The time of an old file is read at its first check, because there may be many
-                    # files. An old file is a heartbeat only if its time changes.
+                    # The time of an old file is first read here and not in `__init__`, because
+                    # there may be many files. A change of the time is a heartbeat.
                     if self._old_heartbeats[name] is None:
                         self._old_heartbeats[name] = time_ns
                     if self._old_heartbeats[name] == time_ns:
@@ -149,7 +150,8 @@ class RankFiles:
         return heartbeats
 
     def remove_old(self) -> None:
-        """Remove the failure messages of earlier runs. Call this when the work is done."""
+        """Remove the failure messages of earlier runs. Call this method when the command has
+        finished its work."""
         for name in self._old:
             (self._out / name).unlink(missing_ok=True)
 
@@ -162,16 +164,16 @@ def _touch(path: Path) -> None:
 
 
 _SILENCE_S = 120.0
-"""Default of `WorkerGroup.silence_s`. File systems take less time to show files that other machines
-have written."""
+"""Default of `WorkerGroup.silence_s`. A file that another machine has written appears in a shared
+file system in less than this time."""
 _STUCK_FACTOR = 30
-"""If no rank makes progress, a waiting rank ends with an error after this multiple of `silence_s`,
-even if the other ranks send heartbeats. The multiple is large because some work, such as the
-comparison of ids, does not write files for a long time."""
+"""If no rank makes progress for _STUCK_FACTOR * `silence_s` seconds, a waiting rank ends with an
+error, even if the other ranks send heartbeats. The factor is large because some steps, such as the
+comparison of ids, do not write files for a long time."""
 _MOST_WATCHED = 16
 """Largest number of ranks whose heartbeats a waiting rank reads. Rank r first reads the heartbeats
-of ranks r + 1, r + 2 and so on, then of the ranks from 0. Without a limit, each rank might read the
-heartbeats of all other ranks."""
+of ranks r + 1, r + 2 and so on, and then of ranks 0, 1 and so on. Without a limit, each rank could
+read the heartbeats of all other ranks."""
 _POLL_S = (0.05, 5.0)
 _RANKS_PER_POLL_S = 50.0
 """The polling interval in seconds is the number of ranks divided by `_RANKS_PER_POLL_S`, within the
@@ -192,7 +194,8 @@ class WorkerGroup:
 
     @property
     def poll_s(self) -> float:
-        """Return the seconds that this rank waits between two checks of the work of other ranks."""
+        """Return the interval, in seconds, at which this rank checks the progress of the other
+        ranks."""
         return min(max(_POLL_S[0], self.world / _RANKS_PER_POLL_S), _POLL_S[1])
 
     def check(self) -> None:
@@ -220,8 +223,8 @@ def failure_scope(group: WorkerGroup, out: Path) -> Iterator[WorkerGroup]:
     ranks.
 
     If a rank fails or is killed within the context, the other ranks finish their shares of the
-    work, which a later run can use. These ranks then raise LostPeerError instead of waiting for the
-    lost rank.
+    work. A later run can use the finished shares. The other ranks then raise LostPeerError instead
+    of waiting for the lost rank.
     """
     if group.world == 1 or group.files is not None:
         yield group
@@ -265,28 +268,29 @@ def _by_size(sizes: Sequence[int]) -> list[int]:
 
 
 class PrepTask(Protocol):
-    """Protocol of a step of data preparation. The step is divided into items of work, which ranks
-    share. If two ranks do the same item, the result is the same as if a single rank does it."""
+    """Protocol of a step of data preparation. The step is divided into items of work, which are
+    distributed over the ranks. If two ranks do the same item, the result is the same as if a single
+    rank does the item."""
 
     @property
     def folder(self) -> Path:
         """Return the directory to which ranks write the results of items. Ranks detect progress by
-        the growth of the unfinished files in it."""
+        the growth of the unfinished files in this directory."""
 
     def plan(self) -> Sequence[int]:
-        """Return the size of each item. All ranks must return equal sizes, because the sizes decide
-        which rank does which item."""
+        """Return the size of each item. All ranks must return equal sizes, because each rank
+        computes the assignment of items to ranks from the sizes."""
 
     def missing(self) -> list[int]:
-        """Return the indices of items that are not done. The check may be superficial, because
-        ranks repeat it often, and `verify` is called later."""
+        """Return the indices of items that are not done. Ranks call this method often, so it should
+        be fast and need not read the results of items: `verify` is called later."""
 
     def do(self, items: list[int]) -> None:
         """Do the items with the indices `items`."""
 
     def verify(self) -> list[int]:
-        """Check all items thoroughly, after `missing` has returned []. Return the indices of
-        incorrect items."""
+        """Check the results of all items, after `missing` has returned []. Return the indices of
+        items with missing or incorrect results."""
 
 
 def run_task(group: WorkerGroup, task: PrepTask) -> None:
@@ -316,7 +320,7 @@ def growth(folder: Path) -> tuple[int, int]:
     count = size = 0
     with os.scandir(folder) as entries:
         for entry in entries:
-            if entry.name.startswith("."):  # temporary names
+            if entry.name.startswith("."):  # an unfinished file has a temporary name
                 try:
                     size += entry.stat().st_size
                 except FileNotFoundError:
@@ -328,7 +332,7 @@ def growth(folder: Path) -> tuple[int, int]:
 def wait_for(group: WorkerGroup, done: Callable[[], bool], do: Callable[[], object]) -> None:
     """Call `do` on rank 0. On the other ranks, wait until `done` returns True.
 
-    Raises the errors of `_wait`.
+    Raises LostPeerError like `_wait`.
     """
     if group.rank == 0:
         do()
@@ -340,8 +344,8 @@ def wait_for(group: WorkerGroup, done: Callable[[], bool], do: Callable[[], obje
 class _Watch:
     """Detector of lost ranks and missing progress, for a rank that waits for other ranks.
 
-    Time is counted in calls of `look` instead of seconds, so that a period in which this process or
-    its file system was suspended is not counted.
+    Time is counted in calls of `look` instead of seconds. A period in which this process or the
+    file system was suspended is therefore not counted.
     """
 
     def __init__(self, group: WorkerGroup) -> None:
@@ -361,9 +365,9 @@ class _Watch:
     def look(self, left: Counter[int], progress: Callable[[], object]) -> tuple[list[int], bool]:
         """Check the ranks that still have items to do.
 
-        A rank is lost if its heartbeats have stopped for `silence_s`. A rank that has never sent a
-        heartbeat may start late. It is lost only if, in addition, no rank has made progress for
-        `silence_s`.
+        A rank is lost if it has sent no heartbeat for `silence_s` seconds. If a rank has never sent
+        a heartbeat, it may start late: such a rank is lost only if, in addition, no rank has made
+        progress for `silence_s` seconds.
 
         Args:
             left: The number of items that each rank still has to do.
@@ -371,9 +375,10 @@ class _Watch:
 
         Returns:
             (ranks that are lost, True if no rank made progress for `_STUCK_FACTOR` times
-            `silence_s`).
+            `silence_s` seconds).
         """
-        if self._looks % _HEARTBEATS_PER_SILENCE == 0:  # rarely, because this lists many files
+        # `progress` is called only once per `silence_s` seconds, because it lists many files.
+        if self._looks % _HEARTBEATS_PER_SILENCE == 0:
             before, self._progress = self._progress, (left, progress())
             self._idle = self._idle + 1 if self._progress == before else 0
         self._looks += 1
@@ -419,7 +424,7 @@ def _wait(
             next_look = time.monotonic() + group.silence_s / _HEARTBEATS_PER_SILENCE
             lost, is_stuck = watch.look(left, progress)
             if lost:
-                if group.files:  # for ranks that do not check this rank
+                if group.files:  # for ranks that do not read the heartbeats of the lost rank
                     silence = LostPeerError(
                         f"no heartbeat of this rank for {group.silence_s:g} s; check its process"
                     )

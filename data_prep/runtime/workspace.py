@@ -1,4 +1,4 @@
-"""Output directories that several runs may use at once.
+"""Output directories that several runs can use at the same time.
 
 A run does not remove the unfinished files of another run that is still working.
 """
@@ -49,11 +49,12 @@ def working_in(directory: str | os.PathLike, rank: int = 0) -> Iterator[Path]:
     """Context manager for work in `directory`. The directory is created if it does not exist.
 
     At its start and at its end, the context manager removes the incomplete files of killed runs.
-    Several runs at once are allowed: every commit is atomic, and all runs write the same bytes. A
-    lock shows if another run of this user works in the directory. If there is no such run, the
-    context manager removes all incomplete files that this user has written from this machine. The
-    lock may not be visible on other machines. Therefore rank 0 removes any other incomplete file
-    only if no process has written to the file for a day.
+    Several runs can work in the directory at the same time, because a file gets its final name only
+    when the file is complete, and all runs write the same bytes. A lock shows if another run of
+    this user works in the directory. If there is no such run, the context manager removes all
+    incomplete files that this user has written from this machine. Other machines possibly cannot
+    see the lock. Therefore any other incomplete file is removed only by rank 0, and only if no
+    process has written to the file for a day.
 
     Raises:
         DataError: the directory cannot be made, is not writable or stays locked.
@@ -94,9 +95,9 @@ def remove_temporaries(pids: Collection[int]) -> list[Path]:
 class _Lock:
     """Lock of an output directory: a file that every run of this user locks while the run works.
 
-    Runs take the lock as a shared lock. A run that removes incomplete files of killed runs takes it
-    as an exclusive lock. The file has mode 0600: a user who could read the file could lock it, and
-    thus stop a run. If the file cannot be created or belongs to another user, there is no lock, and
+    A run takes a shared lock. To remove the incomplete files of killed runs, a run takes the
+    exclusive lock. The file has mode 0600: a user who can read the file can lock the file, and thus
+    stop a run. If the file cannot be created or belongs to another user, there is no lock, and
     `is_alone` returns False.
     """
 
@@ -105,11 +106,13 @@ class _Lock:
         self._open()
 
     def is_alone(self) -> bool:
-        """Try to take the exclusive lock. Return True on success: no other run has the lock."""
+        """Try to take the exclusive lock. Return True on success, which means that no other run has
+        the lock."""
         return bool(self._flock(fcntl.LOCK_EX)) and self._is_named()
 
     def share(self) -> None:
-        """Take the shared lock. Raises DataError if a process keeps the exclusive lock too long."""
+        """Take the shared lock. Raises DataError if a process keeps the exclusive lock for more
+        than _LOCK_S seconds."""
         until = time.monotonic() + _LOCK_S
         while (has_lock := self._flock(fcntl.LOCK_SH)) is not None:
             if has_lock and self._is_named():
@@ -119,8 +122,8 @@ class _Lock:
                 self._open()
             elif time.monotonic() > until:
                 raise DataError(
-                    f"{self._path}: another process has locked it for {_LOCK_S:g} s; end that "
-                    "process or remove the file"
+                    f"{self._path}: another process has locked this file for {_LOCK_S:g} s; end "
+                    "that process or remove the file"
                 )
             else:
                 time.sleep(_POLL_S)
@@ -136,7 +139,8 @@ class _Lock:
         self._fd = -1
 
     def _open(self) -> None:
-        """Open the lock file. The descriptor is -1 if this fails or another user owns the file."""
+        """Open the lock file, and set `_fd` to its descriptor. Set `_fd` to -1 if the file cannot
+        be opened or belongs to another user."""
         self._fd = -1
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         with contextlib.suppress(OSError):
@@ -144,7 +148,7 @@ class _Lock:
             about = os.fstat(fd)
             if stat.S_ISREG(about.st_mode) and about.st_uid == os.geteuid() and about.st_nlink <= 1:
                 self._fd = fd
-                os.fchmod(fd, 0o600)  # a `chmod -R` may have opened it to others
+                os.fchmod(fd, 0o600)  # `chmod -R` may have allowed other users to read the file
             else:
                 os.close(fd)
 
@@ -202,7 +206,7 @@ def _sweep(directory: Path, alone: bool, everywhere: bool) -> None:
 def _file_system_time(directory: Path) -> float:
     """Return the present time of the clock that sets the modification times in `directory`.
 
-    On a network file system, this is the clock of the file server.
+    On a network file system, the clock of the file server sets the modification times.
     """
     path = files.temporary_name(directory / "now")
     try:

@@ -1,8 +1,8 @@
 """Blends: data sets that are mixed from several sources in exact proportions.
 
 A source is a set of token arrays. `Mixing` determines the source of each instance, so that each
-source gets an exact integer quota. Specification, proof and test vectors: docs/formats/dataset.md,
-"Mixing" and "Blends". Shapes: n and R are numbers of instances.
+source gets an exact integer quota of instances. Specification, proof and test vectors:
+docs/formats/dataset.md, "Mixing" and "Blends".
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ MIXING_ALGORITHM = "largest-deficit"
 """Name of the algorithm in `Mixing`. Change the name if the algorithm changes."""
 
 MAX_PERIOD = 1 << 20
-"""Largest period of a `Mixing`. The period is the sum of the weights. A period is computed in at
-most 2 s."""
+"""Largest period of a `Mixing`. The period is the sum of the weights. The sequence of a period of
+this length is computed in at most 2 s."""
 
 
 def integer_weights(weights: Sequence[int | float | str | Fraction]) -> tuple[int, ...]:
@@ -71,8 +71,8 @@ def integer_weights(weights: Sequence[int | float | str | Fraction]) -> tuple[in
 
 
 class Mixing:
-    """Infinite, periodic sequence of sources in the ratios of integer weights. Objects are
-    immutable."""
+    """Infinite, periodic sequence of sources. The frequencies of the sources have the ratios of the
+    integer weights. A `Mixing` is immutable."""
 
     def __init__(self, weights: Sequence[int]):
         """Compute one period of the sequence. Source i occurs weights[i] times in the period.
@@ -85,7 +85,8 @@ class Mixing:
         self.period = sum(weights)
         self._weights = np.array(weights, np.int64)
         self._picks = self._first_period()
-        self._before = np.empty(self.period, np.int64)  # number of earlier picks of the same source
+        # For each position in the period: the number of earlier positions with the same source.
+        self._before = np.empty(self.period, np.int64)
         for source in range(len(weights)):
             positions = np.flatnonzero(self._picks == source)
             assert len(positions) == weights[source]
@@ -109,7 +110,7 @@ class Mixing:
         number n is instance n % N of its epoch n // N.
 
         Returns:
-            (sources, numbers within the sources), two arrays int64 [n].
+            (sources, numbers within the sources), two arrays int64 [stop - start].
         """
         assert 0 <= start <= stop < 1 << 62, (start, stop)
         rounds, positions = np.divmod(np.arange(start, stop, dtype=np.int64), self.period)
@@ -117,7 +118,7 @@ class Mixing:
         return sources, rounds * self._weights[sources] + self._before[positions]
 
     def before_repeating(self, available: Sequence[int]) -> int:
-        """Return the number of instances of the mix before the first repeated instance.
+        """Return the number of instances of the mix before an instance of any source is repeated.
 
         Source i has available[i] different instances.
         """
@@ -140,12 +141,12 @@ class Mixing:
 FORM = "optimus-blend-order"
 _WEIGHT = re.compile(r"[0-9]{1,18}(\.[0-9]{1,18})?")
 _MAX_PICKS = 1 << 28
-"""Maximum product of the period of a blend's `Mixing` and the number of sources for which the
-quotas of the blend are checked. Larger checks take minutes."""
+"""The quotas of a blend are checked only if the product of two numbers is at most _MAX_PICKS: the
+period of the blend's `Mixing`, and the number of sources. Larger checks take minutes."""
 _PASS_KEYS = 1 << 32
 """Factor in the epoch number for the permutation of a partial pass. A complete pass uses each
-instance of a source once. If the last pass p of source s is partial, it uses the first instances in
-the permutation of epoch (s + 1) * 2^32 + p. Training never reaches such an epoch."""
+instance of a source once. If the last pass p of source s is partial, this pass uses the first
+instances in the permutation of epoch (s + 1) * 2^32 + p. Training never reaches such an epoch."""
 
 
 def parse_weight(text: str) -> Fraction:
@@ -168,8 +169,8 @@ def mixing_of(weights: Sequence[str]) -> Mixing:
 
 @dataclass(frozen=True)
 class BlendSource:
-    """A source of a blend: a set of token arrays. `order` divides the token arrays into instances,
-    but its permutation is not used."""
+    """A source of a blend: a set of token arrays. `order` divides the token arrays into instances.
+    The permutation in `order` is not used."""
 
     weight: str
     quota: int
@@ -209,23 +210,23 @@ class BlendOrder(InShards):
 
     @property
     def tail_tokens(self) -> int:
-        """Return the number of tokens of all sources that are not in an instance."""
+        """Return the number of tokens, over all sources, that are in no instance of the source."""
         return sum(order.tail_tokens for order in self.sources)
 
     def tails(self) -> tuple[int, ...]:
-        """For each unit (token array) of each source, return the number of tokens that are not in
-        an instance."""
+        """Return, for each unit (token array) of each source, the number of tokens that are in no
+        instance."""
         return tuple(tail for order in self.sources for tail in order.tails())
 
     def split(self, instances: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
         """Group instances of the blend by source.
 
         Args:
-            instances: Numbers of instances before the shuffle, int64 [R].
+            instances: Numbers of R instances before the shuffle, int64 [R].
 
         Yields:
-            The index of a source, the positions of its instances in `instances`, and the numbers of
-            these instances within the source.
+            For each source with instances in `instances`: (index of the source, positions of the
+            source's instances in `instances`, numbers of these instances within the source).
         """
         starts = np.concatenate([[0], np.cumsum([source.quota for source in self.blended])])
         owner = np.searchsorted(starts, instances, side="right") - 1
@@ -235,10 +236,10 @@ class BlendOrder(InShards):
 
     def _of_source(self, number: int, indices: np.ndarray) -> np.ndarray:
         """Return the instances of source `number` that the blend uses at the positions `indices`.
-        Positions are counted among all uses of this source.
+        Positions are counted among the instances of the blend that come from this source.
 
-        The blend reads a source in one or more passes. A complete pass keeps the order of the
-        source. If the last pass is partial, it is permuted, so that it is a random sample.
+        The blend reads a source in one or more passes. A complete pass reads all instances in the
+        order of the source. A partial last pass reads a random sample of the instances.
         """
         source = self.blended[number]
         size = source.order.num_instances
@@ -294,16 +295,17 @@ def read_any_order(dataset: Path) -> Order | BlendOrder:
 
 
 def quota_problem(blend: BlendOrder) -> str:
-    """Check that the quotas of a blend follow from its weights.
+    """Check that the weights of a blend give the quotas of the blend.
 
-    Return a description of the problem, or "" if there is none or the check would take minutes.
+    Return a description of the problem. Return "" if there is no problem, or if the check would
+    take minutes.
     """
     try:
         weights = integer_weights([parse_weight(weight) for weight in blend.weights])
     except ConfigError as error:
         return str(error)
     if sum(weights) * len(weights) > _MAX_PICKS:
-        return ""  # the exact quotas would take minutes
+        return ""  # the computation of the exact quotas would take minutes
     expected = Mixing(weights).quotas(blend.num_instances)
     quotas = tuple(source.quota for source in blend.blended)
     return "" if quotas == expected else f"quotas {quotas}, but the weights give {expected}"
@@ -319,10 +321,10 @@ def make_blend(
         weights: The weight of each source, a decimal number.
         seed: Seed of the permutations.
         total: The number of instances. 0: the largest number without repeated instances.
-        shard_bytes: Bytes of a shard, as in `order.rows_of_shard`.
+        shard_bytes: Maximum size of a shard in bytes, as in `order.rows_of_shard`.
 
     Raises:
-        ConfigError: a weight is not a decimal above 0, or a source has no instances.
+        ConfigError: a weight is not a decimal number above 0, or a source has no instances.
     """
     mixing = mixing_of(weights)
     available = [order.num_instances for order in orders]

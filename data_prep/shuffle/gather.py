@@ -2,14 +2,14 @@
 
 A row is an instance. Legend: R requested rows, C tokens of a row (context). Two strategies produce
 the same bytes. `gather` reads rows at random positions. `bucket` first writes sorted runs, like an
-external sort. A run contains consecutive instances of the token arrays, sorted by their row in the
-shards. The rows of a run that belong to the same shard are therefore adjacent. They are called a
-piece of the run. A shard is made of one piece of each run, so that all reads are long
-(docs/formats/dataset.md, "Strategies").
+external sort. A run contains consecutive instances of the token arrays, sorted by the row that each
+instance has in the shards. The rows of a run that belong to the same shard are therefore adjacent.
+These adjacent rows are called a piece of the run. A shard consists of one piece of each run, so
+that all reads are long (docs/formats/dataset.md, "Strategies").
 
 Files of run 0, where ORDER is the hash of order.json and ROWS is the number of rows of a run:
 
-OUT/spill/ORDER-ROWS-2/unit-00000.npy         [ROWS * C] tokens; exists only when complete
+OUT/spill/ORDER-ROWS-2/unit-00000.npy         [ROWS * C] tokens; exists only if it is complete
 OUT/spill/ORDER-ROWS-2/unit-00000.pieces.npy  int64 [shards + 1, 2]; row s is (first row, xxh3) of
 the piece of shard s, and the last row has the number of rows of the run. The reader compares the
 hash of a piece when it has read the whole piece.
@@ -42,19 +42,19 @@ from optimus.io import files
 from optimus.launch.environment import usable_memory
 
 INDEX_BYTES = 80
-"""Bytes of memory per row, in addition to its tokens: ten 8-byte temporaries of `Gatherer.rows`."""
+"""Bytes of memory per row, in addition to the tokens of the row: ten temporary integers of 8 bytes
+in `Gatherer.rows`."""
 
 _DENSE = 4
-"""A range of a token array is read as a whole if at least a quarter (1/_DENSE) of it is requested.
-A sequential read then costs less than random reads."""
+"""A range of a token array is read as a whole if at least 1/_DENSE of the range is requested. A
+sequential read then takes less time than random reads."""
 
 
 class Gatherer:
     """Reader of the instances of an order, from token arrays. Threads must not share a reader."""
 
     def __init__(self, dataset: Path, order: Order | BlendOrder, window_bytes: int):
-        """Open the token arrays of `order`. Sequential reads have about `window_bytes` bytes
-        each."""
+        """Open the token arrays of `order`. A sequential read has about `window_bytes` bytes."""
         self._order = order
         self._sources = [_SourceReader(dataset, source, window_bytes) for source in order.sources]
 
@@ -65,8 +65,8 @@ class Gatherer:
     def rows(self, instances: np.ndarray, out: np.ndarray) -> np.ndarray:
         """Copy the tokens of instance instances[i] to out[i], for all i, and return `out`.
 
-        Callers reuse `out`. This takes a tenth less time, because the kernel does not have to clear
-        new pages.
+        A caller should pass the same `out` in each call. This saves a tenth of the time, because
+        the operating system does not have to clear new pages.
 
         Args:
             instances: int64 [R], numbers of instances before the shuffle.
@@ -145,7 +145,8 @@ _VERSION = 2
 class Spill:
     """Task that writes the sorted runs of one order for the strategy `bucket`.
 
-    Each work item is a run: a file of consecutive instances, sorted by their row in the shards.
+    Each work item is a run: a file of consecutive instances of the token arrays, sorted by the row
+    that each instance has in the shards.
     """
 
     dataset: Path
@@ -185,8 +186,8 @@ class Spill:
             run_jobs(_do_run, self, runs, self.workers, progress)
 
     def verify(self) -> list[int]:
-        """Return []. Runs are verified later: `SpillReader` checks their hashes when it reads
-        them."""
+        """Return []. Runs are verified later: `SpillReader` checks the hashes of the rows that it
+        reads."""
         return []
 
 
@@ -204,8 +205,8 @@ def open_spill(
         dataset: The directory of the data set.
         order: The order of the data set.
         order_xxh3: The hash of order.json.
-        block_bytes: Memory of a worker for rows, in bytes. This memory determines the length of
-            runs.
+        block_bytes: Memory of a worker for rows, in bytes. `rows_of_run` computes the length of
+            runs from this memory.
         workers: Number of worker processes of this rank.
         label: Name of the step in progress messages.
     """
@@ -219,7 +220,8 @@ def rows_of_run(order: Order | BlendOrder, block_bytes: int) -> int:
     """Return the number of rows of a sorted run that a worker can make in `block_bytes` bytes of
     memory.
 
-    The number is a power of two, so that small differences in memory do not change it.
+    The result is a power of two, so that a small change of `block_bytes` does not change the
+    result.
     """
     fit = max(1, block_bytes * 3 // 4 // (order.row_bytes + 2 * INDEX_BYTES))
     return 1 << (fit.bit_length() - 1)
@@ -273,10 +275,12 @@ class SpillReader:
         self._window_rows = max(1, spill.block_bytes // 8 // spill.order.row_bytes)
         offset = layout.HEADER_BYTES + 16 * shard
         self._folder = spill.folder
-        self._next = np.empty(spill.num_runs, np.int64)  # the next row to be read of each run
-        self._stop = np.empty(spill.num_runs, np.int64)  # the end of this shard's piece of each run
+        # For each run: the next row to read, and the end and the hash of this shard's piece.
+        self._next = np.empty(spill.num_runs, np.int64)
+        self._stop = np.empty(spill.num_runs, np.int64)
         self._xxh3 = np.empty(spill.num_runs, np.int64)
-        self._digests: dict[int, xxhash.xxh3_64] = {}  # of pieces that are partly read, by run
+        # Maps a run to the hash of the rows that were read, if the piece is only partly read.
+        self._digests: dict[int, xxhash.xxh3_64] = {}
         for run in range(spill.num_runs):
             with open(spill.pieces_path(run), "rb", buffering=0) as file:
                 values = np.frombuffer(os.pread(file.fileno(), 24, offset), "<i8")
@@ -309,7 +313,8 @@ class SpillReader:
         """Update the hash of this shard's rows in `run` with `piece`, the tokens that were read
         last.
 
-        Raises DamageError if `piece` contains the last of these rows and the hash is wrong.
+        If all of this shard's rows in `run` have been read and the hash is wrong, raise
+        DamageError.
         """
         digest = self._digests.setdefault(run, xxhash.xxh3_64())
         digest.update(piece.data)
@@ -324,13 +329,13 @@ class SpillReader:
 
 _PROBE_ROWS = 128
 _LEAST_PIECE_ROWS = 8
-"""`bucket` is faster than `gather` only if a shard has at least this number of adjacent rows in
-each run. Shorter reads are as slow as random reads, and `bucket` writes twice as much as
-`gather`."""
+"""`bucket` is faster than `gather` only if a shard has at least _LEAST_PIECE_ROWS adjacent rows in
+each run. Reads of fewer rows are as slow as random reads, and `bucket` writes twice as many bytes
+as `gather`."""
 _WORTH_IT = 3.0
 """The strategy "auto" selects `bucket` if random reads take more than _WORTH_IT times as long as a
-sequential read of the same number of bytes. For V bytes of tokens, `gather` makes random reads of V
-bytes and writes V bytes, but `bucket` makes long reads and writes of 4 V bytes."""
+sequential read of the same number of bytes. For V bytes of tokens, `gather` reads V bytes in random
+reads and writes V bytes. `bucket` reads 2 V bytes in long reads and writes 2 V bytes."""
 
 
 def choose_strategy(
@@ -339,8 +344,8 @@ def choose_strategy(
     """Return the strategy for reading token arrays, "gather" or "bucket".
 
     With several ranks, "auto" selects "gather", because all ranks must use the same strategy, and
-    parallel file systems serve many readers at once. With one rank, "auto" measures the disk if the
-    result depends on it.
+    parallel file systems serve many readers at once. With one rank, "auto" selects "gather" for
+    small data sets and for short pieces of runs. For other data sets, "auto" measures the disk.
 
     Args:
         dataset: The directory of the data set.
@@ -353,9 +358,9 @@ def choose_strategy(
     small = order.num_instances > run_rows and piece_rows < _LEAST_PIECE_ROWS
     if strategy == "bucket" and small:
         group.say(
-            f"--strategy bucket can read only {piece_rows:.2g} adjacent rows at a time, so it is "
-            "not faster than gather; use --strategy gather, or increase --memory or --shard-size "
-            f"by a factor of {_LEAST_PIECE_ROWS / piece_rows:.0f}"
+            f"--strategy bucket can read only {piece_rows:.2g} adjacent rows at a time, so bucket "
+            "is not faster than gather; use --strategy gather, or increase --memory or "
+            f"--shard-size by a factor of {_LEAST_PIECE_ROWS / piece_rows:.0f}"
         )
     if strategy != "auto":
         return strategy
@@ -369,15 +374,15 @@ def choose_strategy(
 def random_read_cost(dataset: Path, order: Order | BlendOrder) -> float:
     """Return the ratio of the time of random reads to the time of a sequential read.
 
-    The sequential read has the same number of bytes as all random reads together. The largest token
-    array of the largest source is read. The ratio is 1 if this array is compressed or too small for
-    a measurement.
+    The sequential read has as many bytes as all random reads together. All reads are from the
+    largest token array of the largest source. The ratio is 1 if this array is compressed or too
+    small for a measurement.
     """
     row_bytes, source = order.row_bytes, max(order.sources, key=lambda source: source.num_instances)
     unit = max(range(len(source.units)), key=lambda unit: source.units[unit].tokens)
     size = _PROBE_ROWS * row_bytes
     path = plain_arrays(dataset / source.tokens_dir, [unit]).get(unit)
-    if path is None:  # compressed: `bucket` would write its tokens uncompressed
+    if path is None:  # the array is compressed, and `bucket` would write its tokens uncompressed
         return 1.0
     fd = os.open(path, os.O_RDONLY)
     try:

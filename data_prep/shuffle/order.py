@@ -4,11 +4,11 @@ instances.
 See docs/formats/dataset.md, "Instances and their order". An `Order` describes the shards, which the
 step `shard` writes.
 
-The permutation is an exactly specified bijection on [0, N), keyed with (seed, epoch): a Feistel
-network on b bits, N <= 2^b < 2N, which is applied again to its output until the output is below N
-(cycle walking). The permutation needs O(1) memory for any N, and each machine can compute any range
-of the permutation. All arithmetic is modulo 2^64. Specification and test vectors:
-docs/formats/dataset.md, "Permutation".
+The permutation is an exactly specified bijection on [0, N), keyed with (seed, epoch). The bijection
+is a Feistel network on b bits, where b >= 2 is the smallest number with N <= 2^b. The network is
+applied again to its output until the output is below N (cycle walking). The permutation needs O(1)
+memory for any N, and each machine can compute any range of the permutation. All arithmetic is
+modulo 2^64. Specification and test vectors: docs/formats/dataset.md, "Permutation".
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ PERMUTATION_ALGORITHM = "feistel8-splitmix64"
 MAX_SEED = (1 << 64) - 1
 _ROUNDS = 8
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_CHUNK = 1 << 15  # indices per chunk, so that temporaries fit into the L2 cache
+_CHUNK = 1 << 15
+"""Number of indices to permute at a time, so that temporary arrays fit into the L2 cache."""
 
 
 class Permutation:
@@ -131,7 +132,8 @@ class Unit:
 
 
 class InShards(ABC):
-    """Base class of Order and BlendOrder. It divides the instances of a data set into shards."""
+    """Base class of Order and BlendOrder: the division of the instances of a data set into
+    shards."""
 
     part: str
     context: int
@@ -165,8 +167,8 @@ class InShards(ABC):
 
 @dataclass(frozen=True)
 class Order(InShards):
-    """Order of the instances in a set of token arrays. The order and the token arrays determine the
-    bytes of all shards."""
+    """Order of the instances of a data set that is made from one set of token arrays. The order and
+    the token arrays determine the bytes of all shards."""
 
     part: str
     plan: str
@@ -187,8 +189,8 @@ class Order(InShards):
 
     @property
     def sources(self) -> tuple[Order, ...]:
-        """Return a tuple that contains only this order. (`BlendOrder.sources` contains an order for
-        each source.)"""
+        """Return a tuple that contains only this order. In contrast, `BlendOrder.sources` contains
+        an order for each source of the blend."""
         return (self,)
 
     def split(self, instances: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
@@ -202,7 +204,8 @@ class Order(InShards):
         return sum(unit.tokens for unit in self.units) - self.num_instances * self.context
 
     def tails(self) -> tuple[int, ...]:
-        """For each unit, return the number of tokens at its end that are not in an instance."""
+        """Return, for each unit, the number of tokens at the end of the unit that are in no
+        instance."""
         tails = [unit.tokens - unit.kept for unit in self.units]
         left = sum(unit.kept for unit in self.units) % self.context
         # With carried tails, the dropped tokens are at the end of the concatenated units.
@@ -263,8 +266,8 @@ def check_order_values(order: Order, path: Path) -> None:
 
 
 def check_in_shards(order: InShards, path: Path) -> None:
-    """Raise DataError if the split, context, dtype, seed, permutation or number of instances per
-    shard of an order is impossible. The order was read from `path`."""
+    """Raise DataError if an attribute of `order`, which was read from `path`, is impossible: the
+    split, context, dtype, seed, permutation, or number of instances per shard."""
     layout.require(
         path,
         (order.part in layout.SPLITS, f"part is none of {', '.join(layout.SPLITS)}"),
@@ -287,14 +290,14 @@ def check_in_shards(order: InShards, path: Path) -> None:
 
 
 def rows_of_shard(num_instances: int, row_bytes: int, shard_bytes: int) -> int:
-    """Return the number of instances (rows) per shard. Only the last shard may have fewer
-    instances.
+    """Return the number of instances (rows) per shard. The last shard can have fewer instances.
 
     Args:
         num_instances: Number of instances in the data set.
         row_bytes: Size of an instance in bytes.
-        shard_bytes: Maximum size of a shard in bytes, but a shard has at least one instance. 0
-            selects 1/64 of the size of the data set, limited to the range from 4 MiB to 1 GiB.
+        shard_bytes: Maximum size of a shard in bytes. If an instance is larger, a shard has one
+            instance. 0 selects 1/64 of the size of the data set, but at least 4 MiB and at most
+            1 GiB.
     """
     shard_bytes = shard_bytes or min(max(num_instances * row_bytes // 64, 4 << 20), 1 << 30)
     return max(1, shard_bytes // row_bytes)
@@ -316,9 +319,10 @@ def make_order(
         dataset: The directory of the data set to which the order belongs.
         context: Tokens of an instance.
         seed: Seed of the permutation.
-        carry_tails: True: instances may continue in the next token array. Only tokens at the end of
-            the last arrays are then not in an instance.
-        shard_bytes: Bytes of a shard, as in `rows_of_shard`.
+        carry_tails: True: an instance can continue in the next token array, so that only the last
+            tokens of the concatenated arrays, fewer than `context`, are in no instance. False: the
+            last tokens of each array, fewer than `context`, are in no instance.
+        shard_bytes: Maximum size of a shard in bytes, as in `rows_of_shard`.
 
     Raises:
         DataError: token arrays are missing or damaged.

@@ -1,1 +1,1 @@
-"""Input files and the documents that they contain."""
+"""Search for input files, and readers of the documents in input files."""

@@ -1,10 +1,10 @@
 """Reader of the documents of one input file. For each document that cannot be used, the reader
 reports the file and the line.
 
-A text or source file is one document; a file of JSON lines has a document per line, a Parquet file
-a document per row. Text is used byte for byte: newlines are not translated, and white space is not
-removed. An empty text is a document. A text file above LONG_BYTES is read twice: once to check the
-file, and then in blocks, so that the file need not fit in memory.
+A text or source file is a single document. A file of JSON lines has a document per line, and a
+Parquet file has a document per row. Text is used byte for byte: newlines are not translated, and
+white space is not removed. An empty text is a document. A text file above LONG_BYTES is read twice:
+first to check the file, and then in blocks, so that the file need not fit in memory.
 """
 
 from __future__ import annotations
@@ -120,8 +120,8 @@ class Position:
     position."""
     line: int
     raw_bytes: int
-    """Number of bytes that were read from disk before this position. `raw_xxh3` is the hash of
-    these bytes. A later run compares this hash to detect changes of the file."""
+    """Number of bytes that had been read from disk when reading reached this position. `raw_xxh3`
+    is the hash of these bytes. A later run compares this hash to detect changes of the file."""
     raw_xxh3: str
 
     def is_possible(self) -> bool:
@@ -178,7 +178,8 @@ class InputReader:
         return Position(self._offset, self._line, *self._raw.so_far())
 
     def move_position(self, size: int) -> None:
-        """Move the position past the next `size` bytes of a long text."""
+        """Add `size` bytes to the position. Call this method after `size` bytes of a long text have
+        been processed."""
         self._offset += size
 
     def __iter__(self) -> Iterator[Document | Problem | LongText]:
@@ -217,7 +218,7 @@ class InputReader:
             raise DamagedFile(1, f"damaged {packing}: the file is empty")
         if kind_of(name) == "parquet":
             assert self._raw is not None
-            self._raw.drain()  # hashes the file here, because read_column reads it out of order
+            self._raw.drain()  # hash the file now, because `read_column` does not read in order
             yield from self._rows()
             return
         stream = unpack(buffered, name)
@@ -236,7 +237,8 @@ class InputReader:
     def _text(self, stream: IO[bytes]) -> Document | Problem | LongText:
         """Return the document in a text file, or a Problem if the file cannot be used.
 
-        A file above LONG_BYTES is decompressed twice: to check it, and while its blocks are read.
+        A file above LONG_BYTES is decompressed twice: first to check the file, and again while the
+        blocks of the LongText are read.
         """
         if not self._start:
             data = stream.read(LONG_BYTES + 1)
@@ -275,8 +277,8 @@ class InputReader:
 
     def _lines(self, stream: IO[bytes]) -> Iterator[Document | Problem]:
         limits = self._limits
-        # `readline` joins blocks, which takes twice the memory of the line. A line above `most`
-        # bytes is read to its end to get its size, but its content is not kept.
+        # `readline` joins blocks, which takes twice the memory of the line. If a line has more than
+        # `most` bytes, only the size of the line is determined, and its content is discarded.
         most = -1 if limits.room_bytes is None else limits.room_bytes // 2
         if limits.max_document is not None and not 0 <= most < limits.max_document:
             most = limits.max_document + 1
@@ -307,7 +309,7 @@ class InputReader:
                 self._line += 1
                 self._offset += 1
                 document = self._from_row(value, document_id, batch_bytes)
-                del value, document_id  # these objects keep their batch in memory
+                del value, document_id  # each of these objects keeps its whole batch in memory
                 yield document
                 del document
         except DamagedTable as error:
@@ -343,10 +345,11 @@ class InputReader:
 
 
 def _too_deep(data: bytes) -> bool:
-    """Return True if `data`, a JSON text, is nested deeper than _DEPTH.
+    """Return True if the arrays and objects in `data`, a JSON text, are nested deeper than _DEPTH.
 
-    json.loads also has a limit, which is below 1000 and depends on the stack of its caller. The
-    limit is lower in a worker process.
+    The limit of json.loads is below 1000 and depends on the call stack. In a worker process,
+    json.loads accepts fewer levels than in the main process. A document must be accepted or refused
+    independently of the process.
     """
     if data.count(b"[") + data.count(b"{") <= _DEPTH:
         return False

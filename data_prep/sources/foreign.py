@@ -1,9 +1,9 @@
 """Reader of token files that other programs wrote: flat arrays of ids and the ends of documents.
 
 Megatron-LM: `NAME.bin` contains the ids of all sequences; `NAME.idx` contains the dtype of the ids,
-the length of each sequence and the first sequence of each document (version 1 of
-the format in megatron/core/datasets/indexed_dataset.py). dolma and OLMo: a `.npy` without a header
-contains only ids, with EOS after each document. A .npy file with a header can also be read if it
+the length of each sequence and the first sequence of each document (version 1 of the format in
+megatron/core/datasets/indexed_dataset.py). dolma and OLMo: a `.npy` file without a header contains
+only ids, with EOS after each document. A `.npy` file with a header can also be read if its array
 has one dimension.
 """
 
@@ -23,15 +23,17 @@ from optimus.errors import DataError, counted, one_line
 from optimus.io import files
 
 _IDX_MAGIC = b"MMIDIDX\x00\x00"
-_IDX_HEAD = struct.Struct("<QBQQ")  # version, dtype, number of sequences and document indices
+_IDX_HEAD = struct.Struct("<QBQQ")
+"""Format of the fields after the magic number: version, dtype, number of sequences, number of
+document indices."""
 _IDX_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 _NPY_MAGIC = b"\x93NUMPY"
 _NPY_ERRORS = (
     *(ValueError, TypeError, OverflowError, RecursionError, MemoryError, SyntaxError),
     TokenError,
 )
-"""Exceptions that numpy raises for a .npy file with a damaged header. There are many kinds, because
-numpy parses the header as Python code and does not check the shape."""
+"""Exceptions that numpy raises for a .npy file with a damaged header. There are many such
+exceptions, because numpy parses the header as Python code and does not check the shape."""
 
 
 @dataclass(frozen=True)
@@ -79,13 +81,13 @@ def _megatron(path: Path) -> Foreign:
     version, code, sequences, documents = _IDX_HEAD.unpack_from(data, len(_IDX_MAGIC))
     if version != 1 or code not in _IDX_TYPES:
         raise DataError(
-            f"{idx}: version {version} with ids of type {code} is not supported; write version 1 "
-            "with integer ids"
+            f"{idx}: version {version} with the dtype code {code} is not supported; write version "
+            "1 with integer ids"
         )
     if size != head + 12 * sequences + 8 * documents:  # checked before the whole file is read
         raise DataError(
             f"{idx}: its size of {size} bytes does not match "
-            f"{counted(sequences, 'sequence')} and {documents} document indices; it is "
+            f"{counted(sequences, 'sequence')} and {documents} document indices; the file is "
             "damaged or multimodal: copy it again, or make it again from text"
         )
     data = read_bytes(idx)
@@ -127,8 +129,8 @@ def _npy(path: Path, dtype: str | None) -> Foreign:
             )
         return Foreign(_raw(path, np.dtype(dtype).newbyteorder("<")), no_ends)
     try:
-        # Warnings are ignored: np.load raises an error after an overflow, and would warn of headers
-        # that Python 2 wrote.
+        # The warnings of np.load are not needed. After the warning of an overflow, np.load raises
+        # an error. The other warning is about headers that Python 2 wrote.
         with np.errstate(over="ignore"), warnings.catch_warnings(action="ignore"):
             ids = np.load(path, mmap_mode="r", allow_pickle=False)
     except _NPY_ERRORS as error:
@@ -150,7 +152,7 @@ def _raw(path: Path, dtype: np.dtype) -> np.ndarray:
     if size % dtype.itemsize:
         raise DataError(
             f"{path}: its size of {size} bytes is not a multiple of the {dtype.itemsize} bytes of "
-            f"a {dtype.name} id; it is truncated or has ids of another type: copy it again, or "
-            "set --dtype to the type of its ids"
+            f"a {dtype.name} id; the file is truncated or has ids of another dtype: copy it again, "
+            "or set --dtype to the dtype of its ids"
         )
     return np.memmap(path, dtype, "r") if size else np.empty(0, dtype)

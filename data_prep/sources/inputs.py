@@ -1,9 +1,10 @@
 """Input files of a command: search, kinds of files, and division into units of work.
 
-A unit is a range of consecutive input files, which becomes one token array per split. Units depend
-only on names and sizes, so that all workers and all later runs have the same units. Each directory
-is read once, under its shortest path. In contrast, `**` of Python's glob module follows each link
-again: a directory with two links to itself would have 2^40 paths.
+A unit is a range of consecutive input files, which becomes one token array per split. The division
+into units depends only on the names and sizes of the files, so that all workers and all later runs
+have the same units. The search reads each directory once, under its shortest path. In contrast,
+`**` of Python's glob module follows a link each time it finds the link: for a directory with two
+links to itself, the module would return 2^40 paths.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def _expand(pattern: str, skipped: _Skipped) -> Iterator[str]:
         names = iter([pattern])
     else:
         names = _match(pattern, skipped)
-    return (str(PurePath(name)) for name in names)  # ./a//b and a/b are one file
+    return (str(PurePath(name)) for name in names)  # converts ./a//b to a/b
 
 
 def _match(pattern: str, skipped: _Skipped) -> Iterator[str]:
@@ -99,9 +100,9 @@ def _in_folder(folder: str, skipped: _Skipped) -> list[str]:
 
 
 UNIT_BYTES = 4 << 20
-"""Default value of `--unit-size`, in bytes. A unit of this size takes 3 s to tokenize. A larger
-file is a unit by itself. Smaller files share a unit, so that a million source files do not become a
-million token arrays."""
+"""Default value of `--unit-size`, in bytes. The tokenization of a unit of this size takes 3 s. A
+file that is larger is a unit by itself. Several smaller files share a unit, so that a million
+source files do not become a million token arrays."""
 
 _JSON_LINES = (
     *(".jsonl", ".ndjson"),
@@ -143,8 +144,9 @@ def find_inputs(
 
     Args:
         patterns: Paths, globs and `@FILE`, as the help of `--input` describes.
-        exclude: Patterns of names to leave out. They match whole names; `*` also matches `/`.
-        out: The output directory. Files below it are not inputs.
+        exclude: Patterns of names to leave out. A pattern must match the whole name; `*` also
+            matches `/`.
+        out: The output directory. Files below this directory are not inputs.
         say: Function that is called with a line of text if names with a leading dot were left out.
 
     Raises:
@@ -224,8 +226,8 @@ def _with_lists(patterns: Sequence[str]) -> Iterable[str]:
 
 
 def _each_file_once(names: Sequence[str], out: str | os.PathLike | None) -> list[str]:
-    """Return one name for each file that is not below `out`. If a file has several names, the name
-    with the fewest directories is returned."""
+    """Return one of `names` for each file that is not below `out`. If a file has several names,
+    return the name with the fewest directories."""
     output = os.path.join(os.path.realpath(out), "") if out is not None else None
     real_folder = functools.cache(os.path.realpath)  # many files are in the same folder
     first: dict[str, str] = {}
@@ -265,8 +267,8 @@ def packing_of(name: str) -> Literal["gzip", "zstd"] | None:
 def group_units(inputs: Sequence[InputFile], unit_bytes: int) -> tuple[tuple[int, int], ...]:
     """Divide the inputs into units of consecutive files.
 
-    A unit ends before the file that would make it larger than `unit_bytes`. A file above
-    `unit_bytes` is a unit by itself.
+    The size of a unit is the total size of its files on disk. A unit ends before the file with
+    which its size would exceed `unit_bytes`. A file above `unit_bytes` is a unit by itself.
 
     Returns:
         For each unit, the range [first, stop) of its inputs.
@@ -283,7 +285,7 @@ def group_units(inputs: Sequence[InputFile], unit_bytes: int) -> tuple[tuple[int
 
 
 def require_file(path: str | os.PathLike, flag: str) -> Path:
-    """Check that `path` is a readable file, and return it as a Path.
+    """Check that `path` is a readable file, and return `path` as a Path.
 
     Raises:
         DataError: `path` is not a readable file. The message begins with `flag`, the option that
@@ -293,5 +295,5 @@ def require_file(path: str | os.PathLike, flag: str) -> Path:
     if not path.is_file():
         raise DataError(f"{flag} {str(path)!r} is not a file; check the path")
     if not os.access(path, os.R_OK):
-        raise DataError(f"{flag} {str(path)!r} may not be read; check its permissions")
+        raise DataError(f"{flag} {str(path)!r} cannot be read; check the permissions of the file")
     return path

@@ -1,9 +1,10 @@
-"""Reader of a text column of a Parquet file, a few rows at a time in bounded memory. Needs pyarrow.
+"""Reader of a text column of a Parquet file. Needs pyarrow.
 
-The bound of the memory is computed for each row group from the sizes in the metadata of the file. A
-value or a page is at most as large as its uncompressed column chunk. A column chunk contains the
-values of a column in a row group. Several values together may be larger than the column chunk,
-because the chunk stores repeated values, and repeated beginnings of values, only once.
+The reader reads a few rows at a time, so that the memory is bounded. The bound is computed for each
+row group from the sizes in the metadata of the file. A column chunk contains the values of a column
+in a row group. A value or a page is at most as large as the uncompressed column chunk. Several
+values together can be larger than the column chunk, because the chunk stores repeated values, and
+repeated beginnings of values, only once.
 """
 
 from __future__ import annotations
@@ -48,10 +49,10 @@ class RowGroup:
     def needs(self, rows: int) -> int:
         """Return the bytes of memory that are needed to read `rows` rows at a time.
 
-        The memory is for the compressed column, a decompressed page, and the array of decoded
-        values, but not for the texts that the reader returns. In measurements with more than one
-        row, this array took up to 4 times the bytes of its values: it is reallocated while it
-        grows, and the allocator does not reuse all freed memory.
+        The result includes the compressed column, a decompressed page, and the array of decoded
+        values, but not the texts that the reader returns. In measurements with more than one row,
+        the array of decoded values took up to 4 times the bytes of its values: the array is
+        reallocated while it grows, and the allocator does not reuse all freed memory.
         """
         times = 2 if rows == 1 else 4 * rows
         return sum((2 + times) * size for size in self.sizes)
@@ -111,7 +112,7 @@ def read_column(
                     ids = id_column if id_column in wanted else None
                     for value, row_id in _read_group(group, batches, column, ids, skip):
                         yield value, row_id, group.needs(rows)
-                        del value, row_id  # these objects keep their batch in memory
+                        del value, row_id  # each of these objects keeps its whole batch in memory
                 skip = max(0, skip - group.rows)
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise DamagedTable(one_line(error)) from None
@@ -141,7 +142,7 @@ def _rows_at_once(name: str, group: RowGroup, limits: Limits) -> int:
     """Return the number of rows of `group` to read at a time, so that these rows fit in memory.
 
     A value that is larger than --max-document is read to get its size, but not converted to text.
-    Raises DataError if a single row may not fit in memory.
+    Raises DataError if a single row could need more memory than a worker has.
     """
     size = group.sizes[0]
     rows = max(1, min(_ROWS, group.rows * _BATCH_BYTES // max(1, size)))
@@ -184,8 +185,8 @@ def _columns(name: str, schema: Any, column: str, id_column: str) -> list[str]:
 
 
 def _check_metadata(name: str, metadata: Any) -> None:
-    """Check the metadata of each column chunk, and the numbers of rows. pyarrow does not check
-    these values.
+    """Check that the metadata of each column chunk can be read, and that the numbers of rows are
+    consistent. pyarrow does not check this when it opens a file.
 
     A child process reads the metadata of the column chunks, because for some damaged statistics
     pyarrow throws a C++ exception that is not caught and ends the process.

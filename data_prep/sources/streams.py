@@ -19,8 +19,9 @@ from optimus.errors import DataError, one_line
 
 READ_BYTES = 1 << 20
 _ZSTD_WINDOW = 1 << 31
-"""Largest accepted window of a zstd frame in bytes: the window of `zstd --long=31`. Only files that
-were compressed with this option need this amount of memory."""
+"""Largest accepted window of a zstd frame, in bytes. `zstd --long=31` uses this window.
+Decompression needs memory of the size of the window. Files that were compressed without this option
+have smaller windows."""
 
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 _SKIPPED_MAGIC = b"\x2a\x4d\x18"
@@ -38,8 +39,8 @@ class HashingFile(io.RawIOBase):
     Args:
         name: The path of the file.
         advance: Function that is called after each read with the number of bytes that were read.
-        expected: (number n of bytes that an earlier run read from the start of the file, xxh3-64 of
-            these bytes). A read raises DataError if the first n bytes now have another hash.
+        expected: A pair (n, hash) from an earlier run, or None. `hash` is the xxh3-64 of the first
+            n bytes of the file. A read raises DataError if these bytes now have another hash.
     """
 
     def __init__(
@@ -93,14 +94,14 @@ class HashingFile(io.RawIOBase):
 class _ZstdReader(io.RawIOBase):
     """Stream of the decompressed content of a zstd file, which consists of consecutive frames.
 
-    A call of `zstandard` decompresses its whole input at once, and four bytes of input may become
-    128 KiB. Each call therefore receives a single block, whose content is at most 128 KiB. The
-    compressed length of each block is stored in front of the block (RFC 8878).
+    A call of `zstandard` decompresses all bytes that it receives at once, and four bytes can
+    become 128 KiB. Each call therefore receives a single block, whose content is at most 128 KiB.
+    The compressed length of each block is stored in front of the block (RFC 8878).
 
-    `backports.zstd` can limit its output but is not used, because at an error it discards content
-    that precedes the damage. In 539 of 600 damaged files, `backports.zstd` ended at an earlier line
-    than this reader. With `backports.zstd`, the line numbers in quarantine.jsonl would therefore be
-    too small.
+    `backports.zstd` can limit the size of its output, but is not used: after an error,
+    `backports.zstd` discards content that precedes the damage. In 539 of 600 damaged files, it
+    ended at an earlier line than this reader. With `backports.zstd`, the line numbers in
+    quarantine.jsonl would therefore be too small.
     """
 
     def __init__(self, file: IO[bytes], name: str):
@@ -196,11 +197,12 @@ class _GzipReader(io.RawIOBase):
 
 
 def unpack(file: IO[bytes], name: str) -> IO[bytes]:
-    """Return a stream of the decompressed content of `file`. Its reads may raise DamagedStream.
+    """Return a stream of the decompressed content of `file`. A read of the stream raises
+    DamagedStream if the file is damaged.
 
     Args:
         file: The bytes of the file as stored on disk, from its start.
-        name: The name of the file. Its suffix selects gzip, zstd or no compression.
+        name: The name of the file. The suffix of the name selects gzip, zstd or no compression.
 
     Raises:
         DataError: the package that decompresses such files is not installed.
@@ -214,10 +216,11 @@ def unpack(file: IO[bytes], name: str) -> IO[bytes]:
 
 
 def damage_of_gzip(name: str) -> tuple[int, str]:
-    """Return (line at which Python's gzip module stops in a damaged file, its error message).
+    """Return (line at which Python's gzip module stops in a damaged file, error message of this
+    module).
 
-    The isal library stops at another line with another message, but the list of quarantined files
-    must not depend on the installed library.
+    The isal library stops at another line with another message. The list of quarantined files must
+    not depend on the installed library, so this function never uses isal.
     """
     line, block = 0, b"\n"
     try:

@@ -1,9 +1,10 @@
 """Exclusion of documents that have the id of an earlier document.
 
-The ids are compared after tokenization, by hashes of 16 bytes and in bounded memory. A document is
-earlier than another document if its input comes first or, in the same input, if its line comes
-first. Therefore the result does not depend on the ranks. docs/formats/dataset.md, "Duplicate ids",
-describes the files and hashes.
+The ids are compared after tokenization, by hashes of 16 bytes and in bounded memory. The inputs
+have an order. Document A is earlier than document B if the input of A comes before the input of B,
+or if A and B are in the same input and the line of A comes before the line of B. Therefore the
+result does not depend on the ranks. docs/formats/dataset.md, "Duplicate ids", describes the files
+and hashes.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _FORM = "optimus-duplicates"
 _MARK = "duplicates.json"
 _TABLE = "duplicates.npy"
 _ROW_BYTES = 120
-"""Memory, in bytes per document, that is needed to sort a bucket of document hashes."""
+"""Bytes of memory per document that are needed to sort a bucket of hashes of document ids."""
 _LEAST_BYTES_TO_COMPARE = 64 << 20
 _SHOWN_CHARS = 80
 
@@ -46,7 +47,7 @@ def make_distinct_units(work: TokenizeWork, workers: int, group: WorkerGroup) ->
 
     All units (ranges of inputs) are tokenized first. Then rank 0 compares the ids of all documents.
     If `work.quarantine` is True, units with duplicates are tokenized again without the duplicates.
-    If it is False, a duplicate is an error.
+    If `work.quarantine` is False, a duplicate is an error.
 
     Raises:
         DataError: a document cannot be used or is a duplicate, or an input has changed.
@@ -75,8 +76,8 @@ class _Duplicates:
     documents: Mapping[tuple[int, int], tuple[int, int]]
 
     def reason(self, source: int, document: Document) -> str | None:
-        """Return the reason to exclude `document` of the input `source`; None if it is not a
-        duplicate."""
+        """Return the reason to exclude `document` of the input `source`; None if the document is
+        not a duplicate."""
         first = self.documents.get((source, document.line))
         return _reason(self.plan, document.id, *first) if first else None
 
@@ -87,12 +88,12 @@ def _duplicates_of(work: TokenizeWork, unit: int, rows: np.ndarray | None) -> _D
 
 
 class _DistinctTask(UnitTask):
-    """Task that tokenizes units (ranges of input files) without their known duplicates. No
-    duplicates are known before the list of duplicates exists."""
+    """Task that tokenizes units (ranges of input files). Documents in the list of duplicates are
+    excluded, if this list exists already."""
 
     @staticmethod
     def job(work: TokenizeWork, unit: int, advance: Callable[[int], None]) -> None:
-        """Tokenize a unit without its known duplicates."""
+        """Tokenize a unit without the documents in the list of duplicates, if this list exists."""
         rows = _read(work)
         while True:
             make_unit(work, unit, _duplicates_of(work, unit, rows), advance)
@@ -106,7 +107,8 @@ class _DistinctTask(UnitTask):
                 return
 
     def verify(self) -> list[int]:
-        """Return the indices of units that are not complete or contain a known duplicate."""
+        """Return the indices of units that are not complete, or that contain a document in the list
+        of duplicates."""
         work, rows = self.work, _read(self.work)
         return [
             index
@@ -116,14 +118,15 @@ class _DistinctTask(UnitTask):
 
 
 class _RepeatTask(_DistinctTask):
-    """Task that tokenizes units with duplicates again, without these duplicates."""
+    """Task that repeats the tokenization of units that contain duplicates, and excludes these
+    duplicates."""
 
     def missing(self) -> list[int]:
         """Return the indices of units that still contain duplicates."""
         return self.verify()
 
     def do(self, items: Sequence[int]) -> None:
-        """Tokenize again the units in `items` that still contain duplicates."""
+        """Tokenize again the units with the indices `items`, if they still contain duplicates."""
         if left := sorted({*items} & {*self.missing()}):
             super().do(left)
 
@@ -150,9 +153,9 @@ def _compare(work: TokenizeWork) -> None:
 def _compare_neighbours(work: TokenizeWork, unit: int) -> None:
     """Compare the document ids of a unit and of the complete units next to it.
 
-    The comparison of all ids needs all units, whose tokenization may take hours. This comparison
-    detects early that the values of the id field are not unique, for example because the ids of
-    each file start with the same number.
+    The comparison of the ids of all units is only possible after tokenization, which may take
+    hours. The comparison of neighbours detects early that the values of the id field are not
+    unique, for example because the ids of each file start with the same number.
 
     Raises:
         DataError: two documents have the same id.
@@ -198,15 +201,15 @@ def _find_in_bucket(unit_files: list[tuple[Path, int]], bucket: int, buckets: in
         if ids is None:
             continue
         halves = ids.view(">u8")
-        # bucket = upper 32 bits * buckets / 2^32: the buckets have similar sizes, and a shift is
-        # faster than a division.
+        # bucket = (upper 32 bits of the hash) * buckets / 2^32. The buckets have similar sizes. The
+        # division by 2^32 is a shift, which is faster than the remainder of a division by
+        # `buckets`.
         buckets_of = (halves[:, 0] >> 32).astype(np.uint64) * np.uint64(buckets) >> np.uint64(32)
         chosen = (buckets_of == bucket) & (halves != 0).any(axis=1)
         hashes.append(halves[chosen])
         positions.append(read_docs(folder, unit)[chosen, 1:])
     key, position = np.concatenate(hashes), np.concatenate(positions)
-    # Sort only the upper halves of the hashes. This fast test nearly always shows that all hashes
-    # differ.
+    # Fast test: usually all hashes already differ in their upper halves.
     upper = np.sort(key[:, 0].astype(np.uint64))
     if not (upper[1:] == upper[:-1]).any():
         return np.empty((0, 4), np.int64)
@@ -219,8 +222,8 @@ def _find_in_bucket(unit_files: list[tuple[Path, int]], bucket: int, buckets: in
 
 
 def _error(plan: TokenPlan, source: int, line: int, first: int, first_line: int) -> DataError:
-    """Return the error for a duplicate. The document is read again, because the message states its
-    id."""
+    """Return the error for a duplicate. The document is read again, because the message contains
+    the id of the document."""
     file, document_id = plan.inputs[source], None
     with contextlib.suppress(DamagedFile):
         reader = InputReader(file, plan.text_field, lambda count: None, id_field=plan.id_field)
@@ -285,7 +288,8 @@ def read_duplicates(tokens_dir: Path, plan: TokenPlan, plan_xxh3: str) -> np.nda
     layout.require(path, (is_whole, f"its number of rows differs from the count in {_MARK}"))
     table = np.frombuffer(data, layout.little_endian("int64"), offset=layout.HEADER_BYTES)
     table = table.reshape(shape)
-    # Duplicates must be in the order of the documents, and after the document that they repeat.
+    # The rows must be in the order of the duplicates. Each duplicate must be later than the first
+    # document with the same id.
     inputs, lines, first_inputs, first_lines = table.T
     steps = np.diff(inputs)
     is_sorted = (steps > 0) | ((steps == 0) & (np.diff(lines) > 0))
@@ -304,7 +308,8 @@ def read_duplicates(tokens_dir: Path, plan: TokenPlan, plan_xxh3: str) -> np.nda
 
 
 def _read(work: TokenizeWork) -> np.ndarray | None:
-    """Return the list of duplicates; None if there is no valid list for `work.plan`."""
+    """Return the list of duplicates, int64 [n, 4] as in `find`; None if there is no valid list for
+    `work.plan`."""
     try:
         if not work.plan.id_field:
             return None
@@ -314,8 +319,8 @@ def _read(work: TokenizeWork) -> np.ndarray | None:
 
 
 def _of_inputs(rows: np.ndarray, inputs: tuple[int, int]) -> dict[tuple[int, int], tuple[int, int]]:
-    """Select the `rows` whose duplicate is in the range `inputs`. Return them in the format of
-    `_Duplicates.documents`."""
+    """Select the duplicates in `rows` that are in the range `inputs`. Return the selected
+    duplicates in the format of `_Duplicates.documents`."""
     low, high = np.searchsorted(rows[:, 0], inputs)
     return {(a, b): (c, d) for a, b, c, d in rows[low:high].tolist()}
 
@@ -323,7 +328,8 @@ def _of_inputs(rows: np.ndarray, inputs: tuple[int, int]) -> dict[tuple[int, int
 def require_distinct(tokens_dir: Path) -> None:
     """Check that the documents of token arrays have different ids, if the plan has an id field.
 
-    Only the folder of the training split is checked, because it has the list of duplicates.
+    Only the folder of the training split is checked, because only this folder has the list of
+    duplicates.
 
     Raises:
         DataError: the ids were not compared, or duplicates have not been excluded yet.

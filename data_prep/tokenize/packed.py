@@ -1,10 +1,10 @@
 """Packed (compressed) token arrays, which `--fused` writes instead of .npy files.
 
 `unit-*.packed` contains zstd frames, an index and a footer (_FOOT). A frame has BLOCK_TOKENS
-tokens; the last frame may have fewer. The index is int64 [frames + 1, 2]: a row (index of the first
-token, offset in bytes) for each frame, and a last row (number of tokens, offset of the index). A
-file gets its final name when it is complete. The sidecar of a packed array states the size and hash
-of a .npy file with the same tokens, so that no other file depends on how tokens are stored.
+tokens; the last frame can have fewer. The index is int64 [frames + 1, 2]. It has a row (index of
+the first token, offset of the frame in bytes) for each frame, and a last row (number of tokens,
+offset of the index in bytes). The sidecar of a packed array states the size and hash of a .npy file
+with the same tokens. Other files therefore do not depend on the format of the array.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from optimus.errors import ConfigError, DamageError
 from optimus.io import files
 
 BLOCK_TOKENS = 8192
-"""Number of tokens in a zstd frame. With this number, reading and decompressing a row of 2048
-tokens takes 30 us. The compression of smaller frames would be worse."""
+"""Number of tokens in a zstd frame. With frames of this size, it takes 30 us to read and decompress
+a row of 2048 tokens. With smaller frames, the compressed array would be larger."""
 _READ_TOKENS = 128 * BLOCK_TOKENS
 _LEVEL = 3
 _MAGIC = b"OPTPACK1"
@@ -68,8 +68,8 @@ def _unpack(data: bytes | memoryview, dtype: np.dtype, tokens: int) -> np.ndarra
 def _unpack_blocks(data: bytes | memoryview, dtype: np.dtype) -> Iterator[np.ndarray]:
     """Decompress a zstd frame of any length. Yield its ids in blocks of at most _READ_TOKENS ids.
 
-    A few bytes may become gigabytes. Therefore the frame is not decompressed at once. Raises
-    ValueError if the frame is damaged.
+    A frame of a few bytes can become gigabytes. Therefore the frame is not decompressed at once.
+    Raises ValueError if the frame is damaged.
     """
     import zstandard
 
@@ -89,7 +89,7 @@ def _unpack_blocks(data: bytes | memoryview, dtype: np.dtype) -> Iterator[np.nda
 
 
 def packed_share(ids: np.ndarray) -> float:
-    """Return the compressed size of `ids` divided by their size in memory."""
+    """Return (size of the compressed `ids`) / (size of `ids` in memory)."""
     frames = (ids[first : first + BLOCK_TOKENS] for first in range(0, len(ids), BLOCK_TOKENS))
     return sum(len(_pack(frame)) for frame in frames) / ids.nbytes
 
@@ -99,7 +99,8 @@ class PackedStore:
 
     def __init__(self, file: BinaryIO, dtype: str):
         self._file, self._name, self._dtype = file, dtype, little_endian(dtype)
-        self._starts, self._offsets = [0], [0]  # of each written frame, and of the next frame
+        # For each written frame and the next frame: index of the first token, and offset in bytes.
+        self._starts, self._offsets = [0], [0]
         self._open = np.empty(0, self._dtype)  # the last ids, which do not fill a frame yet
 
     def append(self, ids: np.ndarray) -> None:
@@ -167,8 +168,8 @@ class PackedArray:
     PackedArray."""
 
     def __init__(self, path: Path, dtype: str):
-        """Open the file `path`. Raises DamageError if the file is damaged, and OSError if it is
-        missing."""
+        """Open the file `path`. Raises DamageError if the file is damaged, and OSError if the file
+        is missing."""
         self._path, self._name, self._dtype = path, dtype, little_endian(dtype)
         self._file = files.open_regular(path)
         self._fd = self._file.fileno()
@@ -185,7 +186,7 @@ class PackedArray:
             self._starts, self._offsets = np.frombuffer(index, "<i8").reshape(-1, 2).T
             edges = (self._starts[0], self._starts[-1], self._offsets[0], self._offsets[-1])
             tokens, sizes = np.diff(self._starts), np.diff(self._offsets)
-            # Frames of other sizes could need any amount of memory.
+            # Frames of more than BLOCK_TOKENS tokens could need any amount of memory.
             full = (tokens[:-1] == BLOCK_TOKENS).all() and (tokens[-1:] > 0).all()
             full &= (tokens[-1:] <= BLOCK_TOKENS).all() and (sizes > 0).all()
             if edges != (0, self.tokens, 0, end - size) or not full:
@@ -193,7 +194,7 @@ class PackedArray:
         except BaseException:
             self._file.close()
             raise
-        # The number and the ids of the frame that was decompressed last.
+        # Number and ids of the last frame that was decompressed.
         self._last: tuple[int, np.ndarray] = (-1, np.empty(0, self._dtype))
 
     def __enter__(self) -> PackedArray:
@@ -206,7 +207,7 @@ class PackedArray:
         self._file.close()
 
     def _damaged(self, why: str) -> DamageError:
-        return DamageError(f"{self._path}: {why}; remove it and run the same command again")
+        return DamageError(f"{self._path}: {why}; remove this file and run the same command again")
 
     def read_into(self, out: np.ndarray, start: int) -> None:
         """Fill `out` [n] with n consecutive ids. The first id has the index `start`.
@@ -223,8 +224,8 @@ class PackedArray:
             filled, frame = filled + len(ids), frame + 1
 
     def read_rows(self, out: np.ndarray, rows: np.ndarray, starts: np.ndarray) -> None:
-        """For each i, fill out[rows[i]] with consecutive ids. The first id has the index
-        starts[i]."""
+        """For each i, fill out[rows[i]] with consecutive ids, of which the first has the index
+        starts[i]. `out` is [number of rows, ids per row]."""
         for row, start in zip(rows.tolist(), starts.tolist(), strict=True):
             self.read_into(out[row], start)
 

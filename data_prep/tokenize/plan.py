@@ -1,4 +1,4 @@
-"""The plan of a set of token arrays, which is stored in the file plan.json.
+"""The plan of a set of token arrays. The plan is stored in the file plan.json.
 
 The plan contains the inputs, the tokenizer, the options that affect the token arrays, and the
 division of the inputs into units. The token arrays of a unit depend only on the plan. A plan that
@@ -89,7 +89,7 @@ def read_plan(tokens_dir: Path, xxh3: str | None = None) -> TokenPlan:
         ),
         (
             0 <= plan.eval_fraction < 1,
-            f"eval_fraction = {plan.eval_fraction} is not from 0 to below 1",
+            f"eval_fraction = {plan.eval_fraction} is not in the range [0, 1)",
         ),
         (
             layout.are_counts([file.size for file in plan.inputs]),
@@ -124,7 +124,8 @@ def is_import(text_field: str) -> bool:
 def held_out_below(eval_fraction: float) -> int:
     """Return eval_fraction * 2^64, rounded up.
 
-    A document is held out if the xxh3-64 of its text is below this number.
+    A document is held out if its xxh3-64 is below the returned number. The hash is computed from
+    the text of the document or, for imported token files, from the token ids of the document.
     """
     return math.ceil(eval_fraction * 2.0**64)
 

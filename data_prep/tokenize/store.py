@@ -1,10 +1,11 @@
-"""Token arrays T_i and their tables of documents: written by tokenization and read by sharding.
+"""Token arrays T_i and tables of documents. Tokenization writes these files, and sharding reads
+them.
 
-A unit is a range of input files. T is the number of its tokens, and D the number of its documents.
-`unit-*.npy` is [T] in the dtype of the data set. `unit-*.docs.npy` is int64 [D, 3]. It contains a
-row (end, input, line) for each document: the offset after the document's EOS, the number of its
-input in the plan, and its line in this input (0: the whole file). If any document has an id,
-`unit-*.ids.npy` is uint8 [D, 16], the hashes of the ids.
+A unit is a range of input files, with T tokens and D documents. `unit-*.npy` contains the tokens,
+[T] in the dtype of the data set. `unit-*.docs.npy` is a table of the documents, int64 [D, 3], with
+a row (end, input, line) for each document: the offset after the document's EOS, the number of the
+input in the plan, and the line of the document in the input (0: the whole file). `unit-*.ids.npy`
+contains the hashes of the document ids, uint8 [D, 16], and exists only if a document has an id.
 
 With `--fused`, `unit-*.packed` (data_prep/tokenize/packed.py) replaces `unit-*.npy`.
 """
@@ -67,15 +68,16 @@ def ids_path(tokens_dir: Path, unit: int) -> Path:
 
 
 def sidecar_path(tokens_dir: Path, unit: int) -> Path:
-    """Return the path of the sidecar of a unit: a JSON file that is written last and shows that the
-    unit is complete."""
+    """Return the path of the sidecar of a unit: a JSON file that is written after the unit's other
+    files in the folder."""
     return tokens_dir / f"{unit_name(unit)}.json"
 
 
 def plain_arrays(tokens_dir: Path, units: Iterable[int]) -> dict[int, Path]:
-    """Return a dict that maps units to the paths of their .npy token arrays, if they exist.
+    """Return a dict that maps each unit with a .npy token array to the path of this array.
 
-    Packed arrays are not included. Their hashes are not compared, because every read checks them.
+    Units with a packed array are not included: the hash of a packed array is not compared, because
+    every read of a packed array checks the data.
     """
     paths = {unit: array_path(tokens_dir, unit) for unit in units}
     return {unit: path for unit, path in paths.items() if path.exists()}
@@ -96,8 +98,8 @@ def unit_files(tokens_dir: Path, unit: int) -> list[Path]:
 def require_array(tokens_dir: Path, unit: int, tokens: int, size: int) -> None:
     """Check that the token array of a unit, packed or not, exists and has `tokens` tokens.
 
-    `size` is the size of the array in bytes, as a .npy file. Raises DataError if the array is
-    missing, and DamageError if the size or the header of the array is wrong.
+    `size` is the size in bytes of a .npy file that contains the array. Raises DataError if the
+    array is missing, and DamageError if the size or the header of the file is wrong.
     """
     path = array_path(tokens_dir, unit)
     if not path.exists():
@@ -109,8 +111,8 @@ def require_array(tokens_dir: Path, unit: int, tokens: int, size: int) -> None:
 
 
 def problem_of_rows(table: np.ndarray, inputs: range) -> str:
-    """Check a table of documents. Return a description of its first problem, or "" if there is
-    none.
+    """Check the inputs and lines in a table of documents. Return a description of the first
+    problem, or "" if there is none.
 
     The documents must be sorted by input and, within an input, by line.
 
@@ -154,7 +156,7 @@ def check_array(
 
     Raises:
         DataError: the array cannot be read.
-        DamageError: the array is damaged, or its ids contradict the other arguments.
+        DamageError: the array is damaged, or its ids contradict `vocab_size` or `ends`.
     """
     path = array_path(tokens_dir, unit)
     packed = array_path(tokens_dir, unit, packed=True)
@@ -251,7 +253,7 @@ class TokenArrayWriter:
         self._vocab_size, self._dtype, self._eos_id = vocab_size, dtype, eos_id
         self._docs = array("q")
         self._id_hashes = bytearray()
-        self._saved = (0, 0)  # numbers of tokens and of _docs values in checkpoints
+        self._saved = (0, 0)  # number of tokens and length of `_docs` at the last checkpoint
         self.tokens = 0
 
     @property
@@ -267,14 +269,14 @@ class TokenArrayWriter:
     ) -> None:
         """Append documents, and EOS after each document.
 
-        All ids are checked before they are converted to the stored dtype: a conversion to uint16 in
-        numpy changes 70000 to 4464 without an error.
+        The method checks all ids before it converts them to the stored dtype, because numpy
+        converts 70000 to the uint16 4464 without an error.
 
         Args:
             encoded: The ids of each document, uint32 [T], without EOS.
             sources: Input and line of each document.
-            id_hashes: The hash of each document's id, ID_BYTES long. Zeros if the document has no
-                id.
+            id_hashes: The hash of each document's id, ID_BYTES long. The hash is zeros if the
+                document has no id. Empty: no document has an id.
             where: File and line of each document, for an error message.
 
         Raises:
@@ -318,7 +320,7 @@ class TokenArrayWriter:
         )
 
     def drop_input(self, source: int) -> None:
-        """Remove all documents of the input `source`. They must be the last documents in the
+        """Remove all documents of the input `source`, which must be the last documents in the
         array."""
         while self._docs and self._docs[-2] == source:
             del self._docs[-3:]
@@ -380,7 +382,8 @@ class TokenArrayWriter:
         self._saved = (self.tokens, len(self._docs))
 
     def finish(self) -> dict[str, Any]:
-        """Complete the file of the token array. Return its size and hash, for the sidecar."""
+        """Complete the file of the token array. Return the size and the hash of the array as a .npy
+        file, for the sidecar."""
         return self._store.finish()
 
     def docs_bytes(self) -> bytes:
@@ -418,8 +421,8 @@ def read_docs(tokens_dir: Path, unit: int, xxh3: str | None = None) -> np.ndarra
         xxh3: The hash that the file must have. None: the file may have any hash.
 
     Returns:
-        int64 [D, 3]: for each document, the index after its last token, the number of its input in
-            the plan, and its line in this input (0: the whole input).
+        int64 [D, 3]: for each document, the index after the document's last token, the number of
+        the input in the plan, and the line of the document in the input (0: the whole input).
 
     Raises:
         DataError: the file is missing or damaged.
@@ -469,9 +472,10 @@ class _PlainArray:
             view, offset = view[count:], offset + count
 
     def read_rows(self, out: np.ndarray, rows: np.ndarray, starts: np.ndarray) -> None:
-        """For each i, fill out[rows[i]] with consecutive ids. The first id has the index starts[i].
+        """For each i, fill out[rows[i]] with consecutive ids, of which the first has the index
+        starts[i]. `out` is [number of rows, ids per row].
 
-        Each row needs a system call. Most of the time is spent in these calls.
+        Most of the time is spent in system calls, one per row.
         """
         fd, size = self._file.fileno(), out.shape[1] * self._itemsize
         offsets = (HEADER_BYTES + starts * self._itemsize).tolist()
@@ -509,8 +513,8 @@ class TokenArrayReader:
         return out
 
     def read_rows(self, out: np.ndarray, rows: np.ndarray, unit: int, starts: np.ndarray) -> None:
-        """For each i, copy C ids of a unit's token array to out[rows[i]]. The first of these ids
-        has the index starts[i] in the array. `out` is [R, C]."""
+        """For each i, copy the ids [starts[i], starts[i] + C) of the token array of `unit` to
+        out[rows[i]]. `out` is [number of rows, C]."""
         self._opened(unit).read_rows(out, rows, starts)
 
     def _opened(self, unit: int) -> _PlainArray | PackedArray:

@@ -1,18 +1,19 @@
 """Sidecars of token arrays, and checks and removal of the arrays.
 
 A unit is a range of input files that becomes one token array per split. For each split, the unit
-has a sidecar: a JSON file that contains the sizes and hashes of the unit's other files. Sidecars
-are written last. A unit is complete when the sidecars of all splits exist.
+has a sidecar: a JSON file that contains the sizes and hashes of the unit's other files. A sidecar
+is written after these other files. A unit is complete when the sidecars of all splits exist.
 
-A run with existing output checks the sizes and headers of all token arrays and shards. If the total
-size of these files is at most HASH_BYTES, the run also compares the hashes of all files. If not, it
-compares the hashes of a random sample of at most HASH_BYTES. `optimus-data verify` compares all
-hashes. docs/formats/dataset.md, "Commit and resume", states the cost.
+If an earlier run has written token arrays or shards, a run checks the sizes and headers of these
+files. If the total size of the files is at most HASH_BYTES, the run also compares the hashes of all
+files. Otherwise, the run compares the hashes of a random sample of at most HASH_BYTES.
+`optimus-data verify` compares all hashes. docs/formats/dataset.md, "Commit and resume", states the
+cost.
 
 With `--fused`, arrays are removed when the shards are complete. Sidecars and tables of documents
 are kept, so that `inspect` can name the input file of a document. The file MARK shows that the
-arrays were removed on purpose. It is written after the manifest, when the arrays are no longer
-needed, and before an array is removed. If a run is killed during the removal, the next run
+arrays were removed on purpose. MARK is written after the manifest, when the arrays are no longer
+needed, and before the first array is removed. If a run is killed during the removal, the next run
 therefore does not report missing arrays.
 """
 
@@ -44,7 +45,7 @@ HASH_BYTES = 1 << 30
 """Maximum number of bytes that a run reads at its start to compare the hashes of existing files.
 The limit applies separately to token arrays and to shards."""
 _SEED = os.urandom(8)
-"""Seed of the sample. It is different in each process."""
+"""Seed of the sample. Each process has a different seed."""
 
 
 def sample(sizes: Sequence[int], seed: str | bytes | None = None) -> frozenset[int]:
@@ -56,9 +57,9 @@ def sample(sizes: Sequence[int], seed: str | bytes | None = None) -> frozenset[i
             None: use the random seed of this process.
 
     Returns:
-        The indices of all files if their total size is at most HASH_BYTES. If it is larger, the
-        indices of a random sample of at most HASH_BYTES, or of a single random file that is larger
-        than HASH_BYTES.
+        If the total size of the files is at most HASH_BYTES, the indices of all files. Otherwise,
+        the indices of a random sample: either files of together at most HASH_BYTES, or a single
+        file that is larger than HASH_BYTES.
     """
     chosen, left = list(range(len(sizes))), HASH_BYTES
     if sum(sizes) > left:
@@ -95,11 +96,11 @@ def damaged(promised: Mapping[Path, str]) -> list[Path]:
 
 
 def are_whole(promised: Mapping[Path, str]) -> bool:
-    """Return True if all files have the hashes in `promised`. Print a line for each file with
+    """Return True if all files have the hashes in `promised`. Print a line for each file that has
     another hash."""
     paths = damaged(promised)
     for path in paths:
-        say(f"{path}: its content is damaged (hash differs); it is made again")
+        say(f"{path}: its content is damaged (hash differs); the file is made again")
     return not paths
 
 
@@ -123,8 +124,7 @@ class _Repairs(TypedDict, total=False):
 
 
 class _EveryUnit(TypedDict):
-    """The keys that exist in the sidecar of every unit. Keys that no code reads are omitted
-    here."""
+    """The keys that exist in the sidecar of every unit. Keys that no code reads are left out."""
 
     plan: str
     part: str
@@ -155,7 +155,8 @@ def write_unit(
     more: Mapping[str, Mapping[str, Any]],
     arrays: Mapping[str, Mapping[str, Any]],
 ) -> None:
-    """Write the tables of documents, id hashes and sidecars of a unit whose arrays exist.
+    """Write the remaining files of a unit whose arrays exist: for each split, the table of
+    documents, the hashes of document ids, and the sidecar.
 
     The unit is then complete. The files of the training split are written last.
 
@@ -176,7 +177,7 @@ def write_unit(
         files.write_bytes(docs_path(folder, unit), docs)
         if ids:
             files.write_bytes(ids_path(folder, unit), ids)
-        else:  # all documents with ids may be excluded duplicates
+        else:  # an earlier run may have written the ids of documents that are now excluded
             ids_path(folder, unit).unlink(missing_ok=True)
         is_new = bool(ids) or "dropped" in extra
         record = {
@@ -208,7 +209,7 @@ def read_unit(tokens_dir: Path, unit: int, plan_xxh3: str, has_array: bool = Tru
         tokens_dir: The folder of token arrays.
         unit: The number of the unit.
         plan_xxh3: The hash of the plan.
-        has_array: False if the array may be missing, because `--fused` removed it.
+        has_array: False: a missing array is not an error, because `--fused` removes arrays.
 
     Raises:
         DataError: a file is missing, or the sidecar was written for another plan or unit.
@@ -275,7 +276,7 @@ def read_token_set(
 
     Args:
         tokens_dir: The folder.
-        has_arrays: False if the arrays may be missing, because `--fused` removed them.
+        has_arrays: False: missing arrays are not an error, because `--fused` removes arrays.
 
     Returns:
         The plan, the hash of the plan, and the sidecar of each unit.
@@ -315,7 +316,7 @@ def removed(tokens_dir: Path) -> bool:
 
 
 def mark_removed(tokens_dir: Path) -> None:
-    """Write the file MARK. It shows that the arrays of a finished data set were removed on
+    """Write the file MARK, which shows that the arrays of a finished data set were removed on
     purpose."""
     plan_xxh3 = files.xxh3_file(tokens_dir / layout.PLAN)
     if not removed(tokens_dir):
@@ -324,11 +325,12 @@ def mark_removed(tokens_dir: Path) -> None:
 
 
 def check_arrays(tokens_dir: Path) -> None:
-    """Compare the hashes of .npy token arrays with their sidecars. Call this before removing the
-    arrays.
+    """Compare the hashes of .npy token arrays with the hashes in the sidecars. Call this function
+    before the arrays are removed.
 
-    After the removal, damage of the arrays from which the shards were made could not be detected.
-    Packed arrays are not compared here, because every read checks them.
+    Shards that were made from a damaged array are wrong. After the removal of the arrays, such
+    damage could not be detected. The hashes of packed arrays are not compared, because every read
+    of a packed array checks the data.
 
     Raises:
         DamageError: the hash of an array differs.

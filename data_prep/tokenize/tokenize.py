@@ -2,8 +2,8 @@
 
 A unit is a range of consecutive input files. Unit i becomes the token array T_i of the training
 split. The held-out documents of the unit become a second array. The content of these arrays depends
-only on the plan and on the excluded documents. Therefore any process may tokenize any unit, in any
-order, and may tokenize a unit again.
+only on the plan and on the excluded documents. Therefore any process can tokenize any unit, in any
+order, and can tokenize a unit again.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ from optimus.io import files
 
 
 class Exclusions(Protocol):
-    """Protocol of the documents that are excluded from a unit although they can be read."""
+    """Protocol of a set of documents that are excluded from a unit although they can be read."""
 
     @property
     def documents(self) -> Mapping[tuple[int, int], tuple[int, int]]:
-        """Map each excluded document to the document that it repeats. Documents are given as
-        (input, line)."""
+        """Return a dict that maps each excluded document to the document that it repeats. A
+        document is given as (number of the input, line)."""
 
     def reason(self, source: int, document: Document) -> str | None:
         """Return the reason to exclude `document` of the input `source`; None if the document is
@@ -78,7 +78,8 @@ class TokenizeWork:
     """True: write compressed arrays (`packed.py`), as for `--fused`. Existing .npy arrays are kept
     and used."""
     sample: frozenset[int] = frozenset()
-    """Result of `token_set.sample`: the units of an earlier run whose hashes are compared."""
+    """Result of `token_set.sample`: the units whose hashes are compared if an earlier run wrote the
+    units."""
 
     @property
     def tokens_dir(self) -> Path:
@@ -88,7 +89,8 @@ class TokenizeWork:
 
 @dataclass(frozen=True)
 class UnitTask(ABC):
-    """A PrepTask that writes token arrays. Item i of the task is the unit `units[i]`."""
+    """PrepTask (a step whose items are distributed over ranks) that writes token arrays. Item i of
+    the task is the unit `units[i]`."""
 
     work: TokenizeWork
     workers: int
@@ -98,12 +100,12 @@ class UnitTask(ABC):
     @staticmethod
     @abstractmethod
     def job(work: TokenizeWork, unit: int, advance: Callable[[int], None]) -> None:
-        """Write the token arrays of a unit, or check them if the unit is complete.
+        """Write the token arrays of a unit. If the unit is complete, only check the arrays.
 
         Called in a worker process.
 
         Args:
-            work: The values that a worker needs.
+            work: The settings of the tokenization.
             unit: The number of the unit.
             advance: Function that is called with the number of input bytes that were read.
         """
@@ -114,12 +116,12 @@ class UnitTask(ABC):
         return self.work.tokens_dir
 
     def plan(self) -> list[int]:
-        """Return the size of the inputs of each unit, in bytes."""
+        """Return, for each unit, the total size of its inputs in bytes."""
         return [self.work.plan.unit_bytes(unit) for unit in self.units]
 
     def missing(self) -> list[int]:
-        """Return the indices of units without a sidecar in the folder of the training split. This
-        sidecar is the last file that is written for a unit."""
+        """Return the indices, in `units`, of the units without a sidecar in the folder of the
+        training split. This sidecar is the last file that is written for a unit."""
         names = set(os.listdir(self.folder))
         return [
             i for i, unit in enumerate(self.units) if f"{layout.unit_name(unit)}.json" not in names
@@ -128,7 +130,7 @@ class UnitTask(ABC):
     def do(self, items: Sequence[int]) -> None:
         """Write the token arrays of the units with the indices `items`, largest units first.
 
-        If a unit is already complete, only check it.
+        A unit that is already complete is only checked.
         """
         sizes = {self.units[i]: self.work.plan.unit_bytes(self.units[i]) for i in items}
         order = sorted(sizes, key=lambda unit: -sizes[unit])
@@ -136,7 +138,7 @@ class UnitTask(ABC):
             run_jobs(self.job, self.work, order, self.workers, progress)
 
     def verify(self) -> list[int]:
-        """Return the indices of units that are not complete."""
+        """Return the indices, in `units`, of the units that are not complete."""
         return [i for i, unit in enumerate(self.units) if not complete(self.work, unit)]
 
 
@@ -149,7 +151,7 @@ def make_units(
 
     Args:
         task_type: The task whose `job` writes the token arrays of a unit.
-        work: The values that each worker needs.
+        work: The settings of the tokenization.
         workers: The number of worker processes of this rank.
         group: The ranks.
         label: Name of this step, for the progress lines.
@@ -168,10 +170,10 @@ def make_units(
 def make_unit(
     work: TokenizeWork, unit: int, exclusions: Exclusions, advance: Callable[[int], None]
 ) -> None:
-    """Tokenize a unit without the excluded documents. If the unit is complete, only check it.
+    """Tokenize a unit without the excluded documents. A unit that is complete is only checked.
 
     Args:
-        work: The values that a worker needs.
+        work: The settings of the tokenization.
         unit: The number of the unit.
         exclusions: The documents to leave out.
         advance: Function that is called with the number of input bytes that were read.
@@ -179,7 +181,7 @@ def make_unit(
     Raises:
         DataError: an input cannot be used or has changed.
     """
-    # The checkpoints of a run with other exclusions have another hash. They are ignored.
+    # A run with other exclusions has another hash, so its checkpoints are ignored.
     values = json.dumps([work.plan_xxh3, work.packed, sorted(exclusions.documents.items())])
     hash_of_work = files.xxh3_bytes(values.encode())
     checkpoints = Segments(work.tokens_dir, unit, hash_of_work, work.limits)
@@ -188,15 +190,15 @@ def make_unit(
     else:
         check_inputs_of(work, unit, record, advance)
     checkpoints.remove()
-    if not work.packed:  # remove a packed array that a run with `--fused` left
+    if not work.packed:  # remove the packed array of a run with `--fused`, if it exists
         for folder in tokens_dirs(work.out, work.plan).values():
             array_path(folder, unit, packed=True).unlink(missing_ok=True)
 
 
 def check_inputs(work: TokenizeWork, units: Sequence[int]) -> None:
-    """Check that the input files of `units` still have the hashes in the sidecars.
+    """Check that the input files of `units` still have the hashes in the sidecars of the units.
 
-    The arrays of the units may be missing.
+    Missing arrays are not an error.
 
     Raises:
         DataError: an input has changed, or an earlier run quarantined a document but this
@@ -214,7 +216,7 @@ def check_inputs_of(
     """Check that the input files of a unit still have the hashes in the sidecar.
 
     Args:
-        work: The values that a worker needs.
+        work: The settings of the tokenization.
         unit: The number of the unit.
         record: The sidecar of the training split of the unit.
         advance: Function that is called with the number of input bytes that were read.
@@ -253,8 +255,8 @@ def _check_unchanged(
 def complete_and_whole(
     work: TokenizeWork, unit: int, num_excluded: int = 0
 ) -> Mapping[str, Any] | None:
-    """Return the result of `complete`; None if a file of the unit has another hash than in the
-    sidecar.
+    """Return the result of `complete`; None if a file of the unit has another hash than the hash in
+    the sidecar.
 
     Hashes are compared only if the unit is in `work.sample`. For each damaged file, a line is
     printed.
@@ -273,9 +275,9 @@ def complete(
 ) -> Mapping[str, Any] | None:
     """Return the training split's sidecar of a unit; None if the unit is not complete.
 
-    A unit is also regarded as incomplete if its only array is packed but this run needs a .npy
-    file, or if its number of excluded documents is not `num_excluded`. If `report` is True and a
-    file of the unit is damaged or missing, a line is printed.
+    A unit also counts as incomplete if this run needs a .npy file but the unit has only a packed
+    array, or if the number of documents that were excluded from the unit is not `num_excluded`. If
+    `report` is True and a file of the unit is damaged or missing, a line is printed.
     """
     records = {}
     for split, folder in tokens_dirs(work.out, work.plan).items():
@@ -289,7 +291,7 @@ def complete(
                 say(f"{error}; the unit is made again")
             return None
         if not work.packed and not array_path(folder, unit).exists():
-            return None  # the array is packed: a run with --fused ended before it removed arrays
+            return None  # the array is packed: a run with --fused did not run to its end
     record = records[layout.SPLITS[0]]
     return record if record.get("dropped", 0) == num_excluded else None
 
@@ -300,10 +302,10 @@ def open_writers(
     """Open the token array of each split of a unit for writing.
 
     Args:
-        work: The values that a worker needs.
+        work: The settings of the tokenization.
         unit: The number of the unit.
-        stack: Context that closes the files. If it exits without an error, the files get their
-            final names.
+        stack: Context that closes the files. If the context exits without an error, the files get
+            their final names.
 
     Returns:
         The writer of the array of each split.
@@ -369,7 +371,7 @@ def _read_input(
     `unit_writer`.
 
     Args:
-        work: The values that a worker needs.
+        work: The settings of the tokenization.
         source: The number of the input in the plan.
         start: The position at which to start. None: the beginning of the input.
         unit_writer: The writer of the arrays of the unit.

@@ -1,8 +1,9 @@
-"""Writer of the token arrays of a unit (a range of input files), and its checkpoints.
+"""Writer of the token arrays of a unit (a range of input files), and checkpoints of this writer.
 
-A checkpoint contains the data that was added since the previous checkpoint, so that a killed run
-loses only seconds of work (docs/formats/dataset.md, "Commit and resume"). The positions of
-checkpoints depend only on the text. Two runs at the same time therefore write the same checkpoints.
+A checkpoint contains the data that was added since the previous checkpoint. If a run is killed, the
+next run continues after the last checkpoint, so that only seconds of work are lost
+(docs/formats/dataset.md, "Commit and resume"). The positions of checkpoints depend only on the
+text. Two runs at the same time therefore write the same checkpoints.
 """
 
 from __future__ import annotations
@@ -35,15 +36,16 @@ from optimus.errors import DataError
 from optimus.io import files
 
 SEGMENT_BYTES = 16 << 20
-"""Bytes of text between two checkpoints. This amount of text is tokenized in two seconds and
-becomes 10 MB of ids."""
+"""Bytes of text between two checkpoints. The tokenization of this amount of text takes two seconds
+and gives 10 MB of ids."""
 _VERSION = 2
 """Version of checkpoints. Checkpoints of another version are ignored. Checkpoints of version 1 do
 not contain hashes of document ids."""
 _HASH_BYTES = 16
 _SOUND_BYTES = 1 << 30
-"""Size in bytes above which a checkpoint is refused if a worker does not have enough memory to read
-it. A checkpoint of many short documents is larger than the text of these documents."""
+"""Size of a checkpoint, in bytes, above which `Segments` compares the size with the memory of the
+worker before reading. A checkpoint of many short documents is larger than the text of these
+documents."""
 _REASON_CHARS = 1 << 16
 _REMOVE = "remove it: its documents are then tokenized again"
 
@@ -79,7 +81,7 @@ class Segments:
             unit: The number of the unit.
             work: A hash of all values that determine the content of the checkpoints. `read` ignores
                 checkpoints with another hash.
-            limits: Limits of the memory to read a checkpoint.
+            limits: Limits on the memory of a worker for a document or a checkpoint.
         """
         self._dir, self._unit, self._limits = tokens_dir, unit, limits
         self._identity = {"version": _VERSION, "work": work, "unit": unit}
@@ -155,8 +157,8 @@ class Segments:
         self._next += 1
 
     def remove(self) -> None:
-        """Remove all checkpoints. The last checkpoint is removed first, so that a kill does not
-        leave a gap."""
+        """Remove all checkpoints, the last checkpoint first. If the run is killed during the
+        removal, the remaining checkpoints therefore still have consecutive numbers."""
         number = self._next
         while self._path(number).exists():
             number += 1
@@ -172,11 +174,8 @@ _BATCH_DOCUMENTS = 1024
 
 
 class UnitWriter:
-    """Writer of a unit: encodes its documents, writes the ids to token arrays, and saves
-    checkpoints.
-
-    There is one array per split. Short documents are encoded in batches.
-    """
+    """Writer of the documents of a unit. `UnitWriter` encodes documents, writes the ids to the
+    token array of each split, and saves checkpoints. Short documents are encoded in batches."""
 
     def __init__(
         self,
@@ -196,7 +195,7 @@ class UnitWriter:
             below: Documents whose xxh3-64 is below this number are held out.
             checkpoints: The checkpoints of the unit.
             inputs: The numbers of the inputs of the unit.
-            limits: Limits of the memory that a document may take.
+            limits: Limits on the memory of a worker for a document.
         """
         self._encoder, self._limits = encoder, limits
         self._below = below
@@ -269,8 +268,8 @@ class UnitWriter:
             self.flush()
 
     def add_long(self, source: int, long: LongText, reader: InputReader, where: str) -> None:
-        """Add a long document of the input `source`. Checkpoints may be saved between the sections
-        of the document.
+        """Add a long document of the input `source`. The method saves a checkpoint after a section
+        of the document if `due` is True.
 
         `where` is the file and line of the document, for messages.
         """
@@ -297,9 +296,10 @@ class UnitWriter:
     def _write_sections(
         self, array: TokenArrayWriter, blocks: Iterable[str], where: str
     ) -> Iterator[str]:
-        """Encode a text in sections, write the ids, and yield each section after it is written.
+        """Encode a text in sections, write the ids, and yield each section after its ids have been
+        written.
 
-        If a text cannot be cut at any position, it is one section.
+        A text that cannot be cut at any position is a single section.
         """
         assert self._encoder.cutter is not None
         needs, room = self._encoder.bytes_per_byte, self._limits.room_bytes
@@ -335,7 +335,8 @@ class UnitWriter:
         self._unsaved_bytes = 0
 
     def flush(self) -> None:
-        """Encode the documents that were added but not written yet, and write their tokens."""
+        """Encode the documents that were added but not written yet, and write the tokens of these
+        documents."""
         encoded = self._encoder.encode([document.text for _, document, _ in self._pending])
         by_split: list[list[int]] = [[] for _ in self._writers]
         for index, (_, document, _) in enumerate(self._pending):
@@ -350,8 +351,8 @@ class UnitWriter:
         self._pending, self._pending_bytes = [], 0
 
     def quarantine_input(self, source: int, problem: Problem) -> None:
-        """Remove the documents of the damaged input `source`, and add this input to the list of
-        quarantined documents."""
+        """Remove the documents of the damaged input `source` from the token arrays, and add the
+        input to the list of quarantined documents."""
         self._pending = [entry for entry in self._pending if entry[0] != source]
         self._pending_bytes = sum(len(document.data) for _, document, _ in self._pending)
         for writer in self._writers:

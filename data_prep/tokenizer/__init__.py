@@ -1,1 +1,2 @@
-"""Encoding of text to the same token ids as the tokenizers and sentencepiece libraries."""
+"""Encoders of text to token ids. The ids are equal to the ids from the tokenizers library or the
+sentencepiece library."""

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 MAX_GROWTH = 32
-"""Maximum factor by which a component of a tokenizer may increase the bytes of a text. Among common
-tokenizers, the largest result of `max_growth` and `max_growth_by_map` is 16, for a sentencepiece
-model."""
+"""Largest accepted factor by which a component of a tokenizer increases the bytes of a text. Among
+common tokenizers, the largest result of `max_growth` and `max_growth_by_map` is 16, for a
+sentencepiece model."""
 _LITERAL = re.compile(r"([^\\.^$*+?()\[\]{}|]+)(?:\+|\{([1-9]\d?),\})?")
 """Matches a regular expression that is plain text, in which `+` or `{n,}` may repeat the last
 character."""
@@ -32,8 +32,8 @@ _MAX_KEY_BYTES, _MAX_NODES = 256, 1 << 21
 node with two parents is counted twice. In the maps of the sentencepiece package, keys have up to 12
 bytes."""
 _UNICODE_GROWTH = {"NFC": 3.0, "NFD": 3.0, "NFKC": 11.0, "NFKD": 11.0, "Lowercase": 1.5}
-"""Maps each normalization to the largest factor by which it lengthens a character in UTF-8. The
-characters with these factors are U+1D1C0 (NFC), U+0DDD (NFD), U+FDFA (NFKC, NFKD) and U+023E
+"""Maps each normalization to the largest factor by which the normalization lengthens a character in
+UTF-8. The factors are reached by U+1D1C0 (NFC), U+0DDD (NFD), U+FDFA (NFKC, NFKD) and U+023E
 (Lowercase)."""
 _NEVER_LONGER = frozenset(
     ("Strip", "StripAccents", "ByteFallback", "Fuse", "Split", "Punctuation", "Digits")
@@ -41,6 +41,7 @@ _NEVER_LONGER = frozenset(
     ("Whitespace", "WhitespaceSplit", "CharDelimiterSplit", "FixedLength", "UnicodeScripts"),
     ("BertPreTokenizer",),
 )
+"""Types of steps that never make a text longer."""
 _CHINESE = ((0x3400, 0xA000), (0xF900, 0xFB00), (0x20000, 0x2FA20))
 """Code point ranges that include all characters around which BertNormalizer puts spaces."""
 _CHANGED = ((0, 0x3400), (0xA000, 0xD7A4), (0xF900, 0x20000), (0x2F800, 0x2FA20))
@@ -70,7 +71,7 @@ def max_growth(component: dict[str, Any]) -> float:
 def max_growth_by_map(charsmap: bytes) -> float:
     """Return an upper bound of the factor by which a sentencepiece character map lengthens a text.
 
-    The bound includes the replacement of each space by U+2581, which has 3 bytes.
+    The bound includes the replacement of each space by U+2581, which has 3 bytes in UTF-8.
 
     Raises:
         ValueError: The map is too large.
@@ -93,12 +94,12 @@ def _steps(component: dict[str, Any]) -> Iterator[dict[str, Any]]:
 class _Weights:
     """Upper bounds of the factors by which a tokenizer component lengthens each character.
 
-    A component is a sequence of steps. The weight of a character is the number of bytes that the
-    character can become in the steps that were added so far, divided by the bytes of the character.
-    Steps are added from the last to the first. If a step replaces a pattern, the weight of the
-    pattern's characters is the number of bytes that the replacement can become in the later steps,
-    divided by the bytes of the pattern. Therefore the factors of two replacements are multiplied
-    only if the first replacement writes characters that the second replacement replaces.
+    A component is a sequence of steps. Steps are added from the last to the first. The weight of a
+    character is (number of bytes that the character can become in the steps that were added so far)
+    / (bytes of the character). If a step replaces a pattern, the weight of each character of the
+    pattern is (number of bytes that the replacement can become in the later steps) / (bytes of the
+    pattern). Therefore the factors of two replacements are multiplied only if the first replacement
+    writes characters that the second replacement replaces.
     """
 
     def __init__(self) -> None:
@@ -106,14 +107,15 @@ class _Weights:
         """An array with a value for each code point. The weight of a code point is the maximum of
         this value and `_of_all`."""
         self._of_all = 1.0
+        """Lower limit of the weights of all code points."""
         self.top = 1.0
         """Largest weight of a character."""
         self.prefixes = 0.0
         """Largest number of bytes that Prepend steps add at the start of a text."""
 
     def add(self, step: dict[str, Any], first: bool = False) -> None:
-        """Add a step. Steps are added from the last to the first. `first` is True for the first
-        step of the component, which is therefore added last."""
+        """Add a step, given as in tokenizer.json. Steps are added from the last to the first.
+        `first` is True for the first step of the component, which is therefore added last."""
         kind = step["type"]
         if kind == "Replace":
             self._replace(*_pattern(step["pattern"]), step["content"])
@@ -132,8 +134,8 @@ class _Weights:
                 known = np.maximum(self._by_character[start:stop], self._of_all)
                 self._by_character[start:stop] = known + 2 * self._of(" ") / 3
             self.top = max(self.top, float(self._by_character.max()))
-            self._raise_all(self._of(" "))  # other spaces become U+0020
-        elif kind == "Nmt":  # other spaces become U+0020
+            self._raise_all(self._of(" "))  # other white space becomes U+0020
+        elif kind == "Nmt":  # other white space becomes U+0020
             self._raise_all(self._of(" "))
         elif kind == "Prepend":
             self.prefixes += self._of(step["prepend"])
@@ -160,7 +162,8 @@ class _Weights:
             known = values < len(text)
             keys, values = keys[known], values[known]
             weights = (sums[ends[np.searchsorted(ends, values)]] - sums[values]) / depth
-            single = weights > self._of_all  # the loop removes keys that are not one character
+            # The loop sets `single` to False for keys that are not a single character.
+            single = weights > self._of_all
             for index in np.flatnonzero(single):
                 if code := _code_point(int(keys[index]), depth):
                     self._raise(code, float(weights[index]))
@@ -170,9 +173,9 @@ class _Weights:
         self._raise_all(of_clusters)
 
     def _normalize(self, kinds: Sequence[str], first: bool) -> None:
-        """Add the Unicode normalizations `kinds`. The tokenizers library applies them in this
-        order."""
-        if first and self.top == self._of_all:  # then only the largest factor of a kind matters
+        """Add the Unicode normalizations `kinds`, in the order in which the tokenizers library
+        applies the normalizations to a text."""
+        if first and self.top == self._of_all:  # all weights are equal: use the largest factor
             self._raise_all(self.top * max(_UNICODE_GROWTH[kind] for kind in kinds))
             return
         for kind in reversed(kinds):
@@ -185,15 +188,15 @@ class _Weights:
             self.top = max(self._of_all, float(self._by_character.max()))
 
     def _compose(self) -> None:
-        """Add the step that composes a character and its marks, or Hangul letters, to a single
-        character. Each mark, and each Hangul letter after the first letter, gets the weight that it
-        would have if the composed character were made from it alone."""
+        """Add the step that composes a character and its marks, or several Hangul letters, to a
+        single character. Each mark, and each Hangul letter after the first letter, gets the weight
+        that would result if the composed character were made from this mark or letter alone."""
         codes = np.flatnonzero(self._by_character > self._of_all)
-        for start, stop in _CHINESE:  # these are not composed with other characters
+        for start, stop in _CHINESE:  # Chinese characters are not composed with other characters
             codes = codes[(codes < start) | (codes >= stop)]
         weights = self._by_character[codes]
         for code, weight in zip(codes.tolist(), weights.tolist(), strict=True):
-            if unicodedata.category(chr(code)) == "Cn":  # newer than Python's tables
+            if unicodedata.category(chr(code)) == "Cn":  # not assigned in Python's Unicode tables
                 self._raise_all(weight)
             for mark in unicodedata.normalize("NFD", chr(code))[1:]:
                 self._raise(ord(mark), weight * len(chr(code).encode()) / len(mark.encode()))
@@ -203,9 +206,9 @@ class _Weights:
         return float((_sizes(codes) * np.maximum(self._by_character[codes], self._of_all)).sum())
 
     def _of_bytes(self, text: bytes) -> np.ndarray:
-        """Return a number for each byte of `text`: for the first byte of a character, the number of
-        bytes that the character can become; for its other bytes, 0. If `text` is not UTF-8, each
-        number is the largest weight."""
+        """Return a number for each byte of `text`, float64 [bytes]. The number for the first byte
+        of a character is the number of bytes that the character can become. The number for any
+        other byte is 0. If `text` is not UTF-8, each number is the largest weight."""
         try:
             codes = _code_points(text.decode())
         except UnicodeDecodeError:
@@ -219,8 +222,8 @@ class _Weights:
         """Add the replacement of a pattern by `content`.
 
         Args:
-            characters: Characters that the pattern may match. None: these characters are unknown.
-            size: Smallest size of a match in bytes. 0: the pattern may match between characters.
+            characters: Characters that the pattern can match. None: these characters are unknown.
+            size: Smallest size of a match in bytes. 0: the pattern can match between characters.
             content: The text that replaces a match.
         """
         weight = self._of(content)
@@ -292,7 +295,7 @@ def _unicode_table(kind: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """
     from tokenizers import normalizers
 
-    separator = "zjq"  # normalization does not join or create it
+    separator = "zjq"  # normalization does not change or create this text
     before = [chr(code) for start, stop in _CHANGED for code in range(start, stop)]
     normalize = getattr(normalizers, kind)().normalize_str
     after = normalize(separator.join(before)).split(separator)
@@ -311,15 +314,15 @@ def _map_entries(charsmap: bytes, key_bytes: int) -> Iterator[tuple[int, np.ndar
     A map consists of the size of a trie in bytes (4 bytes, little-endian), the trie, and the
     replacement texts. Each text ends with NUL. The trie is a double array
     (github.com/s-yata/darts-clone) of 4-byte units. The trie maps a key to the offset of a text.
-    Two nodes may have the same children.
+    Two nodes can have the same children.
 
     Args:
         charsmap: The map.
         key_bytes: Size of the longest keys to read, in bytes.
 
     Yields:
-        For each key size in ascending order: (size in bytes, keys of this size, offsets of their
-        texts). Keys are big-endian integers, or 0 if the size is above 4.
+        For each key size in ascending order: (size in bytes, keys of this size, offsets of the
+        replacement texts). Keys are big-endian integers, or 0 if the size is above 4.
 
     Raises:
         ValueError: A key to read has `_MAX_KEY_BYTES` bytes or more, or the keys to read have more

@@ -1,7 +1,7 @@
-"""Tokenizers in sentencepiece's `.model` format. They need the sentencepiece package.
+"""Tokenizers in sentencepiece's `.model` format. This module needs the sentencepiece package.
 
-The package never returns the id of a control symbol (`<s>`, `</s>`) for a text: it encodes the text
-`<s>` as plain text. In contrast, it encodes the text of a user-defined symbol as the id of this
+sentencepiece never returns the id of a control symbol (`<s>`, `</s>`) for a text: the text `<s>` is
+encoded as plain text. In contrast, the text of a user-defined symbol is encoded as the id of this
 symbol.
 """
 
@@ -45,8 +45,9 @@ class SentencePieceTokenizer:
         path: A `.model` file.
 
     Raises:
-        DataError: The file is not a sentencepiece model; its normalizer or denormalizer may make a
-            text more than MAX_GROWTH times as long; or the sentencepiece package is not installed.
+        DataError: The file is not a sentencepiece model; the normalizer or denormalizer of the
+            model could make a text more than MAX_GROWTH times as long; or the sentencepiece package
+            is not installed.
     """
 
     def __init__(self, path: str | os.PathLike):
@@ -71,7 +72,7 @@ class SentencePieceTokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens of the model. The ids of the tokens begin at 0."""
+        """Number of tokens of the model. The ids are 0 to `vocab_size` - 1."""
         return self._model.get_piece_size()
 
     @property
@@ -147,13 +148,17 @@ def fields(message: bytes) -> Iterator[tuple[int, Any]]:
 
 
 def _max_growth(model: bytes) -> float:
-    """Return an upper bound of the factor by which the character maps of a model lengthen a text.
+    """Return an upper bound of the factors by which the character maps of a sentencepiece model
+    lengthen a text. The bound applies to each map separately.
+
+    Args:
+        model: The content of the model file.
 
     Raises:
         ValueError: The model is damaged, or has more than two maps.
     """
-    # Skip the pieces at the start, which are most of a model. A piece consists of a byte 10 (the
-    # key), a byte that contains the size, which is below 128, and the content.
+    # Skip the pieces (tokens), which are at the start and are most of the model. A piece consists
+    # of the byte 10 (the key), a byte with the size of the content (below 128), and the content.
     offset = 0
     while model[offset : offset + 1] == b"\n" and model[offset + 1 : offset + 2] < b"\x80":
         offset += 2 + int.from_bytes(model[offset + 1 : offset + 2], "little")
@@ -164,6 +169,8 @@ def _max_growth(model: bytes) -> float:
         for key, charsmap in fields(spec)
         if key == _CHARSMAP and isinstance(charsmap, bytes)
     ]
-    if len(maps) > 2:  # a normalizer and a denormalizer; the check of each takes a second
+    # A model has a map in the normalizer and a map in the denormalizer. The check of a map takes a
+    # second, so a file with many maps is refused.
+    if len(maps) > 2:
         raise ValueError(f"the model has {len(maps)} character maps, but at most 2 are supported")
     return max(map(max_growth_by_map, maps), default=1.0)

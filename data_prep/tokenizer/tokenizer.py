@@ -1,8 +1,8 @@
 """Tokenizer files, and an encoder of text to token ids.
 
 For a tokenizer.json, `Encoder` returns exactly the ids that the tokenizers library returns for
-`encode(text, add_special_tokens=False)` with `encode_special_tokens = True`. Special tokens in the
-text are then encoded as plain text.
+`encode(text, add_special_tokens=False)` with `encode_special_tokens = True`. With these settings,
+the name of a special token in a text is encoded as plain text.
 """
 
 from __future__ import annotations
@@ -37,28 +37,32 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
-"""Names of the tokens that are used as the end-of-document token if `--eos` is not given."""
+"""Names of special tokens. If `--eos` is not given, the end-of-document token is the special token
+with one of these names."""
 
 _CHECK_S, _CHECK_BYTES = 300.0, 192 << 20
-"""Limits for the check of a tokenizer file: wall-clock time in seconds, and memory in bytes. For
-each byte of the tokenizer file, the memory limit increases by _BYTES_PER_BYTE bytes."""
+"""Limits for the check of a tokenizer file. _CHECK_S is the limit of the wall-clock time in
+seconds. The limit of the memory is _CHECK_BYTES bytes, plus _BYTES_PER_BYTE bytes for each byte of
+the tokenizer file."""
 _CHECK_CPU_S, _LOAD_BYTES_PER_S = 4, 4 << 20
 """Limit for the processor time of the check: _CHECK_CPU_S seconds, plus the time to load the
 tokenizer file twice at _LOAD_BYTES_PER_S bytes per second."""
 _BYTES_PER_BYTE = 32
-"""Limit for the memory to load a tokenizer.json, as a multiple of the file's size. In measurements,
-the tokenizers library took 11 times the size."""
+"""Bytes of memory that the check can use for each byte of a tokenizer file. In measurements, the
+tokenizers library used 11 bytes for each byte of a tokenizer.json."""
 _MODEL = re.compile(rb'"model"\s*:\s*\{')
 _OTHER_KEYS = (b'"added_tokens"', b'"normalizer"', b'"pre_tokenizer"', b'"decoder"')
 _COMPONENT = re.compile(rb"\s*:\s*[{\[]")
 _ESCAPED_LETTER = re.compile(rb"\\u00[4-7]")
-"""Escaped ASCII letters in JSON. `_without_model` does not change a file with such letters, because
-the function would not find an escaped key. Writers of JSON do not escape letters."""
+"""Matches an escaped ASCII letter in JSON. `_without_model` does not change a file with such a
+letter, because the function would not find a key that contains the letter. Programs that write JSON
+do not escape ASCII letters."""
 _SMALL_MODEL = b'"model": {"type": "BPE", "vocab": {}, "merges": []}}'
 
 _LIBRARY_BYTES, _SENTENCEPIECE_BYTES = 300, 64
-"""Bytes of memory that the tokenizers library and sentencepiece need to encode a byte of text.
-Measured with one token per character: 241 and 49. Ordinary text needs half of this memory."""
+"""Bytes of memory that the tokenizers library (_LIBRARY_BYTES) and sentencepiece
+(_SENTENCEPIECE_BYTES) need to encode a byte of text. For a text with one token per character, 241
+and 49 bytes were measured. Ordinary text needs half as much."""
 
 
 @dataclass(frozen=True)
@@ -80,12 +84,14 @@ def open_tokenizer(
 
     Args:
         path: A tokenizer.json or a sentencepiece model.
-        check: True: first load and try the tokenizer in a forked child process. A fork is not safe
-            after this process has used a GPU or the network. Pass True before such a use, and False
-            when the same file is opened again later.
+        check: True: first load and try the tokenizer in a forked child process, so that a damaged
+            file cannot crash this process. A fork is not safe after this process has used a GPU or
+            the network. Pass True before this process uses a GPU or the network. Pass False to open
+            the same file again later.
 
     Raises:
-        DataError: The file is not a tokenizer, or its use crashes, hangs or takes too much memory.
+        DataError: The file is not a tokenizer, or the tokenizer crashes, does not end, or takes too
+            much memory.
     """
     if is_sentencepiece(path):
         if check:
@@ -100,7 +106,7 @@ def open_tokenizer(
 
 def _load(path: str | os.PathLike, content: bytes) -> Tokenizer:
     """Load a tokenizer from `content`, the content of the tokenizer.json at `path`. Raises
-    DataError if it cannot be loaded."""
+    DataError if `content` is not a tokenizer."""
     from tokenizers import Tokenizer
 
     with library_errors(path):
@@ -110,8 +116,8 @@ def _load(path: str | os.PathLike, content: bytes) -> Tokenizer:
             raise DataError(f"{path}: is not a tokenizer.json: {one_line(error)}") from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    # A post-processor would add special tokens, which data preparation does not use, and may repeat
-    # the text.
+    # A post-processor could add special tokens, which data preparation does not use, or repeat the
+    # text.
     tokenizer.post_processor = None
     tokenizer.encode_special_tokens = True
     return tokenizer
@@ -151,8 +157,9 @@ def _try(path: str | os.PathLike, content: bytes) -> None:
     longer."""
     from tokenizers import Tokenizer
 
-    # The steps are checked first, without the model if possible. The library normalizes each added
-    # token when it loads a file, so a step that makes texts longer takes memory for each token.
+    # The normalizer, pre-tokenizer and decoder are checked before the complete tokenizer is loaded,
+    # because the library normalizes each added token when it loads a file. A normalizer that makes
+    # texts much longer would then take memory for each added token.
     steps = None
     with library_errors(path), contextlib.suppress(Exception):  # `_load` reports an exception
         steps = Tokenizer.from_buffer(_without_model(content))
@@ -179,7 +186,7 @@ def _without_model(content: bytes) -> bytes:
     for key in _OTHER_KEYS:
         start = model.end()
         while (start := content.find(key, start) + len(key)) >= len(key):
-            if _COMPONENT.match(content, start):  # if not, the match is a token in the vocabulary
+            if _COMPONENT.match(content, start):  # else the key is the text of a token
                 return content
     short = content[: model.start()] + _SMALL_MODEL
     try:
@@ -192,7 +199,7 @@ def _without_model(content: bytes) -> bytes:
 def _check_growth(path: str | os.PathLike, name: str, component: Any) -> None:
     """Raise DataError if a component may make a text more than MAX_GROWTH times as long.
 
-    For example, a few steps that each replace a letter by a thousand letters would take all memory.
+    For example, three steps that each replace a letter by a thousand letters would take all memory.
 
     Args:
         path: The tokenizer file, for the message.
@@ -214,11 +221,11 @@ def _check_growth(path: str | os.PathLike, name: str, component: Any) -> None:
 def library_errors(path: str | os.PathLike) -> Iterator[None]:
     """Context manager that converts errors and panics of the tokenizers library to DataError.
 
-    For an error, the library raises an instance of `Exception`, not of a subclass. An example of an
-    error is an unknown word in a text if the vocabulary has no unknown token. The library panics on
-    a damaged table of a normalizer and on a pattern that needs too many steps. The exception of a
-    panic derives from BaseException, and its class cannot be imported. The library also prints the
-    panic.
+    If an error occurs, the library raises an instance of `Exception` itself, not of a subclass. An
+    example of an error is an unknown word in a text if the vocabulary has no unknown token. The
+    library panics if the table of a normalizer is damaged, or if a pattern needs too many steps. A
+    panic raises a PanicException, which derives from BaseException and cannot be imported. The
+    library also prints a message about the panic.
 
     Args:
         path: The tokenizer, for the message.
@@ -247,12 +254,13 @@ def read_facts(path: str | os.PathLike, eos: str | None = None) -> TokenizerFact
 
     Args:
         path: A tokenizer.json or a sentencepiece model.
-        eos: Name of the end-of-document token. None: the only special token that is in EOS_NAMES,
-            or the end-of-sentence symbol of a sentencepiece model.
+        eos: Name of the end-of-document token. None: the special token that is in EOS_NAMES or, for
+            a sentencepiece model, the end-of-sentence symbol.
 
     Raises:
-        DataError: The file is not a tokenizer; `eos` is not one of its special tokens or control
-            symbols; or `eos` is None, and the file has no default token or several such tokens.
+        DataError: The file is not a tokenizer; `eos` is not the name of a special token or control
+            symbol of the tokenizer; or `eos` is None, and none or several of the special tokens are
+            in EOS_NAMES, or a sentencepiece model has no end-of-sentence symbol.
     """
     tokenizer = open_tokenizer(path)
     if isinstance(tokenizer, SentencePieceTokenizer):
@@ -292,7 +300,7 @@ def _sentencepiece_facts(
 
 
 def sha256_of(path: str | os.PathLike) -> str:
-    """Return the SHA-256 of a tokenizer's file in hexadecimal digits, as data sets record it.
+    """Return the SHA-256 of a tokenizer file in hexadecimal digits. Data sets record this value.
 
     Raises:
         DataError: The file cannot be read.
@@ -301,8 +309,8 @@ def sha256_of(path: str | os.PathLike) -> str:
 
 
 class Encoder:
-    """Encoder of texts to token ids. It uses a single thread: data preparation runs a process per
-    core.
+    """Encoder of texts to token ids. An `Encoder` uses a single thread, because data preparation
+    runs a process per core.
 
     Args:
         path: A tokenizer.json or a sentencepiece model.
@@ -324,7 +332,7 @@ class Encoder:
         if isinstance(self._tokenizer, SentencePieceTokenizer):
             return
         self.bytes_per_byte = _LIBRARY_BYTES
-        try:  # the library also loads some files that are not JSON
+        try:  # the library has loaded the file, but also loads some files that are not JSON
             recipe = recognise(json.loads(read_bytes(path, TOKENIZER_BYTES)))
         except ValueError as error:
             raise DataError(f"{path}: is not a tokenizer.json: {one_line(error)}") from None
@@ -332,7 +340,7 @@ class Encoder:
             with library_errors(path):
                 memo = MemoEncoder(self._tokenizer, recipe)
                 self._memo = memo if memo.agrees() else None
-            if self._memo:  # special tokens are plain text, but may overlap an added token
+            if self._memo:  # special tokens are included, because they may overlap an added token
                 self.cutter = Cutter([*recipe.added, *recipe.special] if recipe.added else [])
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:

@@ -174,7 +174,8 @@ def test_report_has_epochs_of_each_source_and_warns_of_many(made, second, tmp_pa
         warnings = [line for line in lines if "warning: " in line]
         assert bool(warnings) == warned
         if warned:
-            assert f"is repeated for {epochs} epochs; above 4, " in warnings[0]
+            expected = f"is repeated for {epochs} epochs; text that is repeated for more than 4 "
+            assert expected in warnings[0]
             most = int(warnings[0].rpartition(" ")[2])
     out = tmp_path / "most"
     assert main(blend_arguments(made.data, second, out, "--instances", str(most))) == 0

@@ -98,7 +98,7 @@ def write(path: Path, changes: dict) -> None:
         ({"context": True}, "context is not a whole number"),
         ({"eval_fraction": "raw:NaN"}, "eval_fraction is not a number between -2^64 and 2^64"),
         ({"eval_fraction": "raw:1e400"}, "eval_fraction is not a number between -2^64 and 2^64"),
-        ({"eval_fraction": 1}, "eval_fraction = 1 is not from 0 to below 1"),
+        ({"eval_fraction": 1}, "eval_fraction = 1 is not in the range [0, 1)"),
         ({"documents": f"raw:{DEEP}"}, "its JSON objects are nested too deeply"),
         ({"documents": f"raw:{'9' * 5000}"}, "Exceeds the limit"),
         ({"documents": -1}, "a count or size is negative or too large"),
@@ -343,7 +343,7 @@ def test_stray_list_of_quarantined_documents_is_damage(restored):
     path = restored / "quarantine.jsonl"
     path.write_text("{}")
     try:
-        assert any("manifest.json does not list it" in line for line in verify(restored))
+        assert any("manifest.json does not list this file" in line for line in verify(restored))
     finally:
         path.unlink()
 

@@ -223,9 +223,9 @@ def test_damaged_token_files_are_refused(made, tmp_path, capsys):
         made, tmp_path, capsys, "do not match their lengths", write_megatron(a, good, shift=2)
     )
     assert_not_imported(made, tmp_path, capsys, "version 2", write_megatron(a, good, version=2))
-    assert_not_imported(made, tmp_path, capsys, "type 7", write_megatron(a, good, type=7))
+    assert_not_imported(made, tmp_path, capsys, "dtype code 7", write_megatron(a, good, type=7))
     (tmp_path / "b.txt").write_text("text")
-    assert_not_imported(made, tmp_path, capsys, "b.txt: neither", tmp_path / "b.txt")
+    assert_not_imported(made, tmp_path, capsys, "b.txt: is neither", tmp_path / "b.txt")
 
 
 @pytest.mark.parametrize("code", ["H", "i", "q"])

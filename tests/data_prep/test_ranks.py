@@ -359,7 +359,7 @@ def test_lock_that_stays_locked_ends_a_run(tmp_path, monkeypatch):
         fcntl.flock(lock, fcntl.LOCK_EX)
         with (
             pytest.raises(
-                DataError, match=r"\.lock: another process has locked it for 0\.1 s; end"
+                DataError, match=r"\.lock: another process has locked this file for 0\.1 s; end"
             ),
             working_in(tmp_path),
         ):
