@@ -58,8 +58,9 @@ def begin(
 def _check_output(
     out: Path, tokens_dir: Path, tokenizer_file: Path, plan: TokenPlan, plan_xxh3: str
 ) -> None:
-    """Raise DataError if the data set in the parent directory of `tokens_dir` already has a plan,
-    an order.json or a tokenizer that differs from this run."""
+    """Raise DataError if the data set in the parent directory of `tokens_dir` belongs to another
+    run: its plan differs from `plan` or, without a plan, its order.json names another plan or its
+    tokenizer differs from `tokenizer_file`."""
     if (tokens_dir / layout.PLAN).exists():
         for difference in differences(read_plan(tokens_dir), plan):
             raise DataError(

@@ -124,7 +124,7 @@ class Segments:
         with contextlib.suppress(ValueError, RecursionError):
             value = json.loads(bytes(body[8 : 8 + size]))
         if not isinstance(value, dict):
-            raise layout.foreign(path, "does not begin with a JSON object")
+            raise layout.foreign(path, "has no JSON object as its header")
         # Compare as text, because True == 1.
         if json.dumps(value.get("identity")) != json.dumps({**self._identity, "number": number}):
             return None

@@ -65,7 +65,8 @@ class Target:
     """GPU architectures or CPU instruction sets to compile for, such as sm_80,sm_90."""
     flags: str
     compiler: str
-    """Version line of the compiler, followed by its flags from CXX or NVCC."""
+    """Version line of the compiler, followed by the arguments in the environment variable CXX or
+    NVCC."""
 
     @property
     def name(self) -> str:

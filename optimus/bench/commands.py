@@ -100,7 +100,7 @@ def _add_step_options(group: argparse._ArgumentGroup) -> None:
         action="store_const",
         const=True,
         help="measure the time of an update by phase and by module, without a comparison with "
-        "plain torch; this option needs one process and a CPU",
+        "plain torch; only with one process and train.device=cpu",
     )
 
 

@@ -273,8 +273,8 @@ class _ProductTimes:
                 self.times.setdefault(shape, []).extend(self.bench.times(products))
 
     def tables(self, figure: Callable[[float], dict[str, Any]]) -> dict[str, Any]:
-        """Return the table `products` of the dtype, which contains the tables of attention. The
-        peak in the table is at least as large as all rates."""
+        """Return the table `products` of the machine file for `self.dtype`. Its key `attention` has
+        the rates of attention, and `peak` is at least as large as each measured rate."""
         bench, device = self.bench, self.bench.device
         rates, fastest = [], 0.0
         for shape, times in self.times.items():

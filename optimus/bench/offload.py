@@ -219,6 +219,7 @@ def run_mix(mix: Mix, steps: int, disk: str = "") -> tuple[list[float], StepTime
     Returns:
         (seconds of each timed training step, predicted times of a training step).
     """
+    assert disk or not mix.read_s, "states on disk need a directory"
     model, engine = _make_engine(mix, mix.links, _ELEMENTS, disk)
     segments = [
         ModelSegment(str(n), stage, (f"{n}.weight",), partial(register_module, model[n]))
@@ -380,7 +381,7 @@ def bench_offload(count: int, steps: int, seed: int, disk: str = "") -> dict[str
                 visible = median - statistics.median(instant_times) - fill
                 entry["hidden"] = 1 - visible / (copies - fill)
         for key, clips in (("early", False), ("clipped", True)):
-            entry[key] = _run_early(mix._replace(early=True, clips=clips), steps, median)
+            entry[key] = _run_early(mix._replace(early=True, clips=clips), steps, disk, median)
         entries.append(entry)
     hidden = [entry["hidden"] for entry in entries if "hidden" in entry]
     early = {
@@ -407,10 +408,10 @@ def bench_offload(count: int, steps: int, seed: int, disk: str = "") -> dict[str
     }
 
 
-def _run_early(mix: Mix, steps: int, late_s: float) -> dict[str, float]:
+def _run_early(mix: Mix, steps: int, disk: str, late_s: float) -> dict[str, float]:
     """Return the figures of a mix with early updates. Without early updates, a training step takes
     `late_s` seconds."""
-    times, predicted = run_mix(mix, steps)
+    times, predicted = run_mix(mix, steps, disk)
     median = statistics.median(times)
     of = {"of_prediction": median / predicted.step, "of_late": median / late_s}
     return {"step_s": median, "predicted_s": predicted.step, **of}

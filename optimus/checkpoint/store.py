@@ -296,13 +296,14 @@ def _check(path: Path, thorough: bool) -> Manifest:
 
 @dataclass(frozen=True)
 class Start:
-    """State from which a run starts. It contains the weights, and possibly the optimizer states, of
-    the checkpoint at `path` after `step` updates. If `path` is None, the run starts with newly
-    initialized weights."""
+    """Description of the state from which a run starts: the checkpoint or the Hugging Face
+    directory at `path`. If `path` is None, the run starts with newly initialized weights."""
 
     origin: str
     """The value of `checkpoint.load` when the run was started."""
     step: int = 0
+    """Number of updates that the run has already done. A run that starts with the weights of
+    another run has done none."""
     tokens: int = 0
     path: Path | None = None
     full: Manifest | None = None

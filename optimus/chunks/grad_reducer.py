@@ -57,7 +57,8 @@ class GradBucket:
     is_ready: bool = False
     """True if the gradients are complete, so that they can be reduced."""
     is_launched: bool = False
-    """True if the reduction has started."""
+    """True if the reduction has started during backward, so that no further gradient may arrive.
+    Without overlap, it remains False."""
 
 
 class GradReducer:

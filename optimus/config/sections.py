@@ -97,7 +97,8 @@ class TrainConfig(Section):
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 0
     """Seed of the initial weights and of the generated samples."""
     seq_len: CountOrZero = 0
-    """Number of tokens per instance; must equal the context of the data set."""
+    """Sequence length in tokens; must equal the sequence length of the data set, which is the value
+    of `optimus-data --context`."""
     global_batch_tokens: CountOrZero = 0
     """Number of tokens per update over all ranks; 0: one microbatch on each of the dp * ep data
     ranks."""

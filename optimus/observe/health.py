@@ -160,7 +160,7 @@ class _GradNorm:
         if norm <= _SPIKE * median:
             return []
         earlier = (
-            f" (spikes since the last warning that were not reported: {self._unprinted})"
+            f" (unreported spikes since the last warning: {self._unprinted})"
             if self._unprinted
             else ""
         )

@@ -251,8 +251,9 @@ def _pointer(func: Any, args: tuple) -> int:
         is_freed = not args[0].untyped_storage().nbytes() and args[0].numel()
     refuse_if(
         is_freed,
-        f"parameter {_guard_of(args[0]).name} is offloaded and has no memory now (in data_ptr); "
-        "use a copy (parameter.detach().clone()) or the tensors of model.state_dict()",
+        f"data_ptr cannot be called now: parameter {_guard_of(args[0]).name} is offloaded, and its "
+        "memory is freed; use a copy (parameter.detach().clone()) or the tensors of "
+        "model.state_dict()",
     )
     return _call(func, args, {})
 

@@ -221,8 +221,8 @@ class OffloadedLayouts:
 
 def _shards(sharding: str, mesh: Mesh) -> tuple[int, int]:
     """Return a pair: the number of ranks over which the states of experts are divided, and the
-    number of ranks over which the states of all other parameters are divided
-    (`updated_parameters`)."""
+    number of ranks over which the states of all other parameters are divided. The function
+    `updated_parameters` has the same numbers."""
     if sharding == "none":
         return 1, 1
     return mesh.dp, mesh.dp * (mesh.ep if sharding == "epso" else 1)

@@ -527,7 +527,7 @@ def update_manifest(path: Path, **settings: object) -> None:
     ],
 )
 def test_a_checkpoint_that_cannot_be_loaded_is_not_valid(tmp_path, name, change, message):
-    """Hashes and sizes are correct, but the content does not belong to the configured model."""
+    """Hashes and sizes are correct, but a file cannot be parsed, or files contradict each other."""
     path = Path(shutil.copytree(GOLDEN / name, tmp_path / "c"))
     update_manifest(path)
     assert verify(path)["valid"]

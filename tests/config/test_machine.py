@@ -74,8 +74,8 @@ def test_aurora_has_the_limits_of_its_queues():
 
 
 def test_each_value_of_aurora_has_a_source_with_a_date():
-    """In aurora.toml, empty lines separate blocks of values. Each block has a comment that contains
-    the source of the values and a date."""
+    """In aurora.toml, empty lines separate blocks of values. Each block has a source and a date, in
+    a comment or in the keys `source` and `date`. Blocks of queues are not checked."""
     blocks = (FOLDER / "aurora.toml").read_text().split("\n\n")
     for block in blocks[1:]:
         # Values of the hardware have no such comment, but required keys for the source and the

@@ -42,7 +42,8 @@ def test_rows_after_2_to_the_31_elements_are_addressed():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("tokens", [15, 17, 512, 513, 545])
 def test_rows_padded_for_onednn_are_within_their_buffers(tokens, dtype, monkeypatch):
-    """oneDNN pads the rows of each expert. The buffers must have space for the last padding."""
+    """For oneDNN, the number of rows of each expert is rounded up. The buffers must have space for
+    the additional rows of the last expert."""
     if dtype is torch.float32:
         if not product.onednn_is_exact():
             pytest.skip("oneDNN is not available for fp32 products")

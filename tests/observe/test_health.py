@@ -97,7 +97,7 @@ def test_persistent_or_returning_fault_prints_few_lines(fault):
     # updates. Each of the two faults has at most 5 warnings and 5 lines about the recovery.
     assert 0 < len(lines) <= 4 * 5
     if "norm" in fault or "both" in fault:
-        assert any("since the last warning that were not reported" in line for line in lines)
+        assert any("unreported spikes since the last warning" in line for line in lines)
 
 
 @pytest.mark.parametrize(

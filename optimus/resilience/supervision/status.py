@@ -85,8 +85,9 @@ def _add_interrupted(
 ) -> None:
     """Add to `seconds` the time of a launch attempt whose ranks ended without a report.
 
-    The time after the last milestone is added to the category `queue`, because a later supervisor
-    has stored the end of the attempt, perhaps days later.
+    A milestone is the first update or a checkpoint. The time after the last milestone is added to
+    the category `queue`, because the true end of the attempt is unknown: a later supervisor may
+    have stored `ended`, perhaps days later.
     """
     times = [began, *(milestone.time for milestone in milestones)]
     first = times[1] if milestones else began

@@ -366,8 +366,9 @@ def count_gathers(cases: Sequence[Case], passes: int) -> list[int]:
 def run_with_missing_hooks(
     case: Case, missing_hooks: Sequence[tuple[int, bool]]
 ) -> list[tuple[bool, bool]]:
-    """Run forward and backward once for each missing hook, outside of a training step. Return for
-    each hook: True if the output is finite, and True if the gradient of the input is finite."""
+    """For each element of `missing_hooks`, run forward and backward of a new tower without this
+    hook, outside of a training step. Return a pair for each run: True if the output is finite, and
+    True if the gradient of the input is finite."""
     world, is_finite = start_world(device="cpu").everyone, []
     for missing_hook in missing_hooks:
         tower = Tower(case.n, case.region)
