@@ -50,18 +50,26 @@ class UpdateBytes(NamedTuple):
 
     optimizer: float = 0.0
     """Bytes that the optimizer reads and writes."""
+    norm: float = 0.0
+    """Bytes of reduced gradients that are read to compute their norm."""
     gradients: float = 0.0
-    """Bytes of gradients that are read to compute the norm and to find values that are not finite,
-    and bytes of gradients that are set to zero."""
+    """Bytes of gradients that are read to find values that are not finite, and bytes of gradients
+    that are set to zero: once in a step, or in each microbatch if a rank frees its gradients after
+    each backward."""
     new: float = 0.0
     """Bytes of gradients and parameters that a rank frees within a step and therefore allocates
     again in each step."""
 
-    def share(self, updated: float) -> UpdateBytes:
+    def share(self, updated: float, repeats: float) -> UpdateBytes:
         """Return the bytes of a rank that updates only the share `updated` (0 to 1) of its states
-        on the device. The other gradients are not counted, because the host computes their norm,
-        and copies overwrite these gradients instead of setting them to zero."""
-        return self._replace(optimizer=updated * self.optimizer, gradients=updated * self.gradients)
+        on the device. The host computes the norm of the other gradients. The device checks these
+        gradients and sets them to zero before each copy to the host, `repeats` times as often as
+        the gradients that remain on the device."""
+        return self._replace(
+            optimizer=updated * self.optimizer,
+            norm=updated * self.norm,
+            gradients=(updated + (1 - updated) * repeats) * self.gradients,
+        )
 
 
 @dataclass(frozen=True)
@@ -95,12 +103,12 @@ class Rates:
     """Bytes per second at which the operating system maps new memory."""
 
     gradients: float | None = None
-    """Bytes per second at which `UpdateBytes.gradients` are transferred; None for the rate
-    `memory`."""
+    """Bytes per second at which `UpdateBytes.norm` and `UpdateBytes.gradients` are transferred;
+    None for the rate `memory`."""
 
     def update_s(self, update: UpdateBytes) -> float:
         """Return the seconds of the update of a rank."""
-        gradients_s = update.gradients / (self.gradients or self.memory)
+        gradients_s = (update.norm + update.gradients) / (self.gradients or self.memory)
         return update.optimizer / self.memory + gradients_s + update.new / self.new_memory
 
 

@@ -67,7 +67,7 @@ from optimus.planner.step_time import (
     unless_rounding,
 )
 from optimus.planner.topology import Topology
-from optimus.planner.workload import Works, step_of
+from optimus.planner.workload import Works, offloaded_repeats, step_of
 from optimus.rank.states import PlannedRank, staging_of
 
 _UNKNOWN = 1 << 62
@@ -276,12 +276,15 @@ def time_offloaded(
         return OffloadedStep(step, time, played, ((),) * mesh.pp, {})
     times = SegmentTimes(plain, mesh, rates, works, imbalances, topology)
     ranks = _plan_ranks(configs, mesh, schedule, times, limits.host)
+    repeats = offloaded_repeats(plain, mesh, step.microbatches)
     step = replace(
         step,
         schedule=schedule.name,
         virtual_stages=schedule.virtual_stages,
         reductions=max((rank.reductions for rank in ranks), key=times.total_s),
-        update=step.update.share(max(rank.updated_share for rank in ranks)),
+        update=max(
+            (step.update.share(rank.updated_share, repeats) for rank in ranks), key=rates.update_s
+        ),
     )
     rates = replace(rates, runs_ahead=False)
     without = played_time(step, rates, schedule)

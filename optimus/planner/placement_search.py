@@ -509,7 +509,7 @@ def _workload(
     work = dataclasses.replace(work, idle_s=idle, all_on_host=cached, further=further)
     if isinstance(times, SegmentTimes):
         elements = [chunk.elements for chunk in work.chunks]
-        end_s = times.end_s(config, schedule, engine, elements, sum(work.forward_s))
+        end_s = times.end_s(ordered, schedule, engine, elements, sum(work.forward_s))
         work = dataclasses.replace(work, gather_s=times.gathers(engine), end_s=end_s)
     if not (has_disk and config.checkpoint.async_save):
         return work

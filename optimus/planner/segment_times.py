@@ -26,6 +26,7 @@ from optimus.planner.workload import (
     Works,
     fullest_rank,
     groups_of,
+    offloaded_repeats,
     segment_layers,
     update_bytes,
 )
@@ -111,11 +112,12 @@ class SegmentTimes:
         all_gathers_s, all_updated = sum(gathers), max(1, sum(elements))
         _, weights = fullest_rank(config, mesh, plan_stages(config, mesh.pp))
         update = update_bytes(config, mesh, weights, schedule.num_microbatches)
+        repeats = offloaded_repeats(config, mesh, schedule.num_microbatches)
         gathered_s, updated, by_number = 0.0, 0, list[float]()
         for count, seconds in zip((0, *elements), (0.0, *gathers), strict=True):
             gathered_s += seconds if count else 0.0  # frozen chunks do not change
             updated += count
-            update_s = self._rates.update_s(update.share(updated / all_updated))
+            update_s = self._rates.update_s(update.share(updated / all_updated, repeats))
             hidden_s = forward_s + all_gathers_s - gathered_s if overlaps else 0.0
             by_number.append(gradients_s + update_s + max(0.0, gathered_s - hidden_s))
         return by_number[::-1]

@@ -305,15 +305,28 @@ def update_bytes(config: Config, mesh: Mesh, weights: Weights, microbatches: int
     optim, param_bytes = config.optim, BYTES[config.train.dtype]
     grad_bytes, reduced_bytes = BYTES[optim.grad_dtype], BYTES[optim.grad_reduce_dtype]
     updated, of_rank = updated_parameters(optim.sharding, mesh, weights), sum(weights)
-    new = 0
-    if optim.resident != "all" and mesh.num_data_ranks > 1:
+    passes, new = 1, 0
+    if frees_gradients(config, mesh):
         # Gradients once for each backward, and parameters once in a step
+        passes = microbatches
         new = microbatches * grad_bytes + (param_bytes if optim.resident == "cache" else 0)
     return UpdateBytes(
         updated * (_STATE_BYTES + param_bytes + reduced_bytes),
-        updated * reduced_bytes + of_rank * 2 * grad_bytes,
+        updated * reduced_bytes,
+        of_rank * 2 * grad_bytes * passes,
         float(of_rank * new),
     )
+
+
+def frees_gradients(config: Config, mesh: Mesh) -> bool:
+    """Return True if a rank frees its gradients after each backward, without offloading."""
+    return config.optim.resident != "all" and mesh.num_data_ranks > 1
+
+
+def offloaded_repeats(config: Config, mesh: Mesh, microbatches: int) -> int:
+    """Return the value of `repeats` for `UpdateBytes.share`."""
+    is_once = config.offload.order == "layer" or frees_gradients(config, mesh)
+    return 1 if is_once else microbatches
 
 
 def _refuse_not_modelled(config: Config) -> None:

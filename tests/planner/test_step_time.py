@@ -280,10 +280,10 @@ def test_epso_updates_fewer_parameters_than_so():
 
 def test_passes_over_gradients_have_another_rate_than_the_optimizer():
     rates = dataclasses.replace(a100(), memory=4e9, gradients=1e9)
-    assert rates.update_s(UpdateBytes(optimizer=8e9, gradients=3e9)) == 2 + 3
-    assert dataclasses.replace(rates, gradients=None).update_s(UpdateBytes(8e9, 4e9)) == 3
-    # `share` halves the bytes of the update, but not the bytes of new memory (the third field).
-    assert UpdateBytes(8.0, 4.0, 2.0).share(0.5) == UpdateBytes(4.0, 2.0, 2.0)
+    assert rates.update_s(UpdateBytes(optimizer=8e9, norm=1e9, gradients=3e9)) == 2 + 4
+    assert dataclasses.replace(rates, gradients=None).update_s(UpdateBytes(8e9, 1e9, 3e9)) == 3
+    # The device checks the gradients of offloaded states three times in a step here.
+    assert UpdateBytes(8.0, 4.0, 6.0, 2.0).share(0.5, 3) == UpdateBytes(4.0, 2.0, 12.0, 2.0)
 
 
 def test_new_memory_of_freed_gradients_and_parameters_takes_time():

@@ -4,15 +4,20 @@ profile of the real stages on the meta device."""
 from __future__ import annotations
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from optimus.config import OffloadConfig
 from optimus.config.load import load_config
 from optimus.config.machine import FOLDER
 from optimus.distributed.mesh import Coordinate, Mesh, make_mesh
 from optimus.errors import ConfigError
 from optimus.model.flops import count_parameters
-from optimus.planner.workload import stage_weights, step_of
+from optimus.planner.workload import offloaded_repeats, stage_weights, step_of
 from optimus.rank.operations import Exchange, FusedAttention, Operation, Pass, Product
 from optimus.rank.profile import profile_stages
+from tests.kit.runs.tiny import DENSE, tiny_tree
+from tests.kit.runs.training import local_batch, make_updater
 
 RUNS = FOLDER.parent / "run"
 
@@ -151,3 +156,67 @@ def test_offloading_is_refused():
     config = load_config(RUNS / "mula-7b-a1b.toml", settings)
     with pytest.raises(ConfigError, match="offload.mode = 'manual': the time"):
         step_of(config, make_mesh(config.parallel))
+
+
+class _GradientBytes(TorchDispatchMode):
+    """Counts the bytes of tensors that are checked for values that are not finite or set to
+    zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function._overloadpacket in (torch.ops.aten.aminmax, torch.ops.aten.zero_):
+            self.total += args[0].nbytes
+        return function(*args, **(kwargs or {}))
+
+
+def checked_and_cleared(tree: dict) -> tuple[float, float]:
+    """Return the planned and the counted bytes of gradients of a rank that an update checks and
+    clears."""
+    config, _, groups, plan, _, states, updater = make_updater(tree)
+    batch = local_batch(groups, 4, length=config.train.seq_len)
+    updater.run(1, batch)
+    counted = _GradientBytes()
+    with counted:
+        updater.run(2, batch)
+    states.wait()
+    off = config.model_copy(update={"offload": OffloadConfig(order=config.offload.order)})
+    update = step_of(off, groups.mesh).update
+    share = 1 - config.offload.host_share
+    repeats = offloaded_repeats(config, groups.mesh, plan.microbatches_per_rank)
+    return update.share(share, repeats).gradients, counted.total
+
+
+OFFLOADED = {"offload__mode": "manual", "offload__host_share": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("size", "settings"),
+    [
+        pytest.param(1, {}, id="on-device"),
+        pytest.param(1, OFFLOADED, id="offloaded"),
+        pytest.param(1, OFFLOADED | {"offload__order": "layer"}, id="by-layer"),
+        pytest.param(2, {"optim__sharding": "so", "optim__resident": "parameters"}, id="freed"),
+        pytest.param(2, {"optim__sharding": "so", "optim__resident": "cache"}, id="cache"),
+        pytest.param(2, {"optim__sharding": "so"}, id="kept"),
+    ],
+)
+def test_gradients_are_checked_and_cleared_as_often_as_planned(ranks, size, settings):
+    """Gradients that are freed or copied to the host after each backward are checked and cleared in
+    each microbatch. All other gradients are checked and cleared once in a step."""
+    tree = tiny_tree(
+        "d",
+        "r",
+        **DENSE,
+        model__hidden_size=128,
+        train__deterministic=False,
+        train__seq_len=16,
+        train__microbatch_size=1,
+        train__global_batch_tokens=4 * 16,
+        optim__chunk_length=50_000,
+        **settings,
+    )
+    for planned, counted in ranks(size, checked_and_cleared, tree, start_world=False):
+        assert planned == pytest.approx(counted, rel=0.15)  # chunks are padded
