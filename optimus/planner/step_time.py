@@ -519,9 +519,13 @@ def pipeline_time(step: Step, rates: Rates, times: PassTimes | None = None) -> P
         [time.total_s + blocking_s + s for time, s in zip(backward, host_s, strict=True)],
         weights_s,
     )
-    busiest = _busiest(forward, backward, p)
+    of_ranks = [
+        (_sum((*forward[rank::p], *backward[rank::p])), 2 * sum(host_s[rank::p]))
+        for rank in range(p)
+    ]
+    busiest, on_host_s = max(of_ranks, key=lambda times: times[0].total_s + times[1])
     exposed_s = {axis: m * seconds for axis, seconds in busiest.exposed_s.items()}
-    of_transfers_s = 2 * (v * blocking_s + max(sum(host_s[rank::p]) for rank in range(p)))
+    of_transfers_s = 2 * v * blocking_s + on_host_s
     busy_s = m * (busiest.total_s + of_transfers_s)
     bubble_s = max(0.0, span_s - busy_s)  # without rounding errors
     if p > 1:

@@ -71,21 +71,19 @@ def test_table_1_has_the_interleaved_schedule():
 
 
 def test_table_1_is_predicted():
-    """The errors have the required limits (8 % in the mean, 12 % at most) for the number v of
-    virtual stages with the smallest prediction. For that with the largest prediction, the worst
-    error exceeds 12 %, and the page reports this."""
+    """The mean error is below the required 8 % for every number v of virtual stages. The worst
+    error exceeds the required 12 %, and the page reports this."""
     lowest, highest = map(sizes, table_1_bands())
     assert sum(lowest) / 10 < sum(highest) / 10 <= 0.08
-    assert lowest[-1] <= 0.12 < highest[-1] < 0.14
+    assert 0.12 < lowest[-1] <= highest[-1] < 0.135
     text = "".join(planner.report_table_1(a100()))
-    assert text.count("(required 8%: met)") == 2
-    assert text.count("(required 12%: met)") == text.count("(required 12%: MISSED)") == 1
+    assert text.count("(required 8%: met)") == text.count("(required 12%: MISSED)") == 2
     assert "1008.0B 163 and 177 (+8.7%), 529.6B 163 and 180 (+10.3%)" in text
 
 
 def test_llama_is_predicted_with_its_ratio():
-    """The error exceeds the required 15 % with the matrix products of a short run, but not with
-    those under sustained load, which the machine file has. The page reports both."""
+    """The error exceeds the required 15 % with the rate of products that a short run on an H100
+    reaches, but not with that of the machine file. The page reports both."""
     for (_, rates), limit in zip(planner.llama_variants(), (0.15, 0.22), strict=True):
         small, large = planner.llama_tflops(64, rates), planner.llama_tflops(128, rates)
         assert (limit - 0.1) * 430 < small - 430 < limit * 430
@@ -93,7 +91,7 @@ def test_llama_is_predicted_with_its_ratio():
         assert large / small == pytest.approx(400 / 430, abs=0.03)
     text = "".join(planner.report_llama())
     assert (
-        text.count("% (MISSED)") == text.count("% (met)") == 2
+        text.count("% (MISSED)") == text.count("% (met, not independent)") == 2
         and text.count("(required 3: met)") == 2
     )
 
@@ -150,7 +148,7 @@ def test_constants_at_a_limit_are_named():
     efficiency, memory = planner.ON_TABLE_5
     assert planner.at_limit(memory, rates) and not planner.at_limit(efficiency, rates)
     assert planner.at_limit(efficiency, efficiency.put(rates, efficiency.high))
-    assert "1.933e+12 (at the limit)" in "".join(planner.report_constants(rates))
+    assert "1.75e+12 (at the limit)" in "".join(planner.report_constants(rates))
 
 
 def test_constants_are_written_to_their_lines_only(tmp_path):

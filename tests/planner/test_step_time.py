@@ -94,6 +94,31 @@ def test_transfers_occupy_the_cores_of_a_cpu(formula):
         assert cpu_s - gpu_s == pytest.approx(2 * (4 + 1) / 2 * transfer_s)
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("heaviest", [0, 1, 2])
+def test_transfers_on_a_cpu_of_three_ranks_take_the_time_of_the_busiest_rank(heaviest, schedule):
+    """The middle rank has the most transfers. With many microbatches, the step takes as long as the
+    passes and the transfers of the busiest rank, which is the heaviest one here."""
+    sizes, m = [1e11] * 3, 300
+    sizes[heaviest] = 1.5e11
+    products = (Product(256, 256, 256),)
+    stages = tuple((Layers((Pass(s), *products), (Pass(2 * s), *2 * products)),) for s in sizes)
+    step = Step(stages, m, {"pp": [(0, 8, 16)]}, schedule=schedule, transfer_bytes=2e8)
+    cpu = dataclasses.replace(a100(), launches_queue=False, launch_s=0.0)
+    with_s, without_s = (
+        [
+            step_time(each, cpu).total_s,
+            played_time(each, cpu, make_schedule(schedule, 3, 1, m)).total_s,
+        ]
+        for each in (step, dataclasses.replace(step, transfer_bytes=0.0))
+    )
+    half_s = 2e8 / 24e9 / 2
+    halves = 2 * (2 if heaviest == 1 else 1)
+    for longer, shorter in zip(with_s, without_s, strict=True):
+        # In addition, transfers fill and drain the pipeline.
+        assert longer - shorter == pytest.approx(m * halves * half_s, rel=0.05)
+
+
 def test_span_of_zero_bubble_is_close_to_the_simulation():
     choose = random.Random("zb-h1")
     for _ in range(60):
