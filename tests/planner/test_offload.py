@@ -285,9 +285,9 @@ def test_states_are_on_disk_where_the_host_is_too_small(tmp_path, copies: dict) 
         decide(limit, least - 1, disk=1 << 40, **settings)
     with pytest.raises(ConfigError, match="set offload.disk to a directory"):
         decide(limit, least, **settings | {"offload__disk": ""})
-    with pytest.raises(ConfigError, match=r"let offload\.disk have more than 0 bytes"):
+    with pytest.raises(ConfigError, match="make more than 0 bytes available in offload.disk"):
         decide(limit, least, **settings)
-    with pytest.raises(ConfigError, match=r"let offload\.disk have more than 1,000,000 bytes"):
+    with pytest.raises(ConfigError, match="make more than 1,000,000 bytes available in"):
         decide(limit, least, disk=1_000_000, **settings)
 
 
