@@ -113,7 +113,7 @@ def check_options(args: argparse.Namespace) -> None:
     ):
         if path is not None:
             check_output(path, option)
-            other = outputs.setdefault(os.path.abspath(path), option)
+            other = outputs.setdefault(os.path.realpath(path), option)
             refuse_if(other != option, f"{other} and {option} name the same file; use two files")
     if args.out is not None:
         check_output_dir(args.out, "--out")

@@ -174,9 +174,11 @@ def test_trace_without_effect_is_refused(tmp_path, capsys):
     picture = ["--picture", str(tmp_path / "p.png")]
     assert main(["plan", str(RUN), *picture]) == 2
     assert "--picture needs --machine NAME; add it" in capsys.readouterr().err
-    same = ["--picture", f"{tmp_path}/./t.json"]
-    assert main(["plan", str(RUN), "--machine", "aurora", *trace, *same]) == 2
-    assert "--trace and --picture name the same file" in capsys.readouterr().err
+    (tmp_path / "link").symlink_to(tmp_path)
+    for name in ("./t.json", "link/t.json"):
+        same = ["--picture", f"{tmp_path}/{name}"]
+        assert main(["plan", str(RUN), "--machine", "aurora", *trace, *same]) == 2
+        assert "--trace and --picture name the same file" in capsys.readouterr().err
     memory = ["--search", "--memory", "nan"]
     assert main(["plan", str(RUN), "--machine", "aurora", *memory]) == 2
     assert "--memory nan must be a number above 0" in capsys.readouterr().err
