@@ -310,7 +310,8 @@ class Workload:
     ) -> StepTime:
         """Return the simulated time of a step that does not clip. The arguments are those of
         `estimate`. The time is linear in the number of microbatches `further`: each of them takes
-        as long as the last of those in `uses`."""
+        as long as the one in the middle of `uses`."""
+        assert not (self.further and num_disk), "the disk may write longer than the listed uses"
         time = predict_step(self.step_work(num_host, slots, num_disk, spare), links)
         if not self.further:
             return time

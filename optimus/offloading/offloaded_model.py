@@ -280,7 +280,7 @@ class OffloadedModel(NotCopied):
             guard.open_(parameter)
         if backward:
             self.calls.begin_backward(together)
-        elif hooks.needed:
+        else:
             self.calls.begin_forward(index, callers)
         if self._in_step and len(self._uses) < _MAX_USES:
             self._uses += ((number, backward) for number in together)

@@ -234,6 +234,8 @@ class SegmentHooks(NotCopied):
         self.needed = [guarded[n] for n in segment.parameters + segment.inherited if n in guarded]
         """Guarded parameters that the segment's computation can read: those of its module, and
         direct parameters of the modules around it."""
+        self._is_offloaded = bool(guarded)
+        """True if a parameter of the model is guarded."""
         self.names = guarded.keys() & {*segment.parameters, *segment.inherited}
         """Names of the parameters `needed`."""
         self._storages = guard.storages_of([*self.parameters.values()])
@@ -246,7 +248,9 @@ class SegmentHooks(NotCopied):
         # weight_norm does.
         first = self._module.register_forward_pre_hook(self._before_forward, prepend=True)
         self._owner.keep(first)
-        if self.needed:
+        if self._is_offloaded:
+            # Also for a segment on the device, because its forward in a recomputation interrupts
+            # the backward of another segment.
             hook = self._module.register_forward_hook(self._close, always_call=True)
             self._owner.keep(hook)
         self._owner.keep(self._module.register_forward_hook(self._after_forward))
@@ -340,8 +344,9 @@ class SegmentCalls(NotCopied):
         """Callers of each segment in all forwards, for recomputations in backward."""
         self._in_backward: Sequence[int] = ()
         """Segments of the last use in backward, whose backward may still run."""
-        self._recomputed_for: Any = None
-        """Autograd node for which a checkpoint recomputes the forward of such a segment."""
+        self._recomputed_for: tuple[int, int] | None = None
+        """The operation of backward for which a checkpoint recomputes the forward of such a
+        segment, as `_present_operation` returns it."""
 
     def callers_of(self, index: int) -> list[int]:
         """Return the segments that call a segment now. In a recomputation, also return those that
@@ -373,7 +378,7 @@ class SegmentCalls(NotCopied):
         while self._in_forward.pop() != index:
             pass
         if index in self._in_backward and torch._C._current_graph_task_id() != -1:
-            self._recomputed_for = torch._C._current_autograd_node()
+            self._recomputed_for = _present_operation()
             return False
         return index not in self._in_forward or self._hooks[index].num_running() <= 1
 
@@ -389,8 +394,8 @@ class SegmentCalls(NotCopied):
         this segment, such as a block under `torch.no_grad()`, the last use is not the segment whose
         backward continues.
         """
-        node = torch._C._current_autograd_node()
-        if node is None or node is not self._recomputed_for:
+        operation = _present_operation()
+        if operation is None or operation != self._recomputed_for:
             return ()
         if any(self._hooks[i].num_running() for i in self._in_forward):
             return ()
@@ -399,6 +404,13 @@ class SegmentCalls(NotCopied):
     def clear(self) -> None:
         """Forget the forwards that run."""
         self._in_forward.clear()
+
+
+def _present_operation() -> tuple[int, int] | None:
+    """Return the numbers of the backward pass and of the autograd node that run in this thread;
+    None outside of backward. A reference to the node would keep the activations of its graph."""
+    node = torch._C._current_autograd_node()
+    return None if node is None else (torch._C._current_graph_task_id(), node._sequence_nr())
 
 
 def _is_recomputation() -> bool:

@@ -14,6 +14,7 @@ from optimus.config import Config
 from optimus.distributed.mesh import Coordinate, Mesh
 from optimus.parallel.expert_load import arrivals, largest_imbalance
 from optimus.parallel.pipeline.actions import Kind, Schedule
+from optimus.parallel.pipeline.plan import schedule_of
 from optimus.planner.peaks import StageBytes
 from optimus.planner.states import stages_of
 from optimus.platform import dtype_of
@@ -98,7 +99,9 @@ def rank_memory(
     if profiles is None:
         imbalances = dict.fromkeys(config.model.sparse_layers, imbalance)
         profiles = RankProfiles(config, mesh, coordinate, device).at(imbalances)
-    settings = config, mesh, planned.layout.schedule, coordinate.pp, profiles
+    # On a CPU, the tensors that a rank sends remain in memory until the end of the step.
+    schedule = schedule_of(config, mesh, num_microbatches)
+    settings = config, mesh, schedule, coordinate.pp, profiles
     memory = _memory_of(config, planned, activations_of(*settings, num_microbatches, device))
     if device != "cpu":
         return memory
@@ -113,7 +116,7 @@ def rank_memory(
 def planned_microbatches(config: Config, mesh: Mesh, num_microbatches: int) -> int:
     """Return the number of microbatches for which a plan of the memory or a search for a placement
     lists the uses of segments: the first ones of `num_microbatches`, if the uses of further ones
-    only repeat. With 1f1b, at most pp microbatches are in progress at the same time."""
+    only repeat, as with 1f1b."""
     repeats = mesh.pp == 1 or config.parallel.schedule == "1f1b"
     if config.offload.order == "layer" or config.parallel.virtual_stages > 1 or not repeats:
         return num_microbatches

@@ -479,7 +479,8 @@ def _workload(
 ) -> Workload:
     """Return the sizes and times of a rank's step with all chunks on the host, for the search."""
     ordered = _with_placement(config, order=order)
-    few = planned_microbatches(ordered, mesh, num_microbatches)
+    # While a disk writes, further microbatches take no additional time, so all of them are listed.
+    few = num_microbatches if has_disk else planned_microbatches(ordered, mesh, num_microbatches)
     planned = plan_on_host(config, order, mesh, coordinate, few)
     schedule = schedule_of(ordered, mesh, num_microbatches)
     activations = peak_of_step(
@@ -502,11 +503,10 @@ def _workload(
         device_bytes=activations + input_bytes(config, num_microbatches),
         reductions=num_microbatches if schedule.reduce_each else 1,
     )
-    shape = schedule.num_ranks, schedule.virtual_stages, schedule.num_microbatches
-    idle = bubble_ratio(schedule.name, *shape) * work.compute_s
+    work = dataclasses.replace(work, further=num_microbatches - few)
+    idle = bubble_ratio(schedule.name, mesh.pp, schedule.virtual_stages, num_microbatches)
     cached = config.optim.resident == "cache" and mesh.num_data_ranks > 1
-    further = num_microbatches - few
-    work = dataclasses.replace(work, idle_s=idle, all_on_host=cached, further=further)
+    work = dataclasses.replace(work, idle_s=idle * work.compute_s, all_on_host=cached)
     if isinstance(times, SegmentTimes):
         elements = [chunk.elements for chunk in work.chunks]
         end_s = times.end_s(ordered, schedule, engine, elements, sum(work.forward_s))

@@ -130,7 +130,12 @@ class UseTracker(Recorder):
     ) -> Tensor:
         """Implementation of torch's scaled dot-product attention for meta tensors. The counted
         bytes and FLOPs do not depend on causal masks and, on an accelerator, not on dropout."""
-        if self._on_cpu and dropout_p > 0:  # torch has no fused kernel for this case
+        if attn_mask is not None and attn_mask.dtype is torch.bool:  # as torch does
+            attn_mask = torch.empty_like(attn_mask, dtype=query.dtype)
+        is_fused = dropout_p == 0 and query.shape[-1] == value.shape[-1]
+        is_fused = is_fused and all(tensor.dim() == 4 for tensor in (query, key, value))
+        if self._on_cpu and not (is_fused and (attn_mask is None or not attn_mask.requires_grad)):
+            # torch has no fused kernel on a CPU for these cases.
             function = torch.ops.aten._scaled_dot_product_attention_math
             mask = attn_mask, dropout_p, is_causal
             return function(query, key, value, *mask, **options)[0]

@@ -115,6 +115,62 @@ def test_profiled_activations_are_those_of_a_real_step(name, checkpoints):
     assert profiled == pytest.approx(peak.most - states, rel=0.01)
 
 
+class Attention(nn.Module):
+    """Attention that has no fused kernel on a CPU, or whose mask torch converts."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, width = kind, 128 if kind == "wide values" else 64
+        self.query, self.key = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.value = nn.Linear(64, width)
+        self.mask = nn.Parameter(torch.zeros(96, 96), requires_grad=kind == "trained mask")
+
+    def forward(self, input: Tensor) -> Tensor:
+        heads = 1 if self.kind == "three dims" else 4
+        q, k, v = (
+            layer(input).unflatten(-1, (heads, -1)).transpose(1, 2)
+            for layer in (self.query, self.key, self.value)
+        )
+        if heads == 1:
+            q, k, v = q[:, 0], k[:, 0], v[:, 0]
+        mask = self.mask if self.kind == "trained mask" else None
+        mask = self.mask.detach() >= 0 if self.kind == "bool mask" else mask
+        dropout = 0.1 if self.kind == "dropout" else 0.0
+        return nn.functional.scaled_dot_product_attention(q, k, v, mask, dropout)
+
+
+@pytest.mark.parametrize(
+    "kind", ["plain", "dropout", "trained mask", "bool mask", "wide values", "three dims"]
+)
+def test_profiled_attention_has_the_memory_of_a_cpu(kind):
+    model = nn.Sequential(nn.Linear(64, 64), Attention(kind), nn.Flatten())
+    x = torch.ones(4, 96, 64)
+    uses, live, profiled = profile_step(model, {"input": x}, on_cpu=True), 0, 0
+    for use in uses:
+        profiled = max(profiled, live + use.peak)
+        live += use.kept
+    memory = optimus.offload(model, host_share=0.0)._offloaded.engine.memory
+    states, peak = memory.num_bytes[Tier.DEVICE], _Peak(memory)
+    with peak:
+        out = model(x)
+        loss = torch.stack([out.float().log_softmax(-1).sum()]).sum()
+        loss.backward()
+    assert profiled == pytest.approx(peak.most - states, rel=0.02)
+
+
+def test_the_least_limit_holds_with_dropout_of_attention():
+    model = MODELS["gpt2"]().train()
+    with pytest.raises(ConfigError) as refused:
+        optimus.offload(model, device_memory=10**5, example=EXAMPLE)
+    (missing,) = re.findall(r"by ([0-9,]+) bytes", str(refused.value))
+    limit = 10**5 + int(missing.replace(",", ""))
+    optimizer = optimus.offload(model, device_memory=limit, example=EXAMPLE)
+    peak = _Peak(optimizer._offloaded.engine.memory)
+    with peak:
+        train(model, optimizer)
+    assert 0.7 * limit < peak.most <= limit
+
+
 def share_with(size: int) -> float:
     """Return the share of the chunks that are on the host if `device_memory` is `size` bytes."""
     optimizer = optimus.offload(make_model(), device_memory=f"{size}B", example=EXAMPLE)

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import itertools
 import re
+import weakref
 from collections.abc import Callable
 from functools import partial
 
@@ -284,6 +286,55 @@ def test_checkpoint_with_a_block_after_the_block_whose_backward_continues(
 
     chunks = 3 if "inner" in kind else 2
     assert_trains_the_bits_of_adamw(Blocks(), before=add_checkpoint, cache_chunks=chunks, count=1)
+
+
+@pytest.mark.parametrize("share", [0.3, 0.5, 0.75, 1.0])
+def test_checkpoint_with_a_last_block_on_the_device(share):
+    """The first blocks stay on the device. Their recomputation also replaces the block whose
+    backward continues, because the plan of the cache contains their uses."""
+
+    def function(model: nn.Module, number: int, x: Tensor) -> Tensor:
+        y = model.blocks[number](x)
+        with torch.no_grad():
+            z = model.blocks[0](y)
+        return y + z.tanh()
+
+    def add_checkpoint(model: nn.Module) -> None:
+        def forward(x: Tensor) -> Tensor:
+            with set_checkpoint_early_stop(False):
+                for number in (2, 3):
+                    x = checkpoint(function, model, number, x, use_reentrant=False)
+            return x
+
+        train_scale(model)
+        model.forward = forward
+
+    model = Blocks()
+    model.blocks = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
+    assert_trains_the_bits_of_adamw(model, share, before=add_checkpoint, cache_chunks=2, count=1)
+
+
+def test_a_failed_recomputation_frees_its_activations():
+    model, kept = Blocks(), []
+
+    def failing(x: Tensor) -> Tensor:
+        y = model.blocks[1](torch.tanh(x))
+        if torch._C._current_graph_task_id() != -1:
+            kept.append(weakref.ref(y))
+            model.blocks[2](y)
+            raise RuntimeError("out of memory")
+        return y
+
+    model.forward = lambda x: checkpoint(failing, model.blocks[0](x), use_reentrant=False)
+    optimizer = optimus.offload(model, host_share=1.0, cache_chunks=2, **OPTIONS)
+    with set_checkpoint_early_stop(False):
+        loss = model(torch.ones(4, 32)).sum()
+    with pytest.raises(RuntimeError, match="out of memory"):
+        loss.backward()
+    del loss
+    optimizer.zero_grad()
+    gc.collect()
+    assert [reference() for reference in kept] == [None]
 
 
 def test_recomputation_before_the_backward_of_its_block_copies_no_other_block():
