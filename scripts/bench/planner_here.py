@@ -40,7 +40,7 @@ from optimus.data.batch import plan_batch
 from optimus.distributed.collectives import barrier
 from optimus.distributed.mesh import make_mesh
 from optimus.distributed.world import end_world, start_world
-from optimus.errors import OptimusError
+from optimus.errors import OptimusError, refuse_if
 from optimus.io import files
 from optimus.launch.environment import RENDEZVOUS, read_launch_env
 from optimus.planner.memory import rank_memory
@@ -308,8 +308,9 @@ def measure_times(
     return seconds
 
 
-def planned(case: Case, machine: Machine) -> tuple[float, list[int]]:
-    """Return the planned seconds of a step, and the planned bytes of each rank."""
+def planned(case: Case, machine: Machine, name: str) -> tuple[float, list[int]]:
+    """Return the planned seconds of a step, and the planned bytes of each rank. `name` is the name
+    of the machine in messages."""
     config = config_of(case)
     mesh = make_mesh(config.parallel, case.ranks)
     number = plan_batch(config.train, mesh.num_data_ranks).microbatches_per_rank
@@ -321,7 +322,7 @@ def planned(case: Case, machine: Machine) -> tuple[float, list[int]]:
         ).device
         for rank in range(case.ranks)
     ]
-    return plan_step(config, mesh, machine, "this machine")["step_s"], sizes
+    return plan_step(config, mesh, machine, name)["step_s"], sizes
 
 
 def run(
@@ -334,18 +335,25 @@ def run(
         machine_file: Name or path of the machine file; None: measure one before each group.
         clock: Clock of the measured times: "wall" or "processor".
         rounds: Number of rounds.
+
+    Raises:
+        ConfigError: The machine file is wrong or lacks a rate. Nothing has been measured.
     """
-    results = []
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        peaks = [measure_peaks(case, folder) for case in cases]
+    results, plans = [], {}
+    if machine_file is not None:
+        machine = load_machine(machine_file)
+        plans = {case.name: planned(case, machine, machine_file) for case in cases}
+    with tempfile.TemporaryDirectory() as path:
+        folder = Path(path)
+        peaks = {case.name: measure_peaks(case, folder) for case in cases}
         for first in range(0, len(cases), TOGETHER):  # in groups, so that the memory is enough
             group = cases[first : first + TOGETHER]
-            machine = load_machine(machine_file or str(measure_machine(folder)))
-            plans = [planned(case, machine) for case in group]  # before the measurement
+            if machine_file is None:
+                machine = load_machine(str(measure_machine(folder)))
+                plans |= {case.name: planned(case, machine, "this machine") for case in group}
             seconds = measure_times(group, clock, rounds, folder)
-            of_group = zip(group, plans, peaks[first:], strict=False)
-            for case, (step_s, sizes), of_ranks in of_group:
+            for case in group:
+                (step_s, sizes), of_ranks = plans[case.name], peaks[case.name]
                 fullest = of_ranks.index(max(of_ranks))
                 peak = sizes[fullest], max(of_ranks)
                 results.append(Result(case, step_s, seconds[case.name], *peak))
@@ -451,16 +459,17 @@ def measure_machine(folder: Path) -> Path:
     path = folder / "machine.toml"
     command = [sys.executable, "-m", "optimus.cli", "bench", "machine", "--nproc", "2"]
     paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
-    subprocess.run(
+    ended = subprocess.run(
         [*command, "--out", str(path), "--dir", str(folder)],
-        check=True,
         stdout=sys.stderr,
         env=os.environ | {"PYTHONPATH": paths},
     )
+    if ended.returncode:
+        raise OptimusError("optimus bench machine failed; see its error above")
     return path
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -478,13 +487,19 @@ def main() -> None:
     )
     parser.add_argument("--rank-of", help=argparse.SUPPRESS)
     parser.add_argument("--memory", action="store_true", help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     by_name = {case.name: case for case in CASES}
     if args.rank_of:
         run_rank(by_name[args.rank_of], args.clock, args.memory)
         return
+    for name in args.only or ():
+        refuse_if(
+            name not in by_name, f"--only {name!r}: no such layout; use one of {list(by_name)}"
+        )
+    refuse_if(args.rounds < 1, f"--rounds {args.rounds} must be at least 1")
+    files.check_output(args.out, "--out")
     start, before = time.monotonic(), os.getloadavg()[0]
-    cases = [by_name[name] for name in args.only or by_name]
+    cases = [case for case in CASES if not args.only or case.name in args.only]
     results, machine = run(cases, args.machine, args.clock, args.rounds)
     minutes = (time.monotonic() - start) / 60
     load = f"Load of the machine before: {before:.1f}. Duration: {minutes:.1f} minutes."
@@ -494,4 +509,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(common.run_script(main))

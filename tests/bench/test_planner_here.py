@@ -1,0 +1,79 @@
+"""Tests of scripts/bench/planner_here.py: mistakes of users, and results of the measurement."""
+
+from __future__ import annotations
+
+import common
+import planner_here
+import pytest
+
+from optimus.config.machine import Machine
+
+
+@pytest.fixture
+def no_measurement(monkeypatch):
+    """Fail the test if the script starts a measurement."""
+
+    def measured(*_):
+        raise AssertionError("the measurement began")
+
+    for name in ("measure_peaks", "measure_machine", "measure_times"):
+        monkeypatch.setattr(planner_here, name, measured)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--machine", "absent"], "--machine absent: no such machine; use one of"),
+        (["--machine", "/absent.toml"], "/absent.toml"),
+        (["--only", "dense", "dens"], "--only 'dens': no such layout; use one of ['dense', "),
+        (["--rounds", "0"], "--rounds 0 must be at least 1"),
+        (["--out", "/absent/page.md"], "--out /absent/page.md: No such file or directory"),
+    ],
+)
+def test_mistakes_are_refused_before_the_measurement(
+    no_measurement, tmp_path, capsys, options, message
+):
+    arguments = ["--out", str(tmp_path / "page.md"), *options]
+    assert common.run_script(planner_here.main, arguments) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+
+
+def test_machine_without_a_rate_is_refused_before_the_measurement(no_measurement, tmp_path, capsys):
+    path = tmp_path / "m.toml"
+    path.write_text("ranks_per_node = 2\n")
+    arguments = ["--machine", str(path), "--out", str(tmp_path / "page.md")]
+    assert common.run_script(planner_here.main, arguments) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{path}: device.products.fp32 is missing; add it" in line
+
+
+@pytest.mark.parametrize("machine_file", [None, "given"])
+def test_each_layout_has_its_plan_peak_and_times(monkeypatch, tmp_path, machine_file):
+    """Eight layouts are divided into two groups. All values of a layout contain its number. The
+    peak is that of the last rank, so the planned bytes must be those of this rank too."""
+    cases = planner_here.CASES[:8]
+    number = {case.name: n for n, case in enumerate(cases, 1)}
+    loaded = []
+
+    def plan(case, machine, name):
+        return float(number[case.name]), [10 * number[case.name] + r for r in range(case.ranks)]
+
+    def peaks(case, folder):
+        return [100 * number[case.name] + r for r in range(case.ranks)]
+
+    def times(group, clock, rounds, folder):
+        return {case.name: [[1000.0 * number[case.name]]] for case in reversed(group)}
+
+    monkeypatch.setattr(planner_here, "load_machine", lambda name: loaded.append(name) or Machine())
+    monkeypatch.setattr(planner_here, "measure_machine", lambda folder: "measured")
+    monkeypatch.setattr(planner_here, "planned", plan)
+    monkeypatch.setattr(planner_here, "measure_peaks", peaks)
+    monkeypatch.setattr(planner_here, "measure_times", times)
+    results, _ = planner_here.run(cases, machine_file, "wall", 1)
+    assert loaded == (["given"] if machine_file else ["measured"] * 2)
+    assert [result.case for result in results] == list(cases)
+    for n, result in enumerate(results, 1):
+        last = result.case.ranks - 1
+        assert (result.planned_s, result.step_s) == (n, 1000 * n)
+        assert (result.planned_bytes, result.peak_bytes) == (10 * n + last, 100 * n + last)
