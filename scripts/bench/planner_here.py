@@ -6,8 +6,9 @@
 The layouts of `CASES` are divided into groups of six. Without --machine, the script measures a
 machine file with `optimus bench machine` before each group, because the speed of a virtual machine
 changes within minutes. Then it plans the layouts of the group and runs them in five rounds. In a
-round, they run one after the other. No value of the machine file was derived from these layouts.
-Each rank has one thread. The result is a Markdown page, docs/benchmarks/planner_here.md by default.
+round, they run one after the other. With --machine, it plans the layouts of all groups with FILE
+before it measures them. Each rank has one thread. The result is a Markdown page,
+docs/benchmarks/planner_here.md by default.
 
 Peak memory is the increase of a rank's resident memory, from before the model is built to its peak
 in two updates. It is measured in a separate process, whose malloc returns freed memory to the
@@ -405,8 +406,10 @@ def _first(results: Sequence[Result]) -> list[tuple[str, tuple[float, float]]]:
     return pairs
 
 
-def report(results: Sequence[Result], machine: Machine, clock: str, load: str) -> str:
-    """Return the Markdown page."""
+def report(
+    results: Sequence[Result], machine: Machine, machine_file: str | None, clock: str, load: str
+) -> str:
+    """Return the Markdown page. `machine` and `machine_file` are as in `run`."""
     measured = machine.measured
     conditions = (
         "this machine"
@@ -430,13 +433,19 @@ def report(results: Sequence[Result], machine: Machine, clock: str, load: str) -
     times = ("planned s", "measured s", "error", "spread")
     head = ("layout", "ranks", *times, "planned MB", "measured MB", "error")
     note = "" if clock == "wall" else " Times are processor times, not wall-clock times."
+    source = f"All layouts are planned with the machine file `{machine_file}`."
+    if machine_file is None:
+        source = (
+            f"Before each group of layouts, up to {TOGETHER}, it measures a machine file with "
+            "`optimus bench machine`; no layout of this page was used to set a value in the "
+            "machine file."
+        )
+    planned_with = " and was planned with another machine file" if machine_file is None else ""
     return "\n".join(
         [
             "# Planned and measured steps on a CPU",
             "",
-            "`python scripts/bench/planner_here.py` writes this page. Before each group of "
-            f"layouts, up to {TOGETHER}, it measures a machine file with `optimus bench machine`; "
-            "no layout of this page was used to set a value in the machine file.",
+            f"`python scripts/bench/planner_here.py` writes this page. {source}",
             f"{conditions}; each rank has one thread. Measured times are medians over "
             f"{len(results[0].measured)} rounds. A round runs the layouts of a group in turn, with "
             f"{UPDATES} updates of each.{note} {load}",
@@ -444,6 +453,10 @@ def report(results: Sequence[Result], machine: Machine, clock: str, load: str) -
             *table(head, rows),
             "",
             *verdict(results),
+            "",
+            "The lines about the layout that the plan ranks first compare all layouts of a model "
+            "on two ranks, also those of different groups. Each group ran at another "
+            f"time{planned_with}, and the speed of the machine can change between groups.",
             "",
             "The table shows the memory of the rank with the largest measured peak. The measured "
             "memory is the increase of resident memory from before the model is built to its peak. "
@@ -503,7 +516,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     results, machine = run(cases, args.machine, args.clock, args.rounds)
     minutes = (time.monotonic() - start) / 60
     load = f"Load of the machine before: {before:.1f}. Duration: {minutes:.1f} minutes."
-    page = report(results, machine, args.clock, load)
+    page = report(results, machine, args.machine, args.clock, load)
     files.write_bytes(args.out, page.encode())
     print(page)
 

@@ -77,3 +77,14 @@ def test_each_layout_has_its_plan_peak_and_times(monkeypatch, tmp_path, machine_
         last = result.case.ranks - 1
         assert (result.planned_s, result.step_s) == (n, 1000 * n)
         assert (result.planned_bytes, result.peak_bytes) == (10 * n + last, 100 * n + last)
+
+
+@pytest.mark.parametrize("machine_file", [None, "given"])
+def test_page_names_the_machine_files_of_the_plans(machine_file):
+    cases = planner_here.CASES[3:5]
+    results = [planner_here.Result(case, 1.0, [[1.0]], 100, 100) for case in cases]
+    page = planner_here.report(results, Machine(), machine_file, "wall", "")
+    assert ("All layouts are planned with the machine file `given`." in page) == bool(machine_file)
+    assert ("it measures a machine file with" in page) == (machine_file is None)
+    assert ("was planned with another machine file" in page) == (machine_file is None)
+    assert "compare all layouts of a model on two ranks, also those of different groups" in page
