@@ -15,7 +15,6 @@ from pydantic import AfterValidator, Field, model_validator
 
 from optimus.config.section import Count, CountOrZero, Section
 
-Positive = Annotated[float, Field(gt=0)]
 Dtype = Literal["fp32", "bf16", "fp16"]
 BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes of an element of each dtype."""
@@ -24,6 +23,8 @@ MAX_PRODUCT_ERROR = 0.1
 (modelled FLOP/s / measured FLOP/s) must differ from 1 by at most this value."""
 
 
+_SMALLEST, _LARGEST = 1e-12, 1e30
+"""Limits of a `Quantity`. With values outside these limits, planned times could be infinite."""
 _COLLECTIVES = ("all_gather", "reduce_scatter", "all_to_all", "send")
 
 
@@ -33,10 +34,20 @@ def _check_source(text: str) -> str:
     return text
 
 
+def _check_quantity(value: float) -> float:
+    if not _SMALLEST <= value <= _LARGEST:
+        raise ValueError(f"must be from {_SMALLEST:.0e} to {_LARGEST:.0e}; correct the value")
+    return value
+
+
+Quantity = Annotated[float, AfterValidator(_check_quantity)]
+"""A rate, duration, size or ratio of hardware."""
+
+
 class Figure(Section):
     """A number with its source."""
 
-    value: Positive
+    value: Quantity
     """The number, in the unit of the key."""
     source: Annotated[str, AfterValidator(_check_source)]
     """Page, paper or command that gives the number."""
@@ -291,7 +302,7 @@ def check_levels(levels: tuple[Level, ...]) -> tuple[Level, ...]:
     for inner, outer in pairwise(levels):
         if inner.ranks == 0 or (outer.ranks and outer.ranks % inner.ranks):
             raise ValueError(
-                f"levels: ranks = {outer.ranks} of {outer.name} must be a multiple of "
+                f"ranks = {outer.ranks} of {outer.name} must be a multiple of "
                 f"ranks = {inner.ranks} of {inner.name}; only the last level may have 0"
             )
     return levels

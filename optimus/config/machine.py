@@ -16,7 +16,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, ValidationError
 
-from optimus.config.hardware import Device, Figure, Level, Storage, check_levels
+from optimus.config.hardware import Device, Figure, Level, Quantity, Storage, check_levels
 from optimus.config.load import explain, read_tree
 from optimus.config.section import Count, CountOrZero, Section
 from optimus.errors import ConfigError, counted, refuse_if
@@ -94,28 +94,25 @@ class Environment(Section):
     variables."""
 
 
-Rate = Annotated[float, Field(gt=0)]
-
-
 class Links(Section):
     """Bandwidths between the tiers of memory (device, host, disk) and speeds of computation, for
     one rank. `optimus bench links` measures these values, from which offloading is planned."""
 
-    to_device: Rate = 25e9
+    to_device: Quantity = 25e9
     """Bytes per second that are copied from page-locked host memory to the device."""
-    to_host: Rate = 25e9
+    to_host: Quantity = 25e9
     """Bytes per second that are copied from the device to page-locked host memory."""
-    host_adam: Rate = 1e9
+    host_adam: Quantity = 1e9
     """Elements per second that the host updates with AdamW."""
-    flops: Rate = 100e12
+    flops: Quantity = 100e12
     """FLOP/s of matrix products of the device in bf16 and fp16."""
-    flops_fp32: Rate | None = None
+    flops_fp32: Quantity | None = None
     """FLOP/s of matrix products of the device in fp32; none: not measured."""
-    memory: Rate = 1e12
+    memory: Quantity = 1e12
     """Bytes per second that the device reads and writes in its memory."""
-    disk_read: Rate = 5e9
+    disk_read: Quantity = 5e9
     """Bytes per second that are read from the disk of `offload.disk`."""
-    disk_write: Rate = 3e9
+    disk_write: Quantity = 3e9
     """Bytes per second that are written to the disk of `offload.disk`."""
 
     def flops_of(self, dtype: str) -> float:

@@ -126,9 +126,30 @@ def test_taper_of_aurora_is_the_ratio_of_its_links():
         ),
         (
             f"[device]\nname = 'x'\nmemory_bytes = {{ value = 1e9, {_SOURCE} }}\n"
+            f"memory_peak = {{ value = 1e-300, {_SOURCE} }}",
+            "device.memory_peak.value = 1e-300: must be from 1e-12 to 1e+30; correct the value",
+        ),
+        (
+            "[links]\nto_device = 1e-300",
+            "links.to_device = 1e-300: must be from 1e-12 to 1e+30; correct the value",
+        ),
+        (
+            f"[device]\nname = 'x'\nmemory_bytes = {{ value = 1e9, {_SOURCE} }}\n"
             f"memory_peak = {{ value = 1e12, {_SOURCE} }}\n"
             f"memory_achieved = {{ value = 2e12, {_SOURCE} }}",
-            "memory_achieved = 2e+12 is above the peak 1e+12",
+            "device: memory_achieved = 2e+12 is above the peak 1e+12; correct one",
+        ),
+        (
+            f"[device]\nname = 'x'\nmemory_bytes = {{ value = 1e9, {_SOURCE} }}\n"
+            f"memory_peak = {{ value = 1e12, {_SOURCE} }}\n"
+            f"activations_achieved = {{ value = 2e12, {_SOURCE} }}",
+            "device: activations_achieved = 2e+12 is above the peak 1e+12; correct one",
+        ),
+        (
+            f"[device]\nname = 'x'\nmemory_bytes = {{ value = 1e9, {_SOURCE} }}\n"
+            f"memory_peak = {{ value = 1e12, {_SOURCE} }}\n"
+            f"gradients_achieved = {{ value = 2e12, {_SOURCE} }}",
+            "device: gradients_achieved = 2e+12 is above the peak 1e+12; correct one",
         ),
         (
             f"[device]\nname = 'x'\nmemory_bytes = {{ value = 1e9, {_SOURCE} }}\n"
@@ -165,7 +186,7 @@ def test_taper_of_aurora_is_the_ratio_of_its_links():
         (
             f"[[levels]]\nname = 'node'\nranks = 8\npeak = {{ value = 1.0, {_SOURCE} }}\n"
             f"[[levels]]\nname = 'group'\nranks = 12\npeak = {{ value = 1.0, {_SOURCE} }}",
-            "ranks = 12 of group must be a multiple of ranks = 8 of node",
+            "levels: ranks = 12 of group must be a multiple of ranks = 8 of node",
         ),
         ("algorithm = 'tree'", "algorithm = 'tree'"),
         ("[device]\nnames = 'x'", "unknown key device.names"),
@@ -177,6 +198,7 @@ def test_wrong_figure_is_refused_in_a_line(tmp_path, capsys, text, message):
     assert main(["machine", str(path)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line and str(path) in line
+    assert "{'" not in line  # the message has the wrong value, but not the table that contains it
 
 
 def test_machine_without_figures_is_valid():
