@@ -103,8 +103,9 @@ def epso_speedups(config: Config, mesh: Mesh) -> tuple[float, float]:
 
 
 def optimizer_phase(config: Config, mesh: Mesh, rates: Rates, sharding: str) -> float:
-    """Return the total time of the update, the reduction of gradients and the gather of parameters,
-    without overlap, in seconds."""
+    """Return the total time of the optimizer's reads and writes, the reduction of gradients and the
+    gather of parameters, without overlap, in seconds. The norm of the gradients, the check for
+    values that are not finite and filling the gradients with zeros are not included."""
     step = step_of(with_optim(config, sharding=sharding), mesh)
     return step.update.optimizer / rates.memory + reductions_s(step, rates)
 
