@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -96,6 +97,58 @@ def test_products_of_a_shape_are_those_of_a_linear_layer(monkeypatch):
     ]
 
 
+def test_consecutive_products_of_a_shape_have_different_operands(monkeypatch):
+    """Four copies of the operands have the size that exceeds the caches. Otherwise, the products
+    would find their operands in the caches."""
+    operands = []
+    monkeypatch.setattr(torch, "mm", lambda a, b: operands.append((a.data_ptr(), b.data_ptr())))
+    monkeypatch.setattr(bench, "_CPU_BYTES", 4 * 64 * 64 * 4)
+    run = bench._layer_products(Shape(64, 64, 64), torch.float32, torch.device("cpu"))
+    for _ in range(8):
+        run()
+    rounds = [operands[first : first + 3] for first in range(0, 24, 3)]
+    assert rounds[:4] == rounds[4:]
+    used = [{address for pair in of_round for address in pair} for of_round in rounds[:4]]
+    assert len(set.union(*used)) == sum(map(len, used)) == 4 * 3  # input, weight and gradient
+
+
+def test_rate_of_a_product_counts_the_three_products_of_a_run(monkeypatch):
+    """A run of a shape has the FLOPs of three products. Its median time gives the rate, and its
+    smallest time the peak."""
+    seconds = {8: [2.0, 1.0, 4.0], 16: [4.0, 6.0, 5.0]}
+    shapes = [Shape(rows, 4, 2) for rows in seconds]
+    attention = {"forward": {"value": 1.0}, "backward": {"value": 1.0}}
+    of_shapes = iter(seconds.values())
+    timer = SimpleNamespace(
+        device=torch.device("cpu"), times=lambda run: next(of_shapes), slowest=lambda s: s
+    )
+    monkeypatch.setattr(bench, "shapes_for", lambda device_type: shapes)
+    monkeypatch.setattr(bench, "_attention_tables", lambda *_: [attention])
+    times = bench._ProductTimes(timer, torch.float32)
+    times.add_round()
+    tables = times.tables(lambda value: {"value": value})
+    rates = [product["flops"]["value"] for product in tables["measured"]]
+    assert rates == [3 * 2 * 8 * 4 * 2 / 2.0, 3 * 2 * 16 * 4 * 2 / 5.0]
+    assert tables["peak"]["value"] == pytest.approx(3 * 2 * 8 * 4 * 2 / 1.0, rel=1e-3)
+
+
+def test_rates_of_memory_count_the_bytes_of_all_passes(monkeypatch):
+    """The passes over gradients are the norm, the check and filling with zeros, and each pass
+    counts the bytes of the gradients. An addition in place reads two tensors and writes one."""
+    size, seconds, runs = 1 << 12, iter((1.0, 2.0, 5.0, 4.0)), []
+
+    def median(run):
+        runs.append(run)
+        return next(seconds)
+
+    monkeypatch.setattr(bench, "_CPU_BYTES", size)
+    timer = SimpleNamespace(device=torch.device("cpu"), median=median)
+    assert bench._gradients_rate(timer) == pytest.approx(3 * size / 8.0)
+    norm, check, fill = runs
+    assert norm() == size // 4 and check() == (1, 1) and not fill().any()
+    assert bench._memory_rate(timer) == pytest.approx(3 * size / 4.0)
+
+
 def measure(folder: str, ranks_per_node: int) -> dict | None:
     launch = read_launch_env()
     launch = replace(
@@ -161,11 +214,17 @@ def test_folder_and_file_that_cannot_be_written_are_refused(quick, tmp_path, cap
     assert "--out /absent/f: No such file or directory; use" in capsys.readouterr().err
 
 
-def test_json_has_the_tables_of_the_file(quick, tmp_path, capsys):
+def test_json_has_the_tables_and_the_rates_of_the_file(quick, monkeypatch, tmp_path, capsys):
+    """Gradients have their measured rate. The rate of activations is limited by that of memory."""
+    for name, rate in (("memory", 3e9), ("gradients", 2e9), ("activations", 4e9)):
+        monkeypatch.setattr(bench, f"_{name}_rate", lambda _, rate=rate: rate)
     options = ["bench", "machine", "--nproc", "1", "--dir", str(tmp_path), "--json"]
     assert optimus(options) == 0
     machine = json.loads(capsys.readouterr().out)["machine"]
     assert {"links", "device", "measured", "storage", "host_memory_bytes"} <= set(machine)
+    names = ("memory_achieved", "gradients_achieved", "activations_achieved")
+    assert [machine["device"][name]["value"] for name in names] == [3e9, 2e9, 3e9]
+    assert machine["links"]["memory"] == 3e9
 
 
 @pytest.mark.parametrize("name", ["machine", "links", "step"])

@@ -48,17 +48,36 @@ def test_a_step_has_the_mean_wait_after_computations_of_small_buffers(monkeypatc
     assert level.latency_s == pytest.approx((alone_s(1 << 10) + wait_s) / 6)
 
 
+def test_a_rank_multiplies_matrices_before_a_collective(monkeypatch):
+    """The second measurement of a collective has a computation before it, the first has none."""
+    products, computed = [], []
+
+    def together(run, runs, compute=None):
+        if compute is not None:
+            compute()
+        computed.append(products.copy())
+        return 1.0, 2.0
+
+    monkeypatch.setattr(network, "_COMPUTED", {"cpu": 8})
+    monkeypatch.setattr(torch, "mm", lambda a, b: products.append((a.shape, b.shape)))
+    bench = SimpleNamespace(device=torch.device("cpu"), together=together)
+    assert network._measure(bench, list, 1024) == (1024, 1.0, 2.0)
+    assert computed == [[], [((8, 8), (8, 8))]]
+
+
 def test_time_of_an_operation_excludes_the_computation_and_the_slowest_run(monkeypatch):
-    now = 0.0
+    now, calls = 0.0, []
     times: Iterator[float] = iter((7.0, 1.0, 1.0, 5.0, 2.0))
 
     def run() -> None:
         nonlocal now
         now += next(times)
+        calls.append("run")
 
     def compute() -> None:
         nonlocal now
         now += 10.0
+        calls.append("compute")
 
     clock = SimpleNamespace(perf_counter=lambda: now, thread_time=lambda: now)
     monkeypatch.setattr(rank_timer, "time", clock)
@@ -68,3 +87,4 @@ def test_time_of_an_operation_excludes_the_computation_and_the_slowest_run(monke
     # The first run (7 s) is not timed. The others take 1, 1, 5 and 2 s: their median is 1.5 s, and
     # their mean without the slowest run is 4/3 s.
     assert timer.together(run, 4, compute) == (pytest.approx(1.5), pytest.approx(4 / 3))
+    assert calls == ["run", *["compute", "run", "compute"] * 4]
