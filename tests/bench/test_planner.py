@@ -220,6 +220,43 @@ def test_tensor_parallel_traffic_is_two_all_reduces_in_each_direction(sequence_p
     assert backward == 2 * 2 * size + 2 * size * sequence_parallel
 
 
+def gathers(operations):
+    return [op for op in operations if isinstance(op, Exchange) and op.name == "all_gather"]
+
+
+@pytest.mark.parametrize("virtual_stages", [1, 2])
+def test_tensor_parallel_ranks_gather_received_activations_and_gradients(virtual_stages):
+    """All stages except the first gather activations in forward, and all stages except the last
+    gather gradients in backward (arXiv 2104.04473, section 4.1)."""
+    row = planner_rows.Row(64, 12, 4, 128, 2, 1, 3, virtual_stages, 6, 2, "full", 1.0)
+    stages = planner_rows.gpt_step(row).stages
+    gather = Exchange("tp", "all_gather", 2 * (2 * 128) * 64)
+    forward, backward = (
+        [gathers(op for layers in stage for op in getattr(layers, name)) for stage in stages]
+        for name in ("forward", "backward")
+    )
+    assert len(stages) == 3 * virtual_stages
+    assert forward == [[], *[[gather]] * (len(stages) - 1)]
+    assert backward == [*[[gather]] * (len(stages) - 1), []]
+
+
+@pytest.mark.parametrize(("tp", "recompute"), [(2, "selective"), (1, "full")])
+def test_ranks_do_not_gather_received_tokens_that_are_complete_or_stay_divided(tp, recompute):
+    """With sequence parallelism, a rank keeps its share of the tokens. With tp = 1, it receives all
+    tokens. All stages then have the same operations, and the last stage also has the head."""
+    row = planner_rows.Row(64, 12, 4, 128, tp, 1, 3, 1, 6, 2, recompute, 1.0)
+    stages = planner_rows.gpt_step(row).stages
+    block = layers_of(gpt_block(64, 4, 2 * 128, 128, Split(tp, recompute == "selective")))
+    first, middle, last = (
+        (
+            [op for layers in stage for op in layers.forward],
+            gathers(op for layers in stage for op in layers.backward),
+        )
+        for stage in (stages[0], stages[1], stages[2][:-1])
+    )
+    assert first == middle == last == (list(block.forward), gathers(block.backward))
+
+
 def test_recomputation_of_a_gpt_block_adds_the_forward_of_its_modules():
     rates = rates_of(load_machine("a100-80"), "bf16")
     block = gpt_block(2048, 16, 4096, 1024, Split())
