@@ -41,7 +41,7 @@ from optimus.data.batch import plan_batch
 from optimus.distributed.collectives import barrier
 from optimus.distributed.mesh import make_mesh
 from optimus.distributed.world import end_world, start_world
-from optimus.errors import OptimusError, refuse_if
+from optimus.errors import OptimusError, counted, refuse_if
 from optimus.io import files
 from optimus.launch.environment import RENDEZVOUS, read_launch_env
 from optimus.planner.memory import rank_memory
@@ -441,23 +441,26 @@ def report(
             "machine file."
         )
     planned_with = " and was planned with another machine file" if machine_file is None else ""
+    groups_differ = (
+        "The lines about the layout that the plan ranks first compare all layouts of a model on "
+        f"two ranks, also those of different groups. Each group ran at another time{planned_with}, "
+        "and the speed of the machine can change between groups.",
+        "",
+    )
     return "\n".join(
         [
             "# Planned and measured steps on a CPU",
             "",
             f"`python scripts/bench/planner_here.py` writes this page. {source}",
             f"{conditions}; each rank has one thread. Measured times are medians over "
-            f"{len(results[0].measured)} rounds. A round runs the layouts of a group in turn, with "
-            f"{UPDATES} updates of each.{note} {load}",
+            f"{counted(len(results[0].measured), 'round')}. A round runs the layouts of a group in "
+            f"turn, with {UPDATES} updates of each.{note} {load}",
             "",
             *table(head, rows),
             "",
             *verdict(results),
             "",
-            "The lines about the layout that the plan ranks first compare all layouts of a model "
-            "on two ranks, also those of different groups. Each group ran at another "
-            f"time{planned_with}, and the speed of the machine can change between groups.",
-            "",
+            *(groups_differ if len(results) > TOGETHER else ()),
             "The table shows the memory of the rank with the largest measured peak. The measured "
             "memory is the increase of resident memory from before the model is built to its peak. "
             "Before the measurement, a tiny model with the same layout is updated. malloc returns "

@@ -81,10 +81,11 @@ def test_each_layout_has_its_plan_peak_and_times(monkeypatch, tmp_path, machine_
 
 @pytest.mark.parametrize("machine_file", [None, "given"])
 def test_page_names_the_machine_files_of_the_plans(machine_file):
-    cases = planner_here.CASES[3:5]
-    results = [planner_here.Result(case, 1.0, [[1.0]], 100, 100) for case in cases]
+    results = [planner_here.Result(case, 1.0, [[1.0]], 100, 100) for case in planner_here.CASES]
     page = planner_here.report(results, Machine(), machine_file, "wall", "")
     assert ("All layouts are planned with the machine file `given`." in page) == bool(machine_file)
     assert ("it measures a machine file with" in page) == (machine_file is None)
     assert ("was planned with another machine file" in page) == (machine_file is None)
-    assert "compare all layouts of a model on two ranks, also those of different groups" in page
+    text = "compare all layouts of a model on two ranks, also those of different groups"
+    assert text in page
+    assert text not in planner_here.report(results[3:6], Machine(), machine_file, "wall", "")
