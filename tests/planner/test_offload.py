@@ -9,12 +9,14 @@ import torch
 
 from optimus.checkpoint.slices import writer_in_paper
 from optimus.chunks.placement import TierBytes
-from optimus.config import make_config
+from optimus.config import OffloadConfig, make_config
 from optimus.config.machine import Links, load_machine
 from optimus.data.batch import plan_batch
 from optimus.distributed.mesh import Coordinate, make_mesh
 from optimus.errors import ConfigError
+from optimus.planner import memory as memory_module
 from optimus.planner import offload as offload_module
+from optimus.planner import placement_search as search_module
 from optimus.planner.memory import rank_memory
 from optimus.planner.offload import check_limits, host_limit, largest_rank
 from optimus.planner.offload_time import decide_placements
@@ -65,6 +67,49 @@ def test_nothing_is_offloaded_where_all_fits() -> None:
     assert decision.memory.device == needed()
     decision = decide(needed() - 1)
     assert decision.config.offload.mode == "manual" and decision.config.offload.host_share > 0
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({}, id="one-rank"),
+        pytest.param({"parallel__pp": 2}, id="1f1b"),
+        pytest.param({"parallel__pp": 2, "parallel__schedule": "gpipe"}, id="gpipe"),
+        pytest.param({"parallel__pp": 2, "parallel__schedule": "zb-h1"}, id="zb-h1"),
+        pytest.param({"optim__sharding": "so", "optim__resident": "cache"}, id="cache"),
+        pytest.param(DENSE | {"offload__disk": ".", "optim__chunk_length": 20_000}, id="disk"),
+    ],
+)
+def test_unlisted_microbatches_change_no_decision(settings, device, monkeypatch) -> None:
+    """A plan that lists only some of 40 microbatches has the memory, the placement and nearly the
+    time of a plan that lists all of them. The disk writes for longer than the listed microbatches
+    compute."""
+    links = LINKS.model_copy(update={"disk_write": 1e6, "disk_read": 1e9})
+    has_disk, schedule = "offload__disk" in settings, settings.get("parallel__schedule")
+    usable = 1.0 if device == "cpu" else 0.95  # without `reserve_of`
+    config = make_config(tiny_tree("d", "r", **{**WIDE, **AUTO, **settings}))
+    rank = config, make_mesh(config.parallel), FIRST, 40, device
+    plain = config.model_copy(update={"offload": OffloadConfig()})
+    decisions, memory = [], []
+    for lists_all in (False, True):
+        if lists_all:
+            for module in (memory_module, search_module):
+                monkeypatch.setattr(module, "planned_microbatches", lambda *arguments: 40)
+        memory.append(rank_memory(plain, *rank[1:]))
+        limits = RankLimits(
+            int((0.98 if schedule == "gpipe" else 0.8) * memory[-1].device / usable),
+            5_500_000 if has_disk else HOST,
+            links,
+            1 << 40 if has_disk else 0,
+        )
+        decisions.append(decide_placement(*rank[:-1], limits, device))
+    assert memory[0] == memory[1]
+    short, whole = decisions
+    assert short.config == whole.config and short.memory == whole.memory
+    assert short.placement is not None and whole.placement is not None
+    assert (short.placement.num_disk > 0) == has_disk
+    assert short.placement.step_s == pytest.approx(whole.placement.step_s, rel=1e-3)
 
 
 def test_space_is_left_for_unbalanced_experts() -> None:
