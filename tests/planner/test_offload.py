@@ -91,7 +91,7 @@ def test_unlisted_microbatches_change_no_decision(settings, device, monkeypatch)
     config = make_config(tiny_tree("d", "r", **{**WIDE, **AUTO, **settings}))
     rank = config, make_mesh(config.parallel), FIRST, 40, device
     plain = config.model_copy(update={"offload": OffloadConfig()})
-    decisions, memory = [], []
+    decisions, memory, works = [], [], []
     for lists_all in (False, True):
         if lists_all:
             for module in (memory_module, search_module):
@@ -104,7 +104,9 @@ def test_unlisted_microbatches_change_no_decision(settings, device, monkeypatch)
             1 << 40 if has_disk else 0,
         )
         decisions.append(decide_placement(*rank[:-1], limits, device))
-    assert memory[0] == memory[1]
+        of_search = PlacementSearch(*rank[:-1], limits, device)._workloads
+        works.append([(work.device_bytes, work.idle_s) for work in of_search])
+    assert memory[0] == memory[1] and works[0] == [pytest.approx(work) for work in works[1]]
     short, whole = decisions
     assert short.config == whole.config and short.memory == whole.memory
     assert short.placement is not None and whole.placement is not None
