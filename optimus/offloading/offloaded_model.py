@@ -94,8 +94,8 @@ class OffloadedModel(NotCopied):
         self._is_complete = True
         """False from the start of a backward until the backward is complete. After a backward that
         fails, it stays False."""
-        self._selects_cache = False
-        """True if `device_memory` has selected the size of the cache of parameters."""
+        self._larger_cache = "cache_chunks = {}"
+        """Argument of `optimus.offload` that makes the cache larger, with {} for its chunks."""
         self.num_backwards = 0
         self._first_backward = 0
         """Value of `num_backwards` before the present step."""
@@ -175,7 +175,9 @@ class OffloadedModel(NotCopied):
         """Refuse a backward whose gradients, with the other states and the cache of parameters,
         would need more than `device_bytes` on the device. With `selects_cache`, the limit has also
         selected the size of the cache."""
-        self._selects_cache = selects_cache
+        self._larger_cache = "a larger device_memory"
+        if not selects_cache:
+            self._larger_cache = "cache_chunks = {}, if necessary with a larger device_memory"
         spare = device_bytes - self.engine.state_bytes()["total"] - self.engine.cache_bytes
         self.engine.gradients.limit_bytes = max(spare, self.engine.temporary_bytes)
 
@@ -292,7 +294,7 @@ class OffloadedModel(NotCopied):
         slots = self.engine.params.plan.slots
         needed = len({number for i in together for number in self._needs[i]})
         outer = " and of ".join(self._hooks[i].name for i in together if i != index)
-        remedy = "a larger device_memory" if self._selects_cache else f"cache_chunks = {needed}"
+        remedy = self._larger_cache.format(needed)
         refuse_if(
             needed > slots,
             f"{self._hooks[index].name} is called by the forward or a hook of {outer}, inside of "

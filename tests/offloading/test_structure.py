@@ -380,7 +380,8 @@ def test_refusal_of_a_cache_names_the_argument_that_has_selected_its_size(is_cac
     model = Groups()
     call("forward", "side", model)
     optimus.offload(model, device_memory=least, **cache)
-    remedy = "cache_chunks = 3" if is_cache_given else "a larger device_memory"
+    remedy = "cache_chunks = 3, if necessary with " if is_cache_given else ""
+    remedy += "a larger device_memory"
     with pytest.raises(ConfigError, match=f"; use {remedy}, or leave out the call"):
         model(torch.ones(4, 32))
 
