@@ -302,7 +302,9 @@ def explain(error: ValidationError, root: type[BaseModel] = Config) -> str:
             override = f"{'.'.join(location[:-2])}=[{{{location[-1]}=VALUE}}]"
         where = f" or as {override}" if root is Config else ""
         return f"{key} is missing; give it in the file{where}"
-    if first["type"] == "value_error" and isinstance(first["input"], dict | list):
+    value = first["input"]
+    has_table = isinstance(value, dict) or (isinstance(value, list) and dict in map(type, value))
+    if first["type"] == "value_error" and has_table:
         return f"{key}: {_reason(first)}"  # the reason names the wrong key and value of the table
     return f"{key} = {first['input']!r}: {_reason(first)}"
 

@@ -319,7 +319,8 @@ class OffloadedModel(NotCopied):
         for name, parameter in self._hooks[index].parameters.items():
             if not any(name in names for names in others):
                 guard.close(parameter)
-        if interrupted := self.calls.interrupted_backward():
+        interrupted = self.calls.interrupted_backward()
+        if any(self._hooks[i].needed for i in interrupted):
             self._close_all()
             self._open = self._gather_all(interrupted)
             for parameter in self._open:

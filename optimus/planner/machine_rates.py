@@ -53,22 +53,20 @@ class UpdateBytes(NamedTuple):
     norm: float = 0.0
     """Bytes of reduced gradients that are read to compute their norm."""
     gradients: float = 0.0
-    """Bytes of gradients that are read to find values that are not finite, and bytes of gradients
-    that are set to zero: once in a step, or in each microbatch if a rank frees its gradients after
-    each backward."""
+    """Bytes of gradients that are read to find values that are not finite, before each reduction,
+    and bytes of gradients that are set to zero."""
     new: float = 0.0
     """Bytes of gradients and parameters that a rank frees within a step and therefore allocates
     again in each step."""
 
     def share(self, updated: float, repeats: float) -> UpdateBytes:
         """Return the bytes of a rank that updates only the share `updated` (0 to 1) of its states
-        on the device. The host computes the norm of the other gradients. The device checks these
-        gradients and sets them to zero before each copy to the host, `repeats` times as often as
-        the gradients that remain on the device."""
+        on the device. The host computes the norm of the other gradients. If states are on the host,
+        the device checks all gradients and sets them to zero `repeats` times as often."""
         return self._replace(
             optimizer=updated * self.optimizer,
             norm=updated * self.norm,
-            gradients=(updated + (1 - updated) * repeats) * self.gradients,
+            gradients=(repeats if updated < 1 else 1.0) * self.gradients,
         )
 
 

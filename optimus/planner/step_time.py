@@ -420,7 +420,7 @@ def played_time(step: Step, rates: Rates, schedule: Schedule) -> StepTime:
     p = schedule.num_ranks
     m, busiest = step.microbatches, _busiest(forward, backward, p)
     exposed_s = {axis: m * seconds for axis, seconds in busiest.exposed_s.items()}
-    busy_s, compute_s = m * busiest.total_s, time.compute_s
+    busy_s, compute_s = m * busiest.total_s, m * busiest.compute_s
     if any(plays[0].hosts):
         busy_s = max(map(plays[0].busy, range(p)))
         compute_s = busy_s - sum(exposed_s.values())

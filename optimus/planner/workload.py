@@ -305,28 +305,49 @@ def update_bytes(config: Config, mesh: Mesh, weights: Weights, microbatches: int
     optim, param_bytes = config.optim, BYTES[config.train.dtype]
     grad_bytes, reduced_bytes = BYTES[optim.grad_dtype], BYTES[optim.grad_reduce_dtype]
     updated, of_rank = updated_parameters(optim.sharding, mesh, weights), sum(weights)
-    passes, new = 1, 0
-    if frees_gradients(config, mesh):
+    passes, new = _gradient_passes(mesh, microbatches, _reduces_each(config, mesh)), 0
+    if _frees_gradients(config, mesh):
         # Gradients once for each backward, and parameters once in a step
-        passes = microbatches
-        new = microbatches * grad_bytes + (param_bytes if optim.resident == "cache" else 0)
+        reductions = microbatches if _reduces_each(config, mesh) else 1
+        new = reductions * grad_bytes + (param_bytes if optim.resident == "cache" else 0)
     return UpdateBytes(
         updated * (_STATE_BYTES + param_bytes + reduced_bytes),
         updated * reduced_bytes,
-        of_rank * 2 * grad_bytes * passes,
+        of_rank * grad_bytes * passes,
         float(of_rank * new),
     )
 
 
-def frees_gradients(config: Config, mesh: Mesh) -> bool:
-    """Return True if a rank frees its gradients after each backward, without offloading."""
+def _frees_gradients(config: Config, mesh: Mesh) -> bool:
+    """Return True if a rank frees its gradients after each reduction, without offloading."""
     return config.optim.resident != "all" and mesh.num_data_ranks > 1
 
 
-def offloaded_repeats(config: Config, mesh: Mesh, microbatches: int) -> int:
-    """Return the value of `repeats` for `UpdateBytes.share`."""
-    is_once = config.offload.order == "layer" or frees_gradients(config, mesh)
-    return 1 if is_once else microbatches
+def _reduces_each(config: Config, mesh: Mesh) -> bool:
+    """Return True if gradients are reduced in each microbatch, without offloading."""
+    if config.offload.order == "layer":
+        return config.train.deterministic and mesh.num_data_ranks > 1
+    return config.train.deterministic or _frees_gradients(config, mesh)
+
+
+def _gradient_passes(
+    mesh: Mesh, microbatches: int, reduces_each: bool, offloads: bool = False
+) -> int:
+    """Return the number of passes over the gradients in a step that check them, before each
+    reduction, or set them to zero. A single rank on the device adds up the gradients of
+    microbatches in the same buffers, and sets them to zero once."""
+    reductions = microbatches if reduces_each else 1
+    is_shared = offloads or mesh.num_data_ranks > 1
+    return reductions + (reductions if is_shared else 1)
+
+
+def offloaded_repeats(config: Config, mesh: Mesh, microbatches: int) -> float:
+    """Return the value of `repeats` for `UpdateBytes.share`. Gradients are reduced in each
+    microbatch, unless all microbatches pass a layer before the next layer starts."""
+    plain = _reduces_each(config, mesh)
+    each = plain or config.offload.order != "layer"
+    passes = _gradient_passes(mesh, microbatches, each, offloads=True)
+    return passes / _gradient_passes(mesh, microbatches, plain)
 
 
 def _refuse_not_modelled(config: Config) -> None:

@@ -132,9 +132,14 @@ class UseTracker(Recorder):
         bytes and FLOPs do not depend on causal masks and, on an accelerator, not on dropout."""
         if attn_mask is not None and attn_mask.dtype is torch.bool:  # as torch does
             attn_mask = torch.empty_like(attn_mask, dtype=query.dtype)
-        is_fused = dropout_p == 0 and query.shape[-1] == value.shape[-1]
-        is_fused = is_fused and all(tensor.dim() == 4 for tensor in (query, key, value))
-        if self._on_cpu and not (is_fused and (attn_mask is None or not attn_mask.requires_grad)):
+        is_fused = dropout_p == 0 and query.shape[-1] == value.shape[-1] and query.dim() == 4
+        is_grouped = options.get("enable_gqa", False)
+        for tensor in (key, value):
+            is_fused &= tensor.dim() == 4 and len(tensor) == len(query)
+            is_fused &= tensor.shape[1] == query.shape[1] or is_grouped
+        if attn_mask is not None:
+            is_fused &= attn_mask.dim() in (2, 4) and not attn_mask.requires_grad
+        if self._on_cpu and not is_fused:
             # torch has no fused kernel on a CPU for these cases.
             function = torch.ops.aten._scaled_dot_product_attention_math
             mask = attn_mask, dropout_p, is_causal

@@ -134,13 +134,20 @@ class Attention(nn.Module):
         if heads == 1:
             q, k, v = q[:, 0], k[:, 0], v[:, 0]
         mask = self.mask if self.kind == "trained mask" else None
+        mask = self.mask.detach()[None] if self.kind == "mask of three dims" else mask
+        if self.kind == "broadcast heads":
+            k, v = k[:, :1], v[:, :1]
         mask = self.mask.detach() >= 0 if self.kind == "bool mask" else mask
         dropout = 0.1 if self.kind == "dropout" else 0.0
         return nn.functional.scaled_dot_product_attention(q, k, v, mask, dropout)
 
 
 @pytest.mark.parametrize(
-    "kind", ["plain", "dropout", "trained mask", "bool mask", "wide values", "three dims"]
+    "kind",
+    [
+        *("plain", "dropout", "trained mask", "bool mask", "wide values", "three dims"),
+        *("mask of three dims", "broadcast heads"),
+    ],
 )
 def test_profiled_attention_has_the_memory_of_a_cpu(kind):
     model = nn.Sequential(nn.Linear(64, 64), Attention(kind), nn.Flatten())

@@ -25,6 +25,7 @@ from optimus.planner.step_time import (
     Step,
     pass_time,
     pipeline_s,
+    play_step,
     played_time,
     step_time,
 )
@@ -117,6 +118,20 @@ def test_transfers_on_a_cpu_of_three_ranks_take_the_time_of_the_busiest_rank(hea
     for longer, shorter in zip(with_s, without_s, strict=True):
         # In addition, transfers fill and drain the pipeline.
         assert longer - shorter == pytest.approx(m * halves * half_s, rel=0.05)
+
+
+@pytest.mark.parametrize("heaviest", [1.0, 1.04, 1.5])
+def test_components_of_three_ranks_on_a_cpu_add_up_to_the_simulated_step(heaviest):
+    """The last rank has the longest passes, but with 1.04 times the passes of the middle rank, the
+    middle rank is busier, because it has more transfers."""
+    sizes = (1e11, 1e11, heaviest * 1e11)
+    stages = tuple((Layers((Pass(size),), (Pass(2 * size),)),) for size in sizes)
+    step = Step(stages, 40, {"pp": [(0, 8, 16)]}, transfer_bytes=2e8)
+    cpu = dataclasses.replace(a100(), launches_queue=False, launch_s=0.0)
+    schedule = make_schedule("1f1b", 3, 1, 40)
+    end_s = play_step(step, cpu, schedule).end
+    assert played_time(step, cpu, schedule).total_s == pytest.approx(end_s)
+    assert step_time(step, cpu).total_s == pytest.approx(end_s, rel=0.05)  # closed formula
 
 
 def test_span_of_zero_bubble_is_close_to_the_simulation():
@@ -307,8 +322,9 @@ def test_passes_over_gradients_have_another_rate_than_the_optimizer():
     rates = dataclasses.replace(a100(), memory=4e9, gradients=1e9)
     assert rates.update_s(UpdateBytes(optimizer=8e9, norm=1e9, gradients=3e9)) == 2 + 4
     assert dataclasses.replace(rates, gradients=None).update_s(UpdateBytes(8e9, 1e9, 3e9)) == 3
-    # The device checks the gradients of offloaded states three times in a step here.
-    assert UpdateBytes(8.0, 4.0, 6.0, 2.0).share(0.5, 3) == UpdateBytes(4.0, 2.0, 12.0, 2.0)
+    # With states on the host, all gradients are checked and cleared three times as often here.
+    assert UpdateBytes(8.0, 4.0, 6.0, 2.0).share(0.5, 3) == UpdateBytes(4.0, 2.0, 18.0, 2.0)
+    assert UpdateBytes(8.0, 4.0, 6.0, 2.0).share(1.0, 3) == UpdateBytes(8.0, 4.0, 6.0, 2.0)
 
 
 def test_new_memory_of_freed_gradients_and_parameters_takes_time():

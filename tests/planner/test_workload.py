@@ -190,6 +190,8 @@ def checked_and_cleared(tree: dict) -> tuple[float, float]:
 
 
 OFFLOADED = {"offload__mode": "manual", "offload__host_share": 1.0}
+HALF = {"offload__mode": "manual", "offload__host_share": 0.5}
+EXACT = {"train__deterministic": True}
 
 
 @pytest.mark.parametrize(
@@ -198,6 +200,9 @@ OFFLOADED = {"offload__mode": "manual", "offload__host_share": 1.0}
         pytest.param(1, {}, id="on-device"),
         pytest.param(1, OFFLOADED, id="offloaded"),
         pytest.param(1, OFFLOADED | {"offload__order": "layer"}, id="by-layer"),
+        pytest.param(1, EXACT, id="exact"),
+        pytest.param(1, HALF | {"train__dtype": "bf16"}, id="half"),
+        pytest.param(2, HALF | {"optim__sharding": "so"}, id="half-of-two"),
         pytest.param(2, {"optim__sharding": "so", "optim__resident": "parameters"}, id="freed"),
         pytest.param(2, {"optim__sharding": "so", "optim__resident": "cache"}, id="cache"),
         pytest.param(2, {"optim__sharding": "so"}, id="kept"),
@@ -206,17 +211,13 @@ OFFLOADED = {"offload__mode": "manual", "offload__host_share": 1.0}
 def test_gradients_are_checked_and_cleared_as_often_as_planned(ranks, size, settings):
     """Gradients that are freed or copied to the host after each backward are checked and cleared in
     each microbatch. All other gradients are checked and cleared once in a step."""
-    tree = tiny_tree(
-        "d",
-        "r",
-        **DENSE,
-        model__hidden_size=128,
-        train__deterministic=False,
-        train__seq_len=16,
-        train__microbatch_size=1,
-        train__global_batch_tokens=4 * 16,
-        optim__chunk_length=50_000,
-        **settings,
-    )
+    sizes = {
+        "model__hidden_size": 128,
+        "train__seq_len": 16,
+        "train__microbatch_size": 1,
+        "train__global_batch_tokens": 4 * 16,
+        "optim__chunk_length": 50_000,
+    }
+    tree = tiny_tree("d", "r", **DENSE | sizes | {"train__deterministic": False} | settings)
     for planned, counted in ranks(size, checked_and_cleared, tree, start_world=False):
         assert planned == pytest.approx(counted, rel=0.15)  # chunks are padded
