@@ -465,7 +465,8 @@ def step_time(step: Step, rates: Rates) -> StepTime:
 
 
 class PipelineTime(NamedTuple):
-    """Components of the time of all passes in a step, on the rank whose passes take longest."""
+    """Components of the time of all passes in a step, on the rank whose passes and transfers take
+    longest."""
 
     compute_s: float
     exposed_s: Mapping[str, float]
