@@ -92,6 +92,11 @@ def test_nproc_below_1_is_refused(command, tiny_data, tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
 
+WAIT = "[print(1, flush=True), *(time.sleep(0.1) for _ in range(600))]"
+"""Expression that waits for a signal. A signal that arrives directly before the system call of a
+sleep does not end the sleep, so each sleep is short."""
+
+
 def run_process(main: str, *arguments: str, **options) -> subprocess.Popen:
     """Start the command `optimus` in a process, and return the process. The Python expression
     `main` is evaluated instead of the call of `cli.main`, and gives the exit status."""
@@ -116,7 +121,7 @@ sys.exit(cli.main())"""
     [(signal.SIGINT, "Ctrl-C", 130), (signal.SIGTERM, "SIGTERM", 3), (signal.SIGHUP, "SIGHUP", 3)],
 )
 def test_signal_before_the_first_step_ends_training_with_a_single_line(number, label, status):
-    process = run_process("[print(1, flush=True), time.sleep(60)]", "train", stdout=subprocess.PIPE)
+    process = run_process(WAIT, "train", stdout=subprocess.PIPE)
     assert process.stdout.readline() == "1\n"
     process.send_signal(number)
     _, errors = process.communicate(timeout=30)
@@ -127,7 +132,7 @@ def test_signal_before_the_first_step_ends_training_with_a_single_line(number, l
 
 
 def test_sigterm_ends_other_commands_with_a_single_line():
-    process = run_process("[print(1, flush=True), time.sleep(60)]", "eval", stdout=subprocess.PIPE)
+    process = run_process(WAIT, "eval", stdout=subprocess.PIPE)
     assert process.stdout.readline() == "1\n"
     process.terminate()
     _, errors = process.communicate(timeout=30)
