@@ -227,7 +227,7 @@ def test_a_run_that_ends_during_updates_resumes_with_the_same_bits(
                 "train__deterministic": False,
             },
             "optim.grad_dtype = 'bf16': offload.grad_dtype = 'bf16' sums gradients in fp32; leave "
-            "one of them out",
+            "one of these two settings out",
         ),
     ],
 )
