@@ -307,7 +307,7 @@ def update_bytes(config: Config, mesh: Mesh, weights: Weights, microbatches: int
     updated, of_rank = updated_parameters(optim.sharding, mesh, weights), sum(weights)
     passes, new = _gradient_passes(mesh, microbatches, _reduces_each(config, mesh)), 0
     if _frees_gradients(config, mesh):
-        # Gradients once for each backward, and parameters once in a step
+        # Gradients once for each reduction, and parameters once in a step
         reductions = microbatches if _reduces_each(config, mesh) else 1
         new = reductions * grad_bytes + (param_bytes if optim.resident == "cache" else 0)
     return UpdateBytes(
@@ -327,7 +327,8 @@ def _reduces_each(config: Config, mesh: Mesh) -> bool:
     """Return True if gradients are reduced in each microbatch, without offloading."""
     if config.offload.order == "layer":
         return config.train.deterministic and mesh.num_data_ranks > 1
-    return config.train.deterministic or _frees_gradients(config, mesh)
+    is_rounded = config.offload.rounds_gradients(config.train)
+    return config.train.deterministic or config.optim.resident != "all" or is_rounded
 
 
 def _gradient_passes(

@@ -185,7 +185,7 @@ def checked_and_cleared(tree: dict) -> tuple[float, float]:
     off = config.model_copy(update={"offload": OffloadConfig(order=config.offload.order)})
     update = step_of(off, groups.mesh).update
     share = 1 - config.offload.host_share
-    repeats = offloaded_repeats(config, groups.mesh, plan.microbatches_per_rank)
+    repeats = offloaded_repeats(off, groups.mesh, plan.microbatches_per_rank)
     return update.share(share, repeats).gradients, counted.total
 
 
