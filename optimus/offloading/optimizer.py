@@ -124,15 +124,21 @@ def offload(
     spare = {"off": 0.0, "on": math.inf, "auto": (limits.host - placement.host_bytes) / 2}
     optimizer = OffloadOptimizer(model, chunks, groups, defaults, clip_norm, residency, on)
     optimizer.allow_early_updates(early_adam, spare[early_adam])
-    offloaded = optimizer._offloaded
     if limits.device is not None:
         platform.limit_device_memory(on, limits.device)
-        offloaded.limit_states(placement.device_bytes, selects_cache=not cache_chunks)
+        optimizer._offloaded.limit_states(placement.device_bytes, selects_cache=not cache_chunks)
     if example is not None:
-        # This hook runs before the hooks of segments, so that a refused batch begins no step.
-        hook = partial(check_batch, shapes_of(example))
-        offloaded.keep(model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True))
+        _refuse_larger_batches(optimizer._offloaded, model, example)
     return optimizer
+
+
+def _refuse_larger_batches(
+    offloaded: OffloadedModel, model: nn.Module, example: Mapping[str, Any]
+) -> None:
+    """Let the model refuse batches that are larger than the example."""
+    # This hook runs before the hooks of segments, so that a refused batch begins no step.
+    hook = partial(check_batch, shapes_of(example))
+    offloaded.keep(model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True))
 
 
 def _checked_defaults(

@@ -68,16 +68,7 @@ def test_the_limit_holds_and_the_bits_are_those_of_the_device(checkpoints, limit
 
 
 MODELS = {
-    "llama": lambda: transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            num_hidden_layers=2,
-            hidden_size=64,
-            intermediate_size=128,
-            num_attention_heads=4,
-            vocab_size=256,
-            use_cache=False,
-        )
-    ),
+    "llama": make_model,
     # Its dropout of attention has no fused kernel on a CPU.
     "gpt2": lambda: transformers.GPT2LMHeadModel(
         transformers.GPT2Config(n_layer=2, n_embd=64, n_head=4, vocab_size=256, use_cache=False)
@@ -97,16 +88,22 @@ MODELS = {
 }
 
 
+def profiled_peak(model: nn.Module, example: dict[str, Tensor]) -> int:
+    """Return the peak, in bytes, of the activations in the profile of a model on a CPU."""
+    live = most = 0
+    for use in profile_step(model, example, on_cpu=True):
+        most = max(most, live + use.peak)
+        live += use.kept
+    return most
+
+
 @pytest.mark.parametrize("checkpoints", [False, True])
 @pytest.mark.parametrize("name", MODELS)
 def test_profiled_activations_are_those_of_a_real_step(name, checkpoints):
     model = MODELS[name]().train()
     if checkpoints:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    uses, live, profiled = profile_step(model, EXAMPLE, on_cpu=True), 0, 0
-    for use in uses:
-        profiled = max(profiled, live + use.peak)
-        live += use.kept
+    profiled = profiled_peak(model, EXAMPLE)
     memory = optimus.offload(model, host_share=0.0)._offloaded.engine.memory
     states, peak = memory.num_bytes[Tier.DEVICE], _Peak(memory)
     with peak:
@@ -152,10 +149,7 @@ class Attention(nn.Module):
 def test_profiled_attention_has_the_memory_of_a_cpu(kind):
     model = nn.Sequential(nn.Linear(64, 64), Attention(kind), nn.Flatten())
     x = torch.ones(4, 96, 64)
-    uses, live, profiled = profile_step(model, {"input": x}, on_cpu=True), 0, 0
-    for use in uses:
-        profiled = max(profiled, live + use.peak)
-        live += use.kept
+    profiled = profiled_peak(model, {"input": x})
     memory = optimus.offload(model, host_share=0.0)._offloaded.engine.memory
     states, peak = memory.num_bytes[Tier.DEVICE], _Peak(memory)
     with peak:
@@ -185,10 +179,7 @@ def share_with(size: int) -> float:
 
 
 def test_a_model_that_fits_to_the_byte_stays_on_the_device():
-    uses, live, activations = profile_step(make_model(), EXAMPLE, on_cpu=True), 0, 0
-    for use in uses:
-        activations = max(activations, live + use.peak)
-        live += use.kept
+    activations = profiled_peak(make_model(), EXAMPLE)
     engine = optimus.offload(make_model(), host_share=0.0)._offloaded.engine
     size = engine.memory.num_bytes[Tier.DEVICE] + activations
     assert share_with(size) == 0 < share_with(size - 1)
