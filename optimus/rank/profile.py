@@ -496,10 +496,9 @@ def _run_segments(
     Args:
         config, mesh, coordinate: As for `profile_model`.
         layers: Kind of each layer, by the number of the layer.
-        is_first: True to run the embedding, too. Otherwise, another operation replaces it, so that
-            there are operations before each layer.
-        is_last: True to run the head, too. Otherwise, another operation replaces it, so that there
-            are operations after each layer.
+        is_first: True to run the embedding, too.
+        is_last: True to run the head, too. Another operation replaces a missing embedding or head,
+            so that there are operations before and after each layer.
         divides_backward, on_cpu, concentrated: As for `profile_model`.
     """
     train, kind = config.train, config.model
