@@ -87,7 +87,7 @@ def gpt_block(hidden: int, heads: int, tokens: int, seq_len: int, split: Split) 
 
     The block has separate attention kernels, a GELU, and dropout in the residual additions. For
     each element, a residual addition reads two values (4 bytes), and writes a value and the mask (3
-    bytes). The products for the gradients of weights include the addition to the sum of gradients.
+    bytes). `gradient_sums` adds the gradients of weights to their sums.
     """
     t, d, s, tp = tokens, hidden, seq_len, split.tp
     sp = tp if split.sequence_parallel else 1
@@ -161,6 +161,15 @@ def gpt_receive(
     gather = ("all_gather",)
     size = _BYTES * tokens * hidden
     return (_exchange(("receive",), gather * forward, gather * backward, size),)
+
+
+def gradient_sums(parameters: float, tensors: float, microbatches: int) -> tuple[Work, ...]:
+    """Return the passes that add the gradients of a microbatch to their sums over microbatches, for
+    a layer of `parameters` parameters in `tensors` tensors. A pass reads a gradient and the sum and
+    writes the sum. The first microbatch of a step stores its gradients without a sum."""
+    repeated = (microbatches - 1) / microbatches
+    bytes_moved = 3 * _BYTES * parameters * repeated
+    return (_pass(("sums",), 0.0, bytes_moved, 0.0, tensors * repeated),)
 
 
 def gpt_head(hidden: int, vocabulary: int, tokens: int, split: Split) -> tuple[Work, ...]:

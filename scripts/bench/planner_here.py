@@ -3,12 +3,12 @@
 
     python scripts/bench/planner_here.py [--machine FILE] [--out FILE]
 
-The layouts of `CASES` are divided into groups of six. Without --machine, the script measures a
-machine file with `optimus bench machine` before each group, because the speed of a virtual machine
-changes within minutes. Then it plans the layouts of the group and runs them in five rounds. In a
-round, they run one after the other. With --machine, it plans the layouts of all groups with FILE
-before it measures them. Each rank has one thread. The result is a Markdown page,
-docs/benchmarks/planner_here.md by default.
+The layouts of `CASES` run in five rounds. At the beginning of each round, the script measures a
+machine file with `optimus bench machine` and plans all layouts with it, because the speed of a
+virtual machine changes within minutes. Then the layouts run one after the other, each in new
+processes, so that a layout is alone on the machine, like a user's run. The error of a layout is the
+median of its errors in the rounds. With --machine, the script plans all layouts with FILE. Each
+rank has one thread. The result is a Markdown page, docs/benchmarks/planner_here.md by default.
 
 Peak memory is the increase of a rank's resident memory, from before the model is built to its peak
 in two updates. It is measured in a separate process, whose malloc returns freed memory to the
@@ -49,11 +49,9 @@ from optimus.planner.step_plan import plan_step
 from optimus.train.autotune import autotune_kernels
 
 ROOT = Path(__file__).resolve().parents[2]
-ROUNDS, UPDATES = 5, 2
+ROUNDS, UPDATES = 5, 4
 """Number of rounds, and number of timed updates of each layout in a round."""
 WARMUP = 2
-TOGETHER = 6
-"""Number of layouts in a group. The ranks of all layouts of a group exist at the same time."""
 LIMIT_S = 120.0
 """Longest time for which the script waits for a rank."""
 
@@ -194,7 +192,8 @@ class Ranks:
         self.case = case
         arguments = ["--rank-of", case.name, "--clock", clock]
         arguments += ["--memory"] if measures_memory else []
-        rendezvous = folder / f"rendezvous-{case.name.replace(' ', '-')}-{measures_memory}"
+        rendezvous = folder / "rendezvous"
+        rendezvous.unlink(missing_ok=True)  # of the case before
         self._processes = [
             subprocess.Popen(
                 [sys.executable, __file__, *arguments],
@@ -249,7 +248,8 @@ class Result(NamedTuple):
     """Planned and measured step times and memory of a case."""
 
     case: Case
-    planned_s: float
+    plans_s: list[float]
+    """For each round, the planned seconds of an update."""
     measured: list[list[float]]
     """For each round, the seconds of each update."""
     planned_bytes: int
@@ -263,8 +263,15 @@ class Result(NamedTuple):
         return statistics.median(s for of_round in self.measured for s in of_round)
 
     @property
+    def planned_s(self) -> float:
+        return statistics.median(self.plans_s)
+
+    @property
     def error(self) -> float:
-        return self.planned_s / self.step_s - 1
+        """Median over the rounds of planned / measured - 1. The measured time of a round is the
+        median of its updates."""
+        pairs = zip(self.plans_s, self.measured, strict=True)
+        return statistics.median(plan / statistics.median(times) - 1 for plan, times in pairs)
 
     @property
     def memory_error(self) -> float:
@@ -287,24 +294,15 @@ def measure_peaks(case: Case, folder: Path) -> list[int]:
         ranks.end()
 
 
-def measure_times(
-    cases: Sequence[Case], clock: str, rounds: int, folder: Path
-) -> dict[str, list[list[float]]]:
-    """Return a dict that maps each case to the seconds of its updates in each round. The ranks of
-    all cases exist during all rounds, but only the ranks of a single case compute at a time."""
-    seconds: dict[str, list[list[float]]] = {case.name: [] for case in cases}
-    running: list[Ranks] = []
-    try:
-        for case in cases:
-            running.append(Ranks(case, clock, False, folder))
-            running[-1].answers()  # the next case starts when this case has warmed up
-        for number in range(rounds):
-            for ranks in running:
-                ranks.step_s(1)  # the caches contain data of another case
-                seconds[ranks.case.name].append(ranks.step_s(UPDATES))
-            print(f"round {number + 1} of {rounds}", file=sys.stderr)
-    finally:
-        for ranks in running:
+def measure_round(cases: Sequence[Case], clock: str, folder: Path) -> list[list[float]]:
+    """Return the seconds of the updates of each case. The cases run one after the other."""
+    seconds = []
+    for case in cases:
+        ranks = Ranks(case, clock, False, folder)
+        try:
+            ranks.answers()  # the ranks have warmed up
+            seconds.append(ranks.step_s(UPDATES))
+        finally:
             ranks.end()
     return seconds
 
@@ -333,31 +331,36 @@ def run(
 
     Args:
         cases: The cases.
-        machine_file: Name or path of the machine file; None: measure one before each group.
+        machine_file: Name or path of the machine file; None: measure one in each round.
         clock: Clock of the measured times: "wall" or "processor".
         rounds: Number of rounds.
 
     Raises:
         ConfigError: The machine file is wrong or lacks a rate. Nothing has been measured.
     """
-    results, plans = [], {}
+    plans: list[list[tuple[float, list[int]]]] = []
     if machine_file is not None:
         machine = load_machine(machine_file)
-        plans = {case.name: planned(case, machine, machine_file) for case in cases}
+        plans = [[planned(case, machine, machine_file) for case in cases]] * rounds
+    seconds = []
     with tempfile.TemporaryDirectory() as path:
         folder = Path(path)
-        peaks = {case.name: measure_peaks(case, folder) for case in cases}
-        for first in range(0, len(cases), TOGETHER):  # in groups, so that the memory is enough
-            group = cases[first : first + TOGETHER]
+        peaks = [measure_peaks(case, folder) for case in cases]
+        for number in range(1, rounds + 1):
             if machine_file is None:
                 machine = load_machine(str(measure_machine(folder)))
-                plans |= {case.name: planned(case, machine, "this machine") for case in group}
-            seconds = measure_times(group, clock, rounds, folder)
-            for case in group:
-                (step_s, sizes), of_ranks = plans[case.name], peaks[case.name]
-                fullest = of_ranks.index(max(of_ranks))
-                peak = sizes[fullest], max(of_ranks)
-                results.append(Result(case, step_s, seconds[case.name], *peak))
+                plans.append([planned(case, machine, "this machine") for case in cases])
+            seconds.append(measure_round(cases, clock, folder))
+            print(f"round {number} of {rounds}", file=sys.stderr)
+    results = []
+    for case, of_ranks, of_case, times in zip(
+        cases, peaks, zip(*plans, strict=True), zip(*seconds, strict=True), strict=True
+    ):
+        fullest = of_ranks.index(max(of_ranks))
+        plans_s = [step_s for step_s, _ in of_case]
+        results.append(
+            Result(case, plans_s, list(times), of_case[-1][1][fullest], of_ranks[fullest])
+        )
     return results, machine
 
 
@@ -436,31 +439,25 @@ def report(
     source = f"All layouts are planned with the machine file `{machine_file}`."
     if machine_file is None:
         source = (
-            f"Before each group of layouts, up to {TOGETHER}, it measures a machine file with "
-            "`optimus bench machine`; no layout of this page was used to set a value in the "
-            "machine file."
+            "At the beginning of each round, it measures a machine file with `optimus bench "
+            "machine` and plans all layouts with it; no layout of this page was used to set a "
+            "value in a machine file. A planned time is the median over the rounds, and an error "
+            "of a time is the median of the errors of the rounds."
         )
-    planned_with = " and was planned with another machine file" if machine_file is None else ""
-    groups_differ = (
-        "The lines about the layout that the plan ranks first compare all layouts of a model on "
-        f"two ranks, also those of different groups. Each group ran at another time{planned_with}, "
-        "and the speed of the machine can change between groups.",
-        "",
-    )
     return "\n".join(
         [
             "# Planned and measured steps on a CPU",
             "",
             f"`python scripts/bench/planner_here.py` writes this page. {source}",
             f"{conditions}; each rank has one thread. Measured times are medians over "
-            f"{counted(len(results[0].measured), 'round')}. A round runs the layouts of a group in "
-            f"turn, with {UPDATES} updates of each.{note} {load}",
+            f"{counted(len(results[0].measured), 'round')}. A round runs the layouts one "
+            f"after the other, with {UPDATES} updates of each after {WARMUP} for warming up."
+            f"{note} {load}",
             "",
             *table(head, rows),
             "",
             *verdict(results),
             "",
-            *(groups_differ if len(results) > TOGETHER else ()),
             "The table shows the memory of the rank with the largest measured peak. The measured "
             "memory is the increase of resident memory from before the model is built to its peak. "
             "Before the measurement, a tiny model with the same layout is updated. malloc returns "

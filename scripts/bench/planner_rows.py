@@ -7,17 +7,24 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from gpt_operations import Split, gpt_block, gpt_head, gpt_receive, layers_of
+from gpt_operations import Split, gpt_block, gpt_head, gpt_receive, gradient_sums, layers_of
 
 from optimus.planner.machine_rates import UpdateBytes
-from optimus.planner.step_time import Reduction, Step
+from optimus.planner.step_time import Overlap, Reduction, Step
 
 VOCABULARY = 51200
 """Padded vocabulary of the GPT models in Megatron-LM."""
-OPTIMIZER_BYTES = 34
-"""Bytes that Adam with fp32 master weights reads and writes for each parameter: gradient in 2
-bytes, for the norm and for the update (4); master weight and moments (24); parameter in 2 bytes
-(2); zeros for the gradient and for its fp32 copy (4)."""
+FUSED_BYTES = 50
+"""Bytes that a rank moves for each parameter after backward, with fused sums of gradients
+(github.com/NVIDIA/Megatron-LM at cfd2e216, bf16): zeros for the fp32 sum (4), division of the sum
+by the number of data ranks (8), norm (4), Adam on fp32 values (28), copy to the parameter (6)."""
+SEPARATE_BYTES = 64
+"""The same without fused sums (github.com/NVIDIA/Megatron-LM at de7dc40f, fp16): gradients to a
+buffer, division there, and back (12), conversion to fp32 (6), division by the loss scale (8), norm
+(4), Adam on fp32 values (28), copy to the parameter (6). The scaling by a norm above the limit (8)
+is not included, because the sources do not give the norms."""
+TENSORS = 12
+"""Number of parameter tensors in a block: weights and biases of two norms and four layers."""
 
 
 class Row(NamedTuple):
@@ -41,6 +48,12 @@ class Row(NamedTuple):
     seconds: float
     """Published time of a step in seconds."""
     name: str = ""
+    fused_sums: bool = False
+    """True: the products for the gradients of weights add to fp32 sums over microbatches
+    (Megatron-LM since February 2022, with bf16). False: separate passes add to sums in fp16."""
+    torch_ddp: bool = False
+    """True: torch's DistributedDataParallel reduces gradients during the backward of the last
+    microbatch. False: they are reduced after all backward passes."""
 
     @property
     def ranks(self) -> int:
@@ -56,39 +69,52 @@ class Row(NamedTuple):
 
 def gpt_step(row: Row) -> Step:
     """Return the planner's description of a step of `row` in Megatron-LM: with values of 2 bytes,
-    blocking transfers of 1/tp of the activation, and an all_reduce of gradients after backward. The
-    ranks are in the order of Megatron-LM: tp is the innermost axis, then dp, then pp."""
+    blocking transfers of 1/tp of the activation, and an all_reduce of gradients. The first and the
+    last stage also sum the gradients of the embedding that they share. The ranks are in the order
+    of Megatron-LM: tp is the innermost axis, then dp, then pp."""
     tokens, tp, dp, pp = row.microbatch * row.seq_len, row.tp, row.dp, row.pp
     is_selective = row.recompute == "selective"
     split = Split(tp, sequence_parallel=is_selective)
     block = gpt_block(row.hidden, row.heads, tokens, row.seq_len, split)
+    microbatches = row.batch // (dp * row.microbatch)
+    of_block, of_embedding = 12 * row.hidden**2 / tp, VOCABULARY * row.hidden / tp
+    head = gpt_head(row.hidden, VOCABULARY, tokens, split)
+    if not row.fused_sums:
+        block += gradient_sums(of_block, TENSORS, microbatches)
+        head += gradient_sums(of_embedding, 1, microbatches)
     recompute = ("core",) if is_selective else ("block",)
     stages = pp * row.virtual_stages
     layers = layers_of(block, row.layers / stages, recompute)
-    head = layers_of(gpt_head(row.hidden, VOCABULARY, tokens, split))
     all_stages = [
         (
             layers,
             layers_of(gpt_receive(row.hidden, tokens, split, stage > 0, stage < stages - 1)),
-            *([head] if stage == stages - 1 else []),
+            *([layers_of(head)] if stage == stages - 1 else []),
         )
         for stage in range(stages)
     ]
-    parameters = 12 * row.hidden**2 * row.layers / pp / tp + VOCABULARY * row.hidden / tp
+    parameters = of_block * row.layers / pp + of_embedding
+    gradient = 4 if row.fused_sums else 2
+    overlaps: Overlap = "backward" if row.torch_ddp else "nothing"
+    reductions = [Reduction("dp", "all_reduce", gradient * parameters, overlaps)]
+    groups = {
+        "tp": [tuple(range(tp))],
+        "dp": [tuple(range(0, dp * tp, tp))],
+        "pp": [tuple(range(0, row.ranks, dp * tp))],
+    }
+    if pp > 1:
+        groups["embedding"] = [(0, row.ranks - dp * tp)]
+        reductions.append(Reduction("embedding", "all_reduce", gradient * of_embedding))
     return Step(
         stages=tuple(all_stages),
-        microbatches=row.batch // (dp * row.microbatch),
-        groups={
-            "tp": [tuple(range(tp))],
-            "dp": [tuple(range(0, dp * tp, tp))],
-            "pp": [tuple(range(0, row.ranks, dp * tp))],
-        },
+        microbatches=microbatches,
+        groups=groups,
         schedule="interleaved" if row.virtual_stages > 1 else "1f1b",
         virtual_stages=row.virtual_stages,
         transfer_bytes=2 * tokens * row.hidden / tp,
         transfers_block=True,
-        reductions=(Reduction("dp", "all_reduce", 2 * parameters),),
-        update=UpdateBytes(OPTIMIZER_BYTES * parameters),
+        reductions=tuple(reductions),
+        update=UpdateBytes((FUSED_BYTES if row.fused_sums else SEPARATE_BYTES) * parameters),
     )
 
 
@@ -100,7 +126,8 @@ _TABLE_5 = (
 )
 """arXiv 2205.05198, tables 3 and 5: name, h, layers, heads, tp, pp, batch, microbatch, virtual
 stages, seconds with full recomputation, seconds with sequence parallelism and selective
-recomputation."""
+recomputation. The paper does not give the dtype; the rows assume bf16, for which Megatron-LM of
+that time fuses the sums of gradients."""
 
 
 def table_5(recompute: str) -> list[Row]:
@@ -110,25 +137,27 @@ def table_5(recompute: str) -> list[Row]:
     for name, h, layers, heads, tp, pp, batch, micro, v, full, selective in _TABLE_5:
         seconds = full if recompute == "full" else selective
         rows.append(
-            Row(h, layers, heads, 2048, tp, 1, pp, v, batch, micro, recompute, seconds, name)
+            Row(h, layers, heads, 2048, tp, 1, pp, v, batch, micro, recompute, seconds, name, True)
         )
     return rows
 
 
 _TABLE_1 = (
-    (1.7, 24, 2304, 24, 1, 1, 32, 512, 137),
-    (3.6, 32, 3072, 30, 2, 1, 64, 512, 138),
-    (7.5, 32, 4096, 36, 4, 1, 128, 512, 142),
-    (18.4, 48, 6144, 40, 8, 1, 256, 1024, 135),
-    (39.1, 64, 8192, 48, 8, 2, 512, 1536, 138),
-    (76.1, 80, 10240, 60, 8, 4, 1024, 1792, 140),
-    (145.6, 96, 12288, 80, 8, 8, 1536, 2304, 148),
-    (310.1, 128, 16384, 96, 8, 16, 1920, 2160, 155),
-    (529.6, 128, 20480, 105, 8, 35, 2520, 2520, 163),
-    (1008.0, 160, 25600, 128, 8, 64, 3072, 3072, 163),
+    (1.7, 24, 2304, 24, 1, 1, 32, 512, 16, 1, 137),
+    (3.6, 32, 3072, 30, 2, 1, 64, 512, 16, 1, 138),
+    (7.5, 32, 4096, 36, 4, 1, 128, 512, 16, 1, 142),
+    (18.4, 48, 6144, 40, 8, 1, 256, 1024, 8, 1, 135),
+    (39.1, 64, 8192, 48, 8, 2, 512, 1536, 4, 1, 138),
+    (76.1, 80, 10240, 60, 8, 4, 1024, 1792, 2, 3, 140),
+    (145.6, 96, 12288, 80, 8, 8, 1536, 2304, 2, 2, 148),
+    (310.1, 128, 16384, 96, 8, 16, 1920, 2160, 1, 2, 155),
+    (529.6, 128, 20480, 105, 8, 35, 2520, 2520, 1, 3, 163),
+    (1008.0, 160, 25600, 128, 8, 64, 3072, 3072, 1, 1, 163),
 )
-"""arXiv 2104.04473, Table 1: billions of parameters, heads, h, layers, tp, pp, GPUs, batch, TFLOP/s
-of a GPU. The paper does not give the microbatch sizes."""
+"""arXiv 2104.04473, Table 1: billions of parameters, heads, h, layers, tp, pp, GPUs, batch,
+microbatch, virtual stages, TFLOP/s of a GPU. The paper gives neither the microbatches nor the
+numbers of virtual stages. They are those of the authors' script for this table
+(github.com/NVIDIA/Megatron-LM examples/sc21/run_table_1.sh at de7dc40f)."""
 
 
 def rank_flops(batch: int, seq_len: int, layers: int, hidden: int, ranks: int) -> float:
@@ -138,30 +167,18 @@ def rank_flops(batch: int, seq_len: int, layers: int, hidden: int, ranks: int) -
     return 96 * batch * seq_len * layers * hidden**2 * sizes / ranks
 
 
-def table_1() -> list[tuple[list[Row], float]]:
-    """Return a pair (configurations that agree with the paper, FLOPs of a GPU in a step) for each
-    row of arXiv 2104.04473, Table 1. The FLOPs are computed by equation 3 of the paper. The seconds
-    of a step in the configurations are computed as FLOPs / published FLOP/s.
-
-    Section 5.1 says that the table has the interleaved schedule. The paper gives neither the
-    microbatch nor the number v of virtual stages. The configurations have all values for which v >=
-    2 divides the layers of a pipeline rank, and the number of microbatches is a multiple of p.
-    Without a pipeline, v = 1.
-    """
+def table_1() -> list[tuple[Row, float]]:
+    """Return a pair (configuration, FLOPs of a GPU in a step) for each row of arXiv 2104.04473,
+    Table 1. The FLOPs are computed by equation 3 of the paper, and the seconds of the step as FLOPs
+    / published FLOP/s. By the authors' script, runs without a pipeline use torch's
+    DistributedDataParallel, and all runs use fp16."""
     result = []
-    for billions, heads, h, layers, tp, pp, gpus, batch, tflops in _TABLE_1:
+    for billions, heads, h, layers, tp, pp, gpus, batch, micro, v, tflops in _TABLE_1:
         s, dp = 2048, gpus // (tp * pp)
         flops = rank_flops(batch, s, layers, h, gpus)
-        seconds = flops / (tflops * 1e12)
-        of_rank = layers // pp
-        virtual_stages = [v for v in range(2, of_rank + 1) if of_rank % v == 0] if pp > 1 else [1]
-        rows = [
-            Row(h, layers, heads, s, tp, dp, pp, v, batch, b, "full", seconds, f"{billions}B")
-            for v in virtual_stages
-            for b in (1, 2, 4, 8, 16)
-            if batch % (dp * b * pp) == 0
-        ]
-        result.append((rows, flops))
+        seconds, name = flops / (tflops * 1e12), f"{billions}B"
+        row = Row(h, layers, heads, s, tp, dp, pp, v, batch, micro, "full", seconds, name)
+        result.append((row._replace(torch_ddp=pp == 1), flops))
     return result
 
 

@@ -16,7 +16,7 @@ def no_measurement(monkeypatch):
     def measured(*_):
         raise AssertionError("the measurement began")
 
-    for name in ("measure_peaks", "measure_machine", "measure_times"):
+    for name in ("measure_peaks", "measure_machine", "measure_round"):
         monkeypatch.setattr(planner_here, name, measured)
 
 
@@ -49,43 +49,54 @@ def test_machine_without_a_rate_is_refused_before_the_measurement(no_measurement
 
 
 @pytest.mark.parametrize("machine_file", [None, "given"])
-def test_each_layout_has_its_plan_peak_and_times(monkeypatch, tmp_path, machine_file):
-    """Eight layouts are divided into two groups. All values of a layout contain its number. The
-    peak is that of the last rank, so the planned bytes must be those of this rank too."""
+def test_each_layout_has_its_plan_peak_and_times(monkeypatch, machine_file):
+    """All values of a layout contain its number. The peak is that of the last rank, so the planned
+    bytes must be those of this rank too. The planned times of the three rounds differ if a machine
+    file is measured in each."""
     cases = planner_here.CASES[:8]
     number = {case.name: n for n, case in enumerate(cases, 1)}
     loaded = []
 
     def plan(case, machine, name):
-        return float(number[case.name]), [10 * number[case.name] + r for r in range(case.ranks)]
+        factor = len(loaded)
+        return (
+            factor * float(number[case.name]),
+            [10 * number[case.name] + r for r in range(case.ranks)],
+        )
 
     def peaks(case, folder):
         return [100 * number[case.name] + r for r in range(case.ranks)]
 
-    def times(group, clock, rounds, folder):
-        return {case.name: [[1000.0 * number[case.name]]] for case in reversed(group)}
+    def measure_round(group, clock, folder):
+        assert len(loaded) >= 1
+        return [[1000.0 * number[case.name]] for case in group]
 
     monkeypatch.setattr(planner_here, "load_machine", lambda name: loaded.append(name) or Machine())
     monkeypatch.setattr(planner_here, "measure_machine", lambda folder: "measured")
     monkeypatch.setattr(planner_here, "planned", plan)
     monkeypatch.setattr(planner_here, "measure_peaks", peaks)
-    monkeypatch.setattr(planner_here, "measure_times", times)
-    results, _ = planner_here.run(cases, machine_file, "wall", 1)
-    assert loaded == (["given"] if machine_file else ["measured"] * 2)
+    monkeypatch.setattr(planner_here, "measure_round", measure_round)
+    results, _ = planner_here.run(cases, machine_file, "wall", 3)
+    assert loaded == (["given"] if machine_file else ["measured"] * 3)
     assert [result.case for result in results] == list(cases)
     for n, result in enumerate(results, 1):
         last = result.case.ranks - 1
-        assert (result.planned_s, result.step_s) == (n, 1000 * n)
+        assert result.plans_s == ([n, n, n] if machine_file else [n, 2 * n, 3 * n])
+        assert result.measured == [[1000 * n]] * 3
         assert (result.planned_bytes, result.peak_bytes) == (10 * n + last, 100 * n + last)
+
+
+def test_error_is_the_median_of_the_errors_of_the_rounds():
+    """In a round, the machine is slow, so that both times of this round are twice as long."""
+    case = planner_here.CASES[0]
+    result = planner_here.Result(case, [1.0, 2.0, 1.0], [[0.8], [1.6, 1.6, 9.0], [2.0]], 1, 1)
+    assert result.error == pytest.approx(0.25)
+    assert (result.planned_s, result.step_s) == (1.0, 1.6)
 
 
 @pytest.mark.parametrize("machine_file", [None, "given"])
 def test_page_names_the_machine_files_of_the_plans(machine_file):
-    results = [planner_here.Result(case, 1.0, [[1.0]], 100, 100) for case in planner_here.CASES]
+    results = [planner_here.Result(case, [1.0], [[1.0]], 100, 100) for case in planner_here.CASES]
     page = planner_here.report(results, Machine(), machine_file, "wall", "")
     assert ("All layouts are planned with the machine file `given`." in page) == bool(machine_file)
     assert ("it measures a machine file with" in page) == (machine_file is None)
-    assert ("was planned with another machine file" in page) == (machine_file is None)
-    text = "compare all layouts of a model on two ranks, also those of different groups"
-    assert text in page
-    assert text not in planner_here.report(results[3:6], Machine(), machine_file, "wall", "")
