@@ -11,12 +11,12 @@ import planner
 import planner_paper
 import planner_rows
 import pytest
-from gpt_operations import Split, gpt_block, layers_of
+from gpt_operations import Split, gpt_block, gradient_sums, layers_of
 
 from optimus.config.machine import load_machine
 from optimus.planner.machine_rates import rates_of
 from optimus.planner.step_time import pass_time
-from optimus.rank.operations import Exchange
+from optimus.rank.operations import Exchange, Pass
 
 ROOT = Path(__file__).resolve().parents[2]
 ANCHORS = Path(os.environ.get("OPTIMUS_ANCHORS", ROOT.parent / "shared" / "anchors"))
@@ -265,7 +265,8 @@ def test_ranks_do_not_gather_received_tokens_that_are_complete_or_stay_divided(t
     tokens. All stages then have the same operations, and the last stage also has the head."""
     row = planner_rows.Row(64, 12, 4, 128, tp, 1, 3, 1, 6, 2, recompute, 1.0)
     stages = planner_rows.gpt_step(row).stages
-    block = layers_of(gpt_block(64, 4, 2 * 128, 128, Split(tp, recompute == "selective")))
+    work = gpt_block(64, 4, 2 * 128, 128, Split(tp, recompute == "selective"))
+    block = layers_of(work + gradient_sums(12 * 64**2 / tp, 12, 3))
     first, middle, last = (
         (
             [op for layers in stage for op in layers.forward],
