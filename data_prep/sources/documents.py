@@ -271,8 +271,8 @@ class InputReader:
             left -= len(block)
         if left:
             raise DataError(
-                f"{self._file.name}: ends before the position that a checkpoint of an earlier run "
-                "states; remove the output and start again"
+                f"{self._file.name}: ends before the position that an earlier run has stored in a "
+                "checkpoint; remove the output and start again"
             )
 
     def _lines(self, stream: IO[bytes]) -> Iterator[Document | Problem]:

@@ -370,7 +370,7 @@ def test_position_after_the_end_of_an_input_is_refused(tmp_path):
     file = InputFile(str(path), path.stat().st_size)
     raw = files.xxh3_file(path)
     reader = InputReader(file, "text", lambda count: None, Position(1 << 50, 1, file.size, raw))
-    with pytest.raises(DataError, match="ends before the position that a checkpoint"):
+    with pytest.raises(DataError, match="ends before the position that an earlier run"):
         list(reader)
 
 
